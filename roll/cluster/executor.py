@@ -1,0 +1,61 @@
+"""Executors: where workers live and how a call gets to one of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from roll.cluster.worker import Place, Worker
+
+W = TypeVar("W", bound=Worker)
+
+
+class Handle(Protocol):
+    """One worker, wherever it is."""
+
+    @property
+    def place(self) -> Place: ...
+
+    async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Calls the worker's method of that name. An error it raises is raised here."""
+        ...
+
+
+class Executor(Protocol):
+    async def start(self, make: Callable[[Place], W], places: Sequence[Place]) -> list[Handle]:
+        """Starts one worker a place, made there by `make`."""
+        ...
+
+    async def close(self) -> None:
+        """Closes every worker, the youngest first."""
+        ...
+
+
+class LocalHandle:
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    @property
+    def place(self) -> Place:
+        return self._worker.place
+
+    async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        result = getattr(self._worker, method)(*args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
+
+
+class LocalExecutor:
+    """Every worker in this process; a call is a call. Roles take turns, nothing is pickled, a debugger works."""
+
+    def __init__(self) -> None:
+        self._workers: list[Worker] = []
+
+    async def start(self, make: Callable[[Place], W], places: Sequence[Place]) -> list[Handle]:
+        started: list[Worker] = [make(place) for place in places]
+        self._workers.extend(started)
+        return [LocalHandle(worker) for worker in started]
+
+    async def close(self) -> None:
+        while self._workers:
+            await self._workers.pop().close()

@@ -1,0 +1,83 @@
+"""A worker, and how a call on a role reaches its workers.
+
+`@parallel` marks what the controller may call and says how arguments are split and results joined; the method stays an
+ordinary method, so an editor can jump to it and a type checker can check the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MARK = "_roll_parallel"
+
+
+class Dispatch(Enum):
+    """How the arguments of a call reach a role's workers."""
+
+    ALL = "all"
+    """Every worker gets the same arguments; the result is the first worker's."""
+    ONE = "one"
+    """Only the first worker is called."""
+    DATA = "data"
+    """Batches are split over the workers, balanced by tokens; results are joined by the method's `join`."""
+
+
+Join = Callable[[Sequence[Any], Sequence[Any], Any], Any]
+"""Joins the workers' results: (results, the indices each worker had, the whole batch) → one result."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """What `@parallel` says of a method."""
+
+    dispatch: Dispatch
+    join: Join | None = None
+
+
+def parallel(dispatch: Dispatch, join: Join | None = None) -> Callable[[F], F]:
+    if (dispatch is Dispatch.DATA) != (join is not None):
+        raise TypeError("a method dispatched by data needs a join, and only such a method")
+
+    def mark(method: F) -> F:
+        setattr(method, _MARK, Parallel(dispatch, join))
+        return method
+
+    return mark
+
+
+def parallel_of(method: Callable[..., Any]) -> Parallel:
+    found = getattr(method, _MARK, None)
+    if not isinstance(found, Parallel):
+        raise TypeError(f"{method.__qualname__} is not a @parallel method: the controller cannot call it on a role")
+    return found
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker is: its role, its number in it, and the device it computes on."""
+
+    role: str
+    rank: int = 0
+    world_size: int = 1
+    device: str = "cpu"
+    threads: int = 0
+    """CPU threads, 0 for one a core."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}[{self.rank}]"
+
+
+class Worker:
+    """Base of all roles' workers."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    async def close(self) -> None:
+        """Frees what the worker holds. Called once, also after an error."""

@@ -1,0 +1,128 @@
+"""What is wrong with a configuration, one line a mistake: where it stands, what it got and what to write instead."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from roll.config import shape
+from roll.config.document import Path
+
+_SAID_BY_TYPE = re.compile(r".*_(type|parsing|parsing_size|from_float)$|(greater|less)_than(_equal)?$")
+_VALUE_CHARS = 60
+
+
+class Origin(NamedTuple):
+    """Where a value was written; origins sort as the user reads: the file's lines, then the overrides."""
+
+    rank: int
+    label: str
+
+
+class Mistake(NamedTuple):
+    origin: Origin
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.origin.label}: {self.text}" if self.origin.label else self.text
+
+
+def shown(value: Any) -> str:
+    """A value as the user may have written it, cut to fit a line."""
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return text if len(text) <= _VALUE_CHARS else text[: _VALUE_CHARS - 1] + "…"
+
+
+def bare(value: Any) -> str:
+    """A value as YAML takes it, text without quotes."""
+    return value if isinstance(value, str) and value else shown(value)
+
+
+def unknown(path: Path) -> str:
+    """The mistake of a key that is no setting."""
+    path = (*path[:-1], str(path[-1]))
+    text = f"{shape.dotted(path)} is not a setting"
+    above: Path = ()
+    for end in range(1, len(path)):
+        kind = shape.type_at(path[:end])
+        if kind is shape.UNKNOWN:
+            break
+        if shape.section_in(kind) is None:
+            leaf = shape.dotted(path[:end])
+            return f"{text}: {leaf} takes {shape.words(kind)}, which has no parts"
+        above = path[:end]
+    if found := shape.suggestions(path):
+        return f"{text}; did you mean {shape.either([shape.dotted(known) for known in found])}?"
+    section = shape.section_in(shape.type_at(above))
+    known = ", ".join(section.model_fields) if section else ""
+    return f"{text}; {shape.dotted(above) + ' has' if above else 'there are'}: {known}"
+
+
+def unfit(path: Path, value: Any) -> str:
+    """The mistake of a value that its setting does not take."""
+    kind = shape.type_at(path)
+    text = f"{shape.dotted(path)} is {shown(value)}, but takes {shape.words(kind)}"
+    if shape.plain(kind) is str and isinstance(value, (bool, int, float)):
+        text += ": write it in quotes"
+    if shape.is_list(kind) and isinstance(value, (str, int, float)):
+        text += f": write {shown([value])}"
+    if matches := shape.near(str(value), shape.choices(kind)):
+        text += f"; did you mean `{matches[0]}`?"
+    return f"{text} ({line})" if (line := shape.meaning(path)) else text
+
+
+def mistakes_of(error: ValidationError, origins: Mapping[Path, Origin], whole: Origin) -> list[Mistake]:
+    """Every mistake of a failed validation; `whole` is the origin of what stands nowhere in particular."""
+    found: dict[Path | str, Mistake] = {}
+    for detail in error.errors(include_url=False):
+        path = _path_of(detail)
+        if "error" in detail.get("ctx", {}):
+            for text in str(detail["ctx"]["error"]).splitlines():
+                found[text] = Mistake(_origin_of_mentioned(text, origins, whole), text)
+        elif path not in found:
+            found[path] = Mistake(origin_at(path, origins, whole), _text_of(detail, path))
+    return list(found.values())
+
+
+def origin_at(path: Path, origins: Mapping[Path, Origin], whole: Origin) -> Origin:
+    """Where a value, or the nearest thing around it, was written."""
+    return next((origins[path[:end]] for end in range(len(path), 0, -1) if path[:end] in origins), whole)
+
+
+def _path_of(detail: ErrorDetails) -> Path:
+    """The place to name: a list of the wrong length is named whole, not its missing or surplus element."""
+    path: Path = detail["loc"]
+    if path and isinstance(path[-1], int) and detail["type"] == "missing":
+        return path[:-1]
+    return path
+
+
+def _text_of(detail: ErrorDetails, path: Path) -> str:
+    name, kind = shape.dotted(path), shape.type_at(path)
+    if detail["type"] in ("extra_forbidden", "invalid_key"):
+        return unknown(path)
+    if path[-1] == "[key]":
+        return f"{shape.dotted(path[:-2])} has the key {shown(path[-2])}, but keys are text: write it in quotes"
+    if detail["type"] == "missing" and path == detail["loc"]:
+        return f"{name} must be set: it takes {shape.words(kind)} ({shape.meaning(path)})"
+    value = detail["input"]
+    length = detail["type"] in ("missing", "too_long", "too_short")
+    if kind is not shape.UNKNOWN and (length or shape.choices(kind) or _SAID_BY_TYPE.match(detail["type"])):
+        return unfit(path, value)
+    reason = re.sub(r"^.*?\bshould\b", "it should", detail["msg"])
+    line = shape.meaning(path)
+    return f"{name} is {shown(value)}: {reason}" + (f" ({line})" if line else "")
+
+
+def _origin_of_mentioned(text: str, origins: Mapping[Path, Origin], whole: Origin) -> Origin:
+    """Where the settings named in a message were written, all of them."""
+    named = [tuple(word.split(".")) for word in re.findall(r"[a-z_]\w*(?:\.[a-z_]\w*)+", text)]
+    written = sorted({origins[path] for path in named if path in origins})
+    if not written:
+        return whole
+    return Origin(written[0].rank, ", ".join(origin.label for origin in written))

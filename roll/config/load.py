@@ -1,0 +1,229 @@
+"""Reading a configuration, writing it out, and comparing two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path as FilePath
+from pathlib import PurePath
+from typing import Any
+
+from pydantic import ValidationError
+
+from roll.config import explain, shape
+from roll.config.document import Document, Path, YamlError, parse, write
+from roll.config.errors import UserError
+from roll.config.explain import Mistake, Origin
+from roll.config.schema import Config, Section
+
+_OVERRIDES_RANK = 1 << 40  # above every line number: overrides are listed after the file
+
+
+def load_config(source: str | FilePath | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a YAML file or a mapping, with `key.sub=value` overrides applied in order.
+
+    Raises one `UserError` that lists every mistake, a line each.
+    """
+    draft = _Draft(source)
+    for number, text in enumerate(overrides):
+        draft.override(text, Origin(_OVERRIDES_RANK + number, f"override {text}"))
+    return draft.finish()
+
+
+def dump_config(config: Config) -> str:
+    """Every setting as YAML, in field order; `load_config` reads it back equal."""
+    try:
+        return write(config.model_dump())
+    except YamlError as error:
+        raise UserError(f"the configuration cannot be written as YAML: {error}") from None
+
+
+def changed_keys(a: Config, b: Config) -> list[str]:
+    """Dotted names of the settings whose values differ, in field order."""
+    return [shape.dotted(path) for path in _differing(a, b, ())]
+
+
+def _differing(a: Section, b: Section, above: Path) -> Iterator[Path]:
+    for name in type(a).model_fields:
+        left, right = getattr(a, name), getattr(b, name)
+        if isinstance(left, Section) and type(left) is type(right):
+            yield from _differing(left, right, (*above, name))
+        elif left != right:
+            yield (*above, name)
+
+
+class _Draft:
+    """A configuration while it is read: plain data, where each value was written, and the mistakes so far.
+
+    Sections in `tree` are always written out: short forms are expanded, empty sections are empty mappings.
+    """
+
+    def __init__(self, source: str | FilePath | Mapping[str, Any]) -> None:
+        self.mistakes: list[Mistake] = []
+        self.origins: dict[Path, Origin] = {}
+        self.whole = Origin(0, "")
+        data: Any = source
+        if not isinstance(source, Mapping):
+            document = _read(FilePath(source))
+            data = document.data
+            self.whole = Origin(0, str(source))
+            self.origins = {path: self._on_line(line) for path, line in document.lines.items()}
+            for path, line, first in document.repeated:
+                text = f"{shape.dotted(path)} is written twice, first on line {first}: keep one"
+                self.mistakes.append(Mistake(self._on_line(line), text))
+        tree = _written_out(data, Config)
+        if not isinstance(tree, dict):
+            raise UserError(f"{source} holds {explain.shown(data)}, but takes settings, each on a line: `seed: 1`")
+        self.tree: dict[Any, Any] = tree
+
+    def _on_line(self, line: int) -> Origin:
+        return Origin(line, f"{self.whole.label}:{line}")
+
+    def override(self, text: str, origin: Origin) -> None:
+        """Apply one `key.sub=value`."""
+        name, equals, raw = text.partition("=")
+        name, raw = name.strip(), raw.strip()
+        path: Path = tuple(name.split("."))
+        if name.startswith("-"):
+            return self._refuse(origin, f"an override has no dashes: write {text.lstrip('-')}")
+        if not all(path):
+            return self._refuse(origin, "an override is written key.sub=value, as in train.lr=1e-5")
+        kind = shape.type_at(path)
+        if kind is shape.UNKNOWN:
+            return self._refuse(origin, explain.unknown(path))
+        if not equals or not raw:
+            example = f"as in {name}={_example(path)}" if shape.section_in(kind) is None else "as in train.lr=1e-5"
+            return self._refuse(origin, f"{name} has no value: an override is written key=value, {example}")
+        try:
+            value = _override_value(path, raw)
+        except YamlError as error:
+            return self._refuse(origin, f"the value of {name} is not readable YAML: {error.problem}")
+        tree = _written_out(value, kind)
+        if shape.section_in(kind) and (value is None or not isinstance(tree, dict)):
+            return self._refuse(origin, explain.unfit(path, value))
+        return self._put(path, tree, origin)
+
+    def _refuse(self, origin: Origin, text: str) -> None:
+        self.mistakes.append(Mistake(origin, text))
+
+    def _put(self, path: Path, value: Any, origin: Origin) -> None:
+        """Set one value; a section's settings are set one by one, so that the others stay."""
+        if shape.section_in(shape.type_at(path)) and isinstance(value, dict):
+            for key, part in value.items():
+                self._put((*path, key), part, origin)
+            return
+        node = self.tree
+        for end in range(1, len(path)):
+            inner = node.setdefault(path[end - 1], {})
+            if not isinstance(inner, dict):
+                self._refuse(origin, f"{shape.dotted(path[:end])} is {explain.shown(inner)} and holds no other values")
+                return
+            node = inner
+        node[path[-1]] = value
+        for inside in [known for known in self.origins if known[: len(path)] == path]:
+            del self.origins[inside]
+        self.origins[path] = origin
+
+    def finish(self) -> Config:
+        """The validated configuration, or a `UserError` with every mistake."""
+        for path, value in _booleans(self.tree, ()):
+            if shape.plain(shape.type_at(path)) in (int, float):
+                origin = explain.origin_at(path, self.origins, self.whole)
+                self.mistakes.append(Mistake(origin, explain.unfit(path, value)))
+        config = None
+        try:
+            config = Config.model_validate(self.tree)
+        except ValidationError as error:
+            self.mistakes += explain.mistakes_of(error, self.origins, self.whole)
+        if config is None or self.mistakes:
+            ordered = sorted(self.mistakes, key=lambda mistake: mistake.origin.rank)
+            raise UserError("\n".join(dict.fromkeys(map(str, ordered))))
+        return config
+
+
+def _read(path: FilePath) -> Document:
+    try:
+        return parse(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist{_files_near(path)}") from None
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder, but a configuration is a YAML file{_files_in(path)}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text (byte {error.start}): a configuration is a YAML file") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except YamlError as error:
+        place = f":{error.line}" + (f":{error.column}" if error.column else "") if error.line else ""
+        raise UserError(f"{path}{place}: not readable as YAML: {error.problem}") from None
+
+
+def _yaml_files(folder: FilePath) -> list[FilePath]:
+    try:
+        return sorted(file for file in folder.iterdir() if file.suffix in (".yaml", ".yml"))
+    except OSError:
+        return []
+
+
+def _files_near(path: FilePath) -> str:
+    folder = path.parent
+    if not folder.exists():
+        return f", nor does its folder {folder}"
+    names = {file.stem: file for file in _yaml_files(folder)}
+    wanted = path.stem if path.suffix in (".yaml", ".yml") else path.name
+    if found := shape.near(wanted, list(names)):
+        return f"; did you mean {shape.either([str(names[name]) for name in found])}?"
+    return _files_in(folder)
+
+
+def _files_in(folder: FilePath) -> str:
+    files = [str(file) for file in _yaml_files(folder)][:5]
+    return f"; there is {', '.join(files)}" if files else ""
+
+
+def _written_out(value: Any, kind: Any) -> Any:
+    """A copy in plain types, with short forms expanded and empty sections as empty mappings."""
+    section = shape.section_in(kind)
+    if isinstance(value, Section):
+        value = value.model_dump()
+    if section and value is None:
+        return {}
+    if section and section.short and not isinstance(value, (Mapping, list, tuple)):
+        value = {section.short: value}
+    if isinstance(value, Mapping):
+        return {key: _written_out(item, shape.child(kind, key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_written_out(item, shape.child(kind, position)) for position, item in enumerate(value)]
+    return str(value) if isinstance(value, PurePath) else value
+
+
+def _override_value(path: Path, raw: str) -> Any:
+    """The value an override means: YAML, except that what goes to a text setting is taken as it was typed."""
+    section = shape.section_in(shape.type_at(path))
+    target = (*path, section.short) if section and section.short else path
+    is_text = shape.plain(shape.type_at(target)) is str
+    try:
+        value = parse(raw).data
+    except YamlError:
+        if not is_text:
+            raise
+        return raw
+    as_typed = is_text and value is not None and not isinstance(value, (dict, list)) and raw[0] not in "\"'"
+    return raw if as_typed else value
+
+
+def _example(path: Path) -> str:
+    """A setting's default as it would be written in an override."""
+    section = shape.section_in(shape.type_at(path[:-1]))
+    default = section.model_fields[str(path[-1])].get_default(call_default_factory=True) if section else 1
+    return explain.bare(default)
+
+
+def _booleans(value: Any, path: Path) -> Iterator[tuple[Path, bool]]:
+    """Every true and false, which Python would let pass for 1 and 0."""
+    if isinstance(value, bool):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _booleans(item, (*path, key))
+    elif isinstance(value, list):
+        for position, item in enumerate(value):
+            yield from _booleans(item, (*path, position))

@@ -1,0 +1,84 @@
+"""The reference page of every setting, made from the schema: `python -m roll.config.reference > docs/config.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from roll.config import shape
+from roll.config.document import Path
+from roll.config.explain import bare
+from roll.config.schema import Config, Section
+
+_INTRODUCTION = """\
+# Configuration
+
+A run is described by one YAML file. Every setting has a default, so a file names only what it changes, and an empty
+file is a whole run. A section with a short form may be written as that one setting: `model: tiny` means
+`model: {path: tiny}`.
+
+```yaml
+model: smollm2-135m          # short for model: {path: smollm2-135m}
+tasks: addition
+rollout:
+  groups_per_step: 8
+  group_size: 8              # 8 × 8 = 64 samples a step
+train: {steps: 50, lr: 1e-5}
+```
+
+Overrides on the command line are written `key.sub=value`. They come after the file, a later one wins, and each replaces
+only the setting it names:
+
+```sh
+roll train examples/x.yaml train.lr=3e-6 model=runs/a rollout.stop='["\\n"]' tasks.options.digits=3
+```
+
+A value is YAML, except that what goes to a text setting is taken as typed (`run.dir=007` is the folder `007`). Numbers
+may be written `1e-6` or `10_000`; `null` is nothing, `""` is empty text.
+
+Nothing is ignored. An unknown or repeated key, a value of the wrong kind and settings that contradict each other are
+refused before anything starts, all of them at once, each with its line and what to write instead:
+
+```
+examples/x.yaml:7: train.lrr is not a setting; did you mean train.lr?
+```
+"""
+
+
+def render_reference() -> str:
+    """The whole page, as Markdown."""
+    parts = [_INTRODUCTION, *_sections(Config, ())]
+    return "\n".join(parts)
+
+
+def _sections(section: type[Section], path: Path) -> Iterator[str]:
+    yield _section(section, path)
+    for name, info in section.model_fields.items():
+        if inner := shape.section_in(info.annotation):
+            yield from _sections(inner, (*path, name))
+
+
+def _section(section: type[Section], path: Path) -> str:
+    title = f"`{shape.dotted(path)}`" if path else "Top level"
+    lines = [f"## {title}", "", _own_docstring(section)]
+    if section.short:
+        lines += ["", f"Short form: `{path[-1]}: …` sets `{shape.dotted((*path, section.short))}`."]
+    lines += ["", "| key | takes | default | meaning |", "| --- | --- | --- | --- |"]
+    for name, info in section.model_fields.items():
+        here = (*path, name)
+        key = f"`{shape.dotted(here)}`"
+        if inner := shape.section_in(info.annotation):
+            cells = [f"[{key}](#{shape.dotted(here).replace('.', '')})", "a section", "", _own_docstring(inner)]
+        else:
+            takes = shape.words(info.rebuild_annotation()).removeprefix("a ")
+            default = f"`{bare(info.get_default(call_default_factory=True))}`"
+            cells = [key, takes, default, shape.describe(info)]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _own_docstring(section: type[Section]) -> str:
+    return " ".join((section.__doc__ or "").split())
+
+
+if __name__ == "__main__":
+    print(render_reference(), end="")

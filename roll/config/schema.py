@@ -1,0 +1,224 @@
+"""The configuration of a run: every setting, its default and a line on what it does.
+
+`docs/config.md` is generated from these models. A section with a `short` field may be written as that field alone:
+`model: smollm2-135m` means `model: {path: smollm2-135m}`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Count = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class Section(BaseModel):
+    """A part of the configuration: strict, immutable, and with an optional one-field short form."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    short: ClassVar[str | None] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_short_form(cls, value: Any) -> Any:
+        if cls.short is not None and isinstance(value, str):
+            return {cls.short: value}
+        return value
+
+
+class ModelConfig(Section):
+    """The model to train."""
+
+    short: ClassVar[str | None] = "path"
+
+    path: str = "smollm2-135m"
+    """`smollm2-135m`, `tiny`, a model folder, a run folder, a `.gguf` file, or a model hub id."""
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Precision of parameters and serving; `auto` is bf16 where the hardware multiplies it, else fp32."""
+    chat_template: str | None = None
+    """File with a Jinja chat template that replaces the model's own."""
+
+
+class TasksConfig(Section):
+    """What to solve."""
+
+    short: ClassVar[str | None] = "source"
+
+    source: str = "addition"
+    """`addition`, `echo`, a `.jsonl` file, or a function: `package.module:name` or `path/to/file.py:name`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the source."""
+
+
+class RewardConfig(Section):
+    """How an attempt is judged."""
+
+    short: ClassVar[str | None] = "name"
+
+    name: str = "number"
+    """`number` (the last number is right), `math` (math-verify), or a function: `module:name` or `file.py:name`."""
+    workers: Count = 1
+    """Grader processes."""
+    deadline_s: Positive = 10.0
+    """Seconds one verdict may take; then its process is killed and replaced."""
+    tries: Count = 2
+    """Attempts at a verdict when the grader's process hangs or dies."""
+
+
+class RolloutConfig(Section):
+    """How samples are made: `groups_per_step × group_size = samples_per_step`."""
+
+    groups_per_step: Count = 8
+    """Tasks whose groups train one step."""
+    group_size: Count = 8
+    """Samples of one task."""
+    max_new_tokens: Count = 256
+    """Longest response, in tokens."""
+    temperature: Positive = 1.0
+    """Sampling temperature; log-probs of training are under the same one."""
+    top_p: Share = 1.0
+    """Nucleus sampling; below 1 needs `train_on_truncated`."""
+    top_k: Whole = 0
+    """Sample from the k likeliest tokens, 0 for all; above 0 needs `train_on_truncated`."""
+    train_on_truncated: bool = False
+    """Allow training on samples of a truncated distribution (top_p, top_k)."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response (their tokens stay in it)."""
+    filter: Literal["no_signal", "none"] = "no_signal"
+    """Which finished groups are dropped and replaced: `no_signal` drops those whose rewards are all equal."""
+    max_replacements: NonNegative = 1.0
+    """At most this many times `groups_per_step` dropped groups are replaced in a step."""
+    max_running: Count = 64
+    """Samples an engine generates at once."""
+    deadline_s: Positive = 600.0
+    """Seconds a sample may spend generating; then it is dropped."""
+
+
+class TrainConfig(Section):
+    """How weights are updated."""
+
+    steps: Count = 100
+    """Training steps."""
+    lr: Positive = 1e-6
+    """Peak learning rate."""
+    warmup_steps: Whole = 0
+    """Steps over which the learning rate rises from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up; `linear` and `cosine` end at 0."""
+    weight_decay: NonNegative = 0.0
+    """AdamW's decoupled weight decay (matrices only)."""
+    betas: tuple[NonNegative, NonNegative] = (0.9, 0.99)
+    """AdamW's moment decays."""
+    eps: Positive = 1e-8
+    """AdamW's epsilon."""
+    clip_grad_norm: Positive = 1.0
+    """Largest norm of the gradient."""
+    updates_per_step: Count = 1
+    """Optimizer steps a batch is cut into; above 1 the proximal log-probs are computed first."""
+    micro_batch_tokens: Count = 4096
+    """Distinct tokens in a micro-batch; a shared prefix counts once. Changes memory and speed, never the gradient."""
+
+
+class AlgorithmConfig(Section):
+    """How rewards become gradients."""
+
+    short: ClassVar[str | None] = "name"
+
+    name: Literal["grpo"] = "grpo"
+    """`grpo`: advantages relative to the group, clipped ratio."""
+    scale_by_std: bool = True
+    """Divide a group's advantages by their standard deviation."""
+    clip_low: Share = 0.2
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: Positive = 0.2
+    """The ratio is clipped above at 1 + clip_high."""
+    kl_coef: NonNegative = 0.0
+    """Weight of the KL penalty (k3) against the initial model; above 0 a reference role is started."""
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """Mean over all response tokens of the step, or over samples of their token means."""
+    correction: Literal["truncated", "none"] = "truncated"
+    """Importance weights from the sampler's to the trainer's log-probs, truncated at `correction_cap`."""
+    correction_cap: Positive = 2.0
+    """Largest importance weight of the correction."""
+
+
+class EvalConfig(Section):
+    """How held-out accuracy is measured."""
+
+    every: Whole = 10
+    """Steps between evaluations, 0 for only before and after."""
+    samples: Count = 128
+    """Answers, spread evenly over the held-out tasks."""
+    temperature: NonNegative = 1.0
+    """Sampling temperature; 0 is greedy."""
+    show: Whole = 3
+    """Held-out questions whose answers are shown before and after training."""
+
+
+class RunConfig(Section):
+    """Where the run lives and what it keeps."""
+
+    short: ClassVar[str | None] = "dir"
+
+    dir: str = "runs/run"
+    """The run's folder."""
+    checkpoint_every: Whole = 20
+    """Steps between checkpoints, 0 for only at the end."""
+    keep_checkpoints: Count = 2
+    """Newest checkpoints kept."""
+    tensorboard: bool = True
+    """Write TensorBoard events."""
+    save_samples: bool = True
+    """Write every sample's text, tokens and rewards."""
+
+
+class Config(Section):
+    """A whole run."""
+
+    pipeline: Literal["rlvr"] = "rlvr"
+    """`rlvr`: reinforcement learning from verifiable rewards."""
+    model: ModelConfig = ModelConfig()
+    seed: Whole = 0
+    """Fixes the order of tasks, the noise of sampling and fresh weights."""
+    executor: Literal["local"] = "local"
+    """`local`: one process, roles take turns."""
+    deterministic: bool = False
+    """The same bits every time, whatever else is running; slower."""
+    threads: Whole = 0
+    """CPU threads of the numeric work, 0 for one a core."""
+    run: RunConfig = RunConfig()
+    tasks: TasksConfig = TasksConfig()
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig = TrainConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    eval: EvalConfig = EvalConfig()
+
+    @model_validator(mode="after")
+    def _check_across_fields(self) -> Config:
+        rollout, train, algorithm = self.rollout, self.train, self.algorithm
+        if algorithm.name == "grpo" and rollout.group_size < 2:
+            raise ValueError(
+                "rollout.group_size is 1, but grpo compares samples of one task: write rollout.group_size=2 or more"
+            )
+        if (rollout.top_p < 1 or rollout.top_k > 0) and not rollout.train_on_truncated:
+            raise ValueError(
+                "rollout.top_p < 1 or rollout.top_k > 0 samples from a truncated distribution, which biases training: "
+                "write rollout.top_p=1 rollout.top_k=0, or rollout.train_on_truncated=true to train on it all the same"
+            )
+        if train.updates_per_step > rollout.groups_per_step:
+            raise ValueError(
+                f"train.updates_per_step is {train.updates_per_step}, but a step has only {rollout.groups_per_step} "
+                f"groups: write train.updates_per_step={rollout.groups_per_step} or less"
+            )
+        if train.warmup_steps > train.steps:
+            raise ValueError(
+                f"train.warmup_steps is {train.warmup_steps}, more than train.steps={train.steps}: "
+                f"write train.warmup_steps={train.steps} or less"
+            )
+        return self

@@ -1,0 +1,192 @@
+"""The schema as a tree of dotted keys: what stands where, what it takes in plain words, and which keys look alike."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+from collections.abc import Iterator
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import TypeAdapter
+from pydantic.fields import FieldInfo
+
+from roll.config.document import Path
+from roll.config.schema import Config, Section
+
+UNKNOWN = object()
+"""What `type_at` answers for a path that leads nowhere."""
+
+
+def dotted(path: Path) -> str:
+    """`("rollout", "stop", 0)` as `rollout.stop[0]`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+
+
+def plain(annotation: Any) -> Any:
+    """The type without its constraints and without `| None`."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return plain(get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        others = [option for option in get_args(annotation) if option is not type(None)]
+        return plain(others[0]) if len(others) == 1 else annotation
+    return annotation
+
+
+def section_in(annotation: Any) -> type[Section] | None:
+    """The section this type is, if it is one."""
+    kind = plain(annotation)
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def child(annotation: Any, part: str | int) -> Any:
+    """The type of what stands under one key or list position, or `UNKNOWN`."""
+    kind = plain(annotation)
+    if section := section_in(kind):
+        info = section.model_fields.get(str(part))
+        return UNKNOWN if info is None else info.rebuild_annotation()
+    arguments = get_args(kind)
+    if kind is Any:
+        return Any
+    if kind is dict or get_origin(kind) is dict:
+        return arguments[1] if arguments else Any
+    if get_origin(kind) is list and isinstance(part, int):
+        return arguments[0]
+    if get_origin(kind) is tuple and isinstance(part, int):
+        if arguments[-1] is Ellipsis:
+            return arguments[0]
+        return arguments[part] if part < len(arguments) else UNKNOWN
+    return UNKNOWN
+
+
+def type_at(path: Path) -> Any:
+    """The type of the setting at a path, or `UNKNOWN`."""
+    kind: Any = Config
+    for part in path:
+        kind = child(kind, part)
+    return kind
+
+
+def meaning(path: Path) -> str:
+    """The line of documentation of the setting at a path (of the nearest one above, for a part of a value)."""
+    for end in range(len(path), 0, -1):
+        section = section_in(type_at(path[: end - 1]))
+        if section is not None and (info := section.model_fields.get(str(path[end - 1]))):
+            return describe(info)
+    return ""
+
+
+def describe(info: FieldInfo) -> str:
+    """A field's line of documentation; a section's is its docstring."""
+    section = section_in(info.annotation)
+    text = info.description or (section.__doc__ if section else "") or ""
+    return " ".join(text.split())
+
+
+def known_paths(section: type[Section] = Config, above: Path = ()) -> Iterator[Path]:
+    """Every setting and section, in field order."""
+    for name, info in section.model_fields.items():
+        yield (*above, name)
+        if inner := section_in(info.annotation):
+            yield from known_paths(inner, (*above, name))
+
+
+def words(annotation: Any) -> str:
+    """What a setting of this type takes, in plain words: "a whole number ≥ 1"."""
+    if section := section_in(annotation):
+        own = f"settings of its own: {', '.join(section.model_fields)}"
+        return f"{section.short} alone, or {own}" if section.short else own
+    if annotation is UNKNOWN:
+        return "any value"
+    return _schema_words(TypeAdapter(annotation).json_schema())
+
+
+def is_list(annotation: Any) -> bool:
+    """Whether a setting of this type takes a list."""
+    return get_origin(plain(annotation)) in (list, tuple)
+
+
+def choices(annotation: Any) -> list[str]:
+    """The values a setting with fixed choices takes."""
+    kind = plain(annotation)
+    return [str(choice) for choice in get_args(kind)] if str(get_origin(kind)) == "typing.Literal" else []
+
+
+def _schema_words(schema: dict[str, Any]) -> str:
+    if options := schema.get("anyOf"):
+        return " or ".join(_schema_words(option) for option in options)
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    if "enum" in schema:
+        return either([f"`{choice}`" for choice in schema["enum"]])
+    match schema.get("type"):
+        case "integer":
+            return "a whole number" + _bounds(schema)
+        case "number":
+            return "a number" + _bounds(schema)
+        case "string":
+            return "text"
+        case "boolean":
+            return "`true` or `false`"
+        case "null":
+            return "`null`"
+        case "array" if "prefixItems" in schema:
+            items = [_schema_words(item) for item in schema["prefixItems"]]
+            if len(set(items)) == 1:
+                return f"a list of {len(items)}, each {items[0]}"
+            return f"a list of {len(items)}: {', '.join(items)}"
+        case "array":
+            return f"a list of {_schema_words(schema.get('items', {}))}"
+        case "object":
+            return "a mapping of names to values"
+    return "any value"
+
+
+def _bounds(schema: dict[str, Any]) -> str:
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {schema[key]:g}" for key, sign in signs.items() if key in schema]
+    return " " + " and ".join(bounds) if bounds else ""
+
+
+def either(options: list[str]) -> str:
+    """`a`, `b` or `c`."""
+    return " or ".join([", ".join(options[:-1]), options[-1]] if len(options) > 1 else options)
+
+
+def near(name: str, known: list[str]) -> list[str]:
+    """Up to three known names that `name` may be a slip of, the likeliest first."""
+    wanted = _spelling(name)
+    likeness = {other: difflib.SequenceMatcher(None, _spelling(other), wanted).ratio() for other in known}
+    cutoff = max(0.5 if len(wanted) <= 3 else 0.6, max(likeness.values(), default=0) - 0.1)
+    return sorted((other for other in known if likeness[other] >= cutoff), key=lambda other: -likeness[other])[:3]
+
+
+def suggestions(path: Path) -> list[Path]:
+    """Known settings that an unknown path may have meant.
+
+    First the same name in another section (`lr` is `train.lr`), then near names in the section it was written in; if
+    there are neither, settings whose line says the name (`learning_rate` is `train.lr`), or near names anywhere.
+    """
+    at = next(end for end in range(len(path)) if type_at(path[: end + 1]) is UNKNOWN)
+    above, name, rest = path[:at], str(path[at]), path[at + 1 :]
+    everything = list(known_paths())
+    section = section_in(type_at(above))
+    siblings = list(section.model_fields) if section else []
+
+    last = _spelling(str(path[-1]))
+    found = [known for known in everything if _spelling(str(known[-1])) == last and known != path]
+    for match in near(name, siblings):
+        longer = (*above, match, *rest)
+        found.append((*above, match) if type_at(longer) is UNKNOWN else longer)
+    if not found and len(last) > 3:
+        said = re.compile(rf"\b{re.escape(last.replace('_', ' '))}\b", re.IGNORECASE)
+        found = [known for known in everything if said.search(meaning(known))][:3]
+    if not found:
+        leaves = {str(known[-1]): known for known in everything}
+        found = [leaves[match] for match in near(str(path[-1]), list(leaves))]
+    return list(dict.fromkeys(found))
+
+
+def _spelling(name: str) -> str:
+    return name.lower().replace("-", "_")

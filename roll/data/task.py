@@ -1,0 +1,45 @@
+"""A task: one thing to solve, and what its verifier needs to judge an attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+
+class Message(TypedDict):
+    """One turn of a conversation, as chat templates expect it."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """One thing to solve. Its id is unique in its source and stable from run to run."""
+
+    id: str
+    messages: tuple[Message, ...]
+    answer: Any = None
+    domain: str = "default"
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def ask(cls, id: str, question: str, answer: Any = None, *, domain: str = "default", **info: Any) -> Task:
+        """A task of one user message."""
+        return cls(id, ({"role": "user", "content": question},), answer, domain, info)
+
+    @property
+    def question(self) -> str:
+        """The last user message."""
+        return next((m["content"] for m in reversed(self.messages) if m["role"] == "user"), "")
+
+
+@dataclass(frozen=True)
+class Response:
+    """What a grader sees of an attempt: the text after the prompt, and how it ended."""
+
+    text: str
+    tokens: int
+    finish: str
+    """`stop` (the model ended it, or a stop string did), `length` (the token limit did) or `abort`."""

@@ -1,0 +1,107 @@
+"""The token log: what happened in one attempt, append-only.
+
+What always holds: segments are never changed or removed once appended; every response token carries the log-probability
+the sampler drew it with and the version of the weights that drew it; the loss mask is exactly the response tokens.
+Training tensors are views of this log, so what is trained is what was sampled, token for token.
+
+Example: a prompt of 5 tokens, a response of 2 drawn by version 3, an observation of 4 and a response of 1 drawn by
+version 4 give `ids` of length 12, a mask true at 5, 6 and 11, and versions -1 everywhere but 3, 3 and 4 there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+Kind = Literal["prompt", "response", "observation"]
+
+NO_VERSION = -1
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of tokens of one kind. Only a response has log-probs and versions."""
+
+    kind: Kind
+    ids: IntArray
+    logprobs: FloatArray | None = None
+    versions: IntArray | None = None
+
+
+class TokenLog:
+    """Append-only segments of one attempt, and the flat columns derived from them."""
+
+    def __init__(self) -> None:
+        self._segments: list[Segment] = []
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return tuple(self._segments)
+
+    def __len__(self) -> int:
+        return sum(len(segment.ids) for segment in self._segments)
+
+    def prompt(self, ids: Sequence[int] | IntArray) -> None:
+        if self._segments:
+            raise ValueError("a token log begins with its prompt: later input is an observation")
+        self._segments.append(Segment("prompt", _frozen(ids, np.int32)))
+
+    def observe(self, ids: Sequence[int] | IntArray) -> None:
+        if not self._segments:
+            raise ValueError("a token log begins with its prompt, not with an observation")
+        self._segments.append(Segment("observation", _frozen(ids, np.int32)))
+
+    def respond(
+        self, ids: Sequence[int] | IntArray, logprobs: Sequence[float] | FloatArray, versions: Sequence[int] | IntArray
+    ) -> None:
+        if not self._segments:
+            raise ValueError("a token log begins with its prompt, not with a response")
+        if not len(ids) == len(logprobs) == len(versions):
+            raise ValueError(f"{len(ids)} response tokens with {len(logprobs)} log-probs and {len(versions)} versions")
+        segment = Segment(
+            "response", _frozen(ids, np.int32), _frozen(logprobs, np.float32), _frozen(versions, np.int32)
+        )
+        self._segments.append(segment)
+
+    @property
+    def ids(self) -> IntArray:
+        return _joined([s.ids for s in self._segments], np.int32)
+
+    @property
+    def loss_mask(self) -> BoolArray:
+        return _joined([np.full(len(s.ids), s.kind == "response") for s in self._segments], np.bool_)
+
+    @property
+    def behaviour(self) -> FloatArray:
+        """The sampler's log-probs; 0 where the token was not sampled."""
+        parts = [s.logprobs if s.logprobs is not None else np.zeros(len(s.ids), np.float32) for s in self._segments]
+        return _joined(parts, np.float32)
+
+    @property
+    def versions(self) -> IntArray:
+        """The version that drew each token; `NO_VERSION` where the token was not sampled."""
+        parts = [
+            s.versions if s.versions is not None else np.full(len(s.ids), NO_VERSION, np.int32) for s in self._segments
+        ]
+        return _joined(parts, np.int32)
+
+    @property
+    def response_tokens(self) -> int:
+        return sum(len(s.ids) for s in self._segments if s.kind == "response")
+
+
+def _frozen(values: object, dtype: type[np.generic]) -> NDArray[np.generic]:  # type: ignore[type-arg]
+    array = np.array(values, dtype=dtype)
+    array.setflags(write=False)
+    return array
+
+
+def _joined(parts: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> NDArray[np.generic]:  # type: ignore[type-arg]
+    return np.concatenate(parts) if parts else np.zeros(0, dtype)

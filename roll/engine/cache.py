@@ -1,0 +1,147 @@
+"""Keys and values of the running sequences, one slot each, and the attention over them.
+
+What always holds: the running sequences occupy slots 0 … n-1 without holes, so decoding reads the cache in place; a
+slot's first `length` positions are the keys and values of its sequence's tokens and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PretrainedConfig
+
+
+class SlotCache:
+    """Keys and values: [layers, slots, kv_heads, positions, dim], grown when a longer sequence comes."""
+
+    def __init__(self, shape: PretrainedConfig, slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.slots = slots
+        self.positions = 0
+        heads = shape.num_attention_heads
+        self._shape = (shape.num_hidden_layers, shape.num_key_value_heads or heads)
+        self._dim = getattr(shape, "head_dim", None) or shape.hidden_size // heads
+        self._options = {"dtype": dtype, "device": device}
+        self.keys = self.values = torch.empty(0)
+
+    @property
+    def bytes_a_token(self) -> int:
+        layers, kv_heads = self._shape
+        return 2 * layers * kv_heads * self._dim * torch.empty(0, dtype=self._options["dtype"]).element_size()  # type: ignore[arg-type]
+
+    def reserve(self, positions: int) -> None:
+        """Makes every slot at least `positions` long, keeping what is there."""
+        if positions <= self.positions:
+            return
+        wanted = max(64, 1 << (positions - 1).bit_length())
+        layers, kv_heads = self._shape
+        old = (self.keys, self.values)
+        new = [torch.zeros(layers, self.slots, kv_heads, wanted, self._dim, **self._options) for _ in old]  # type: ignore[call-overload]
+        if self.positions:
+            for source, target in zip(old, new, strict=True):
+                target[:, :, :, : self.positions] = source
+        self.keys, self.values = new
+        self.positions = wanted
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copies the first `length` positions of one slot into another."""
+        for tensor in (self.keys, self.values):
+            tensor[:, target, :, :length] = tensor[:, source, :, :length]
+
+    def release(self) -> None:
+        """Frees the memory; nothing may be running."""
+        self.keys = self.values = torch.empty(0)
+        self.positions = 0
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive tokens of one sequence, to be added to its slot: positions start … start + rows - 1."""
+
+    slot: int
+    start: int
+    rows: int
+
+
+class CachePlan:
+    """Attention of one forward pass: chunks of prompts, one after the other, then one row for each decoding slot.
+
+    `exact` computes every sequence by itself over its exact length, so that its bits do not depend on its neighbours.
+    Rows past the last are padding: they attend to nothing and stay zero.
+    """
+
+    def __init__(
+        self, cache: SlotCache, chunks: list[Chunk], lengths: list[int], exact: bool = False, first_slot: int = 0
+    ) -> None:
+        self._cache = cache
+        self._chunks = chunks
+        self._lengths = lengths  # of the sequences in slots first_slot …, the new token included; empty if none decodes
+        self._exact = exact
+        self._first_slot = first_slot
+        self._first = sum(chunk.rows for chunk in chunks)
+        if lengths and not exact:
+            device = cache.keys.device
+            ends = torch.tensor(lengths, device=device)
+            self._slots = torch.arange(first_slot, first_slot + len(lengths), device=device)
+            self._last = ends - 1
+            self._longest = max(lengths)
+            visible = torch.arange(self._longest, device=device)[None] < ends[:, None]
+            self._mask = visible[:, None, None]  # [slots, 1, 1, positions]
+        self._causal = [_causal_mask(chunk, cache.keys.device) for chunk in chunks]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        heads, rows, dim = query.shape
+        output = query.new_zeros(rows, heads, dim)
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        row = 0
+        for chunk, mask in zip(self._chunks, self._causal, strict=True):
+            span = slice(row, row + chunk.rows)
+            end = chunk.start + chunk.rows
+            keys[chunk.slot, :, chunk.start : end] = key[:, span]
+            values[chunk.slot, :, chunk.start : end] = value[:, span]
+            attended = _grouped(
+                query[:, span], keys[chunk.slot, :, :end], values[chunk.slot, :, :end], mask, scale
+            )
+            output[span] = attended.transpose(0, 1)
+            row = span.stop
+        if self._lengths and self._exact:
+            for row, length in enumerate(self._lengths, self._first):
+                slot = self._first_slot + row - self._first
+                keys[slot, :, length - 1] = key[:, row]
+                values[slot, :, length - 1] = value[:, row]
+                one = _grouped(query[:, row : row + 1], keys[slot, :, :length], values[slot, :, :length], None, scale)
+                output[row] = one[:, 0]
+        elif self._lengths:
+            span = slice(self._first, self._first + len(self._lengths))
+            keys[self._slots, :, self._last] = key[:, span].transpose(0, 1)
+            values[self._slots, :, self._last] = value[:, span].transpose(0, 1)
+            output[span] = self._decode(layer, query[:, span], scale)
+        return output
+
+    def _decode(self, layer: int, query: Tensor, scale: float) -> Tensor:
+        """All decoding rows at once. The heads that share keys are the query rows of one attention: nothing is copied."""
+        heads, slots, dim = query.shape
+        span = slice(self._first_slot, self._first_slot + slots)
+        keys = self._cache.keys[layer, span, :, : self._longest]
+        values = self._cache.values[layer, span, :, : self._longest]
+        kv_heads = keys.shape[1]
+        grouped = query.transpose(0, 1).reshape(slots, kv_heads, heads // kv_heads, dim)
+        out = scaled_dot_product_attention(grouped, keys, values, attn_mask=self._mask, scale=scale)
+        return out.reshape(slots, heads, dim)
+
+
+def _causal_mask(chunk: Chunk, device: torch.device) -> Tensor | None:
+    """Which keys each row of the chunk sees: all before it and itself. [rows, start + rows]"""
+    if chunk.rows == 1:
+        return None
+    ends = torch.arange(chunk.start, chunk.start + chunk.rows, device=device)
+    return torch.arange(chunk.start + chunk.rows, device=device)[None] <= ends[:, None]
+
+
+def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """One sequence. query [heads, rows, dim], key and value [kv_heads, positions, dim] → [heads, rows, dim]."""
+    repeats = query.shape[0] // key.shape[0]
+    key, value = key.repeat_interleave(repeats, 0), value.repeat_interleave(repeats, 0)
+    return scaled_dot_product_attention(query[None], key[None], value[None], attn_mask=mask, scale=scale)[0]

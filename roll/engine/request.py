@@ -1,0 +1,51 @@
+"""What enters and leaves an engine."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Literal
+
+from roll.data.tokenlog import FloatArray, IntArray
+
+Finish = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. `stop_ids` end a response, as do `stop` strings; both stay in it."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to continue. The noise of a token depends on the seed and its position in the sequence alone, so a
+    request whose `ids` are another's prompt and first tokens goes on exactly where that one stopped."""
+
+    id: str
+    ids: IntArray
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What was generated: a version and a log-prob under softmax(logits / temperature) for every token."""
+
+    id: str
+    ids: IntArray = field(repr=False)
+    logprobs: FloatArray = field(repr=False)
+    versions: IntArray = field(repr=False)
+    finish: Finish
+
+
+def seed_of(*parts: object) -> int:
+    """A 64-bit seed from anything that has a fixed text: the run's seed and a sample's id, say."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,83 @@
+"""Drawing tokens: one uniform number a token, from (seed, position), through the inverse of the distribution.
+
+Nothing here has state: the same logits, seed and position give the same token in any batch, in any process, now or after
+a restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from roll.engine.request import Sampling
+
+_BLOCK = 256
+
+
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
+    """One number in [0, 1) for each (seed, position), by two rounds of a 64-bit mixing function (splitmix64)."""
+    with np.errstate(over="ignore"):
+        state = _mix(np.array(seeds, np.uint64)) + np.array(positions, np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """fp32 logits [rows, vocab] → tokens [rows] and their log-probs [rows] under softmax(logits / temperature).
+
+    A temperature of 0 takes the likeliest token, with its log-prob at temperature 1. Truncation by top-k and top-p
+    renormalises, so the log-prob is the truncated distribution's.
+    """
+    temperatures = torch.tensor([s.temperature or 1.0 for s in samplings], device=logits.device)
+    scaled = logits / temperatures[:, None]
+    for row, sampling in enumerate(samplings):
+        if sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1):
+            scaled[row] = truncate(scaled[row], sampling.top_k, sampling.top_p)
+    logprobs = torch.log_softmax(scaled, dim=-1)
+    noise = torch.from_numpy(uniforms([s.seed for s in samplings], positions)).to(logits.device)
+    tokens = _invert(logprobs.exp(), noise)
+    greedy = torch.tensor([s.temperature == 0 for s in samplings], device=logits.device)
+    if bool(greedy.any()):
+        tokens = torch.where(greedy, logits.argmax(dim=-1), tokens)
+    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+def truncate(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Puts -inf wherever a token is not among the k likeliest, or outside the smallest set of mass at least p. [vocab]"""
+    ordered, order = scaled.sort(descending=True, stable=True)
+    keep = torch.ones_like(ordered, dtype=torch.bool)
+    if top_k > 0:
+        keep[top_k:] = False
+    if top_p < 1:
+        mass = ordered.masked_fill(~keep, -torch.inf).softmax(dim=-1)
+        keep &= mass.cumsum(dim=-1) - mass < top_p
+    return torch.full_like(scaled, -torch.inf).scatter(0, order[keep], ordered[keep])
+
+
+def _invert(probs: Tensor, noise: Tensor) -> Tensor:
+    """The token at which each row's cumulative probability passes `noise`: first the block, then the token in it."""
+    rows, vocab = probs.shape
+    padded = torch.nn.functional.pad(probs, (0, -vocab % _BLOCK)).view(rows, -1, _BLOCK)
+    blocks = padded.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    target = noise * blocks[:, -1]
+    block = _first_above(blocks, target)
+    before = torch.where(block > 0, blocks.gather(1, (block - 1).clamp(min=0)[:, None])[:, 0], 0.0)
+    inside = padded[torch.arange(rows, device=probs.device), block].double().cumsum(dim=-1)
+    # Rounding may leave the target a hair above the block's own sum: the last token of positive mass is meant then.
+    token = _first_above(inside, torch.minimum(target - before, torch.nextafter(inside[:, -1], torch.zeros_like(noise))))
+    return block * _BLOCK + token
+
+
+def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
+    index = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    return index.clamp(max=cumulative.shape[1] - 1)
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

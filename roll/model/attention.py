@@ -1,0 +1,57 @@
+"""One door into the attention of any `transformers` decoder.
+
+A forward pass of ROLL has no batch dimension and no padding: it is a row of tokens, and an `AttentionPlan` says which
+rows attend to which keys. The trainer's plan is a tree of shared prefixes, the engine's a cache. The plan travels as a
+keyword argument through the model's own forward, so the model's code is used as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+NAME = "roll"
+
+
+class AttentionPlan(Protocol):
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """query [heads, rows, dim], key and value [kv_heads, rows, dim] → output [rows, heads, dim]."""
+        ...
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    *,
+    roll_plan: AttentionPlan,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    return roll_plan.attend(layer, query[0], key[0], value[0], scaling).unsqueeze(0), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
+
+
+def forward_rows(model: PreTrainedModel, ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
+    """The last hidden state of every row. ids, positions [rows] → [rows, hidden]."""
+    decoder = model.get_decoder()
+    output = decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, roll_plan=plan)
+    hidden: Tensor = output.last_hidden_state[0]
+    return hidden
+
+
+def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """[rows, hidden] → fp32 logits [rows, vocab]."""
+    logits: Tensor = model.get_output_embeddings()(hidden).float()
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    return torch.tanh(logits / cap) * cap if cap else logits

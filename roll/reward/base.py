@@ -1,0 +1,78 @@
+"""What a reward is, what it may return, and how judging fails."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import CoroutineType
+from typing import Any, Literal, SupportsFloat, TypeAlias
+
+from roll.data.task import Response, Task
+
+RewardFn: TypeAlias = Callable[[Task, Response], SupportsFloat | Mapping[str, SupportsFloat]]
+
+FailureKind: TypeAlias = Literal["raised", "deadline", "crashed", "invalid"]
+"""The function raised; took too long; its process died; or returned what is not a reward."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A finite reward, and the named parts a reward function gave beside it (metrics)."""
+
+    reward: float
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+class ScoreFailure(Exception):
+    """An attempt could not be judged. `reason` is one line; `detail` is the function's traceback, if it raised."""
+
+    def __init__(self, kind: FailureKind, reason: str, detail: str = "") -> None:
+        super().__init__(kind, reason, detail)
+        self.kind: FailureKind = kind
+        self.reason = reason
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.reason}"
+
+
+def normalise(result: object) -> Verdict:
+    """What a reward function returned, as a verdict; `ValueError` says what is wrong with it.
+
+    A number is the reward. Of a mapping, the value under `reward` is the reward and the rest are its parts; without
+    that key the parts' sum is the reward: `{"right": 1, "format": 0.2}` is worth 1.2.
+    """
+    if not isinstance(result, Mapping):
+        return Verdict(_finite(result, "the reward function returned"))
+    if not result:
+        raise ValueError("the reward function returned an empty mapping, not a number or named parts")
+    for name in result:
+        if not isinstance(name, str):
+            raise ValueError(f"the reward function returned a part named {_short(name)}: names are strings")
+    parts = {name: _finite(value, f"the reward function returned, as {name!r},") for name, value in result.items()}
+    if "reward" in parts:
+        return Verdict(parts.pop("reward"), parts)
+    return Verdict(_finite(sum(parts.values()), "the parts of the reward sum to"), parts)
+
+
+def _finite(value: Any, what: str) -> float:
+    if value is None:
+        raise ValueError(f"{what} None, not a number: is a `return` missing?")
+    if isinstance(value, CoroutineType):
+        value.close()
+        raise ValueError(f"{what} a coroutine, not a number: write `def`, not `async def`")
+    if not hasattr(value, "__float__"):
+        raise ValueError(f"{what} {_short(value)} ({type(value).__name__}), not a number")
+    try:
+        number = float(value)
+    except Exception as error:
+        raise ValueError(f"{what} {_short(value)}, which is not one number: {error}") from error
+    if not math.isfinite(number):
+        raise ValueError(f"{what} {number}, not a finite number")
+    return number
+
+
+def _short(value: object, limit: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}…"

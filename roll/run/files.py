@@ -1,0 +1,79 @@
+"""Files that are whole or absent: written aside, synced, and renamed into place."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+
+@contextmanager
+def atomic_open(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write that takes the name `path` only when the block ends well; until then the old one stands."""
+    aside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        with aside.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def atomic_write(path: Path, content: str | bytes) -> None:
+    """Replace the file at `path`: a crash at any moment leaves the old content or the new, whole."""
+    with atomic_open(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder (new files, renames) survive a power cut."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold of a NumPy or torch value, or a path."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON: {value!r}")
+
+
+def _without_nan(value: Any) -> Any:
+    """The same value with null for every number that JSON cannot say."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str | int | None):
+        return value
+    if isinstance(value, Mapping):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return _without_nan(_plain(value))
+
+
+_compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False, default=_plain)
+_indented = json.JSONEncoder(indent=2, allow_nan=False, default=_plain)
+
+
+def to_json(value: Any, *, indent: bool = False) -> str:
+    """Valid JSON in ASCII, on one line unless indented; NaN and infinities become null, NumPy scalars numbers."""
+    encoder = _indented if indent else _compact
+    try:
+        return encoder.encode(value)
+    except ValueError:
+        return encoder.encode(_without_nan(value))

@@ -1,0 +1,93 @@
+"""The numbers of every step: a JSON line in metrics.jsonl and, if asked for, TensorBoard events.
+
+Every whole line of metrics.jsonl is valid JSON with a `step` and a `time_s` (seconds since the epoch); a number that is
+not finite is null. A line that a kill left half-written is cut off before anything is added.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from roll.config.errors import RunError, UserError
+from roll.run.files import atomic_write, to_json
+from roll.run.folder import RunFolder
+
+
+class Metrics:
+    """The metrics of a run being written."""
+
+    def __init__(self, folder: RunFolder, tensorboard: bool) -> None:
+        self._path = folder.metrics_path
+        self._tensorboard_dir = folder.tensorboard_dir if tensorboard else None
+        self._events: Any = None
+        self._first_step: int | None = None
+        self._file = _open_at_whole_line(self._path)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Add the numbers of a step; they are in the file when this returns."""
+        assert not {"step", "time_s"} & values.keys(), "step and time_s are written by log itself"
+        numbers = {name: value if isinstance(value, int) else float(value) for name, value in values.items()}
+        self._file.write(to_json({"step": step, "time_s": time.time(), **numbers}).encode() + b"\n")
+        self._file.flush()
+        if self._tensorboard_dir is not None:
+            for name, number in numbers.items():
+                self._event_writer().add_scalar(name, number, step)
+
+    def truncate_after(self, step: int) -> None:
+        """Forget the steps after `step`, which a run resumed from there will write anew."""
+        self.close()
+        lines = [to_json(row) for row in self.read(self._path) if row["step"] <= step]
+        atomic_write(self._path, "".join(line + "\n" for line in lines))
+        self._file = _open_at_whole_line(self._path)
+        self._first_step = step + 1
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    @staticmethod
+    def read(path: Path) -> list[dict[str, Any]]:
+        """Every line of a metrics.jsonl, but for a last one still being written."""
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError as error:
+            raise UserError(f"{path} does not exist: write the folder of a run that has metrics") from error
+        whole = content[: content.rfind(b"\n") + 1]
+        rows: list[dict[str, Any]] = []
+        for number, line in enumerate(whole.splitlines(), start=1):
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                raise RunError(f"{path} is damaged on line {number} ({error}): delete that line") from error
+        return rows
+
+    def _event_writer(self) -> Any:
+        if self._events is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # TensorBoard hides the events at and after purge_step that an earlier process of this run wrote.
+            self._events = SummaryWriter(str(self._tensorboard_dir), purge_step=self._first_step, flush_secs=10)
+        return self._events
+
+
+def _open_at_whole_line(path: Path) -> IO[bytes]:
+    file = path.open("ab+")
+    file.seek(0)
+    file.truncate(file.read().rfind(b"\n") + 1)
+    file.seek(0, os.SEEK_END)
+    return file

@@ -1,0 +1,1 @@
+"""How a role computes: training strategies and inference strategies."""

@@ -1,0 +1,1 @@
+"""Inference strategies: one narrow protocol, and the engines behind it."""

@@ -1,0 +1,1 @@
+"""Training strategies: one narrow protocol, and ways to be parallel behind it."""

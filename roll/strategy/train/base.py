@@ -1,0 +1,49 @@
+"""What a trainer can do, however it is made parallel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from roll.algorithm.streams import LossSpec
+from roll.data.batch import Batch
+from roll.data.tokenlog import FloatArray
+from roll.transfer.weights import Weights
+
+
+@dataclass(frozen=True)
+class UpdateStats:
+    """What an update did. `metrics` are means over the step's sampled tokens."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    rows: int
+    """Tokens computed, a shared prefix once."""
+    tokens: int
+    """Tokens of the batch."""
+    updates: int
+    skipped: int
+    """Updates whose gradient was not finite; the weights were left as they were."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class TrainStrategy(Protocol):
+    def log_probs(self, batch: Batch) -> FloatArray:
+        """The log-probs of the sampled tokens under the current weights, 0 elsewhere: one value a token."""
+        ...
+
+    def update(self, batch: Batch, loss: LossSpec, step: int) -> UpdateStats:
+        """Trains on the batch once."""
+        ...
+
+    def weights(self, version: int) -> Weights:
+        """The weights as they are now, to be published as `version`."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Writes everything needed to go on: the model in `folder/model`, the optimizer beside it."""
+        ...
+
+    def load(self, folder: Path) -> None: ...

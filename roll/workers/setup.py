@@ -1,0 +1,14 @@
+"""What a process needs before numeric work: its threads, and fixed choices where bits must repeat."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from roll.cluster import Place
+
+
+def set_up_process(place: Place, deterministic: bool) -> None:
+    torch.set_num_threads(place.threads or os.cpu_count() or 1)
+    torch.use_deterministic_algorithms(deterministic, warn_only=False)

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.config.errors import UserError
+from roll.run import Checkpoints, RunFolder
+
+
+def writer(content: str) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        (path / "model.bin").write_text(content)
+        (path / "optimizer").mkdir()
+        (path / "optimizer" / "rank-0.bin").write_text(content * 2)
+
+    return write
+
+
+def names(folder: RunFolder) -> list[str]:
+    return sorted(path.name for path in folder.checkpoints_dir.iterdir())
+
+
+def test_what_is_saved_is_found(folder: RunFolder) -> None:
+    checkpoints = Checkpoints(folder)
+    assert checkpoints.latest() is None
+    state = {"ledger": 123, "nested": {"seed": [1, 2]}, "best": float("inf")}
+    saved = checkpoints.save(10, writer("ten"), state)
+    latest = Checkpoints(folder).latest()
+    assert latest == saved
+    assert latest is not None
+    assert (latest.step, latest.state, latest.path.name) == (10, state, "step-000010")
+    assert (latest.path / "optimizer" / "rank-0.bin").read_text() == "tenten"
+    latest.verify()
+
+
+def test_the_newest_are_kept(folder: RunFolder) -> None:
+    checkpoints = Checkpoints(folder, keep=2)
+    for step in (2, 9, 10, 1_000_000):
+        checkpoints.save(step, writer(str(step)), {})
+    assert names(folder) == ["step-000010", "step-1000000"]
+    latest = checkpoints.latest()
+    assert latest is not None
+    assert latest.step == 1_000_000
+
+
+def test_a_step_before_the_newest_is_not_saved(folder: RunFolder) -> None:
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(10, writer("ten"), {})
+    with pytest.raises(AssertionError, match="checkpoint of step 10"):
+        checkpoints.save(9, writer("nine"), {})
+
+
+def test_saving_a_step_again_replaces_it(folder: RunFolder) -> None:
+    checkpoints = Checkpoints(folder)
+    for content in ("one", "two", "three"):
+        saved = checkpoints.save(5, writer(content), {"content": content})
+        saved.verify()
+    assert names(folder) == ["step-000005"]
+    assert saved.state == {"content": "three"}
+
+
+def test_a_writer_that_fails_leaves_nothing(folder: RunFolder) -> None:
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(1, writer("one"), {})
+
+    def fail(path: Path) -> None:
+        (path / "model.bin").write_text("half")
+        raise OSError("No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        checkpoints.save(2, fail, {})
+    with pytest.raises(TypeError):
+        checkpoints.save(2, writer("two"), {"state": object()})
+    assert names(folder) == ["step-000001"]
+
+
+def die_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """End this process, with nothing cleaned up, before the given one of its calls that change the disk."""
+    calls = 0
+
+    def mortal(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                os._exit(9)
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("mkdir", "rename", "replace", "fsync", "unlink", "rmdir"):
+        monkeypatch.setattr(os, name, mortal(getattr(os, name)))
+    monkeypatch.setattr(Path, "write_text", mortal(Path.write_text))
+
+
+@pytest.mark.parametrize("step", [30, 20], ids=["new step", "same step again"])
+def test_a_death_at_any_moment_leaves_the_old_checkpoint_or_the_new(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    original = folder.path.with_name("original")
+    for old in (10, 20):
+        Checkpoints(folder).save(old, writer(f"old {old}"), {"content": f"old {old}"})
+    shutil.copytree(folder.checkpoints_dir, original)
+    seen = []
+    for number in range(1, 1000):
+        shutil.rmtree(folder.checkpoints_dir)
+        shutil.copytree(original, folder.checkpoints_dir)
+        child = os.fork()
+        if not child:
+            try:
+                die_at(monkeypatch, number)
+                Checkpoints(folder).save(step, writer("new"), {"content": "new"})
+                os._exit(0)
+            finally:
+                os._exit(1)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert status in (0, 9)
+
+        latest = Checkpoints(folder).latest()
+        assert latest is not None
+        latest.verify()
+        assert (latest.path / "model.bin").read_text() == latest.state["content"]
+        seen.append(latest.state["content"])
+
+        after = Checkpoints(folder).save(40, writer("after"), {})
+        after.verify()
+        assert names(folder) == [f"step-{latest.step:06d}", "step-000040"]
+        if status == 0:
+            break
+    assert len(seen) > 15
+    assert seen == sorted(seen, key=["old 20", "new"].index)
+    assert set(seen) == {"old 20", "new"}
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
+@pytest.mark.parametrize("name", ["model.bin", "optimizer/rank-0.bin", "state.json"])
+def test_damage_is_named_with_what_to_do(folder: RunFolder, name: str, damage: Callable[[Path], None]) -> None:
+    checkpoints = Checkpoints(folder)
+    for step in (9, 10):
+        checkpoint = checkpoints.save(step, writer("content"), {"key": "value"})
+    damage(checkpoint.path / name)
+    with pytest.raises(UserError) as error:
+        checkpoint.verify()
+    for word in (str(checkpoint.path / name), "delete the folder", "step-000009", "--restart"):
+        assert word in str(error.value)
+
+    shutil.rmtree(checkpoint.path)
+    older = checkpoints.latest()
+    assert older is not None
+    assert older.step == 9
+    older.verify()
+
+
+def test_a_flipped_bit_in_a_manifest_is_seen(folder: RunFolder) -> None:
+    checkpoint = Checkpoints(folder).save(1, writer("content"), {})
+    manifest = checkpoint.path / "manifest.json"
+    whole = manifest.read_bytes()
+    for index in range(0, len(whole), 3):
+        damaged = bytearray(whole)
+        damaged[index] ^= 1
+        if damaged.split() == whole.split():
+            continue
+        manifest.write_bytes(damaged)
+        with pytest.raises(UserError, match="start over with --restart"):
+            checkpoint.verify()
+
+
+def test_damaged_state_is_the_users_error_even_before_verifying(folder: RunFolder) -> None:
+    checkpoint = Checkpoints(folder).save(1, writer("content"), {})
+    for content in ("{", "[]"):
+        (checkpoint.path / "state.json").write_text(content)
+        with pytest.raises(UserError, match=r"state\.json is damaged"):
+            Checkpoints(folder).latest()
+
+
+def test_a_folder_without_a_manifest_is_no_checkpoint(folder: RunFolder) -> None:
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(1, writer("one"), {})
+    (folder.checkpoints_dir / "step-000002").mkdir()
+    latest = checkpoints.latest()
+    assert latest is not None
+    assert latest.step == 1
