@@ -35,9 +35,7 @@ class Cluster(Generic[W]):
         return len(self._handles)
 
     @overload
-    async def call(
-        self, method: Callable[Concatenate[W, P], Awaitable[R]], *args: P.args, **kwargs: P.kwargs
-    ) -> R: ...
+    async def call(self, method: Callable[Concatenate[W, P], Awaitable[R]], *args: P.args, **kwargs: P.kwargs) -> R: ...
     @overload
     async def call(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R: ...
     async def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ class Sample:
     group: int
     temperature: float
     log: TokenLog = field(default_factory=TokenLog)
-    state: str = "queued"
+    state: str = "new"
     reason: str = ""
     response: Response | None = None
     reward: float = 0.0

@@ -101,9 +101,7 @@ class CachePlan:
             end = chunk.start + chunk.rows
             keys[chunk.slot, :, chunk.start : end] = key[:, span]
             values[chunk.slot, :, chunk.start : end] = value[:, span]
-            attended = _grouped(
-                query[:, span], keys[chunk.slot, :, :end], values[chunk.slot, :, :end], mask, scale
-            )
+            attended = _grouped(query[:, span], keys[chunk.slot, :, :end], values[chunk.slot, :, :end], mask, scale)
             output[span] = attended.transpose(0, 1)
             row = span.stop
         if self._lengths and self._exact:

@@ -103,7 +103,11 @@ def stop_ids_of(tokenizer: Tokenizer, source: ModelSource) -> tuple[int, ...]:
 
 def choose_dtype(name: str, device: str = "cpu") -> torch.dtype:
     if name == "auto":
-        name = "bf16" if (torch.cuda.is_bf16_supported() if device.startswith("cuda") else cpu_multiplies_bf16()) else "fp32"
+        name = (
+            "bf16"
+            if (torch.cuda.is_bf16_supported() if device.startswith("cuda") else cpu_multiplies_bf16())
+            else "fp32"
+        )
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
 
 

@@ -1,1 +1,1 @@
-
+"""Pipelines: each a loop that reads like the dataflow it runs."""

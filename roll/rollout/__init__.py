@@ -1,1 +1,1 @@
-
+"""The life of every sample: router, runner, scheduler, filters."""

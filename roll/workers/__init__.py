@@ -1,1 +1,1 @@
-
+"""The roles: what the controller calls and where it computes."""

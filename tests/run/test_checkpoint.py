@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from roll.config.errors import UserError
-from roll.run import Checkpoints, RunFolder
+from roll.run import Checkpoint, Checkpoints, RunFolder
 
 
 def writer(content: str) -> Callable[[Path], None]:
@@ -25,11 +25,19 @@ def names(folder: RunFolder) -> list[str]:
     return sorted(path.name for path in folder.checkpoints_dir.iterdir())
 
 
+def save(checkpoints: Checkpoints, step: int, write: Callable[[Path], None], state: dict[str, Any]) -> Checkpoint:
+    with checkpoints.saving(step, state) as aside:
+        write(aside)
+    saved = checkpoints.latest()
+    assert saved is not None
+    return saved
+
+
 def test_what_is_saved_is_found(folder: RunFolder) -> None:
     checkpoints = Checkpoints(folder)
     assert checkpoints.latest() is None
     state = {"ledger": 123, "nested": {"seed": [1, 2]}, "best": float("inf")}
-    saved = checkpoints.save(10, writer("ten"), state)
+    saved = save(checkpoints, 10, writer("ten"), state)
     latest = Checkpoints(folder).latest()
     assert latest == saved
     assert latest is not None
@@ -41,7 +49,7 @@ def test_what_is_saved_is_found(folder: RunFolder) -> None:
 def test_the_newest_are_kept(folder: RunFolder) -> None:
     checkpoints = Checkpoints(folder, keep=2)
     for step in (2, 9, 10, 1_000_000):
-        checkpoints.save(step, writer(str(step)), {})
+        save(checkpoints, step, writer(str(step)), {})
     assert names(folder) == ["step-000010", "step-1000000"]
     latest = checkpoints.latest()
     assert latest is not None
@@ -50,15 +58,15 @@ def test_the_newest_are_kept(folder: RunFolder) -> None:
 
 def test_a_step_before_the_newest_is_not_saved(folder: RunFolder) -> None:
     checkpoints = Checkpoints(folder)
-    checkpoints.save(10, writer("ten"), {})
+    save(checkpoints, 10, writer("ten"), {})
     with pytest.raises(AssertionError, match="checkpoint of step 10"):
-        checkpoints.save(9, writer("nine"), {})
+        save(checkpoints, 9, writer("nine"), {})
 
 
 def test_saving_a_step_again_replaces_it(folder: RunFolder) -> None:
     checkpoints = Checkpoints(folder)
     for content in ("one", "two", "three"):
-        saved = checkpoints.save(5, writer(content), {"content": content})
+        saved = save(checkpoints, 5, writer(content), {"content": content})
         saved.verify()
     assert names(folder) == ["step-000005"]
     assert saved.state == {"content": "three"}
@@ -66,16 +74,16 @@ def test_saving_a_step_again_replaces_it(folder: RunFolder) -> None:
 
 def test_a_writer_that_fails_leaves_nothing(folder: RunFolder) -> None:
     checkpoints = Checkpoints(folder)
-    checkpoints.save(1, writer("one"), {})
+    save(checkpoints, 1, writer("one"), {})
 
     def fail(path: Path) -> None:
         (path / "model.bin").write_text("half")
         raise OSError("No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        checkpoints.save(2, fail, {})
+        save(checkpoints, 2, fail, {})
     with pytest.raises(TypeError):
-        checkpoints.save(2, writer("two"), {"state": object()})
+        save(checkpoints, 2, writer("two"), {"state": object()})
     assert names(folder) == ["step-000001"]
 
 
@@ -104,7 +112,7 @@ def test_a_death_at_any_moment_leaves_the_old_checkpoint_or_the_new(
 ) -> None:
     original = folder.path.with_name("original")
     for old in (10, 20):
-        Checkpoints(folder).save(old, writer(f"old {old}"), {"content": f"old {old}"})
+        save(Checkpoints(folder), old, writer(f"old {old}"), {"content": f"old {old}"})
     shutil.copytree(folder.checkpoints_dir, original)
     seen = []
     for number in range(1, 1000):
@@ -114,7 +122,7 @@ def test_a_death_at_any_moment_leaves_the_old_checkpoint_or_the_new(
         if not child:
             try:
                 die_at(monkeypatch, number)
-                Checkpoints(folder).save(step, writer("new"), {"content": "new"})
+                save(Checkpoints(folder), step, writer("new"), {"content": "new"})
                 os._exit(0)
             finally:
                 os._exit(1)
@@ -127,7 +135,7 @@ def test_a_death_at_any_moment_leaves_the_old_checkpoint_or_the_new(
         assert (latest.path / "model.bin").read_text() == latest.state["content"]
         seen.append(latest.state["content"])
 
-        after = Checkpoints(folder).save(40, writer("after"), {})
+        after = save(Checkpoints(folder), 40, writer("after"), {})
         after.verify()
         assert names(folder) == [f"step-{latest.step:06d}", "step-000040"]
         if status == 0:
@@ -152,7 +160,7 @@ def cut(file: Path) -> None:
 def test_damage_is_named_with_what_to_do(folder: RunFolder, name: str, damage: Callable[[Path], None]) -> None:
     checkpoints = Checkpoints(folder)
     for step in (9, 10):
-        checkpoint = checkpoints.save(step, writer("content"), {"key": "value"})
+        checkpoint = save(checkpoints, step, writer("content"), {"key": "value"})
     damage(checkpoint.path / name)
     with pytest.raises(UserError) as error:
         checkpoint.verify()
@@ -167,7 +175,7 @@ def test_damage_is_named_with_what_to_do(folder: RunFolder, name: str, damage: C
 
 
 def test_a_flipped_bit_in_a_manifest_is_seen(folder: RunFolder) -> None:
-    checkpoint = Checkpoints(folder).save(1, writer("content"), {})
+    checkpoint = save(Checkpoints(folder), 1, writer("content"), {})
     manifest = checkpoint.path / "manifest.json"
     whole = manifest.read_bytes()
     for index in range(0, len(whole), 3):
@@ -181,7 +189,7 @@ def test_a_flipped_bit_in_a_manifest_is_seen(folder: RunFolder) -> None:
 
 
 def test_damaged_state_is_the_users_error_even_before_verifying(folder: RunFolder) -> None:
-    checkpoint = Checkpoints(folder).save(1, writer("content"), {})
+    checkpoint = save(Checkpoints(folder), 1, writer("content"), {})
     for content in ("{", "[]"):
         (checkpoint.path / "state.json").write_text(content)
         with pytest.raises(UserError, match=r"state\.json is damaged"):
@@ -190,7 +198,7 @@ def test_damaged_state_is_the_users_error_even_before_verifying(folder: RunFolde
 
 def test_a_folder_without_a_manifest_is_no_checkpoint(folder: RunFolder) -> None:
     checkpoints = Checkpoints(folder)
-    checkpoints.save(1, writer("one"), {})
+    save(checkpoints, 1, writer("one"), {})
     (folder.checkpoints_dir / "step-000002").mkdir()
     latest = checkpoints.latest()
     assert latest is not None

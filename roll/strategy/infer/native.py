@@ -60,7 +60,11 @@ class NativeStrategy:
     def load_weights(self, weights: Weights) -> None:
         if self._engine is None:
             self._engine = Engine(
-                weights.model, self._tokenizer, max_running=self._max_running, exact=self._exact, version=weights.version
+                weights.model,
+                self._tokenizer,
+                max_running=self._max_running,
+                exact=self._exact,
+                version=weights.version,
             )
         check_shared(weights, self._engine.model)
         check_probe(weights, self._engine.log_probs_of(weights.probe.numpy()))

@@ -63,7 +63,9 @@ def _chunk(
     return log_probs, entropy[local]
 
 
-def response_positions(loss_mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def response_positions(
+    loss_mask: np.ndarray[tuple[int], np.dtype[np.bool_]],
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Where a sample's trained tokens are. The first token of a sequence has nothing to be predicted from."""
     where = np.flatnonzero(loss_mask)
     if len(where) and where[0] == 0:

@@ -10,6 +10,7 @@ row 3 (the token 4) attends to rows 0, 1 and 3.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,9 +21,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from roll.data.batch import Indices
 from roll.data.tokenlog import IntArray
-
-DENSE_ROWS = 1024
-"""Up to this many rows one masked attention over all of them beats one for each sequence."""
 
 
 @dataclass(frozen=True)
@@ -94,50 +92,76 @@ def common_prefix(a: IntArray, b: IntArray) -> int:
 
 
 class TreePlan:
-    """Attention within a prefix tree: every row sees its ancestors and itself."""
+    """Attention within a prefix tree: every row sees its ancestors and itself.
+
+    A sequence's new rows are the queries of one attention over its whole path. Attentions of similar size are computed
+    together, padded to a common size; padding is never read.
+    """
 
     def __init__(self, tree: PrefixTree, device: torch.device) -> None:
-        self._spans: list[tuple[slice, Tensor, Tensor | None]] = []
-        self._mask: Tensor | None = None
-        if tree.rows <= DENSE_ROWS:
-            self._mask = torch.from_numpy(ancestor_mask(tree)).to(device)
-            return
+        buckets: dict[tuple[int, int], list[Span]] = defaultdict(list)
         for path, fresh in zip(tree.paths, tree.new, strict=True):
-            if fresh == 0:
-                continue
-            shared = len(path) - fresh
-            span = slice(int(path[shared]), int(path[shared]) + fresh)
-            ends = torch.arange(shared, len(path), device=device)
-            mask = torch.arange(len(path), device=device)[None] <= ends[:, None] if shared else None
-            self._spans.append((span, torch.from_numpy(path).to(device), mask))
+            if fresh:
+                buckets[_size_class(fresh), _size_class(len(path))].append(Span(path, fresh))
+        self._buckets = [Bucket(spans, device) for _, spans in sorted(buckets.items())]
+        order = np.concatenate([span.path[-span.fresh :] for bucket in self._buckets for span in bucket.spans])
+        self._back = torch.from_numpy(np.argsort(order)).to(device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        repeats = query.shape[0] // key.shape[0]
-        key, value = key.repeat_interleave(repeats, 0), value.repeat_interleave(repeats, 0)
-        if self._mask is not None:
-            out = scaled_dot_product_attention(query[None], key[None], value[None], attn_mask=self._mask, scale=scale)
-            return out[0].transpose(0, 1)
-        parts: list[Tensor] = []
-        for span, path, mask in sorted(self._spans, key=lambda s: s[0].start):
-            out = scaled_dot_product_attention(
-                query[None, :, span],
-                key[None, :, path],
-                value[None, :, path],
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scale,
-            )
-            parts.append(out[0])
-        return torch.cat(parts, dim=1).transpose(0, 1)
+        query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))  # [rows, heads, dim]
+        return torch.cat([bucket.attend(query, key, value, scale) for bucket in self._buckets])[self._back]
 
 
-def ancestor_mask(tree: PrefixTree) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
-    """mask[row, other]: whether `other` is the row itself or an ancestor of it."""
-    mask = np.zeros((tree.rows, tree.rows), np.bool_)
-    for path, fresh in zip(tree.paths, tree.new, strict=True):
-        shared = len(path) - fresh
-        mask[np.ix_(path[shared:], path)] = np.arange(len(path))[None] <= np.arange(shared, len(path))[:, None]
-    return mask
+@dataclass(frozen=True)
+class Span:
+    """The new rows of one sequence: the last `fresh` of its path."""
+
+    path: Indices
+    fresh: int
+
+
+class Bucket:
+    """Spans whose attentions are computed together: [spans, queries] over [spans, keys]."""
+
+    def __init__(self, spans: list[Span], device: torch.device) -> None:
+        self.spans = spans
+        queries, keys = max(s.fresh for s in spans), max(len(s.path) for s in spans)
+        query_rows = np.zeros((len(spans), queries), np.int64)
+        key_rows = np.zeros((len(spans), keys), np.int64)
+        visible = np.zeros((len(spans), queries, keys), np.bool_)
+        visible[:, :, 0] = True  # a padded query must see something; its output is dropped
+        for i, span in enumerate(spans):
+            query_rows[i, : span.fresh] = span.path[-span.fresh :]
+            key_rows[i, : len(span.path)] = span.path
+            ends = np.arange(len(span.path) - span.fresh, len(span.path))
+            visible[i, : span.fresh] = np.arange(keys)[None] <= ends[:, None]
+        real = np.arange(queries)[None] < np.array([s.fresh for s in spans])[:, None]
+        self._query_rows, self._key_rows, self._visible, self._real = (
+            torch.from_numpy(a).to(device) for a in (query_rows, key_rows, visible, np.flatnonzero(real))
+        )
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """query [rows, heads, dim], key and value [rows, kv_heads, dim] → outputs of the spans' rows, in their order.
+
+        The heads that share keys become more queries of one attention, so that keys are not repeated.
+        """
+        (spans, queries), (_, heads, dim), kv_heads = self._query_rows.shape, query.shape, key.shape[1]
+        repeats = heads // kv_heads
+        asked = query[self._query_rows].view(spans, queries, kv_heads, repeats, dim).permute(0, 2, 3, 1, 4)
+        out = scaled_dot_product_attention(
+            asked.reshape(spans, kv_heads, repeats * queries, dim),
+            key[self._key_rows].transpose(1, 2),
+            value[self._key_rows].transpose(1, 2),
+            attn_mask=self._visible.repeat(1, repeats, 1)[:, None],
+            scale=scale,
+        )
+        rows = out.view(spans, kv_heads, repeats, queries, dim).permute(0, 3, 1, 2, 4).reshape(-1, heads, dim)
+        return rows[self._real]
+
+
+def _size_class(size: int) -> int:
+    """Sizes within a factor of two of each other, and all small ones, count as similar."""
+    return max(size, 16).bit_length()
 
 
 def _concat(parts: list[IntArray]) -> IntArray:

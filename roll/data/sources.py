@@ -1,0 +1,171 @@
+"""Task sources: where tasks come from.
+
+A source is a function `(split, **options) -> iterable of Task` called with the split `train` and with `held_out`. Its
+tasks are the same from call to call: what a run saw can be found again by a task's id.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import random
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from roll.config.errors import UserError
+from roll.config.schema import TasksConfig
+from roll.data.task import Message, Task
+
+Split = Literal["train", "held_out"]
+TaskSource = Callable[..., Iterable[Task]]
+
+
+@dataclass(frozen=True)
+class TaskSet:
+    """All tasks of a run. Held-out ones are never trained on; there may be none."""
+
+    train: tuple[Task, ...]
+    held_out: tuple[Task, ...]
+
+    def nth(self, group: int, seed: int) -> Task:
+        """The task of the group with that index: a fresh shuffle of all training tasks every epoch, fixed by the seed.
+
+        Nothing but the index is needed to go on where a run stopped.
+        """
+        epoch, position = divmod(group, len(self.train))
+        order = list(range(len(self.train)))
+        random.Random(f"{seed}/tasks/{epoch}").shuffle(order)
+        return self.train[order[position]]
+
+
+def addition(
+    split: Split,
+    low: int = 1,
+    high: int = 20,
+    held_out: float = 1 / 3,
+    seed: int = 0,
+    question: str = "What is {a} + {b}? Answer with just the number.",
+) -> Iterable[Task]:
+    """Sums of two numbers from low to high. A share of the unordered pairs is held out, so b + a never leaks."""
+    pairs = [(a, b) for a in range(low, high + 1) for b in range(a, high + 1)]
+    random.Random(f"addition/{seed}").shuffle(pairs)
+    cut = round(len(pairs) * held_out)
+    for a, b in pairs[:cut] if split == "held_out" else pairs[cut:]:
+        for x, y in sorted({(a, b), (b, a)}):
+            yield Task.ask(f"{x}+{y}", question.format(a=x, b=y), x + y, domain="addition")
+
+
+def echo(split: Split, symbols: str = "0123456789") -> Iterable[Task]:
+    """Say the character you were given: a toy for models made from scratch. Every task is in both splits."""
+    for symbol in symbols:
+        yield Task.ask(symbol, symbol, symbol, domain="echo")
+
+
+def jsonl(
+    split: Split, path: str, question: str = "question", answer: str = "answer", id: str = "", held_out: float = 0.1
+) -> Iterable[Task]:
+    """A file of JSON objects, one a line. `question`, `answer` and `id` name its columns; a question may also be a list
+    of messages. The last share `held_out` of the lines is held out."""
+    rows = list(_rows(Path(path)))
+    cut = len(rows) - round(len(rows) * held_out)
+    chosen = rows[cut:] if split == "held_out" else rows[:cut]
+    for number, row in chosen:
+        for column in (question, answer, *([id] if id else [])):
+            if column not in row:
+                have = ", ".join(row)
+                raise UserError(f"{path}:{number}: there is no column {column!r}; the line has {have}")
+        asked = row[question]
+        messages = tuple(asked) if isinstance(asked, list) else (Message(role="user", content=str(asked)),)
+        rest = {key: value for key, value in row.items() if key not in (question, answer)}
+        yield Task(str(row[id]) if id else f"line-{number}", messages, row[answer], info=rest)
+
+
+SOURCES: dict[str, TaskSource] = {"addition": addition, "echo": echo}
+
+
+def load_tasks(config: TasksConfig, source: TaskSource | None = None) -> TaskSet:
+    """All tasks of a source; `source` replaces the one the config names."""
+    options = dict(config.options)
+    if source is None:
+        source, options = _find_source(config.source, options)
+    _check_options(config.source, source, options)
+    tasks: dict[Split, tuple[Task, ...]] = {}
+    for split in ("train", "held_out"):
+        tasks[split] = tuple(source(split, **options))
+        _check_tasks(config.source, split, tasks[split])
+    if not tasks["train"]:
+        raise UserError(f"tasks: the source {config.source!r} has no tasks to train on")
+    return TaskSet(tasks["train"], tasks["held_out"])
+
+
+def _find_source(name: str, options: dict[str, Any]) -> tuple[TaskSource, dict[str, Any]]:
+    if name in SOURCES:
+        return SOURCES[name], options
+    if name.endswith(".jsonl"):
+        return jsonl, {"path": name, **options}
+    if ":" in name:
+        return _import_function(name), options
+    raise UserError(
+        f"tasks.source: there is no source {name!r}: write {', '.join(SOURCES)}, a .jsonl file, "
+        "package.module:function or path/to/file.py:function"
+    )
+
+
+def _import_function(name: str) -> TaskSource:
+    where, _, attribute = name.rpartition(":")
+    try:
+        if where.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(where).stem, where)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            if "" not in sys.path:
+                sys.path.insert(0, "")
+            module = importlib.import_module(where)
+    except (ImportError, FileNotFoundError) as error:
+        raise UserError(f"tasks.source: {where!r} of {name!r} could not be imported: {error}") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise UserError(f"tasks.source: there is no function {attribute!r} in {where!r}")
+    found: TaskSource = function
+    return found
+
+
+def _check_options(name: str, source: TaskSource, options: dict[str, Any]) -> None:
+    try:
+        inspect.signature(source).bind("train", **options)
+    except TypeError as error:
+        takes = ", ".join(list(inspect.signature(source).parameters)[1:]) or "none"
+        raise UserError(f"tasks.options: {error} (source {name!r} takes: {takes})") from error
+
+
+def _check_tasks(name: str, split: Split, tasks: tuple[Task, ...]) -> None:
+    seen: set[str] = set()
+    for task in tasks:
+        if not isinstance(task, Task):
+            raise UserError(f"tasks: the source {name!r} gave {task!r}, which is not a roll.Task")
+        if task.id in seen:
+            raise UserError(f"tasks: the source {name!r} gave two {split} tasks with the id {task.id!r}")
+        seen.add(task.id)
+
+
+def _rows(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
+    if not path.is_file():
+        raise UserError(f"tasks.source: there is no file {str(path)!r}")
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{path}:{number}: not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{path}:{number}: not a JSON object")
+        yield number, row

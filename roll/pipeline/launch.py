@@ -1,0 +1,164 @@
+"""Running a pipeline: everything checked first, then the folder, then the roles, then the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from roll.algorithm import make_algorithm
+from roll.config import Config, UserError, changed_keys, dump_config, load_config
+from roll.data.sources import TaskSet, TaskSource, load_tasks
+from roll.model.loading import find_model, load_model_config, load_tokenizer
+from roll.pipeline.recorder import Recorder
+from roll.pipeline.report import PlainReporter, Reporter
+from roll.pipeline.rlvr import RLVR
+from roll.pipeline.roles import start_roles
+from roll.pipeline.state import RunState
+from roll.reward import RewardFn, RewardSource
+from roll.rollout.evaluate import Evaluation, Evaluator
+from roll.rollout.lifecycle import Lifecycle
+from roll.rollout.router import Router
+from roll.rollout.runner import SampleRunner, training_sampling
+from roll.run import Checkpoint, Checkpoints, RunFolder
+from roll.workers.publish import publish
+
+MAY_CHANGE_ON_RESUME = ("train.steps", "eval.", "run.", "reward.workers", "reward.deadline_s", "reward.tries")
+
+
+def train(
+    config: Config,
+    *,
+    resume: bool = False,
+    restart: bool = False,
+    reward: RewardFn | None = None,
+    tasks: TaskSource | None = None,
+    reporter: Reporter | None = None,
+) -> dict[str, Any]:
+    """Trains as the config says and returns the summary. `reward` and `tasks` replace those the config names.
+
+    `resume` goes on from the run folder's newest checkpoint; `restart` moves an existing run folder aside first.
+    """
+    reporter = reporter or PlainReporter()
+    task_set, judge = check(config, reward=reward, tasks=tasks)
+    checkpoint = _checkpoint_to_resume(config) if resume else None
+    if restart and not resume:
+        RunFolder.move_aside(Path(config.run.dir))
+    if checkpoint is None and not (resume and RunFolder.is_run(Path(config.run.dir))):
+        folder = RunFolder.create(Path(config.run.dir), dump_config(config))
+    else:
+        folder = RunFolder.open(Path(config.run.dir))
+    with folder.lock(), Recorder.open(config, folder, reporter) as recorder, _stopping(recorder):
+        return asyncio.run(_train(config, recorder, task_set, judge, checkpoint))
+
+
+async def _train(
+    config: Config, recorder: Recorder, tasks: TaskSet, judge: RewardSource, checkpoint: Checkpoint | None
+) -> dict[str, Any]:
+    from roll.workers.train import TrainWorker
+
+    recorder.reporter.phase("loading the model")
+    reference = make_algorithm(config.algorithm).needs_reference
+    log = recorder.folder.path / "graders.log"
+    async with start_roles(config, judge, reference=reference, log=log) as roles:
+        state = RunState()
+        if checkpoint is not None:
+            state = recorder.resume(checkpoint)
+            await roles.actor.call(TrainWorker.load, checkpoint.path)
+        elif recorder.ledger.position:
+            recorder.ledger.roll_back(0, 0)
+        recorder.reporter.started(recorder.folder.path, config.train.steps, state.step)
+        state = await RLVR(config, roles, tasks, recorder, state).run()
+    summary = recorder.finish(state)
+    recorder.reporter.finished(summary)
+    return summary
+
+
+def evaluate(config: Config, *, reward: RewardFn | None = None, tasks: TaskSource | None = None) -> Evaluation:
+    """Measures held-out accuracy of the config's model."""
+    task_set, judge = check(config, reward=reward, tasks=tasks)
+    if not task_set.held_out:
+        raise UserError(f"tasks: the source {config.tasks.source!r} has no held-out tasks to evaluate on")
+    return asyncio.run(_evaluate(config, task_set, judge))
+
+
+async def _evaluate(config: Config, tasks: TaskSet, judge: RewardSource) -> Evaluation:
+    async with start_roles(config, judge) as roles:
+        await publish(roles.actor, roles.engines, version=0)
+        runner = SampleRunner(
+            Router(roles.engines),
+            roles.rewards,
+            roles.renderer,
+            Lifecycle(None),
+            sampling=training_sampling(config.rollout, roles.stop_ids),
+            deadline_s=config.rollout.deadline_s,
+            seed=config.seed,
+        )
+        evaluation = await Evaluator(tasks.held_out, runner, config.eval).evaluate(0)
+    assert evaluation is not None
+    return evaluation
+
+
+def check(
+    config: Config, *, reward: RewardFn | None = None, tasks: TaskSource | None = None
+) -> tuple[TaskSet, RewardSource]:
+    """Finds out everything that can be wrong before anything is created or started."""
+    judge = RewardSource.of(reward if reward is not None else config.reward.name)
+    judge.check()
+    task_set = load_tasks(config.tasks, tasks)
+    source = find_model(config.model.path)
+    shape = load_model_config(source)
+    tokenizer = load_tokenizer(source, config.model)
+    longest = max(
+        (len(tokenizer.apply_chat_template(list(t.messages), add_generation_prompt=True)["input_ids"]), t.id)
+        for t in (*task_set.train[:256], *task_set.held_out[:256])
+    )
+    context = int(shape.max_position_embeddings)
+    if longest[0] + config.rollout.max_new_tokens > context:
+        raise UserError(
+            f"rollout.max_new_tokens is {config.rollout.max_new_tokens} and the prompt of task {longest[1]!r} has "
+            f"{longest[0]} tokens, but the context of {config.model.path!r} is {context}: "
+            f"write rollout.max_new_tokens={max(context - longest[0], 1)} or less"
+        )
+    return task_set, judge
+
+
+def _checkpoint_to_resume(config: Config) -> Checkpoint | None:
+    """The newest checkpoint of the run, verified; None when the run died before its first."""
+    folder = RunFolder.open(Path(config.run.dir))
+    saved = load_config(folder.config_path)
+    changed = [key for key in changed_keys(saved, config) if not key.startswith(MAY_CHANGE_ON_RESUME)]
+    if changed:
+        raise UserError(
+            f"the run in {config.run.dir} was started with other settings of {', '.join(changed)}: "
+            f"resume it as it was (roll train {folder.config_path} --resume), or write run.dir=OTHER for a new run"
+        )
+    checkpoint = Checkpoints(folder).latest()
+    if checkpoint is not None:
+        checkpoint.verify()
+    return checkpoint
+
+
+@contextmanager
+def _stopping(recorder: Recorder) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM ends the step and saves; the second one ends at once."""
+
+    def ask(number: int, frame: object) -> None:
+        if recorder.stop_requested:
+            raise KeyboardInterrupt
+        recorder.stop_requested = True
+        recorder.reporter.warned("stopping after this step and saving; again to stop at once")
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    try:
+        before = [(number, signal.signal(number, ask)) for number in signals]
+    except ValueError:  # not the main thread: whoever runs us handles signals
+        before = []
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)

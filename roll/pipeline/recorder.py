@@ -1,0 +1,188 @@
+"""The recorder: everything a run leaves behind, in one place.
+
+What always holds: the ledger is flushed before anything that depends on it (a checkpoint, the metrics of a step) is
+written; the reporter hears of a step after it is on disk.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+
+from roll.cluster import Cluster
+from roll.config.schema import Config
+from roll.data.sample import Sample
+from roll.pipeline.report import Reporter, StepReport
+from roll.pipeline.state import RunState
+from roll.rollout.evaluate import Evaluation
+from roll.rollout.scheduler import Rollout
+from roll.run import Checkpoint, Checkpoints, Ledger, Metrics, RunFolder, draw_curve, write_samples
+from roll.strategy.train.base import UpdateStats
+from roll.workers.train import TrainWorker
+
+
+class Recorder:
+    def __init__(self, config: Config, folder: RunFolder, ledger: Ledger, metrics: Metrics, reporter: Reporter) -> None:
+        self.folder = folder
+        self.ledger = ledger
+        self.reporter = reporter
+        self.stop_requested = False
+        self.last_reward = 0.0
+        self._config = config
+        self._metrics = metrics
+        self._checkpoints = Checkpoints(folder, keep=config.run.keep_checkpoints)
+        self._clock = time.monotonic()
+
+    @classmethod
+    @contextmanager
+    def open(cls, config: Config, folder: RunFolder, reporter: Reporter) -> Iterator[Recorder]:
+        with ExitStack() as stack:
+            ledger = stack.enter_context(Ledger.open(folder.ledger_path))
+            metrics = stack.enter_context(Metrics(folder, tensorboard=config.run.tensorboard))
+            yield cls(config, folder, ledger, metrics, reporter)
+
+    def resume(self, checkpoint: Checkpoint) -> RunState:
+        """Goes back to a checkpoint: what came after it is rolled back on the ledger and forgotten by the metrics."""
+        state = dict(checkpoint.state)
+        self.ledger.roll_back(state.pop("ledger_position"), checkpoint.step)
+        self._metrics.truncate_after(checkpoint.step)
+        return RunState(**state)
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        self._metrics.log(step, {"eval/accuracy": evaluation.accuracy, "eval/tokens_mean": evaluation.tokens_mean})
+        self.reporter.evaluated(step, evaluation)
+
+    def record(
+        self, state: RunState, rollout: Rollout, stats: UpdateStats | None, generating_s: float, training_s: float
+    ) -> None:
+        """Puts a finished step on disk and tells the reporter. `state.step` counts it already."""
+        seconds = self._lap()
+        samples = [s for s in rollout.samples if s.response is not None]
+        lengths = [s.log.response_tokens for s in samples]
+        state.seconds += seconds
+        state.seconds_generating += generating_s
+        state.seconds_training += training_s
+        state.generated_tokens += sum(lengths)
+        state.trained_samples += len(rollout.batch) if rollout.batch is not None else 0
+        values = rollout_metrics(rollout, samples, lengths)
+        self.last_reward = values["reward/mean"]
+        values |= {"time/step_s": seconds, "time/generate_s": generating_s, "time/train_s": training_s}
+        values["response/tokens_per_s"] = sum(lengths) / max(generating_s, 1e-9)
+        if stats is not None:
+            values |= update_metrics(stats)
+        self.ledger.flush()
+        self._metrics.log(state.step, values)
+        if self._config.run.save_samples:
+            write_samples(self.folder, state.step, (_sample_row(s) for s in rollout.samples))
+        steps = self._config.train.steps
+        self.reporter.stepped(
+            StepReport(
+                step=state.step,
+                steps=steps,
+                reward=values["reward/mean"],
+                accuracy=state.accuracy,
+                response_tokens=values["response/tokens_mean"],
+                tokens_per_s=values["response/tokens_per_s"],
+                seconds=seconds,
+                seconds_left=state.seconds / state.step * (steps - state.step),
+                groups_kept=len(rollout.kept),
+                groups=len(rollout.groups),
+            )
+        )
+
+    async def save(self, actor: Cluster[TrainWorker], state: RunState) -> None:
+        latest = self._checkpoints.latest()
+        if latest is not None and latest.step == state.step:
+            return
+        self.reporter.phase("saving a checkpoint")
+        self.ledger.flush()
+        state.seconds += self._lap()
+        with self._checkpoints.saving(state.step, {**state.to_dict(), "ledger_position": self.ledger.position}) as path:
+            await actor.call(TrainWorker.save, path)
+
+    def finish(self, state: RunState) -> dict[str, Any]:
+        """Writes the summary and the curve; returns the summary."""
+        state.seconds += self._lap()
+        draw_curve(Metrics.read(self.folder.metrics_path), self.folder.curve_path, self._config.model.path)
+        summary: dict[str, Any] = {
+            "run": str(self.folder.path),
+            "model": self._config.model.path,
+            "seed": self._config.seed,
+            "steps": state.step,
+            "steps_planned": self._config.train.steps,
+            "seconds": round(state.seconds, 3),
+            "seconds_generating": round(state.seconds_generating, 3),
+            "seconds_training": round(state.seconds_training, 3),
+            "generated_tokens": state.generated_tokens,
+            "trained_samples": state.trained_samples,
+            "accuracy_before": state.accuracy_before,
+            "accuracy_after": state.accuracy,
+            "answers_before": state.answers_before,
+            "answers_after": state.answers,
+            "curve": str(self.folder.curve_path),
+        }
+        self.folder.write_summary(summary)
+        return summary
+
+    def _lap(self) -> float:
+        now = time.monotonic()
+        seconds, self._clock = now - self._clock, now
+        return seconds
+
+
+def rollout_metrics(rollout: Rollout, samples: list[Sample], lengths: list[int]) -> dict[str, float]:
+    rewards = [s.reward for s in samples if s.state != "failed"]
+    values = {
+        "reward/mean": float(np.mean(rewards)) if rewards else 0.0,
+        "response/tokens_mean": float(np.mean(lengths)) if lengths else 0.0,
+        "response/truncated": float(
+            np.mean([s.response.finish == "length" for s in samples if s.response is not None] or [0])
+        ),
+        "groups/kept": len(rollout.kept),
+        "groups/issued": len(rollout.groups),
+        "samples/failed": sum(s.state == "failed" for s in rollout.samples),
+    }
+    parts: Counter[str] = Counter()
+    for sample in samples:
+        parts.update(sample.parts)
+    values |= {f"reward/{name}": total / len(samples) for name, total in parts.items()}
+    return values
+
+
+def update_metrics(stats: UpdateStats) -> dict[str, float]:
+    values = {
+        "train/loss": stats.loss,
+        "train/grad_norm": stats.grad_norm,
+        "train/lr": stats.lr,
+        "train/tokens": stats.tokens,
+        "train/rows": stats.rows,
+        "train/updates": stats.updates,
+        "train/skipped": stats.skipped,
+    }
+    return values | {f"train/{name}": value for name, value in stats.metrics.items()}
+
+
+def _sample_row(sample: Sample) -> dict[str, Any]:
+    return {
+        "sample": sample.id,
+        "task": sample.task.id,
+        "group": sample.group,
+        "state": sample.state,
+        "reason": sample.reason,
+        "question": sample.task.question,
+        "answer": sample.task.answer,
+        "response": sample.response.text if sample.response else None,
+        "finish": sample.response.finish if sample.response else None,
+        "reward": sample.reward,
+        "parts": sample.parts,
+        "ids": sample.log.ids.tolist(),
+        "loss_mask": sample.log.loss_mask.astype(int).tolist(),
+        "logprobs": [round(float(x), 6) for x in sample.log.behaviour],
+        "versions": sample.log.versions.tolist(),
+        "seconds": {state: round(seconds, 4) for state, seconds in sample.seconds.items()},
+    }

@@ -1,0 +1,68 @@
+"""Evaluation: held-out tasks answered and judged with the weights as they are."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from roll.config.errors import RunError
+from roll.config.schema import EvalConfig
+from roll.data.sample import Sample
+from roll.data.task import Task
+from roll.engine.request import seed_of
+from roll.rollout.lifecycle import Lifecycle
+from roll.rollout.runner import SampleRunner
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A question, what the model said and whether that was right."""
+
+    question: str
+    answer: str
+    reward: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The mean reward over held-out answers, which is the accuracy where a reward is 0 or 1."""
+
+    accuracy: float
+    tokens_mean: float
+    answers: list[Answer]
+    failed: int
+
+
+class Evaluator:
+    def __init__(self, tasks: tuple[Task, ...], runner: SampleRunner, config: EvalConfig) -> None:
+        self._tasks = tasks
+        self._runner = runner
+        self._config = config
+        self._lifecycle = Lifecycle(None)
+
+    async def evaluate(self, step: int) -> Evaluation | None:
+        """Answers `samples` questions, every task equally often give or take one. None without held-out tasks."""
+        if not self._tasks:
+            return None
+        order = sorted(self._tasks, key=lambda task: seed_of("eval", task.id))
+        samples = [
+            Sample(f"eval.{step}.{i}", order[i % len(order)], i, self._config.temperature)
+            for i in range(self._config.samples)
+        ]
+        for sample in samples:
+            self._lifecycle.move(sample, "queued")
+        await asyncio.gather(*(self._runner.run(sample) for sample in samples))
+        scored = [sample for sample in samples if sample.state == "scored"]
+        if not scored:
+            raise RunError(f"no held-out answer could be judged; the first reason: {samples[0].reason}")
+        answers = [
+            Answer(s.task.question, s.response.text, s.reward)
+            for s in samples[: self._config.show]
+            if s.response is not None
+        ]
+        return Evaluation(
+            accuracy=sum(s.reward for s in scored) / len(scored),
+            tokens_mean=sum(s.log.response_tokens for s in scored) / len(scored),
+            answers=answers,
+            failed=len(samples) - len(scored),
+        )

@@ -1,0 +1,52 @@
+"""The life of a sample: its states, the moves between them, and the ledger that records every move.
+
+    queued → generating → scoring → scored → kept → trained
+                 │            │         └→ dropped   (its group was filtered, or a sibling was needed and failed)
+                 └────────────┴→ failed              (it could not be generated or judged)
+
+What always holds: a move that is not in the table is a bug and raises; every move is on the ledger with its reason.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+from roll.data.sample import Sample
+from roll.run.ledger import Ledger, Transition
+
+State = Literal["queued", "generating", "scoring", "scored", "kept", "trained", "dropped", "failed"]
+
+MOVES: dict[str, frozenset[str]] = {
+    "new": frozenset({"queued"}),
+    "queued": frozenset({"generating", "dropped"}),
+    "generating": frozenset({"scoring", "failed", "dropped"}),
+    "scoring": frozenset({"scored", "failed", "dropped"}),
+    "scored": frozenset({"kept", "dropped"}),
+    "kept": frozenset({"trained", "dropped"}),
+    "trained": frozenset(),
+    "dropped": frozenset(),
+    "failed": frozenset(),
+}
+
+
+class Lifecycle:
+    """Moves samples from state to state and writes the ledger."""
+
+    def __init__(self, ledger: Ledger | None) -> None:
+        """Without a ledger moves are checked and timed, but not recorded: evaluation is no part of a run's lineage."""
+        self._ledger = ledger
+        self._entered: dict[str, float] = {}
+
+    def move(self, sample: Sample, state: State, reason: str = "", **info: Any) -> None:
+        if state not in MOVES[sample.state]:
+            raise AssertionError(f"sample {sample.id} cannot go from {sample.state} to {state}")
+        now = time.monotonic()
+        if sample.id in self._entered:
+            sample.seconds[sample.state] = now - self._entered[sample.id]
+        self._entered[sample.id] = now
+        sample.state, sample.reason = state, reason
+        if not MOVES[state]:
+            del self._entered[sample.id]
+        if self._ledger is not None:
+            self._ledger.append(Transition(sample.id, state, reason, info=info))

@@ -1,0 +1,78 @@
+"""The sample runner: drives one sample from its task to its verdict, as a coroutine."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from roll.cluster import Cluster
+from roll.config.schema import RolloutConfig
+from roll.data.sample import Sample
+from roll.data.task import Response
+from roll.engine.request import Request, Sampling, seed_of
+from roll.model.chat import ChatRenderer, Conversation
+from roll.reward import ScoreFailure
+from roll.rollout.lifecycle import Lifecycle
+from roll.rollout.router import Router
+from roll.workers.reward import RewardWorker
+
+
+class SampleRunner:
+    """What always holds: `run` ends with the sample scored or failed, never raises for the sample's own fault, and no
+    wait in it is unbounded."""
+
+    def __init__(
+        self,
+        router: Router,
+        rewards: Cluster[RewardWorker],
+        renderer: ChatRenderer,
+        lifecycle: Lifecycle,
+        *,
+        sampling: Sampling,
+        deadline_s: float,
+        seed: int,
+    ) -> None:
+        self._router = router
+        self._rewards = rewards
+        self._renderer = renderer
+        self._lifecycle = lifecycle
+        self._sampling = sampling
+        self._deadline_s = deadline_s
+        self._seed = seed
+
+    async def run(self, sample: Sample) -> None:
+        conversation = Conversation(self._renderer, sample.task.messages, sample.log)
+        self._lifecycle.move(sample, "generating")
+        sampling = replace(self._sampling, temperature=sample.temperature, seed=seed_of(self._seed, sample.id))
+        request = Request(sample.id, sample.log.ids, sampling)
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                completion = await self._router.generate(request)
+        except TimeoutError:
+            self._lifecycle.move(sample, "failed", f"generation took more than {self._deadline_s:g} s")
+            return
+        except ValueError as refused:
+            self._lifecycle.move(sample, "failed", str(refused))
+            return
+        text = conversation.respond(completion.ids, completion.logprobs, completion.versions)
+        sample.response = Response(text, len(completion.ids), completion.finish)
+        self._lifecycle.move(sample, "scoring", tokens=len(completion.ids), finish=completion.finish)
+        try:
+            verdict = await self._rewards.call(RewardWorker.score, sample.task, sample.response)
+        except ScoreFailure as failure:
+            self._lifecycle.move(sample, "failed", f"reward {failure}")
+            return
+        sample.reward, sample.parts = verdict.reward, verdict.parts
+        self._lifecycle.move(sample, "scored", reward=verdict.reward)
+
+
+def training_sampling(config: RolloutConfig, stop_ids: tuple[int, ...]) -> Sampling:
+    """How training samples are drawn."""
+    return Sampling(
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        stop=config.stop,
+        stop_ids=stop_ids,
+    )
