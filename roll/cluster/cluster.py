@@ -60,12 +60,18 @@ class Cluster(Generic[W]):
         results = await asyncio.gather(*(h.call(method.__name__, args, kwargs) for h in self._handles))
         return cast(list[R], list(results))
 
+    @overload
     async def call_rank(
         self, rank: int, method: Callable[Concatenate[W, P], Awaitable[R]], *args: P.args, **kwargs: P.kwargs
-    ) -> R:
+    ) -> R: ...
+    @overload
+    async def call_rank(
+        self, rank: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> R: ...
+    async def call_rank(self, rank: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a `@parallel` method on one worker."""
         parallel_of(method)
-        return cast(R, await self._handles[rank].call(method.__name__, args, kwargs))
+        return await self._handles[rank].call(method.__name__, args, kwargs)
 
 
 def _split(method: Callable[..., Any], args: Sequence[Any], parts: int) -> tuple[Batch, list[Indices]]:

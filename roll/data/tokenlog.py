@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,9 +65,7 @@ class TokenLog:
             raise ValueError("a token log begins with its prompt, not with a response")
         if not len(ids) == len(logprobs) == len(versions):
             raise ValueError(f"{len(ids)} response tokens with {len(logprobs)} log-probs and {len(versions)} versions")
-        segment = Segment(
-            "response", _frozen(ids, np.int32), _frozen(logprobs, np.float32), _frozen(versions, np.int32)
-        )
+        segment = Segment("response", _frozen(ids, np.int32), _frozen(logprobs, np.float32), _frozen(versions, np.int32))
         self._segments.append(segment)
 
     @property
@@ -97,11 +95,11 @@ class TokenLog:
         return sum(len(s.ids) for s in self._segments if s.kind == "response")
 
 
-def _frozen(values: object, dtype: type[np.generic]) -> NDArray[np.generic]:  # type: ignore[type-arg]
+def _frozen(values: object, dtype: Any) -> NDArray[Any]:
     array = np.array(values, dtype=dtype)
     array.setflags(write=False)
     return array
 
 
-def _joined(parts: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> NDArray[np.generic]:  # type: ignore[type-arg]
+def _joined(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
     return np.concatenate(parts) if parts else np.zeros(0, dtype)

@@ -23,13 +23,13 @@ class SlotCache:
         heads = shape.num_attention_heads
         self._shape = (shape.num_hidden_layers, shape.num_key_value_heads or heads)
         self._dim = getattr(shape, "head_dim", None) or shape.hidden_size // heads
-        self._options = {"dtype": dtype, "device": device}
+        self._dtype, self._device = dtype, device
         self.keys = self.values = torch.empty(0)
 
     @property
     def bytes_a_token(self) -> int:
         layers, kv_heads = self._shape
-        return 2 * layers * kv_heads * self._dim * torch.empty(0, dtype=self._options["dtype"]).element_size()  # type: ignore[arg-type]
+        return int(2 * layers * kv_heads * self._dim * self._dtype.itemsize)
 
     def reserve(self, positions: int) -> None:
         """Makes every slot at least `positions` long, keeping what is there."""
@@ -38,7 +38,8 @@ class SlotCache:
         wanted = max(64, 1 << (positions - 1).bit_length())
         layers, kv_heads = self._shape
         old = (self.keys, self.values)
-        new = [torch.zeros(layers, self.slots, kv_heads, wanted, self._dim, **self._options) for _ in old]  # type: ignore[call-overload]
+        size = (layers, self.slots, kv_heads, wanted, self._dim)
+        new = [torch.zeros(size, dtype=self._dtype, device=self._device) for _ in old]
         if self.positions:
             for source, target in zip(old, new, strict=True):
                 target[:, :, :, : self.positions] = source

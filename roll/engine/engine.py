@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -273,7 +275,7 @@ class Engine:
                 running.hidden = hidden[row]
                 running.cached = running.length
 
-    def _forward(self, ids: IntArray, positions: IntArray, plan: CachePlan) -> Tensor:
+    def _forward(self, ids: NDArray[Any], positions: NDArray[Any], plan: CachePlan) -> Tensor:
         """Hidden states of the rows; under `exact` the pass is filled up to its fixed number of rows."""
         padding = EXACT_ROWS - len(ids) if self._exact else 0
         rows = torch.from_numpy(np.pad(ids.astype(np.int64), (0, padding))).to(self._device)

@@ -67,9 +67,7 @@ def _invert(probs: Tensor, noise: Tensor) -> Tensor:
     before = torch.where(block > 0, blocks.gather(1, (block - 1).clamp(min=0)[:, None])[:, 0], 0.0)
     inside = padded[torch.arange(rows, device=probs.device), block].double().cumsum(dim=-1)
     # Rounding may leave the target a hair above the block's own sum: the last token of positive mass is meant then.
-    token = _first_above(
-        inside, torch.minimum(target - before, torch.nextafter(inside[:, -1], torch.zeros_like(noise)))
-    )
+    token = _first_above(inside, torch.minimum(target - before, torch.nextafter(inside[:, -1], torch.zeros_like(noise))))
     return block * _BLOCK + token
 
 

@@ -15,6 +15,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
@@ -104,9 +105,7 @@ def stop_ids_of(tokenizer: Tokenizer, source: ModelSource) -> tuple[int, ...]:
 def choose_dtype(name: str, device: str = "cpu") -> torch.dtype:
     if name == "auto":
         name = (
-            "bf16"
-            if (torch.cuda.is_bf16_supported() if device.startswith("cuda") else cpu_multiplies_bf16())
-            else "fp32"
+            "bf16" if (torch.cuda.is_bf16_supported() if device.startswith("cuda") else cpu_multiplies_bf16()) else "fp32"
         )
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
 
@@ -189,9 +188,9 @@ def _looks_like_hub_id(path: str) -> bool:
     return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) is not None and not Path(path).parent.is_dir()
 
 
-def _from_pretrained(loader: type, source: ModelSource, **options: object) -> object:  # type: ignore[return]
+def _from_pretrained(loader: Any, source: ModelSource, **options: object) -> Any:
     try:
-        return loader.from_pretrained(source.location, **options)  # type: ignore[attr-defined]
+        return loader.from_pretrained(source.location, **options)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(f"model: {source.name!r} could not be loaded: {first}. Write {CHOICES}") from error

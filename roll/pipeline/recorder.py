@@ -137,12 +137,11 @@ class Recorder:
 
 def rollout_metrics(rollout: Rollout, samples: list[Sample], lengths: list[int]) -> dict[str, float]:
     rewards = [s.reward for s in samples if s.state != "failed"]
+    truncated = [s.response.finish == "length" for s in samples if s.response is not None]
     values = {
         "reward/mean": float(np.mean(rewards)) if rewards else 0.0,
         "response/tokens_mean": float(np.mean(lengths)) if lengths else 0.0,
-        "response/truncated": float(
-            np.mean([s.response.finish == "length" for s in samples if s.response is not None] or [0])
-        ),
+        "response/truncated": float(np.mean(truncated)) if truncated else 0.0,
         "groups/kept": len(rollout.kept),
         "groups/issued": len(rollout.groups),
         "samples/failed": sum(s.state == "failed" for s in rollout.samples),

@@ -115,7 +115,5 @@ def _math_verify() -> Any:
 @functools.lru_cache(maxsize=1024)
 def _parse_gold(answer: str) -> list[Any]:
     box = last_box(answer)
-    parsed: list[Any] = _math_verify().parse(
-        f"\\boxed{{{answer if box is None else box}}}", parsing_timeout=_MATH_STEP_S
-    )
+    parsed: list[Any] = _math_verify().parse(f"\\boxed{{{answer if box is None else box}}}", parsing_timeout=_MATH_STEP_S)
     return parsed

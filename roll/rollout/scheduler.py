@@ -87,9 +87,7 @@ class RolloutScheduler:
         index = self.next_group
         self.next_group += 1
         task = self._tasks.nth(index, self._seed)
-        samples = [
-            Sample(f"{index}.{i}", task, index, self._config.temperature) for i in range(self._config.group_size)
-        ]
+        samples = [Sample(f"{index}.{i}", task, index, self._config.temperature) for i in range(self._config.group_size)]
         group = Group(index, task, samples)
         groups.append(group)
         for sample in samples:

@@ -50,9 +50,7 @@ class Checkpoint:
         manifest = _read_json(self.path, _MANIFEST)
         try:
             algorithm = str(manifest["algorithm"])
-            files = {
-                str(name): (int(entry["bytes"]), str(entry["digest"])) for name, entry in manifest["files"].items()
-            }
+            files = {str(name): (int(entry["bytes"]), str(entry["digest"])) for name, entry in manifest["files"].items()}
             hashlib.new(algorithm)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise _damaged(self.path, _MANIFEST, "it is not a manifest") from error

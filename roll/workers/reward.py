@@ -14,9 +14,7 @@ from roll.reward.pool import GraderPool, GraderStats
 class RewardWorker(Worker):
     def __init__(self, place: Place, config: RewardConfig, source: RewardSource, log: Path | None = None) -> None:
         super().__init__(place)
-        self._pool = GraderPool(
-            source, workers=config.workers, deadline_s=config.deadline_s, tries=config.tries, log=log
-        )
+        self._pool = GraderPool(source, workers=config.workers, deadline_s=config.deadline_s, tries=config.tries, log=log)
 
     @parallel(Dispatch.ALL)
     async def start(self) -> None:

@@ -32,7 +32,7 @@ class TrainWorker(Worker):
         super().__init__(place)
         set_up_process(place, config.deterministic)
         source = find_model(config.model.path)
-        model = load_model(source, choose_dtype(config.model.dtype, place.device), config.seed).to(place.device)  # type: ignore[arg-type]
+        model = load_model(source, choose_dtype(config.model.dtype, place.device), config.seed).to(place.device)
         tokenizer = load_tokenizer(source, config.model)
         self._strategy = SingleStrategy(model, tokenizer, config.train, trainable=trainable)
 

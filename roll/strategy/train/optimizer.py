@@ -30,7 +30,7 @@ class MasterAdamW:
                 self._masters[name] = parameter
             else:
                 self._masters[name] = nn.Parameter(parameter.detach().float().clone())
-                parameter.register_post_accumulate_grad_hook(self._summing_hook(self._masters[name]))
+                parameter.register_post_accumulate_grad_hook(self._summing_hook(self._masters[name]))  # type: ignore[no-untyped-call]
         matrices = [m for m in self._masters.values() if m.ndim >= 2]
         vectors = [m for m in self._masters.values() if m.ndim < 2]
         self._adamw = torch.optim.AdamW(

@@ -11,9 +11,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -111,9 +113,7 @@ class SingleStrategy:
         norm = self._optimizer.step(step) if math.isfinite(total) else math.nan
         self._optimizer.zero_grad()
         metrics = {name: value / sampled for name, value in sums.items()} | {"mismatch_max": largest}
-        return UpdateStats(
-            total, norm, 0.0, rows, batch.tokens, 1, skipped=int(not math.isfinite(norm)), metrics=metrics
-        )
+        return UpdateStats(total, norm, 0.0, rows, batch.tokens, 1, skipped=int(not math.isfinite(norm)), metrics=metrics)
 
     def weights(self, version: int) -> Weights:
         parameters = dict(self.model.named_parameters())
@@ -168,10 +168,10 @@ class SingleStrategy:
                 where=np.concatenate(where),
             )
 
-    def _column(self, values: FloatArray, where: Indices) -> Tensor:
+    def _column(self, values: NDArray[Any], where: Indices) -> Tensor:
         return self._tensor(values[where].astype(np.float32))
 
-    def _tensor(self, values: np.ndarray) -> Tensor:  # type: ignore[type-arg]
+    def _tensor(self, values: NDArray[Any]) -> Tensor:
         return torch.from_numpy(values).to(self._device)
 
 
