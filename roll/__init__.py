@@ -1,1 +1,77 @@
-"""ROLL."""
+"""ROLL: reinforcement learning of language models.
+
+The names below are the public interface. They are loaded when first used, so that `import roll` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from roll.algorithm import Algorithm, LossSpec, make_algorithm
+    from roll.cluster import Cluster
+    from roll.config import Config, RunError, UserError, load_config
+    from roll.data import Batch, Response, Sample, Task, TokenLog
+    from roll.pipeline.launch import check, evaluate, train
+    from roll.pipeline.roles import Roles, sample_runner, start_roles
+    from roll.rollout.lifecycle import Lifecycle
+    from roll.rollout.scheduler import RolloutScheduler
+    from roll.workers.infer import InferWorker
+    from roll.workers.publish import publish
+    from roll.workers.reward import RewardWorker
+    from roll.workers.train import TrainWorker
+
+_HOMES = {
+    "roll.algorithm": ("Algorithm", "LossSpec", "make_algorithm"),
+    "roll.cluster": ("Cluster",),
+    "roll.config": ("Config", "RunError", "UserError", "load_config"),
+    "roll.data": ("Batch", "Response", "Sample", "Task", "TokenLog"),
+    "roll.pipeline.launch": ("check", "evaluate", "train"),
+    "roll.pipeline.roles": ("Roles", "sample_runner", "start_roles"),
+    "roll.rollout.lifecycle": ("Lifecycle",),
+    "roll.rollout.scheduler": ("RolloutScheduler",),
+    "roll.workers.infer": ("InferWorker",),
+    "roll.workers.publish": ("publish",),
+    "roll.workers.reward": ("RewardWorker",),
+    "roll.workers.train": ("TrainWorker",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Algorithm",
+    "Batch",
+    "Cluster",
+    "Config",
+    "InferWorker",
+    "Lifecycle",
+    "LossSpec",
+    "Response",
+    "RewardWorker",
+    "Roles",
+    "RolloutScheduler",
+    "RunError",
+    "Sample",
+    "Task",
+    "TokenLog",
+    "TrainWorker",
+    "UserError",
+    "check",
+    "evaluate",
+    "load_config",
+    "make_algorithm",
+    "publish",
+    "sample_runner",
+    "start_roles",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'roll' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,1 +1,1 @@
-
+"""Which role runs where, and whether it fits."""

@@ -31,11 +31,16 @@ class SlotCache:
         layers, kv_heads = self._shape
         return int(2 * layers * kv_heads * self._dim * self._dtype.itemsize)
 
+    @staticmethod
+    def rounded(positions: int) -> int:
+        """Positions a slot is made with to hold at least so many."""
+        return max(64, 1 << (positions - 1).bit_length())
+
     def reserve(self, positions: int) -> None:
         """Makes every slot at least `positions` long, keeping what is there."""
         if positions <= self.positions:
             return
-        wanted = max(64, 1 << (positions - 1).bit_length())
+        wanted = self.rounded(positions)
         layers, kv_heads = self._shape
         old = (self.keys, self.values)
         size = (layers, self.slots, kv_heads, wanted, self._dim)

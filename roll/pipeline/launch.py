@@ -16,15 +16,14 @@ from roll.model.loading import find_model, load_model_config, load_tokenizer
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.report import PlainReporter, Reporter
 from roll.pipeline.rlvr import RLVR
-from roll.pipeline.roles import start_roles
+from roll.pipeline.roles import sample_runner, start_roles
 from roll.pipeline.state import RunState
 from roll.reward import RewardFn, RewardSource
 from roll.rollout.evaluate import Evaluation, Evaluator
 from roll.rollout.lifecycle import Lifecycle
-from roll.rollout.router import Router
-from roll.rollout.runner import SampleRunner, training_sampling
 from roll.run import Checkpoint, Checkpoints, RunFolder
 from roll.workers.publish import publish
+from roll.workers.train import TrainWorker
 
 MAY_CHANGE_ON_RESUME = ("train.steps", "eval.", "run.", "reward.workers", "reward.deadline_s", "reward.tries")
 
@@ -58,8 +57,6 @@ def train(
 async def _train(
     config: Config, recorder: Recorder, tasks: TaskSet, judge: RewardSource, checkpoint: Checkpoint | None
 ) -> dict[str, Any]:
-    from roll.workers.train import TrainWorker
-
     recorder.reporter.phase("loading the model")
     reference = make_algorithm(config.algorithm).needs_reference
     log = recorder.folder.path / "graders.log"
@@ -88,15 +85,7 @@ def evaluate(config: Config, *, reward: RewardFn | None = None, tasks: TaskSourc
 async def _evaluate(config: Config, tasks: TaskSet, judge: RewardSource) -> Evaluation:
     async with start_roles(config, judge) as roles:
         await publish(roles.actor, roles.engines, version=0)
-        runner = SampleRunner(
-            Router(roles.engines),
-            roles.rewards,
-            roles.renderer,
-            Lifecycle(None),
-            sampling=training_sampling(config.rollout, roles.stop_ids),
-            deadline_s=config.rollout.deadline_s,
-            seed=config.seed,
-        )
+        runner = sample_runner(config, roles, Lifecycle(None))
         evaluation = await Evaluator(tasks.held_out, runner, config.eval).evaluate(0)
     assert evaluation is not None
     return evaluation

@@ -115,6 +115,7 @@ class Recorder:
             "seed": self._config.seed,
             "steps": state.step,
             "steps_planned": self._config.train.steps,
+            "stopped": self.stop_requested and state.step < self._config.train.steps,
             "seconds": round(state.seconds, 3),
             "seconds_generating": round(state.seconds_generating, 3),
             "seconds_training": round(state.seconds_training, 3),

@@ -12,12 +12,10 @@ from roll.config.errors import RunError
 from roll.config.schema import Config
 from roll.data.sources import TaskSet
 from roll.pipeline.recorder import Recorder
-from roll.pipeline.roles import Roles
+from roll.pipeline.roles import Roles, sample_runner
 from roll.pipeline.state import RunState
 from roll.rollout.evaluate import Evaluator
 from roll.rollout.lifecycle import Lifecycle
-from roll.rollout.router import Router
-from roll.rollout.runner import SampleRunner, training_sampling
 from roll.rollout.scheduler import Rollout, RolloutScheduler
 from roll.workers.publish import publish
 from roll.workers.train import TrainWorker
@@ -36,20 +34,11 @@ class RLVR:
         self._recorder = recorder
         self.state = state
         self._algorithm = make_algorithm(config.algorithm)
-        router = Router(roles.engines)
-        sampling = training_sampling(config.rollout, roles.stop_ids)
-        lifecycle = Lifecycle(recorder.ledger)
-
-        def runner(moves: Lifecycle) -> SampleRunner:
-            deadline_s = config.rollout.deadline_s
-            return SampleRunner(
-                router, roles.rewards, roles.renderer, moves, sampling=sampling, deadline_s=deadline_s, seed=config.seed
-            )
-
-        self._lifecycle = lifecycle
-        self._scheduler = RolloutScheduler(tasks, runner(lifecycle), lifecycle, config.rollout, config.seed)
+        self._lifecycle = Lifecycle(recorder.ledger)
+        runner = sample_runner(config, roles, self._lifecycle)
+        self._scheduler = RolloutScheduler(tasks, runner, self._lifecycle, config.rollout, config.seed)
         self._scheduler.next_group = state.next_group
-        self._evaluator = Evaluator(tasks.held_out, runner(Lifecycle(None)), config.eval)
+        self._evaluator = Evaluator(tasks.held_out, sample_runner(config, roles, Lifecycle(None)), config.eval)
 
     async def run(self) -> RunState:
         """Trains until the last step, or until somebody asks to stop; then evaluates and saves."""
@@ -83,7 +72,7 @@ class RLVR:
                 self._recorder.reporter.warned(
                     f"step {state.step + 1}: a gradient was not finite; {stats.skipped} updates skipped"
                 )
-            await publish(roles.actor, roles.engines, version=state.step + 1)
+        await publish(roles.actor, roles.engines, version=state.step + 1)
         self._count(rollout)
         self._recorder.record(state, rollout, stats, generated - started, time.monotonic() - generated)
 

@@ -13,6 +13,9 @@ from roll.config.schema import Config
 from roll.model.chat import ChatRenderer
 from roll.model.loading import find_model, load_tokenizer, stop_ids_of
 from roll.reward import RewardSource
+from roll.rollout.lifecycle import Lifecycle
+from roll.rollout.router import Router
+from roll.rollout.runner import SampleRunner, training_sampling
 from roll.workers.infer import InferWorker
 from roll.workers.reward import RewardWorker
 from roll.workers.train import TrainWorker
@@ -26,6 +29,7 @@ class Roles:
     engines: Cluster[InferWorker]
     rewards: Cluster[RewardWorker]
     reference: Cluster[TrainWorker] | None
+    router: Router
     renderer: ChatRenderer
     stop_ids: tuple[int, ...]
 
@@ -58,6 +62,20 @@ async def start_roles(
                 lambda place: TrainWorker(place, config, trainable=False),
                 [Place("reference", threads=threads)],
             )
-        yield Roles(actor, engines, rewards, frozen, ChatRenderer(tokenizer, stop_ids), stop_ids)
+        renderer = ChatRenderer(tokenizer, stop_ids)
+        yield Roles(actor, engines, rewards, frozen, Router(engines), renderer, stop_ids)
     finally:
         await executor.close()
+
+
+def sample_runner(config: Config, roles: Roles, moves: Lifecycle) -> SampleRunner:
+    """What drives samples through these roles."""
+    return SampleRunner(
+        roles.router,
+        roles.rewards,
+        roles.renderer,
+        moves,
+        sampling=training_sampling(config.rollout, roles.stop_ids),
+        deadline_s=config.rollout.deadline_s,
+        seed=config.seed,
+    )

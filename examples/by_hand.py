@@ -1,0 +1,32 @@
+"""A whole training pipeline, written by hand: what `roll train examples/tiny.yaml` does, without the run folder."""
+
+import asyncio
+
+import roll
+
+
+async def main() -> None:
+    config = roll.load_config("examples/tiny.yaml", ["train.steps=10"])
+    tasks, judge = roll.check(config)
+    algorithm = roll.make_algorithm(config.algorithm)
+
+    async with roll.start_roles(config, judge) as roles:
+        moves = roll.Lifecycle(None)
+        runner = roll.sample_runner(config, roles, moves)
+        scheduler = roll.RolloutScheduler(tasks, runner, moves, config.rollout, config.seed)
+        await roll.publish(roles.actor, roles.engines, version=0)
+
+        for step in range(config.train.steps):
+            rollout = await scheduler.next_rollout()  # groups: generated, judged, filtered
+            if rollout.batch is None:
+                continue
+            batch = algorithm.credit(rollout.batch)  # rewards become advantages
+            stats = await roles.actor.call(roll.TrainWorker.update, batch, algorithm.loss, step)
+            await roll.publish(roles.actor, roles.engines, version=step + 1)
+            reward = sum(sample.reward for sample in rollout.samples) / len(rollout.samples)
+            print(
+                f"step {step + 1}: reward {reward:.3f}, loss {stats.loss:+.4f}, {stats.rows} rows for {stats.tokens} tokens"
+            )
+
+
+asyncio.run(main())

@@ -1,0 +1,225 @@
+"""The command line: `roll train`, `eval`, `plan`, `export`, `doctor`.
+
+Exit status 0: done. 1: the run failed. 2: the user's error, one message and nothing else.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from roll.config.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from roll.config import Config
+
+app = typer.Typer(
+    name="roll",
+    help="Reinforcement learning of language models: the same program on a laptop's CPU and on a cluster.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+_console = Console()
+_errors = Console(stderr=True)
+
+ConfigFile = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, see docs/config.md and examples/.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace those of the file: train.lr=1e-6 seed=1"),
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"roll {version('roll')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's newest checkpoint.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Move an existing run folder aside and start over.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="One line a step instead of a live display.")] = False,
+) -> None:
+    """Train a model as CONFIG says.
+
+    Ctrl-C ends the step, saves, and prints how to go on; a second Ctrl-C ends at once.
+    """
+    from roll.config import load_config
+
+    if resume and restart:
+        raise UserError("--resume goes on with a run and --restart begins it anew: write one of them")
+    settings = load_config(config, overrides or [])
+    _quiet_libraries()
+    from roll.display import LiveReporter, print_summary
+    from roll.pipeline.launch import train as run_training
+
+    if plain or not _console.is_terminal:
+        summary = run_training(settings, resume=resume, restart=restart)
+    else:
+        with LiveReporter(_console) as reporter:
+            summary = run_training(settings, resume=resume, restart=restart, reporter=reporter)
+    if summary["stopped"]:
+        again = " ".join(["roll train", config, *(overrides or []), "--resume"])
+        _console.print(
+            f"stopped after step {summary['steps']} of {summary['steps_planned']}; go on with", highlight=False
+        )
+        _console.print(f"  {again}", highlight=False, soft_wrap=True)
+    else:
+        print_summary(_console, summary)
+
+
+@app.command("eval")
+def evaluate(
+    target: Annotated[str, typer.Argument(metavar="CONFIG|RUN", help="A YAML file, or the folder of a run.")],
+    overrides: Overrides = None,
+) -> None:
+    """Measure held-out accuracy: of a CONFIG's model, or of a RUN's newest checkpoint."""
+    settings = _config_of(target, overrides or [])
+    _quiet_libraries()
+    from roll.pipeline.launch import evaluate as run_evaluation
+
+    result = run_evaluation(settings)
+    table = Table("question", "answer", "reward")
+    for answer in result.answers:
+        table.add_row(answer.question, answer.answer.strip(), f"{answer.reward:g}")
+    _console.print(table)
+    _console.print(
+        f"held-out accuracy {result.accuracy:.3f} over {settings.eval.samples} answers at temperature "
+        f"{settings.eval.temperature:g}, {result.tokens_mean:.1f} tokens an answer, {result.failed} failed"
+    )
+
+
+@app.command()
+def plan(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Check everything and show roles, devices, sizes and memory, without starting anything."""
+    from roll.config import load_config
+
+    settings = load_config(config, overrides or [])
+    _quiet_libraries()
+    from roll.devices.plan import check_memory, make_plan
+    from roll.pipeline.launch import check
+
+    tasks, _ = check(settings)
+    made = make_plan(settings, tasks)
+    _console.print(f"{made.model}: {made.parameters:,} parameters in {made.dtype}, executor {settings.executor}")
+    roles = Table("role", "runs on", "strategy")
+    for row in made.roles:
+        roles.add_row(*row)
+    sizes = Table("size", "value")
+    for size in made.sizes:
+        sizes.add_row(*size)
+    memory = Table("role", "memory", "MiB")
+    for part in made.parts:
+        memory.add_row(part.role, part.what, f"{part.bytes / 2**20:,.0f}")
+    memory.add_section()
+    memory.add_row("all", f"of {made.available_bytes / 2**20:,.0f} MiB here", f"{made.total_bytes / 2**20:,.0f}")
+    for table in (roles, sizes, memory):
+        _console.print(table)
+    check_memory(made)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write; it must not exist.")],
+) -> None:
+    """Write a run's newest weights as a folder that transformers loads."""
+    from roll.run.export import export_model
+
+    step = export_model(run, folder)
+    _console.print(f"step {step} of {run} is in {folder}: AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+
+
+@app.command()
+def doctor() -> None:
+    """Show versions and devices, and what is missing."""
+    from roll.doctor import examine
+
+    findings = examine()
+    table = Table("", "what", "found", "advice")
+    for finding in findings:
+        table.add_row(
+            "[green]✓[/]" if finding.ok else "[red]✗[/]",
+            finding.what,
+            finding.value,
+            finding.advice if not finding.ok else "",
+        )
+    _console.print(table)
+    if not all(finding.ok for finding in findings):
+        raise typer.Exit(1)
+
+
+def _config_of(target: str, overrides: list[str]) -> Config:
+    """The config of a file, or of a run with its newest checkpoint as the model."""
+    from roll.config import load_config
+
+    if not Path(target).is_dir():
+        return load_config(target, overrides)
+    from roll.run import RunFolder
+
+    return load_config(RunFolder.open(Path(target)).config_path, [f"model={target}", *overrides])
+
+
+def _quiet_libraries() -> None:
+    import os
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """The entry point: the one place where a user's errors become a message and an exit status."""
+    try:
+        return app(arguments, standalone_mode=False) or 0
+    except UserError as error:
+        _errors.print(f"[bold red]error:[/] {_escape(str(error))}", highlight=False, soft_wrap=True)
+        return 2
+    except RunError as error:
+        _errors.print(f"[bold red]the run failed:[/] {_escape(str(error))}", highlight=False, soft_wrap=True)
+        return 1
+    except typer.Exit as exit:
+        return exit.exit_code
+    except (typer.Abort, KeyboardInterrupt):
+        _errors.print("stopped")
+        return 1
+    except Exception as error:
+        import click
+
+        if isinstance(error, click.ClickException):
+            error.show()
+            return 2
+        raise
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

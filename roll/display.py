@@ -1,0 +1,130 @@
+"""What a person sees: the live display of a run, and its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from roll.pipeline.report import StepReport
+from roll.rollout.evaluate import Evaluation
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+class LiveReporter:
+    """A panel that is drawn anew while the run goes on."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, refresh_per_second=4, transient=False, get_renderable=self._draw)
+        self._run = Path()
+        self._steps = 0
+        self._phase = "starting"
+        self._report: StepReport | None = None
+        self._rewards: list[float] = []
+        self._accuracies: list[tuple[int, float]] = []
+        self._begun = 0.0
+
+    def __enter__(self) -> Self:
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._phase = "done" if kind is None else "stopped"
+        self._live.__exit__(kind, error, trace)
+
+    def started(self, run: Path, steps: int, first_step: int) -> None:
+        self._run, self._steps = run, steps
+        if first_step:
+            self._phase = f"going on from step {first_step}"
+
+    def phase(self, text: str) -> None:
+        self._phase = text
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        self._accuracies.append((step, evaluation.accuracy))
+        self._phase = "generating and training"
+
+    def stepped(self, report: StepReport) -> None:
+        self._report = report
+        self._rewards.append(report.reward)
+        self._phase = "generating and training"
+
+    def warned(self, text: str) -> None:
+        self._console.print(Text(text, style="yellow"))
+
+    def finished(self, summary: dict[str, Any]) -> None:
+        self._phase = "done"
+
+    def _draw(self) -> Panel:
+        report = self._report
+        done = report.step if report else 0
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim")
+        table.add_column()
+        table.add_row("step", f"{done} of {self._steps}" if self._steps else "")
+        if report:
+            table.add_row("reward", f"{report.reward:.3f}  {spark(self._rewards)}")
+        if self._accuracies:
+            latest = self._accuracies[-1]
+            values = [accuracy for _, accuracy in self._accuracies]
+            table.add_row("held-out accuracy", f"{latest[1]:.3f}  {spark(values)}  (step {latest[0]})")
+        if report:
+            table.add_row("answer length", f"{report.response_tokens:.1f} tokens")
+            table.add_row("speed", f"{report.tokens_per_s:.0f} tokens/s generating, {report.seconds:.1f} s a step")
+            table.add_row("groups", f"{report.groups_kept} kept of {report.groups}")
+            table.add_row("time left", clock(report.seconds_left))
+        table.add_row("now", self._phase)
+        bar = ProgressBar(total=max(self._steps, 1), completed=done, width=60)
+        return Panel(Group(bar, table), title=f"roll · {self._run}", title_align="left", width=88)
+
+
+def spark(values: list[float], width: int = 40) -> str:
+    """The last values as a row of bars, from 0 to the largest of them (at least 1)."""
+    top = max(1.0, *values) if values else 1.0
+    return "".join(_BARS[min(int(max(v, 0.0) / top * len(_BARS)), len(_BARS) - 1)] for v in values[-width:])
+
+
+def clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def print_summary(console: Console, summary: dict[str, Any]) -> None:
+    """Accuracy and answers before and after, where the curve is, and what to try next."""
+    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    console.print(f"{summary['steps']} steps in {clock(summary['seconds'])} (minutes:seconds)")
+    if before is not None and after is not None:
+        console.print(f"held-out accuracy [bold]{before:.3f} → {after:.3f}[/bold]")
+    shown = list(zip(summary["answers_before"], summary["answers_after"], strict=False))
+    if shown:
+        table = Table("question", "before", "after", title="Held-out questions, sampled", title_justify="left")
+        for first, last in shown:
+            table.add_row(first["question"], *(_marked(answer) for answer in (first, last)))
+        console.print(table)
+    run = summary["run"]
+    console.print(f"learning curve: {summary['curve']}", soft_wrap=True)
+    console.print("next:", style="bold")
+    for command, why in (
+        (f"roll eval {run}", "measure the trained model again"),
+        (f"roll export {run} my-model", "a folder that transformers loads"),
+        (f"tensorboard --logdir {run}/tensorboard", "every metric of every step"),
+        ("roll plan examples/quickstart.yaml train.lr=1e-5", "what a changed run would do"),
+    ):
+        console.print(f"  {command}   [dim]# {why}[/dim]", soft_wrap=True, highlight=False)
+
+
+def _marked(answer: dict[str, Any]) -> Text:
+    right = answer["reward"] > 0.5
+    return Text(("✓ " if right else "✗ ") + answer["answer"].strip(), style="green" if right else "red")
