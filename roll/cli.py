@@ -28,6 +28,8 @@ app = typer.Typer(
 )
 _console = Console()
 _errors = Console(stderr=True)
+_INTERRUPTED = 130
+"""What typer makes of a KeyboardInterrupt."""
 
 ConfigFile = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, see docs/config.md and examples/.")]
 Overrides = Annotated[
@@ -194,25 +196,19 @@ def _quiet_libraries() -> None:
 def main(arguments: list[str] | None = None) -> Any:
     """The entry point: the one place where a user's errors become a message and an exit status."""
     try:
-        return app(arguments, standalone_mode=False) or 0
+        app(arguments)
     except UserError as error:
         _errors.print(f"[bold red]error:[/] {_escape(str(error))}", highlight=False, soft_wrap=True)
         return 2
     except RunError as error:
         _errors.print(f"[bold red]the run failed:[/] {_escape(str(error))}", highlight=False, soft_wrap=True)
         return 1
-    except typer.Exit as exit:
-        return exit.exit_code
-    except (typer.Abort, KeyboardInterrupt):
+    except SystemExit as end:  # how typer ends, also after it has said what is wrong with the arguments
+        if end.code != _INTERRUPTED:
+            return end.code
         _errors.print("stopped")
         return 1
-    except Exception as error:
-        import click
-
-        if isinstance(error, click.ClickException):
-            error.show()
-            return 2
-        raise
+    return 0
 
 
 def _escape(text: str) -> str:

@@ -120,17 +120,20 @@ def _import_function(name: str) -> TaskSource:
     where, _, attribute = name.rpartition(":")
     try:
         if where.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(where).stem, where)
+            spec = importlib.util.spec_from_file_location(f"roll_tasks_{Path(where).stem}", where)
             assert spec is not None
             assert spec.loader is not None
             module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module  # dataclasses and pickle look their module up here
             spec.loader.exec_module(module)
         else:
             if "" not in sys.path:
                 sys.path.insert(0, "")
             module = importlib.import_module(where)
-    except (ImportError, FileNotFoundError) as error:
-        raise UserError(f"tasks.source: {where!r} of {name!r} could not be imported: {error}") from error
+    except Exception as error:
+        raise UserError(
+            f"tasks.source: {where!r} of {name!r} could not be imported: {type(error).__name__}: {error}"
+        ) from error
     function = getattr(module, attribute, None)
     if not callable(function):
         raise UserError(f"tasks.source: there is no function {attribute!r} in {where!r}")
@@ -159,7 +162,8 @@ def _check_tasks(name: str, split: Split, tasks: tuple[Task, ...]) -> None:
 def _rows(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
     if not path.is_file():
         raise UserError(f"tasks.source: there is no file {str(path)!r}")
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    # Not `splitlines`, which also cuts at separators that JSON strings may hold as they are (U+2028, U+0085).
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:

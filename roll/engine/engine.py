@@ -1,8 +1,8 @@
 """The embedded engine: continuous batching over the parameters of a model that lives in this process.
 
 A step admits waiting requests, computes their prompts, decodes one token of every running request and returns what
-finished. Requests enter and leave one by one; a prompt, or the beginning of one, that a running sequence already has is
-copied from its slot instead of computed.
+finished. Requests enter and leave one by one. Nothing is computed twice: requests with the same tokens so far are one
+sequence until they draw different ones, and a beginning that a running sequence has already is copied from its slot.
 
 What always holds: a token carries the version of the weights that drew it. With `exact`, every forward pass has the same
 number of rows and every sequence attends by itself, so that a request's tokens and log-probs are the same bits whatever
@@ -12,7 +12,7 @@ runs beside it.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -38,33 +38,40 @@ SHORTEST_SHARED = 8
 
 
 @dataclass
-class _Running:
-    """A request in a slot: its position in the engine's list is its slot."""
+class _Member:
+    """A request while it generates, as far as it differs from others with the same tokens."""
 
     request: Request
+    logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass
+class _Sequence:
+    """Tokens in a slot (its position in the engine's list) and the requests that have exactly these tokens so far.
+
+    Requests with the same prompt start as one sequence; when they draw different tokens, it splits.
+    """
+
+    prompt: IntArray
+    members: list[_Member]
+    version: int
+    """Of the weights that computed the cached keys and values."""
     cached: int = 0
     hidden: Tensor | None = None
-    """The hidden state the next token is drawn from; None until the prompt is computed."""
+    """The hidden state the next token is drawn from; None until it is computed."""
     prompt_hidden: Tensor | None = None
-    version: int = 0
-    """Of the weights that computed the cached keys and values."""
     ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-
-    @property
-    def prompt(self) -> IntArray:
-        return self.request.ids
 
     @property
     def length(self) -> int:
         return len(self.prompt) + len(self.ids)
 
-    def completion(self, finish: Finish) -> Completion:
+    def completion(self, member: _Member, finish: Finish) -> Completion:
         return Completion(
-            self.request.id,
+            member.request.id,
             np.array(self.ids, np.int32),
-            np.array(self.logprobs, np.float32),
+            np.array(member.logprobs, np.float32),
             np.array(self.versions, np.int32),
             finish,
         )
@@ -76,6 +83,8 @@ class EngineStats:
     running: int
     cached_tokens: int
     generated_tokens: int
+    decoded_rows: int
+    """Tokens computed one at a time; fewer than generated where requests had the same tokens so far."""
     computed_prompt_tokens: int
     shared_prompt_tokens: int
     steps: int
@@ -93,8 +102,8 @@ class Engine:
         self._device = next(model.parameters()).device
         self._cache = SlotCache(model.config, max_running, next(model.parameters()).dtype, self._device)
         self._waiting: deque[Request] = deque()
-        self._running: list[_Running] = []
-        self._generated = self._computed = self._shared = self._steps = 0
+        self._running: list[_Sequence] = []
+        self._generated = self._computed = self._shared = self._decoded = self._steps = 0
 
     @property
     def context(self) -> int:
@@ -106,9 +115,15 @@ class Engine:
         return bool(self._waiting or self._running)
 
     def stats(self) -> EngineStats:
-        cached = sum(r.cached for r in self._running)
         return EngineStats(
-            len(self._waiting), len(self._running), cached, self._generated, self._computed, self._shared, self._steps
+            waiting=len(self._waiting),
+            running=sum(len(sequence.members) for sequence in self._running),
+            cached_tokens=sum(sequence.cached for sequence in self._running),
+            generated_tokens=self._generated,
+            decoded_rows=self._decoded,
+            computed_prompt_tokens=self._computed,
+            shared_prompt_tokens=self._shared,
+            steps=self._steps,
         )
 
     def add(self, request: Request) -> None:
@@ -127,11 +142,13 @@ class Engine:
         for request in self._waiting:
             if request.id == id:
                 self._waiting.remove(request)
-                return _Running(request).completion("abort")
-        for slot, running in enumerate(self._running):
-            if running.request.id == id:
-                self._leave(slot)
-                return running.completion("abort")
+                return _Sequence(request.ids, [], self.version).completion(_Member(request), "abort")
+        for slot, sequence in enumerate(self._running):
+            for member in sequence.members:
+                if member.request.id == id:
+                    completion = sequence.completion(member, "abort")
+                    self._leave(slot, member)
+                    return completion
         return None
 
     def set_version(self, version: int) -> None:
@@ -141,7 +158,7 @@ class Engine:
     def release(self) -> None:
         """Frees the cache's memory until the next request; nothing may be running."""
         if self._running:
-            raise RunError(f"the engine cannot free its cache: {len(self._running)} requests are running")
+            raise RunError(f"the engine cannot free its cache: {self.stats().running} requests are running")
         self._cache.release()
 
     @torch.inference_mode()
@@ -164,24 +181,14 @@ class Engine:
         """One token for every running request, after admitting what fits. Returns what finished."""
         self._steps += 1
         self._admit()
-        if not self._running:
-            return []
         self._decode()
         self._sample()
         return self._collect()
 
     def _admit(self) -> None:
-        """Gives waiting requests slots and computes their prompts, in waves: a request whose beginning is being
+        """Gives waiting requests slots and computes their prompts, in waves: a sequence whose beginning is being
         computed by another one of this wave waits for the next, and copies it then."""
-        first_new = len(self._running)
-        room = self._max_running - first_new
-        fresh = [_Running(self._waiting.popleft()) for _ in range(min(room, len(self._waiting)))]
-        if not fresh:
-            return
-        longest = max(len(r.prompt) + r.request.sampling.max_new_tokens for r in fresh)
-        self._cache.reserve(longest)
-        self._running.extend(fresh)
-        pending = list(range(first_new, len(self._running)))
+        pending = self._place_waiting()
         while pending:
             wave: list[int] = []
             later: list[int] = []
@@ -196,6 +203,23 @@ class Engine:
                     wave.append(slot)
             self._prefill(wave)
             pending = later
+
+    def _place_waiting(self) -> list[int]:
+        """Takes in as many waiting requests as may run; those with equal prompts become one sequence. New slots."""
+        room = self._max_running - self.stats().running
+        first = len(self._running)
+        fresh: dict[bytes, _Sequence] = {}
+        for _ in range(min(room, len(self._waiting))):
+            request = self._waiting.popleft()
+            self._cache.reserve(len(request.ids) + request.sampling.max_new_tokens)
+            sequence = fresh.get(request.ids.tobytes())
+            if sequence is None:
+                sequence = fresh[request.ids.tobytes()] = _Sequence(request.ids, [], self.version)
+            else:
+                self._shared += len(request.ids)
+            sequence.members.append(_Member(request))
+        self._running.extend(fresh.values())
+        return list(range(first, len(self._running)))
 
     def _best_donor(self, slot: int) -> tuple[int, int]:
         """The slot with the longest beginning in common, and how many positions may be copied from it."""
@@ -215,10 +239,9 @@ class Engine:
         return best, most
 
     def _share(self, donor: int, slot: int, shared: int) -> None:
-        target = self._running[slot]
-        target.version = self.version
         if shared == 0:
             return
+        target = self._running[slot]
         self._cache.copy(donor, slot, shared)
         self._shared += shared
         target.cached = shared
@@ -234,14 +257,13 @@ class Engine:
             room = limit
             while todo and room and not (self._exact and chunks):
                 slot = todo[0]
-                running = self._running[slot]
-                planned = sum(c.rows for c in chunks if c.slot == slot)
-                start = running.cached + planned
-                rows = min(room, len(running.prompt) - start)
-                chunks.append(Chunk(slot, start, rows))
+                sequence = self._running[slot]
+                rows = min(room, len(sequence.prompt) - sequence.cached)
+                chunks.append(Chunk(slot, sequence.cached, rows))
                 room -= rows
-                if start + rows == len(running.prompt):
-                    todo.popleft()
+                if sequence.cached + rows < len(sequence.prompt):
+                    break
+                todo.popleft()
             self._compute(chunks)
 
     def _compute(self, chunks: list[Chunk]) -> None:
@@ -251,29 +273,30 @@ class Engine:
         self._computed += len(ids)
         row = 0
         for chunk in chunks:
-            running = self._running[chunk.slot]
+            sequence = self._running[chunk.slot]
             row += chunk.rows
-            running.cached = chunk.start + chunk.rows
-            if running.cached == len(running.prompt):
-                running.hidden = running.prompt_hidden = hidden[row - 1].clone()
+            sequence.cached = chunk.start + chunk.rows
+            if sequence.cached == len(sequence.prompt):
+                sequence.hidden = sequence.prompt_hidden = hidden[row - 1].clone()
 
     def _decode(self) -> None:
-        """Computes the last token of every running request that has drawn one since its hidden state was made.
+        """Computes the last token of every sequence that has drawn one since its hidden state was made.
 
-        Requests still holding a hidden state came in this step; they are the last slots, because slots have no holes.
+        Sequences that hold a hidden state already came in this step, so they are in the last slots.
         """
-        count = sum(r.hidden is None for r in self._running)
-        assert all(r.hidden is None for r in self._running[:count])
-        rows = EXACT_ROWS if self._exact else count
-        for first in range(0, count, max(rows, 1)):
+        count = sum(sequence.hidden is None for sequence in self._running)
+        assert all(sequence.hidden is None for sequence in self._running[:count])
+        rows = EXACT_ROWS if self._exact else max(count, 1)
+        for first in range(0, count, rows):
             batch = self._running[first : min(first + rows, count)]
-            ids = np.array([r.ids[-1] for r in batch], np.int64)
-            lengths = [r.length for r in batch]
+            ids = np.array([sequence.ids[-1] for sequence in batch])
+            lengths = [sequence.length for sequence in batch]
             plan = CachePlan(self._cache, [], lengths, self._exact, first)
             hidden = self._forward(ids, np.array(lengths) - 1, plan)
-            for row, running in enumerate(batch):
-                running.hidden = hidden[row]
-                running.cached = running.length
+            for row, sequence in enumerate(batch):
+                sequence.hidden = hidden[row]
+                sequence.cached = sequence.length
+        self._decoded += count
 
     def _forward(self, ids: NDArray[Any], positions: NDArray[Any], plan: CachePlan) -> Tensor:
         """Hidden states of the rows; under `exact` the pass is filled up to its fixed number of rows."""
@@ -283,45 +306,73 @@ class Engine:
         return forward_rows(self.model, rows, where, plan)
 
     def _sample(self) -> None:
-        rows = EXACT_ROWS if self._exact else len(self._running)
-        for first in range(0, len(self._running), rows):
-            batch = self._running[first : first + rows]
-            hidden = torch.stack([r.hidden for r in batch if r.hidden is not None])
+        """Draws a token for every request; a sequence whose requests drew different ones splits."""
+        count = len(self._running)
+        rows = EXACT_ROWS if self._exact else max(count, 1)
+        for first in range(0, count, rows):
+            slots = range(first, min(first + rows, count))
+            hidden = torch.stack([h for slot in slots if (h := self._running[slot].hidden) is not None])
             if self._exact:
-                hidden = torch.nn.functional.pad(hidden, (0, 0, 0, rows - len(batch)))
-            logits = logits_of(self.model, hidden)[: len(batch)]
-            tokens, logprobs = draw(logits, [r.request.sampling for r in batch], [r.length for r in batch])
-            for running, token, logprob in zip(batch, tokens.tolist(), logprobs.tolist(), strict=True):
-                running.ids.append(token)
-                running.logprobs.append(logprob)
-                running.versions.append(self.version)
-                running.hidden = None
-            self._generated += len(batch)
+                hidden = torch.nn.functional.pad(hidden, (0, 0, 0, rows - len(slots)))
+            logits = logits_of(self.model, hidden)
+            drawn = [(row, slot, m) for row, slot in enumerate(slots) for m in self._running[slot].members]
+            tokens, logprobs = draw(
+                logits,
+                [row for row, _, _ in drawn],
+                [member.request.sampling for _, _, member in drawn],
+                [self._running[slot].length for _, slot, _ in drawn],
+            )
+            chosen: dict[int, dict[int, list[_Member]]] = {slot: {} for slot in slots}
+            for (_, slot, member), token, logprob in zip(drawn, tokens, logprobs, strict=True):
+                member.logprobs.append(logprob)
+                chosen[slot].setdefault(token, []).append(member)
+            for slot, branches in chosen.items():
+                self._extend(slot, branches)
+            self._generated += len(drawn)
+
+    def _extend(self, slot: int, branches: dict[int, list[_Member]]) -> None:
+        """Appends the drawn tokens: the first to the sequence itself, each other one to a copy of it in a new slot."""
+        sequence = self._running[slot]
+        sequence.hidden = None
+        for token, members in list(branches.items())[1:]:
+            ids, versions = [*sequence.ids, token], [*sequence.versions, self.version]
+            copied = replace(sequence, members=members, ids=ids, versions=versions)
+            self._cache.copy(slot, len(self._running), sequence.cached)
+            self._running.append(copied)
+        token, members = next(iter(branches.items()))
+        sequence.members = members
+        sequence.ids.append(token)
+        sequence.versions.append(self.version)
 
     def _collect(self) -> list[Completion]:
         finished: list[Completion] = []
         for slot in reversed(range(len(self._running))):
-            finish = self._finish_of(self._running[slot])
-            if finish is not None:
-                finished.append(self._running[slot].completion(finish))
-                self._leave(slot)
+            sequence = self._running[slot]
+            for member in list(sequence.members):
+                finish = self._finish_of(sequence, member)
+                if finish is not None:
+                    finished.append(sequence.completion(member, finish))
+                    self._leave(slot, member)
         return finished[::-1]
 
-    def _finish_of(self, running: _Running) -> Finish | None:
-        sampling = running.request.sampling
-        if running.ids[-1] in sampling.stop_ids or (sampling.stop and self._hit_stop_string(running)):
+    def _finish_of(self, sequence: _Sequence, member: _Member) -> Finish | None:
+        sampling = member.request.sampling
+        if sequence.ids[-1] in sampling.stop_ids or (sampling.stop and self._hit_stop_string(sequence, sampling.stop)):
             return "stop"
-        return "length" if len(running.ids) >= sampling.max_new_tokens else None
+        return "length" if len(sequence.ids) >= sampling.max_new_tokens else None
 
-    def _hit_stop_string(self, running: _Running) -> bool:
+    def _hit_stop_string(self, sequence: _Sequence, stop: tuple[str, ...]) -> bool:
         """Whether the last token completed a stop string. A token is at least a byte, which bounds how far to look."""
-        longest = max(len(s.encode()) for s in running.request.sampling.stop)
-        tail = self._tokenizer.decode(running.ids[-longest:])
-        return any(s in tail for s in running.request.sampling.stop)
+        longest = max(len(text.encode()) for text in stop)
+        tail = self._tokenizer.decode(sequence.ids[-longest:])
+        return any(text in tail for text in stop)
 
     @torch.inference_mode()
-    def _leave(self, slot: int) -> None:
-        """Frees a slot; the last running sequence moves into it, so that there is no hole."""
+    def _leave(self, slot: int, member: _Member) -> None:
+        """Lets a request go. A slot nobody needs is taken by the last sequence, so that there is no hole."""
+        self._running[slot].members.remove(member)
+        if self._running[slot].members:
+            return
         last = self._running.pop()
         if slot < len(self._running):
             self._cache.copy(len(self._running), slot, last.cached)

@@ -25,24 +25,32 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float
         return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """fp32 logits [rows, vocab] → tokens [rows] and their log-probs [rows] under softmax(logits / temperature).
+def draw(
+    logits: Tensor, rows: Sequence[int], samplings: Sequence[Sampling], positions: Sequence[int]
+) -> tuple[list[int], list[float]]:
+    """One token a request, drawn from its row of fp32 logits [rows, vocab], and its log-prob under
+    softmax(logits / temperature).
 
     A temperature of 0 takes the likeliest token, with its log-prob at temperature 1. Truncation by top-k and top-p
     renormalises, so the log-prob is the truncated distribution's.
     """
-    temperatures = torch.tensor([s.temperature or 1.0 for s in samplings], device=logits.device)
-    scaled = logits / temperatures[:, None]
-    for row, sampling in enumerate(samplings):
-        if sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1):
-            scaled[row] = truncate(scaled[row], sampling.top_k, sampling.top_p)
+    # Requests that share a row and how to draw from it share the distribution.
+    keys = [(row, s.temperature or 1.0, s.top_k, s.top_p) for row, s in zip(rows, samplings, strict=True)]
+    distinct = {key: index for index, key in enumerate(dict.fromkeys(keys))}
+    which = torch.tensor([distinct[key] for key in keys], device=logits.device)
+    picked = torch.tensor([key[0] for key in distinct], device=logits.device)
+    temperatures = torch.tensor([key[1] for key in distinct], device=logits.device)
+    scaled = logits[picked] / temperatures[:, None]
+    for index, (_, _, top_k, top_p) in enumerate(distinct):
+        if top_k > 0 or top_p < 1:
+            scaled[index] = truncate(scaled[index], top_k, top_p)
     logprobs = torch.log_softmax(scaled, dim=-1)
     noise = torch.from_numpy(uniforms([s.seed for s in samplings], positions)).to(logits.device)
-    tokens = _invert(logprobs.exp(), noise)
+    tokens = _invert(logprobs.exp(), which, noise)
     greedy = torch.tensor([s.temperature == 0 for s in samplings], device=logits.device)
     if bool(greedy.any()):
-        tokens = torch.where(greedy, logits.argmax(dim=-1), tokens)
-    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+        tokens = torch.where(greedy, scaled.argmax(dim=-1)[which], tokens)
+    return tokens.tolist(), logprobs[which, tokens].tolist()
 
 
 def truncate(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
@@ -57,18 +65,18 @@ def truncate(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
     return torch.full_like(scaled, -torch.inf).scatter(0, order[keep], ordered[keep])
 
 
-def _invert(probs: Tensor, noise: Tensor) -> Tensor:
-    """The token at which each row's cumulative probability passes `noise`: first the block, then the token in it."""
+def _invert(probs: Tensor, which: Tensor, noise: Tensor) -> Tensor:
+    """Where the cumulative probability of row `which[i]` passes `noise[i]`: first the block, then the token in it."""
     rows, vocab = probs.shape
     padded = torch.nn.functional.pad(probs, (0, -vocab % _BLOCK)).view(rows, -1, _BLOCK)
-    blocks = padded.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    blocks = padded.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)[which]
     target = noise * blocks[:, -1]
     block = _first_above(blocks, target)
     before = torch.where(block > 0, blocks.gather(1, (block - 1).clamp(min=0)[:, None])[:, 0], 0.0)
-    inside = padded[torch.arange(rows, device=probs.device), block].double().cumsum(dim=-1)
+    inside = padded[which, block].double().cumsum(dim=-1)
     # Rounding may leave the target a hair above the block's own sum: the last token of positive mass is meant then.
-    token = _first_above(inside, torch.minimum(target - before, torch.nextafter(inside[:, -1], torch.zeros_like(noise))))
-    return block * _BLOCK + token
+    highest = torch.nextafter(inside[:, -1], torch.zeros_like(noise))
+    return block * _BLOCK + _first_above(inside, torch.minimum(target - before, highest))
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:

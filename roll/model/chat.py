@@ -43,8 +43,9 @@ class ChatRenderer:
         """
         if not history or history[-1]["role"] != "assistant":
             raise ValueError("a follow-up comes after an assistant's message")
-        self._check_history_kept(history, new)
         marked = [*history[:-1], Message(role="assistant", content=_SENTINEL)]
+        self._check_history_kept(history, new)
+        self._check_history_kept(marked, new)  # an empty response shows nothing of what is put before it
         opening = self._text(history[:-1], generate=True)
         rest = self._text([*marked, *new], generate=True)[len(opening) :]
         after = rest[rest.index(_SENTINEL) + len(_SENTINEL) :]

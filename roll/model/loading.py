@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -52,6 +54,7 @@ def find_model(path: str) -> ModelSource:
     if local.is_dir():
         return ModelSource(path, str(_model_folder(local)))
     if _looks_like_hub_id(path):
+        _check_hub(path)
         return ModelSource(path, path)
     raise UserError(f"model: there is no model {path!r}: write {CHOICES}")
 
@@ -104,9 +107,9 @@ def stop_ids_of(tokenizer: Tokenizer, source: ModelSource) -> tuple[int, ...]:
 
 def choose_dtype(name: str, device: str = "cpu") -> torch.dtype:
     if name == "auto":
-        name = (
-            "bf16" if (torch.cuda.is_bf16_supported() if device.startswith("cuda") else cpu_multiplies_bf16()) else "fp32"
-        )
+        cuda = device.startswith("cuda")
+        fast = torch.cuda.is_bf16_supported(including_emulation=False) if cuda else cpu_multiplies_bf16()
+        name = "bf16" if fast else "fp32"
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
 
 
@@ -115,8 +118,8 @@ def cpu_multiplies_bf16() -> bool:
     info = Path("/proc/cpuinfo")
     if not info.is_file():
         return False
-    flags = set(re.findall(r"^(?:flags|Features)\s*:(.*)$", info.read_text(), re.MULTILINE)[:1][0].split())
-    return bool(flags & {"amx_bf16", "avx512_bf16", "bf16"})
+    flags = re.search(r"^(?:flags|Features)\s*:(.*)$", info.read_text(), re.MULTILINE)
+    return flags is not None and not {"amx_bf16", "avx512_bf16", "bf16"}.isdisjoint(flags[1].split())
 
 
 def cache_folder() -> Path:
@@ -174,6 +177,8 @@ def _converted(gguf: Path, name: str) -> Path:
 
 def _model_folder(folder: Path) -> Path:
     if (folder / "config.json").is_file():
+        if not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()):
+            raise UserError(f"model: {str(folder)!r} has a config.json but no weights (*.safetensors): write {CHOICES}")
         return folder
     checkpoints = sorted((folder / "checkpoints").glob("step-*/manifest.json"))
     if checkpoints:
@@ -188,12 +193,27 @@ def _looks_like_hub_id(path: str) -> bool:
     return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) is not None and not Path(path).parent.is_dir()
 
 
+def _check_hub(path: str) -> None:
+    """Asks once whether the hub has a model that is not in the cache: loading it would ask again for half a minute."""
+    if isinstance(try_to_load_from_cache(path, "config.json"), str):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=10)
+    except Exception as error:  # of any kind: no network, no such model, not for everybody, offline by setting
+        raise UserError(
+            f"model: {path!r} is no folder here, and the model hub did not give it: {_first_line(error)}. Write {CHOICES}"
+        ) from error
+
+
 def _from_pretrained(loader: Any, source: ModelSource, **options: object) -> Any:
     try:
         return loader.from_pretrained(source.location, **options)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(f"model: {source.name!r} could not be loaded: {first}. Write {CHOICES}") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"model: {source.name!r} could not be loaded: {_first_line(error)}. Write {CHOICES}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _check_supported(source: ModelSource, shape: PretrainedConfig) -> None:

@@ -9,9 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from roll.algorithm import make_algorithm
 from roll.config import Config, UserError, changed_keys, dump_config, load_config
 from roll.data.sources import TaskSet, TaskSource, load_tasks
+from roll.data.task import Task
+from roll.model.chat import ChatRenderer
 from roll.model.loading import find_model, load_model_config, load_tokenizer
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.report import PlainReporter, Reporter
@@ -65,8 +69,8 @@ async def _train(
         if checkpoint is not None:
             state = recorder.resume(checkpoint)
             await roles.actor.call(TrainWorker.load, checkpoint.path)
-        elif recorder.ledger.position:
-            recorder.ledger.roll_back(0, 0)
+        else:
+            recorder.begin()
         recorder.reporter.started(recorder.folder.path, config.train.steps, state.step)
         state = await RLVR(config, roles, tasks, recorder, state).run()
     summary = recorder.finish(state)
@@ -101,18 +105,30 @@ def check(
     source = find_model(config.model.path)
     shape = load_model_config(source)
     tokenizer = load_tokenizer(source, config.model)
-    longest = max(
-        (len(tokenizer.apply_chat_template(list(t.messages), add_generation_prompt=True)["input_ids"]), t.id)
-        for t in (*task_set.train[:256], *task_set.held_out[:256])
+    renderer = ChatRenderer(tokenizer, ())
+    longest, task = max(
+        (_prompt_tokens(renderer, task, config), task.id) for task in (*task_set.train[:256], *task_set.held_out[:256])
     )
     context = int(shape.max_position_embeddings)
-    if longest[0] + config.rollout.max_new_tokens > context:
+    if longest + config.rollout.max_new_tokens > context:
+        most = context - longest
+        remedy = f"write rollout.max_new_tokens={most} or less" if most > 0 else "leave out such tasks, or shorten them"
         raise UserError(
-            f"rollout.max_new_tokens is {config.rollout.max_new_tokens} and the prompt of task {longest[1]!r} has "
-            f"{longest[0]} tokens, but the context of {config.model.path!r} is {context}: "
-            f"write rollout.max_new_tokens={max(context - longest[0], 1)} or less"
+            f"rollout.max_new_tokens is {config.rollout.max_new_tokens} and the prompt of task {task!r} has {longest} "
+            f"tokens, but the context of {config.model.path!r} is {context}: {remedy}"
         )
     return task_set, judge
+
+
+def _prompt_tokens(renderer: ChatRenderer, task: Task, config: Config) -> int:
+    try:
+        return len(renderer.opening(task.messages))
+    except (TemplateError, TypeError, ValueError) as error:
+        template = config.model.chat_template or f"the chat template of {config.model.path!r}"
+        raise UserError(
+            f"{template} cannot render task {task.id!r} ({type(error).__name__}: {error}): "
+            "change the task's messages, or write model.chat_template=FILE with a Jinja template that takes them"
+        ) from error
 
 
 def _checkpoint_to_resume(config: Config) -> Checkpoint | None:

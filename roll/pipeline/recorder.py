@@ -32,7 +32,6 @@ class Recorder:
         self.ledger = ledger
         self.reporter = reporter
         self.stop_requested = False
-        self.last_reward = 0.0
         self._config = config
         self._metrics = metrics
         self._checkpoints = Checkpoints(folder, keep=config.run.keep_checkpoints)
@@ -45,6 +44,11 @@ class Recorder:
             ledger = stack.enter_context(Ledger.open(folder.ledger_path))
             metrics = stack.enter_context(Metrics(folder, tensorboard=config.run.tensorboard))
             yield cls(config, folder, ledger, metrics, reporter)
+
+    def begin(self) -> None:
+        """Starts from nothing: what a session that died before its first checkpoint left is rolled back and forgotten."""
+        self.ledger.roll_back(0, 0)
+        self._metrics.truncate_after(-1)
 
     def resume(self, checkpoint: Checkpoint) -> RunState:
         """Goes back to a checkpoint: what came after it is rolled back on the ledger and forgotten by the metrics."""
@@ -70,7 +74,7 @@ class Recorder:
         state.generated_tokens += sum(lengths)
         state.trained_samples += len(rollout.batch) if rollout.batch is not None else 0
         values = rollout_metrics(rollout, samples, lengths)
-        self.last_reward = values["reward/mean"]
+        state.reward = values["reward/mean"]
         values |= {"time/step_s": seconds, "time/generate_s": generating_s, "time/train_s": training_s}
         values["response/tokens_per_s"] = sum(lengths) / max(generating_s, 1e-9)
         if stats is not None:

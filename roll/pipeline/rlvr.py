@@ -89,7 +89,7 @@ class RLVR:
         """Whether the tasks have nothing left to teach; raises when they never had anything."""
         if self.state.idle_steps < MOST_IDLE_STEPS:
             return False
-        reward = self._recorder.last_reward
+        reward = self.state.reward
         if reward > 0:
             self._recorder.reporter.warned(
                 f"stopped at step {self.state.step}: in {MOST_IDLE_STEPS} steps in a row every group's rewards were all "

@@ -16,6 +16,8 @@ class RunState:
     next_group: int = 0
     idle_steps: int = 0
     """Steps in a row that had no group with signal."""
+    reward: float = 0.0
+    """Mean of the last step."""
     seconds: float = 0.0
     """Spent since the run began, over all its sessions."""
     seconds_generating: float = 0.0

@@ -1,0 +1,109 @@
+"""The token log: append-only, and its columns say what was sampled."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roll.data import TokenLog
+
+IDS = st.lists(st.integers(0, 2**31 - 1), max_size=6)
+TURNS = st.lists(st.tuples(st.sampled_from(["response", "observation"]), IDS, st.integers(0, 9)), max_size=6)
+
+
+def grow(log: TokenLog, kind: str, ids: list[int], version: int) -> None:
+    if kind == "response":
+        log.respond(ids, [-0.5 - i for i in range(len(ids))], [version] * len(ids))
+    else:
+        log.observe(ids)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(prompt=IDS, turns=TURNS)
+def test_columns_follow_from_the_segments_and_only_grow(
+    prompt: list[int], turns: list[tuple[str, list[int], int]]
+) -> None:
+    log = TokenLog()
+    log.prompt(prompt)
+    ids, mask, behaviour, versions = list(prompt), [False] * len(prompt), [0.0] * len(prompt), [-1] * len(prompt)
+    for kind, tokens, version in turns:
+        before = log.segments
+        grow(log, kind, tokens, version)
+        assert log.segments[:-1] == before  # the very same objects
+        sampled = kind == "response"
+        ids += tokens
+        mask += [sampled] * len(tokens)
+        behaviour += [-0.5 - i if sampled else 0.0 for i in range(len(tokens))]
+        versions += [version if sampled else -1] * len(tokens)
+    assert len(log) == len(ids)
+    assert log.response_tokens == sum(mask)
+    for column, expected, dtype in (
+        (log.ids, ids, np.int32),
+        (log.loss_mask, mask, np.bool_),
+        (log.behaviour, behaviour, np.float32),
+        (log.versions, versions, np.int32),
+    ):
+        assert column.dtype == dtype
+        assert column.tolist() == expected
+
+
+def test_the_example_of_the_docstring() -> None:
+    log = TokenLog()
+    log.prompt(range(5))
+    log.respond([7, 8], [-0.1, -0.2], [3, 3])
+    log.observe([1, 1, 1, 1])
+    log.respond([9], [-0.3], [4])
+    assert len(log) == 12
+    assert np.flatnonzero(log.loss_mask).tolist() == [5, 6, 11]
+    assert log.versions[log.loss_mask].tolist() == [3, 3, 4]
+    assert set(log.versions[~log.loss_mask].tolist()) == {-1}
+
+
+def test_an_empty_log_has_empty_columns() -> None:
+    log = TokenLog()
+    assert len(log) == log.response_tokens == 0
+    assert [len(column) for column in (log.ids, log.loss_mask, log.behaviour, log.versions)] == [0, 0, 0, 0]
+
+
+def test_what_was_appended_cannot_be_changed() -> None:
+    source = np.array([1, 2, 3], np.int32)
+    log = TokenLog()
+    log.prompt(source)
+    log.respond(source, np.zeros(3, np.float32), np.zeros(3, np.int32))
+    source[:] = 0
+    assert log.ids.tolist() == [1, 2, 3, 1, 2, 3]
+    prompt, response = log.segments
+    for array in (prompt.ids, response.ids, response.logprobs, response.versions):
+        assert array is not None
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 5
+    with pytest.raises(AttributeError):
+        prompt.ids = source  # type: ignore[misc]
+    with pytest.raises(AttributeError):
+        log.segments = ()  # type: ignore[misc]
+    log.ids[:] = 0  # a column is a copy
+    assert log.ids.tolist() == [1, 2, 3, 1, 2, 3]
+
+
+def test_a_log_begins_with_its_prompt() -> None:
+    log = TokenLog()
+    with pytest.raises(ValueError, match="not with an observation"):
+        log.observe([1])
+    with pytest.raises(ValueError, match="not with a response"):
+        log.respond([1], [0.0], [0])
+    assert log.segments == ()
+    log.prompt([1])
+    with pytest.raises(ValueError, match="later input is an observation"):
+        log.prompt([1])
+    assert len(log) == 1
+
+
+@pytest.mark.parametrize(("logprobs", "versions"), [([], [0, 0]), ([0.0], [0, 0]), ([0.0, 0.0], [0]), ([0.0] * 3, [0, 0])])
+def test_every_response_token_has_a_log_prob_and_a_version(logprobs: list[float], versions: list[int]) -> None:
+    log = TokenLog()
+    log.prompt([1])
+    with pytest.raises(ValueError, match=f"2 response tokens with {len(logprobs)} log-probs and {len(versions)} versions"):
+        log.respond([1, 2], logprobs, versions)
+    assert len(log) == 1

@@ -1,0 +1,138 @@
+"""The engine against `transformers`: the same weights, the same tokens, the same log-probs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from small_models import SHAPE, build, engine, plain_llama, random_ids, request, run, under_plans
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from roll.data.tokenlog import IntArray
+from roll.engine.request import Completion
+from roll.model.loading import find_model, load_model
+
+NEW_TOKENS = 14
+
+
+def generated(model: PreTrainedModel, prompt: IntArray, new_tokens: int) -> list[int]:
+    """What `transformers` itself continues the prompt with, greedily."""
+    whole = torch.from_numpy(prompt.astype(np.int64))[None]
+    with torch.inference_mode():
+        out = model.generate(whole, attention_mask=torch.ones_like(whole), max_new_tokens=new_tokens, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+def plain_log_probs(model: PreTrainedModel, prompt: IntArray, done: Completion, temperature: float) -> torch.Tensor:
+    """The completion's log-probs by one forward pass over the whole sequence."""
+    whole = torch.from_numpy(np.concatenate([prompt, done.ids]).astype(np.int64))
+    with torch.inference_mode():
+        logits = model(whole[None]).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits / temperature, -1).gather(1, whole[len(prompt) :, None])[:, 0]
+
+
+def prompts_of(seed: int, count: int) -> list[IntArray]:
+    """Random prompts of 1 to 60 tokens; some begin as another one does."""
+    rng = np.random.default_rng(seed)
+    prompts = [random_ids(rng, int(rng.integers(1, 60))) for _ in range(count - 3)]
+    longest = max(prompts, key=len)
+    return [*prompts, longest, np.concatenate([longest[:21], random_ids(rng, 5)]), longest[:17]]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("slots", [1, 3, 40])
+def test_greedy_tokens_are_those_of_generate_however_requests_come_and_go(slots: int, exact: bool) -> None:
+    rng = np.random.default_rng(slots)
+    prompts = prompts_of(1, 13)
+    limits = rng.integers(1, NEW_TOKENS + 1, len(prompts))
+    served = engine(slots, exact=exact)
+    finished: dict[str, Completion] = {}
+    waiting = list(range(len(prompts)))
+    while waiting or served.has_work:
+        for i in waiting[: rng.integers(0, 4)]:
+            served.add(request(str(i), prompts[i], int(limits[i]), temperature=0.0))
+            waiting.remove(i)
+        finished.update((done.id, done) for done in served.step())
+    for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        assert finished[str(i)].ids.tolist() == generated(plain_llama(), prompt, int(limit)), f"prompt {i}"
+        assert finished[str(i)].finish == "length"
+
+
+def family(name: str) -> PreTrainedModel:
+    shape = {**SHAPE, "hidden_size": 48, "num_hidden_layers": 3}
+    if name == "llama":
+        return build(LlamaForCausalLM, LlamaConfig(**{**shape, "num_key_value_heads": 4, "attention_bias": True}))
+    if name == "llama, scaled rotary, tied":
+        rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+        options = {"num_key_value_heads": 1, "rope_parameters": rope, "tie_word_embeddings": True}
+        return build(LlamaForCausalLM, LlamaConfig(**{**shape, **options}))
+    if name == "qwen2":
+        return build(Qwen2ForCausalLM, Qwen2Config(**shape))
+    return build(Qwen3ForCausalLM, Qwen3Config(**{**shape, "head_dim": 16}))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, scaled rotary, tied", "qwen2", "qwen3"])
+def test_other_families_go_through_the_same_door(name: str) -> None:
+    model = family(name)
+    served = engine(3, model=under_plans(model))
+    prompts = prompts_of(2, 7)
+    finished = run(served, [request(str(i), p, NEW_TOKENS, temperature=0.0) for i, p in enumerate(prompts)])
+    for i, prompt in enumerate(prompts):
+        assert finished[str(i)].ids.tolist() == generated(model, prompt, NEW_TOKENS)
+        expected = plain_log_probs(model, prompt, finished[str(i)], 1.0)
+        torch.testing.assert_close(torch.from_numpy(finished[str(i)].logprobs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_a_model_folder_is_loaded_ready_for_the_engine(name: str, tmp_path: Path) -> None:
+    model = family(name)
+    model.save_pretrained(tmp_path)
+    served = engine(3, model=load_model(find_model(str(tmp_path)), torch.float32, 0))
+    prompt = prompts_of(3, 4)[0]
+    finished = run(served, [request("a", prompt, NEW_TOKENS, temperature=0.0)])
+    assert finished["a"].ids.tolist() == generated(model, prompt, NEW_TOKENS)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
+def test_log_probs_are_those_of_a_plain_forward_pass(temperature: float, exact: bool) -> None:
+    prompts = prompts_of(4, 9)
+    sampling = {"temperature": temperature, "seed": 5}
+    finished = run(engine(3, exact=exact), [request(str(i), p, 12, **sampling) for i, p in enumerate(prompts)])
+    for i, prompt in enumerate(prompts):
+        expected = plain_log_probs(plain_llama(), prompt, finished[str(i)], temperature)
+        torch.testing.assert_close(torch.from_numpy(finished[str(i)].logprobs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("length", [2, 16, 17, 100])
+def test_log_probs_of_a_sequence(length: int, exact: bool) -> None:
+    sequence = random_ids(np.random.default_rng(length), length)
+    whole = torch.from_numpy(sequence.astype(np.int64))
+    with torch.inference_mode():
+        logits = plain_llama()(whole[None]).logits[0, :-1]
+    expected = torch.log_softmax(logits, -1).gather(1, whole[1:, None])[:, 0]
+    served = engine(2, exact=exact)
+    served.add(request("running", [1, 2, 3], 3))
+    served.step()
+    before = served.stats()
+    torch.testing.assert_close(served.log_probs_of(sequence), expected, atol=1e-4, rtol=0)
+    assert served.stats() == before
+
+
+def test_a_long_prompt_is_computed_in_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roll.engine.engine.PROMPT_ROWS", 24)
+    prompts = prompts_of(6, 9)
+    finished = run(engine(5), [request(str(i), p, 6, temperature=0.0) for i, p in enumerate(prompts)])
+    for i, prompt in enumerate(prompts):
+        assert finished[str(i)].ids.tolist() == generated(plain_llama(), prompt, 6)
