@@ -28,23 +28,7 @@ from roll.engine.request import Request, Sampling, seed_of
 from roll.model.chat import ChatRenderer
 from roll.model.loading import choose_dtype, find_model, load_model, load_tokenizer, stop_ids_of
 
-WORDS = [
-    "river",
-    "stone",
-    "cloud",
-    "paper",
-    "garden",
-    "winter",
-    "copper",
-    "music",
-    "engine",
-    "window",
-    "silver",
-    "market",
-    "forest",
-    "bridge",
-    "candle",
-]
+WORDS = ("river", "stone", "cloud", "paper", "garden", "winter", "copper", "music", "engine", "window", "silver")
 
 
 def main() -> None:

@@ -24,9 +24,7 @@ async def main() -> None:
             stats = await roles.actor.call(roll.TrainWorker.update, batch, algorithm.loss, step)
             await roll.publish(roles.actor, roles.engines, version=step + 1)
             reward = sum(sample.reward for sample in rollout.samples) / len(rollout.samples)
-            print(
-                f"step {step + 1}: reward {reward:.3f}, loss {stats.loss:+.4f}, {stats.rows} rows for {stats.tokens} tokens"
-            )
+            print(f"step {step + 1}: reward {reward:.3f}, {stats.tokens} tokens in {stats.rows} rows")
 
 
 asyncio.run(main())

@@ -5,6 +5,7 @@ Exit status 0: done. 1: the run failed. 2: the user's error, one message and not
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -82,7 +83,7 @@ def train(
         with LiveReporter(_console) as reporter:
             summary = run_training(settings, resume=resume, restart=restart, reporter=reporter)
     if summary["stopped"]:
-        again = " ".join(["roll train", config, *(overrides or []), "--resume"])
+        again = shlex.join(["roll", "train", config, *(overrides or []), "--resume"])
         _console.print(
             f"stopped after step {summary['steps']} of {summary['steps_planned']}; go on with", highlight=False
         )

@@ -362,9 +362,10 @@ class Engine:
         return "length" if len(sequence.ids) >= sampling.max_new_tokens else None
 
     def _hit_stop_string(self, sequence: _Sequence, stop: tuple[str, ...]) -> bool:
-        """Whether the last token completed a stop string. A token is at least a byte, which bounds how far to look."""
+        """Whether the last token completed a stop string. A token is at least a byte, which bounds how far to look; one
+        more is decoded because some tokenizers drop the space before the first."""
         longest = max(len(text.encode()) for text in stop)
-        tail = self._tokenizer.decode(sequence.ids[-longest:])
+        tail = self._tokenizer.decode(sequence.ids[-longest - 1 :])
         return any(text in tail for text in stop)
 
     @torch.inference_mode()

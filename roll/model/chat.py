@@ -31,10 +31,13 @@ class ChatRenderer:
     def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         self.stop_ids = frozenset(stop_ids)
+        self._last_opening: tuple[list[Message], list[int]] = ([], [])
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """Tokens of a conversation's start, up to where the model's first answer begins."""
-        return self._tokens(self._text(messages, generate=True))
+        if list(messages) != self._last_opening[0]:  # siblings ask for the same one after the other
+            self._last_opening = (list(messages), self._tokens(self._text(messages, generate=True)))
+        return self._last_opening[1]
 
     def follow_up(self, history: Sequence[Message], ended: int | None, new: Sequence[Message]) -> list[int]:
         """Tokens from the end of the last response to the start of the next one.

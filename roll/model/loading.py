@@ -170,6 +170,8 @@ def _converted(gguf: Path, name: str) -> Path:
         except OSError:
             if not target.is_dir():  # otherwise another process converted it meanwhile
                 raise
+    except Exception as error:  # a broken file fails in the reader in many ways
+        raise UserError(f"model: {str(gguf)!r} could not be converted: {_first_line(error)}. Write {CHOICES}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return target

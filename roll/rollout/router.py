@@ -20,20 +20,27 @@ class _Waiting:
     answer: asyncio.Future[Completion]
     engine: int
 
+    @property
+    def tokens(self) -> int:
+        return len(self.request.ids) + self.request.sampling.max_new_tokens
+
 
 class Router:
     def __init__(self, engines: Cluster[InferWorker]) -> None:
         self._engines = engines
         self._waiting: dict[str, _Waiting] = {}
+        self._loads = [0] * len(engines)
+        """Tokens that may be needed on each engine for what waits there."""
         self._collectors: dict[int, asyncio.Task[None]] = {}
 
     async def generate(self, request: Request) -> Completion:
         """Generates one response. Cancelling it, a deadline say, ends the request on its engine too."""
         if request.id in self._waiting:
             raise ValueError(f"request {request.id!r} is being generated already")
-        engine = self._least_loaded()
+        engine = self._loads.index(min(self._loads))
         waiting = _Waiting(request, asyncio.get_running_loop().create_future(), engine)
         self._waiting[request.id] = waiting
+        self._loads[engine] += waiting.tokens
         try:
             await self._engines.call_rank(engine, InferWorker.submit, [request])
             self._collect_from(engine)
@@ -42,13 +49,8 @@ class Router:
             await self._engines.call_rank(engine, InferWorker.abort, [request.id])
             raise
         finally:
-            self._waiting.pop(request.id, None)
-
-    def _least_loaded(self) -> int:
-        loads = [0] * len(self._engines)
-        for waiting in self._waiting.values():
-            loads[waiting.engine] += len(waiting.request.ids) + waiting.request.sampling.max_new_tokens
-        return loads.index(min(loads))
+            del self._waiting[request.id]
+            self._loads[engine] -= waiting.tokens
 
     def _collect_from(self, engine: int) -> None:
         task = self._collectors.get(engine)

@@ -127,7 +127,12 @@ def test_the_correction_is_truncated_from_above_and_has_no_gradient() -> None:
 @pytest.mark.parametrize("correction", ["truncated", "none"])
 def test_the_config_reaches_the_loss(correction: str, kl_coef: float) -> None:
     config = AlgorithmConfig(
-        clip_low=0.1, clip_high=0.3, correction=correction, correction_cap=1.5, kl_coef=kl_coef, aggregation="sequence_mean"
+        clip_low=0.1,
+        clip_high=0.3,
+        correction=correction,
+        correction_cap=1.5,
+        kl_coef=kl_coef,
+        aggregation="sequence_mean",
     )
     algorithm = make_algorithm(config)
     assert algorithm.needs_reference == (kl_coef > 0)

@@ -65,7 +65,9 @@ def batches_and_cuts(draw: st.DrawFn) -> tuple[Batch, Cut]:
     return batch, [[np.flatnonzero(owner == rank * pieces + i) for i in range(pieces)] for rank in range(ranks)]
 
 
-def step_gradient(batch: Batch, spec: LossSpec, cut: Cut, weights_of: Callable[[Batch, Any], Any] | None = None) -> Tensor:
+def step_gradient(
+    batch: Batch, spec: LossSpec, cut: Cut, weights_of: Callable[[Batch, Any], Any] | None = None
+) -> Tensor:
     """The sum over ranks of the sum over micro-batches; `weights_of` replaces weights of the whole step."""
     rng = np.random.default_rng(1)
     features = torch.from_numpy(rng.normal(0, 1, (batch.tokens, PARAMETERS)))

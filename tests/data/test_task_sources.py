@@ -47,7 +47,9 @@ def unordered(found: set[tuple[int, int]]) -> set[frozenset[int]]:
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
-@given(low=st.integers(0, 9), size=st.integers(1, 15), seed=st.integers(0, 99), share=st.sampled_from([0, 0.1, 1 / 3, 0.9]))
+@given(
+    low=st.integers(0, 9), size=st.integers(1, 15), seed=st.integers(0, 99), share=st.sampled_from([0, 0.1, 1 / 3, 0.9])
+)
 def test_addition_holds_out_unordered_pairs(low: int, size: int, seed: int, share: float) -> None:
     tasks = load("addition", low=low, high=low + size, seed=seed, held_out=share)
     train, held_out = pairs(tasks.train), pairs(tasks.held_out)
@@ -81,7 +83,10 @@ def test_addition_asks_as_it_is_told() -> None:
 def test_echo_has_every_symbol_in_both_splits() -> None:
     tasks = load("echo", symbols="ab")
     assert tasks.train == tasks.held_out
-    assert [(t.id, t.question, t.answer, t.domain) for t in tasks.train] == [("a", "a", "a", "echo"), ("b", "b", "b", "echo")]
+    assert [(t.id, t.question, t.answer, t.domain) for t in tasks.train] == [
+        ("a", "a", "a", "echo"),
+        ("b", "b", "b", "echo"),
+    ]
     assert len(load("echo").train) == 10
 
 
@@ -109,7 +114,9 @@ def test_epochs_and_seeds_differ() -> None:
 
 
 def write_lines(path: Path, *rows: Any) -> str:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row, ensure_ascii=False)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row, ensure_ascii=False)) + "\n" for row in rows)
+    )
     return str(path)
 
 

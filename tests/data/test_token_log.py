@@ -100,10 +100,14 @@ def test_a_log_begins_with_its_prompt() -> None:
     assert len(log) == 1
 
 
-@pytest.mark.parametrize(("logprobs", "versions"), [([], [0, 0]), ([0.0], [0, 0]), ([0.0, 0.0], [0]), ([0.0] * 3, [0, 0])])
+@pytest.mark.parametrize(
+    ("logprobs", "versions"), [([], [0, 0]), ([0.0], [0, 0]), ([0.0, 0.0], [0]), ([0.0] * 3, [0, 0])]
+)
 def test_every_response_token_has_a_log_prob_and_a_version(logprobs: list[float], versions: list[int]) -> None:
     log = TokenLog()
     log.prompt([1])
-    with pytest.raises(ValueError, match=f"2 response tokens with {len(logprobs)} log-probs and {len(versions)} versions"):
+    with pytest.raises(
+        ValueError, match=f"2 response tokens with {len(logprobs)} log-probs and {len(versions)} versions"
+    ):
         log.respond([1, 2], logprobs, versions)
     assert len(log) == 1

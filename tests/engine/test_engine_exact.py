@@ -33,10 +33,12 @@ def threads(count: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A request beside the watched one: its prompt begins with `shared` of its tokens, then goes on by itself."""
+    """A request beside the watched one: its prompt begins with `shared` of its tokens, then goes on by itself. A twin
+    draws with the same noise."""
 
     shared: int
     own: int
+    twin: bool
     new_tokens: int
     enters: int
     aborted: int | None
@@ -57,7 +59,8 @@ class Scene:
 NEIGHBOUR = st.builds(
     Neighbour,
     shared=st.sampled_from([0, 5, 15, 16, 17, 33, 100]),
-    own=st.integers(0, 20),
+    own=st.just(0) | st.integers(0, 20),
+    twin=st.booleans(),
     new_tokens=st.integers(1, 12),
     enters=st.integers(0, 10),
     aborted=st.none() | st.integers(0, 15),
@@ -104,7 +107,8 @@ def test_bits_do_not_depend_on_neighbours(model: str, scene: Scene) -> None:
     for number, neighbour in enumerate(scene.neighbours):
         start = prompt[: neighbour.shared]
         ids = np.concatenate([start, random_ids(rng, max(neighbour.own, 1 - len(start)), VOCAB)])
-        others.append((neighbour, request(f"n{number}", ids, neighbour.new_tokens, seed=number)))
+        how = options if neighbour.twin else {"seed": number}
+        others.append((neighbour, request(f"n{number}", ids, neighbour.new_tokens, **how)))
     alone = run(engine(1, exact=True, model=MODELS[model]()), [watched])["watched"]
     crowded = play(engine(scene.slots, exact=True, model=MODELS[model]()), watched, scene.enters, others)
     assert same_bits(alone, crowded)

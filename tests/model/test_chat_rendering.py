@@ -26,9 +26,7 @@ PLAIN = (
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
 TRIMMING = CHATML.replace("m['content']", "(m['content'] | trim)")
-FORGETS_THOUGHTS = CHATML.replace(
-    "m['content']", "(m['content'] if loop.last else m['content'].split('</think>')[-1])"
-)
+FORGETS_THOUGHTS = CHATML.replace("m['content']", "(m['content'] if loop.last else m['content'].split('</think>')[-1])")
 ANNOTATES_THE_PAST = CHATML.replace(
     "m['content']", "(('<extra>' if m['role'] == 'assistant' and not loop.last else '') + m['content'])"
 )
@@ -71,7 +69,9 @@ def renderer(kind: str) -> ChatRenderer:
 
 
 KINDS = ["character", "chatml", "plain"]
-TEXTS = st.text(max_size=12) | st.sampled_from([" ", "\n", "\n\n", " x", "x\n", "ü\u2028\n", "assistant\n", "{{ m }}", "🦜"])
+TEXTS = st.text(max_size=12) | st.sampled_from(
+    [" ", "\n", "\n\n", " x", "x\n", "ü\u2028\n", "assistant\n", "{{ m }}", "🦜"]
+)
 READABLE = st.text(CHARACTERS, max_size=12) | st.sampled_from([" leading", "trailing \n", "\n\n", "x"])
 
 
@@ -135,13 +135,13 @@ def test_sampled_tokens_stay_and_the_log_only_grows(kind: str, case: tuple[list[
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(case=conversations(READABLE, READABLE), system=st.none() | READABLE)
-def test_the_log_reads_as_the_template_writes(
-    kind: str, case: tuple[list[str], list[Turn]], system: str | None
-) -> None:
+def test_the_log_reads_as_the_template_writes(kind: str, case: tuple[list[str], list[Turn]], system: str | None) -> None:
     chat = renderer(kind)
     tokenizer = chat.tokenizer
     # The token with which the template itself ends a turn, if it has one.
-    end = {"character": tokenizer.eos_token_id, "chatml": tokenizer.convert_tokens_to_ids("<|im_end|>"), "plain": None}[kind]
+    end = {"character": tokenizer.eos_token_id, "chatml": tokenizer.convert_tokens_to_ids("<|im_end|>"), "plain": None}[
+        kind
+    ]
     opening, turns = case
     messages = [*([] if system is None else said([system], "system")), *said(opening)]
     conversation = Conversation(chat, messages)

@@ -170,7 +170,9 @@ def test_a_hub_model_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(loading, "try_to_load_from_cache", lambda *_: None)
     monkeypatch.setattr(loading, "get_hf_file_metadata", fail)
     says = refusal(find_model, "owner/name-1.5")
-    assert says.startswith(f"model: 'owner/name-1.5' is no folder here, and the model hub did not give it: {first}. Write ")
+    assert says.startswith(
+        f"model: 'owner/name-1.5' is no folder here, and the model hub did not give it: {first}. Write "
+    )
     # One that is in the cache may still be broken.
     monkeypatch.setattr(loading, "try_to_load_from_cache", lambda *_: "/cache/config.json")
     source = find_model("owner/name-1.5")

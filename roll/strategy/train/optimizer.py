@@ -95,7 +95,7 @@ class MasterAdamW:
             if state:
                 device = master.device
                 moments = {moment: value.to(device) for moment, value in state.items()}
-                self._adamw.state[master] = {**moments, "step": tensors[f"step/{name}"].clone()}
+                self._adamw.state[master] = {**moments, "step": tensors[f"step/{name}"].clone().to(device)}
             if master is not self._parameters[name]:
                 with torch.no_grad():
                     master.copy_(tensors[f"master/{name}"])

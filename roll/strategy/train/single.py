@@ -76,10 +76,12 @@ class SingleStrategy:
         if self._config.updates_per_step > 1:
             batch = batch if "proximal" in batch else batch.with_columns(proximal=self.log_probs(batch))
             parts = [batch.select(indices) for indices in _by_groups(batch, self._config.updates_per_step)]
-        done = [self._update_once(part, loss, step) for part in parts if part.loss_mask.any()]
-        if not done:
+        parts = [part for part in parts if part.loss_mask.any()]
+        if not parts:
             raise RunError("the batch has no sampled tokens to train on")
-        return _joined(done, batch, learning_rate(self._config, step))
+        done = [self._update_once(part, loss, step) for part in parts]
+        sampled = [int(part.loss_mask.sum()) for part in parts]
+        return _joined(done, sampled, batch, learning_rate(self._config, step))
 
     def _update_once(self, batch: Batch, spec: LossSpec, step: int) -> UpdateStats:
         assert self._optimizer is not None, "a frozen model cannot be updated"
@@ -151,7 +153,9 @@ class SingleStrategy:
 
     def _micro_batches(self, batch: Batch) -> Iterator[_Packed]:
         sequences, masks = batch.rows("ids"), batch.rows("loss_mask")
-        for members in micro_batches(sequences, self._config.micro_batch_tokens):
+        wanted = np.flatnonzero([mask.any() for mask in masks])  # a sample without sampled tokens has nothing to compute
+        for cut in micro_batches([sequences[i] for i in wanted], self._config.micro_batch_tokens):
+            members = wanted[cut]
             tree = pack([sequences[i] for i in members])
             spots = [response_positions(masks[i]) for i in members]
             rows = [path[spot - 1] for path, spot in zip(tree.paths, spots, strict=True)]
@@ -182,9 +186,9 @@ def _by_groups(batch: Batch, parts: int) -> list[Indices]:
     return [np.flatnonzero(np.isin(batch["group"], piece)) for piece in pieces]
 
 
-def _joined(done: list[UpdateStats], batch: Batch, lr: float) -> UpdateStats:
-    """The stats of a step from those of its updates; token means are weighed by the updates' tokens."""
-    share = [stats.tokens / sum(s.tokens for s in done) for stats in done]
+def _joined(done: list[UpdateStats], sampled: list[int], batch: Batch, lr: float) -> UpdateStats:
+    """The stats of a step from those of its updates; token means are weighed by the updates' sampled tokens."""
+    share = [tokens / sum(sampled) for tokens in sampled]
     names = done[0].metrics
     metrics = {n: sum(w * s.metrics[n] for w, s in zip(share, done, strict=True)) for n in names}
     metrics["mismatch_max"] = max(s.metrics["mismatch_max"] for s in done)

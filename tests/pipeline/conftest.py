@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from small_runs import EXACT, SMALL, TINY, Remains
+
+from roll import load_config
+from roll.pipeline.launch import train
+from roll.pipeline.report import SilentReporter
+
+
+@pytest.fixture
+def run_small(tmp_path: Path) -> Callable[..., Remains]:
+    """Trains examples/tiny.yaml, made small, with further overrides, in this process."""
+
+    def run(*overrides: str, name: str = "run", base: tuple[str, ...] = SMALL, **options: object) -> Remains:
+        config = load_config(TINY, [*base, f"run={tmp_path / name}", *overrides])
+        train(config, reporter=SilentReporter(), **options)
+        return Remains(tmp_path / name)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Remains:
+    """A deterministic run that nothing happened to."""
+    path = tmp_path_factory.mktemp("undisturbed") / "run"
+    train(load_config(TINY, [*EXACT, f"run={path}"]), reporter=SilentReporter())
+    return Remains(path)

