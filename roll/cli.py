@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from roll.config.errors import RunError, UserError
 
@@ -87,7 +88,7 @@ def train(
         _console.print(
             f"stopped after step {summary['steps']} of {summary['steps_planned']}; go on with", highlight=False
         )
-        _console.print(f"  {again}", highlight=False, soft_wrap=True)
+        _console.print(f"  {again}", highlight=False, markup=False, soft_wrap=True)
     else:
         print_summary(_console, summary)
 
@@ -105,7 +106,7 @@ def evaluate(
     result = run_evaluation(settings)
     table = Table("question", "answer", "reward")
     for answer in result.answers:
-        table.add_row(answer.question, answer.answer.strip(), f"{answer.reward:g}")
+        table.add_row(Text(answer.question), Text(answer.answer.strip()), f"{answer.reward:g}")
     _console.print(table)
     _console.print(
         f"held-out accuracy {result.accuracy:.3f} over {settings.eval.samples} answers at temperature "
@@ -125,13 +126,14 @@ def plan(config: ConfigFile, overrides: Overrides = None) -> None:
 
     tasks, _ = check(settings)
     made = make_plan(settings, tasks)
-    _console.print(f"{made.model}: {made.parameters:,} parameters in {made.dtype}, executor {settings.executor}")
+    what = f"{made.model}: {made.parameters:,} parameters in {made.dtype}, executor {settings.executor}"
+    _console.print(what, markup=False, soft_wrap=True)
     roles = Table("role", "runs on", "strategy")
     for row in made.roles:
-        roles.add_row(*row)
+        roles.add_row(*map(Text, row))
     sizes = Table("size", "value")
     for size in made.sizes:
-        sizes.add_row(*size)
+        sizes.add_row(*map(Text, size))
     memory = Table("role", "memory", "MiB")
     for part in made.parts:
         memory.add_row(part.role, part.what, f"{part.bytes / 2**20:,.0f}")
@@ -151,7 +153,8 @@ def export(
     from roll.run.export import export_model
 
     step = export_model(run, folder)
-    _console.print(f"step {step} of {run} is in {folder}: AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+    said = f"step {step} of {run} is in {folder}: AutoModelForCausalLM.from_pretrained({str(folder)!r})"
+    _console.print(said, markup=False, soft_wrap=True)
 
 
 @app.command()

@@ -8,6 +8,8 @@ from typing import Any, Self
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -20,28 +22,27 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 class LiveReporter:
-    """A panel that is drawn anew while the run goes on."""
+    """A panel that is drawn anew while the run goes on. It appears with the first event: a refused run shows none."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._live = Live(console=console, refresh_per_second=4, transient=False, get_renderable=self._draw)
         self._run = Path()
         self._steps = 0
         self._phase = "starting"
         self._report: StepReport | None = None
         self._rewards: list[float] = []
         self._accuracies: list[tuple[int, float]] = []
-        self._begun = 0.0
+        # Last, because it draws once at once.
+        self._live = Live(console=console, refresh_per_second=4, transient=False, get_renderable=self._draw)
 
     def __enter__(self) -> Self:
-        self._live.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._phase = "done" if kind is None else "stopped"
-        self._live.__exit__(kind, error, trace)
+        self._live.stop()
 
     def started(self, run: Path, steps: int, first_step: int) -> None:
         self._run, self._steps = run, steps
@@ -50,6 +51,7 @@ class LiveReporter:
 
     def phase(self, text: str) -> None:
         self._phase = text
+        self._live.start()
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         self._accuracies.append((step, evaluation.accuracy))
@@ -86,7 +88,12 @@ class LiveReporter:
             table.add_row("time left", clock(report.seconds_left))
         table.add_row("now", self._phase)
         bar = ProgressBar(total=max(self._steps, 1), completed=done, width=60)
-        return Panel(Group(bar, table), title=f"roll · {self._run}", title_align="left", width=88)
+        return Panel(
+            Group(Padding(bar, (0, 0, 1, 0)), table),
+            title=f"roll · {escape(str(self._run))}",
+            title_align="left",
+            width=88,
+        )
 
 
 def spark(values: list[float], width: int = 40) -> str:
@@ -111,10 +118,10 @@ def print_summary(console: Console, summary: dict[str, Any]) -> None:
     if shown:
         table = Table("question", "before", "after", title="Held-out questions, sampled", title_justify="left")
         for first, last in shown:
-            table.add_row(first["question"], *(_marked(answer) for answer in (first, last)))
+            table.add_row(Text(first["question"]), *(_marked(answer) for answer in (first, last)))
         console.print(table)
     run = summary["run"]
-    console.print(f"learning curve: {summary['curve']}", soft_wrap=True)
+    console.print(f"learning curve: {summary['curve']}", markup=False, soft_wrap=True)
     console.print("next:", style="bold")
     for command, why in (
         (f"roll eval {run}", "measure the trained model again"),
@@ -122,7 +129,7 @@ def print_summary(console: Console, summary: dict[str, Any]) -> None:
         (f"tensorboard --logdir {run}/tensorboard", "every metric of every step"),
         ("roll plan examples/quickstart.yaml train.lr=1e-5", "what a changed run would do"),
     ):
-        console.print(f"  {command}   [dim]# {why}[/dim]", soft_wrap=True, highlight=False)
+        console.print(f"  {escape(command)}   [dim]# {why}[/dim]", soft_wrap=True, highlight=False)
 
 
 def _marked(answer: dict[str, Any]) -> Text:

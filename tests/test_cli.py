@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import os
 import shlex
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -304,6 +306,44 @@ def test_training_goes_on_from_another_run(here: Path, made_run: Path) -> None:
     before = load_file(first.path / "model" / "model.safetensors")
     after = load_file(second.path / "model" / "model.safetensors")
     assert all(torch.allclose(before[name], after[name], atol=1e-20) for name in before)
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What a person at a terminal is shown."""
+    shown = io.StringIO()
+    monkeypatch.setattr("roll.cli._console", Console(file=shown, force_terminal=True, color_system=None, width=100))
+    return shown
+
+
+def test_a_terminal_shows_a_panel_and_then_the_summary(here: Path, terminal: io.StringIO) -> None:
+    assert main(["train", "examples/tiny.yaml", *SMALL, "train.steps=2"]) == 0
+    panel, _, summary = terminal.getvalue().rpartition("╰──")
+    last = panel[panel.rindex("╭─ roll · ") :]
+    rows = [line.strip("│ ").split("  ")[0] for line in last.splitlines()]
+    assert all(name in rows for name in ("step", "reward", "held-out accuracy", "groups", "now"))
+    assert "2 of 2" in last
+    assert "held-out accuracy" in summary
+    assert f"roll eval {here / 'runs' / 'tiny'}" in summary
+
+
+def test_questions_answers_and_paths_are_shown_as_they_are(here: Path, terminal: io.StringIO) -> None:
+    """None of them is taken for markup."""
+    (here / "sources.py").write_text(
+        "from roll import Task\n\ndef odd(split):\n    yield Task.ask('a', '[/bold] or [red]?', '1')\n"
+    )
+    arguments = ["examples/tiny.yaml", *SMALL, "tasks=sources.py:odd", "run=runs/[bold]", "rollout.filter=none"]
+    for command in (["train", *arguments], ["eval", "runs/[bold]"], ["plan", *arguments, "model=runs/[bold]"]):
+        assert main(command) == 0
+    shown = terminal.getvalue()
+    assert shown.count("[/bold] or [red]?") == 3 + 3, "answers shown after training and by eval"
+    assert f"roll eval {here / 'runs' / '[bold]'}" in shown
+    assert "runs/[bold]: 997,248 parameters" in shown
+
+
+def test_a_terminal_shows_no_panel_of_a_refused_run(terminal: io.StringIO, refusal: Callable[..., str]) -> None:
+    refusal("train", "examples/tiny.yaml", "model=no-such-model")
+    assert terminal.getvalue() == ""
 
 
 def test_restart_moves_the_old_run_aside(old_run: Path, here: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from typing import Any, Protocol, TypeVar
 
 from roll.cluster.worker import Place, Worker
@@ -28,7 +29,7 @@ class Executor(Protocol):
         ...
 
     async def close(self) -> None:
-        """Closes every worker, the youngest first."""
+        """Closes every worker, the youngest first, even if some of them fail to."""
         ...
 
 
@@ -52,10 +53,15 @@ class LocalExecutor:
         self._workers: list[Worker] = []
 
     async def start(self, make: Callable[[Place], W], places: Sequence[Place]) -> list[Handle]:
-        started: list[Worker] = [make(place) for place in places]
-        self._workers.extend(started)
-        return [LocalHandle(worker) for worker in started]
+        handles: list[Handle] = []
+        for place in places:
+            worker = make(place)
+            self._workers.append(worker)
+            handles.append(LocalHandle(worker))
+        return handles
 
     async def close(self) -> None:
-        while self._workers:
-            await self._workers.pop().close()
+        async with AsyncExitStack() as stack:
+            for worker in self._workers:
+                stack.push_async_callback(worker.close)
+            self._workers = []

@@ -31,7 +31,7 @@ class ChatRenderer:
     def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         self.stop_ids = frozenset(stop_ids)
-        self._last_opening: tuple[list[Message], list[int]] = ([], [])
+        self._last_opening: tuple[list[Message] | None, list[int]] = (None, [])
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """Tokens of a conversation's start, up to where the model's first answer begins."""

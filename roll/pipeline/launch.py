@@ -54,8 +54,11 @@ def train(
         folder = RunFolder.create(Path(config.run.dir), dump_config(config))
     else:
         folder = RunFolder.open(Path(config.run.dir))
-    with folder.lock(), Recorder.open(config, folder, reporter) as recorder, _stopping(recorder):
-        return asyncio.run(_train(config, recorder, task_set, judge, checkpoint))
+    with folder.lock(), Recorder.open(config, folder, reporter) as recorder:
+        try:
+            return asyncio.run(_train(config, recorder, task_set, judge, checkpoint))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
 
 
 async def _train(
@@ -64,17 +67,18 @@ async def _train(
     recorder.reporter.phase("loading the model")
     reference = make_algorithm(config.algorithm).needs_reference
     log = recorder.folder.path / "graders.log"
-    async with start_roles(config, judge, reference=reference, log=log) as roles:
-        state = RunState()
-        if checkpoint is not None:
-            state = recorder.resume(checkpoint)
-            await roles.actor.call(TrainWorker.load, checkpoint.path)
-        else:
-            recorder.begin()
-        recorder.reporter.started(recorder.folder.path, config.train.steps, state.step)
-        state = await RLVR(config, roles, tasks, recorder, state).run()
-    summary = recorder.finish(state)
-    recorder.reporter.finished(summary)
+    with _stopping(recorder):
+        async with start_roles(config, judge, reference=reference, log=log) as roles:
+            state = RunState()
+            if checkpoint is not None:
+                state = recorder.resume(checkpoint)
+                await roles.actor.call(TrainWorker.load, checkpoint.path)
+            else:
+                recorder.begin()
+            recorder.reporter.started(recorder.folder.path, config.train.steps, state.step)
+            state = await RLVR(config, roles, tasks, recorder, state).run()
+        summary = recorder.finish(state)
+        recorder.reporter.finished(summary)
     return summary
 
 
@@ -149,13 +153,22 @@ def _checkpoint_to_resume(config: Config) -> Checkpoint | None:
 
 @contextmanager
 def _stopping(recorder: Recorder) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM ends the step and saves; the second one ends at once."""
+    """The first Ctrl-C or SIGTERM ends the step and saves; the second one cancels the run, whose roles are then closed
+    in order; a third does not wait for that."""
+    run = asyncio.current_task()
+    assert run is not None
+    cancelled = False
 
     def ask(number: int, frame: object) -> None:
-        if recorder.stop_requested:
+        nonlocal cancelled
+        if cancelled:
             raise KeyboardInterrupt
-        recorder.stop_requested = True
-        recorder.reporter.warned("stopping after this step and saving; again to stop at once")
+        if recorder.stop_requested:
+            cancelled = True
+            run.get_loop().call_soon_threadsafe(run.cancel)
+        else:
+            recorder.stop_requested = True
+            recorder.reporter.warned("stopping after this step and saving; again to stop at once")
 
     signals = (signal.SIGINT, signal.SIGTERM)
     try:

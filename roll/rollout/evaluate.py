@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 
 from roll.config.errors import RunError
@@ -11,7 +10,7 @@ from roll.data.sample import Sample
 from roll.data.task import Task
 from roll.engine.request import seed_of
 from roll.rollout.lifecycle import Lifecycle
-from roll.rollout.runner import SampleRunner
+from roll.rollout.runner import SampleRunner, run_all
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Evaluator:
         ]
         for sample in samples:
             self._lifecycle.move(sample, "queued")
-        await asyncio.gather(*(self._runner.run(sample) for sample in samples))
+        await run_all(self._runner, samples)
         scored = [sample for sample in samples if sample.state == "scored"]
         if not scored:
             raise RunError(f"no held-out answer could be judged; the first reason: {samples[0].reason}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 from roll.cluster import Cluster
@@ -64,6 +65,17 @@ class SampleRunner:
             return
         sample.reward, sample.parts = verdict.reward, verdict.parts
         self._lifecycle.move(sample, "scored", reward=verdict.reward)
+
+
+async def run_all(runner: SampleRunner, samples: Sequence[Sample]) -> None:
+    """Runs samples side by side. An error that is no sample's own fault, or being cancelled, ends all of them."""
+    tasks = [asyncio.create_task(runner.run(sample)) for sample in samples]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def training_sampling(config: RolloutConfig, stop_ids: tuple[int, ...]) -> Sampling:

@@ -20,7 +20,7 @@ from roll.data.sample import Group, Sample
 from roll.data.sources import TaskSet
 from roll.rollout.filters import FILTERS
 from roll.rollout.lifecycle import Lifecycle
-from roll.rollout.runner import SampleRunner
+from roll.rollout.runner import SampleRunner, run_all
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class RolloutScheduler:
         kept: list[Group] = []
         dropped: dict[str, int] = {}
         running: set[asyncio.Task[Group]] = set()
+        done: set[asyncio.Task[Group]] = set()
         try:
             for _ in range(wanted):
                 running.add(self._issue(groups))
@@ -74,7 +75,7 @@ class RolloutScheduler:
         finally:
             for task in running:
                 task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            await asyncio.gather(*running, *done, return_exceptions=True)
         self._refuse_total_failure(groups)
         kept.sort(key=lambda group: group.index)
         samples = [sample for group in kept for sample in group.scored]
@@ -95,7 +96,7 @@ class RolloutScheduler:
         return asyncio.create_task(self._run(group))
 
     async def _run(self, group: Group) -> Group:
-        await asyncio.gather(*(self._runner.run(sample) for sample in group.samples))
+        await run_all(self._runner, group.samples)
         return group
 
     def _judge(self, group: Group) -> str | None:

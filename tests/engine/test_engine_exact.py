@@ -97,7 +97,7 @@ def play(served: Engine, watched: Request, enters: int, others: list[tuple[Neigh
 
 @pytest.mark.parametrize("model", ["even sizes", "odd sizes"])
 @given(scene=SCENE)
-@settings(max_examples=20, derandomize=True, deadline=None)
+@settings(max_examples=15, derandomize=True, deadline=None)
 def test_bits_do_not_depend_on_neighbours(model: str, scene: Scene) -> None:
     rng = np.random.default_rng(scene.seed)
     prompt = random_ids(rng, scene.prompt, VOCAB)
@@ -125,11 +125,10 @@ def test_more_requests_than_rows_of_a_pass_have_the_bits_they_have_alone(model: 
     with threads(thread_count):
         together = run(engine(len(requests), exact=True, model=MODELS[model]()), requests)
         few_slots = run(engine(5, exact=True, model=MODELS[model]()), requests)
+        assert all(same_bits(together[each.id], few_slots[each.id]) for each in requests)
         alone = engine(1, exact=True, model=MODELS[model]())
-        for each in requests:
-            by_itself = run(alone, [each])[each.id]
-            assert same_bits(by_itself, together[each.id])
-            assert same_bits(by_itself, few_slots[each.id])
+        for each in requests[::3]:
+            assert same_bits(together[each.id], run(alone, [each])[each.id])
 
 
 def test_log_probs_of_a_sequence_do_not_depend_on_what_runs() -> None:
@@ -143,7 +142,7 @@ def test_log_probs_of_a_sequence_do_not_depend_on_what_runs() -> None:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_request_resumed_from_its_prefix_draws_the_same_tokens(seed: int, exact: bool) -> None:
     """The log-probs agree as far as kernels do: a prefix is computed as a prompt, in chunks, not token by token."""
     rng = np.random.default_rng(seed)

@@ -155,7 +155,8 @@ def test_an_unknown_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-000001" / "model").mkdir(parents=True)  # no manifest: never became real
     assert refusal(find_model, str(tmp_path)) == (
-        f"model: {str(tmp_path)!r} is neither a model folder (no config.json) nor a run folder with a checkpoint: {CHOICES}"
+        f"model: {str(tmp_path)!r} is neither a model folder (no config.json) nor a run folder with a checkpoint: "
+        f"{CHOICES}"
     )
 
 

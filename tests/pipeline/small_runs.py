@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from roll.run import Checkpoint, Checkpoints, Ledger, Metrics, RunFolder, Transition, read_samples
+from roll.run import ROLLED_BACK, Checkpoint, Checkpoints, Ledger, Metrics, RunFolder, Transition, read_samples
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = str(EXAMPLES / "tiny.yaml")
@@ -153,8 +153,19 @@ class Remains:
             histories.setdefault(transition.sample, []).append(transition)
         return histories
 
-    def reasons(self, state: str) -> set[str]:
-        return {reason for found, reason, _ in self.lineage().values() if found == state}
+    def lives(self) -> dict[str, list[str]]:
+        """The states of every sample, from `new` on, without those that a return to a checkpoint undid."""
+        lives: dict[str, list[tuple[int, str]]] = {}
+        offset = 0
+        for line in self.folder.ledger_path.read_bytes().splitlines(keepends=True):
+            transition = Transition.decode(line)
+            life = lives.setdefault(transition.sample, [(-1, "new")])
+            if transition.state == ROLLED_BACK:
+                life[:] = [entry for entry in life if entry[0] < transition.info["position"]]
+            else:
+                life.append((offset, transition.state))
+            offset += len(line)
+        return {sample: [state for _, state in life] for sample, life in lives.items()}
 
 
 def _timeless(row: dict[str, Any]) -> dict[str, Any]:

@@ -58,17 +58,17 @@ class NativeStrategy:
         self._running.set()
 
     def load_weights(self, weights: Weights) -> None:
-        if self._engine is None:
-            self._engine = Engine(
-                weights.model,
-                self._tokenizer,
-                max_running=self._max_running,
-                exact=self._exact,
-                version=weights.version,
-            )
-        check_shared(weights, self._engine.model)
-        check_probe(weights, self._engine.log_probs_of(weights.probe.numpy()))
-        self._engine.set_version(weights.version)
+        engine = self._engine or Engine(
+            weights.model,
+            self._tokenizer,
+            max_running=self._max_running,
+            exact=self._exact,
+            version=weights.version,
+        )
+        check_shared(weights, engine.model)
+        check_probe(weights, engine.log_probs_of(weights.probe.numpy()))
+        engine.set_version(weights.version)
+        self._engine = engine
 
     def sleep(self) -> None:
         self.engine.release()

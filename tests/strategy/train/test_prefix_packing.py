@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -60,7 +61,7 @@ def test_micro_batches_partition_and_keep_the_limit(sequences: list[NDArray[np.i
     for cut in cuts:
         assert len(cut) == 1 or pack([sequences[i] for i in cut]).rows <= limit
     # No two neighbours would have fitted into one.
-    for one, other in zip(cuts, cuts[1:], strict=False):
+    for one, other in itertools.pairwise(cuts):
         assert pack([sequences[i] for i in (*one, other[0])]).rows > limit
 
 

@@ -1,0 +1,76 @@
+"""Ctrl-C: the first ends the step, saves and says how to go on; the second ends at once."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+from pathlib import Path
+
+import pytest
+from small_runs import EXACT, SMALL, TINY, Remains, start_roll
+
+from roll.cli import main
+
+
+def _steps_done(path: Path) -> int:
+    return len(list(path.glob("samples/step-*.jsonl")))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_interrupt_saves_and_prints_the_command_that_finishes_the_run(
+    tmp_path: Path, undisturbed: Remains, number: signal.Signals
+) -> None:
+    path = tmp_path / "a run"
+    overrides = [
+        *EXACT,
+        "run.checkpoint_every=0",
+        f"run={path}",
+        "rollout.stop=[zzzz]",
+        "tasks.options={symbols: '0123456789'}",
+    ]
+    child = start_roll(["train", TINY, *overrides], tmp_path / "out")
+    child.wait_for(lambda: _steps_done(path) >= 1)
+    os.kill(child.pid, number)
+    assert child.end() == 0, child.said
+    assert "Traceback" not in child.said
+    assert "stopping after this step and saving" in child.said
+    assert not child.graders()
+    run = Remains(path)
+    stopped_at = run.checkpoint.step
+    assert 1 <= stopped_at < 6
+    summary = run.folder.read_summary()
+    assert summary is not None
+    assert summary["stopped"] is True
+    assert f"stopped after step {stopped_at} of 6; go on with" in child.said
+
+    command = shlex.split(child.said.strip().splitlines()[-1])
+    assert command[:2] == ["roll", "train"]
+    assert main(command[1:]) == 0
+    assert run.checkpoint.step == 6
+    assert run.weights() == undisturbed.weights()
+    assert run.samples() == undisturbed.samples()
+
+
+def test_the_second_interrupt_ends_at_once(tmp_path: Path) -> None:
+    """A grader that hangs keeps the step from ending; the second Ctrl-C does not wait for it."""
+    path = tmp_path / "run"
+    hang = tmp_path / "hang.py"
+    hang.write_text(
+        "import time\n"
+        "from pathlib import Path\n"
+        "def hang(task, response):\n"
+        "    Path(__file__).with_name('called').touch()\n"
+        "    time.sleep(600)\n"
+    )
+    arguments = ["train", TINY, *SMALL, f"run={path}", f"reward={hang}:hang", "reward.deadline_s=600"]
+    child = start_roll(arguments, tmp_path / "out")
+    child.wait_for((tmp_path / "called").exists)
+    os.kill(child.pid, signal.SIGINT)
+    child.wait_for(lambda: "again to stop at once" in child.said)
+    os.kill(child.pid, signal.SIGINT)
+    assert child.end() == 1, child.said
+    assert child.said.rstrip().endswith("stopped")
+    assert "Traceback" not in child.said
+    assert not child.graders()
+    assert not list(path.glob("checkpoints/step-*"))

@@ -1,0 +1,85 @@
+"""Evaluation: held-out tasks, evenly, without touching the run's lineage."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toys import ToyRunner, go, tasks
+
+from roll.config.errors import RunError
+from roll.config.schema import EvalConfig
+from roll.data import Sample
+from roll.rollout.evaluate import Evaluation, Evaluator
+from roll.rollout.lifecycle import Lifecycle
+
+Outcome = Callable[[Sample], float | str | Exception]
+
+
+def evaluate(held_out: int, outcome: Outcome, step: int = 0, **config: Any) -> tuple[Evaluation | None, list[Sample]]:
+    seen: list[Sample] = []
+
+    def note(sample: Sample) -> float | str | Exception:
+        seen.append(sample)
+        return outcome(sample)
+
+    runner: Any = ToyRunner(Lifecycle(None), note)
+    evaluator = Evaluator(tasks(1, held_out).held_out, runner, EvalConfig(**config))
+    return go(evaluator.evaluate(step)), seen
+
+
+def test_nothing_held_out_is_nothing_to_evaluate() -> None:
+    assert evaluate(0, lambda s: 1.0) == (None, [])
+
+
+@given(held_out=st.integers(1, 12), samples=st.integers(1, 40))
+@settings(max_examples=30, derandomize=True, deadline=None)
+def test_answers_are_spread_evenly_over_the_tasks(held_out: int, samples: int) -> None:
+    evaluation, seen = evaluate(held_out, lambda s: 1.0, samples=samples)
+    assert evaluation is not None
+    assert len({sample.id for sample in seen}) == len(seen) == samples
+    counts = Counter(sample.task.id for sample in seen)
+    assert set(counts) <= {f"h{i}" for i in range(held_out)}
+    assert len(counts) == min(held_out, samples)
+    assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_every_evaluation_asks_the_same_tasks_with_noise_of_its_own() -> None:
+    _, before = evaluate(5, lambda s: 1.0, step=0, samples=7)
+    _, after = evaluate(5, lambda s: 1.0, step=9, samples=7)
+    assert [s.task.id for s in before] == [s.task.id for s in after]
+    assert not {s.id for s in before} & {s.id for s in after}
+
+
+def test_accuracy_is_the_mean_of_what_could_be_judged() -> None:
+    rewards: dict[str, float | str] = {"eval.3.0": 1.0, "eval.3.1": "broken", "eval.3.2": 0.0, "eval.3.3": 0.5}
+    evaluation, seen = evaluate(2, lambda s: rewards[s.id], step=3, samples=4, show=3, temperature=0.0)
+    assert evaluation is not None
+    assert (evaluation.accuracy, evaluation.failed) == (0.5, 1)
+    lengths = [s.log.response_tokens for s in seen if s.state == "scored"]
+    assert evaluation.tokens_mean == sum(lengths) / 3
+    shown = [(answer.question, answer.reward) for answer in evaluation.answers]
+    assert shown == [(seen[0].task.question, 1.0), (seen[2].task.question, 0.0)]
+    assert all(s.temperature == 0.0 for s in seen)
+
+
+def test_an_evaluation_nobody_could_judge_names_the_reason() -> None:
+    with pytest.raises(RunError, match="no held-out answer could be judged; the first reason: no grader"):
+        evaluate(2, lambda s: "no grader", samples=3)
+
+
+def test_an_error_that_is_nobodys_sample_ends_the_whole_evaluation() -> None:
+    async def main() -> None:
+        runner: Any = ToyRunner(Lifecycle(None), dies_second, lambda sample: 3 if sample.id == "eval.0.1" else 500)
+        with pytest.raises(RunError, match="the engine died"):
+            await Evaluator(tasks(1, 2).held_out, runner, EvalConfig(samples=4)).evaluate(0)
+        assert sorted(runner.cancelled) == ["eval.0.0", "eval.0.2", "eval.0.3"]
+
+    def dies_second(sample: Sample) -> float | Exception:
+        return RunError("the engine died") if sample.id == "eval.0.1" else 1.0
+
+    go(main())

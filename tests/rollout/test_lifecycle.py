@@ -1,0 +1,98 @@
+"""The moves of a sample: those in the table, and no others; each of them on the ledger."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toys import Moves
+
+from roll.data import Sample, Task
+from roll.rollout.lifecycle import MOVES, Lifecycle
+from roll.run.ledger import Ledger
+
+STATES = [state for state in MOVES if state != "new"]
+
+
+def sample(state: str = "new", id: str = "0.0") -> Sample:
+    return Sample(id, Task.ask("t", "?"), 0, 1.0, state=state)
+
+
+def lifecycle(ledger: Any) -> Lifecycle:
+    return Lifecycle(ledger)
+
+
+def test_every_state_of_the_table_can_be_reached_and_left_only_for_states_of_the_table() -> None:
+    assert set().union(*MOVES.values()) == set(STATES)
+    reached, frontier = {"new"}, {"new"}
+    while frontier:
+        frontier = set().union(*(MOVES[state] for state in frontier)) - reached
+        reached |= frontier
+    assert reached == set(MOVES)
+    assert [state for state in STATES if not MOVES[state]] == ["trained", "dropped", "failed"]
+
+
+@pytest.mark.parametrize("old", MOVES)
+@pytest.mark.parametrize("new", STATES)
+def test_a_move_is_in_the_table_or_raises(old: str, new: Any) -> None:
+    moves = Moves()
+    subject = sample(old)
+    life = lifecycle(moves)
+    life._entered[subject.id] = 0.0
+    if new in MOVES[old]:
+        life.move(subject, new, "why")
+        assert (subject.state, subject.reason) == (new, "why")
+        assert [(r.sample, r.state, r.reason) for r in moves.records] == [("0.0", new, "why")]
+    else:
+        with pytest.raises(AssertionError, match=rf"sample 0\.0 cannot go from {old} to {new}"):
+            life.move(subject, new, "why")
+        assert (subject.state, subject.reason) == (old, "")
+        assert moves.records == []
+
+
+@given(data=st.data())
+@settings(max_examples=40, derandomize=True, deadline=None)
+def test_any_walk_is_on_the_ledger_in_order(data: st.DataObject) -> None:
+    moves = Moves()
+    life = lifecycle(moves)
+    subjects = [sample(id=str(i)) for i in range(3)]
+    walked: dict[str, list[str]] = {subject.id: [] for subject in subjects}
+    for _ in range(20):
+        subject = data.draw(st.sampled_from(subjects))
+        if not MOVES[subject.state]:
+            continue
+        state: Any = data.draw(st.sampled_from(sorted(MOVES[subject.state])))
+        life.move(subject, state)
+        walked[subject.id].append(state)
+    for subject in subjects:
+        assert moves.of(subject.id) == walked[subject.id]
+        assert set(subject.seconds) == set(walked[subject.id][:-1])
+        assert all(seconds >= 0 for seconds in subject.seconds.values())
+    ended = {subject.id for subject in subjects if not MOVES[subject.state] or subject.state == "new"}
+    assert set(life._entered) == {subject.id for subject in subjects} - ended
+
+
+def test_moves_survive_in_the_run_folders_ledger(tmp_path: Path) -> None:
+    with Ledger.open(tmp_path / "ledger") as ledger:
+        life = Lifecycle(ledger)
+        subject = sample()
+        life.move(subject, "queued", task="t", group=0)
+        life.move(subject, "generating")
+        life.move(subject, "failed", "too long")
+    records = list(Ledger.read(tmp_path / "ledger"))
+    assert [(r.sample, r.state, r.reason) for r in records] == [
+        ("0.0", "queued", ""),
+        ("0.0", "generating", ""),
+        ("0.0", "failed", "too long"),
+    ]
+    assert records[0].info == {"task": "t", "group": 0}
+
+
+def test_without_a_ledger_moves_are_still_checked() -> None:
+    subject = sample()
+    Lifecycle(None).move(subject, "queued")
+    with pytest.raises(AssertionError):
+        Lifecycle(None).move(subject, "scored")

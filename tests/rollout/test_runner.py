@@ -1,0 +1,207 @@
+"""One sample's way to its verdict, and every way it can fail on it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from toys import Moves, ToyEngine, engines, failure, go, rewards, turns
+
+from roll.config.errors import RunError
+from roll.config.schema import RolloutConfig
+from roll.data import Message, Response, Sample, Task
+from roll.engine.request import Sampling, seed_of
+from roll.model.character import character_tokenizer
+from roll.model.chat import ChatRenderer
+from roll.rollout.lifecycle import Lifecycle
+from roll.rollout.router import Router
+from roll.rollout.runner import SampleRunner, training_sampling
+
+TOKENIZER = character_tokenizer()
+END = TOKENIZER.eos_token_id
+SAMPLING = Sampling(max_new_tokens=8, stop_ids=(END,), stop=("!",), top_k=5, top_p=0.9)
+
+
+def right(task: Task, response: Response) -> float:
+    return float(response.text == task.answer)
+
+
+class Setting:
+    """A runner over one toy engine, and the ledger of its moves."""
+
+    def __init__(self, runner: SampleRunner, toy: ToyEngine, life: Lifecycle, moves: Moves) -> None:
+        self.runner, self.toy, self.moves, self._life = runner, toy, moves, life
+
+    def sample(self, task: Task | None = None, id: str = "4.2", temperature: float = 0.7) -> Sample:
+        sample = Sample(id, task or Task.ask("t", "2+2", "4"), 4, temperature)
+        self._life.move(sample, "queued")
+        return sample
+
+
+async def setting(
+    judge: Callable[[Task, Response], float] = right, deadline_s: float = 20, says: str | None = "4"
+) -> Setting:
+    cluster, (toy,) = await engines(1)
+    if says is not None:
+        spoken = [*TOKENIZER(says)["input_ids"], END]
+        toy.says = lambda request: spoken
+    moves: Any = Moves()
+    life = Lifecycle(moves)
+    renderer = ChatRenderer(TOKENIZER, (END,))
+    options = {"sampling": SAMPLING, "deadline_s": deadline_s, "seed": 11}
+    runner = SampleRunner(Router(cluster), await rewards(judge), renderer, life, **options)  # type: ignore[arg-type]
+    return Setting(runner, toy, life, moves)
+
+
+def test_a_sample_is_generated_judged_and_recorded() -> None:
+    async def main() -> None:
+        run = await setting()
+        sample = run.sample()
+        await run.runner.run(sample)
+        assert run.moves.of("4.2") == ["queued", "generating", "scoring", "scored"]
+        assert (sample.state, sample.reward, sample.parts) == ("scored", 1.0, {"length": 2.0})
+        assert sample.response == Response("4", 2, "stop")
+        prompt = TOKENIZER("<|user|>2+2<|end|><|assistant|>")["input_ids"]
+        spoken = [*TOKENIZER("4")["input_ids"], END]
+        assert sample.log.ids.tolist() == prompt + spoken
+        assert sample.log.loss_mask.tolist() == [False] * len(prompt) + [True, True]
+        assert sample.log.behaviour.tolist() == [0.0] * len(prompt) + [-0.5, -0.5]
+        assert sample.log.versions.tolist() == [-1] * len(prompt) + [3, 3]
+        assert run.moves.records[2].info == {"tokens": 2, "finish": "stop"}
+        assert run.moves.records[3].info == {"reward": 1.0}
+
+    go(main())
+
+
+def test_noise_comes_from_the_runs_seed_and_the_samples_id_and_nothing_else_changes() -> None:
+    async def main() -> None:
+        run = await setting(says=None)
+        for id in ("4.2", "4.3"):
+            call = asyncio.create_task(run.runner.run(run.sample(id=id, temperature=0.3)))
+            await turns()
+            asked = run.toy.running[id]
+            assert asked.sampling.seed == seed_of(11, id)
+            assert asked.sampling.temperature == 0.3
+            rest = (asked.sampling.max_new_tokens, asked.sampling.top_k, asked.sampling.top_p, asked.sampling.stop)
+            assert rest == (8, 5, 0.9, ("!",))
+            run.toy.finish(id, [END])
+            await call
+
+    go(main())
+
+
+def test_a_sample_that_generates_too_long_fails_and_is_aborted() -> None:
+    async def main() -> None:
+        run = await setting(says=None, deadline_s=0.02)
+        sample = run.sample()
+        await run.runner.run(sample)
+        assert (sample.state, sample.reason) == ("failed", "generation took more than 0.02 s")
+        assert run.moves.of("4.2") == ["queued", "generating", "failed"]
+        assert run.toy.aborted == ["4.2"]
+        assert sample.response is None
+
+    go(main())
+
+
+def test_a_request_the_engine_refuses_fails_its_sample_by_name() -> None:
+    async def main() -> None:
+        run = await setting()
+        run.toy.context = 5
+        sample = run.sample()
+        await run.runner.run(sample)
+        assert (sample.state, sample.reason) == ("failed", "request '4.2' is too long")
+
+    go(main())
+
+
+def test_an_answer_that_cannot_be_judged_fails_with_the_graders_reason() -> None:
+    def broken(task: Task, response: Response) -> float:
+        raise failure("KeyError: 'answer' (mine.py:3)")
+
+    async def main() -> None:
+        run = await setting(judge=broken)
+        sample = run.sample()
+        await run.runner.run(sample)
+        assert (sample.state, sample.reason) == ("failed", "reward raised: KeyError: 'answer' (mine.py:3)")
+        assert run.moves.of("4.2") == ["queued", "generating", "scoring", "failed"]
+        assert sample.response is not None
+        assert sample.reward == 0.0
+
+    go(main())
+
+
+def test_an_empty_response_is_judged_too() -> None:
+    async def main() -> None:
+        run = await setting(says=None)
+        sample = run.sample(Task.ask("t", "say nothing", ""))
+        call = asyncio.create_task(run.runner.run(sample))
+        await turns()
+        run.toy.finish("4.2", [], "length")
+        await call
+        assert (sample.state, sample.reward, sample.response) == ("scored", 1.0, Response("", 0, "length"))
+
+    go(main())
+
+
+def test_an_engine_that_breaks_is_not_the_samples_fault() -> None:
+    async def main() -> None:
+        run = await setting(says=None)
+        call = asyncio.create_task(run.runner.run(run.sample()))
+        await turns()
+        run.toy.break_down(RunError("the engine died"))
+        with pytest.raises(RunError, match="the engine died"):
+            await call
+
+    go(main())
+
+
+def test_a_cancelled_sample_is_aborted_on_its_engine() -> None:
+    async def main() -> None:
+        run = await setting(says=None)
+        call = asyncio.create_task(run.runner.run(run.sample()))
+        await turns()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert run.toy.aborted == ["4.2"]
+
+    go(main())
+
+
+@pytest.mark.xfail(strict=True, reason="the template's error is raised through the scheduler and ends the run")
+def test_a_task_the_chat_template_refuses_fails_its_samples() -> None:
+    async def main() -> None:
+        run = await setting()
+        tokenizer = character_tokenizer()
+        tokenizer.chat_template = "{{ raise_exception('system messages are not supported') }}"
+        run.runner._renderer = ChatRenderer(tokenizer, (END,))
+        sample = run.sample(Task("t", (Message(role="system", content="be brief"),)))
+        await run.runner.run(sample)
+        assert sample.state == "failed"
+        assert "system messages are not supported" in sample.reason
+
+    go(main())
+
+
+def test_training_samples_are_drawn_as_the_config_says() -> None:
+    config = RolloutConfig(max_new_tokens=9, temperature=0.8, top_p=0.9, top_k=4, stop=("\n\n",))
+    expected = Sampling(9, 0.8, top_p=0.9, top_k=4, stop=("\n\n",), stop_ids=(1, 2))
+    assert training_sampling(config, (1, 2)) == expected
+
+
+def test_the_tokens_trained_on_are_the_tokens_sampled_even_if_they_would_be_tokenised_otherwise() -> None:
+    async def main() -> None:
+        run = await setting(says=None)
+        sample = run.sample()
+        call = asyncio.create_task(run.runner.run(sample))
+        await turns()
+        odd = [*TOKENIZER("4")["input_ids"], TOKENIZER.unk_token_id, END, END]
+        run.toy.finish("4.2", odd)
+        await call
+        assert sample.log.ids[sample.log.loss_mask].tolist() == odd
+        assert np.isfinite(sample.log.behaviour).all()
+
+    go(main())

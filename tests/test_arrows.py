@@ -1,0 +1,172 @@
+"""Imports go one way: a folder of `roll` may import itself and lower tiers, nothing else.
+
+`cli → pipeline → {rollout, workers, devices} → {algorithm, strategy, env, reward, transfer} → {engine, model, cluster,
+run} → data → config`. Imports inside functions count; those for type checkers only do not.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import roll
+
+ROOT = Path(roll.__file__).parent
+
+TIERS = [
+    {"cli", "display", "doctor"},
+    {"pipeline"},
+    {"rollout", "workers", "devices"},
+    {"algorithm", "strategy", "env", "reward", "transfer"},
+    {"engine", "model", "cluster", "run"},
+    {"data"},
+    {"config"},
+]
+TIER = {name: number for number, names in enumerate(TIERS) for name in names}
+
+WITHIN_A_TIER = {
+    ("cli", "display"): "the command line shows runs",
+    ("cli", "doctor"): "`roll doctor`",
+    ("rollout", "workers"): "the router and the runner call roles by their workers' methods",
+    ("strategy", "algorithm"): "a trainer computes the loss it is sent",
+    ("strategy", "transfer"): "weights leave a trainer and enter an engine",
+    ("engine", "model"): "the engine's cache is one of the model's attention plans",
+}
+"""Arrows between folders of one tier, and why they are there."""
+
+
+@dataclass(frozen=True)
+class Import:
+    file: Path
+    line: int
+    module: str
+
+    @property
+    def source(self) -> str:
+        """The folder, or the file beside the folders, that imports."""
+        return self.file.relative_to(ROOT).with_suffix("").parts[0]
+
+    @property
+    def target(self) -> str:
+        """The folder of `roll` that is imported; the whole name if it is none."""
+        package, *rest = self.module.split(".")
+        return rest[0] if package == "roll" and rest else self.module
+
+    def __str__(self) -> str:
+        return f"{self.file.relative_to(ROOT.parent)}:{self.line} imports {self.module}"
+
+
+def names(node: ast.Import | ast.ImportFrom) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    assert node.level == 0, "imports are absolute"
+    module = node.module or ""
+    return [f"roll.{alias.name}" for alias in node.names] if module == "roll" else [module]
+
+
+def imports_of(file: Path, node: ast.AST) -> Iterator[Import]:
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        for module in names(node):
+            yield Import(file, node.lineno, module)
+    children = ast.iter_child_nodes(node)
+    if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+        children = iter(node.orelse)
+    for child in children:
+        yield from imports_of(file, child)
+
+
+@cache
+def all_imports() -> list[Import]:
+    files = sorted(ROOT.rglob("*.py"))
+    return [found for file in files for found in imports_of(file, ast.parse(file.read_text(encoding="utf-8")))]
+
+
+def inside() -> list[Import]:
+    """Imports of one part of `roll` by another."""
+    of_roll = [found for found in all_imports() if found.module.partition(".")[0] == "roll"]
+    return [found for found in of_roll if found.source != found.target]
+
+
+def test_every_part_of_the_library_has_a_tier() -> None:
+    parts = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    assert parts - {"__init__"} <= set(TIER)
+
+
+def test_the_library_does_not_use_its_own_front_door() -> None:
+    assert [str(found) for found in inside() if found.target not in TIER] == []
+
+
+def test_imports_go_down_only() -> None:
+    up = [found for found in inside() if TIER.get(found.target, 99) < TIER[found.source]]
+    assert [str(found) for found in up] == []
+
+
+def test_imports_within_a_tier_are_listed_with_a_reason() -> None:
+    level = [found for found in inside() if TIER.get(found.target) == TIER[found.source]]
+    assert [str(found) for found in level if (found.source, found.target) not in WITHIN_A_TIER] == []
+    assert {(found.source, found.target) for found in level} == set(WITHIN_A_TIER), "a listed arrow is used by nobody"
+    assert not {(target, source) for source, target in WITHIN_A_TIER} & set(WITHIN_A_TIER)
+
+
+def test_the_cluster_knows_no_role() -> None:
+    assert {found.target for found in inside() if found.source == "cluster"} <= {"data", "config"}
+
+
+def test_ray_is_imported_in_the_cluster_only() -> None:
+    users = [found for found in all_imports() if found.module.partition(".")[0] == "ray"]
+    assert [str(found) for found in users if found.source != "cluster"] == []
+
+
+def test_vllm_is_imported_in_one_file_only() -> None:
+    users = {found.file for found in all_imports() if found.module.partition(".")[0] == "vllm"}
+    assert len(users) <= 1
+    assert all(file.is_relative_to(ROOT / "strategy" / "infer") for file in users)
+
+
+HEAVY = {"torch", "transformers", "ray", "vllm", "matplotlib"}
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        ("roll", {*HEAVY, "numpy", "pydantic"}),
+        ("roll.config", {*HEAVY, "numpy"}),
+        ("roll.reward.process", {*HEAVY, "pydantic"}),
+        ("roll.cluster", HEAVY),
+        ("roll.cli", HEAVY),
+    ],
+)
+def test_what_starts_often_or_first_imports_nothing_heavy(module: str, unwanted: set[str]) -> None:
+    script = f"import sys, {module}; print(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT.parent)
+    assert not unwanted & set(done.stdout.split())
+
+
+def test_the_check_sees_imports_wherever_they_hide() -> None:
+    source = """
+import roll.run
+if TYPE_CHECKING:
+    import roll.cli
+else:
+    from roll import data
+def f():
+    try:
+        from roll.engine.cache import SlotCache
+    except ImportError:
+        import vllm
+"""
+    file = ROOT / "model" / "x.py"
+    found = list(imports_of(file, ast.parse(source)))
+    assert [(each.source, each.target) for each in found] == [
+        ("model", "run"),
+        ("model", "data"),
+        ("model", "engine"),
+        ("model", "vllm"),
+    ]
