@@ -14,6 +14,9 @@ from roll.config.errors import UserError
 
 Loss = Callable[..., TokenLoss]
 
+LARGEST_LOG_RATIO = 20.0
+"""A ratio beyond e^20 counts as e^20: finite, so that an advantage of 0 still makes it 0."""
+
 
 def clipped_ratio(
     streams: Streams,
@@ -28,7 +31,7 @@ def clipped_ratio(
     w = min(proximal / behaviour, correction_cap) weighs a token by how much likelier the trainer finds it than the
     sampler did; None leaves it out. The KL estimate k3 = e^(ref - current) - (ref - current) - 1 is never negative.
     """
-    ratio = torch.exp(streams.current - streams.proximal)
+    ratio = torch.exp((streams.current - streams.proximal).clamp(max=LARGEST_LOG_RATIO))
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     gain = torch.minimum(ratio * streams.advantage, clipped * streams.advantage)
     metrics: dict[str, Tensor] = {"clipped": (ratio * streams.advantage > clipped * streams.advantage).float()}

@@ -87,7 +87,7 @@ class RolloutConfig(Section):
     """Sample from the k likeliest tokens, 0 for all; above 0 needs `train_on_truncated`."""
     train_on_truncated: bool = False
     """Allow training on samples of a truncated distribution (top_p, top_k)."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end a response (their tokens stay in it)."""
     filter: Literal["no_signal", "none"] = "no_signal"
     """Which finished groups are dropped and replaced: `no_signal` drops those whose rewards are all equal."""

@@ -23,6 +23,9 @@ class Sample:
     reward: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    """Spent in each state."""
+    entered_s: float = 0.0
+    """When it came into its state, on the monotonic clock."""
 
 
 @dataclass

@@ -81,6 +81,8 @@ def jsonl(
                 raise UserError(f"{path}:{number}: there is no column {column!r}; the line has {have}")
         asked = row[question]
         messages = tuple(asked) if isinstance(asked, list) else (Message(role="user", content=str(asked)),)
+        if not messages or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages):
+            raise UserError(f"{path}:{number}: {question!r} is a list, but not one of messages with role and content")
         rest = {key: value for key, value in row.items() if key not in (question, answer)}
         yield Task(str(row[id]) if id else f"line-{number}", messages, row[answer], info=rest)
 
@@ -96,7 +98,7 @@ def load_tasks(config: TasksConfig, source: TaskSource | None = None) -> TaskSet
     _check_options(config.source, source, options)
     tasks: dict[Split, tuple[Task, ...]] = {}
     for split in ("train", "held_out"):
-        tasks[split] = tuple(source(split, **options))
+        tasks[split] = _tasks_of(config.source, source, split, options)
         _check_tasks(config.source, split, tasks[split])
     if not tasks["train"]:
         raise UserError(f"tasks: the source {config.source!r} has no tasks to train on")
@@ -139,6 +141,15 @@ def _import_function(name: str) -> TaskSource:
         raise UserError(f"tasks.source: there is no function {attribute!r} in {where!r}")
     found: TaskSource = function
     return found
+
+
+def _tasks_of(name: str, source: TaskSource, split: Split, options: dict[str, Any]) -> tuple[Task, ...]:
+    try:
+        return tuple(source(split, **options))
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"tasks: the source {name!r} raised {type(error).__name__}: {error}") from error
 
 
 def _check_options(name: str, source: TaskSource, options: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ SHORTEST_SHARED = 8
 """A shared beginning shorter than this is computed again rather than waited for."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Member:
     """A request while it generates, as far as it differs from others with the same tokens."""
 
@@ -103,6 +103,7 @@ class Engine:
         self._cache = SlotCache(model.config, max_running, next(model.parameters()).dtype, self._device)
         self._waiting: deque[Request] = deque()
         self._running: list[_Sequence] = []
+        self._ids: set[str] = set()
         self._generated = self._computed = self._shared = self._decoded = self._steps = 0
 
     @property
@@ -130,11 +131,16 @@ class Engine:
         wanted = len(request.ids) + request.sampling.max_new_tokens
         if not len(request.ids):
             raise ValueError(f"request {request.id!r} has no tokens to continue")
+        if request.sampling.max_new_tokens < 1:
+            raise ValueError(f"request {request.id!r} asks for {request.sampling.max_new_tokens} new tokens")
+        if request.id in self._ids:
+            raise ValueError(f"request {request.id!r} is here already")
         if wanted > self.context:
             raise ValueError(
                 f"request {request.id!r} may need {wanted} tokens ({len(request.ids)} of prompt and "
                 f"{request.sampling.max_new_tokens} new), but the model's context is {self.context}"
             )
+        self._ids.add(request.id)
         self._waiting.append(request)
 
     def abort(self, id: str) -> Completion | None:
@@ -142,6 +148,7 @@ class Engine:
         for request in self._waiting:
             if request.id == id:
                 self._waiting.remove(request)
+                self._ids.remove(id)
                 return _Sequence(request.ids, [], self.version).completion(_Member(request), "abort")
         for slot, sequence in enumerate(self._running):
             for member in sequence.members:
@@ -212,9 +219,10 @@ class Engine:
         for _ in range(min(room, len(self._waiting))):
             request = self._waiting.popleft()
             self._cache.reserve(len(request.ids) + request.sampling.max_new_tokens)
-            sequence = fresh.get(request.ids.tobytes())
+            key = request.ids.astype(np.int64).tobytes()
+            sequence = fresh.get(key)
             if sequence is None:
-                sequence = fresh[request.ids.tobytes()] = _Sequence(request.ids, [], self.version)
+                sequence = fresh[key] = _Sequence(request.ids, [], self.version)
             else:
                 self._shared += len(request.ids)
             sequence.members.append(_Member(request))
@@ -371,6 +379,7 @@ class Engine:
     @torch.inference_mode()
     def _leave(self, slot: int, member: _Member) -> None:
         """Lets a request go. A slot nobody needs is taken by the last sequence, so that there is no hole."""
+        self._ids.remove(member.request.id)
         self._running[slot].members.remove(member)
         if self._running[slot].members:
             return

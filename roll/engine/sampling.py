@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from roll.config.errors import RunError
 from roll.engine.request import Sampling
 
 _BLOCK = 256
@@ -35,7 +36,10 @@ def draw(
     renormalises, so the log-prob is the truncated distribution's.
     """
     # Requests that share a row and how to draw from it share the distribution.
-    keys = [(row, s.temperature or 1.0, s.top_k, s.top_p) for row, s in zip(rows, samplings, strict=True)]
+    keys = [
+        (row, s.temperature, s.top_k, s.top_p) if s.temperature > 0 else (row, 1.0, 0, 1.0)
+        for row, s in zip(rows, samplings, strict=True)
+    ]
     distinct = {key: index for index, key in enumerate(dict.fromkeys(keys))}
     which = torch.tensor([distinct[key] for key in keys], device=logits.device)
     picked = torch.tensor([key[0] for key in distinct], device=logits.device)
@@ -45,6 +49,8 @@ def draw(
         if top_k > 0 or top_p < 1:
             scaled[index] = truncate(scaled[index], top_k, top_p)
     logprobs = torch.log_softmax(scaled, dim=-1)
+    if bool(torch.isnan(logprobs[:, 0]).any()):
+        raise RunError("the model's logits are not numbers: the weights are damaged, or the temperature is near 0")
     noise = torch.from_numpy(uniforms([s.seed for s in samplings], positions)).to(logits.device)
     tokens = _invert(logprobs.exp(), which, noise)
     greedy = torch.tensor([s.temperature == 0 for s in samplings], device=logits.device)

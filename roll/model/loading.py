@@ -20,7 +20,14 @@ from typing import Any
 import torch
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from roll.config.errors import UserError
@@ -92,7 +99,6 @@ def load_model(source: ModelSource, dtype: torch.dtype, seed: int) -> PreTrained
     else:
         model = _from_pretrained(AutoModelForCausalLM, source, dtype=dtype)
     model.set_attn_implementation(attention.NAME)
-    model.config.use_cache = False
     return model.eval()
 
 
@@ -100,9 +106,18 @@ def stop_ids_of(tokenizer: Tokenizer, source: ModelSource) -> tuple[int, ...]:
     """The tokens that end a response: the tokenizer's and those the model's own settings name."""
     ids = {tokenizer.eos_token_id}
     if source.location is not None:
-        named = load_model_config(source).eos_token_id
-        ids.update(named if isinstance(named, list) else [named])
+        for settings in (load_model_config(source), _generation_settings(source)):
+            named = getattr(settings, "eos_token_id", None)
+            ids.update(named if isinstance(named, list) else [named])
     return tuple(sorted(i for i in ids if i is not None))
+
+
+def _generation_settings(source: ModelSource) -> GenerationConfig | None:
+    """Many models name their end-of-turn tokens only here; some have no such file."""
+    try:
+        return GenerationConfig.from_pretrained(source.location)
+    except OSError:
+        return None
 
 
 def choose_dtype(name: str, device: str = "cpu") -> torch.dtype:

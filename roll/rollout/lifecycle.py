@@ -36,17 +36,13 @@ class Lifecycle:
     def __init__(self, ledger: Ledger | None) -> None:
         """Without a ledger moves are checked and timed, but not recorded: evaluation is no part of a run's lineage."""
         self._ledger = ledger
-        self._entered: dict[str, float] = {}
 
     def move(self, sample: Sample, state: State, reason: str = "", **info: Any) -> None:
         if state not in MOVES[sample.state]:
             raise AssertionError(f"sample {sample.id} cannot go from {sample.state} to {state}")
         now = time.monotonic()
-        if sample.id in self._entered:
-            sample.seconds[sample.state] = now - self._entered[sample.id]
-        self._entered[sample.id] = now
-        sample.state, sample.reason = state, reason
-        if not MOVES[state]:
-            del self._entered[sample.id]
+        if sample.state != "new":
+            sample.seconds[sample.state] = now - sample.entered_s
+        sample.state, sample.reason, sample.entered_s = state, reason, now
         if self._ledger is not None:
             self._ledger.append(Transition(sample.id, state, reason, info=info))

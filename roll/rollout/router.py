@@ -7,6 +7,7 @@ in one completion, or in the error of the engine it was on.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass
 
 from roll.cluster import Cluster
@@ -31,6 +32,9 @@ class Router:
         self._waiting: dict[str, _Waiting] = {}
         self._loads = [0] * len(engines)
         """Tokens that may be needed on each engine for what waits there."""
+        self._forsaken: Counter[str] = Counter()
+        """Completions still to come that nobody waits for: of requests that were cancelled. They come before those of a
+        later try with the same id."""
         self._collectors: dict[int, asyncio.Task[None]] = {}
 
     async def generate(self, request: Request) -> Completion:
@@ -46,6 +50,8 @@ class Router:
             self._collect_from(engine)
             return await waiting.answer
         except asyncio.CancelledError:
+            if not waiting.answer.done() or waiting.answer.cancelled():
+                self._forsaken[request.id] += 1
             await self._engines.call_rank(engine, InferWorker.abort, [request.id])
             raise
         finally:
@@ -63,7 +69,9 @@ class Router:
             while any(w.engine == engine and not w.answer.done() for w in self._waiting.values()):
                 for completion in await self._engines.call_rank(engine, InferWorker.results):
                     waiting = self._waiting.get(completion.id)
-                    if waiting is not None and not waiting.answer.done():
+                    if self._forsaken[completion.id]:
+                        self._forsaken[completion.id] -= 1
+                    elif waiting is not None and not waiting.answer.done():
                         waiting.answer.set_result(completion)
                 await asyncio.sleep(0)
         except Exception as error:

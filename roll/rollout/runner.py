@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
+from jinja2 import TemplateError
+
 from roll.cluster import Cluster
 from roll.config.schema import RolloutConfig
 from roll.data.sample import Sample
@@ -42,8 +44,12 @@ class SampleRunner:
         self._seed = seed
 
     async def run(self, sample: Sample) -> None:
-        conversation = Conversation(self._renderer, sample.task.messages, sample.log)
         self._lifecycle.move(sample, "generating")
+        try:
+            conversation = Conversation(self._renderer, sample.task.messages, sample.log)
+        except TemplateError as error:
+            self._lifecycle.move(sample, "failed", f"the chat template refused the task: {error}")
+            return
         sampling = replace(self._sampling, temperature=sample.temperature, seed=seed_of(self._seed, sample.id))
         request = Request(sample.id, sample.log.ids, sampling)
         try:

@@ -53,7 +53,7 @@ class RolloutScheduler:
     async def next_rollout(self) -> Rollout:
         """Makes one step's batch. Raises when no sample at all could be judged."""
         wanted = self._config.groups_per_step
-        most = wanted + int(wanted * self._config.max_replacements)
+        most = wanted + int(wanted * self._config.max_replacements + 1e-9)
         groups: list[Group] = []
         kept: list[Group] = []
         dropped: dict[str, int] = {}

@@ -78,9 +78,7 @@ def test_a_text_without_a_number_is_wrong(text: str) -> None:
     assert judged(number, 0, text) == 0.0
 
 
-@given(
-    decimals, st.sampled_from(["", "so ", "a = ", "1 + 2 = ", "(", "x: $"]), st.sampled_from(["", ".", "!", ")", "%"])
-)
+@given(decimals, st.sampled_from(["", "so ", "a = ", "1 + 2 = ", "(", "x: $"]), st.sampled_from(["", ".", "!", ")", "%"]))
 def test_a_number_is_found_however_it_is_written(value: Decimal, before: str, after: str) -> None:
     for written in (f"{value:f}", f"{value:,f}"):
         assert last_number(f"{before}{written}{after}") == value

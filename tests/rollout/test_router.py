@@ -98,7 +98,6 @@ def test_a_deadline_ends_the_request_on_its_engine_too() -> None:
     go(main())
 
 
-@pytest.mark.xfail(strict=True, reason="the aborted try's completion is taken for the second try's answer")
 def test_a_request_tried_again_at_once_gets_its_own_answer() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)

@@ -171,7 +171,6 @@ def test_a_cancelled_sample_is_aborted_on_its_engine() -> None:
     go(main())
 
 
-@pytest.mark.xfail(strict=True, reason="the template's error is raised through the scheduler and ends the run")
 def test_a_task_the_chat_template_refuses_fails_its_samples() -> None:
     async def main() -> None:
         run = await setting()

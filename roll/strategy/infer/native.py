@@ -23,6 +23,7 @@ class NativeStrategy:
         self._max_running = max_running
         self._exact = exact
         self._engine: Engine | None = None
+        self._verified = False
         self._finished: list[Completion] = []
         self._running = asyncio.Event()
         self._running.set()
@@ -31,6 +32,8 @@ class NativeStrategy:
     def engine(self) -> Engine:
         if self._engine is None:
             raise RunError("the engine has no weights yet: publish a version before generating")
+        if not self._verified:
+            raise RunError(f"the engine's weights after version {self._engine.version} were refused: publish again")
         return self._engine
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -66,9 +69,10 @@ class NativeStrategy:
             version=weights.version,
         )
         check_shared(weights, engine.model)
+        self._verified = False  # the storage holds other values from here on
         check_probe(weights, engine.log_probs_of(weights.probe.numpy()))
         engine.set_version(weights.version)
-        self._engine = engine
+        self._engine, self._verified = engine, True
 
     def sleep(self) -> None:
         self.engine.release()

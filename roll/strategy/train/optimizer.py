@@ -108,7 +108,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
         return config.lr
-    done = (step - config.warmup_steps) / max(config.steps - config.warmup_steps, 1)
+    done = min((step - config.warmup_steps) / max(config.steps - config.warmup_steps, 1), 1.0)
     if config.schedule == "linear":
         return config.lr * (1 - done)
     return config.lr * 0.5 * (1 + math.cos(math.pi * done))

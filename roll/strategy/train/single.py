@@ -124,7 +124,7 @@ class SingleStrategy:
 
     def save(self, folder: Path) -> None:
         assert self._optimizer is not None, "a frozen model has nothing to save"
-        self.model.save_pretrained(folder / "model")
+        self.model.save_pretrained(folder / "model", max_shard_size="1TB")  # one file, whatever the size
         self._tokenizer.save_pretrained(folder / "model")
         self._optimizer.save(folder / "optimizer.safetensors")
 
@@ -194,7 +194,7 @@ def _joined(done: list[UpdateStats], sampled: list[int], batch: Batch, lr: float
     metrics["mismatch_max"] = max(s.metrics["mismatch_max"] for s in done)
     return UpdateStats(
         loss=sum(w * s.loss for w, s in zip(share, done, strict=True)),
-        grad_norm=max(s.grad_norm for s in done),
+        grad_norm=math.nan if any(math.isnan(s.grad_norm) for s in done) else max(s.grad_norm for s in done),
         lr=lr,
         rows=sum(s.rows for s in done),
         tokens=batch.tokens,

@@ -114,11 +114,14 @@ def test_weights_that_fail_a_check_are_never_served(damage: Any) -> None:
         served.submit([request("a")])
 
 
-def test_a_refused_version_is_not_the_version_of_later_tokens() -> None:
+def test_after_a_refused_version_nothing_is_served_until_one_is_verified() -> None:
     served = strategy()
     with pytest.raises(RunError, match="probe prompt differ"):
         served.load_weights(tampered_probe(TRAINER.weights(1)))
-    assert served.engine.version == 0
+    with pytest.raises(RunError, match="after version 0 were refused"):
+        served.submit([request("a")])
+    served.load_weights(TRAINER.weights(1))
+    assert served.engine.version == 1
 
 
 def test_weights_changed_in_place_are_served_as_the_next_version() -> None:
