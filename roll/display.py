@@ -41,7 +41,8 @@ class LiveReporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._phase = "done" if kind is None else "stopped"
+        if kind is not None:
+            self._phase = "stopped"
         self._live.stop()
 
     def started(self, run: Path, steps: int, first_step: int) -> None:
@@ -66,7 +67,7 @@ class LiveReporter:
         self._console.print(Text(text, style="yellow"))
 
     def finished(self, summary: dict[str, Any]) -> None:
-        self._phase = "done"
+        self._phase = "stopped" if summary["stopped"] else "done"
 
     def _draw(self) -> Panel:
         report = self._report

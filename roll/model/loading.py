@@ -13,6 +13,8 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.utils import logging
 
 from roll.config.errors import UserError
 from roll.config.schema import ModelConfig
@@ -222,9 +225,22 @@ def _check_hub(path: str) -> None:
         ) from error
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the progress bars of `transformers`, which draw over a run's own display."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def _from_pretrained(loader: Any, source: ModelSource, **options: object) -> Any:
     try:
-        return loader.from_pretrained(source.location, **options)
+        with quiet():
+            return loader.from_pretrained(source.location, **options)
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"model: {source.name!r} could not be loaded: {_first_line(error)}. Write {CHOICES}") from error
 

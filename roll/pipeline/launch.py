@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,18 +48,21 @@ def train(
     """
     reporter = reporter or PlainReporter()
     task_set, judge = check(config, reward=reward, tasks=tasks)
-    checkpoint = _checkpoint_to_resume(config) if resume else None
+    place = Path(config.run.dir)
     if restart and not resume:
-        RunFolder.move_aside(Path(config.run.dir))
-    if checkpoint is None and not (resume and RunFolder.is_run(Path(config.run.dir))):
-        folder = RunFolder.create(Path(config.run.dir), dump_config(config))
-    else:
-        folder = RunFolder.open(Path(config.run.dir))
-    with folder.lock(), Recorder.open(config, folder, reporter) as recorder:
-        try:
-            return asyncio.run(_train(config, recorder, task_set, judge, checkpoint))
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
+        RunFolder.move_aside(place)
+    folder = RunFolder.open(place) if resume else RunFolder.create(place, dump_config(config))
+    try:
+        with folder.lock():
+            checkpoint = _checkpoint_to_resume(config, folder) if resume else None
+            with Recorder.open(config, folder, reporter) as recorder:
+                return asyncio.run(_train(config, recorder, task_set, judge, checkpoint))
+    except UserError:
+        if not resume:
+            shutil.rmtree(folder.path)  # refused while it started: nothing happened in it
+        raise
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 async def _train(
@@ -135,9 +139,8 @@ def _prompt_tokens(renderer: ChatRenderer, task: Task, config: Config) -> int:
         ) from error
 
 
-def _checkpoint_to_resume(config: Config) -> Checkpoint | None:
+def _checkpoint_to_resume(config: Config, folder: RunFolder) -> Checkpoint | None:
     """The newest checkpoint of the run, verified; None when the run died before its first."""
-    folder = RunFolder.open(Path(config.run.dir))
     saved = load_config(folder.config_path)
     changed = [key for key in changed_keys(saved, config) if not key.startswith(MAY_CHANGE_ON_RESUME)]
     if changed:

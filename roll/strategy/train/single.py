@@ -28,6 +28,7 @@ from roll.config.schema import TrainConfig
 from roll.data.batch import Batch, Indices
 from roll.data.tokenlog import FloatArray
 from roll.model.attention import forward_rows
+from roll.model.loading import quiet
 from roll.strategy.train.base import UpdateStats
 from roll.strategy.train.logprobs import response_positions, token_log_probs
 from roll.strategy.train.optimizer import MasterAdamW, learning_rate
@@ -124,7 +125,8 @@ class SingleStrategy:
 
     def save(self, folder: Path) -> None:
         assert self._optimizer is not None, "a frozen model has nothing to save"
-        self.model.save_pretrained(folder / "model", max_shard_size="1TB")  # one file, whatever the size
+        with quiet():
+            self.model.save_pretrained(folder / "model", max_shard_size="1TB")  # one file, whatever the size
         self._tokenizer.save_pretrained(folder / "model")
         self._optimizer.save(folder / "optimizer.safetensors")
 
