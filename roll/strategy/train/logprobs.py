@@ -1,8 +1,8 @@
 """Log-probabilities of given tokens, without ever holding [tokens, vocab] for all of them.
 
 The rows a token is predicted from are unique: siblings whose answers begin alike ask the same row for several tokens, and
-its logits are computed once. Rows go through the output layer in chunks; a chunk's logits are computed again in the
-backward pass instead of kept.
+its logits are computed once. Rows go through the output layer in chunks; where there are several, a chunk's logits are
+computed again in the backward pass instead of kept.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def token_log_probs(
     for first in range(0, len(sources), chunk):
         last = min(first + chunk, len(sources))
         members = order[ends[first - 1] if first else 0 : ends[last - 1]]
-        picked = hidden[sources[first:last]]
+        picked = hidden.index_select(0, sources[first:last])
         local, wanted = which[members] - first, targets[members]
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and len(sources) > chunk:
             parts = checkpoint(_chunk, model, picked, scales[first:last], local, wanted, use_reentrant=False)
         else:
             parts = _chunk(model, picked, scales[first:last], local, wanted)

@@ -109,7 +109,8 @@ class TreePlan:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))  # [rows, heads, dim]
-        return torch.cat([bucket.attend(query, key, value, scale) for bucket in self._buckets])[self._back]
+        parts = [bucket.attend(query, key, value, scale) for bucket in self._buckets]
+        return torch.cat(parts).index_select(0, self._back)
 
 
 @dataclass(frozen=True)
@@ -147,16 +148,21 @@ class Bucket:
         """
         (spans, queries), (_, heads, dim), kv_heads = self._query_rows.shape, query.shape, key.shape[1]
         repeats = heads // kv_heads
-        asked = query[self._query_rows].view(spans, queries, kv_heads, repeats, dim).permute(0, 2, 3, 1, 4)
+        asked = _rows(query, self._query_rows).view(spans, queries, kv_heads, repeats, dim).permute(0, 2, 3, 1, 4)
         out = scaled_dot_product_attention(
             asked.reshape(spans, kv_heads, repeats * queries, dim),
-            key[self._key_rows].transpose(1, 2),
-            value[self._key_rows].transpose(1, 2),
+            _rows(key, self._key_rows).transpose(1, 2),
+            _rows(value, self._key_rows).transpose(1, 2),
             attn_mask=self._visible.repeat(1, repeats, 1)[:, None],
             scale=scale,
         )
         rows = out.view(spans, kv_heads, repeats, queries, dim).permute(0, 3, 1, 2, 4).reshape(-1, heads, dim)
-        return rows[self._real]
+        return rows.index_select(0, self._real)
+
+
+def _rows(tensor: Tensor, rows: Tensor) -> Tensor:
+    """tensor[rows] for any shape of rows, with a backward pass that is several times faster on a CPU."""
+    return tensor.index_select(0, rows.flatten()).view(*rows.shape, *tensor.shape[1:])
 
 
 def _size_class(size: int) -> int:
