@@ -95,6 +95,13 @@ class TokenLog:
         return sum(len(s.ids) for s in self._segments if s.kind == "response")
 
 
+def common_prefix(a: IntArray, b: IntArray) -> int:
+    """How many tokens two sequences have in common at their start."""
+    length = min(len(a), len(b))
+    differing = np.flatnonzero(a[:length] != b[:length])
+    return int(differing[0]) if len(differing) else length
+
+
 def _frozen(values: object, dtype: Any) -> NDArray[Any]:
     array = np.array(values, dtype=dtype)
     array.setflags(write=False)

@@ -9,6 +9,7 @@ from roll.config.errors import UserError
 from roll.config.schema import Config
 from roll.data.sources import TaskSet
 from roll.devices.memory import Part, available_bytes, count_parameters, estimate
+from roll.model.chat import ChatRenderer
 from roll.model.loading import choose_dtype, find_model, load_model_config, load_tokenizer
 
 
@@ -31,20 +32,10 @@ class Plan:
 def make_plan(config: Config, tasks: TaskSet) -> Plan:
     source = find_model(config.model.path)
     shape = load_model_config(source)
-    tokenizer = load_tokenizer(source, config.model)
+    renderer = ChatRenderer(load_tokenizer(source, config.model), ())
     dtype = choose_dtype(config.model.dtype)
-    prompt_tokens = max(
-        len(tokenizer.apply_chat_template(list(task.messages), add_generation_prompt=True)["input_ids"])
-        for task in tasks.train[:256]
-    )
+    prompt_tokens = max(len(renderer.opening(task.messages)) for task in tasks.train[:256])
     rollout, train = config.rollout, config.train
-    context = int(shape.max_position_embeddings)
-    if prompt_tokens + rollout.max_new_tokens > context:
-        raise UserError(
-            f"rollout.max_new_tokens is {rollout.max_new_tokens} and the longest prompt has {prompt_tokens} tokens, but "
-            f"the context of {config.model.path!r} is {context}: "
-            f"write rollout.max_new_tokens={max(context - prompt_tokens, 1)} or less"
-        )
     reference = make_algorithm(config.algorithm).needs_reference
     roles = [
         ("actor_train", "cpu", "single"),

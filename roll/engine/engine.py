@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from roll.config.errors import RunError
-from roll.data.tokenlog import IntArray
+from roll.data.tokenlog import IntArray, common_prefix
 from roll.engine.cache import CachePlan, Chunk, SlotCache
 from roll.engine.request import Completion, Finish, Request
 from roll.engine.sampling import draw
@@ -201,7 +201,7 @@ class Engine:
             later: list[int] = []
             for slot in pending:
                 donor, shared = self._best_donor(slot)
-                soon = max((_common(self._running[s].prompt, self._running[slot].prompt) for s in wave), default=0)
+                soon = max((common_prefix(self._running[s].prompt, self._running[slot].prompt) for s in wave), default=0)
                 if soon >= max(shared + 1, SHORTEST_SHARED):
                     later.append(slot)
                     continue
@@ -236,7 +236,7 @@ class Engine:
         for other, donor in enumerate(self._running):
             if other == slot or donor.version != self.version or not donor.cached:
                 continue
-            same = _common(donor.prompt[: donor.cached], wanted)
+            same = common_prefix(donor.prompt[: donor.cached], wanted)
             whole = same == len(wanted) == len(donor.prompt) and donor.prompt_hidden is not None
             if not whole:
                 same = min(same, len(wanted) - 1)  # the last token must be computed for its hidden state
@@ -387,10 +387,3 @@ class Engine:
         if slot < len(self._running):
             self._cache.copy(len(self._running), slot, last.cached)
             self._running[slot] = last
-
-
-def _common(a: IntArray, b: IntArray) -> int:
-    """How many tokens two sequences have in common at their start."""
-    length = min(len(a), len(b))
-    differing = np.flatnonzero(a[:length] != b[:length])
-    return int(differing[0]) if len(differing) else length

@@ -16,6 +16,7 @@ from roll.algorithm import make_algorithm
 from roll.config import Config, UserError, changed_keys, dump_config, load_config
 from roll.data.sources import TaskSet, TaskSource, load_tasks
 from roll.data.task import Task
+from roll.devices.plan import check_memory, make_plan
 from roll.model.chat import ChatRenderer
 from roll.model.loading import find_model, load_model_config, load_tokenizer
 from roll.pipeline.recorder import Recorder
@@ -48,6 +49,7 @@ def train(
     """
     reporter = reporter or PlainReporter()
     task_set, judge = check(config, reward=reward, tasks=tasks)
+    check_memory(make_plan(config, task_set))
     place = Path(config.run.dir)
     if restart and not resume:
         RunFolder.move_aside(place)

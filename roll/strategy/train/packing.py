@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from roll.data.batch import Indices
-from roll.data.tokenlog import IntArray
+from roll.data.tokenlog import IntArray, common_prefix
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,6 @@ def sorted_order(sequences: Sequence[IntArray]) -> list[int]:
     """Lexicographic order of token ids; equal sequences in the order given."""
     keys = [sequence.astype(">i4").tobytes() for sequence in sequences]
     return sorted(range(len(sequences)), key=lambda i: (keys[i], i))
-
-
-def common_prefix(a: IntArray, b: IntArray) -> int:
-    length = min(len(a), len(b))
-    differing = np.flatnonzero(a[:length] != b[:length])
-    return int(differing[0]) if len(differing) else length
 
 
 class TreePlan:
