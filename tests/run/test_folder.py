@@ -57,7 +57,7 @@ def test_a_path_that_cannot_be_a_folder_is_refused(tmp_path: Path) -> None:
 def test_only_runs_open(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no config\.yaml"):
         RunFolder.open(tmp_path)
-    with pytest.raises(UserError, match="does not exist"):
+    with pytest.raises(UserError, match="there is no run in"):
         RunFolder.open(tmp_path / "absent")
 
 
