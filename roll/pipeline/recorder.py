@@ -7,7 +7,7 @@ written; the reporter hears of a step after it is on disk.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -36,6 +36,8 @@ class Recorder:
         self._metrics = metrics
         self._checkpoints = Checkpoints(folder, keep=config.run.keep_checkpoints)
         self._clock = time.monotonic()
+        self._recent: deque[float] = deque(maxlen=3)
+        """Seconds of the latest steps; early ones are no guide to later ones."""
 
     @classmethod
     @contextmanager
@@ -66,6 +68,7 @@ class Recorder:
     ) -> None:
         """Puts a finished step on disk and tells the reporter. `state.step` counts it already."""
         seconds = self._lap()
+        self._recent.append(generating_s + training_s)
         samples = [s for s in rollout.samples if s.response is not None]
         lengths = [s.log.response_tokens for s in samples]
         state.seconds += seconds
@@ -93,7 +96,7 @@ class Recorder:
                 response_tokens=values["response/tokens_mean"],
                 tokens_per_s=values["response/tokens_per_s"],
                 seconds=seconds,
-                seconds_left=state.seconds / state.step * (steps - state.step),
+                seconds_left=sum(self._recent) / len(self._recent) * (steps - state.step),
                 groups_kept=len(rollout.kept),
                 groups=len(rollout.groups),
             )
