@@ -48,7 +48,7 @@ class Recorder:
             yield cls(config, folder, ledger, metrics, reporter)
 
     def begin(self) -> None:
-        """Starts from nothing: what a session that died before its first checkpoint left is rolled back and forgotten."""
+        """Starts from nothing: what a process that died before its first checkpoint left is rolled back and forgotten."""
         self.ledger.roll_back(0, 0)
         self._metrics.truncate_after(-1)
 

@@ -19,7 +19,7 @@ class RunState:
     reward: float = 0.0
     """Mean of the last step."""
     seconds: float = 0.0
-    """Spent since the run began, over all its sessions."""
+    """Spent since the run began, stops in between left out."""
     seconds_generating: float = 0.0
     seconds_training: float = 0.0
     generated_tokens: int = 0
