@@ -66,8 +66,8 @@ def _section(section: type[Section], path: Path) -> str:
     for name, info in section.model_fields.items():
         here = (*path, name)
         key = f"`{shape.dotted(here)}`"
-        if inner := shape.section_in(info.annotation):
-            cells = [f"[{key}](#{shape.dotted(here).replace('.', '')})", "a section", "", _own_docstring(inner)]
+        if shape.section_in(info.annotation):
+            cells = [f"[{key}](#{shape.dotted(here).replace('.', '')})", "a section", "", shape.describe(info)]
         else:
             takes = shape.words(info.rebuild_annotation()).removeprefix("a ")
             default = f"`{bare(info.get_default(call_default_factory=True))}`"

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Count = Annotated[int, Field(ge=1)]
 Whole = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
+Devices = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
+"""Device numbers as text; a single number may be written as one."""
 
 
 class Section(BaseModel):
@@ -26,7 +28,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _expand_short_form(cls, value: Any) -> Any:
-        if cls.short is not None and isinstance(value, str):
+        if cls.short is not None and (isinstance(value, str) or type(value) is int):
             return {cls.short: value}
         return value
 
@@ -177,6 +179,73 @@ class RunConfig(Section):
     """Write every sample's text, tokens and rewards."""
 
 
+class RoleConfig(Section):
+    """Where a role runs and how it computes."""
+
+    short: ClassVar[str | None] = "devices"
+
+    devices: Devices = "auto"
+    """`auto`, `cpu`, or device numbers: `0-7`, `0,2,4`, on other nodes `node1:0-3`. A machine without GPUs numbers its
+    cores."""
+    cpus: Whole = 0
+    """CPU cores of each worker, 0 for as many as suit the role."""
+    replicas: Whole = 0
+    """Workers, 0 for as many as the devices give."""
+    strategy: Literal["auto", "single", "native"] = "auto"
+    """How the role computes: `single` trains on one device, `native` is the embedded engine."""
+    tensor_parallel: Count = 1
+    """Devices that hold one copy of the weights together."""
+
+
+class RolesConfig(Section):
+    """Where each role runs. Roles that share devices take turns; roles on other devices overlap."""
+
+    actor_train: RoleConfig = RoleConfig()
+    """Trains the model."""
+    actor_infer: RoleConfig = RoleConfig()
+    """Generates with the model; several workers are several engines."""
+    reference: RoleConfig = RoleConfig()
+    """The initial model, for a KL penalty."""
+    critic: RoleConfig = RoleConfig()
+    """Predicts returns, for algorithms with a value function."""
+    reward_model: RoleConfig = RoleConfig()
+    """A model that scores responses."""
+    judge: RoleConfig = RoleConfig()
+    """A model that judges responses in words."""
+    rollout: RoleConfig = RoleConfig()
+    """Drives samples through engines and graders."""
+    reward: RoleConfig = RoleConfig()
+    """Judges responses, each worker in `reward.workers` processes."""
+
+
+class WeightsConfig(Section):
+    """How weights get from the trainer to engines in other processes."""
+
+    short: ClassVar[str | None] = "path"
+
+    path: Literal["auto", "shared_memory", "broadcast", "cuda_ipc"] = "auto"
+    """`auto` is `cuda_ipc` on one GPU, `shared_memory` on one machine, else `broadcast` (NCCL or gloo)."""
+    bucket_mb: Count = 64
+    """Size of the pieces they travel in; two of them are the extra memory a side needs."""
+
+
+class RayConfig(Section):
+    """The cluster, for `executor: ray`."""
+
+    short: ClassVar[str | None] = "address"
+
+    address: str | None = None
+    """`null` starts Ray on this machine for the run; `auto` or `host:port` joins a running cluster."""
+    object_store_gb: NonNegative = 0.0
+    """Memory for data between workers on this machine, 0 for Ray's own choice."""
+    start_deadline_s: Positive = 300.0
+    """Seconds in which all workers of a role must have started."""
+    call_deadline_s: Positive = 1800.0
+    """Seconds one call on a worker may take."""
+    runtime_env: dict[str, Any] = Field(default_factory=dict)
+    """Ray's description of the workers' environment, added to the one ROLL makes."""
+
+
 class Config(Section):
     """A whole run."""
 
@@ -185,8 +254,12 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     seed: Whole = 0
     """Fixes the order of tasks, the noise of sampling and fresh weights."""
-    executor: Literal["local"] = "local"
-    """`local`: one process, roles take turns."""
+    executor: Literal["local", "ray"] = "local"
+    """`local`: one process, roles take turns. `ray`: every worker a process, on this machine or a cluster."""
+    devices: Devices = "auto"
+    """Devices of roles without devices of their own: `auto` is the GPUs if there are any, else the CPU."""
+    offload: Literal["auto", "always", "never"] = "auto"
+    """Whether a role that shares its devices leaves them while another has its turn; `auto`: when not all of it fits."""
     deterministic: bool = False
     """The same bits every time, whatever else is running; slower."""
     threads: Whole = 0
@@ -198,10 +271,17 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     eval: EvalConfig = EvalConfig()
+    roles: RolesConfig = RolesConfig()
+    weights: WeightsConfig = WeightsConfig()
+    ray: RayConfig = RayConfig()
 
     @model_validator(mode="after")
     def _check_across_fields(self) -> Config:
         rollout, train, algorithm = self.rollout, self.train, self.algorithm
+        if self.executor == "local" and self.ray.address is not None:
+            raise ValueError(
+                f"ray.address is {self.ray.address!r}, but executor is local, which uses no Ray: write executor=ray"
+            )
         if algorithm.name == "grpo" and rollout.group_size < 2:
             raise ValueError(
                 "rollout.group_size is 1, but grpo compares samples of one task: write rollout.group_size=2 or more"

@@ -31,7 +31,10 @@ from roll.run import Checkpoint, Checkpoints, RunFolder
 from roll.workers.publish import publish
 from roll.workers.train import TrainWorker
 
-MAY_CHANGE_ON_RESUME = ("train.steps", "eval.", "run.", "reward.workers", "reward.deadline_s", "reward.tries")
+MAY_CHANGE_ON_RESUME = (
+    *("train.steps", "eval.", "run.", "reward.workers", "reward.deadline_s", "reward.tries"),
+    *("executor", "devices", "offload", "roles.", "weights.", "ray."),
+)
 
 
 def train(
