@@ -65,8 +65,13 @@ class Place:
     rank: int = 0
     world_size: int = 1
     device: str = "cpu"
+    """What it computes on: `cpu`, or `cuda:3` for its node's GPU number 3."""
     threads: int = 0
     """CPU threads, 0 for one a core."""
+    node: str = ""
+    """Id of the cluster's node it must be on; empty for any."""
+    cores: tuple[int, ...] = ()
+    """The cores it is held to; empty for all of its node."""
 
     @property
     def name(self) -> str:
