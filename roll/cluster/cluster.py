@@ -13,7 +13,8 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
 from roll.cluster.executor import Executor, Handle
 from roll.cluster.worker import Dispatch, Place, Worker, parallel_of
-from roll.data.batch import Batch, Indices
+from roll.data.batch import Batch
+from roll.data.columns import Indices
 
 W = TypeVar("W", bound=Worker)
 P = ParamSpec("P")

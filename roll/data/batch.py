@@ -1,7 +1,8 @@
 """The batch: many samples, ragged, as flat NumPy columns plus offsets. Nothing is padded.
 
-What always holds: a sample column has one value a sample, a token column one value a token, and sample i owns the tokens
-`offsets[i]:offsets[i + 1]` of every token column. A batch is never changed: each operation returns a new one.
+What always holds: a sample column has one value a sample and is here; a token column has one value a token, sample i owns
+the tokens `offsets[i]:offsets[i + 1]` of it, and it may be in blocks that other processes hold (`columns.py`). A batch is
+never changed: each operation returns a new one.
 
 Example: samples of 3 and 2 tokens have `offsets = [0, 3, 5]`; `select([1])` keeps the last two values of each token
 column; `concat` of the pieces of a `split` holds every sample once, in the order of the pieces.
@@ -15,13 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from roll.data.columns import Array, Block, Fetch, Indices, TokenColumn, blocks_of, resolve
 from roll.data.sample import Sample
 from roll.data.tokenlog import BoolArray, FloatArray, IntArray
-
-Array = NDArray[Any]
-Indices = NDArray[np.int64]
 
 SAMPLE_COLUMNS: Mapping[str, Any] = {
     "sample": np.str_,
@@ -44,22 +42,56 @@ TOKEN_COLUMNS: Mapping[str, Any] = {
 }
 """Columns with one value a token, and their types. The three log-probs are under softmax(logits / temperature)."""
 
+LOGGED = ("ids", "loss_mask", "behaviour", "versions")
+"""The token columns that a token log has."""
+
+Column = Array | TokenColumn
+
 
 @dataclass(frozen=True)
 class Batch:
     offsets: Indices
-    columns: Mapping[str, Array]
+    columns: Mapping[str, Column]
+    """Sample columns are arrays; token columns are `TokenColumn`s, also where an array was given."""
 
     def __post_init__(self) -> None:
+        made: dict[str, Column] = {}
         for name, values in self.columns.items():
             expected = len(self) if _is_sample_column(name) else self.tokens
-            if values.shape != (expected,):
+            if isinstance(values, TokenColumn):
+                if _is_sample_column(name) or len(values.which) != len(self):
+                    raise ValueError(f"column {name!r} has {len(values.which)} samples' tokens, expected {len(self)}")
+            elif values.shape != (expected,):
                 raise ValueError(f"column {name!r} has shape {values.shape}, expected ({expected},)")
+            elif not _is_sample_column(name):
+                values = TokenColumn.flat(values, self.offsets)
+            made[name] = values
+        object.__setattr__(self, "columns", made)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What is here travels flat, without the samples of its blocks that the batch does not have."""
+        return Batch, (self.offsets, {n: self._compact(n, c) for n, c in self.columns.items()})
+
+    def _compact(self, name: str, column: Column) -> Column:
+        return self[name] if isinstance(column, TokenColumn) and column.is_here else column
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sample]) -> Batch:
+        block = token_block(samples)
         lengths = [len(sample.log) for sample in samples]
-        columns: dict[str, Array] = {
+        return cls.from_blocks(samples, lengths, [block], np.zeros(len(samples), np.int64), _offsets(lengths)[:-1])
+
+    @classmethod
+    def from_blocks(
+        cls,
+        samples: Sequence[Sample],
+        lengths: Sequence[int] | Indices,
+        blocks: Sequence[Block],
+        which: Indices,
+        starts: Indices,
+    ) -> Batch:
+        """A batch of samples whose token logs are elsewhere: `lengths` tokens from `starts` on of block `which`."""
+        columns: dict[str, Column] = {
             "sample": np.array([s.id for s in samples], np.str_),
             "task": np.array([s.task.id for s in samples], np.str_),
             "domain": np.array([s.task.domain for s in samples], np.str_),
@@ -67,9 +99,8 @@ class Batch:
             "reward": np.array([s.reward for s in samples], np.float64),
             "temperature": np.array([s.temperature for s in samples], np.float32),
         }
-        for name in ("ids", "loss_mask", "behaviour", "versions"):
-            parts = [getattr(sample.log, name) for sample in samples]
-            columns[name] = np.concatenate(parts) if parts else np.zeros(0, TOKEN_COLUMNS[name])
+        for name in LOGGED:
+            columns[name] = TokenColumn(tuple(blocks), which, starts, name)
         return cls(_offsets(lengths), columns)
 
     def __len__(self) -> int:
@@ -79,6 +110,11 @@ class Batch:
         return name in self.columns
 
     def __getitem__(self, name: str) -> Array:
+        """A column as one array. A token column in several pieces is joined, which copies it: `rows` does not."""
+        column = self._column(name)
+        return column.gathered(self.lengths, _dtype(name)) if isinstance(column, TokenColumn) else column
+
+    def _column(self, name: str) -> Column:
         if name not in self.columns:
             raise KeyError(f"the batch has no column {name!r}: it has {', '.join(self.columns)}")
         return self.columns[name]
@@ -105,29 +141,45 @@ class Batch:
 
     def rows(self, name: str) -> list[Array]:
         """A token column as one view a sample."""
-        return [self[name][a:b] for a, b in zip(self.offsets[:-1], self.offsets[1:], strict=True)]
+        column = self._column(name)
+        assert isinstance(column, TokenColumn), f"{name!r} has one value a sample"
+        return column.rows(self.lengths)
 
     def sum_tokens(self, values: Array) -> Array:
         """Sums a per-token array within each sample. Works for samples without tokens too."""
         ends = np.concatenate([[0], np.cumsum(values, dtype=np.float64)])
         return np.asarray(ends[self.offsets[1:]] - ends[self.offsets[:-1]])
 
-    def with_columns(self, **columns: Array) -> Batch:
+    def with_columns(self, **columns: Column) -> Batch:
         """The same samples with columns added or replaced; a column's name says whether it is per sample or token."""
-        cast = {name: np.asarray(values, dtype=_dtype(name)) for name, values in columns.items()}
+        cast = {
+            name: values if isinstance(values, TokenColumn) else np.asarray(values, dtype=_dtype(name))
+            for name, values in columns.items()
+        }
         return Batch(self.offsets, {**self.columns, **cast})
 
     def select(self, indices: Sequence[int] | Indices) -> Batch:
-        """The samples at `indices`, in that order."""
+        """The samples at `indices`, in that order. Tokens stay where they are."""
         chosen = np.asarray(indices, dtype=np.int64)
-        tokens = self.token_indices(chosen)
-        columns = {n: v[chosen] if _is_sample_column(n) else v[tokens] for n, v in self.columns.items()}
+        if len(chosen) and (chosen.min() < 0 or chosen.max() >= len(self)):
+            raise IndexError(f"samples {chosen.min()} to {chosen.max()} were asked for, but the batch has {len(self)}")
+        columns = {n: c.select(chosen) if isinstance(c, TokenColumn) else c[chosen] for n, c in self.columns.items()}
         return Batch(_offsets(self.lengths[chosen]), columns)
 
     def token_indices(self, indices: Indices) -> Indices:
-        """Where the tokens of the samples at `indices` lie in a token column, in that order."""
+        """Where the tokens of the samples at `indices` lie in a flat token column, in that order."""
         parts = [np.arange(self.offsets[i], self.offsets[i + 1]) for i in indices]
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+    def resolved(self, fetch: Fetch) -> Batch:
+        """The batch with all its tokens here."""
+        tokens = {name: column for name, column in self.columns.items() if isinstance(column, TokenColumn)}
+        return Batch(self.offsets, {**self.columns, **resolve(tokens, fetch)})
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Every block of its token columns once."""
+        return blocks_of(column for column in self.columns.values() if isinstance(column, TokenColumn))
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
@@ -138,7 +190,9 @@ class Batch:
             if set(other.columns) != set(names):
                 differing = sorted(set(other.columns) ^ set(names))
                 raise ValueError(f"the batches differ in their columns: {', '.join(differing)}")
-        columns = {name: np.concatenate([batch[name] for batch in batches]) for name in names}
+        ends = np.cumsum([len(batch) for batch in batches])
+        parts = [np.arange(end - len(batch), end) for end, batch in zip(ends, batches, strict=True)]
+        columns = {name: _joined([batch.columns[name] for batch in batches], parts) for name in names}
         return Batch(_offsets(np.concatenate([batch.lengths for batch in batches])), columns)
 
     def split(self, parts: int) -> list[Indices]:
@@ -157,6 +211,22 @@ def balanced_split(lengths: Sequence[int] | Indices, parts: int) -> list[Indices
         members[part].append(item)
         heapq.heappush(bins, (load + int(lengths[item]), part))
     return [np.array(sorted(m), dtype=np.int64) for m in members]
+
+
+def token_block(samples: Sequence[Sample]) -> Block:
+    """The token logs of samples, one after the other."""
+    columns: dict[str, Array] = {}
+    for name in LOGGED:
+        parts = [getattr(sample.log, name) for sample in samples]
+        columns[name] = np.concatenate(parts) if parts else np.zeros(0, TOKEN_COLUMNS[name])
+    return Block(columns)
+
+
+def _joined(columns: Sequence[Column], parts: Sequence[Indices]) -> Column:
+    tokens = [column for column in columns if isinstance(column, TokenColumn)]
+    if tokens:
+        return TokenColumn.joined(tokens, parts)
+    return np.concatenate([column for column in columns if not isinstance(column, TokenColumn)])
 
 
 def _offsets(lengths: Sequence[int] | Indices) -> Indices:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from roll.algorithm.streams import LossSpec
 from roll.cluster import Dispatch, Place, Worker, parallel
 from roll.config.schema import Config
-from roll.data.batch import Batch, Indices
-from roll.data.tokenlog import FloatArray
+from roll.data.batch import Batch
+from roll.data.columns import Indices, TokenColumn
 from roll.model.loading import choose_dtype, find_model, load_model, load_tokenizer
 from roll.strategy.train.base import UpdateStats
 from roll.strategy.train.single import SingleStrategy
@@ -20,11 +19,8 @@ from roll.transfer.weights import Weights
 from roll.workers.setup import set_up_process
 
 
-def _join_tokens(results: Sequence[FloatArray], parts: Sequence[Indices], whole: Batch) -> FloatArray:
-    joined = np.zeros(whole.tokens, np.float32)
-    for result, part in zip(results, parts, strict=True):
-        joined[whole.token_indices(part)] = result
-    return joined
+def _join_tokens(results: Sequence[TokenColumn], parts: Sequence[Indices], whole: Batch) -> TokenColumn:
+    return TokenColumn.joined(results, parts)
 
 
 class TrainWorker(Worker):
@@ -37,9 +33,9 @@ class TrainWorker(Worker):
         self._strategy = SingleStrategy(model, tokenizer, config.train, trainable=trainable)
 
     @parallel(Dispatch.DATA, join=_join_tokens)
-    def log_probs(self, batch: Batch) -> FloatArray:
+    def log_probs(self, batch: Batch) -> TokenColumn:
         """One value a token: the log-prob of each sampled token under the current weights, 0 elsewhere."""
-        return self._strategy.log_probs(batch)
+        return TokenColumn.flat(self._strategy.log_probs(batch), batch.offsets)
 
     @parallel(Dispatch.ONE)
     def update(self, batch: Batch, loss: LossSpec, step: int) -> UpdateStats:

@@ -63,7 +63,9 @@ def test_a_batch_holds_its_samples(made: list[Sample]) -> None:
     assert batch["group"].tolist() == [s.group for s in made]
     assert batch["reward"].tolist() == [s.reward for s in made]
     assert batch["temperature"].tolist() == [s.temperature for s in made]
-    for name, values in full(made).columns.items():
+    everything = full(made)
+    for name in everything.columns:
+        values = everything[name]
         expected = np.dtype({**SAMPLE_COLUMNS, **TOKEN_COLUMNS}[name])
         assert values.dtype == expected or (expected.kind == "U" and values.dtype.kind == "U"), name
 

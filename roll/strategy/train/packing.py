@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from roll.data.batch import Indices
+from roll.data.columns import Indices
 from roll.data.tokenlog import IntArray, common_prefix
 
 

@@ -25,7 +25,8 @@ from roll.algorithm.losses import resolve_loss
 from roll.algorithm.streams import LossSpec, Streams, token_weights
 from roll.config.errors import RunError
 from roll.config.schema import TrainConfig
-from roll.data.batch import Batch, Indices
+from roll.data.batch import Batch
+from roll.data.columns import Indices
 from roll.data.tokenlog import FloatArray
 from roll.model.attention import forward_rows
 from roll.model.loading import quiet
@@ -38,8 +39,8 @@ from roll.transfer.weights import Weights, probe_ids
 
 @dataclass(frozen=True)
 class _Packed:
-    """A micro-batch on the device. One value a sampled token: the row it is predicted from, its id and temperature, and
-    where it lies in the batch's token columns."""
+    """A micro-batch on the device. One value a sampled token: the row it is predicted from, its id and temperature, its
+    values of the log-prob columns the batch has, and where it lies in the batch's token columns."""
 
     ids: Tensor
     positions: Tensor
@@ -47,6 +48,7 @@ class _Packed:
     rows: Tensor
     targets: Tensor
     temperatures: Tensor
+    log_probs: dict[str, Tensor]
     where: Indices
 
 
@@ -94,20 +96,19 @@ class SingleStrategy:
         sums: dict[str, float] = defaultdict(float)
         for packed in self._micro_batches(batch):
             current, entropy = self._current(packed)
-            behaviour = self._column(batch.behaviour, packed.where)
             streams = Streams(
                 current=current,
-                proximal=self._column(batch["proximal"], packed.where) if "proximal" in batch else current.detach(),
-                behaviour=behaviour,
+                proximal=packed.log_probs.get("proximal", current.detach()),
+                behaviour=packed.log_probs["behaviour"],
                 advantage=self._column(advantages, packed.where),
-                ref=self._column(batch["ref"], packed.where) if "ref" in batch else None,
+                ref=packed.log_probs.get("ref"),
             )
             token_loss = loss_of(streams)
             weighted = (token_loss.values * self._column(weights, packed.where)).sum()
             weighted.backward()  # type: ignore[no-untyped-call]
             total += float(weighted.detach())
             rows += len(packed.ids)
-            gap = streams.proximal - behaviour
+            gap = streams.proximal - streams.behaviour
             watched = {**token_loss.metrics, "entropy": entropy, "mismatch": gap.abs()}
             for name, values in watched.items():
                 sums[name] += float(values.sum())
@@ -155,6 +156,7 @@ class SingleStrategy:
 
     def _micro_batches(self, batch: Batch) -> Iterator[_Packed]:
         sequences, masks = batch.rows("ids"), batch.rows("loss_mask")
+        watched = {name: batch.rows(name) for name in ("behaviour", "proximal", "ref") if name in batch}
         wanted = np.flatnonzero([mask.any() for mask in masks])  # a sample without sampled tokens has nothing to compute
         for cut in micro_batches([sequences[i] for i in wanted], self._config.micro_batch_tokens):
             members = wanted[cut]
@@ -164,6 +166,10 @@ class SingleStrategy:
             targets = [sequences[i][spot] for i, spot in zip(members, spots, strict=True)]
             where = [batch.offsets[i] + spot for i, spot in zip(members, spots, strict=True)]
             heat = [np.full(len(spot), batch["temperature"][i]) for i, spot in zip(members, spots, strict=True)]
+            known = {
+                name: np.concatenate([rows_of[i][spot] for i, spot in zip(members, spots, strict=True)])
+                for name, rows_of in watched.items()
+            }
             yield _Packed(
                 ids=self._tensor(tree.ids.astype(np.int64)),
                 positions=self._tensor(tree.positions.astype(np.int64)),
@@ -171,6 +177,7 @@ class SingleStrategy:
                 rows=self._tensor(np.concatenate(rows)),
                 targets=self._tensor(np.concatenate(targets).astype(np.int64)),
                 temperatures=self._tensor(np.concatenate(heat)),
+                log_probs={name: self._tensor(values.astype(np.float32)) for name, values in known.items()},
                 where=np.concatenate(where),
             )
 

@@ -1,0 +1,141 @@
+"""Token columns that need not be here: blocks of flat arrays, in this process or a reference to them elsewhere.
+
+What always holds: sample i's values of a column are `length_i` consecutive values of one block, from `starts[i]` on.
+Selecting and joining samples only rearranges where they are; bytes are read where they are used, and there without a copy
+as far as their layout allows.
+
+Example: two groups of two samples with 3, 2 and 4, 1 tokens, each group a block: `which = [0, 0, 1, 1]`,
+`starts = [0, 3, 0, 4]`. The samples 3 and 0 of it: `which = [1, 0]`, `starts = [4, 0]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Indices = NDArray[np.int64]
+Columns = Mapping[str, Array]
+
+_VALUES = "values"
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Stands for a block's columns in another process's memory. Only who made it knows how to fetch it."""
+
+    ref: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Flat token columns of some samples, one sample after the other."""
+
+    columns: Columns | Elsewhere
+
+    def column(self, name: str) -> Array:
+        if isinstance(self.columns, Elsewhere):
+            raise LookupError("the values of this column are held by workers: fetch the batch to read them here")
+        return self.columns[name]
+
+
+Fetch = Callable[[Sequence[Any]], Sequence[Columns]]
+"""Turns references into the columns they stand for, all at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenColumn:
+    """One column: which block each sample's values are in, and where they begin there."""
+
+    blocks: tuple[Block, ...]
+    which: Indices
+    starts: Indices
+    key: str = _VALUES
+    """The column's name in its blocks."""
+
+    @classmethod
+    def flat(cls, values: Array, offsets: Indices) -> TokenColumn:
+        """A column that lies here in one piece."""
+        starts = offsets[:-1]
+        return cls((Block({_VALUES: values}),), np.zeros(len(starts), np.int64), starts)
+
+    def rows(self, lengths: Indices) -> list[Array]:
+        """Each sample's values, as views."""
+        arrays = [block.column(self.key) for block in self.blocks]
+        spans = zip(self.which.tolist(), self.starts.tolist(), lengths.tolist(), strict=True)
+        return [arrays[block][start : start + length] for block, start, length in spans]
+
+    def gathered(self, lengths: Indices, dtype: Any) -> Array:
+        """All values in one array: a view where they lie in order already, else a copy."""
+        if len(self.blocks) == 1 and len(lengths):
+            expected = self.starts[0] + np.concatenate([[0], np.cumsum(lengths[:-1])])
+            if np.array_equal(self.starts, expected):
+                return self.blocks[0].column(self.key)[self.starts[0] : self.starts[0] + int(lengths.sum())]
+        rows = self.rows(lengths)
+        return np.concatenate(rows) if rows else np.zeros(0, dtype)
+
+    def select(self, indices: Indices) -> TokenColumn:
+        """The samples at `indices`; blocks that none of them is in are let go."""
+        used, which = np.unique(self.which[indices], return_inverse=True)
+        blocks = tuple(self.blocks[block] for block in used)
+        return TokenColumn(blocks, which.astype(np.int64).reshape(-1), self.starts[indices], self.key)
+
+    @staticmethod
+    def joined(columns: Sequence[TokenColumn], parts: Sequence[Indices]) -> TokenColumn:
+        """One column of all samples, from columns of some of them each: those at `parts[i]` are in `columns[i]`."""
+        blocks: list[Block] = []
+        samples = sum(len(part) for part in parts)
+        which, starts = np.zeros(samples, np.int64), np.zeros(samples, np.int64)
+        for column, part in zip(columns, parts, strict=True):
+            if column.key != columns[0].key:
+                column = column.renamed(columns[0].key)
+            which[part] = column.which + len(blocks)
+            starts[part] = column.starts
+            blocks.extend(column.blocks)
+        return TokenColumn(tuple(blocks), which, starts, columns[0].key if columns else _VALUES)
+
+    def renamed(self, key: str) -> TokenColumn:
+        """The same values under another name in their blocks, which must be here."""
+        blocks = tuple(Block({key: block.column(self.key)}) for block in self.blocks)
+        return TokenColumn(blocks, self.which, self.starts, key)
+
+    @property
+    def is_here(self) -> bool:
+        return not any(isinstance(block.columns, Elsewhere) for block in self.blocks)
+
+
+def resolve(columns: Mapping[str, TokenColumn], fetch: Fetch) -> dict[str, TokenColumn]:
+    """The columns with every block fetched, each reference once."""
+    missing = {id(block): block for column in columns.values() for block in column.blocks if _is_elsewhere(block)}
+    if not missing:
+        return dict(columns)
+    fetched = fetch([cast(Elsewhere, block.columns).ref for block in missing.values()])
+    here = {key: Block(value) for key, value in zip(missing, fetched, strict=True)}
+    return {name: _with_blocks(column, here) for name, column in columns.items()}
+
+
+def put_away(column: TokenColumn, put: Callable[[Columns], Any]) -> TokenColumn:
+    """The column with references in place of the blocks that are here; `put` keeps one and returns its reference."""
+    return TokenColumn(tuple(away(block, put) for block in column.blocks), column.which, column.starts, column.key)
+
+
+def away(block: Block, put: Callable[[Columns], Any]) -> Block:
+    return block if isinstance(block.columns, Elsewhere) else Block(Elsewhere(put(block.columns)))
+
+
+def blocks_of(columns: Iterable[TokenColumn]) -> list[Block]:
+    """Every block of the columns once."""
+    return list({id(block): block for column in columns for block in column.blocks}.values())
+
+
+def _is_elsewhere(block: Block) -> bool:
+    return isinstance(block.columns, Elsewhere)
+
+
+def _with_blocks(column: TokenColumn, here: Mapping[int, Block]) -> TokenColumn:
+    blocks = tuple(here.get(id(block), block) for block in column.blocks)
+    return TokenColumn(blocks, column.which, column.starts, column.key)
