@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from typing import Any, Protocol, TypeVar
 
 from roll.cluster.worker import Place, Worker
+from roll.data.batch import Batch
 
 W = TypeVar("W", bound=Worker)
 
@@ -24,6 +25,24 @@ class Handle(Protocol):
 
 
 class Executor(Protocol):
+    @property
+    def deadline_s(self) -> float:
+        """Seconds a call on a worker may take."""
+        ...
+
+    @property
+    def controller_bytes(self) -> int:
+        """Bytes of calls and results that went through this process."""
+        ...
+
+    def reserve(self, places: Sequence[Place]) -> None:
+        """Takes the devices of all places a run will start workers at."""
+        ...
+
+    async def fetch(self, batch: Batch) -> Batch:
+        """The batch with all its tokens in this process."""
+        ...
+
     async def start(self, make: Callable[[Place], W], places: Sequence[Place]) -> list[Handle]:
         """Starts one worker a place, made there by `make`."""
         ...
@@ -49,8 +68,16 @@ class LocalHandle:
 class LocalExecutor:
     """Every worker in this process; a call is a call. Roles take turns, nothing is pickled, a debugger works."""
 
-    def __init__(self) -> None:
+    def __init__(self, deadline_s: float = 1800.0) -> None:
+        self.deadline_s = deadline_s
+        self.controller_bytes = 0
         self._workers: list[Worker] = []
+
+    def reserve(self, places: Sequence[Place]) -> None:
+        """This process has its devices already."""
+
+    async def fetch(self, batch: Batch) -> Batch:
+        return batch
 
     async def start(self, make: Callable[[Place], W], places: Sequence[Place]) -> list[Handle]:
         handles: list[Handle] = []

@@ -37,14 +37,19 @@ class Parallel:
 
     dispatch: Dispatch
     join: Join | None = None
+    raises: tuple[type[Exception], ...] = ()
 
 
-def parallel(dispatch: Dispatch, join: Join | None = None) -> Callable[[F], F]:
+def parallel(
+    dispatch: Dispatch, join: Join | None = None, *, raises: tuple[type[Exception], ...] = ()
+) -> Callable[[F], F]:
+    """`raises` names errors that are answers to the call, such as a refusal: they reach the caller as they are from any
+    worker. Of other errors a worker in another process sends a description, a `WorkerError`."""
     if (dispatch is Dispatch.DATA) != (join is not None):
         raise TypeError("a method dispatched by data needs a join, and only such a method")
 
     def mark(method: F) -> F:
-        setattr(method, _MARK, Parallel(dispatch, join))
+        setattr(method, _MARK, Parallel(dispatch, join, raises))
         return method
 
     return mark

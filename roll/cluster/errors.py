@@ -1,0 +1,93 @@
+"""What a caller hears when a worker fails: who, where, and the first cause first."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from roll.config.errors import RunError
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error on its way from a worker to its caller, in plain text, so that it arrives whatever its types are."""
+
+    worker: str
+    method: str
+    where: str
+    """Process and node."""
+    causes: tuple[str, ...]
+    """One line an error, the first cause first."""
+    trace: str
+    at_s: float = field(default_factory=time.time)
+
+    @classmethod
+    def of(cls, error: BaseException, worker: str, method: str, where: str) -> Failure:
+        return cls(worker, method, where, tuple(_causes(error)), "".join(traceback.format_exception(error)))
+
+
+class WorkerError(RunError):
+    """A worker's method raised. `trace` is the traceback of the worker's process."""
+
+    def __init__(self, failure: Failure) -> None:
+        first, *rest = failure.causes
+        led_to = "".join(f"\n  which led to {line}" for line in rest)
+        super().__init__(
+            f"{failure.worker} failed in {failure.method}: {first}{led_to}\n"
+            f"  ({failure.where})\n{_indented(failure.trace)}"
+        )
+        self.worker = failure.worker
+        self.trace = failure.trace
+        self.at_s = failure.at_s
+
+
+class WorkerDied(RunError):
+    """A worker's process ended, or cannot be reached any more."""
+
+    def __init__(self, worker: str, reason: str, log: Path | None = None) -> None:
+        said = _tail(log)
+        last = f"; the end of {log}:\n{_indented(said)}" if said else ""
+        super().__init__(f"{worker} died: {reason}{last}")
+        self.worker = worker
+        self.at_s = time.time()
+
+
+class CallTimedOut(RunError):
+    """A worker has not answered in time."""
+
+    def __init__(self, worker: str, method: str, deadline_s: float) -> None:
+        super().__init__(f"{worker} has not answered {method} for {deadline_s:g} s")
+        self.worker = worker
+        self.at_s = time.time()
+
+
+def first_of(errors: list[BaseException]) -> BaseException:
+    """The error that came first: what a role's other workers then say is often only that they lost each other."""
+    return min(errors, key=lambda error: getattr(error, "at_s", float("inf")))
+
+
+def _causes(error: BaseException) -> list[str]:
+    """The chain that ended in this error, one line each, the first cause first."""
+    chain: list[str] = []
+    seen: set[int] = set()
+    at: BaseException | None = error
+    while at is not None and id(at) not in seen:
+        seen.add(id(at))
+        lines = str(at).strip().splitlines()
+        chain.append(f"{type(at).__name__}: {lines[0]}" if lines else type(at).__name__)
+        at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
+    return chain[::-1]
+
+
+def _tail(log: Path | None, lines: int = 15, reach_bytes: int = 8192) -> str:
+    if log is None or not log.is_file():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(log.stat().st_size - reach_bytes, 0))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.rstrip().splitlines())
