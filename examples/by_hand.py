@@ -12,8 +12,7 @@ async def main() -> None:
 
     async with roll.start_roles(config, judge) as roles:
         moves = roll.Lifecycle(None)
-        runner = roll.sample_runner(config, roles, moves)
-        scheduler = roll.RolloutScheduler(tasks, runner, moves, config.rollout, config.seed)
+        scheduler = roll.RolloutScheduler(tasks, roles.pool, moves, config.rollout, config.seed)
         await roll.publish(roles.actor, roles.engines, version=0)
 
         for step in range(config.train.steps):

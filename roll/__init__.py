@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from roll.config import Config, RunError, UserError, load_config
     from roll.data import Batch, Response, Sample, Task, TokenLog
     from roll.pipeline.launch import check, evaluate, train
-    from roll.pipeline.roles import Roles, sample_runner, start_roles
+    from roll.pipeline.roles import Roles, start_roles
     from roll.rollout.lifecycle import Lifecycle
     from roll.rollout.scheduler import RolloutScheduler
     from roll.workers.infer import InferWorker
@@ -28,7 +28,7 @@ _HOMES = {
     "roll.config": ("Config", "RunError", "UserError", "load_config"),
     "roll.data": ("Batch", "Response", "Sample", "Task", "TokenLog"),
     "roll.pipeline.launch": ("check", "evaluate", "train"),
-    "roll.pipeline.roles": ("Roles", "sample_runner", "start_roles"),
+    "roll.pipeline.roles": ("Roles", "start_roles"),
     "roll.rollout.lifecycle": ("Lifecycle",),
     "roll.rollout.scheduler": ("RolloutScheduler",),
     "roll.workers.infer": ("InferWorker",),
@@ -61,7 +61,6 @@ __all__ = [
     "load_config",
     "make_algorithm",
     "publish",
-    "sample_runner",
     "start_roles",
     "train",
 ]

@@ -116,11 +116,12 @@ def evaluate(
 
 @app.command()
 def plan(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Check everything and show roles, devices, sizes and memory, without starting anything."""
+    """Check everything and show which role runs where, sizes and memory, without starting anything."""
     from roll.config import load_config
 
     settings = load_config(config, overrides or [])
     _quiet_libraries()
+    from roll.devices.draw import draw
     from roll.devices.plan import check_memory, make_plan
     from roll.pipeline.launch import check
 
@@ -128,19 +129,8 @@ def plan(config: ConfigFile, overrides: Overrides = None) -> None:
     made = make_plan(settings, tasks)
     what = f"{made.model}: {made.parameters:,} parameters in {made.dtype}, executor {settings.executor}"
     _console.print(what, markup=False, soft_wrap=True)
-    roles = Table("role", "runs on", "strategy")
-    for row in made.roles:
-        roles.add_row(*map(Text, row))
-    sizes = Table("size", "value")
-    for size in made.sizes:
-        sizes.add_row(*map(Text, size))
-    memory = Table("role", "memory", "MiB")
-    for part in made.parts:
-        memory.add_row(part.role, part.what, f"{part.bytes / 2**20:,.0f}")
-    memory.add_section()
-    memory.add_row("all", f"of {made.available_bytes / 2**20:,.0f} MiB here", f"{made.total_bytes / 2**20:,.0f}")
-    for table in (roles, sizes, memory):
-        _console.print(table)
+    for drawn in draw(made):
+        _console.print(drawn)
     check_memory(made)
 
 

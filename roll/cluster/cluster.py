@@ -46,6 +46,11 @@ class Cluster(Generic[W]):
     def __len__(self) -> int:
         return len(self._handles)
 
+    @property
+    def in_process(self) -> bool:
+        """Whether all workers are in this process."""
+        return all(handle.in_process for handle in self._handles)
+
     @overload
     async def call(self, method: Callable[Concatenate[W, P], Awaitable[R]], *args: P.args, **kwargs: P.kwargs) -> R: ...
     @overload
@@ -84,9 +89,7 @@ class Cluster(Generic[W]):
         parallel_of(method)
         return await self._call(self._handles[rank], method, args, kwargs)
 
-    async def _call(
-        self, handle: Handle, method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
+    async def _call(self, handle: Handle, method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         limit = asyncio.timeout(self.deadline_s)
         try:
             async with limit:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from roll.cluster.worker import Place, Worker
@@ -18,6 +19,11 @@ class Handle(Protocol):
 
     @property
     def place(self) -> Place: ...
+
+    @property
+    def in_process(self) -> bool:
+        """Whether the worker is in this process, so that what it returns may share memory with it."""
+        ...
 
     async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Calls the worker's method of that name. An error it raises is raised here."""
@@ -35,8 +41,20 @@ class Executor(Protocol):
         """Bytes of calls and results that went through this process."""
         ...
 
+    def connect(self) -> None:
+        """Makes sure that workers can be started."""
+        ...
+
+    def write_logs_to(self, folder: Path) -> None:
+        """Where workers in processes of their own write what they print, a file each."""
+        ...
+
     def reserve(self, places: Sequence[Place]) -> None:
         """Takes the devices of all places a run will start workers at."""
+        ...
+
+    def disconnect(self) -> None:
+        """Lets go of what the executor itself started. Safe to repeat."""
         ...
 
     async def fetch(self, batch: Batch) -> Batch:
@@ -53,6 +71,8 @@ class Executor(Protocol):
 
 
 class LocalHandle:
+    in_process = True
+
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
@@ -73,8 +93,17 @@ class LocalExecutor:
         self.controller_bytes = 0
         self._workers: list[Worker] = []
 
+    def connect(self) -> None:
+        """Workers are started here."""
+
+    def write_logs_to(self, folder: Path) -> None:
+        """What workers in this process print stays where it is."""
+
     def reserve(self, places: Sequence[Place]) -> None:
         """This process has its devices already."""
+
+    def disconnect(self) -> None:
+        """There is nothing to let go of."""
 
     async def fetch(self, batch: Batch) -> Batch:
         return batch

@@ -17,9 +17,14 @@ class Sample:
     group: int
     temperature: float
     log: TokenLog = field(default_factory=TokenLog)
+    """Empty on the controller: a sample's tokens are with the rollout worker that ran it."""
     state: str = "new"
     reason: str = ""
     response: Response | None = None
+    """As its grader sees it; None on the controller, like its tokens."""
+    tokens: int = 0
+    response_tokens: int = 0
+    finish: str | None = None
     reward: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)

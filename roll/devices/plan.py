@@ -1,16 +1,23 @@
-"""The plan of a run: roles, devices, sizes of a step and memory, checked before anything starts."""
+"""The plan of a run: map, stages, sizes of a step and memory, checked before anything starts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from roll.algorithm import make_algorithm
 from roll.config.errors import UserError
 from roll.config.schema import Config
 from roll.data.sources import TaskSet
-from roll.devices.memory import Part, available_bytes, count_parameters, estimate
+from roll.devices.inventory import Inventory, this_machine
+from roll.devices.map import DeviceMap, RolePlacement, make_map
+from roll.devices.memory import CACHE, FULL, Estimate, Model, ModelShape, Part, Workload, estimate, largest
+from roll.devices.stages import StageTable, residency
 from roll.model.chat import ChatRenderer
 from roll.model.loading import choose_dtype, find_model, load_model_config, load_tokenizer
+
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -18,34 +25,145 @@ class Plan:
     model: str
     parameters: int
     dtype: str
-    roles: list[tuple[str, str, str]]
-    """Role, device, strategy."""
+    """Of the trainer's parameters."""
+    map: DeviceMap
+    offload: bool
+    why: str
+    """A sentence on why roles leave their devices between turns, or do not."""
+    stages: StageTable
+    memory: Estimate
+    roles: list[tuple[str, str]]
+    """Role, and how it computes in words."""
     sizes: list[tuple[str, str]]
-    parts: list[Part]
-    available_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(part.bytes for part in self.parts)
+    problem: str | None
+    """Why the run cannot start, and what to write instead."""
 
 
-def make_plan(config: Config, tasks: TaskSet) -> Plan:
+def roles_in_use(config: Config) -> frozenset[str]:
+    """The roles the run starts."""
+    reference = {"reference"} if make_algorithm(config.algorithm).needs_reference else set()
+    return frozenset({"actor_train", "actor_infer", "rollout", "reward"} | reference)
+
+
+def make_plan(config: Config, tasks: TaskSet, inventory: Inventory | None = None) -> Plan:
+    """Maps the roles over the inventory (this machine's if none is given) and estimates what each device will hold."""
+    map = make_map(config, inventory or this_machine(), roles_in_use=roles_in_use(config))
     source = find_model(config.model.path)
     shape = load_model_config(source)
     renderer = ChatRenderer(load_tokenizer(source, config.model), ())
-    dtype = choose_dtype(config.model.dtype)
-    prompt_tokens = max(len(renderer.opening(task.messages)) for task in tasks.train[:256])
+    prompts = [len(renderer.opening(task.messages)) for task in tasks.train[:256]]
+    dtypes = {role: dtype_of(config, placed) for role, placed in map.roles.items() if placed.strategy}
+    model = Model(shape, ModelShape.of(shape), dtypes)
+    work = Workload.of(config, min(prompts), max(prompts))
+    offload, why = choose_offload(config, map, model, work)
+    stages = residency(map, offload)
+    memory = estimate(map, stages, model, work)
+    return Plan(
+        model=config.model.path,
+        parameters=model.sizes.parameters,
+        dtype=str(dtypes["actor_train"]).removeprefix("torch."),
+        map=map,
+        offload=offload,
+        why=why,
+        stages=stages,
+        memory=memory,
+        roles=_roles(config, map),
+        sizes=_sizes(config, tasks, max(prompts)),
+        problem=_problem(config, map, stages, model, memory, work),
+    )
+
+
+def check_memory(plan: Plan) -> None:
+    if plan.problem is not None:
+        raise UserError(plan.problem)
+
+
+def dtype_of(config: Config, placed: RolePlacement) -> torch.dtype:
+    """The precision a role holds the model in; of a GPU that is not here, `auto` is bf16."""
+    device = placed.places[0].device
+    if placed.on_gpus and config.model.dtype == "auto" and not torch.cuda.is_available():
+        return torch.bfloat16
+    return choose_dtype(config.model.dtype, device)
+
+
+def choose_offload(config: Config, map: DeviceMap, model: Model, work: Workload) -> tuple[bool, str]:
+    """Whether roles leave their devices between turns, and a sentence that says why."""
+    stay, turns = residency(map, False), residency(map, True)
+    if config.offload != "auto":
+        asked = config.offload == "always"
+        return asked, f"offload is {config.offload}: roles {'take turns on' if asked else 'stay on'} shared devices."
+    if stay.levels == turns.levels:
+        return False, "Nothing is offloaded: no stage needs the devices of a role that is not in it."
+    full = estimate(map, stay, model, work).too_full()
+    if not full:
+        return False, f"Nothing is offloaded: all roles together fit into {FULL:.0%} of every memory."
+    turned = estimate(map, turns, model, work)
+    whole = estimate(map, stay, model, work)
+    relieved = [pool for pool in full if turned.peak(pool)[1] < whole.peak(pool)[1]]
+    if not relieved:
+        return False, "Nothing is offloaded: it would not make room."
+    pool = max(relieved, key=lambda pool: whole.peak(pool)[1] / max(pool.capacity, 1))
+    return True, (
+        f"Roles take turns and leave shared devices: all together would need {_gib(whole.peak(pool)[1])} of {pool.name}, "
+        f"which has {_gib(pool.capacity)}; in turns it is {_gib(turned.peak(pool)[1])}."
+    )
+
+
+def _problem(
+    config: Config, map: DeviceMap, stages: StageTable, model: Model, memory: Estimate, work: Workload
+) -> str | None:
+    """What does not fit, and what to write instead."""
+    full = memory.too_full()
+    if not full:
+        return None
+    pool = max(full, key=lambda pool: memory.peak(pool)[1] / max(pool.capacity, 1))
+    stage, need = memory.peak(pool)
+    part = largest(memory.parts[pool, stage])
+    where = "the machine" if pool.name == "memory" else pool.name
+    return (
+        f"in the stage {stage} this run needs about {_gib(need)} and {where} has {_gib(pool.capacity)}, of which "
+        f"{FULL:.0%} may be planned; the largest part is {part.worker}'s {part.what} ({_gib(part.bytes)}): "
+        f"{_remedy(config, map, stages, model, work, part)}"
+    )
+
+
+def _remedy(config: Config, map: DeviceMap, stages: StageTable, model: Model, work: Workload, part: Part) -> str:
+    """A setting that makes the run fit: offloading, fewer sequences or shorter micro-batches, whichever helps alone;
+    else where to look."""
+    if config.offload == "never" and not estimate(map, residency(map, True), model, work).too_full():
+        return "write offload=auto"
+    settings = [("rollout", "max_running"), ("train", "micro_batch_tokens")]
+    for section, field in settings if part.what == CACHE else reversed(settings):
+        value = getattr(getattr(config, section), field)
+        while (value := value // 2) >= 1:
+            smaller = getattr(config, section).model_copy(update={field: value})
+            tried = config.model_copy(update={section: smaller})
+            less = Workload.of(tried, work.shortest_prompt, work.longest_prompt)
+            if not estimate(map, stages, model, less).too_full():
+                return f"write {section}.{field}={value}"
+    role = part.worker.partition("[")[0]
+    elsewhere = f", or other devices for it in roles.{role}.devices" if role in map.roles else ""
+    return (
+        "choose a smaller model, or smaller rollout.max_running, rollout.max_new_tokens or "
+        f"train.micro_batch_tokens{elsewhere}"
+    )
+
+
+def _roles(config: Config, map: DeviceMap) -> list[tuple[str, str]]:
+    words = {
+        "actor_train": "",
+        "actor_infer": f"{config.rollout.max_running} at once" + (", the actor's parameters" if map.one_copy else ""),
+        "reference": "frozen",
+        "rollout": "drives samples",
+        "reward": f"{config.reward.name}, {config.reward.workers} grader(s) each",
+    }
+    return [(role, ", ".join(filter(None, [placed.strategy, words.get(role, "")]))) for role, placed in map.roles.items()]
+
+
+def _sizes(config: Config, tasks: TaskSet, prompt_tokens: int) -> list[tuple[str, str]]:
     rollout, train = config.rollout, config.train
-    reference = make_algorithm(config.algorithm).needs_reference
-    roles = [
-        ("actor_train", "cpu", "single"),
-        ("actor_infer", "cpu, the actor's parameters", f"native, {rollout.max_running} at once"),
-        ("reward", f"{config.reward.workers} process(es)", config.reward.name),
-    ]
-    if reference:
-        roles.append(("reference", "cpu", "single, frozen"))
     samples = rollout.groups_per_step * rollout.group_size
-    sizes = [
+    return [
         ("tasks", f"{len(tasks.train)} to train on, {len(tasks.held_out)} held out"),
         ("samples a step", f"{rollout.groups_per_step} groups × {rollout.group_size} = {samples}"),
         ("tokens a sample", f"prompt up to {prompt_tokens}, response up to {rollout.max_new_tokens}"),
@@ -53,17 +171,7 @@ def make_plan(config: Config, tasks: TaskSet) -> Plan:
         ("updates a step", str(train.updates_per_step)),
         ("steps", f"{train.steps}, {train.steps * samples} samples in all"),
     ]
-    parts = estimate(config, shape, dtype, prompt_tokens, reference)
-    name = str(dtype).removeprefix("torch.")
-    return Plan(config.model.path, count_parameters(shape), name, roles, sizes, parts, available_bytes())
 
 
-def check_memory(plan: Plan) -> None:
-    if plan.total_bytes > plan.available_bytes:
-        need, have = plan.total_bytes / 2**30, plan.available_bytes / 2**30
-        largest = max(plan.parts, key=lambda part: part.bytes)
-        raise UserError(
-            f"this run needs about {need:.1f} GiB and the machine has {have:.1f} GiB; the largest part is the "
-            f"{largest.role}'s {largest.what} ({largest.bytes / 2**30:.1f} GiB): choose a smaller model, or smaller "
-            "rollout.max_running, rollout.max_new_tokens or train.micro_batch_tokens"
-        )
+def _gib(count: int) -> str:
+    return f"{count / GIB:.1f} GiB"

@@ -12,21 +12,21 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from roll.algorithm import make_algorithm
+from roll.cluster import Executor
 from roll.config import Config, UserError, changed_keys, dump_config, load_config
 from roll.data.sources import TaskSet, TaskSource, load_tasks
 from roll.data.task import Task
-from roll.devices.plan import check_memory, make_plan
+from roll.devices.plan import Plan, check_memory, make_plan
 from roll.model.chat import ChatRenderer
 from roll.model.loading import find_model, load_model_config, load_tokenizer
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.report import PlainReporter, Reporter
 from roll.pipeline.rlvr import RLVR
-from roll.pipeline.roles import sample_runner, start_roles
+from roll.pipeline.roles import executor_of, inventory_of, start_roles
 from roll.pipeline.state import RunState
+from roll.pipeline.turns import Turns
 from roll.reward import RewardFn, RewardSource
 from roll.rollout.evaluate import Evaluation, Evaluator
-from roll.rollout.lifecycle import Lifecycle
 from roll.run import Checkpoint, Checkpoints, RunFolder
 from roll.workers.publish import publish
 from roll.workers.train import TrainWorker
@@ -52,16 +52,32 @@ def train(
     """
     reporter = reporter or PlainReporter()
     task_set, judge = check(config, reward=reward, tasks=tasks)
-    check_memory(make_plan(config, task_set))
-    place = Path(config.run.dir)
-    if restart and not resume:
-        RunFolder.move_aside(place)
-    folder = RunFolder.open(place) if resume else RunFolder.create(place, dump_config(config))
+    with executor_of(config) as executor:
+        plan = make_plan(config, task_set, inventory_of(config, executor))
+        check_memory(plan)
+        place = Path(config.run.dir)
+        if restart and not resume:
+            RunFolder.move_aside(place)
+        folder = RunFolder.open(place) if resume else RunFolder.create(place, dump_config(config))
+        return _train_in(folder, config, reporter, executor, plan, task_set, judge, resume=resume)
+
+
+def _train_in(
+    folder: RunFolder,
+    config: Config,
+    reporter: Reporter,
+    executor: Executor,
+    plan: Plan,
+    tasks: TaskSet,
+    judge: RewardSource,
+    *,
+    resume: bool,
+) -> dict[str, Any]:
     try:
         with folder.lock():
             checkpoint = _checkpoint_to_resume(config, folder) if resume else None
             with Recorder.open(config, folder, reporter) as recorder:
-                return asyncio.run(_train(config, recorder, task_set, judge, checkpoint))
+                return asyncio.run(_train(config, recorder, executor, plan, tasks, judge, checkpoint))
     except UserError:
         if not resume:
             shutil.rmtree(folder.path)  # refused while it started: nothing happened in it
@@ -71,13 +87,19 @@ def train(
 
 
 async def _train(
-    config: Config, recorder: Recorder, tasks: TaskSet, judge: RewardSource, checkpoint: Checkpoint | None
+    config: Config,
+    recorder: Recorder,
+    executor: Executor,
+    plan: Plan,
+    tasks: TaskSet,
+    judge: RewardSource,
+    checkpoint: Checkpoint | None,
 ) -> dict[str, Any]:
-    recorder.reporter.phase("loading the model")
-    reference = make_algorithm(config.algorithm).needs_reference
-    log = recorder.folder.path / "graders.log"
+    recorder.reporter.phase("loading the model" if config.executor == "local" else "starting the workers")
+    executor.connect()  # before signals are ours: Ray would take them
     with _stopping(recorder):
-        async with start_roles(config, judge, reference=reference, log=log) as roles:
+        run = recorder.folder.path
+        async with start_roles(config, judge, executor=executor, map=plan.map, stages=plan.stages, run=run) as roles:
             state = RunState()
             if checkpoint is not None:
                 state = recorder.resume(checkpoint)
@@ -96,14 +118,19 @@ def evaluate(config: Config, *, reward: RewardFn | None = None, tasks: TaskSourc
     task_set, judge = check(config, reward=reward, tasks=tasks)
     if not task_set.held_out:
         raise UserError(f"tasks: the source {config.tasks.source!r} has no held-out tasks to evaluate on")
-    return asyncio.run(_evaluate(config, task_set, judge))
+    with executor_of(config) as executor:
+        plan = make_plan(config, task_set, inventory_of(config, executor))
+        check_memory(plan)
+        return asyncio.run(_evaluate(config, executor, plan, task_set, judge))
 
 
-async def _evaluate(config: Config, tasks: TaskSet, judge: RewardSource) -> Evaluation:
-    async with start_roles(config, judge) as roles:
-        await publish(roles.actor, roles.engines, version=0)
-        runner = sample_runner(config, roles, Lifecycle(None))
-        evaluation = await Evaluator(tasks.held_out, runner, config.eval).evaluate(0)
+async def _evaluate(config: Config, executor: Executor, plan: Plan, tasks: TaskSet, judge: RewardSource) -> Evaluation:
+    async with start_roles(config, judge, executor=executor, map=plan.map, stages=plan.stages) as roles:
+        turns = Turns(roles)
+        await turns.enter("publish")
+        await publish(roles.actor, roles.engines, 0, config.weights.path)
+        await turns.enter("generate")
+        evaluation = await Evaluator(tasks.held_out, roles.pool, config.eval).evaluate(0)
     assert evaluation is not None
     return evaluation
 

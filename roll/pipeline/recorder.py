@@ -14,14 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from roll.cluster import Cluster
+from roll.cluster import Cluster, Executor
 from roll.config.schema import Config
 from roll.data.sample import Sample
 from roll.pipeline.report import Reporter, StepReport
 from roll.pipeline.state import RunState
 from roll.rollout.evaluate import Evaluation
+from roll.rollout.pool import RolloutPool
 from roll.rollout.scheduler import Rollout
-from roll.run import Checkpoint, Checkpoints, Ledger, Metrics, RunFolder, draw_curve, write_samples
+from roll.run import Checkpoint, Checkpoints, Ledger, Metrics, RunFolder, draw_curve, drop_samples_after
 from roll.strategy.train.base import UpdateStats
 from roll.workers.train import TrainWorker
 
@@ -36,6 +37,7 @@ class Recorder:
         self._metrics = metrics
         self._checkpoints = Checkpoints(folder, keep=config.run.keep_checkpoints)
         self._clock = time.monotonic()
+        self._bytes_before = 0
         self._recent: deque[float] = deque(maxlen=3)
         """Seconds of the latest steps; early ones are no guide to later ones."""
 
@@ -51,26 +53,36 @@ class Recorder:
         """Starts from nothing: what a process that died before its first checkpoint left is rolled back and forgotten."""
         self.ledger.roll_back(0, 0)
         self._metrics.truncate_after(-1)
+        drop_samples_after(self.folder, -1)
 
     def resume(self, checkpoint: Checkpoint) -> RunState:
         """Goes back to a checkpoint: what came after it is rolled back on the ledger and forgotten by the metrics."""
         state = dict(checkpoint.state)
         self.ledger.roll_back(state.pop("ledger_position"), checkpoint.step)
         self._metrics.truncate_after(checkpoint.step)
+        drop_samples_after(self.folder, checkpoint.step)
         return RunState(**state)
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         self._metrics.log(step, {"eval/accuracy": evaluation.accuracy, "eval/tokens_mean": evaluation.tokens_mean})
         self.reporter.evaluated(step, evaluation)
 
-    def record(
-        self, state: RunState, rollout: Rollout, stats: UpdateStats | None, generating_s: float, training_s: float
+    async def record(
+        self,
+        state: RunState,
+        rollout: Rollout,
+        stats: UpdateStats | None,
+        generating_s: float,
+        training_s: float,
+        *,
+        pool: RolloutPool,
+        executor: Executor,
     ) -> None:
         """Puts a finished step on disk and tells the reporter. `state.step` counts it already."""
         seconds = self._lap()
         self._recent.append(generating_s + training_s)
-        samples = [s for s in rollout.samples if s.response is not None]
-        lengths = [s.log.response_tokens for s in samples]
+        samples = [s for s in rollout.samples if s.finish is not None]
+        lengths = [s.response_tokens for s in samples]
         state.seconds += seconds
         state.seconds_generating += generating_s
         state.seconds_training += training_s
@@ -82,10 +94,14 @@ class Recorder:
         values["response/tokens_per_s"] = sum(lengths) / max(generating_s, 1e-9)
         if stats is not None:
             values |= update_metrics(stats)
+        if executor.controller_bytes:
+            passed, self._bytes_before = executor.controller_bytes - self._bytes_before, executor.controller_bytes
+            values["data/controller_bytes_a_sample"] = passed / max(len(rollout.samples), 1)
         self.ledger.flush()
         self._metrics.log(state.step, values)
         if self._config.run.save_samples:
-            write_samples(self.folder, state.step, (_sample_row(s) for s in rollout.samples))
+            await pool.write(state.step, rollout.samples)
+        await pool.forget(rollout.samples)
         steps = self._config.train.steps
         self.reporter.stepped(
             StepReport(
@@ -145,7 +161,7 @@ class Recorder:
 
 def rollout_metrics(rollout: Rollout, samples: list[Sample], lengths: list[int]) -> dict[str, float]:
     rewards = [s.reward for s in samples if s.state != "failed"]
-    truncated = [s.response.finish == "length" for s in samples if s.response is not None]
+    truncated = [s.finish == "length" for s in samples]
     values = {
         "reward/mean": float(np.mean(rewards)) if rewards else 0.0,
         "response/tokens_mean": float(np.mean(lengths)) if lengths else 0.0,
@@ -172,24 +188,3 @@ def update_metrics(stats: UpdateStats) -> dict[str, float]:
         "train/skipped": stats.skipped,
     }
     return values | {f"train/{name}": value for name, value in stats.metrics.items()}
-
-
-def _sample_row(sample: Sample) -> dict[str, Any]:
-    return {
-        "sample": sample.id,
-        "task": sample.task.id,
-        "group": sample.group,
-        "state": sample.state,
-        "reason": sample.reason,
-        "question": sample.task.question,
-        "answer": sample.task.answer,
-        "response": sample.response.text if sample.response else None,
-        "finish": sample.response.finish if sample.response else None,
-        "reward": sample.reward,
-        "parts": sample.parts,
-        "ids": sample.log.ids.tolist(),
-        "loss_mask": sample.log.loss_mask.astype(int).tolist(),
-        "logprobs": [round(float(x), 6) for x in sample.log.behaviour],
-        "versions": sample.log.versions.tolist(),
-        "seconds": {state: round(seconds, 4) for state, seconds in sample.seconds.items()},
-    }

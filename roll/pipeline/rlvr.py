@@ -12,8 +12,9 @@ from roll.config.errors import RunError
 from roll.config.schema import Config
 from roll.data.sources import TaskSet
 from roll.pipeline.recorder import Recorder
-from roll.pipeline.roles import Roles, sample_runner
+from roll.pipeline.roles import Roles
 from roll.pipeline.state import RunState
+from roll.pipeline.turns import Turns
 from roll.rollout.evaluate import Evaluator
 from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.scheduler import Rollout, RolloutScheduler
@@ -35,15 +36,15 @@ class RLVR:
         self.state = state
         self._algorithm = make_algorithm(config.algorithm)
         self._lifecycle = Lifecycle(recorder.ledger)
-        runner = sample_runner(config, roles, self._lifecycle)
-        self._scheduler = RolloutScheduler(tasks, runner, self._lifecycle, config.rollout, config.seed)
+        self._turns = Turns(roles)
+        self._scheduler = RolloutScheduler(tasks, roles.pool, self._lifecycle, config.rollout, config.seed)
         self._scheduler.next_group = state.next_group
-        self._evaluator = Evaluator(tasks.held_out, sample_runner(config, roles, Lifecycle(None)), config.eval)
+        self._evaluator = Evaluator(tasks.held_out, roles.pool, config.eval)
 
     async def run(self) -> RunState:
         """Trains until the last step, or until somebody asks to stop; then evaluates and saves."""
         config, state, recorder = self._config, self.state, self._recorder
-        await publish(self._roles.actor, self._roles.engines, version=state.step)
+        await self._publish(state.step)
         if state.accuracy_before is None:
             await self._evaluate()
         while state.step < config.train.steps and not recorder.stop_requested and not self._solved():
@@ -60,21 +61,29 @@ class RLVR:
 
     async def _step(self) -> None:
         roles, state, started = self._roles, self.state, time.monotonic()
+        await self._turns.enter("generate")
         rollout = await self._scheduler.next_rollout()
         generated = time.monotonic()
         stats = None
         if (batch := rollout.batch) is not None:
             if roles.reference is not None:
+                await self._turns.enter("reference")
                 batch = batch.with_columns(ref=await roles.reference.call(TrainWorker.log_probs, batch))
             batch = self._algorithm.credit(batch)
+            await self._turns.enter("train")
             stats = await roles.actor.call(TrainWorker.update, batch, self._algorithm.loss, state.step)
             if stats.skipped:
                 self._recorder.reporter.warned(
                     f"step {state.step + 1}: a gradient was not finite; {stats.skipped} updates skipped"
                 )
-        await publish(roles.actor, roles.engines, version=state.step + 1)
+        await self._publish(state.step + 1)
         self._count(rollout)
-        self._recorder.record(state, rollout, stats, generated - started, time.monotonic() - generated)
+        times = (generated - started, time.monotonic() - generated)
+        await self._recorder.record(state, rollout, stats, *times, pool=roles.pool, executor=roles.executor)
+
+    async def _publish(self, version: int) -> None:
+        await self._turns.enter("publish")
+        await publish(self._roles.actor, self._roles.engines, version, self._config.weights.path)
 
     def _count(self, rollout: Rollout) -> None:
         state = self.state
@@ -103,6 +112,7 @@ class RLVR:
 
     async def _evaluate(self) -> None:
         self._recorder.reporter.phase("evaluating held-out tasks")
+        await self._turns.enter("generate")
         evaluation = await self._evaluator.evaluate(self.state.step)
         if evaluation is not None:
             self.state.evaluated(evaluation)

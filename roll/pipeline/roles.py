@@ -1,81 +1,145 @@
-"""Starting and stopping the roles of a run."""
+"""Starting and stopping the roles of a run, on the devices of its map."""
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from roll.cluster import Cluster, LocalExecutor, Place
+from roll.cluster import Cluster, Executor, LocalExecutor, Place, Worker
 from roll.config.schema import Config
-from roll.model.chat import ChatRenderer
-from roll.model.loading import find_model, load_tokenizer, stop_ids_of
+from roll.devices.inventory import Inventory, this_machine
+from roll.devices.map import DeviceMap, make_map
+from roll.devices.plan import roles_in_use
+from roll.devices.stages import StageTable, residency
+from roll.model.loading import SMOLLM2, TINY
 from roll.reward import RewardSource
-from roll.rollout.lifecycle import Lifecycle
+from roll.rollout.pool import RolloutPool
 from roll.rollout.router import Router
-from roll.rollout.runner import SampleRunner, training_sampling
+from roll.rollout.worker import RolloutWorker
 from roll.workers.infer import InferWorker
 from roll.workers.reward import RewardWorker
 from roll.workers.train import TrainWorker
 
+W = TypeVar("W", bound=Worker)
+
 
 @dataclass(frozen=True)
 class Roles:
-    """The running roles, and the renderer that turns tasks into their tokens."""
+    """The running roles, and what of each is on its devices in which stage."""
 
+    executor: Executor
+    stages: StageTable
     actor: Cluster[TrainWorker]
     engines: Cluster[InferWorker]
     rewards: Cluster[RewardWorker]
+    rollouts: Cluster[RolloutWorker]
     reference: Cluster[TrainWorker] | None
     router: Router
-    renderer: ChatRenderer
-    stop_ids: tuple[int, ...]
+    pool: RolloutPool
+
+
+def make_executor(config: Config) -> Executor:
+    """The executor the config names; nothing is started or joined yet."""
+    if config.executor == "local":
+        return LocalExecutor(config.ray.call_deadline_s)
+    from roll.cluster.ray_executor import RayExecutor
+
+    return RayExecutor(config.ray)
+
+
+@contextmanager
+def executor_of(config: Config) -> Iterator[Executor]:
+    """The executor the config names; whatever happens, what it started is stopped at the end."""
+    executor = make_executor(config)
+    try:
+        yield executor
+    finally:
+        executor.disconnect()
+
+
+def inventory_of(config: Config, executor: Executor) -> Inventory:
+    """What there is to run on: this machine, or the cluster that is joined."""
+    if config.executor == "local" or config.ray.address is None:
+        return this_machine()
+    from roll.cluster.ray_executor import RayExecutor
+
+    assert isinstance(executor, RayExecutor)
+    rows = [asdict(node) for node in executor.nodes()]
+    return Inventory.of({**row, "aliases": (row.pop("host"), row.pop("address"))} for row in rows)
 
 
 @asynccontextmanager
 async def start_roles(
-    config: Config, reward: RewardSource, *, reference: bool = False, log: Path | None = None
+    config: Config,
+    reward: RewardSource,
+    *,
+    executor: Executor | None = None,
+    map: DeviceMap | None = None,
+    stages: StageTable | None = None,
+    run: Path | None = None,
 ) -> AsyncIterator[Roles]:
-    """Every role of the config, running; all of them closed at the end, whatever happens."""
-    threads = config.threads or os.cpu_count() or 1
-    executor = LocalExecutor()
+    """Every role of the config, running; all of them closed at the end, whatever happens.
+
+    `map` and `stages` are the plan's; without them roles are placed by the config's own words, all resident.
+    """
+    executor = executor or make_executor(config)
     try:
-        rewards = await Cluster.start(
-            executor, lambda place: RewardWorker(place, config.reward, reward, log), [Place("reward")]
-        )
-        await rewards.call(RewardWorker.start)
-        source = find_model(config.model.path)
-        tokenizer = load_tokenizer(source, config.model)
-        stop_ids = stop_ids_of(tokenizer, source)
-        actor = await Cluster.start(
-            executor, lambda place: TrainWorker(place, config), [Place("actor_train", threads=threads)]
-        )
-        engines = await Cluster.start(
-            executor, lambda place: InferWorker(place, config), [Place("actor_infer", threads=threads)]
-        )
-        frozen = None
-        if reference:
-            frozen = await Cluster.start(
-                executor,
-                lambda place: TrainWorker(place, config, trainable=False),
-                [Place("reference", threads=threads)],
-            )
-        renderer = ChatRenderer(tokenizer, stop_ids)
-        yield Roles(actor, engines, rewards, frozen, Router(engines), renderer, stop_ids)
+        map = map or make_map(config, inventory_of(config, executor), roles_in_use=roles_in_use(config))
+        stages = stages or residency(map, False)
+        yield await _start(_with_absolute_paths(config), reward, executor, map, stages, run)
     finally:
-        await executor.close()
+        await asyncio.shield(executor.close())
 
 
-def sample_runner(config: Config, roles: Roles, moves: Lifecycle) -> SampleRunner:
-    """What drives samples through these roles."""
-    return SampleRunner(
-        roles.router,
-        roles.rewards,
-        roles.renderer,
-        moves,
-        sampling=training_sampling(config.rollout, roles.stop_ids),
-        deadline_s=config.rollout.deadline_s,
-        seed=config.seed,
-    )
+async def _start(
+    config: Config, reward: RewardSource, executor: Executor, map: DeviceMap, stages: StageTable, run: Path | None
+) -> Roles:
+    graders = None if run is None else run / "graders.log"
+    places = {role: placement.places for role, placement in map.roles.items()}
+    if run is not None:
+        executor.write_logs_to(run / "logs")
+    executor.reserve([place for some in places.values() for place in some])
+
+    async def start(role: str, make: Callable[[Place], W]) -> Cluster[W]:
+        return await Cluster.start(executor, make, places[role])
+
+    async def start_rewards() -> Cluster[RewardWorker]:
+        cluster = await start("reward", lambda place: RewardWorker(place, config.reward, reward, graders))
+        await cluster.call(RewardWorker.start)
+        return cluster
+
+    async def start_actor() -> Cluster[TrainWorker]:
+        return await start("actor_train", lambda place: TrainWorker(place, config))
+
+    async def start_engines() -> Cluster[InferWorker]:
+        return await start("actor_infer", lambda place: InferWorker(place, config))
+
+    async def start_rollouts() -> Cluster[RolloutWorker]:
+        return await start("rollout", lambda place: RolloutWorker(place, config, run))
+
+    async def start_reference() -> Cluster[TrainWorker] | None:
+        if "reference" not in places:
+            return None
+        return await start("reference", lambda place: TrainWorker(place, config, trainable=False))
+
+    starts = (start_rewards(), start_actor(), start_engines(), start_reference(), start_rollouts())
+    rewards, actor, engines, reference, rollouts = await asyncio.gather(*starts)
+    await rollouts.call(RolloutWorker.connect, engines, rewards)
+    router = Router(len(engines), executor.deadline_s)
+    pool = RolloutPool(rollouts, router, config.rollout.max_new_tokens)
+    return Roles(executor, stages, actor, engines, rewards, rollouts, reference, router, pool)
+
+
+def _with_absolute_paths(config: Config) -> Config:
+    """Workers may have another current folder."""
+    model, updates = config.model, {}
+    if model.path not in (TINY, SMOLLM2) and os.path.exists(os.path.expanduser(model.path)):
+        updates["path"] = os.path.abspath(os.path.expanduser(model.path))
+    if model.chat_template is not None:
+        updates["chat_template"] = os.path.abspath(os.path.expanduser(model.chat_template))
+    return config.model_copy(update={"model": model.model_copy(update=updates)})

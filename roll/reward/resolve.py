@@ -39,7 +39,7 @@ def resolve(name: str, root: str | os.PathLike[str] | None = None) -> RewardFn:
             f"reward {name!r} is not known: the built-in rewards are {_listed(BUILTINS)}{_near(name, BUILTINS)}; "
             f"for your own, {_FORMS}"
         )
-    folder = Path.cwd() if root is None else Path(root)
+    folder = Path.cwd() if root is None or not Path(root).is_dir() else Path(root)  # another machine has its own copy
     is_file = place.endswith(".py") or "/" in place
     module = _load_file(name, folder / place) if is_file else _import(name, place, folder)
     return _checked(name, _get(name, module, attribute))

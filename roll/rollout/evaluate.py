@@ -10,7 +10,8 @@ from roll.data.sample import Sample
 from roll.data.task import Task
 from roll.engine.request import seed_of
 from roll.rollout.lifecycle import Lifecycle
-from roll.rollout.runner import SampleRunner, run_all
+from roll.rollout.pool import RolloutPool
+from roll.rollout.runner import run_all
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class Evaluation:
 
 
 class Evaluator:
-    def __init__(self, tasks: tuple[Task, ...], runner: SampleRunner, config: EvalConfig) -> None:
+    def __init__(self, tasks: tuple[Task, ...], pool: RolloutPool, config: EvalConfig) -> None:
         self._tasks = tasks
-        self._runner = runner
+        self._pool = pool
         self._config = config
         self._lifecycle = Lifecycle(None)
 
@@ -50,18 +51,22 @@ class Evaluator:
         ]
         for sample in samples:
             self._lifecycle.move(sample, "queued")
-        await run_all(self._runner, samples)
+        await run_all(lambda sample: self._pool.run(sample.id, [sample], self._lifecycle), samples)
+        try:
+            return await self._judged(samples)
+        finally:
+            await self._pool.forget(samples)
+
+    async def _judged(self, samples: list[Sample]) -> Evaluation:
         scored = [sample for sample in samples if sample.state == "scored"]
         if not scored:
             raise RunError(f"no held-out answer could be judged; the first reason: {samples[0].reason}")
-        answers = [
-            Answer(s.task.question, s.response.text, s.reward)
-            for s in samples[: self._config.show]
-            if s.response is not None
-        ]
+        shown = [sample for sample in samples[: self._config.show] if sample.finish is not None]
+        texts = await self._pool.texts(shown)
+        answers = [Answer(s.task.question, text, s.reward) for s, text in zip(shown, texts, strict=True)]
         return Evaluation(
             accuracy=sum(s.reward for s in scored) / len(scored),
-            tokens_mean=sum(s.log.response_tokens for s in scored) / len(scored),
+            tokens_mean=sum(s.response_tokens for s in scored) / len(scored),
             answers=answers,
             failed=len(samples) - len(scored),
         )

@@ -10,10 +10,10 @@ What always holds: a move that is not in the table is a bug and raises; every mo
 from __future__ import annotations
 
 import time
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from roll.data.sample import Sample
-from roll.run.ledger import Ledger, Transition
+from roll.run.ledger import Transition
 
 State = Literal["queued", "generating", "scoring", "scored", "kept", "trained", "dropped", "failed"]
 
@@ -30,10 +30,16 @@ MOVES: dict[str, frozenset[str]] = {
 }
 
 
-class Lifecycle:
-    """Moves samples from state to state and writes the ledger."""
+class Record(Protocol):
+    """Where moves are written: the run's ledger, or a report to the one who keeps it."""
 
-    def __init__(self, ledger: Ledger | None) -> None:
+    def append(self, transition: Transition) -> None: ...
+
+
+class Lifecycle:
+    """Moves samples from state to state and writes them down."""
+
+    def __init__(self, ledger: Record | None) -> None:
         """Without a ledger moves are checked and timed, but not recorded: evaluation is no part of a run's lineage."""
         self._ledger = ledger
 

@@ -1,80 +1,64 @@
-"""The router: one door to all engines.
+"""The router: which engine a group goes to, with a view of all of them.
 
-A request goes to the engine with the fewest tokens still to come. What always holds: every request that was accepted ends
-in one completion, or in the error of the engine it was on.
+A group goes to the engine with the fewest tokens still to come; all its samples go there together, because they share
+their prompt. Engines leave while their device is needed for something else, and join again.
+
+What always holds: an engine that has left has nothing to do when `leave` returns, and gets nothing before it joins; a
+group waits only while no engine is in.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
-from roll.cluster import Cluster
-from roll.engine.request import Completion, Request
-from roll.workers.infer import InferWorker
-
-
-@dataclass
-class _Waiting:
-    request: Request
-    answer: asyncio.Future[Completion]
-    engine: int
-
-    @property
-    def tokens(self) -> int:
-        return len(self.request.ids) + self.request.sampling.max_new_tokens
+from roll.config.errors import RunError
 
 
 class Router:
-    def __init__(self, engines: Cluster[InferWorker]) -> None:
-        self._engines = engines
-        self._waiting: dict[str, _Waiting] = {}
-        self._loads = [0] * len(engines)
-        """Tokens that may be needed on each engine for what waits there."""
-        self._forsaken: Counter[str] = Counter()
-        """Completions still to come that nobody waits for: of requests that were cancelled. They come before those of a
-        later try with the same id."""
-        self._collectors: dict[int, asyncio.Task[None]] = {}
+    def __init__(self, engines: int, deadline_s: float = 1800.0) -> None:
+        self._loads = [0] * engines
+        """Tokens that may be needed on each engine for what is there."""
+        self._inside = set(range(engines))
+        self._deadline_s = deadline_s
+        self._changed = asyncio.Event()
 
-    async def generate(self, request: Request) -> Completion:
-        """Generates one response. Cancelling it, a deadline say, ends the request on its engine too."""
-        if request.id in self._waiting:
-            raise ValueError(f"request {request.id!r} is being generated already")
-        engine = self._loads.index(min(self._loads))
-        waiting = _Waiting(request, asyncio.get_running_loop().create_future(), engine)
-        self._waiting[request.id] = waiting
-        self._loads[engine] += waiting.tokens
+    @property
+    def inside(self) -> frozenset[int]:
+        """Engines that take groups."""
+        return frozenset(self._inside)
+
+    @asynccontextmanager
+    async def seat(self, tokens: int) -> AsyncIterator[int]:
+        """An engine for a group that may need so many tokens, until the block ends."""
+        await self._until(lambda: bool(self._inside), "no engine has joined")
+        engine = min(sorted(self._inside), key=lambda e: self._loads[e])
+        self._loads[engine] += tokens
         try:
-            await self._engines.call_rank(engine, InferWorker.submit, [request])
-            self._collect_from(engine)
-            return await waiting.answer
-        except asyncio.CancelledError:
-            if not waiting.answer.done() or waiting.answer.cancelled():
-                self._forsaken[request.id] += 1
-            await self._engines.call_rank(engine, InferWorker.abort, [request.id])
-            raise
+            yield engine
         finally:
-            del self._waiting[request.id]
-            self._loads[engine] -= waiting.tokens
+            self._loads[engine] -= tokens
+            self._notify()
 
-    def _collect_from(self, engine: int) -> None:
-        task = self._collectors.get(engine)
-        if task is None or task.done():
-            self._collectors[engine] = asyncio.create_task(self._collector(engine))
+    async def leave(self, engine: int) -> None:
+        """Returns once the engine has nothing to do; it gets nothing new from now on."""
+        self._inside.discard(engine)
+        await self._until(lambda: self._loads[engine] == 0, f"engine {engine} has not finished its samples")
 
-    async def _collector(self, engine: int) -> None:
-        """Hands out an engine's results while anything waits for it."""
+    def join(self, engine: int) -> None:
+        self._inside.add(engine)
+        self._notify()
+
+    async def _until(self, holds: Callable[[], bool], otherwise: str) -> None:
         try:
-            while any(w.engine == engine and not w.answer.done() for w in self._waiting.values()):
-                for completion in await self._engines.call_rank(engine, InferWorker.results):
-                    waiting = self._waiting.get(completion.id)
-                    if self._forsaken[completion.id]:
-                        self._forsaken[completion.id] -= 1
-                    elif waiting is not None and not waiting.answer.done():
-                        waiting.answer.set_result(completion)
-                await asyncio.sleep(0)
-        except Exception as error:
-            for waiting in self._waiting.values():
-                if waiting.engine == engine and not waiting.answer.done():
-                    waiting.answer.set_exception(error)
+            async with asyncio.timeout(self._deadline_s):
+                while not holds():
+                    await self._changed.wait()
+        except TimeoutError:
+            raise RunError(f"{otherwise} for {self._deadline_s:g} s") from None
+
+    def _notify(self) -> None:
+        """Wakes everyone who waits, once."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

@@ -20,7 +20,7 @@ from roll.data.sample import Group, Sample
 from roll.data.sources import TaskSet
 from roll.rollout.filters import FILTERS
 from roll.rollout.lifecycle import Lifecycle
-from roll.rollout.runner import SampleRunner, run_all
+from roll.rollout.pool import RolloutPool
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,9 @@ class Rollout:
 
 
 class RolloutScheduler:
-    def __init__(
-        self, tasks: TaskSet, runner: SampleRunner, lifecycle: Lifecycle, config: RolloutConfig, seed: int
-    ) -> None:
+    def __init__(self, tasks: TaskSet, pool: RolloutPool, lifecycle: Lifecycle, config: RolloutConfig, seed: int) -> None:
         self._tasks = tasks
-        self._runner = runner
+        self._pool = pool
         self._lifecycle = lifecycle
         self._config = config
         self._seed = seed
@@ -79,7 +77,7 @@ class RolloutScheduler:
         self._refuse_total_failure(groups)
         kept.sort(key=lambda group: group.index)
         samples = [sample for group in kept for sample in group.scored]
-        batch = Batch.from_samples(samples) if samples else None
+        batch = await self._pool.batch([group.scored for group in kept]) if samples else None
         for sample in samples:
             self._lifecycle.move(sample, "kept")
         return Rollout(batch, kept, groups, dropped)
@@ -96,7 +94,7 @@ class RolloutScheduler:
         return asyncio.create_task(self._run(group))
 
     async def _run(self, group: Group) -> Group:
-        await run_all(self._runner, group.samples)
+        await self._pool.run(str(group.index), group.samples, self._lifecycle)
         return group
 
     def _judge(self, group: Group) -> str | None:

@@ -12,7 +12,7 @@ from roll.run.files import atomic_open, atomic_write, to_json
 from roll.run.folder import RunFolder
 from roll.run.ledger import ROLLED_BACK, Ledger, Transition
 from roll.run.metrics import Metrics
-from roll.run.samples import read_samples, write_samples
+from roll.run.samples import drop_samples_after, read_samples, write_samples
 
 __all__ = [
     "ROLLED_BACK",
@@ -25,6 +25,7 @@ __all__ = [
     "atomic_open",
     "atomic_write",
     "draw_curve",
+    "drop_samples_after",
     "read_samples",
     "to_json",
     "write_samples",

@@ -12,28 +12,50 @@ from roll.run.files import atomic_open, to_json
 from roll.run.folder import RunFolder
 
 
-def write_samples(folder: RunFolder, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
-    """Write the rows of a step to `samples/step-000010.jsonl`, replacing what an undone attempt at it left."""
+def write_samples(folder: RunFolder, step: int, rows: Iterable[Mapping[str, Any]], part: int | None = None) -> Path:
+    """Write the rows of a step to `samples/step-000010.jsonl`, replacing what an undone attempt at it left.
+
+    Several writers write a part each: `samples/step-000010.part-3.jsonl`.
+    """
     folder.samples_dir.mkdir(exist_ok=True)
-    path = _path(folder, step)
+    path = _path(folder, step, part)
     with atomic_open(path) as file:
         for row in rows:
             file.write(to_json(row).encode() + b"\n")
     return path
 
 
+def drop_samples_after(folder: RunFolder, step: int) -> None:
+    """Forget the samples of steps after `step`, which a run resumed from there will write anew."""
+    for path in folder.samples_dir.glob("step-*.jsonl"):
+        if _step(path) > step:
+            path.unlink()
+
+
 def read_samples(folder: RunFolder, step: int) -> list[dict[str, Any]]:
-    """The rows of a step."""
-    path = _path(folder, step)
+    """The rows of a step; those in parts in the order of their samples."""
+    whole = _path(folder, step)
+    parts = sorted(folder.samples_dir.glob(f"{whole.stem}.part-*.jsonl"))
+    if whole.is_file() or not parts:
+        return _rows(folder, step, whole)
+    rows = [row for part in parts for row in _rows(folder, step, part)]
+    return sorted(rows, key=lambda row: [int(number) for number in row["sample"].split(".")])
+
+
+def _rows(folder: RunFolder, step: int, path: Path) -> list[dict[str, Any]]:
     try:
         return [json.loads(line) for line in path.read_bytes().splitlines()]
     except FileNotFoundError as error:
-        steps = sorted(int(file.stem.removeprefix("step-")) for file in folder.samples_dir.glob("step-*.jsonl"))
+        steps = sorted({_step(file) for file in folder.samples_dir.glob("step-*.jsonl")})
         known = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has none; run.save_samples=true writes them"
         raise UserError(f"{folder.path} has no samples of step {step}: {known}") from error
     except ValueError as error:
         raise RunError(f"{path} is damaged: {error}") from error
 
 
-def _path(folder: RunFolder, step: int) -> Path:
-    return folder.samples_dir / f"step-{step:06d}.jsonl"
+def _path(folder: RunFolder, step: int, part: int | None = None) -> Path:
+    return folder.samples_dir / (f"step-{step:06d}" + ("" if part is None else f".part-{part}") + ".jsonl")
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-").partition(".")[0])

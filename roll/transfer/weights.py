@@ -7,9 +7,10 @@ parameters are the very storage the trainer writes, and the log-probs both compu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from roll.config.errors import RunError
@@ -31,17 +32,48 @@ class Weights:
     log_probs: Tensor
     """The trainer's log-probs of the probe's tokens after the first."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = next(self.model.parameters()).dtype
+        return dtype
+
+
+class Probed(Protocol):
+    """A version of the weights that carries the trainer's probe: `Weights` in one process, a `Manifest` between two."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def log_probs(self) -> Tensor: ...
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The model's parameters and persistent buffers, each storage once: tied ones under the name that comes first."""
+    tensors: dict[str, Tensor] = {}
+    seen: set[tuple[object, ...]] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor):
+            continue  # a module's extra state may be anything
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() == 0 or place not in seen:
+            seen.add(place)
+            tensors[name] = tensor.detach()
+    return tensors
+
 
 def probe_ids(vocab: int) -> Tensor:
     """A fixed prompt for a vocabulary: tokens spread over it."""
     return torch.arange(1, PROBE_TOKENS + 1) * 7919 % vocab
 
 
-def check_probe(weights: Weights, log_probs: Tensor) -> None:
+def check_probe(weights: Probed, log_probs: Tensor) -> None:
     """Raises when an engine's log-probs of the probe differ from the trainer's by more than kernels do."""
-    dtype = next(weights.model.parameters()).dtype
     difference = float((log_probs - weights.log_probs).abs().mean())
-    allowed = PROBE_TOLERANCE[dtype]
+    allowed = PROBE_TOLERANCE[weights.dtype]
     if not difference <= allowed:
         raise RunError(
             f"the engine's weights are not the trainer's: at version {weights.version} the log-probs of the probe "

@@ -2,39 +2,144 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 from roll.cluster import Dispatch, Place, Worker, parallel
 from roll.config.schema import Config
 from roll.engine.engine import EngineStats
 from roll.engine.request import Completion, Request
-from roll.model.loading import find_model, load_tokenizer
+from roll.model.loading import choose_dtype, find_model, load_model, load_tokenizer
 from roll.strategy.infer.base import InferStrategy
 from roll.strategy.infer.native import NativeStrategy
+from roll.strategy.shelf import Level
+from roll.transfer.broadcast import BroadcastGroup
+from roll.transfer.stream import Manifest, Receiver
 from roll.transfer.weights import Weights
+from roll.workers.offer import Meeting, Offer
 from roll.workers.setup import set_up_process
+
+POLL_S = 5.0
+"""How long `results` waits before it says that there are none yet."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A request that can never run, and why."""
+
+    id: str
+    reason: str
+
+
+@dataclass
+class _Box:
+    """Completions a client has not asked for yet."""
+
+    completions: list[Completion] = field(default_factory=list)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class InferWorker(Worker):
     def __init__(self, place: Place, config: Config) -> None:
         super().__init__(place)
         set_up_process(place, config.deterministic)
-        tokenizer = load_tokenizer(find_model(config.model.path), config.model)
+        source = find_model(config.model.path)
+        model = None
+        if config.executor != "local":  # in a process of its own it has weights of its own
+            model = load_model(source, choose_dtype(config.model.dtype, place.device), config.seed).to(place.device)
         self._strategy: InferStrategy = NativeStrategy(
-            tokenizer, max_running=config.rollout.max_running, exact=config.deterministic
+            load_tokenizer(source, config.model),
+            max_running=config.rollout.max_running,
+            exact=config.deterministic,
+            model=model,
         )
+        self._receiver: Receiver | None = None
+        self._group: BroadcastGroup | None = None
+        self._client_of: dict[str, str] = {}
+        self._boxes: defaultdict[str, _Box] = defaultdict(_Box)
+        self._pump: asyncio.Task[None] | None = None
+        self._pump_error: Exception | None = None
 
     @parallel(Dispatch.ALL)
     def load_weights(self, weights: Weights) -> None:
         self._strategy.load_weights(weights)
 
-    @parallel(Dispatch.ONE)
-    def submit(self, requests: Sequence[Request]) -> None:
-        self._strategy.submit(requests)
+    @parallel(Dispatch.ALL)
+    def begin_weights(self, offer: Offer) -> None:
+        """Prepares to receive a version; nothing is served until `end_weights`."""
+        tensors = self._strategy.begin_loading()
+        if self._receiver is None:
+            self._receiver = Receiver(tensors)
+        self._receiver.begin(offer.manifest, offer.handle)
 
     @parallel(Dispatch.ONE)
-    async def results(self) -> list[Completion]:
-        return await self._strategy.results()
+    def load_bucket(self, bucket: int) -> None:
+        assert self._receiver is not None
+        self._receiver.load(bucket)
+
+    @parallel(Dispatch.ALL)
+    async def receive_weights(self, meeting: Meeting) -> None:
+        """Receives all buckets from the trainer, which must be sending."""
+        assert self._receiver is not None
+        if self._group is None:
+            self._group = await asyncio.to_thread(meeting.join, self.place.rank + 1, self.place.device)
+        await asyncio.to_thread(self._receiver.receive, self._group)
+
+    @parallel(Dispatch.ALL)
+    def end_weights(self, manifest: Manifest) -> list[str]:
+        """Serves the version if every tensor is the trainer's; else the names of those that are not."""
+        assert self._receiver is not None
+        wrong = self._receiver.finish()
+        if not wrong:
+            self._strategy.end_loading(manifest)
+        return wrong
+
+    @parallel(Dispatch.ONE)
+    def submit(self, client: str, requests: Sequence[Request]) -> list[Refusal]:
+        """Takes requests in; the refusals among them say why they can never run."""
+        refusals: list[Refusal] = []
+        for request in requests:
+            try:
+                self._strategy.submit([request])
+            except ValueError as refused:
+                refusals.append(Refusal(request.id, str(refused)))
+            else:
+                self._client_of[request.id] = client
+        if self._client_of and (self._pump is None or self._pump.done()):
+            self._pump = asyncio.create_task(self._sort_results())
+        return refusals
+
+    @parallel(Dispatch.ONE)
+    async def results(self, client: str) -> list[Completion]:
+        """What finished of the client's requests; waits a while for the first."""
+        box = self._boxes[client]
+        if not box.completions and self._pump_error is None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(box.news.wait(), POLL_S)
+        if self._pump_error is not None:
+            raise self._pump_error
+        completions, box.completions = box.completions, []
+        box.news.clear()
+        return completions
+
+    async def _sort_results(self) -> None:
+        """Puts each completion into its client's box, while there is any to come."""
+        self._pump_error = None
+        try:
+            while self._client_of:
+                for completion in await self._strategy.results():
+                    box = self._boxes[self._client_of.pop(completion.id)]
+                    box.completions.append(completion)
+                    box.news.set()
+                await asyncio.sleep(0)
+        except Exception as error:
+            self._pump_error = error
+            self._client_of.clear()
+            for box in self._boxes.values():
+                box.news.set()
 
     @parallel(Dispatch.ALL)
     def abort(self, ids: Sequence[str]) -> None:
@@ -49,13 +154,16 @@ class InferWorker(Worker):
         self._strategy.resume()
 
     @parallel(Dispatch.ALL)
-    def sleep(self) -> None:
-        self._strategy.sleep()
-
-    @parallel(Dispatch.ALL)
-    def wake(self) -> None:
-        self._strategy.wake()
+    def hold(self, level: Level) -> None:
+        """Keeps so much on the device; below `all` nothing may be running."""
+        self._strategy.hold(level)
 
     @parallel(Dispatch.ONE)
     def stats(self) -> EngineStats:
         return self._strategy.stats()
+
+    async def close(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+        if self._group is not None:
+            self._group.close()

@@ -1,13 +1,86 @@
-"""Publishing: the actor's weights become a version the engines serve."""
+"""Publishing: the actor's weights become a version the engines serve.
+
+What always holds: when it returns, every engine has verified that it holds the actor's bytes; an engine that has not
+serves nothing. Engines in the actor's process use its parameters, so nothing moves; to others the weights travel in
+buckets, by the path that suits where they are.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from functools import partial
+from typing import Literal
+
 from roll.cluster import Cluster
+from roll.config.errors import RunError
+from roll.transfer.stream import stream
 from roll.workers.infer import InferWorker
+from roll.workers.offer import SLOTS, Meeting, Offer, Path
 from roll.workers.train import TrainWorker
 
+TRIES = 2
 
-async def publish(actor: Cluster[TrainWorker], engines: Cluster[InferWorker], version: int) -> None:
+_log = logging.getLogger(__name__)
+
+
+async def publish(
+    actor: Cluster[TrainWorker],
+    engines: Cluster[InferWorker],
+    version: int,
+    path: Path | Literal["auto"] = "auto",
+) -> None:
     """Makes the actor's current weights the engines' version `version`; returns once every engine has verified them."""
-    weights = await actor.call(TrainWorker.weights, version)
-    await engines.call(InferWorker.load_weights, weights)
+    if actor.in_process and engines.in_process:
+        await engines.call(InferWorker.load_weights, await actor.call(TrainWorker.weights, version))
+        return
+    path = choose_path(actor, engines) if path == "auto" else path
+    for tries_left in reversed(range(TRIES)):
+        offer = await actor.call(TrainWorker.offer, version, path)
+        await engines.call(InferWorker.begin_weights, offer)
+        await _move(actor, engines, offer, path)
+        found = await engines.call_each(InferWorker.end_weights, offer.manifest)
+        wrong = {f"{engines.places[rank].name}": names for rank, names in enumerate(found) if names}
+        if not wrong:
+            return
+        said = "; ".join(f"{names[0]!r} at {who}" for who, names in wrong.items())
+        if not tries_left:
+            raise RunError(
+                f"version {version} of the weights arrived damaged {TRIES} times by the path {path}: the tensor {said} "
+                "is not the trainer's. Memory or network corrupts data: look at the machine before going on"
+            )
+        _log.warning("version %d of the weights arrived damaged (%s): sending it again", version, said)
+
+
+def choose_path(actor: Cluster[TrainWorker], engines: Cluster[InferWorker]) -> Path:
+    """`cuda_ipc` if all are on one GPU, `shared_memory` if all are on one node, else `broadcast`."""
+    places = [*actor.places, *engines.places]
+    if len({place.node for place in places}) > 1:
+        return "broadcast"
+    devices = {place.device for place in places}
+    return "cuda_ipc" if len(devices) == 1 and "cpu" not in devices else "shared_memory"
+
+
+async def _move(actor: Cluster[TrainWorker], engines: Cluster[InferWorker], offer: Offer, path: Path) -> None:
+    if path == "broadcast":
+        await _broadcast(actor, engines)
+        return
+    ranks = range(len(engines))
+    write = partial(actor.call, TrainWorker.write_bucket)
+    loads = [partial(engines.call_rank, rank, InferWorker.load_bucket) for rank in ranks]
+    await stream(len(offer.manifest.layout.buckets), SLOTS, write, loads)
+
+
+async def _broadcast(actor: Cluster[TrainWorker], engines: Cluster[InferWorker]) -> None:
+    meeting: Meeting = await actor.call(TrainWorker.meeting, len(engines), actor.deadline_s)
+    sending = asyncio.ensure_future(actor.call(TrainWorker.send_weights, meeting))
+    receiving = asyncio.ensure_future(engines.call(InferWorker.receive_weights, meeting))
+    both = (sending, receiving)
+    try:
+        done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+        for each in done:
+            each.result()
+        await asyncio.gather(*both)
+    finally:
+        for each in both:
+            each.cancel()

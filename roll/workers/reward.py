@@ -7,7 +7,7 @@ from pathlib import Path
 from roll.cluster import Dispatch, Place, Worker, parallel
 from roll.config.schema import RewardConfig
 from roll.data.task import Response, Task
-from roll.reward import RewardSource, Verdict
+from roll.reward import RewardSource, ScoreFailure, Verdict
 from roll.reward.pool import GraderPool, GraderStats
 
 
@@ -21,7 +21,7 @@ class RewardWorker(Worker):
         """Starts the grader processes."""
         await self._pool.start()
 
-    @parallel(Dispatch.ONE)
+    @parallel(Dispatch.ONE, raises=(ScoreFailure,))
     async def score(self, task: Task, response: Response) -> Verdict:
         """A verdict, or a `ScoreFailure` that says why there is none."""
         return await self._pool.score(task, response)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path as FilePath
 
 import torch
 
@@ -13,9 +14,13 @@ from roll.config.schema import Config
 from roll.data.batch import Batch
 from roll.data.columns import Indices, TokenColumn
 from roll.model.loading import choose_dtype, find_model, load_model, load_tokenizer
+from roll.strategy.shelf import Level
 from roll.strategy.train.base import UpdateStats
 from roll.strategy.train.single import SingleStrategy
-from roll.transfer.weights import Weights
+from roll.transfer.broadcast import BroadcastGroup
+from roll.transfer.stream import Sender
+from roll.transfer.weights import Weights, named_tensors
+from roll.workers.offer import SLOTS, Meeting, Offer, Path
 from roll.workers.setup import set_up_process
 
 
@@ -31,6 +36,9 @@ class TrainWorker(Worker):
         model = load_model(source, choose_dtype(config.model.dtype, place.device), config.seed).to(place.device)
         tokenizer = load_tokenizer(source, config.model)
         self._strategy = SingleStrategy(model, tokenizer, config.train, trainable=trainable)
+        self._bucket_bytes = config.weights.bucket_mb << 20
+        self._sender: Sender | None = None
+        self._group: BroadcastGroup | None = None
 
     @parallel(Dispatch.DATA, join=_join_tokens)
     def log_probs(self, batch: Batch) -> TokenColumn:
@@ -47,13 +55,51 @@ class TrainWorker(Worker):
         return self._strategy.weights(version)
 
     @parallel(Dispatch.ONE)
-    def save(self, folder: Path) -> None:
+    def offer(self, version: int, path: Path) -> Offer:
+        """Announces the weights as they are now; they must stay so until they were sent."""
+        sender = self._sending()
+        weights = self._strategy.weights(version)
+        manifest = sender.manifest(version, weights.probe, weights.log_probs)
+        return Offer(manifest, None if path == "broadcast" else sender.open(path, SLOTS))
+
+    @parallel(Dispatch.ONE)
+    def write_bucket(self, bucket: int) -> None:
+        self._sending().write(bucket)
+
+    @parallel(Dispatch.ONE)
+    def meeting(self, engines: int, deadline_s: float) -> Meeting:
+        """Where this trainer can be met."""
+        return Meeting(BroadcastGroup.host(), BroadcastGroup.free_port(), engines + 1, deadline_s)
+
+    @parallel(Dispatch.ONE)
+    async def send_weights(self, meeting: Meeting) -> None:
+        """Sends all buckets to the engines, which must be receiving."""
+        if self._group is None:
+            self._group = await asyncio.to_thread(meeting.join, 0, self.place.device)
+        await asyncio.to_thread(self._sending().broadcast, self._group)
+
+    @parallel(Dispatch.ALL)
+    def hold(self, level: Level) -> None:
+        """Keeps so much on the device and lays the rest aside in host memory."""
+        self._strategy.hold(level)
+
+    @parallel(Dispatch.ONE)
+    def save(self, folder: FilePath) -> None:
         self._strategy.save(folder)
 
     @parallel(Dispatch.ALL)
-    def load(self, folder: Path) -> None:
+    def load(self, folder: FilePath) -> None:
         self._strategy.load(folder)
 
+    def _sending(self) -> Sender:
+        if self._sender is None:
+            self._sender = Sender(named_tensors(self._strategy.model), self._bucket_bytes)
+        return self._sender
+
     async def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        if self._group is not None:
+            self._group.close()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from roll.config.errors import RunError
-from roll.transfer.weights import PROBE_TOKENS, Weights, check_probe, check_shared, probe_ids
+from roll.transfer.weights import PROBE_TOKENS, Weights, check_probe, check_shared, named_tensors, probe_ids
 
 
 def small_model() -> LlamaForCausalLM:
@@ -86,3 +86,37 @@ def test_half_precision_is_allowed_more_noise() -> None:
     check_probe(weights, weights.log_probs + 0.05)
     with pytest.raises(RunError):
         check_probe(weights, weights.log_probs + 0.5)
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(5, 4)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.head = torch.nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.alias = torch.nn.Parameter(self.embed.weight.data)
+        self.register_buffer("angles", torch.ones(3), persistent=False)
+        self.none = torch.nn.Parameter(torch.empty(0))
+        self.also_none = torch.nn.Parameter(torch.empty(0))
+
+
+def test_a_model_s_tensors_come_once_by_their_first_name() -> None:
+    model = Tied()
+    tensors = named_tensors(model)
+    running = ["norm.weight", "norm.bias", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+    assert sorted(tensors) == sorted(["alias", "none", "also_none", *running])
+    assert tensors["alias"].data_ptr() == model.head.weight.data_ptr()
+    assert not any(tensor.requires_grad for tensor in tensors.values())
+
+
+def test_a_language_model_s_tensors_are_its_parameters() -> None:
+    model = small_model()
+    assert list(named_tensors(model)) == [name for name, _ in model.named_parameters()]
+
+
+def test_views_of_one_storage_are_all_there() -> None:
+    model = torch.nn.Module()
+    flat = torch.zeros(8)
+    model.a, model.b = torch.nn.Parameter(flat[:4]), torch.nn.Parameter(flat[4:])
+    assert list(named_tensors(model)) == ["a", "b"]

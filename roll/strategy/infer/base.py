@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
+
+from torch import Tensor
 
 from roll.engine.engine import EngineStats
 from roll.engine.request import Completion, Request
+from roll.strategy.shelf import Level
+from roll.transfer.stream import Manifest
 from roll.transfer.weights import Weights
 
 
@@ -30,13 +34,19 @@ class InferStrategy(Protocol):
     def resume(self) -> None: ...
 
     def load_weights(self, weights: Weights) -> None:
-        """Serves these weights from now on, once they are verified."""
+        """Serves these weights, which are in this process, from now on, once they are verified."""
         ...
 
-    def sleep(self) -> None:
-        """Frees what is only needed while generating; nothing may be running."""
+    def begin_loading(self) -> Mapping[str, Tensor]:
+        """The tensors that a version is about to be received into; nothing is served until `end_loading`."""
         ...
 
-    def wake(self) -> None: ...
+    def end_loading(self, manifest: Manifest) -> None:
+        """Serves the version whose tensors were received, once the probe agrees."""
+        ...
+
+    def hold(self, level: Level) -> None:
+        """Keeps so much on the device and lays the rest aside; below `all` nothing may be running."""
+        ...
 
     def stats(self) -> EngineStats: ...

@@ -1,4 +1,4 @@
-"""The embedded engine as an inference strategy, in the controller's event loop.
+"""The embedded engine as an inference strategy, in its process's event loop.
 
 What always holds: nothing is generated before weights were loaded and verified; every submitted request ends in exactly
 one completion; the engine steps only while somebody waits for results, and lets other coroutines run between steps.
@@ -7,19 +7,28 @@ one completion; the engine steps only while somebody waits for results, and lets
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from torch import Tensor
+from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from roll.config.errors import RunError
 from roll.engine.engine import Engine, EngineStats
 from roll.engine.request import Completion, Request
-from roll.transfer.weights import Weights, check_probe, check_shared
+from roll.strategy.shelf import Level, Shelf
+from roll.transfer.stream import Manifest
+from roll.transfer.weights import Weights, check_probe, check_shared, named_tensors
 
 
 class NativeStrategy:
-    def __init__(self, tokenizer: Tokenizer, *, max_running: int, exact: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, max_running: int, exact: bool, model: PreTrainedModel | None = None
+    ) -> None:
+        """`model` is the engine's own, to receive weights into; without one it uses that of the weights it is given."""
         self._tokenizer = tokenizer
+        self._own_model = model
+        self._shelf = Shelf(next(model.parameters()).device) if model is not None else None
         self._max_running = max_running
         self._exact = exact
         self._engine: Engine | None = None
@@ -61,24 +70,38 @@ class NativeStrategy:
         self._running.set()
 
     def load_weights(self, weights: Weights) -> None:
-        engine = self._engine or Engine(
-            weights.model,
-            self._tokenizer,
-            max_running=self._max_running,
-            exact=self._exact,
-            version=weights.version,
-        )
+        assert self._own_model is None, "an engine with a model of its own receives weights"
+        engine = self._engine or self._make_engine(weights.model, weights.version)
         check_shared(weights, engine.model)
         self._verified = False  # the storage holds other values from here on
+        self._serve(engine, weights)
+
+    def begin_loading(self) -> Mapping[str, Tensor]:
+        assert self._own_model is not None, "an engine without a model of its own uses the trainer's"
+        self._verified = False
+        return named_tensors(self._own_model)
+
+    def end_loading(self, manifest: Manifest) -> None:
+        assert self._own_model is not None
+        self._serve(self._engine or self._make_engine(self._own_model, manifest.version), manifest)
+
+    def _serve(self, engine: Engine, weights: Weights | Manifest) -> None:
         check_probe(weights, engine.log_probs_of(weights.probe.numpy()))
         engine.set_version(weights.version)
         self._engine, self._verified = engine, True
 
-    def sleep(self) -> None:
-        self.engine.release()
+    def _make_engine(self, model: PreTrainedModel, version: int) -> Engine:
+        return Engine(model, self._tokenizer, max_running=self._max_running, exact=self._exact, version=version)
 
-    def wake(self) -> None:
-        """The cache comes back with the next request."""
+    def hold(self, level: Level) -> None:
+        if level != "all" and self._engine is not None:
+            self._engine.release()
+        if self._own_model is not None and self._shelf is not None:
+            weights = dict(self._own_model.named_parameters())
+            if level == "none":
+                self._shelf.lay_aside(weights)
+            else:
+                self._shelf.bring_back(weights)
 
     def stats(self) -> EngineStats:
         return self.engine.stats()

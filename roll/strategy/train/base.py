@@ -9,6 +9,7 @@ from typing import Protocol
 from roll.algorithm.streams import LossSpec
 from roll.data.batch import Batch
 from roll.data.tokenlog import FloatArray
+from roll.strategy.shelf import Level
 from roll.transfer.weights import Weights
 
 
@@ -40,6 +41,10 @@ class TrainStrategy(Protocol):
 
     def weights(self, version: int) -> Weights:
         """The weights as they are now, to be published as `version`."""
+        ...
+
+    def hold(self, level: Level) -> None:
+        """Keeps so much on the device and lays the rest aside in host memory."""
         ...
 
     def save(self, folder: Path) -> None:

@@ -78,6 +78,14 @@ class MasterAdamW:
             if self._masters[name] is not parameter:
                 parameter.copy_(self._masters[name])
 
+    def tensors(self) -> dict[str, Tensor]:
+        """What belongs to the optimizer alone: moments, and masters that are not the parameters themselves."""
+        own: dict[str, Tensor] = {f"master/{n}": m for n, m in self._masters.items() if m is not self._parameters[n]}
+        for name, master in self._masters.items():
+            state = self._adamw.state.get(master, {})
+            own.update({f"{moment}/{name}": state[moment] for moment in (*_MOMENTS, "step") if moment in state})
+        return own
+
     def save(self, path: Path) -> None:
         tensors: dict[str, Tensor] = {}
         for name, master in self._masters.items():

@@ -30,6 +30,7 @@ from roll.data.columns import Indices
 from roll.data.tokenlog import FloatArray
 from roll.model.attention import forward_rows
 from roll.model.loading import quiet
+from roll.strategy.shelf import Level, Shelf
 from roll.strategy.train.base import UpdateStats
 from roll.strategy.train.logprobs import response_positions, token_log_probs
 from roll.strategy.train.optimizer import MasterAdamW, learning_rate
@@ -62,6 +63,7 @@ class SingleStrategy:
         self._device = next(model.parameters()).device
         model.requires_grad_(trainable)
         self._optimizer = MasterAdamW(model, config) if trainable else None
+        self._shelf = Shelf(self._device)
 
     @torch.no_grad()
     def log_probs(self, batch: Batch) -> FloatArray:
@@ -123,6 +125,14 @@ class SingleStrategy:
         parameters = dict(self.model.named_parameters())
         prompt = probe_ids(int(self.model.config.vocab_size))
         return Weights(version, self.model, parameters, prompt, self._probe(prompt))
+
+    def hold(self, level: Level) -> None:
+        own = self._optimizer.tensors() if self._optimizer is not None else {}
+        weights: dict[str, Tensor] = dict(self.model.named_parameters())
+        aside = {"all": {}, "weights": own, "none": {**weights, **own}}[level]
+        here = {"all": {**weights, **own}, "weights": weights, "none": {}}[level]
+        self._shelf.lay_aside(aside)
+        self._shelf.bring_back(here)
 
     def save(self, folder: Path) -> None:
         assert self._optimizer is not None, "a frozen model has nothing to save"

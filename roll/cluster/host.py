@@ -1,0 +1,134 @@
+"""A worker's process: makes the worker and passes calls on to it.
+
+What always holds: an error never leaves as itself unless the method declared it (`@parallel(raises=...)`) or it is the
+user's or the run's; token columns of a result stay here and a reference travels; token columns of a batch among the
+arguments are fetched before the method sees them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import os
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roll.cluster.errors import Failure
+from roll.cluster.worker import Place, Worker, parallel_of
+from roll.config.errors import RunError, UserError
+from roll.data.batch import Batch
+from roll.data.columns import Block, Columns, Elsewhere, TokenColumn, away, put_away
+
+Get = Callable[[Sequence[Any]], Awaitable[Sequence[Columns]]]
+Put = Callable[[Columns], Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a call came to: a value, or a declared error."""
+
+    value: Any = None
+    error: Exception | None = None
+
+
+class Host:
+    """One worker's process, without the executor that runs it: `get` and `put` are its way to shared memory."""
+
+    def __init__(self, place: Place, log: Path | None, get: Get, put: Put) -> None:
+        self._place = place
+        self._get, self._put = get, put
+        self._worker: Worker | None = None
+        if log is not None:
+            _write_output_to(log)
+        if place.cores:
+            os.sched_setaffinity(0, _own_cores(place))
+
+    async def start(self, make: Callable[[Place], Worker]) -> Answer | Failure:
+        """Makes the worker, in the thread that its calls will run in: thread counts are a thread's own."""
+        try:
+            self._worker = make(self._place)
+        except (UserError, RunError) as error:
+            return Answer(error=error)
+        except Exception as error:
+            return self._failure(error, "its start")
+        return Answer(value=where())
+
+    async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Answer | Failure:
+        assert self._worker is not None, "a worker is started before it is called"
+        function = getattr(self._worker, method)
+        answers: tuple[type[Exception], ...] = (UserError, RunError, *parallel_of(function).raises)
+        try:
+            args = [await self._here(arg) for arg in args]
+            result = function(*args, **kwargs)
+            if inspect.isawaitable(result):
+                result = await result
+            return Answer(self._left_here(result))
+        except answers as error:
+            error.add_note(f"in {self._place.name}.{method} ({where()})")
+            return Answer(error=error)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            return self._failure(error, method)
+
+    async def close(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            await worker.close()
+
+    async def _here(self, arg: Any) -> Any:
+        """A batch with all its tokens in this process; anything else as it is."""
+        if not isinstance(arg, Batch):
+            return arg
+        refs = [block.columns.ref for block in arg.blocks if isinstance(block.columns, Elsewhere)]
+        fetched = dict(zip(map(id, refs), await self._get(refs), strict=True)) if refs else {}
+        return arg.resolved(lambda wanted: [fetched[id(ref)] for ref in wanted])
+
+    def _left_here(self, result: Any) -> Any:
+        """References in place of token columns."""
+        if isinstance(result, TokenColumn):
+            return put_away(result, self._put)
+        if isinstance(result, Block):
+            return away(result, self._put)
+        if isinstance(result, list):
+            return [self._left_here(each) for each in result]
+        return result
+
+    def _failure(self, error: Exception, method: str) -> Failure:
+        failure = Failure.of(error, self._place.name, method, where())
+        logging.getLogger(__name__).error("%s", failure.trace)
+        return failure
+
+
+def where() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def _own_cores(place: Place) -> set[int]:
+    """The numbers of a place's cores count through those this process may use."""
+    allowed = sorted(os.sched_getaffinity(0))
+    return {allowed[core] for core in place.cores if core < len(allowed)} or set(allowed)
+
+
+def _write_output_to(log: Path) -> None:
+    """Everything this process prints goes to the file."""
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        file = log.open("ab", buffering=0)
+    except OSError as error:
+        raise UserError(
+            f"{socket.gethostname()} cannot write {log} ({error.strerror}): "
+            "on a cluster run.dir must be on a file system that all nodes share"
+        ) from error
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, force=True, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )

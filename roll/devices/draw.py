@@ -1,0 +1,229 @@
+"""A plan as tables: devices across and stages down, then the roles, the sizes of a step and the parts of the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rich.table import Table
+from rich.text import Text
+
+from roll.devices.inventory import Device
+from roll.devices.memory import FULL, RUNTIME, Pool, host
+from roll.devices.plan import Plan
+from roll.devices.spec import format_devices, runs
+from roll.devices.stages import NEEDS, Level, Stage
+
+
+@dataclass(frozen=True)
+class Resident:
+    """A worker in a column, in one stage."""
+
+    role: str
+    rank: int
+    level: Level
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Column:
+    """Devices that hold the same roles at the same levels in every stage; their ranks may differ."""
+
+    pools: tuple[Pool, ...]
+    devices: tuple[Device, ...]
+    cells: tuple[tuple[tuple[Resident, ...], ...], ...]
+    """For each stage, for each device: who is there."""
+
+
+def draw(plan: Plan) -> list[Table | Text]:
+    """What `roll plan` shows."""
+    summary = Text(f"Layout: trainer and engines are {plan.map.kind}. {plan.why}")
+    return [draw_map(plan), summary, draw_roles(plan), draw_sizes(plan), draw_memory(plan)]
+
+
+def draw_map(plan: Plan) -> Table:
+    found = columns(plan)
+    table = Table("stage", *(title(plan, column) for column in found), show_lines=True)
+    for number, stage in enumerate(plan.stages.stages):
+        table.add_row(stage, *(_cell(stage, column.cells[number], len(found) > 2) for column in found))
+    table.add_row("peak", *(_peak(plan, column) for column in found))
+    return table
+
+
+def draw_roles(plan: Plan) -> Table:
+    table = Table("role", "workers", "devices", "threads", "how")
+    for role, how in plan.roles:
+        placed = plan.map.roles[role]
+        threads = sorted({place.threads for place in placed.places})
+        table.add_row(role, str(len(placed.workers)), Text(_where(plan, role)), "–".join(map(str, threads)), Text(how))
+    return table
+
+
+def draw_sizes(plan: Plan) -> Table:
+    table = Table("size", "value")
+    for size in plan.sizes:
+        table.add_row(*map(Text, size))
+    return table
+
+
+def draw_memory(plan: Plan) -> Table:
+    """The parts of every kind of memory in its fullest stage."""
+    table = Table("memory", "fullest in", "role", "part", "MiB")
+    for pools in _alike(plan):
+        pool = pools[0]
+        stage, total = plan.memory.peak(pool)
+        name, when = _names(plan, pools), str(stage)
+        for (role, what), size in _merged(plan, pool, stage):
+            table.add_row(name, when, role, what, _mib(size))
+            name = when = ""
+        table.add_row("", "", "", Text(f"of {_mib(pool.capacity)} MiB"), Text(_mib(total), style="bold"))
+        table.add_section()
+    return table
+
+
+def columns(plan: Plan) -> list[Column]:
+    """One column for each run of devices that look alike."""
+    made: list[Column] = []
+    for device in _devices(plan):
+        cells = tuple(_residents(plan, device, stage) for stage in plan.stages.stages)
+        pool = _pool(plan, device)
+        if made and _alike_columns(made[-1], device, pool, cells):
+            last = made[-1]
+            pools = last.pools if pool in last.pools else (*last.pools, pool)
+            joined = tuple((*many, one) for many, one in zip(last.cells, cells, strict=True))
+            made[-1] = Column(pools, (*last.devices, device), joined)
+        else:
+            made.append(Column((pool,), (device,), tuple((cell,) for cell in cells)))
+    return made
+
+
+def title(plan: Plan, column: Column) -> str:
+    """`gpu0-7`, `cpu0-1`, `node1:gpu0`; `cpu` for all cores of a node."""
+    first, count = column.devices[0], len(column.devices)
+    node = f"node{first.node}:" if len(plan.map.inventory.nodes) > 1 else ""
+    whole = first.kind == "cpu" and count == plan.map.inventory.nodes[first.node].cores and not _pinned(plan, first)
+    return f"{node}cpu" if whole else f"{node}{first.kind}{runs([device.index for device in column.devices])}"
+
+
+def _pinned(plan: Plan, device: Device) -> bool:
+    """Whether a model's worker is held to this core by its number."""
+    return any(
+        place.cores and device in worker
+        for placed in plan.map.roles.values()
+        if placed.strategy
+        for worker, place in zip(placed.workers, placed.places, strict=True)
+    )
+
+
+def _devices(plan: Plan) -> list[Device]:
+    """Devices of the roles with a model."""
+    return sorted({device for role in plan.map.roles.values() if role.strategy for device in role.devices})
+
+
+def _pool(plan: Plan, device: Device) -> Pool:
+    for pool in plan.memory.pools:
+        if pool.node == device.node and pool.gpu == (device.index if device.kind == "gpu" else None):
+            return pool
+    raise AssertionError(f"{device} has no memory")
+
+
+def _residents(plan: Plan, device: Device, stage: Stage) -> tuple[Resident, ...]:
+    pool = _pool(plan, device)
+    there = []
+    for placed in plan.map.roles.values():
+        for worker, place in zip(placed.workers, placed.places, strict=True):
+            if placed.strategy and device in worker:
+                parts = [p for p in plan.memory.parts[pool, stage] if p.worker == place.name and p.what != RUNTIME]
+                size = sum(part.bytes for part in parts)
+                level = plan.stages.level(stage, place.role, place.rank)
+                if size or level != "none":
+                    there.append(Resident(place.role, place.rank, level, size))
+    return tuple(there)
+
+
+def _alike_columns(column: Column, device: Device, pool: Pool, cells: tuple[tuple[Resident, ...], ...]) -> bool:
+    last = column.devices[-1]
+    if (last.node, last.kind, last.index + 1) != (device.node, device.kind, device.index):
+        return False
+    if pool.capacity != column.pools[-1].capacity:
+        return False
+    ranks = device.kind == "cpu"  # cores of one worker are one column, cores of two workers are two
+    return [_signature(many[-1], ranks) for many in column.cells] == [_signature(cell, ranks) for cell in cells]
+
+
+def _signature(cell: tuple[Resident, ...], ranks: bool) -> list[tuple[str, int, Level, int]]:
+    return [(one.role, one.rank if ranks else 0, one.level, one.bytes) for one in cell]
+
+
+def _cell(stage: Stage, devices: tuple[tuple[Resident, ...], ...], narrow: bool) -> Text:
+    """Who is on each device of a column: `actor_infer[1-7]: all, 3.1 GiB`."""
+    lines, between = [], "\n  " if narrow else " "
+    for position, one in enumerate(devices[0]):
+        ranks = sorted({cell[position].rank for cell in devices})
+        level = "idle" if one.level == "none" else one.level
+        said = f"{one.role}[{runs(ranks)}]:{between}{level}, {human(one.bytes)}"
+        lines.append(Text(said, style="bold" if one.role in NEEDS[stage] else ""))
+    return Text("\n").join(lines) if lines else Text("–")
+
+
+def _peak(plan: Plan, column: Column) -> Text:
+    need = max(plan.memory.peak(pool)[1] for pool in column.pools)
+    pool = column.pools[0]
+    beside = (
+        "all of the node: " if pool.gpu is None and len({c.pools[0] for c in columns(plan)}) < len(columns(plan)) else ""
+    )
+    style = "bold red" if need > FULL * pool.capacity else "green"
+    share = f" ({need / pool.capacity:.0%})" if pool.capacity else ""
+    return Text(f"{beside}{human(need)} of {human(pool.capacity)}{share}", style=style)
+
+
+def _where(plan: Plan, role: str) -> str:
+    """The devices of a role as they would be written, or `cpu` for workers held to no core."""
+    placed = plan.map.roles[role]
+    inventory = plan.map.inventory
+    if placed.on_gpus or any(place.cores for place in placed.places):
+        kind = "gpu " if placed.on_gpus else "cpu "
+        return kind + format_devices(placed.devices, inventory)
+    nodes = sorted({device.node for device in placed.devices})
+    return "cpu" if len(inventory.nodes) == 1 else f"cpu of node{runs(nodes)}"
+
+
+def _alike(plan: Plan) -> Iterable[tuple[Pool, ...]]:
+    """Pools in runs whose fullest stage has the same parts."""
+    made: list[list[Pool]] = []
+    for pool in plan.memory.pools:
+        if made and (pool.gpu is None) == (made[-1][0].gpu is None) and _look(plan, pool) == _look(plan, made[-1][0]):
+            made[-1].append(pool)
+        else:
+            made.append([pool])
+    return [tuple(pools) for pools in made]
+
+
+def _look(plan: Plan, pool: Pool) -> tuple[object, ...]:
+    stage, _ = plan.memory.peak(pool)
+    return pool.capacity, pool.gpu is None or pool.node, stage, tuple(_merged(plan, pool, stage))
+
+
+def _merged(plan: Plan, pool: Pool, stage: Stage) -> list[tuple[tuple[str, str], int]]:
+    """The parts of a pool by role and kind, those of a role's workers together."""
+    total: dict[tuple[str, str], int] = {}
+    for part in plan.memory.parts[pool, stage]:
+        key = part.worker.partition("[")[0], part.what
+        total[key] = total.get(key, 0) + part.bytes
+    return [item for item in total.items() if item[1]]
+
+
+def _names(plan: Plan, pools: tuple[Pool, ...]) -> str:
+    if pools[0].gpu is None:
+        nodes = [pool.node for pool in pools]
+        return host(plan.map.inventory, nodes[0]).name if len(nodes) == 1 else f"node{runs(nodes)} memory"
+    indices = [pool.gpu for pool in pools if pool.gpu is not None]
+    return f"{pools[0].name.removesuffix(str(indices[0]))}{runs(indices)}"
+
+
+def human(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f}"

@@ -1,0 +1,339 @@
+"""The device map: which role's workers run on which devices. Pure arithmetic over a config and an inventory.
+
+What always holds: a worker lies on one node; a GPU or core number exists on that node; every role in use has at least one
+worker, and under `executor: local` exactly one.
+
+Model roles take GPUs or cores. A worker on GPUs has one of them; a worker on cores that were written by number is held to
+them (`Place.cores`); a worker on `cpu` may use every core of its node, so it shares all of them with whoever is there.
+Process roles (`rollout`, `reward`) take cores only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from roll.cluster.worker import Place
+from roll.config.errors import UserError
+from roll.config.schema import Config, RoleConfig, RolesConfig
+from roll.devices.inventory import Device, Inventory
+from roll.devices.spec import format_devices, parse_devices
+
+TRAIN_ROLES = ("actor_train", "critic", "reference", "reward_model")
+"""Computed by a training strategy, with or without gradients."""
+INFER_ROLES = ("actor_infer", "judge")
+"""Computed by an engine."""
+PROCESS_ROLES = ("rollout", "reward")
+"""Processes without a model."""
+LAST = ("reference", "reward_model", "judge")
+"""Roles that `auto` puts on the last device: as far from the trainer as there are devices."""
+STRATEGIES = {**dict.fromkeys(TRAIN_ROLES, "single"), **dict.fromkeys(INFER_ROLES, "native")}
+
+Layout = Literal["colocated", "disaggregated", "partly shared"]
+
+
+@dataclass(frozen=True)
+class RolePlacement:
+    """A role's workers: the devices of each, and the place each is started at."""
+
+    role: str
+    strategy: str
+    """Empty for a role without a model."""
+    workers: tuple[tuple[Device, ...], ...]
+    places: tuple[Place, ...]
+    cpus: int
+    """Cores a worker is counted as by a scheduler."""
+
+    @property
+    def devices(self) -> frozenset[Device]:
+        return frozenset(device for worker in self.workers for device in worker)
+
+    @property
+    def on_gpus(self) -> bool:
+        return self.workers[0][0].kind == "gpu"
+
+
+@dataclass(frozen=True)
+class DeviceMap:
+    """Every role in use and where it runs."""
+
+    inventory: Inventory
+    executor: Literal["local", "ray"]
+    roles: dict[str, RolePlacement]
+
+    def devices(self, role: str) -> frozenset[Device]:
+        return self.roles[role].devices
+
+    def roles_on(self, device: Device) -> list[str]:
+        """Names of the workers on a device: `actor_infer[3]`."""
+        return [
+            place.name
+            for placement in self.roles.values()
+            for worker, place in zip(placement.workers, placement.places, strict=True)
+            if device in worker
+        ]
+
+    @property
+    def kind(self) -> Layout:
+        """How the trainer and the engines lie to each other."""
+        train, infer = self.devices("actor_train"), self.devices("actor_infer")
+        if train == infer:
+            return "colocated"
+        return "partly shared" if train & infer else "disaggregated"
+
+    @property
+    def engines_beside_trainer(self) -> tuple[int, ...]:
+        """Ranks of the engines that share a device with the trainer."""
+        train = self.devices("actor_train")
+        return tuple(rank for rank, worker in enumerate(self.roles["actor_infer"].workers) if train & set(worker))
+
+    @property
+    def one_copy(self) -> bool:
+        """Whether the engine uses the trainer's own parameters: in one process, on one GPU or in one memory."""
+        if self.executor != "local":
+            return False
+        train, infer = self.roles["actor_train"].workers[0][0], self.roles["actor_infer"].workers[0][0]
+        return train == infer if train.kind == "gpu" else infer.kind == "cpu"
+
+
+def make_map(config: Config, inventory: Inventory, *, roles_in_use: Collection[str]) -> DeviceMap:
+    """Places every role in use as the config says, or raises the first `UserError` that keeps it from it."""
+    if config.executor == "local":
+        inventory = Inventory(inventory.nodes[:1])
+    _refuse_unused(config, roles_in_use)
+    roles = {
+        role: _place_role(role, getattr(config.roles, role), config, inventory)
+        for role in RolesConfig.model_fields
+        if role in roles_in_use
+    }
+    return DeviceMap(inventory, config.executor, roles)
+
+
+def _refuse_unused(config: Config, roles_in_use: Collection[str]) -> None:
+    for role in RolesConfig.model_fields:
+        if role in roles_in_use or getattr(config.roles, role) == RoleConfig():
+            continue
+        algorithm = config.algorithm.name
+        if role == "reference":
+            raise UserError(
+                f"roles.reference: algorithm {algorithm} with algorithm.kl_coef={config.algorithm.kl_coef:g} has no "
+                "reference: remove roles.reference, or write algorithm.kl_coef=0.01"
+            )
+        raise UserError(f"roles.{role}: algorithm {algorithm} has no {role}: remove roles.{role}")
+
+
+def _place_role(role: str, wanted: RoleConfig, config: Config, inventory: Inventory) -> RolePlacement:
+    strategy = _strategy(role, wanted)
+    if role in PROCESS_ROLES:
+        workers, pinned = _process_workers(role, wanted, inventory)
+    else:
+        workers, pinned = _model_workers(role, wanted, config, inventory)
+    _check_cpus(role, wanted, workers, pinned, inventory)
+    if config.executor == "local" and len(workers) > 1:
+        if wanted.replicas > 1:
+            got = f"roles.{role}.replicas is {wanted.replicas}"
+        else:
+            got = f"roles.{role}.devices is {wanted.devices!r}, which makes {len(workers)} workers"
+        raise UserError(f"{got}, but executor local runs one worker a role: write executor=ray")
+    threads = [_threads(role, wanted, config, inventory, workers, rank, pinned) for rank in range(len(workers))]
+    places = tuple(
+        Place(
+            role,
+            rank,
+            len(workers),
+            device=f"cuda:{worker[0].index}" if worker[0].kind == "gpu" else "cpu",
+            threads=threads[rank],
+            node=inventory.nodes[worker[0].node].id,
+            cores=tuple(device.index for device in worker) if pinned and worker[0].kind == "cpu" else (),
+        )
+        for rank, worker in enumerate(workers)
+    )
+    return RolePlacement(role, strategy, tuple(workers), places, wanted.cpus or _usual_cpus(workers, threads, pinned))
+
+
+def _strategy(role: str, wanted: RoleConfig) -> str:
+    strategy = STRATEGIES.get(role, "")
+    if wanted.tensor_parallel > 1:
+        reason = f"strategy {strategy} keeps the whole model on one device" if strategy else f"{role} has no model"
+        raise UserError(
+            f"roles.{role}.tensor_parallel is {wanted.tensor_parallel}, but {reason}: "
+            f"write roles.{role}.tensor_parallel=1"
+        )
+    if wanted.strategy in ("auto", strategy):
+        return strategy
+    if not strategy:
+        raise UserError(
+            f"roles.{role}.strategy is {wanted.strategy!r}, but {role} has no model: remove roles.{role}.strategy"
+        )
+    does = "trains" if strategy == "native" else "generates"
+    raise UserError(
+        f"roles.{role}.strategy is {wanted.strategy!r}, which {does}, but {role} does not: "
+        f"write roles.{role}.strategy={strategy}"
+    )
+
+
+Workers = list[tuple[Device, ...]]
+
+
+def _process_workers(role: str, wanted: RoleConfig, inventory: Inventory) -> tuple[Workers, bool]:
+    """Round robin over the nodes: all of them, or those of the cores that are written."""
+    parsed = parse_devices(wanted.devices, inventory, f"roles.{role}.devices", cores=True)
+    if isinstance(parsed, str):
+        per_node = [inventory.cores_of(number) for number in range(len(inventory.nodes))]
+    else:
+        per_node = list(_by_node(parsed).values())
+    return [per_node[rank % len(per_node)] for rank in range(wanted.replicas or 1)], not isinstance(parsed, str)
+
+
+def _model_workers(role: str, wanted: RoleConfig, config: Config, inventory: Inventory) -> tuple[Workers, bool]:
+    """The workers of a model role, and whether they are held to devices that were written."""
+    own = parse_devices(wanted.devices, inventory, f"roles.{role}.devices")
+    choice = parse_devices(config.devices, inventory, "devices") if own == "auto" else own
+    if choice == "auto":
+        choice = inventory.devices("gpu") or "cpu"
+    if isinstance(choice, str):
+        return _free_workers(role, wanted, inventory), False
+    if own == "auto":
+        choice = _share_of(role, choice, config.executor)
+    if choice[0].kind == "gpu":
+        return _gpu_workers(role, wanted, choice, inventory), True
+    return _core_workers(role, wanted, choice, inventory), True
+
+
+def _share_of(role: str, devices: tuple[Device, ...], executor: str) -> tuple[Device, ...]:
+    """What `auto` gives a role of the devices of all: on GPUs the first one to train, the last one to who only looks,
+    all of them to generate (in one process: the trainer's); on cores those of one node, or all to generate."""
+    end = -1 if role in LAST else 0
+    if devices[0].kind == "gpu":
+        return devices if role == "actor_infer" and executor == "ray" else (devices[end],)
+    return devices if role == "actor_infer" else list(_by_node(devices).values())[end]
+
+
+def _free_workers(role: str, wanted: RoleConfig, inventory: Inventory) -> Workers:
+    """Workers held to no core: one on the first node (or the last, see `LAST`); engines round robin over the nodes."""
+    if role in TRAIN_ROLES:
+        _one_worker(role, wanted)
+    nodes = len(inventory.nodes)
+    first = nodes - 1 if role in LAST else 0
+    return [inventory.cores_of((first + rank) % nodes) for rank in range(wanted.replicas or 1)]
+
+
+def _gpu_workers(role: str, wanted: RoleConfig, gpus: tuple[Device, ...], inventory: Inventory) -> Workers:
+    if role in TRAIN_ROLES:
+        _one_worker(role, wanted)
+        if len(gpus) > 1:
+            raise UserError(
+                f"roles.{role}.devices is {wanted.devices!r}, which is {len(gpus)} GPUs, but strategy single computes on "
+                f"one device: write roles.{role}.devices={format_devices(gpus[:1], inventory)}"
+            )
+    elif wanted.replicas not in (0, len(gpus)):
+        raise UserError(
+            f"roles.{role}.replicas is {wanted.replicas}, but its {len(gpus)} GPU(s) make {len(gpus)} worker(s) of one "
+            f"GPU each: remove roles.{role}.replicas, or write {wanted.replicas} device(s) in roles.{role}.devices"
+        )
+    return [(gpu,) for gpu in gpus]
+
+
+def _core_workers(role: str, wanted: RoleConfig, cores: tuple[Device, ...], inventory: Inventory) -> Workers:
+    """Cores shared evenly by the role's workers, none of which spans nodes."""
+    written = format_devices(cores, inventory)
+    if role in TRAIN_ROLES:
+        _one_worker(role, wanted)
+    replicas = wanted.replicas or 1
+    possible = [count for count in range(1, len(cores) + 1) if _cut(cores, count) is not None]
+    made = _cut(cores, replicas) if replicas in possible else None
+    if made is not None:
+        return made
+    if len(cores) % replicas:
+        raise UserError(
+            f"roles.{role}.replicas is {replicas}, but the {len(cores)} cores {written} cannot be shared evenly: "
+            f"write roles.{role}.replicas={_either(possible)}"
+        )
+    where = f"roles.{role}.devices is {written}, where a worker would span nodes"
+    if role in TRAIN_ROLES:
+        node = format_devices(next(iter(_by_node(cores).values())), inventory)
+        raise UserError(f"{where}: write cores of one node, such as roles.{role}.devices={node}")
+    raise UserError(f"{where}: write roles.{role}.replicas={_either(possible)}")
+
+
+def _cut(cores: tuple[Device, ...], replicas: int) -> Workers | None:
+    """Equal parts of the cores in order; None if they do not divide or a part would span nodes."""
+    size, rest = divmod(len(cores), replicas)
+    if rest or not size:
+        return None
+    parts = [cores[start : start + size] for start in range(0, len(cores), size)]
+    return parts if all(part[0].node == part[-1].node for part in parts) else None
+
+
+def _one_worker(role: str, wanted: RoleConfig) -> None:
+    if wanted.replicas > 1:
+        raise UserError(
+            f"roles.{role}.replicas is {wanted.replicas}, but strategy single has one worker: "
+            f"remove roles.{role}.replicas"
+        )
+
+
+def _check_cpus(role: str, wanted: RoleConfig, workers: Workers, pinned: bool, inventory: Inventory) -> None:
+    for worker in workers:
+        if (
+            wanted.cpus
+            and pinned
+            and role not in PROCESS_ROLES
+            and worker[0].kind == "cpu"
+            and len(worker) != wanted.cpus
+        ):
+            raise UserError(
+                f"roles.{role}.cpus is {wanted.cpus}, but by roles.{role}.devices={format_devices(worker, inventory)} a "
+                f"worker has {len(worker)} core(s): remove roles.{role}.cpus"
+            )
+        have = len(worker) if worker[0].kind == "cpu" else inventory.nodes[worker[0].node].cores
+        if wanted.cpus > have:
+            raise UserError(
+                f"roles.{role}.cpus is {wanted.cpus}, but a worker on {inventory.nodes[worker[0].node].name} has {have} "
+                f"core(s) to run on: write roles.{role}.cpus={have} or less"
+            )
+
+
+def _threads(
+    role: str,
+    wanted: RoleConfig,
+    config: Config,
+    inventory: Inventory,
+    workers: Workers,
+    rank: int,
+    pinned: bool,
+) -> int:
+    """CPU threads of a worker. Deterministic numeric work has as many everywhere, whatever the layout: sums over threads
+    would otherwise round differently."""
+    worker = workers[rank]
+    node = inventory.nodes[worker[0].node]
+    if role in PROCESS_ROLES:
+        return wanted.cpus or 1
+    if config.deterministic:
+        return config.threads or inventory.nodes[0].cores
+    if worker[0].kind == "gpu":
+        return config.threads or wanted.cpus or max(1, node.cores // node.gpus)
+    if pinned:
+        return min(config.threads or len(worker), len(worker))
+    if config.threads or wanted.cpus:
+        return config.threads or wanted.cpus
+    beside = Counter(other[0].node for other in workers)[worker[0].node]
+    return max(1, node.cores // beside)
+
+
+def _usual_cpus(workers: Workers, threads: Sequence[int], pinned: bool) -> int:
+    """Cores a worker is counted as where nobody wrote it: those it is held to, else as many as its threads, at most all
+    of its node."""
+    if workers[0][0].kind == "gpu":
+        return 1
+    return len(workers[0]) if pinned else min(*threads, len(workers[0]))
+
+
+def _by_node(devices: tuple[Device, ...]) -> dict[int, tuple[Device, ...]]:
+    return {node: tuple(d for d in devices if d.node == node) for node in dict.fromkeys(d.node for d in devices)}
+
+
+def _either(counts: Sequence[int]) -> str:
+    return " or ".join(map(str, counts))

@@ -1,0 +1,108 @@
+"""The stages of a step, and what of each worker is on its devices in each.
+
+Without offloading everything stays where it is. With it, a worker stays as it was unless the stage needs its devices for
+another role: then it leaves them, or, if the stage needs it too, keeps no more than the stage needs.
+
+Example, trainer and engine on one GPU, the reference on another:
+
+| stage | actor_train[0] | actor_infer[0] | reference[0] |
+| --- | --- | --- | --- |
+| generate | none | all | all |
+| reference | none | all | all |
+| train | all | none | all |
+| publish | weights | weights | all |
+
+An engine that uses the trainer's own parameters (`DeviceMap.one_copy`) holds the trainer at `weights`, never below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from roll.devices.inventory import Device
+from roll.devices.map import PROCESS_ROLES, DeviceMap
+
+Stage = Literal["generate", "reference", "train", "publish"]
+Level = Literal["none", "weights", "all"]
+"""`all` is whatever the role keeps: optimizer state, caches, and memory to work in where it works."""
+
+LEVELS: tuple[Level, ...] = get_args(Level)
+NEEDS: dict[Stage, dict[str, Level]] = {
+    "generate": {"actor_infer": "all"},
+    "reference": {"reference": "all"},
+    "train": {"actor_train": "all"},
+    "publish": {"actor_train": "weights", "actor_infer": "weights"},
+}
+"""The roles that work in a stage, and what of them must be there."""
+
+Name = tuple[str, int]
+"""A worker: its role and rank."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """A worker whose level changes when a stage begins."""
+
+    role: str
+    rank: int
+    before: Level
+    after: Level
+
+
+@dataclass(frozen=True)
+class StageTable:
+    """The level of every worker of a model role in every stage of a step."""
+
+    stages: tuple[Stage, ...]
+    levels: Mapping[Stage, Mapping[Name, Level]]
+
+    def level(self, stage: Stage, role: str, rank: int) -> Level:
+        return self.levels[stage][role, rank]
+
+    def moves(self, stage: Stage) -> tuple[Move, ...]:
+        """What changes between the stage before (the last one's successor is the first) and this one: first those that
+        give up devices, then those that take them."""
+        before = self.levels[self.stages[self.stages.index(stage) - 1]]
+        moves = [Move(*name, before[name], level) for name, level in self.levels[stage].items() if before[name] != level]
+        return tuple(sorted(moves, key=lambda move: LEVELS.index(move.after) - LEVELS.index(move.before)))
+
+
+def residency(map: DeviceMap, offload: bool) -> StageTable:
+    """The table of a map, once a step has gone round."""
+    workers = {
+        (role, place.rank): frozenset(devices)
+        for role, placement in map.roles.items()
+        if role not in PROCESS_ROLES
+        for place, devices in zip(placement.places, placement.workers, strict=True)
+    }
+    stages = tuple(stage for stage in get_args(Stage) if any(role in map.roles for role in NEEDS[stage]))
+    if not offload:
+        everything: dict[Name, Level] = dict.fromkeys(workers, "all")
+        return StageTable(stages, dict.fromkeys(stages, everything))
+    floor: dict[Name, Level] = dict.fromkeys(workers, "none")
+    if map.one_copy:
+        floor["actor_train", 0] = "weights"
+    state = dict(floor)
+    levels: dict[Stage, dict[Name, Level]] = {}
+    for _ in range(2):  # the second time round every worker begins as the step before left it
+        for stage in stages:
+            state = levels[stage] = _enter(stage, state, floor, workers)
+    return StageTable(stages, levels)
+
+
+def _enter(
+    stage: Stage, before: Mapping[Name, Level], floor: Mapping[Name, Level], workers: Mapping[Name, frozenset[Device]]
+) -> dict[Name, Level]:
+    needs = NEEDS[stage]
+    after: dict[Name, Level] = {}
+    for name, devices in workers.items():
+        needed = needs.get(name[0], "none")
+        crowded = any(role in needs and role != name[0] and devices & other for (role, _), other in workers.items())
+        after[name] = _highest(needed, floor[name]) if crowded else _highest(needed, floor[name], before[name])
+    return after
+
+
+def _highest(*levels: Level) -> Level:
+    return max(levels, key=LEVELS.index)

@@ -1,0 +1,48 @@
+"""Turns: who is on the devices in which stage of a step.
+
+Roles that share devices leave them for each other as the plan's stage table says: what a stage does not need is laid
+aside before what it needs comes back. An engine that leaves has drained first and gets no samples until it is back;
+engines on other devices go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from roll.devices.stages import LEVELS, Level, Name, Stage
+from roll.pipeline.roles import Roles
+from roll.workers.infer import InferWorker
+from roll.workers.train import TrainWorker
+
+
+class Turns:
+    def __init__(self, roles: Roles) -> None:
+        self._roles = roles
+        self._levels: dict[Name, Level] = dict.fromkeys(roles.stages.levels["generate"], "all")
+        """What of each worker is on its devices now."""
+
+    async def enter(self, stage: Stage) -> None:
+        """Returns when all that the stage needs is on its devices, and nothing else that it has to make room for."""
+        wanted = self._roles.stages.levels[stage]
+        down = {name: level for name, level in wanted.items() if _rank(level) < _rank(self._levels[name])}
+        up = {name: level for name, level in wanted.items() if _rank(level) > _rank(self._levels[name])}
+        await asyncio.gather(*(self._hold(name, level) for name, level in down.items()))
+        await asyncio.gather(*(self._hold(name, level) for name, level in up.items()))
+        self._levels.update(wanted)
+
+    async def _hold(self, name: Name, level: Level) -> None:
+        role, rank = name
+        if role == "actor_infer":
+            if level != "all":
+                await self._roles.router.leave(rank)
+            await self._roles.engines.call_rank(rank, InferWorker.hold, level)
+            if level == "all":
+                self._roles.router.join(rank)
+        else:
+            cluster = self._roles.actor if role == "actor_train" else self._roles.reference
+            assert cluster is not None, f"the plan has a role {role!r} that does not run"
+            await cluster.call_rank(rank, TrainWorker.hold, level)
+
+
+def _rank(level: Level) -> int:
+    return LEVELS.index(level)

@@ -1,0 +1,258 @@
+"""Byte slots that two processes of one machine both see: in shared memory, or on a GPU both use.
+
+What always holds: a slot's bytes written on one side and settled are the bytes read on the other; who writes when is the
+users' agreement (`stream`). The creator owns the memory: once it has closed, been collected, exited or died, nothing new
+attaches, and the memory goes when the last side lets go. A slot held past `close` stays valid memory.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import inspect
+import mmap
+import os
+import secrets
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from roll.config.errors import RunError
+
+SHM = Path("/dev/shm")
+PREFIX = "roll-"
+"""With the creator's process id, the start of every name this module makes."""
+
+ChannelKind: TypeAlias = Literal["shared_memory", "cuda_ipc"]
+Backing: TypeAlias = Literal["memfd", "file"]
+
+
+class Channel(Protocol):
+    @property
+    def slots(self) -> int: ...
+
+    @property
+    def handle(self) -> Handle:
+        """What the other side attaches with; picklable."""
+
+    def slot(self, index: int) -> Tensor:
+        """The slot's bytes, flat uint8."""
+
+    def settle(self) -> None:
+        """Returns once every copy this side made into or out of the slots is done."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class SharedMemoryHandle:
+    path: str
+    inode: int
+    """Tells the memory from another that came to lie at the same path."""
+    slots: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True)
+class CudaIpcHandle:
+    rebuild: Callable[..., Tensor]
+    arguments: tuple[Any, ...]
+    gpu: str
+    """The GPU's UUID: processes number their GPUs differently."""
+    slots: int
+    slot_bytes: int
+
+
+Handle: TypeAlias = SharedMemoryHandle | CudaIpcHandle
+
+
+def attach(handle: Handle) -> Channel:
+    """The other side of a channel created on this machine."""
+    if isinstance(handle, SharedMemoryHandle):
+        return SharedMemoryChannel.attach(handle)
+    return CudaIpcChannel.attach(handle)
+
+
+class SharedMemoryChannel:
+    """Slots in host memory, behind a file descriptor of the creator or, where others may not open that, a file.
+
+    Memory behind a descriptor has no name and cannot be left behind, not even by SIGKILL; other processes of the user
+    open it as /proc/<pid>/fd/<n>. A file in /dev/shm is removed by `close`, collection and exit; one whose creator was
+    killed is removed when the next is created.
+    """
+
+    def __init__(self, handle: SharedMemoryHandle, descriptor: int) -> None:
+        self._handle = handle
+        memory = mmap.mmap(descriptor, handle.slots * handle.slot_bytes)
+        self._memory: Tensor | None = torch.frombuffer(memory, dtype=torch.uint8)
+        self._release: Callable[[], object] = lambda: None
+
+    @classmethod
+    def create(cls, slots: int, slot_bytes: int, backing: Backing | None = None) -> SharedMemoryChannel:
+        """Takes all the memory at once, so that a machine without it fails here and not in the middle of a copy."""
+        _check_size(slots, slot_bytes)
+        backing = backing or ("memfd" if _descriptors_are_open_to_others() else "file")
+        descriptor, path = _memfd() if backing == "memfd" else _file()
+        file = path if backing == "file" else None
+        try:
+            os.posix_fallocate(descriptor, 0, slots * slot_bytes)
+            handle = SharedMemoryHandle(str(path), os.fstat(descriptor).st_ino, slots, slot_bytes)
+            channel = cls(handle, descriptor)
+        except OSError as error:
+            _let_go(os.getpid(), descriptor, file)
+            raise RunError(
+                f"no shared memory for {slots} slots of {slot_bytes} bytes ({error}): use smaller buckets"
+                + (", or give /dev/shm more room" if file else "")
+            ) from error
+        except BaseException:
+            _let_go(os.getpid(), descriptor, file)
+            raise
+        channel._release = weakref.finalize(channel, _let_go, os.getpid(), descriptor, file)
+        return channel
+
+    @classmethod
+    def attach(cls, handle: SharedMemoryHandle) -> SharedMemoryChannel:
+        try:
+            descriptor = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise RunError(
+                f"cannot attach to the shared memory {handle.path} ({error.strerror}): its creator has closed it or "
+                "died, or is not a process of this user on this machine; across machines, broadcast"
+            ) from error
+        try:
+            if os.fstat(descriptor).st_ino != handle.inode:
+                raise RunError(f"the shared memory {handle.path} is not the one meant: its creator has closed it or died")
+            return cls(handle, descriptor)
+        finally:
+            os.close(descriptor)  # the mapping stays
+
+    @property
+    def handle(self) -> SharedMemoryHandle:
+        return self._handle
+
+    @property
+    def slots(self) -> int:
+        return self._handle.slots
+
+    def slot(self, index: int) -> Tensor:
+        return _slot(self._memory, index, self._handle)
+
+    def settle(self) -> None:
+        """Copies to and from host memory are done when they return."""
+
+    def close(self) -> None:
+        self._memory = None
+        self._release()
+
+
+class CudaIpcChannel:
+    """Slots in the memory of a GPU that both processes use."""
+
+    def __init__(self, handle: CudaIpcHandle, memory: Tensor) -> None:
+        self._handle = handle
+        self._memory: Tensor | None = memory
+
+    @classmethod
+    def create(cls, slots: int, slot_bytes: int, device: torch.device) -> CudaIpcChannel:
+        _check_size(slots, slot_bytes)
+        memory = torch.empty(slots * slot_bytes, dtype=torch.uint8, device=device)
+        rebuild, arguments = reduce_tensor(memory)  # type: ignore[no-untyped-call]
+        gpu = str(torch.cuda.get_device_properties(memory.device).uuid)
+        return cls(CudaIpcHandle(rebuild, arguments, gpu, slots, slot_bytes), memory)
+
+    @classmethod
+    def attach(cls, handle: CudaIpcHandle) -> CudaIpcChannel:
+        visible = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+        if handle.gpu not in visible:
+            raise RunError(
+                f"cannot attach to memory of GPU {handle.gpu}: this process sees {visible or 'no GPU'}; "
+                "use CUDA IPC only between roles that share a GPU"
+            )
+        call = inspect.signature(handle.rebuild).bind(*handle.arguments)
+        call.arguments["storage_device"] = visible.index(handle.gpu)
+        return cls(handle, handle.rebuild(*call.args, **call.kwargs))
+
+    @property
+    def handle(self) -> CudaIpcHandle:
+        return self._handle
+
+    @property
+    def slots(self) -> int:
+        return self._handle.slots
+
+    def slot(self, index: int) -> Tensor:
+        return _slot(self._memory, index, self._handle)
+
+    def settle(self) -> None:
+        if self._memory is not None:
+            torch.cuda.synchronize(self._memory.device)
+
+    def close(self) -> None:
+        if self._memory is not None:
+            self.settle()
+            self._memory = None
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+
+
+def _slot(memory: Tensor | None, index: int, handle: Handle) -> Tensor:
+    if memory is None:
+        raise RunError("the channel is closed: open a new one")
+    if not 0 <= index < handle.slots:
+        raise IndexError(f"slot {index} of a channel with {handle.slots}")
+    return memory[index * handle.slot_bytes : (index + 1) * handle.slot_bytes]
+
+
+def _check_size(slots: int, slot_bytes: int) -> None:
+    if slots < 1 or slot_bytes < 1:
+        raise ValueError(f"a channel of {slots} slots of {slot_bytes} bytes: give at least one of each")
+
+
+def _descriptors_are_open_to_others() -> bool:
+    """Whether other processes of this user may open this one's descriptors: /proc gives those of a protected process to
+    root."""
+    try:
+        return os.stat(f"/proc/{os.getpid()}/fd").st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
+def _memfd() -> tuple[int, Path]:
+    descriptor = os.memfd_create(f"{PREFIX}{os.getpid()}")
+    return descriptor, Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+
+
+def _file() -> tuple[int, Path]:
+    """A new locked file: the lock ends with the creator, however that ends, and tells others that it has."""
+    _remove_leftovers()
+    path = SHM / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+    unlocked = path.with_name(f".{path.name}")  # under its name a file is always locked, or left over
+    descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    unlocked.rename(path)
+    return descriptor, path
+
+
+def _remove_leftovers() -> None:
+    for path in SHM.glob(f"{PREFIX}[0-9]*-????????"):
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue  # another user's, or gone by now
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+        except BlockingIOError:
+            pass  # its creator lives
+        finally:
+            os.close(descriptor)
+
+
+def _let_go(creator: int, descriptor: int, file: Path | None) -> None:
+    if file is not None and creator == os.getpid():  # a fork of the creator runs this too when it exits
+        file.unlink(missing_ok=True)
+    os.close(descriptor)

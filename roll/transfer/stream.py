@@ -1,0 +1,208 @@
+"""Weights on their way from one trainer to many engines, bucket by bucket, verified at the end.
+
+What always holds: an engine's weights count as a version's only if the digest of every tensor, computed from the engine's
+own storage after loading, is the trainer's; no side keeps more than its slots (or one bucket, when broadcasting) beside
+the tensors themselves.
+
+    trainer                                     each engine
+    sender.manifest(version, …)     ──────►     receiver.begin(manifest, sender.open(kind))
+    sender.write(bucket)            ─ slots ─►  receiver.load(bucket)           for every bucket: `stream`
+                                                receiver.finish() → tensors that are not the manifest's
+
+or, through a `BroadcastGroup`, `sender.broadcast(group)` while every engine runs `receiver.receive(group)`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from roll.config.errors import RunError
+from roll.transfer.broadcast import BroadcastGroup
+from roll.transfer.channel import Channel, ChannelKind, CudaIpcChannel, Handle, SharedMemoryChannel, attach
+from roll.transfer.digest import digests
+from roll.transfer.layout import Layout, pack, unpack, used_bytes
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a version is: its tensors' layout and digests, and the probe the trainer ran with it."""
+
+    version: int
+    layout: Layout
+    digests: dict[str, int]
+    """One a tensor, by name."""
+    probe: Tensor
+    """Token ids of the fixed prompt."""
+    log_probs: Tensor
+    """The trainer's log-probs of the probe's tokens after the first."""
+    dtype: torch.dtype
+    """The precision served in: that of the first tensor of floating point."""
+
+
+class Sender:
+    """The trainer's side. The tensors must not change between `manifest` and the last `write` of a version."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], bucket_bytes: int) -> None:
+        self._tensors = dict(tensors)
+        self.layout = Layout.of(tensors, bucket_bytes)
+        self._channel: Channel | None = None
+        self._kind: ChannelKind | None = None
+        self._buffer: Tensor | None = None
+
+    def manifest(self, version: int, probe: Tensor, log_probs: Tensor) -> Manifest:
+        dtypes = [spec.dtype for spec in self.layout.tensors if spec.dtype.is_floating_point]
+        if not dtypes:
+            raise RunError("no tensor to publish is of floating point: are these the model's weights?")
+        return Manifest(version, self.layout, digests(self._tensors), probe.cpu(), log_probs.cpu(), dtypes[0])
+
+    def open(self, kind: ChannelKind, slots: int = 2) -> Handle:
+        """A channel for the buckets; the open one where it is of that kind, because used memory is faster than fresh."""
+        if self._channel is None or self._kind != kind or self._channel.slots != slots:
+            self._close_channel()
+            self._channel, self._kind = self._create(kind, slots), kind
+        return self._channel.handle
+
+    def write(self, bucket: int) -> None:
+        """Packs the bucket into its slot, which every receiver must have loaded before."""
+        channel = _opened(self._channel)
+        pack(channel.slot(bucket % channel.slots), self.layout.buckets[bucket], self._tensors)
+        channel.settle()
+
+    def broadcast(self, group: BroadcastGroup) -> None:
+        """Sends every bucket to the group's other ranks, each of which must be in `receive`."""
+        self._buffer = _bucket_buffer(self._buffer, self.layout, group)
+        for spans in self.layout.buckets:
+            pack(self._buffer, spans, self._tensors)
+            group.broadcast(self._buffer[: used_bytes(spans)])
+
+    def close(self) -> None:
+        self._close_channel()
+        self._buffer = None
+
+    def _close_channel(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def _create(self, kind: ChannelKind, slots: int) -> Channel:
+        slot_bytes = max(self.layout.slot_bytes, 1)
+        if kind == "shared_memory":
+            return SharedMemoryChannel.create(slots, slot_bytes)
+        device = next(iter(self._tensors.values())).device
+        if device.type != "cuda":
+            raise RunError(f"CUDA IPC moves tensors on a GPU, and these are on {device}: use shared_memory")
+        return CudaIpcChannel.create(slots, slot_bytes, device)
+
+
+class Receiver:
+    """An engine's side: loads into its own tensors' storage, which holds no version between `begin` and `finish`."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = dict(tensors)
+        self._manifest: Manifest | None = None
+        self._channel: Channel | None = None
+        self._buffer: Tensor | None = None
+
+    def begin(self, manifest: Manifest, handle: Handle | None = None) -> None:
+        """Refuses a manifest of other tensors; attaches to the channel, unless it is the one already attached."""
+        manifest.layout.check(self._tensors)
+        if self._channel is not None and self._channel.handle != handle:
+            self._channel.close()
+            self._channel = None
+        if self._channel is None and handle is not None:
+            self._channel = attach(handle)
+        self._manifest = manifest
+
+    def load(self, bucket: int) -> None:
+        channel = _opened(self._channel)
+        unpack(channel.slot(bucket % channel.slots), self._begun().layout.buckets[bucket], self._tensors)
+        channel.settle()
+
+    def receive(self, group: BroadcastGroup) -> None:
+        """Loads every bucket from the group's rank 0, which must be in `broadcast`."""
+        layout = self._begun().layout
+        self._buffer = _bucket_buffer(self._buffer, layout, group)
+        for spans in layout.buckets:
+            group.broadcast(self._buffer[: used_bytes(spans)])
+            unpack(self._buffer, spans, self._tensors)
+
+    def finish(self) -> list[str]:
+        """The tensors whose bytes are not the manifest's, by name; none: the version is verified."""
+        manifest = self._begun()
+        own = digests({spec.name: self._tensors[spec.name] for spec in manifest.layout.tensors})
+        return [name for name, value in own.items() if value != manifest.digests[name]]
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = self._manifest = self._buffer = None
+
+    def _begun(self) -> Manifest:
+        if self._manifest is None:
+            raise RunError("no version is being received: call begin(manifest) first")
+        return self._manifest
+
+
+async def stream(
+    buckets: int,
+    slots: int,
+    write: Callable[[int], Awaitable[None]],
+    loads: Sequence[Callable[[int], Awaitable[None]]],
+) -> None:
+    """Moves all buckets through the slots: each is written once, then loaded once by every receiver, in order.
+
+    A bucket is loaded only after it was written, and its slot (bucket % slots) is rewritten only after every receiver has
+    loaded it; within that, writing and all receivers go on at once. An error or a cancellation anywhere ends all, and the
+    first error is raised; calls already made at another process may still run there. Waits are as long as those calls:
+    put a deadline around it.
+
+    Example: four buckets, two slots, two receivers of which B takes twice as long as all else. Bucket 2 shares a slot
+    with 0 and waits for B; receiver A is then held up by the writer, never by more than two buckets.
+
+        time     1    2    3    4    5    6    7    8    9
+        write    0    1    .    2    .    3    .    .    .
+        A        .    0    1    .    2    .    3    .    .
+        B        .    0    0    1    1    2    2    3    3
+    """
+    written = [asyncio.Event() for _ in range(buckets)]
+    loaded = [[asyncio.Event() for _ in range(buckets)] for _ in loads]
+
+    async def send() -> None:
+        for bucket in range(buckets):
+            if bucket >= slots:
+                for receiver in loaded:
+                    await receiver[bucket - slots].wait()
+            await write(bucket)
+            written[bucket].set()
+
+    async def receive(load: Callable[[int], Awaitable[None]], done: list[asyncio.Event]) -> None:
+        for bucket in range(buckets):
+            await written[bucket].wait()
+            await load(bucket)
+            done[bucket].set()
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(send())
+            for load, done in zip(loads, loaded, strict=True):
+                tasks.create_task(receive(load, done))
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
+def _opened(channel: Channel | None) -> Channel:
+    if channel is None:
+        raise RunError("no channel is open: call open(kind) at the sender and begin(manifest, handle) at the receiver")
+    return channel
+
+
+def _bucket_buffer(buffer: Tensor | None, layout: Layout, group: BroadcastGroup) -> Tensor:
+    """Room for any bucket of the layout on the group's device: the one given where it suffices."""
+    if buffer is not None and buffer.device == group.device and len(buffer) >= layout.slot_bytes:
+        return buffer
+    return torch.empty(layout.slot_bytes, dtype=torch.uint8, device=group.device)

@@ -1,0 +1,41 @@
+"""What a trainer tells the engines of a version that is about to travel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from roll.transfer.broadcast import BroadcastGroup
+from roll.transfer.channel import Handle
+from roll.transfer.stream import Manifest
+
+Path = Literal["shared_memory", "broadcast", "cuda_ipc"]
+SLOTS = 2
+"""Buckets on their way at once: one is written while one is read."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A version's manifest, and the memory it will come through (none when it is broadcast)."""
+
+    manifest: Manifest
+    handle: Handle | None
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where a trainer and all engines meet to broadcast: the trainer is rank 0."""
+
+    address: str
+    port: int
+    world_size: int
+    deadline_s: float
+
+    def join(self, rank: int, device: str) -> BroadcastGroup:
+        """Returns once all have come. Blocks: call it in a thread."""
+        backend: Literal["gloo", "nccl"] = "nccl" if device.startswith("cuda") else "gloo"
+        return BroadcastGroup(
+            rank, self.world_size, self.address, self.port, backend, self.deadline_s, torch.device(device)
+        )

@@ -1,0 +1,321 @@
+"""Where roles go on made-up machines, and what is said when they cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll.config.errors import UserError
+from roll.config.schema import Config
+from roll.devices.inventory import Device, Inventory
+from roll.devices.map import PROCESS_ROLES, TRAIN_ROLES, DeviceMap, make_map
+
+ALWAYS = {"actor_train", "actor_infer", "rollout", "reward"}
+
+
+def machines(*counts: tuple[int, int]) -> Inventory:
+    return Inventory.of(
+        {"id": f"id-{n}", "cores": cores, "gpus": gpus, "memory_bytes": 64 << 30, "gpu_bytes": 80 << 30}
+        for n, (cores, gpus) in enumerate(counts)
+    )
+
+
+CPU = machines((4, 0))
+ONE = machines((16, 1))
+EIGHT = machines((32, 8))
+TWO = machines((32, 8), (32, 8))
+THREE = machines((4, 0), (4, 0), (4, 0))
+
+
+def config(executor: str = "ray", roles: dict[str, Any] | None = None, **settings: Any) -> Config:
+    return Config.model_validate({"executor": executor, "roles": roles or {}, **settings})
+
+
+def mapped(inventory: Inventory, executor: str = "ray", *, reference: bool = False, **settings: Any) -> DeviceMap:
+    in_use = ALWAYS | ({"reference"} if reference else set())
+    return make_map(config(executor, **settings), inventory, roles_in_use=in_use)
+
+
+def numbers(made: DeviceMap, role: str) -> list[list[tuple[int, int]]]:
+    """(node, index) of every device of every worker."""
+    return [[(device.node, device.index) for device in worker] for worker in made.roles[role].workers]
+
+
+def places(made: DeviceMap, role: str) -> list[tuple[str, int, tuple[int, ...], str]]:
+    return [(place.device, place.threads, place.cores, place.node) for place in made.roles[role].places]
+
+
+def said(inventory: Inventory, executor: str = "ray", *, reference: bool = False, **settings: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        mapped(inventory, executor, reference=reference, **settings)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("executor", ["local", "ray"])
+def test_one_cpu_machine_has_one_free_worker_a_role(executor: str) -> None:
+    made = mapped(CPU, executor, reference=True)
+    for role in ("actor_train", "actor_infer", "reference"):
+        assert places(made, role) == [("cpu", 4, (), "id-0")]
+        assert made.roles[role].cpus == 4
+    assert places(made, "rollout") == places(made, "reward") == [("cpu", 1, (), "id-0")]
+    assert made.kind == "colocated"
+    assert made.engines_beside_trainer == (0,)
+    assert made.one_copy == (executor == "local")
+    assert [made.roles[role].strategy for role in made.roles] == ["single", "native", "single", "", ""]
+
+
+def test_one_gpu_holds_all_models() -> None:
+    made = mapped(ONE, "local", reference=True)
+    assert {
+        place.device for role in ("actor_train", "actor_infer", "reference") for place in made.roles[role].places
+    } == {"cuda:0"}
+    assert made.one_copy
+    assert made.roles_on(Device(0, "gpu", 0)) == ["actor_train[0]", "actor_infer[0]", "reference[0]"]
+    assert places(made, "reward") == [("cpu", 1, (), "id-0")]
+
+
+def test_auto_on_eight_gpus_trains_on_the_first_and_generates_on_all() -> None:
+    made = mapped(EIGHT, reference=True)
+    assert numbers(made, "actor_train") == [[(0, 0)]]
+    assert numbers(made, "reference") == [[(0, 7)]]
+    assert numbers(made, "actor_infer") == [[(0, n)] for n in range(8)]
+    assert [place.device for place in made.roles["actor_infer"].places] == [f"cuda:{n}" for n in range(8)]
+    assert {place.world_size for place in made.roles["actor_infer"].places} == {8}
+    assert {place.threads for place in made.roles["actor_infer"].places} == {4}
+    assert made.kind == "partly shared"
+    assert made.engines_beside_trainer == (0,)
+    assert not made.one_copy
+
+
+def test_one_process_uses_the_trainers_gpu_for_the_engine() -> None:
+    made = mapped(EIGHT, "local")
+    assert numbers(made, "actor_infer") == numbers(made, "actor_train") == [[(0, 0)]]
+    assert made.kind == "colocated"
+    apart = mapped(EIGHT, "local", roles={"actor_infer": "1"})
+    assert apart.kind == "disaggregated"
+    assert not apart.one_copy
+
+
+def test_auto_over_two_nodes() -> None:
+    made = mapped(TWO, reference=True)
+    assert numbers(made, "actor_train") == [[(0, 0)]]
+    assert numbers(made, "reference") == [[(1, 7)]]
+    assert len(made.roles["actor_infer"].workers) == 16
+    assert [place.node for place in made.roles["actor_infer"].places] == ["id-0"] * 8 + ["id-1"] * 8
+    assert made.roles["actor_infer"].places[9].device == "cuda:1"
+    assert len(mapped(TWO, "local").inventory.nodes) == 1
+
+
+def test_devices_of_the_whole_run_are_shared_out_as_auto_does() -> None:
+    made = mapped(EIGHT, devices="2-5", reference=True)
+    assert numbers(made, "actor_train") == [[(0, 2)]]
+    assert numbers(made, "reference") == [[(0, 5)]]
+    assert numbers(made, "actor_infer") == [[(0, n)] for n in (2, 3, 4, 5)]
+    cores = mapped(CPU, devices="0-1", reference=True)
+    assert numbers(cores, "actor_train") == numbers(cores, "actor_infer") == numbers(cores, "reference")
+    assert places(cores, "reference") == [("cpu", 2, (0, 1), "id-0")]
+    assert places(mapped(EIGHT, devices="cpu"), "actor_infer") == [("cpu", 32, (), "id-0")]
+
+
+def test_disjoint_devices_are_disaggregated() -> None:
+    made = mapped(EIGHT, roles={"actor_train": "0", "actor_infer": "1-7"})
+    assert made.kind == "disaggregated"
+    assert made.engines_beside_trainer == ()
+    assert mapped(CPU, roles={"actor_train": "0-1", "actor_infer": "2-3"}).kind == "disaggregated"
+    assert mapped(CPU, roles={"actor_train": "0-1", "actor_infer": "1-2"}).kind == "partly shared"
+
+
+def test_numbered_cores_hold_a_worker_to_them() -> None:
+    made = mapped(CPU, roles={"actor_train": "0-2", "actor_infer": {"devices": "0-3", "replicas": 2}}, threads=2)
+    assert places(made, "actor_train") == [("cpu", 2, (0, 1, 2), "id-0")]
+    assert places(made, "actor_infer") == [("cpu", 2, (0, 1), "id-0"), ("cpu", 2, (2, 3), "id-0")]
+    assert made.engines_beside_trainer == (0, 1)
+    assert made.roles["actor_train"].cpus == 3
+    assert places(mapped(CPU, roles={"actor_train": "1"}, threads=3), "actor_train") == [("cpu", 1, (1,), "id-0")]
+
+
+def test_free_replicas_divide_the_threads() -> None:
+    made = mapped(CPU, roles={"actor_infer": {"replicas": 3}})
+    assert places(made, "actor_infer") == [("cpu", 1, (), "id-0")] * 3
+    assert places(mapped(CPU, roles={"actor_infer": {"replicas": 2}}), "actor_infer")[0][1] == 2
+    assert places(mapped(CPU, roles={"actor_infer": {"replicas": 2}}, threads=4), "actor_infer")[0][1] == 4
+    assert places(mapped(CPU, roles={"actor_infer": {"replicas": 9}}), "actor_infer")[0][1] == 1
+    assert places(mapped(CPU, roles={"actor_infer": {"cpus": 3}}), "actor_infer")[0][1] == 3
+
+
+def test_deterministic_roles_have_equal_threads() -> None:
+    roles = {"actor_train": "0-1", "actor_infer": {"devices": "0-3", "replicas": 4}}
+    for threads, expected in ((0, 4), (3, 3)):
+        made = mapped(CPU, roles=roles, deterministic=True, threads=threads)
+        alone = mapped(CPU, "local", deterministic=True, threads=threads)
+        numeric = [p.threads for m in (made, alone) for r in ("actor_train", "actor_infer") for p in m.roles[r].places]
+        assert set(numeric) == {expected}
+
+
+def test_three_nodes_of_cores() -> None:
+    made = mapped(THREE, reference=True, roles={"actor_infer": {"replicas": 4}, "rollout": {"replicas": 5, "cpus": 2}})
+    assert places(made, "actor_train") == [("cpu", 4, (), "id-0")]
+    assert places(made, "reference") == [("cpu", 4, (), "id-2")]
+    assert [(p.node, p.threads) for p in made.roles["actor_infer"].places] == [
+        ("id-0", 2),
+        ("id-1", 4),
+        ("id-2", 4),
+        ("id-0", 2),
+    ]
+    assert [place.node for place in made.roles["rollout"].places] == ["id-0", "id-1", "id-2", "id-0", "id-1"]
+    assert made.roles["rollout"].cpus == 2
+    spread = mapped(THREE, roles={"actor_infer": {"devices": "0-11", "replicas": 3}})
+    assert numbers(spread, "actor_infer") == [[(n, c) for c in range(4)] for n in range(3)]
+    later = mapped(THREE, devices="4-11", reference=True, roles={"actor_infer": {"replicas": 2}})
+    assert numbers(later, "actor_train") == [[(1, c) for c in range(4)]]
+    assert numbers(later, "reference") == [[(2, c) for c in range(4)]]
+
+
+def test_process_roles_go_where_their_cores_are() -> None:
+    made = mapped(TWO, roles={"reward": {"devices": "node1:0-3", "replicas": 3}, "rollout": {"replicas": 3}})
+    assert places(made, "reward") == [("cpu", 1, (0, 1, 2, 3), "id-1")] * 3
+    assert [place.node for place in made.roles["rollout"].places] == ["id-0", "id-1", "id-0"]
+    both = mapped(TWO, roles={"reward": {"devices": "node0:0,node1:0-3", "replicas": 2}})
+    assert [place.cores for place in both.roles["reward"].places] == [(0,), (0, 1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("inventory", "settings", "parts"),
+    [
+        (CPU, {"roles": {"critic": "0"}}, ["roles.critic: algorithm grpo has no critic: remove roles.critic"]),
+        (CPU, {"roles": {"judge": {"replicas": 2}}}, ["algorithm grpo has no judge: remove roles.judge"]),
+        (
+            CPU,
+            {"roles": {"reference": "0"}},
+            ["roles.reference", "algorithm.kl_coef=0 has no reference", "or write algorithm.kl_coef=0.01"],
+        ),
+        (
+            EIGHT,
+            {"roles": {"actor_train": "2-3"}},
+            ["'2-3', which is 2 GPUs", "single computes on one device: write roles.actor_train.devices=2"],
+        ),
+        (TWO, {"roles": {"actor_train": "9-10"}}, ["write roles.actor_train.devices=node1:1"]),
+        (CPU, {"roles": {"actor_train": {"replicas": 2}}}, ["single has one worker: remove roles.actor_train.replicas"]),
+        (EIGHT, {"roles": {"actor_train": {"replicas": 2}}}, ["single has one worker"]),
+        (CPU, {"roles": {"actor_train": {"devices": "0-3", "replicas": 2}}}, ["single has one worker"]),
+        (
+            THREE,
+            {"roles": {"actor_train": "0-5"}},
+            ["a worker would span nodes", "such as roles.actor_train.devices=node0:0-3"],
+        ),
+        (
+            THREE,
+            {"roles": {"actor_infer": "2-5"}},
+            ["node0:2-3,node1:0-1", "span nodes", "write roles.actor_infer.replicas=2 or 4"],
+        ),
+        (
+            CPU,
+            {"roles": {"actor_infer": {"devices": "0-3", "replicas": 3}}},
+            ["replicas is 3, but the 4 cores 0-3 cannot be shared evenly: write roles.actor_infer.replicas=1 or 2 or 4"],
+        ),
+        (
+            EIGHT,
+            {"roles": {"actor_infer": {"devices": "0-3", "replicas": 2}}},
+            ["replicas is 2, but its 4 GPU(s) make 4 worker(s)", "remove roles.actor_infer.replicas"],
+        ),
+        (
+            EIGHT,
+            {"roles": {"actor_infer": {"tensor_parallel": 2}}},
+            ["tensor_parallel is 2", "native keeps the whole model on one device", "tensor_parallel=1"],
+        ),
+        (CPU, {"roles": {"rollout": {"tensor_parallel": 2}}}, ["rollout has no model"]),
+        (
+            CPU,
+            {"roles": {"actor_train": {"strategy": "native"}}},
+            ["'native', which generates, but actor_train does not: write roles.actor_train.strategy=single"],
+        ),
+        (
+            CPU,
+            {"roles": {"actor_infer": {"strategy": "single"}}},
+            ["'single', which trains, but actor_infer does not: write roles.actor_infer.strategy=native"],
+        ),
+        (CPU, {"roles": {"reward": {"strategy": "single"}}}, ["reward has no model: remove roles.reward.strategy"]),
+        (
+            CPU,
+            {"roles": {"rollout": {"cpus": 5}}},
+            ["cpus is 5", "has 4 core(s) to run on", "write roles.rollout.cpus=4"],
+        ),
+        (
+            CPU,
+            {"roles": {"actor_infer": {"devices": "0-1", "cpus": 1}}},
+            ["has 2 core(s): remove roles.actor_infer.cpus"],
+        ),
+        (CPU, {"roles": {"actor_infer": "9"}}, ["roles.actor_infer.devices is '9'", "0-3 (cpu cores)"]),
+        (CPU, {"devices": "9"}, ["devices is '9'"]),
+        (
+            CPU,
+            {"executor": "local", "roles": {"actor_infer": {"replicas": 2}}},
+            ["roles.actor_infer.replicas is 2, but executor local runs one worker a role: write executor=ray"],
+        ),
+        (CPU, {"executor": "local", "roles": {"reward": {"replicas": 2}}}, ["executor local runs one worker a role"]),
+        (
+            EIGHT,
+            {"executor": "local", "roles": {"actor_infer": "0-1"}},
+            ["devices is '0-1', which makes 2 workers, but executor local runs one worker a role"],
+        ),
+    ],
+)
+def test_what_cannot_be_placed_is_refused(inventory: Inventory, settings: dict[str, Any], parts: list[str]) -> None:
+    message = said(inventory, **settings)
+    for part in parts:
+        assert part in message
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[Inventory, Config]:
+    inventory = machines(*draw(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 4)), min_size=1, max_size=3)))
+    texts = st.sampled_from(["auto", "cpu", "0", "0-1", "1,3", "0-3", "node0:0", "node1:0-1", "cpu:0-1", "2-5"])
+
+    def role() -> dict[str, Any]:
+        return {"devices": draw(texts), "replicas": draw(st.integers(0, 4)), "cpus": draw(st.integers(0, 2))}
+
+    made = config(
+        draw(st.sampled_from(["local", "ray"])),
+        {name: role() for name in ("actor_train", "actor_infer", "reference", "rollout", "reward")},
+        devices=draw(texts),
+        threads=draw(st.integers(0, 3)),
+        deterministic=draw(st.booleans()),
+    )
+    return inventory, made
+
+
+@given(layouts())
+def test_every_placement_keeps_the_rules(layout: tuple[Inventory, Config]) -> None:
+    inventory, made_of = layout
+    try:
+        made = make_map(made_of, inventory, roles_in_use=ALWAYS | {"reference"})
+    except UserError as error:
+        assert "write" in str(error) or "remove" in str(error) or "there" in str(error)
+        return
+    for role, placed in made.roles.items():
+        wanted = getattr(made_of.roles, role)
+        assert len(placed.workers) == len(placed.places) >= 1
+        if wanted.replicas:
+            assert len(placed.workers) == wanted.replicas
+        if role in TRAIN_ROLES or made_of.executor == "local":
+            assert len(placed.workers) == 1
+        for rank, (worker, place) in enumerate(zip(placed.workers, placed.places, strict=True)):
+            assert len({(device.node, device.kind) for device in worker}) == 1
+            node = made.inventory.nodes[worker[0].node]
+            assert all(device.index < node.count(device.kind) for device in worker)
+            assert (place.role, place.rank, place.world_size, place.node) == (role, rank, len(placed.workers), node.id)
+            assert place.threads >= 1
+            assert set(place.cores) <= set(range(node.cores))
+            if worker[0].kind == "gpu":
+                assert role not in PROCESS_ROLES
+                assert place.device == f"cuda:{worker[0].index}"
+                assert len(worker) == 1
+            else:
+                assert place.device == "cpu"
+                assert place.cores in ((), tuple(device.index for device in worker))
+    if made_of.deterministic:
+        numeric = [p.threads for role, placed in made.roles.items() if role not in PROCESS_ROLES for p in placed.places]
+        assert len(set(numeric)) == 1

@@ -1,0 +1,397 @@
+"""The memory model against what autograd keeps and what the allocator gives, and the choices made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from roll.algorithm import LossSpec
+from roll.config.errors import UserError
+from roll.config.schema import Config, TrainConfig
+from roll.data import Batch, Sample, Task
+from roll.data.sources import load_tasks
+from roll.devices.inventory import Inventory
+from roll.devices.map import make_map
+from roll.devices.memory import (
+    MicroBatch,
+    Model,
+    ModelShape,
+    Part,
+    Spans,
+    Workload,
+    cache_bytes,
+    chunk_logits,
+    count_parameters,
+    engine_working,
+    estimate,
+    forward_working,
+    micro_batch_of,
+    saved_bytes,
+    train_working,
+)
+from roll.devices.plan import Plan, check_memory, make_plan
+from roll.devices.stages import residency
+from roll.engine.engine import Engine
+from roll.engine.request import Request, Sampling
+from roll.model import attention
+from roll.model.character import character_tokenizer
+from roll.strategy.train.packing import TreePlan, micro_batches, pack
+from roll.strategy.train.single import SingleStrategy
+
+LOSS = LossSpec("clipped_ratio", {"clip_low": 0.2, "clip_high": 0.3, "correction_cap": 2.0})
+GIB = 1 << 30
+
+
+def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, tied: bool = True) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=2048,
+        tie_word_embeddings=tied,
+    )
+
+
+def qwen3() -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=200,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+    )
+
+
+def trainer(shape: PretrainedConfig, dtype: torch.dtype, limit: int = 1 << 20) -> SingleStrategy:
+    kind = Qwen3ForCausalLM if isinstance(shape, Qwen3Config) else LlamaForCausalLM
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: PreTrainedModel = kind(shape).to(dtype).eval()
+    model.set_attn_implementation(attention.NAME)
+    return SingleStrategy(model, character_tokenizer(), TrainConfig(micro_batch_tokens=limit))
+
+
+def ragged(groups: int, size: int, prompt: int, response: tuple[int, int], vocab: int) -> Batch:
+    """Groups with a common prompt and answers of random length."""
+    rng = np.random.default_rng(0)
+    samples = []
+    for group in range(groups):
+        opening = rng.integers(0, vocab, prompt).tolist()
+        for n in range(size):
+            sample = Sample(f"{group}.{n}", Task.ask("t", "?"), group, 1.0)
+            sample.log.prompt(opening)
+            length = int(rng.integers(*response, endpoint=True))
+            sample.log.respond(rng.integers(0, vocab, length).tolist(), -rng.exponential(2.0, length), [0] * length)
+            samples.append(sample)
+    batch = Batch.from_samples(samples)
+    return batch.with_columns(advantage=rng.normal(0, 1, len(batch)))
+
+
+def packed_size(batch: Batch) -> MicroBatch:
+    """The size of a batch packed into one micro-batch, as the trainer's attention pads it."""
+    tree = pack(batch.rows("ids"))
+    buckets = TreePlan(tree, torch.device("cpu"))._buckets
+    spans = [Spans(len(b.spans), max(s.fresh for s in b.spans), max(len(s.path) for s in b.spans)) for b in buckets]
+    rows = [path[np.flatnonzero(mask) - 1] for path, mask in zip(tree.paths, batch.rows("loss_mask"), strict=True)]
+    return MicroBatch(tree.rows, len(np.unique(np.concatenate(rows))), tuple(spans))
+
+
+def kept_bytes(strategy: SingleStrategy, batch: Batch) -> int:
+    """Bytes of the storages that autograd keeps in an update, parameters left out."""
+    parameters = {p.untyped_storage().data_ptr() for p in strategy.model.parameters()}
+    kept: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        strategy.update(batch, LOSS, 0)
+    return sum(size for size, _ in kept.values())
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """The most the allocator has given at once, above what it had given before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        work()
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    total = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        total += event.nbytes()
+        peak = max(peak, total)
+    return peak
+
+
+SHAPES = {
+    "grouped heads": llama(64, 160, 3, 4, 2, 128),
+    "plain heads": llama(96, 200, 2, 3, 3, 96),
+    "one key head": llama(64, 96, 4, 8, 1, 200),
+    "normed heads": qwen3(),
+}
+BATCHES = {
+    "prefix sharing": (4, 6, 40, (10, 60)),
+    "long prompts": (3, 5, 150, (5, 20)),
+    "no sharing": (9, 2, 8, (30, 120)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul")
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_activations_are_what_autograd_keeps(dtype: torch.dtype, shape: str, batch: str) -> None:
+    groups, size, prompt, response = BATCHES[batch]
+    config = SHAPES[shape]
+    data = ragged(groups, size, prompt, response, config.vocab_size)
+    kept = kept_bytes(trainer(config, dtype), data)
+    model, packed = ModelShape.of(config), packed_size(data)
+    expected = saved_bytes(model, dtype, packed) + 4 * packed.predicting * model.vocab  # one chunk keeps its logits
+    assert expected == pytest.approx(kept, rel=0.05)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul")
+@pytest.mark.parametrize("limit", [256, 4096], ids=["several micro-batches", "one"])
+@pytest.mark.parametrize("vocab", [128, 2048])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_an_update_peaks_where_the_plan_says(dtype: torch.dtype, vocab: int, limit: int) -> None:
+    """Everything an update allocates, once the moments exist. Activations or parameters weigh most, by the case."""
+    shape = llama(64, 160, 3, 4, 2, vocab)
+    strategy = trainer(shape, dtype, limit)
+    batch = ragged(4, 6, 40, (30, 30), vocab)
+    strategy.update(batch, LOSS, 0)
+    measured = peak_bytes(lambda: strategy.update(batch, LOSS, 1))
+    work = Workload(40, 40, 30, 6, 4, limit, running=1, exact=False, bucket_bytes=0)
+    planned = sum(size for _, size in train_working(ModelShape.of(shape), dtype, work))
+    assert planned == pytest.approx(measured, rel=0.2)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_chunks_of_logits_are_counted_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("roll.strategy.train.logprobs", "roll.devices.memory"):
+        monkeypatch.setattr(f"{module}.CHUNK_ELEMENTS", 1 << 16)
+    shape = llama(64, 160, 2, 4, 2, 1024)
+    strategy = trainer(shape, dtype)
+    batch = ragged(4, 6, 40, (30, 30), 1024)
+    strategy.update(batch, LOSS, 0)
+    measured = peak_bytes(lambda: strategy.update(batch, LOSS, 1))
+    model = ModelShape.of(shape)
+    assert chunk_logits(model, 700) == (64 * 1024, True)
+    work = Workload(40, 40, 30, 6, 4, 1 << 20, running=1, exact=False, bucket_bytes=0)
+    planned = sum(size for _, size in train_working(model, dtype, work))
+    assert planned == pytest.approx(measured, rel=0.2)
+
+
+@pytest.mark.parametrize("vocab", [128, 4096])
+def test_a_forward_pass_peaks_where_the_plan_says(vocab: int) -> None:
+    shape = llama(64, 160, 3, 4, 2, vocab)
+    strategy = trainer(shape, torch.float32)
+    batch = ragged(4, 6, 40, (30, 30), vocab)
+    measured = peak_bytes(lambda: strategy.log_probs(batch))
+    work = Workload(40, 40, 30, 6, 4, 1 << 20, running=1, exact=False, bucket_bytes=0)
+    ((_, planned),) = forward_working(ModelShape.of(shape), torch.float32, work)
+    assert planned == pytest.approx(measured, rel=0.3)
+
+
+def test_an_engine_peaks_where_the_plan_says() -> None:
+    shape = llama(64, 160, 3, 4, 2, 4096)
+    model = trainer(shape, torch.float32).model
+    engine = Engine(model, character_tokenizer(), max_running=32)
+    rng = np.random.default_rng(0)
+
+    def generate() -> None:
+        for n in range(32):
+            ids = rng.integers(0, 4096, 40).astype(np.int32)
+            engine.add(Request(f"{n}", ids, Sampling(max_new_tokens=20, temperature=1.0, seed=n)))
+        while engine.has_work:
+            engine.step()
+
+    measured = peak_bytes(generate)
+    work = Workload(40, 40, 20, 6, 4, 4096, running=32, exact=False, bucket_bytes=0)
+    ((_, step),) = engine_working(ModelShape.of(shape), torch.float32, work)
+    assert cache_bytes(shape, torch.float32, work) + step == pytest.approx(measured, rel=0.2)
+
+
+def test_a_cache_that_grows_is_there_twice() -> None:
+    shape = llama(64, 160, 3, 4, 2, 128)
+    token = 2 * 3 * 2 * 16 * 4
+    even = Workload(100, 120, 8, 6, 4, 4096, running=10, exact=False, bucket_bytes=0)
+    assert cache_bytes(shape, torch.float32, even) == 10 * 128 * token
+    uneven = Workload(20, 120, 8, 6, 4, 4096, running=10, exact=False, bucket_bytes=0)
+    assert cache_bytes(shape, torch.float32, uneven) == 10 * (128 + 64) * token
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rows", "samples"),
+    [
+        ((4096, 100, 50, 8, 4), 4 * (100 + 8 * 50), 32),
+        ((600, 100, 50, 8, 4), 500, 8),
+        ((700, 100, 50, 8, 4), 500 + 100 + 2 * 50, 8 + 2),
+        ((100, 100, 50, 8, 4), 150, 1),
+        ((300, 100, 50, 8, 1), 150 + 3 * 50, 4),
+    ],
+)
+def test_a_micro_batch_is_filled_as_the_trainer_fills_it(
+    arguments: tuple[int, int, int, int, int], rows: int, samples: int
+) -> None:
+    limit, prompt, response, size, groups = arguments
+    made = micro_batch_of(*arguments)
+    assert made.rows == rows
+    assert sum(span.count for span in made.spans) == samples
+    assert made.predicting == samples * response
+    sequences = ragged(groups, size, prompt, (response, response), 1 << 15).rows("ids")
+    largest = max(pack([sequences[i] for i in cut]).rows for cut in micro_batches(sequences, limit))
+    assert largest == pytest.approx(rows, rel=0.2)
+
+
+def test_parameters_are_counted_without_making_the_model() -> None:
+    assert count_parameters(llama(64, 160, 3, 4, 2, 128)) == sum(
+        p.numel() for p in LlamaForCausalLM(llama(64, 160, 3, 4, 2, 128)).parameters()
+    )
+    assert ModelShape.of(qwen3()).normed_heads
+    assert not ModelShape.of(llama(64, 160, 3, 4, 2, 128)).normed_heads
+
+
+def box(*, gpus: int = 0, gpu: float = 0, memory: float = 64, nodes: int = 1) -> Inventory:
+    row = {"cores": 8, "gpus": gpus, "memory_bytes": int(memory * GIB), "gpu_bytes": int(gpu * GIB)}
+    return Inventory.of([{"id": f"n{n}", **row} for n in range(nodes)])
+
+
+def planned(inventory: Inventory, **settings: Any) -> Plan:
+    base = {"model": {"path": "tiny", "dtype": "bf16"}, "tasks": "echo", "reward": "number"}
+    config = Config.model_validate({**base, **settings})
+    return make_plan(config, load_tasks(config.tasks, None), inventory)
+
+
+def parts_of(plan: Plan, pool: str, stage: Any) -> dict[tuple[str, str], int]:
+    (found,) = [p for p in plan.memory.pools if p.name == pool]
+    return {(part.worker, part.what): part.bytes for part in plan.memory.parts[found, stage]}
+
+
+def test_the_parts_of_a_gpu() -> None:
+    plan = planned(box(gpus=1, gpu=80), executor="local")
+    parts = parts_of(plan, "gpu0", "train")
+    count = plan.parameters
+    assert parts["actor_train[0]", "weights"] == 2 * count
+    assert parts["actor_train[0]", "master weights, fp32"] == 4 * count
+    assert parts["actor_train[0]", "optimizer moments, fp32"] == 8 * count
+    assert parts["actor_train[0]", "gradients, fp32"] == 4 * count
+    assert parts["actor_infer[0]", "weights"] == 0, "the engine uses the trainer's"
+    assert ("actor_infer[0]", "an engine's step") not in parts
+    assert ("actor_train[0]", "gradients, fp32") not in parts_of(plan, "gpu0", "generate")
+    assert set(parts_of(plan, "memory", "train")) == {("controller", "interpreter and libraries")}
+
+
+def test_every_process_of_a_cluster_has_its_interpreter_and_its_copy() -> None:
+    plan = planned(box(gpus=2, gpu=80), executor="ray", weights={"bucket_mb": 8})
+    host = parts_of(plan, "memory", "train")
+    processes = ("controller", "actor_train[0]", "actor_infer[0]", "actor_infer[1]", "rollout[0]", "reward[0]")
+    assert set(host) == {(process, "interpreter and libraries") for process in processes}
+    assert parts_of(plan, "gpu1", "generate")["actor_infer[1]", "weights"] == 2 * plan.parameters
+    assert parts_of(plan, "gpu0", "publish")["actor_train[0]", "weights in transit"] == 16 << 20
+    assert "weights in transit" not in {what for _, what in parts_of(plan, "gpu0", "train")}
+
+
+def test_what_leaves_a_gpu_lies_in_its_nodes_memory() -> None:
+    plan = planned(box(gpus=1, gpu=80), executor="ray", offload="always")
+    assert plan.offload
+    generating = parts_of(plan, "gpu0", "generate")
+    assert not any(worker == "actor_train[0]" for worker, _ in generating)
+    away = parts_of(plan, "memory", "generate")
+    assert away["actor_train[0]", "optimizer moments, fp32, offloaded"] == 8 * plan.parameters
+    assert away["actor_train[0]", "weights, offloaded"] == 2 * plan.parameters
+    training = parts_of(plan, "memory", "train")
+    assert ("actor_infer[0]", "weights, offloaded") in training
+    assert ("actor_infer[0]", "key-value cache, offloaded") not in training, "a cache is freed, not kept"
+
+
+def test_a_cpu_gives_up_its_cache_only() -> None:
+    plan = planned(box(), executor="ray", offload="always")
+    idle = parts_of(plan, "memory", "train")
+    assert idle["actor_infer[0]", "weights"] == 2 * plan.parameters
+    assert ("actor_infer[0]", "key-value cache") not in idle
+    assert parts_of(plan, "memory", "generate")["actor_train[0]", "optimizer moments, fp32"] == 8 * plan.parameters
+
+
+def test_offloading_is_chosen_when_not_everything_fits() -> None:
+    roomy = planned(box(gpus=1, gpu=80), executor="ray")
+    assert not roomy.offload
+    assert "all roles together fit into 90%" in roomy.why
+    (gpu,) = [pool for pool in roomy.memory.pools if pool.gpu is not None]
+    whole = roomy.memory.peak(gpu)[1]
+    turns = planned(box(gpus=1, gpu=80), executor="ray", offload="always")
+    assert turns.memory.peak(gpu)[1] < whole
+    between = (turns.memory.peak(gpu)[1] + whole) / 2 / GIB / 0.9
+    tight = planned(box(gpus=1, gpu=between), executor="ray")
+    assert tight.offload
+    assert "Roles take turns and leave shared devices" in tight.why
+    check_memory(tight)
+    never = planned(box(gpus=1, gpu=between), executor="ray", offload="never")
+    assert not never.offload
+    with pytest.raises(UserError, match="write offload=auto"):
+        check_memory(never)
+    apart = planned(box(gpus=2, gpu=80), executor="ray", roles={"actor_train": "0", "actor_infer": "1"})
+    assert "no stage needs the devices" in apart.why
+
+
+def test_what_does_not_fit_is_said_with_what_to_write() -> None:
+    def message(inventory: Inventory, **settings: Any) -> str:
+        with pytest.raises(UserError) as caught:
+            check_memory(planned(inventory, **settings))
+        return str(caught.value)
+
+    full = message(box(gpus=1, gpu=0.5), executor="ray", rollout={"max_running": 4096})
+    assert "in the stage generate this run needs about" in full
+    assert "gpu0 has 0.5 GiB" in full
+    assert "actor_infer[0]'s key-value cache" in full
+    assert "write rollout.max_running=" in full
+    value = int(full.rpartition("=")[2])
+    check_memory(planned(box(gpus=1, gpu=0.5), executor="ray", rollout={"max_running": value}))
+
+    full = message(box(gpus=1, gpu=0.4), executor="ray", rollout={"max_running": 1, "groups_per_step": 64})
+    assert "in the stage train" in full
+    assert "actor_train[0]'s activations of a micro-batch" in full
+    value = int(full.rpartition("train.micro_batch_tokens=")[2])
+    assert 1 <= value < 4096
+
+    full = message(box(gpus=1, gpu=0.01), executor="ray")
+    assert "choose a smaller model" in full
+    assert "other devices for it in roles.actor_train.devices" in full
+
+    full = message(box(memory=0.5), executor="local")
+    assert "the machine has 0.5 GiB" in full
+
+    crowded = message(box(memory=3), executor="ray", roles={"rollout": {"replicas": 8}})
+    assert "interpreter and libraries" in crowded
+
+
+def test_memory_is_counted_node_by_node() -> None:
+    plan = planned(box(nodes=2), executor="ray", roles={"rollout": {"replicas": 4}})
+    assert [pool.name for pool in plan.memory.pools] == ["node0 memory", "node1 memory"]
+    assert {worker for worker, _ in parts_of(plan, "node1 memory", "train")} == {"rollout[1]", "rollout[3]"}
+
+
+def test_the_need_of_a_pool_is_that_of_its_fullest_stage() -> None:
+    config = Config.model_validate({"model": "tiny", "tasks": "echo"})
+    made = make_map(config, box(), roles_in_use={"actor_train", "actor_infer", "rollout", "reward"})
+    shape = llama(64, 160, 3, 4, 2, 128)
+    dtypes = dict.fromkeys(("actor_train", "actor_infer"), torch.float32)
+    found = estimate(made, residency(made, False), Model(shape, ModelShape.of(shape), dtypes), Workload.of(config, 8, 8))
+    (pool,) = found.pools
+    sums = {stage: sum(part.bytes for part in found.parts[pool, stage]) for stage in ("generate", "train", "publish")}
+    assert found.peak(pool) == max(sums.items(), key=lambda item: item[1])
+    assert all(isinstance(part, Part) and part.bytes >= 0 for parts in found.parts.values() for part in parts)

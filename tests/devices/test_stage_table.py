@@ -1,0 +1,107 @@
+"""What is on the devices in each stage, for every kind of layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from roll.config.schema import Config
+from roll.devices.inventory import Inventory
+from roll.devices.map import DeviceMap, make_map
+from roll.devices.stages import NEEDS, Level, Move, StageTable, residency
+
+
+def mapped(executor: str, roles: dict[str, Any], *, reference: bool = False, gpus: int = 4) -> DeviceMap:
+    inventory = Inventory.of([{"id": "", "cores": 8, "gpus": gpus, "memory_bytes": 1 << 36, "gpu_bytes": 1 << 36}])
+    config = Config.model_validate({"executor": executor, "roles": roles})
+    in_use = {"actor_train", "actor_infer", "rollout", "reward"} | ({"reference"} if reference else set())
+    return make_map(config, inventory, roles_in_use=in_use)
+
+
+def shown(table: StageTable) -> dict[str, dict[str, Level]]:
+    return {
+        stage: {f"{role}{rank}": level for (role, rank), level in table.levels[stage].items()} for stage in table.stages
+    }
+
+
+def test_without_offloading_everything_stays() -> None:
+    table = residency(mapped("ray", {}, reference=True), offload=False)
+    assert table.stages == ("generate", "reference", "train", "publish")
+    assert {level for stage in table.stages for level in table.levels[stage].values()} == {"all"}
+    assert all(table.moves(stage) == () for stage in table.stages)
+
+
+def test_colocated_roles_take_turns() -> None:
+    table = residency(mapped("ray", {"actor_train": "0", "actor_infer": "0"}), offload=True)
+    assert shown(table) == {
+        "generate": {"actor_train0": "none", "actor_infer0": "all"},
+        "train": {"actor_train0": "all", "actor_infer0": "none"},
+        "publish": {"actor_train0": "weights", "actor_infer0": "weights"},
+    }
+    assert table.level("publish", "actor_train", 0) == "weights"
+
+
+def test_in_one_process_the_trainers_weights_never_leave() -> None:
+    table = residency(mapped("local", {}, reference=True, gpus=1), offload=True)
+    assert shown(table) == {
+        "generate": {"actor_train0": "weights", "actor_infer0": "all", "reference0": "none"},
+        "reference": {"actor_train0": "weights", "actor_infer0": "none", "reference0": "all"},
+        "train": {"actor_train0": "all", "actor_infer0": "none", "reference0": "none"},
+        "publish": {"actor_train0": "weights", "actor_infer0": "weights", "reference0": "none"},
+    }
+    apart = residency(mapped("local", {"actor_infer": "1", "reference": "0"}, reference=True), offload=True)
+    assert apart.level("reference", "actor_train", 0) == "none"
+
+
+def test_roles_apart_stay_where_they_are() -> None:
+    table = residency(mapped("ray", {"actor_train": "0", "actor_infer": "1-3"}), offload=True)
+    assert {level for stage in table.stages for level in table.levels[stage].values()} == {"all"}
+
+
+def test_only_the_engines_beside_the_trainer_leave() -> None:
+    table = residency(mapped("ray", {"actor_train": "0", "actor_infer": "0-1", "reference": "1"}, reference=True), True)
+    assert shown(table) == {
+        "generate": {"actor_train0": "none", "actor_infer0": "all", "actor_infer1": "all", "reference0": "none"},
+        "reference": {"actor_train0": "none", "actor_infer0": "all", "actor_infer1": "none", "reference0": "all"},
+        "train": {"actor_train0": "all", "actor_infer0": "none", "actor_infer1": "none", "reference0": "all"},
+        "publish": {
+            "actor_train0": "weights",
+            "actor_infer0": "weights",
+            "actor_infer1": "weights",
+            "reference0": "none",
+        },
+    }
+
+
+def test_moves_free_devices_before_they_are_taken() -> None:
+    table = residency(mapped("ray", {"actor_train": "0", "actor_infer": "0"}), offload=True)
+    assert table.moves("train") == (Move("actor_infer", 0, "all", "none"), Move("actor_train", 0, "none", "all"))
+    assert table.moves("generate")[0] == Move("actor_train", 0, "weights", "none")
+
+
+@pytest.mark.parametrize("executor", ["local", "ray"])
+@pytest.mark.parametrize("roles", [{}, {"actor_train": "cpu:0-1", "actor_infer": "cpu:1"}, {"reference": "0"}])
+def test_who_works_is_there_and_who_does_not_makes_room(executor: str, roles: dict[str, Any]) -> None:
+    made = mapped(executor, roles, reference=True)
+    table = residency(made, offload=True)
+    for stage in table.stages:
+        for (role, rank), level in table.levels[stage].items():
+            devices = set(made.roles[role].workers[rank])
+            needed = NEEDS[stage].get(role)
+            crowded = any(devices & made.devices(other) for other in NEEDS[stage] if other != role)
+            if needed is not None:
+                assert level in (needed, "all")
+            elif crowded:
+                assert level == ("weights" if made.one_copy and role == "actor_train" else "none")
+
+
+def test_going_round_again_changes_nothing() -> None:
+    """Following the moves of every stage from the table's last stage gives the table."""
+    table = residency(mapped("ray", {"actor_infer": "0-2", "reference": "1"}, reference=True), offload=True)
+    state = dict(table.levels[table.stages[-1]])
+    for stage in table.stages:
+        for move in table.moves(stage):
+            assert state[move.role, move.rank] == move.before
+            state[move.role, move.rank] = move.after
+        assert state == table.levels[stage]

@@ -1,0 +1,62 @@
+"""The GPU's paths: the same digests as on the CPU, and memory of one GPU seen by two processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transfer_peer import BUCKET_BYTES, LOCAL, ask, serve, spawn, tensors_of
+
+from roll.transfer.broadcast import BroadcastGroup
+from roll.transfer.channel import ChannelKind
+from roll.transfer.digest import BLOCK_WORDS, digest, digests
+from roll.transfer.stream import Receiver, Sender
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 4096, 4 * BLOCK_WORDS - 1, 4 * BLOCK_WORDS, 8 * BLOCK_WORDS + 5])
+def test_both_devices_give_the_same_digest(size: int) -> None:
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    assert digest(data.cuda()) == digest(data)
+    assert digest(data.cuda()[1:]) == digest(data[1:])
+
+
+def test_tensors_on_two_devices_at_once() -> None:
+    tensors = tensors_of(seed=1)
+    mixed = {name: tensor.cuda() if name != "half" else tensor for name, tensor in tensors.items()}
+    assert digests(mixed) == digests(tensors)
+
+
+@pytest.mark.parametrize(("kind", "there"), [("cuda_ipc", "cuda"), ("shared_memory", "cuda"), ("shared_memory", "cpu")])
+def test_a_gpu_s_tensors_reach_another_process(kind: ChannelKind, there: str) -> None:
+    process, pipe = spawn(serve)
+    sender = Sender(tensors_of(seed=1, device="cuda"), BUCKET_BYTES)
+    for version, flip in ((1, False), (2, True), (3, False)):
+        ask(pipe, "make", 2, there)
+        ask(pipe, "begin", sender.manifest(version, torch.arange(3), torch.zeros(2)), sender.open(kind))
+        channel = sender._channel
+        assert channel is not None
+        for bucket in range(len(sender.layout.buckets)):
+            sender.write(bucket)
+            if flip and bucket == 3:
+                channel.slot(1)[1000] ^= 1
+                channel.settle()
+            ask(pipe, "load", bucket)
+        assert ask(pipe, "finish") == (["embed"] if flip else [])
+    ask(pipe, "close")
+    sender.close()
+    pipe.send(None)
+    process.join(30)
+    assert process.exitcode == 0
+
+
+def test_nccl_of_one_rank() -> None:
+    """A GPU takes part once: more ranks need more GPUs."""
+    device = torch.device("cuda", 0)
+    group = BroadcastGroup(0, 1, LOCAL, BroadcastGroup.free_port(), "nccl", deadline_s=60, device=device)
+    tensors = tensors_of(seed=1, device="cuda")
+    sender, receiver = Sender(tensors, BUCKET_BYTES), Receiver(tensors)
+    receiver.begin(sender.manifest(1, torch.arange(3), torch.zeros(2)))
+    sender.broadcast(group)
+    assert receiver.finish() == []
+    group.close()
