@@ -129,7 +129,7 @@ def plan(config: ConfigFile, overrides: Overrides = None) -> None:
     made = make_plan(settings, tasks)
     what = f"{made.model}: {made.parameters:,} parameters in {made.dtype}, executor {settings.executor}"
     _console.print(what, markup=False, soft_wrap=True)
-    for drawn in draw(made):
+    for drawn in draw(made, _console.width):
         _console.print(drawn)
     check_memory(made)
 

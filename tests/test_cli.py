@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roll.cli import main
+from roll.devices.inventory import this_machine
 from roll.model.character import character_tokenizer, tiny_model
 from roll.run import Checkpoints, RunFolder
 
@@ -241,6 +242,50 @@ def test_plan_shows_sizes_and_creates_nothing(here: Path, capfd: pytest.CaptureF
     assert "actor_train" in shown
     assert _contents(here) == before
     assert not (here / "runs").exists()
+
+
+def test_plan_draws_the_map(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "examples/tiny.yaml", "devices=cpu", "algorithm.kl_coef=0.1"]) == 0
+    shown = capfd.readouterr().out
+    for part in ("generate", "reference", "train", "publish", "peak", "actor_infer[0]: all", "the actor's", "colocated"):
+        assert part in shown
+
+
+@pytest.mark.parametrize("layout", ["colocated", "disaggregated", "partly_shared"])
+def test_plan_draws_every_layout_of_the_examples(here: Path, capfd: pytest.CaptureFixture[str], layout: str) -> None:
+    cores = {
+        "colocated": ["cpu:0-1", "cpu:0-1"],
+        "disaggregated": ["cpu:0", "cpu:1"],
+        "partly_shared": ["cpu:0", "cpu:0-1"],
+    }
+    train, infer = cores[layout]
+    if this_machine().nodes[0].cores < 2:
+        pytest.skip("the examples need two cores")
+    overrides = [f"roles.actor_train.devices={train}", f"roles.actor_infer.devices={infer}"]
+    assert main(["plan", f"examples/devices/{layout}.yaml", *overrides]) == 0
+    assert f"trainer and engines are {layout.replace('_', ' ')}" in " ".join(capfd.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        ("roles.critic=0", ["algorithm grpo has no critic: remove roles.critic"]),
+        ("roles.actor_train=0-4095", ["there is no device 4095"]),
+        ("roles.actor_infer.replicas=2", ["executor local runs one worker a role: write executor=ray"]),
+    ],
+)
+def test_a_map_that_cannot_be_is_refused(refusal: Callable[..., str], overrides: str, parts: list[str]) -> None:
+    for command in ("plan", "train"):
+        message = refusal(command, "examples/tiny.yaml", "devices=cpu", overrides)
+        assert all(part in message for part in parts)
+
+
+def test_a_run_that_does_not_fit_is_drawn_and_refused(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "examples/tiny.yaml", "devices=cpu", "rollout.max_running=99999999"]) == 2
+    printed = capfd.readouterr()
+    assert "peak" in printed.out
+    assert "key-value cache" in printed.err
+    assert "write rollout.max_running=" in printed.err
 
 
 def test_plan_of_the_quickstart_creates_nothing(here: Path, capfd: pytest.CaptureFixture[str]) -> None:

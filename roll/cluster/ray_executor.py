@@ -24,7 +24,6 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-import roll
 from roll.cluster.errors import Failure, WorkerDied, WorkerError
 from roll.cluster.executor import Handle
 from roll.cluster.host import Answer, Host
@@ -303,7 +302,7 @@ def _code_for_workers() -> Mapping[str, Any]:
     and not installed. A job that Ray runs has its environment already."""
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
         return {}
-    folder, package = Path.cwd(), Path(roll.__file__).parent
+    folder, package = Path.cwd(), Path(__file__).parents[1]
     env: dict[str, Any] = {"working_dir": str(folder), "excludes": _NOT_SENT}
     if not _is_installed(package) and not package.is_relative_to(folder):
         env["py_modules"] = [str(package)]

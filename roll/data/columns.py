@@ -88,15 +88,17 @@ class TokenColumn:
     def joined(columns: Sequence[TokenColumn], parts: Sequence[Indices]) -> TokenColumn:
         """One column of all samples, from columns of some of them each: those at `parts[i]` are in `columns[i]`."""
         blocks: list[Block] = []
+        held = [column.key for column in columns if not column.is_here]  # these cannot be renamed
+        key = (held or [column.key for column in columns] or [_VALUES])[0]
         samples = sum(len(part) for part in parts)
         which, starts = np.zeros(samples, np.int64), np.zeros(samples, np.int64)
         for column, part in zip(columns, parts, strict=True):
-            if column.key != columns[0].key:
-                column = column.renamed(columns[0].key)
+            if column.key != key:
+                column = column.renamed(key)
             which[part] = column.which + len(blocks)
             starts[part] = column.starts
             blocks.extend(column.blocks)
-        return TokenColumn(tuple(blocks), which, starts, columns[0].key if columns else _VALUES)
+        return TokenColumn(tuple(blocks), which, starts, key)
 
     def renamed(self, key: str) -> TokenColumn:
         """The same values under another name in their blocks, which must be here."""

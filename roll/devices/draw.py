@@ -35,18 +35,28 @@ class Column:
     """For each stage, for each device: who is there."""
 
 
-def draw(plan: Plan) -> list[Table | Text]:
-    """What `roll plan` shows."""
+COLUMN_CHARS = 22
+"""Width of a column: `actor_infer[10-15]:` and its frame."""
+
+
+def draw(plan: Plan, width: int = 100) -> list[Table | Text]:
+    """What `roll plan` shows on a screen so many characters wide."""
     summary = Text(f"Layout: trainer and engines are {plan.map.kind}. {plan.why}")
-    return [draw_map(plan), summary, draw_roles(plan), draw_sizes(plan), draw_memory(plan)]
+    return [*draw_map(plan, width), summary, draw_roles(plan), draw_sizes(plan), draw_memory(plan)]
 
 
-def draw_map(plan: Plan) -> Table:
+def draw_map(plan: Plan, width: int) -> list[Table]:
+    """Devices across and stages down; where not all columns fit, several tables."""
     found = columns(plan)
-    table = Table("stage", *(title(plan, column) for column in found), show_lines=True)
+    fit = max((width - len("│ reference │")) // COLUMN_CHARS, 1)
+    return [_map_table(plan, found[first : first + fit], found) for first in range(0, len(found), fit)]
+
+
+def _map_table(plan: Plan, some: list[Column], all_columns: list[Column]) -> Table:
+    table = Table("stage", *(title(plan, column) for column in some), show_lines=True)
     for number, stage in enumerate(plan.stages.stages):
-        table.add_row(stage, *(_cell(stage, column.cells[number], len(found) > 2) for column in found))
-    table.add_row("peak", *(_peak(plan, column) for column in found))
+        table.add_row(stage, *(_cell(stage, column.cells[number], len(some) > 2) for column in some))
+    table.add_row("peak", *(_peak(plan, column, all_columns) for column in some))
     return table
 
 
@@ -166,15 +176,14 @@ def _cell(stage: Stage, devices: tuple[tuple[Resident, ...], ...], narrow: bool)
     return Text("\n").join(lines) if lines else Text("–")
 
 
-def _peak(plan: Plan, column: Column) -> Text:
-    need = max(plan.memory.peak(pool)[1] for pool in column.pools)
+def _peak(plan: Plan, column: Column, all_columns: list[Column]) -> Text:
+    """The most a column's memory holds; cores of one node share theirs."""
     pool = column.pools[0]
-    beside = (
-        "all of the node: " if pool.gpu is None and len({c.pools[0] for c in columns(plan)}) < len(columns(plan)) else ""
-    )
+    need = plan.memory.peak(pool)[1]
+    shared = sum(pool in other.pools for other in all_columns) > 1
     style = "bold red" if need > FULL * pool.capacity else "green"
     share = f" ({need / pool.capacity:.0%})" if pool.capacity else ""
-    return Text(f"{beside}{human(need)} of {human(pool.capacity)}{share}", style=style)
+    return Text(f"{'all of the node: ' if shared else ''}{human(need)} of {human(pool.capacity)}{share}", style=style)
 
 
 def _where(plan: Plan, role: str) -> str:

@@ -35,8 +35,8 @@ FULL = 0.9
 """The share of a pool that may be planned: the rest is for fragments, contexts and what nobody counts."""
 LOGITS_FORWARD_BYTES, LOGITS_BACKWARD_BYTES = 12, 20
 """For each logit of a chunk: scaled logits, exponentials and their product; in the backward pass two more gradients."""
-DRAW_BYTES = 20
-"""For each logit an engine draws from: logits, scaled, log-probs, probabilities, and those padded to blocks."""
+DRAW_BYTES = 28
+"""For each logit an engine draws from: logits, scaled, log-probs, probabilities, those padded to blocks, and in fp64."""
 MASK_ALIGNMENT = {"cpu": 1, "gpu": 16}
 """Keys an attention mask is padded to a multiple of."""
 
@@ -183,7 +183,7 @@ class Workload:
     """Sequences an engine holds at once."""
     exact: bool
     bucket_bytes: int
-    """What a side of a publish needs, 0 in one process."""
+    """Size of the pieces in which weights travel, of which a side has two; 0 in one process."""
 
     @classmethod
     def of(cls, config: Config, shortest_prompt: int, longest_prompt: int) -> Workload:
@@ -196,7 +196,7 @@ class Workload:
             limit_rows=config.train.micro_batch_tokens,
             running=config.rollout.max_running,
             exact=config.deterministic,
-            bucket_bytes=2 * (config.weights.bucket_mb << 20) if config.executor == "ray" else 0,
+            bucket_bytes=config.weights.bucket_mb << 20 if config.executor == "ray" else 0,
         )
 
     def micro_batches(self) -> list[MicroBatch]:
@@ -400,7 +400,7 @@ def _working(map: DeviceMap, role: str, stage: Stage, model: Model, work: Worklo
     if (role, stage) == ("reference", "reference"):
         return forward_working(*arguments)
     if stage == "publish" and role in ("actor_train", "actor_infer") and work.bucket_bytes:
-        return [("weights in transit", work.bucket_bytes)]
+        return [("weights in transit", 2 * min(work.bucket_bytes, model.sizes.parameters * model.dtypes[role].itemsize))]
     return []
 
 

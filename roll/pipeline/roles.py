@@ -6,13 +6,13 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from roll.cluster import Cluster, Executor, LocalExecutor, Place, Worker
 from roll.config.schema import Config
-from roll.devices.inventory import Inventory, this_machine
+from roll.devices.inventory import Inventory, Node, this_machine
 from roll.devices.map import DeviceMap, make_map
 from roll.devices.plan import roles_in_use
 from roll.devices.stages import StageTable, residency
@@ -69,8 +69,12 @@ def inventory_of(config: Config, executor: Executor) -> Inventory:
     from roll.cluster.ray_executor import RayExecutor
 
     assert isinstance(executor, RayExecutor)
-    rows = [asdict(node) for node in executor.nodes()]
-    return Inventory.of({**row, "aliases": (row.pop("host"), row.pop("address"))} for row in rows)
+    return Inventory(
+        tuple(
+            Node(f"node{n}", f.id, f.cores, f.gpus, f.memory_bytes, f.gpu_bytes, aliases=(f.host, f.address))
+            for n, f in enumerate(executor.nodes())
+        )
+    )
 
 
 @asynccontextmanager

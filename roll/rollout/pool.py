@@ -48,9 +48,9 @@ class RolloutPool:
 
     async def run(self, key: str, samples: Sequence[Sample], lifecycle: Lifecycle) -> None:
         """Carries queued samples of one task to their verdicts. Cancelling it ends them where they are."""
-        if key in self._out:
-            raise ValueError(f"the lease {key!r} is out already")
         async with self._router.seat(self._max_new_tokens * len(samples)) as engine:
+            if key in self._out:
+                raise ValueError(f"the lease {key!r} is out already")
             worker = self._loads.index(min(self._loads))
             done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             out = self._out[key] = _Out(worker, {sample.id: sample for sample in samples}, lifecycle, done)
@@ -58,14 +58,16 @@ class RolloutPool:
             self._homes.update({sample.id: (worker, key) for sample in samples})
             self._loads[worker] += len(samples)
             first = samples[0]
-            ids = tuple(sample.id for sample in samples)
+            lease = Lease(key, engine, first.task, first.group, first.temperature, tuple(out.samples))
             try:
-                self._lines[worker].post(Lease(key, engine, first.task, first.group, first.temperature, ids))
+                self._lines[worker].post(lease)
                 await done
             except asyncio.CancelledError:
-                await self._workers.call_rank(worker, RolloutWorker.cancel, [key])
                 for sample in samples:
                     self._homes.pop(sample.id, None)
+                if not self._lines[worker].take_back(lease):
+                    await self._lines[worker].arrived()
+                    await self._workers.call_rank(worker, RolloutWorker.cancel, [key])
                 raise
             finally:
                 self._loads[worker] -= len(samples)

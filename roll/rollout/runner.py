@@ -91,7 +91,8 @@ async def run_all(run: Callable[[Sample], Coroutine[Any, Any, None]], samples: S
         await asyncio.gather(*tasks)
     finally:
         for task in tasks:
-            task.cancel()
+            if not task.cancelling():  # else it is cleaning up, which a second cancellation would cut short
+                task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 

@@ -55,6 +55,12 @@ class _Outbox:
         self.report.moves.append(transition)
         self.news.set()
 
+    def forget(self, samples: set[str], keys: set[str]) -> None:
+        report = self.report
+        report.moves = [move for move in report.moves if move.sample not in samples]
+        report.outcomes = [outcome for outcome in report.outcomes if outcome.sample not in samples]
+        report.done = [key for key in report.done if key not in keys]
+
     def take(self) -> Report:
         report, self.report = self.report, Report()
         self.news.clear()
@@ -107,10 +113,14 @@ class RolloutWorker(Worker):
         with suppress(TimeoutError):
             await asyncio.wait_for(box.news.wait(), POLL_S)
             await asyncio.wait_for(box.urgent.wait(), GATHER_S)
+        report = box.take()
         if self._error is not None:
             error, self._error = self._error, None
+            for held in self._held.values():  # all who wait for a lease of this worker hear the error, and wait no more
+                if held.running is not None:
+                    held.running.cancel()
             raise error
-        return box.take()
+        return report
 
     @parallel(Dispatch.ALL)
     async def cancel(self, keys: Sequence[str]) -> None:
@@ -140,10 +150,11 @@ class RolloutWorker(Worker):
 
     @parallel(Dispatch.ONE)
     def forget(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            if (held := self._held.pop(key, None)) is not None:
-                for sample in held.samples:
-                    self._home.pop(sample.id, None)
+        gone = {key: held for key in keys if (held := self._held.pop(key, None)) is not None}
+        samples = {sample.id for held in gone.values() for sample in held.samples}
+        for sample in samples:
+            self._home.pop(sample, None)
+        self._outbox.forget(samples, set(gone))
 
     async def close(self) -> None:
         await self.cancel(list(self._held))

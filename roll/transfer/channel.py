@@ -2,7 +2,8 @@
 
 What always holds: a slot's bytes written on one side and settled are the bytes read on the other; who writes when is the
 users' agreement (`stream`). The creator owns the memory: once it has closed, been collected, exited or died, nothing new
-attaches, and the memory goes when the last side lets go. A slot held past `close` stays valid memory.
+attaches, and the memory goes when the last side lets go. A slot held past `close` stays valid memory (on a GPU, memory
+that may hold other bytes by then).
 """
 
 from __future__ import annotations
@@ -151,17 +152,26 @@ class SharedMemoryChannel:
 
 
 class CudaIpcChannel:
-    """Slots in the memory of a GPU that both processes use."""
+    """Slots in the memory of a GPU that the processes share, any number of them.
 
-    def __init__(self, handle: CudaIpcHandle, memory: Tensor) -> None:
+    Torch counts one receiver a handle, and keeps the memory of a handle that none or several attached to for good. So the
+    creator's count is taken off at once, and each receiver counts on a tensor of its own.
+    """
+
+    def __init__(self, handle: CudaIpcHandle, memory: Tensor, counted: Tensor | None = None) -> None:
         self._handle = handle
         self._memory: Tensor | None = memory
+        self._counted = counted
 
     @classmethod
     def create(cls, slots: int, slot_bytes: int, device: torch.device) -> CudaIpcChannel:
         _check_size(slots, slot_bytes)
         memory = torch.empty(slots * slot_bytes, dtype=torch.uint8, device=device)
         rebuild, arguments = reduce_tensor(memory)  # type: ignore[no-untyped-call]
+        named = inspect.signature(rebuild).bind(*arguments).arguments
+        torch.UntypedStorage._release_ipc_counter(  # type: ignore[no-untyped-call]
+            named["ref_counter_handle"], named["ref_counter_offset"], device=memory.device
+        )
         gpu = str(torch.cuda.get_device_properties(memory.device).uuid)
         return cls(CudaIpcHandle(rebuild, arguments, gpu, slots, slot_bytes), memory)
 
@@ -173,9 +183,14 @@ class CudaIpcChannel:
                 f"cannot attach to memory of GPU {handle.gpu}: this process sees {visible or 'no GPU'}; "
                 "use CUDA IPC only between roles that share a GPU"
             )
-        call = inspect.signature(handle.rebuild).bind(*handle.arguments)
-        call.arguments["storage_device"] = visible.index(handle.gpu)
-        return cls(handle, handle.rebuild(*call.args, **call.kwargs))
+        device = visible.index(handle.gpu)
+        counted = torch.empty(1, dtype=torch.uint8, device=f"cuda:{device}")
+        _, arguments = reduce_tensor(counted)  # type: ignore[no-untyped-call]
+        signature = inspect.signature(handle.rebuild)
+        own, call = signature.bind(*arguments), signature.bind(*handle.arguments)
+        for name in ("ref_counter_handle", "ref_counter_offset", "storage_device"):
+            call.arguments[name] = own.arguments[name]
+        return cls(handle, handle.rebuild(*call.args, **call.kwargs), counted)
 
     @property
     def handle(self) -> CudaIpcHandle:
@@ -196,6 +211,7 @@ class CudaIpcChannel:
         if self._memory is not None:
             self.settle()
             self._memory = None
+            self._counted = None
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
 

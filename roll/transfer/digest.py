@@ -1,4 +1,4 @@
-"""A 64-bit digest of a tensor's bytes, the same on every device, at about memory speed.
+"""A 64-bit digest of a tensor's bytes, the same on every device.
 
 What always holds: equal bytes give equal digests, whatever the dtype, shape, strides or device; one changed byte always
 gives another digest; extra memory is bounded, whatever the tensor's size (a tensor that is not contiguous is copied).

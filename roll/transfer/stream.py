@@ -54,6 +54,11 @@ class Sender:
         self._kind: ChannelKind | None = None
         self._buffer: Tensor | None = None
 
+    def rebind(self, tensors: Mapping[str, Tensor]) -> None:
+        """The same tensors, whose storage has moved."""
+        self.layout.check(tensors)
+        self._tensors = dict(tensors)
+
     def manifest(self, version: int, probe: Tensor, log_probs: Tensor) -> Manifest:
         dtypes = [spec.dtype for spec in self.layout.tensors if spec.dtype.is_floating_point]
         if not dtypes:
@@ -107,6 +112,10 @@ class Receiver:
         self._manifest: Manifest | None = None
         self._channel: Channel | None = None
         self._buffer: Tensor | None = None
+
+    def rebind(self, tensors: Mapping[str, Tensor]) -> None:
+        """The same tensors, whose storage has moved."""
+        self._tensors = dict(tensors)
 
     def begin(self, manifest: Manifest, handle: Handle | None = None) -> None:
         """Refuses a manifest of other tensors; attaches to the channel, unless it is the one already attached."""

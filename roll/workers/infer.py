@@ -36,9 +36,10 @@ class Refusal:
 
 @dataclass
 class _Box:
-    """Completions a client has not asked for yet."""
+    """What a client has not asked for yet: completions, or the error that took all its requests."""
 
     completions: list[Completion] = field(default_factory=list)
+    error: Exception | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -58,10 +59,10 @@ class InferWorker(Worker):
         )
         self._receiver: Receiver | None = None
         self._group: BroadcastGroup | None = None
-        self._client_of: dict[str, str] = {}
+        self._clients_of: dict[str, list[str]] = {}
+        """Who waits for completions of each id: more than one where an aborted request was followed by another."""
         self._boxes: defaultdict[str, _Box] = defaultdict(_Box)
         self._pump: asyncio.Task[None] | None = None
-        self._pump_error: Exception | None = None
 
     @parallel(Dispatch.ALL)
     def load_weights(self, weights: Weights) -> None:
@@ -73,6 +74,7 @@ class InferWorker(Worker):
         tensors = self._strategy.begin_loading()
         if self._receiver is None:
             self._receiver = Receiver(tensors)
+        self._receiver.rebind(tensors)  # a turn elsewhere moves their storage
         self._receiver.begin(offer.manifest, offer.handle)
 
     @parallel(Dispatch.ONE)
@@ -107,8 +109,8 @@ class InferWorker(Worker):
             except ValueError as refused:
                 refusals.append(Refusal(request.id, str(refused)))
             else:
-                self._client_of[request.id] = client
-        if self._client_of and (self._pump is None or self._pump.done()):
+                self._clients_of.setdefault(request.id, []).append(client)
+        if self._clients_of and (self._pump is None or self._pump.done()):
             self._pump = asyncio.create_task(self._sort_results())
         return refusals
 
@@ -116,30 +118,38 @@ class InferWorker(Worker):
     async def results(self, client: str) -> list[Completion]:
         """What finished of the client's requests; waits a while for the first."""
         box = self._boxes[client]
-        if not box.completions and self._pump_error is None:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(box.news.wait(), POLL_S)
-        if self._pump_error is not None:
-            raise self._pump_error
-        completions, box.completions = box.completions, []
+        with suppress(TimeoutError):
+            await asyncio.wait_for(box.news.wait(), POLL_S)
         box.news.clear()
+        completions, box.completions = box.completions, []
+        error, box.error = box.error, None
+        if error is not None:
+            raise error
         return completions
 
     async def _sort_results(self) -> None:
         """Puts each completion into its client's box, while there is any to come."""
-        self._pump_error = None
         try:
-            while self._client_of:
+            while self._clients_of:
                 for completion in await self._strategy.results():
-                    box = self._boxes[self._client_of.pop(completion.id)]
-                    box.completions.append(completion)
-                    box.news.set()
+                    if (client := self._client_of(completion.id)) is not None:
+                        box = self._boxes[client]
+                        box.completions.append(completion)
+                        box.news.set()
                 await asyncio.sleep(0)
         except Exception as error:
-            self._pump_error = error
-            self._client_of.clear()
-            for box in self._boxes.values():
+            clients = {client for some in self._clients_of.values() for client in some}
+            self._clients_of.clear()
+            for box in map(self._boxes.__getitem__, clients):
+                box.error = error
                 box.news.set()
+
+    def _client_of(self, id: str) -> str | None:
+        """Whose completion this is; None if an error took the request it belongs to."""
+        clients = self._clients_of.pop(id, [])
+        if len(clients) > 1:
+            self._clients_of[id] = clients[1:]
+        return clients[0] if clients else None
 
     @parallel(Dispatch.ALL)
     def abort(self, ids: Sequence[str]) -> None:

@@ -58,6 +58,7 @@ class TrainWorker(Worker):
     def offer(self, version: int, path: Path) -> Offer:
         """Announces the weights as they are now; they must stay so until they were sent."""
         sender = self._sending()
+        sender.rebind(named_tensors(self._strategy.model))  # a turn elsewhere moves their storage
         weights = self._strategy.weights(version)
         manifest = sender.manifest(version, weights.probe, weights.log_probs)
         return Offer(manifest, None if path == "broadcast" else sender.open(path, SLOTS))

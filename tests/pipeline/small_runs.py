@@ -135,7 +135,7 @@ class Remains:
 
     def samples(self) -> dict[int, list[dict[str, Any]]]:
         """The rows of every step."""
-        steps = sorted(int(file.stem.removeprefix("step-")) for file in self.folder.samples_dir.iterdir())
+        steps = sorted({int(file.name[5:11]) for file in self.folder.samples_dir.iterdir()})
         return {step: [_timeless(row) for row in read_samples(self.folder, step)] for step in steps}
 
     def metrics(self) -> list[dict[str, Any]]:

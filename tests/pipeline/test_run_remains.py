@@ -20,8 +20,8 @@ from roll.engine.request import Completion, Request
 from roll.model.character import tiny_model
 from roll.pipeline.launch import train
 from roll.pipeline.report import SilentReporter
+from roll.rollout.door import EngineDoor
 from roll.rollout.lifecycle import MOVES
-from roll.rollout.router import Router
 from roll.run import read_samples
 from roll.workers.train import TrainWorker
 
@@ -43,10 +43,10 @@ class Watched:
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     """A run with everything on: TensorBoard, evaluation and checkpoints in between, groups that are dropped."""
     seen = Watched(tmp_path_factory.mktemp("remains") / "run")
-    generate, update = Router.generate, TrainWorker.update
+    generate, update = EngineDoor.generate, TrainWorker.update
 
-    async def watch_generate(router: Router, request: Request) -> Completion:
-        completion = await generate(router, request)
+    async def watch_generate(door: EngineDoor, request: Request, engine: int) -> Completion:
+        completion = await generate(door, request, engine)
         seen.prompts[request.id] = list(request.ids)
         seen.drawn[request.id] = completion
         return completion
@@ -61,7 +61,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
         *("run.checkpoint_every=1", "eval.every=1", "rollout.group_size=3", "rollout.max_new_tokens=3"),
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Router, "generate", watch_generate)
+        patch.setattr(EngineDoor, "generate", watch_generate)
         patch.setattr(TrainWorker, "update", watch_update)
         seen.summary = train(load_config(TINY, overrides), reporter=SilentReporter())
     return seen

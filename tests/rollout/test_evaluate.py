@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -9,37 +10,43 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import ToyRunner, go, tasks
+from toys import ToyRunner, go, party, tasks, turns, until
 
 from roll.config.errors import RunError
 from roll.config.schema import EvalConfig
 from roll.data import Sample
 from roll.rollout.evaluate import Evaluation, Evaluator
-from roll.rollout.lifecycle import Lifecycle
 
 Outcome = Callable[[Sample], float | str | Exception]
 
 
-def evaluate(held_out: int, outcome: Outcome, step: int = 0, **config: Any) -> tuple[Evaluation | None, list[Sample]]:
+def evaluate(
+    held_out: int, outcome: Outcome, step: int = 0, workers: int = 1, **config: Any
+) -> tuple[Evaluation | None, list[Sample]]:
     seen: list[Sample] = []
 
     def note(sample: Sample) -> float | str | Exception:
         seen.append(sample)
         return outcome(sample)
 
-    runner: Any = ToyRunner(Lifecycle(None), note)
-    evaluator = Evaluator(tasks(1, held_out).held_out, runner, EvalConfig(**config))
-    return go(evaluator.evaluate(step)), seen
+    async def main() -> Evaluation | None:
+        pool = await ToyRunner(note).pool(workers)
+        try:
+            return await Evaluator(tasks(1, held_out).held_out, pool, EvalConfig(**config)).evaluate(step)
+        finally:
+            assert not pool._homes
+
+    return go(main()), sorted(seen, key=lambda sample: int(sample.id.rpartition(".")[2]))
 
 
 def test_nothing_held_out_is_nothing_to_evaluate() -> None:
     assert evaluate(0, lambda s: 1.0) == (None, [])
 
 
-@given(held_out=st.integers(1, 12), samples=st.integers(1, 40))
+@given(held_out=st.integers(1, 12), samples=st.integers(1, 40), workers=st.integers(1, 3))
 @settings(max_examples=30, derandomize=True, deadline=None)
-def test_answers_are_spread_evenly_over_the_tasks(held_out: int, samples: int) -> None:
-    evaluation, seen = evaluate(held_out, lambda s: 1.0, samples=samples)
+def test_answers_are_spread_evenly_over_the_tasks(held_out: int, samples: int, workers: int) -> None:
+    evaluation, seen = evaluate(held_out, lambda s: 1.0, workers=workers, samples=samples)
     assert evaluation is not None
     assert len({sample.id for sample in seen}) == len(seen) == samples
     counts = Counter(sample.task.id for sample in seen)
@@ -62,8 +69,8 @@ def test_accuracy_is_the_mean_of_what_could_be_judged() -> None:
     assert (evaluation.accuracy, evaluation.failed) == (0.5, 1)
     lengths = [s.log.response_tokens for s in seen if s.state == "scored"]
     assert evaluation.tokens_mean == sum(lengths) / 3
-    shown = [(answer.question, answer.reward) for answer in evaluation.answers]
-    assert shown == [(seen[0].task.question, 1.0), (seen[2].task.question, 0.0)]
+    shown = [(answer.question, answer.answer, answer.reward) for answer in evaluation.answers]
+    assert shown == [(s.task.question, f"answer to {s.task.id}", s.reward) for s in (seen[0], seen[2])]
     assert all(s.temperature == 0.0 for s in seen)
 
 
@@ -72,11 +79,33 @@ def test_an_evaluation_nobody_could_judge_names_the_reason() -> None:
         evaluate(2, lambda s: "no grader", samples=3)
 
 
+@pytest.mark.parametrize("after", [*range(8), 20, 40])
+def test_a_cancelled_evaluation_leaves_nothing_anywhere(after: int) -> None:
+    async def main() -> None:
+        run = await party(2, 2)
+        evaluator = Evaluator(tasks(1, 2).held_out, run.pool, EvalConfig(samples=5))
+        call = asyncio.create_task(evaluator.evaluate(0))
+        await turns(after)
+        if after == 40:
+            assert len(run.running) == 5
+            run.toys[0].finish("eval.0.0", [])
+            await until(lambda: run.judges[0].judged)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await turns(20)
+        run.assert_empty()
+
+    go(main())
+
+
 def test_an_error_that_is_nobodys_sample_ends_the_whole_evaluation() -> None:
     async def main() -> None:
-        runner: Any = ToyRunner(Lifecycle(None), dies_second, lambda sample: 3 if sample.id == "eval.0.1" else 500)
+        runner = ToyRunner(dies_second, lambda sample: 3 if sample.id == "eval.0.1" else 100_000)
+        pool = await runner.pool(2)
         with pytest.raises(RunError, match="the engine died"):
-            await Evaluator(tasks(1, 2).held_out, runner, EvalConfig(samples=4)).evaluate(0)
+            await Evaluator(tasks(1, 2).held_out, pool, EvalConfig(samples=4)).evaluate(0)
+        await turns(20)
         assert sorted(runner.cancelled) == ["eval.0.0", "eval.0.2", "eval.0.3"]
 
     def dies_second(sample: Sample) -> float | Exception:

@@ -1,195 +1,220 @@
-"""The router over toy engines: where requests go, what comes back, and what happens when an engine or a caller dies."""
+"""The router: which engine a group gets, and how engines leave and join while groups come and go."""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import engines, go, request, turns
+from toys import go, turns
 
-from roll.engine.request import Completion
+from roll.config.errors import RunError
 from roll.rollout.router import Router
 
 
-def test_a_request_goes_to_the_engine_with_the_fewest_tokens_to_come() -> None:
+class Guests:
+    """Groups that sit with engines until they are told to go."""
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+        self.seats: dict[str, int] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self._gates: dict[str, asyncio.Event] = {}
+
+    async def come(self, name: str, tokens: int) -> None:
+        self._gates[name] = asyncio.Event()
+        self.tasks[name] = asyncio.create_task(self._sit(name, tokens))
+        await turns(3)
+
+    async def _sit(self, name: str, tokens: int) -> None:
+        async with self.router.seat(tokens) as engine:
+            self.seats[name] = engine
+            try:
+                await self._gates[name].wait()
+            finally:
+                del self.seats[name]
+
+    async def go(self, *names: str) -> None:
+        for name in names:
+            self._gates[name].set()
+            await self.tasks.pop(name)
+
+
+def test_a_group_goes_to_the_engine_with_the_fewest_tokens_to_come() -> None:
     async def main() -> None:
-        cluster, toys = await engines(3)
-        router = Router(cluster)
-        calls = {}
-        for name, size in (("a", 10), ("b", 5), ("c", 1), ("d", 1), ("e", 9), ("f", 1)):
-            calls[name] = asyncio.create_task(router.generate(request(name, prompt=1, new_tokens=size)))
-            await turns()
-        assert [list(toy.running) for toy in toys] == [["a"], ["b", "f"], ["c", "d", "e"]]
-        toys[0].finish("a")
+        guests = Guests(Router(3))
+        for name, tokens in (("a", 10), ("b", 5), ("c", 1), ("d", 1), ("e", 9), ("f", 1)):
+            await guests.come(name, tokens)
+        assert guests.seats == {"a": 0, "b": 1, "c": 2, "d": 2, "e": 2, "f": 1}
+        await guests.go("a")
+        await guests.come("g", 40)
+        assert guests.seats["g"] == 0
+        await guests.go(*"bcdefg")
+        assert guests.router._loads == [0, 0, 0]
+
+    go(main())
+
+
+def test_a_seat_is_free_again_whatever_ends_the_group() -> None:
+    async def main() -> None:
+        guests = Guests(Router(2))
+        await guests.come("a", 10)
+        guests.tasks["a"].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await guests.tasks["a"]
+        with pytest.raises(KeyError):
+            async with guests.router.seat(7):
+                raise KeyError
+        assert guests.router._loads == [0, 0]
+
+    go(main())
+
+
+def test_an_engine_that_leaves_is_waited_for_and_gets_nothing() -> None:
+    async def main() -> None:
+        router = Router(2)
+        guests = Guests(router)
+        await guests.come("a", 1)
+        await guests.come("b", 100)
+        leaving = asyncio.create_task(router.leave(0))
         await turns()
-        calls["g"] = asyncio.create_task(router.generate(request("g", prompt=1, new_tokens=40)))
+        assert router.inside == {1}
+        assert not leaving.done()
+        await guests.come("c", 1)
+        assert guests.seats == {"a": 0, "b": 1, "c": 1}
+        await guests.go("b")
         await turns()
-        assert list(toys[0].running) == ["g"]
-        for toy in toys:
-            for name in list(toy.running):
-                toy.finish(name)
-        for name, call in calls.items():
-            assert (await call).id == name
+        assert not leaving.done()
+        await guests.go("a")
+        await leaving
+        await guests.come("d", 1)
+        assert guests.seats["d"] == 1
+        router.join(0)
+        assert router.inside == {0, 1}
+        await guests.come("e", 1)
+        assert guests.seats["e"] == 0
+        await guests.go("c", "d", "e")
+
+    go(main())
+
+
+def test_leaving_and_joining_may_be_repeated() -> None:
+    async def main() -> None:
+        router = Router(1)
+        await router.leave(0)
+        await router.leave(0)
+        router.join(0)
+        router.join(0)
+        async with router.seat(3) as engine:
+            assert engine == 0
+
+    go(main())
+
+
+def test_groups_wait_while_no_engine_is_in_and_all_go_on_when_one_joins() -> None:
+    async def main() -> None:
+        router = Router(2)
+        guests = Guests(router)
+        await router.leave(0)
+        await router.leave(1)
+        for name in "abc":
+            await guests.come(name, 5)
+        assert guests.seats == {}
+        router.join(1)
+        await turns()
+        assert guests.seats == dict.fromkeys("abc", 1)
+        await guests.go("a", "b", "c")
+
+    go(main())
+
+
+def test_a_group_that_waits_for_an_engine_can_be_cancelled() -> None:
+    async def main() -> None:
+        router = Router(1)
+        guests = Guests(router)
+        await router.leave(0)
+        await guests.come("a", 5)
+        guests.tasks["a"].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await guests.tasks["a"]
+        router.join(0)
+        await turns()
+        assert guests.seats == {}
+        assert router._loads == [0]
+
+    go(main())
+
+
+def test_nobody_waits_for_ever() -> None:
+    async def main() -> None:
+        router = Router(2, deadline_s=0.02)
+        async with router.seat(1) as engine:
+            with pytest.raises(RunError, match=rf"engine {engine} has not finished its samples for 0\.02 s"):
+                await router.leave(engine)
+        await router.leave(1)
+        with pytest.raises(RunError, match=r"no engine has joined for 0\.02 s"):
+            async with router.seat(1):
+                pass
 
     go(main())
 
 
 @given(
     count=st.integers(1, 4),
-    arrivals=st.lists(st.integers(0, 2), min_size=1, max_size=12),
-    order=st.randoms(use_true_random=False),
+    steps=st.lists(st.tuples(st.sampled_from("seat seat free leave join".split()), st.integers(0, 50)), max_size=40),
 )
-@settings(max_examples=40, derandomize=True, deadline=None)
-def test_every_request_gets_its_own_completion_in_any_order(count: int, arrivals: list[int], order: object) -> None:
+@settings(max_examples=80, derandomize=True, deadline=None)
+def test_any_coming_and_going_keeps_what_the_router_promises(count: int, steps: list[tuple[str, int]]) -> None:
     async def main() -> None:
-        cluster, toys = await engines(count)
-        router = Router(cluster)
-        calls: list[asyncio.Task[Completion]] = []
-        for number, pause in enumerate(arrivals):
-            calls.append(asyncio.create_task(router.generate(request(str(number), 1 + number % 3))))
-            await turns(pause)
-        await turns()
-        running = [(toy, name) for toy in toys for name in toy.running]
-        assert len(running) == len(arrivals)
-        order.shuffle(running)  # type: ignore[attr-defined]
-        for toy, name in running:
-            toy.finish(name, [int(name)])
-            await turns(int(name) % 3)
-        for number, call in enumerate(calls):
-            done = await call
-            assert (done.id, done.ids.tolist()) == (str(number), [number])
+        router = Router(count)
+        guests = Guests(router)
+        tokens: dict[str, int] = {}
+        leaving: dict[int, asyncio.Task[None]] = {}
 
-    go(main())
+        def loads() -> list[int]:
+            return [sum(tokens[name] for name, seat in guests.seats.items() if seat == e) for e in range(count)]
 
-
-def test_a_cancelled_request_is_aborted_on_its_engine_and_its_load_is_gone() -> None:
-    async def main() -> None:
-        cluster, toys = await engines(2)
-        router = Router(cluster)
-        first = asyncio.create_task(router.generate(request("a", new_tokens=100)))
-        await turns()
-        other = asyncio.create_task(router.generate(request("b", new_tokens=10)))
-        await turns()
-        first.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await first
-        assert (toys[0].aborted, toys[1].aborted) == (["a"], [])
-        third = asyncio.create_task(router.generate(request("c")))
-        await turns()
-        assert list(toys[0].running) == ["c"]
-        toys[0].finish("c")
-        toys[1].finish("b")
-        assert {(await other).id, (await third).id} == {"b", "c"}
-
-    go(main())
-
-
-def test_a_deadline_ends_the_request_on_its_engine_too() -> None:
-    async def main() -> None:
-        cluster, (toy,) = await engines(1)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01):
-                await Router(cluster).generate(request("a"))
-        assert toy.aborted == ["a"]
-        assert not toy.running
-
-    go(main())
-
-
-def test_a_request_tried_again_at_once_gets_its_own_answer() -> None:
-    async def main() -> None:
-        cluster, (toy,) = await engines(1)
-        router = Router(cluster)
-
-        async def try_twice() -> Completion:
-            try:
-                async with asyncio.timeout(0.01):
-                    return await router.generate(request("a"))
-            except TimeoutError:
-                return await router.generate(request("a"))
-
-        answer = asyncio.create_task(try_twice())
-        while not (toy.aborted and toy.running):
+        for number, (what, value) in enumerate(steps):
+            before, inside = loads(), router.inside
+            engine = value % count
+            if what == "seat":
+                name = str(number)
+                tokens[name] = 1 + value
+                await guests.come(name, 1 + value)
+                assert (name in guests.seats) == bool(inside)
+                if inside:
+                    assert guests.seats[name] in inside
+                    assert before[guests.seats[name]] == min(before[e] for e in inside)
+            elif what == "free" and guests.seats:
+                await guests.go(sorted(guests.seats)[value % len(guests.seats)])
+            elif what == "leave" and engine not in leaving:
+                leaving[engine] = asyncio.create_task(router.leave(engine))
+            elif what == "join" and (engine not in leaving or leaving[engine].done()):
+                leaving.pop(engine, None)
+                router.join(engine)
             await turns()
-        toy.finish("a", [5])
-        assert (await answer).ids.tolist() == [5]
+            assert router._loads == loads()
+            assert router.inside == set(range(count)) - set(leaving)
+            for each, task in leaving.items():
+                assert task.done() == (loads()[each] == 0)
+            assert not router.inside or set(guests.seats) == set(guests.tasks)
+        for each in range(count):
+            router.join(each)
+        await turns()
+        await guests.go(*list(guests.tasks))
+        await asyncio.gather(*leaving.values())
+        assert router._loads == [0] * count
 
     go(main())
 
 
-def test_an_engines_error_reaches_everyone_who_waits_for_it_and_nobody_else() -> None:
+def test_ties_go_to_the_first_engine() -> None:
     async def main() -> None:
-        cluster, toys = await engines(2)
-        router = Router(cluster)
-        calls = []
-        for name in "abcd":
-            calls.append(asyncio.create_task(router.generate(request(name))))
-            await turns()
-        assert [list(toy.running) for toy in toys] == [["a", "c"], ["b", "d"]]
-        toys[0].break_down(OSError("the engine died"))
-        for index in (0, 2):
-            with pytest.raises(OSError, match="the engine died"):
-                await calls[index]
-        assert not calls[1].done()
-        for name in "bd":
-            toys[1].finish(name)
-        assert ((await calls[1]).id, (await calls[3]).id) == ("b", "d")
-        toys[0].mend()
-        again = asyncio.create_task(router.generate(request("a")))
-        await turns()
-        toys[0].finish("a")
-        assert (await again).id == "a"
-
-    go(main())
-
-
-def test_results_nobody_asked_for_are_ignored() -> None:
-    async def main() -> None:
-        cluster, (toy,) = await engines(1)
-        router = Router(cluster)
-        call = asyncio.create_task(router.generate(request("a")))
-        await turns()
-        toy.finish("stranger")
-        await turns()
-        assert not call.done()
-        toy.finish("a", [1])
-        toy.finish("a", [2])
-        assert (await call).ids.tolist() == [1]
-        later = asyncio.create_task(router.generate(request("b")))
-        await turns()
-        toy.finish("b")
-        assert (await later).id == "b"
-
-    go(main())
-
-
-def test_a_refused_request_is_refused_to_its_caller_and_costs_the_engine_nothing() -> None:
-    async def main() -> None:
-        cluster, toys = await engines(2)
-        toys[0].context = 10
-        router = Router(cluster)
-        with pytest.raises(ValueError, match="'long' is too long"):
-            await router.generate(request("long", new_tokens=20))
-        call = asyncio.create_task(router.generate(request("short")))
-        await turns()
-        assert list(toys[0].running) == ["short"]
-        toys[0].finish("short")
-        await call
-
-    go(main())
-
-
-def test_an_id_can_wait_once_only() -> None:
-    async def main() -> None:
-        cluster, (toy,) = await engines(1)
-        router = Router(cluster)
-        call = asyncio.create_task(router.generate(request("a")))
-        await turns()
-        with pytest.raises(ValueError, match="'a' is being generated already"):
-            await router.generate(request("a"))
-        toy.finish("a")
-        assert (await call).id == "a"
+        router = Router(3)
+        async with AsyncExitStack() as stack:
+            seats = [await stack.enter_async_context(router.seat(4)) for _ in range(6)]
+        assert seats == [0, 1, 2, 0, 1, 2]
 
     go(main())

@@ -13,18 +13,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import Moves, ToyRunner, engines, go, rewards, tasks, turns
+from toys import END, Moves, Party, ToyRunner, go, party, tasks, turns, until
 
 from roll.config.errors import RunError
 from roll.config.schema import RolloutConfig
 from roll.data import Group, Sample
-from roll.engine.request import Sampling
-from roll.model.character import character_tokenizer
-from roll.model.chat import ChatRenderer
 from roll.rollout.filters import FILTERS, keep_all, no_signal
-from roll.rollout.lifecycle import Lifecycle
-from roll.rollout.router import Router
-from roll.rollout.runner import SampleRunner
+from roll.rollout.lifecycle import MOVES, Lifecycle
+from roll.rollout.pool import RolloutPool
 from roll.rollout.scheduler import RolloutScheduler
 
 NO_SIGNAL = "no signal: all rewards equal"
@@ -34,12 +30,29 @@ TASKS = tasks(7)
 Outcome = Callable[[Sample], float | str | Exception]
 
 
+@dataclass
 class Setting:
-    def __init__(self, outcome: Outcome, delay: Callable[[Sample], int] = lambda sample: 0, **config: Any) -> None:
-        self.moves: Any = Moves()
-        life = Lifecycle(self.moves)
-        self.runner: Any = ToyRunner(life, outcome, delay)
-        self.scheduler = RolloutScheduler(TASKS, self.runner, life, RolloutConfig(**config), seed=5)
+    """A scheduler whose samples a toy runner drives, and the ledger of their moves."""
+
+    runner: ToyRunner
+    moves: Moves
+    pool: RolloutPool
+    scheduler: RolloutScheduler
+
+
+async def setting(
+    outcome: Outcome,
+    delay: Callable[[Sample], int] = lambda sample: 0,
+    *,
+    workers: int = 1,
+    engine_count: int = 1,
+    **config: Any,
+) -> Setting:
+    moves: Any = Moves()
+    runner = ToyRunner(outcome, delay)
+    pool = await runner.pool(workers, engine_count)
+    scheduler = RolloutScheduler(TASKS, pool, Lifecycle(moves), RolloutConfig(**config), seed=5)
+    return Setting(runner, moves, pool, scheduler)
 
 
 def spread(sample: Sample) -> float:
@@ -101,15 +114,17 @@ PLANS = st.builds(
 )
 
 
-@given(plan=PLANS, seed=st.integers(0, 1000))
+@given(plan=PLANS, seed=st.integers(0, 1000), workers=st.integers(1, 3), engine_count=st.integers(1, 2))
 @settings(max_examples=120, derandomize=True, deadline=None)
-def test_what_is_issued_and_kept_does_not_depend_on_timing(plan: Plan, seed: int) -> None:
+def test_what_is_issued_and_kept_does_not_depend_on_timing(
+    plan: Plan, seed: int, workers: int, engine_count: int
+) -> None:
     def delay(sample: Sample) -> int:
         return random.Random(f"{seed}/{sample.id}").choice([0, 0, 1, 2, 5, 9])
 
     async def main() -> None:
         config = {"groups_per_step": plan.wanted, "group_size": plan.size, "max_replacements": plan.replacements}
-        run = Setting(plan.outcome, delay, **config)
+        run = await setting(plan.outcome, delay, workers=workers, engine_count=engine_count, **config)
         first = 0
         for _ in range(2):
             issued, kept, dropped = plan.one_after_the_other(first)
@@ -142,7 +157,7 @@ def failed(plan: Plan, group: int, number: int) -> bool:
 def test_the_example_of_the_docstring() -> None:
     async def main() -> None:
         flat = {1, 4}
-        run = Setting(lambda s: 1.0 if s.group in flat else spread(s), groups_per_step=4, group_size=2)
+        run = await setting(lambda s: 1.0 if s.group in flat else spread(s), groups_per_step=4, group_size=2)
         rollout = await run.scheduler.next_rollout()
         assert [group.index for group in rollout.groups] == [0, 1, 2, 3, 4, 5]
         assert [group.index for group in rollout.kept] == [0, 2, 3, 5]
@@ -153,17 +168,16 @@ def test_the_example_of_the_docstring() -> None:
 
 def test_a_group_is_replaced_before_its_slower_siblings_are_done() -> None:
     async def main() -> None:
-        run = Setting(
+        run = await setting(
             lambda s: 1.0 if s.group == 0 else spread(s),
-            lambda s: 200 if s.group == 1 else 1,
+            lambda s: 5000 if s.group == 1 else 1,
             groups_per_step=2,
             group_size=2,
         )
         call = asyncio.create_task(run.scheduler.next_rollout())
-        await turns(20)
-        assert "2.0" in run.runner.started
-        assert run.moves.last()["2.0"] == "scored"
-        assert run.moves.last()["1.0"] == "generating"
+        await until(lambda: run.moves.last().get("2.0") == "scored")
+        assert "1.0" in run.runner.started
+        assert run.moves.last()["1.0"] in ("queued", "generating")
         rollout = await call
         assert [group.index for group in rollout.kept] == [1, 2]
 
@@ -172,7 +186,7 @@ def test_a_group_is_replaced_before_its_slower_siblings_are_done() -> None:
 
 def test_going_on_from_a_group_index_issues_what_would_have_come() -> None:
     async def main() -> None:
-        straight, resumed = (Setting(spread, groups_per_step=3, group_size=2) for _ in range(2))
+        straight, resumed = [await setting(spread, groups_per_step=3, group_size=2) for _ in range(2)]
         await straight.scheduler.next_rollout()
         resumed.scheduler.next_group = 3
         after, again = await straight.scheduler.next_rollout(), await resumed.scheduler.next_rollout()
@@ -203,7 +217,7 @@ def test_a_group_has_signal_if_two_of_its_scored_samples_differ() -> None:
 
 def test_without_a_filter_equal_rewards_are_kept() -> None:
     async def main() -> None:
-        run = Setting(lambda s: 1.0, groups_per_step=2, group_size=2, filter="none")
+        run = await setting(lambda s: 1.0, groups_per_step=2, group_size=2, filter="none")
         rollout = await run.scheduler.next_rollout()
         assert [g.index for g in rollout.groups] == [g.index for g in rollout.kept] == [0, 1]
 
@@ -213,7 +227,7 @@ def test_without_a_filter_equal_rewards_are_kept() -> None:
 @pytest.mark.parametrize("name", ["none", "no_signal"])
 def test_a_group_with_one_judged_sample_is_dropped_whatever_the_filter(name: str) -> None:
     async def main() -> None:
-        run = Setting(
+        run = await setting(
             lambda s: "broken" if s.group == 0 and s.id != "0.1" else spread(s),
             groups_per_step=1,
             group_size=3,
@@ -230,7 +244,7 @@ def test_a_group_with_one_judged_sample_is_dropped_whatever_the_filter(name: str
 
 def test_a_step_without_any_signal_gives_no_batch() -> None:
     async def main() -> None:
-        run = Setting(lambda s: 0.0, groups_per_step=3, group_size=2, max_replacements=0.5)
+        run = await setting(lambda s: 0.0, groups_per_step=3, group_size=2, max_replacements=0.5)
         rollout = await run.scheduler.next_rollout()
         assert (rollout.batch, rollout.kept, len(rollout.groups)) == (None, [], 4)
         assert rollout.dropped == {NO_SIGNAL: 4}
@@ -244,7 +258,7 @@ def test_a_step_without_any_signal_gives_no_batch() -> None:
 
 def test_a_step_whose_samples_all_fail_names_the_commonest_reason() -> None:
     async def main() -> None:
-        run = Setting(lambda s: "rare" if s.id == "0.0" else "no grader", groups_per_step=2, group_size=2)
+        run = await setting(lambda s: "rare" if s.id == "0.0" else "no grader", groups_per_step=2, group_size=2)
         with pytest.raises(RunError, match=r"all 8 samples of the step failed.*the reason of 7 of them: no grader"):
             await run.scheduler.next_rollout()
         assert set(run.moves.last().values()) == {"failed"}
@@ -254,7 +268,7 @@ def test_a_step_whose_samples_all_fail_names_the_commonest_reason() -> None:
 
 def test_failed_samples_are_left_out_of_a_kept_group() -> None:
     async def main() -> None:
-        run = Setting(lambda s: "broken" if s.id == "0.1" else spread(s), groups_per_step=1, group_size=4)
+        run = await setting(lambda s: "broken" if s.id == "0.1" else spread(s), groups_per_step=1, group_size=4)
         rollout = await run.scheduler.next_rollout()
         assert rollout.batch is not None
         assert rollout.batch["sample"].tolist() == ["0.0", "0.2", "0.3"]
@@ -266,7 +280,7 @@ def test_failed_samples_are_left_out_of_a_kept_group() -> None:
 
 def test_an_error_that_is_nobodys_sample_ends_the_step_and_everything_in_it() -> None:
     async def main() -> None:
-        run = Setting(
+        run = await setting(
             lambda s: RunError("the engine died") if s.id == "1.1" else spread(s),
             lambda s: 3 if s.id == "1.1" else 500,
             groups_per_step=3,
@@ -274,7 +288,25 @@ def test_an_error_that_is_nobodys_sample_ends_the_step_and_everything_in_it() ->
         )
         with pytest.raises(RunError, match="the engine died"):
             await run.scheduler.next_rollout()
+        await turns()
         assert sorted(run.runner.cancelled) == ["0.0", "0.1", "0.2", "1.0", "1.2", "2.0", "2.1", "2.2"]
+
+    go(main())
+
+
+def test_an_error_at_one_rollout_worker_ends_what_runs_at_the_others() -> None:
+    async def main() -> None:
+        run = await setting(
+            lambda s: RunError("the engine died") if s.id == "1.1" else spread(s),
+            lambda s: 3 if s.id == "1.1" else 100_000,
+            workers=3,
+            groups_per_step=3,
+            group_size=2,
+        )
+        with pytest.raises(RunError, match="the engine died"):
+            await run.scheduler.next_rollout()
+        await turns()
+        assert sorted(run.runner.cancelled) == ["0.0", "0.1", "1.0", "2.0", "2.1"]
 
     go(main())
 
@@ -284,7 +316,7 @@ def test_errors_of_several_groups_at_once_leave_no_complaint_behind() -> None:
 
     async def main() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context["message"]))
-        run = Setting(lambda s: RunError("the engine died"), groups_per_step=3, group_size=3)
+        run = await setting(lambda s: RunError("the engine died"), groups_per_step=3, group_size=3)
         with pytest.raises(RunError, match="the engine died"):
             await run.scheduler.next_rollout()
         gc.collect()
@@ -294,17 +326,19 @@ def test_errors_of_several_groups_at_once_leave_no_complaint_behind() -> None:
     assert complaints == []
 
 
-@pytest.mark.parametrize("after", [0, 1, 5, 30])
+@pytest.mark.parametrize("after", [*range(8), 30])
 def test_a_cancelled_step_leaves_nothing_running(after: int) -> None:
     async def main() -> None:
-        run = Setting(spread, lambda s: 1000, groups_per_step=3, group_size=2)
+        run = await setting(spread, lambda s: 1000, groups_per_step=3, group_size=2)
         call = asyncio.create_task(run.scheduler.next_rollout())
         await turns(after)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        if after >= 5:
-            assert sorted(run.runner.cancelled) == sorted(run.runner.started)
+        await turns(20)
+        assert sorted(run.runner.cancelled) == sorted(run.runner.started)
+        assert after < 30 or run.runner.started
+        assert not run.pool._homes
 
     go(main())
 
@@ -312,48 +346,50 @@ def test_a_cancelled_step_leaves_nothing_running(after: int) -> None:
 # the whole path
 
 
-def test_a_cancelled_step_frees_the_engines() -> None:
+def scheduler_of(run: Party, **config: Any) -> RolloutScheduler:
+    return RolloutScheduler(TASKS, run.pool, run.life, RolloutConfig(**config), 0)
+
+
+@pytest.mark.parametrize("after", [*range(12), 40])
+def test_a_cancelled_step_frees_the_engines(after: int) -> None:
     async def main() -> None:
-        cluster, toys = await engines(2)
-        tokenizer = character_tokenizer()
-        moves: Any = Moves()
-        life = Lifecycle(moves)
-        options: Any = {"sampling": Sampling(5), "deadline_s": 60, "seed": 0}
-        judges = await rewards(lambda task, response: 1.0)
-        runner = SampleRunner(Router(cluster), judges, ChatRenderer(tokenizer, ()), life, **options)
-        config = RolloutConfig(groups_per_step=3, group_size=2)
-        call = asyncio.create_task(RolloutScheduler(TASKS, runner, life, config, 0).next_rollout())
-        await turns(20)
-        assert sum(len(toy.running) for toy in toys) == 6
+        run = await party(2, 2)
+        call = asyncio.create_task(scheduler_of(run, groups_per_step=3, group_size=2).next_rollout())
+        await turns(after)
+        if after == 40:
+            assert len(run.running) == 6
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        assert all(not toy.running for toy in toys)
-        assert sorted(toys[0].aborted + toys[1].aborted) == sorted(moves.last())
+        await turns(20)
+        run.assert_empty()
+        submitted = sorted(id for toy in run.toys for id in toy.submitted)
+        assert sorted(id for toy in run.toys for id in toy.aborted) == submitted
 
     go(main())
 
 
 def test_every_sample_of_a_step_ends_on_the_ledger() -> None:
     async def main() -> None:
-        cluster, toys = await engines(2)
-        tokenizer = character_tokenizer()
-        for number, toy in enumerate(toys):
-            toy.says = lambda request, number=number: [7 + (request.sampling.seed + number) % 3, 0]  # type: ignore[misc]
-        moves: Any = Moves()
-        life = Lifecycle(moves)
-        options: Any = {"sampling": Sampling(5), "deadline_s": 60, "seed": 0}
-        judges = await rewards(lambda task, response: float(len(response.text) + ord(response.text[0]) % 2))
-        runner = SampleRunner(Router(cluster), judges, ChatRenderer(tokenizer, (0,)), life, **options)
-        config = RolloutConfig(groups_per_step=4, group_size=3)
-        rollout = await RolloutScheduler(TASKS, runner, life, config, 0).next_rollout()
+        run = await party(2, 2, lambda task, response: float(len(response.text) + ord(response.text[0]) % 2))
+        for toy in run.toys:
+            toy.says = lambda request: [7 + request.sampling.seed % 3, END]
+        rollout = await scheduler_of(run, groups_per_step=4, group_size=3).next_rollout()
         assert len(rollout.groups) >= 4
         assert rollout.batch is not None
         for sample in rollout.samples:
-            path = moves.of(sample.id)
+            path = run.moves.of(sample.id)
             assert path[:4] == ["queued", "generating", "scoring", "scored"]
             assert path[4:] == [sample.state]
+            assert all(after in MOVES[before] for before, after in zip(["new", *path], path, strict=False))
             assert sample.state in ("kept", "dropped")
-        assert rollout.batch["reward"].tolist() == [s.reward for g in rollout.kept for s in g.samples]
+            assert len(sample.log) == 0
+        samples = [s for g in rollout.kept for s in g.samples]
+        assert rollout.batch["reward"].tolist() == [s.reward for s in samples]
+        drawn = {sample.id: sample.log for worker in run.workers for sample in worker._home.values()}
+        for row, sample in zip(rollout.batch.rows("ids"), samples, strict=True):
+            assert row.tolist() == drawn[sample.id].ids.tolist()
+        await run.pool.forget(rollout.samples)
+        run.assert_empty()
 
     go(main())

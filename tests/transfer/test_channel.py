@@ -21,9 +21,9 @@ from roll.config.errors import RunError
 from roll.transfer.channel import SHM, SharedMemoryChannel, attach
 
 
-def ours() -> set[str]:
-    """Files of this module in /dev/shm, hidden ones too."""
-    return {path.name for path in SHM.iterdir() if path.name.lstrip(".").startswith("roll-")}
+def files_of(pid: int) -> set[str]:
+    """A process's files of this module in /dev/shm, hidden ones too. Others' may come and go meanwhile."""
+    return {path.name for path in SHM.iterdir() if path.name.lstrip(".").startswith(f"roll-{pid}-")}
 
 
 def open_files() -> int:
@@ -33,10 +33,10 @@ def open_files() -> int:
 @pytest.fixture(autouse=True)
 def _nothing_stays() -> Iterator[None]:
     resource_tracker.ensure_running()  # spawning starts it and keeps a descriptor
-    before, files = ours(), open_files()
+    files = open_files()
     yield
     gc.collect()
-    assert ours() <= before
+    assert files_of(os.getpid()) == set()
     assert open_files() <= files
 
 
@@ -50,8 +50,7 @@ def test_both_sides_see_the_same_bytes(backing: channel_module.Backing | None) -
     other.slot(1)[5] = 77
     assert one.slot(1)[5] == 77
     assert one.slots == other.slots == 3
-    assert bool(ours()) == (backing == "file")
-    assert all(name.startswith(f"roll-{os.getpid()}-") for name in ours())
+    assert bool(files_of(os.getpid())) == (backing == "file")
     other.close()
     one.close()
 
@@ -124,7 +123,6 @@ def test_wrong_sizes_and_slots_are_refused() -> None:
 
 def test_a_killed_creator_leaves_nothing() -> None:
     """The memory without a name goes with the process; a file goes when the next one is made."""
-    before = ours()
     process, pipe = spawn(hold_channels)
     by_descriptor, by_file = pipe.recv()
     assert by_descriptor.path.startswith(f"/proc/{process.pid}/fd/")
@@ -138,11 +136,11 @@ def test_a_killed_creator_leaves_nothing() -> None:
     for channel in attached:
         assert channel.slot(0).tolist() == [7] * 4096
         channel.close()
-    assert ours() - before == {Path(by_file.path).name}
+    assert files_of(process.pid) <= {Path(by_file.path).name}
     with pytest.raises(RunError, match=r"closed it or died"):
         attach(by_descriptor)
     SharedMemoryChannel.create(1, 16, "file").close()
-    assert ours() <= before
+    assert files_of(process.pid) == set()
     process.close()
 
 

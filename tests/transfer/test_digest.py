@@ -37,12 +37,14 @@ def in_python(data: bytes) -> int:
     return mixed(total + len(data) * gamma & mask)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_it_is_what_the_definition_says(data: bytes) -> None:
     assert digest(tensor_of(data)) == in_python(data)
     assert 0 <= digest(tensor_of(data)) < 1 << 64
 
 
+@settings(deadline=None)
 @given(BYTES, st.data())
 def test_a_changed_byte_changes_it(data: bytes, draw: st.DataObject) -> None:
     changed = bytearray(data)
@@ -50,12 +52,14 @@ def test_a_changed_byte_changes_it(data: bytes, draw: st.DataObject) -> None:
     assert digest(tensor_of(changed)) != digest(tensor_of(data))
 
 
+@settings(deadline=None)
 @given(BYTES, st.integers(1, 20))
 def test_zeros_at_the_end_count(data: bytes, zeros: int) -> None:
     assert digest(tensor_of(data + bytes(zeros))) != digest(tensor_of(data))
     assert digest(tensor_of(bytes(zeros))) != digest(tensor_of(b""))
 
 
+@settings(deadline=None)
 @given(st.binary(min_size=8, max_size=200), st.data())
 def test_swapped_parts_change_it(data: bytes, draw: st.DataObject) -> None:
     size = draw.draw(st.integers(1, len(data) // 2))
@@ -67,6 +71,7 @@ def test_swapped_parts_change_it(data: bytes, draw: st.DataObject) -> None:
     assert digest(tensor_of(swapped)) != digest(tensor_of(data))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]), st.data())
 def test_changed_signs_do_not_cancel(count: int, dtype: torch.dtype, draw: st.DataObject) -> None:
     values = torch.ones(count, dtype=dtype)
@@ -108,8 +113,9 @@ def test_sizes_about_a_block(large: Tensor, size: int) -> None:
 
 @pytest.mark.parametrize("offset", [1, 2, 3, 4, 6, 8])
 def test_where_the_bytes_lie_does_not_count(large: Tensor, offset: int) -> None:
-    part = large[offset : offset + 1001]
-    assert digest(part) == digest(part.clone())
+    for size in (1000, 1001):
+        part = large[offset : offset + size]
+        assert digest(part) == digest(part.clone())
 
 
 def test_only_bytes_count() -> None:

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -36,6 +36,7 @@ def _bytes(tensor: Tensor) -> bytes:
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+@settings(deadline=None)
 @given(named(), st.integers(ALIGNMENT, 2000))
 def test_every_byte_lies_in_exactly_one_span(tensors: dict[str, Tensor], bucket_bytes: int) -> None:
     layout = Layout.of(tensors, bucket_bytes)
@@ -63,6 +64,7 @@ def test_every_byte_lies_in_exactly_one_span(tensors: dict[str, Tensor], bucket_
     assert layout.nbytes == sum(tensor.nbytes for tensor in tensors.values())
 
 
+@settings(deadline=None)
 @given(named(), st.integers(ALIGNMENT, 2000))
 def test_what_is_packed_is_unpacked(tensors: dict[str, Tensor], bucket_bytes: int) -> None:
     layout = pickle.loads(pickle.dumps(Layout.of(tensors, bucket_bytes)))

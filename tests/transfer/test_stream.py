@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,7 +20,7 @@ PAUSES = st.lists(st.integers(0, 7), min_size=1, max_size=12)
 
 
 class VirtualClock(asyncio.SelectorEventLoop):
-    """Time is 1 at first, and passes only when everybody sleeps."""
+    """Time is 1 at first, and passes only when everybody sleeps: so a deadlock is at once at its deadline."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,6 +33,11 @@ class VirtualClock(asyncio.SelectorEventLoop):
         if not self._ready and self._scheduled:
             self._now = max(self._now, self._scheduled[0].when())
         super()._run_once()
+
+
+def run_virtually(work: Coroutine[None, None, None]) -> None:
+    with asyncio.Runner(loop_factory=VirtualClock) as runner:
+        runner.run(work)
 
 
 class Broken(Exception):
@@ -87,17 +92,20 @@ class Slots:
             raise Broken(f"call {call}")
 
     async def run(self, buckets: int) -> None:
-        await stream(buckets, self.count, self.write, [self.load(r) for r in range(self.receivers)])
+        async with asyncio.timeout(30):
+            await stream(buckets, self.count, self.write, [self.load(r) for r in range(self.receivers)])
 
 
+@settings(deadline=None)
 @given(st.integers(0, 12), st.integers(1, 4), st.integers(0, 4), PAUSES)
 def test_every_receiver_gets_every_bucket_in_order(buckets: int, count: int, receivers: int, pauses: list[int]) -> None:
     slots = Slots(count, receivers, pauses)
-    asyncio.run(slots.run(buckets))
+    run_virtually(slots.run(buckets))
     assert slots.written == list(range(buckets))
     assert slots.loaded == [list(range(buckets))] * receivers
 
 
+@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 3), st.integers(1, 3), PAUSES, st.data())
 def test_the_first_error_ends_all(
     buckets: int, count: int, receivers: int, pauses: list[int], draw: st.DataObject
@@ -114,9 +122,10 @@ def test_the_first_error_ends_all(
             await asyncio.sleep(0)
         assert slots.calls == calls
 
-    asyncio.run(run())
+    run_virtually(run())
 
 
+@settings(deadline=None)
 @given(st.integers(1, 3), PAUSES, st.integers(0, 20))
 def test_a_cancellation_ends_all(receivers: int, pauses: list[int], when: int) -> None:
     async def run() -> None:
@@ -128,7 +137,7 @@ def test_a_cancellation_ends_all(receivers: int, pauses: list[int], when: int) -
             await task
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    asyncio.run(run())
+    run_virtually(run())
 
 
 def test_a_bucket_is_written_while_the_one_before_is_loaded() -> None:
@@ -145,7 +154,7 @@ def test_a_bucket_is_written_while_the_one_before_is_loaded() -> None:
         async with asyncio.timeout(10):
             await stream(4, 2, write, [load, load])
 
-    asyncio.run(run())
+    run_virtually(run())
 
 
 def test_the_example_of_the_docstring() -> None:
@@ -164,8 +173,7 @@ def test_the_example_of_the_docstring() -> None:
 
         await stream(4, 2, takes("write", 1), [takes("A", 1), takes("B", 2)])
 
-    with asyncio.Runner(loop_factory=VirtualClock) as runner:
-        runner.run(run())
+    run_virtually(run())
     assert log == {
         "write": [(0, 1), (1, 2), (2, 4), (3, 6)],
         "A": [(0, 2), (1, 3), (2, 5), (3, 7)],

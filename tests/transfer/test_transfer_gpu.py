@@ -50,6 +50,31 @@ def test_a_gpu_s_tensors_reach_another_process(kind: ChannelKind, there: str) ->
     assert process.exitcode == 0
 
 
+def test_gpu_memory_is_given_back_however_many_attached() -> None:
+    """None, one, and three times, by two processes."""
+    peers = [spawn(serve) for _ in range(2)]
+    for _, pipe in peers:
+        ask(pipe, "make", 2, "cuda")
+    sender = Sender(tensors_of(seed=1, device="cuda"), BUCKET_BYTES)
+    manifest = sender.manifest(1, torch.arange(3), torch.zeros(2))
+    before = torch.cuda.memory_allocated()
+    for attaching in ([], peers[:1], [*peers, peers[0]]):
+        handle = sender.open("cuda_ipc")
+        assert torch.cuda.memory_allocated() >= before + 2 * sender.layout.slot_bytes
+        for _, pipe in attaching:
+            ask(pipe, "begin", manifest, handle)
+            sender.write(0)
+            ask(pipe, "load", 0)
+            ask(pipe, "close")
+            ask(pipe, "make", 2, "cuda")
+        sender.close()
+        assert torch.cuda.memory_allocated() == before
+    for process, pipe in peers:
+        pipe.send(None)
+        process.join(30)
+        assert process.exitcode == 0
+
+
 def test_nccl_of_one_rank() -> None:
     """A GPU takes part once: more ranks need more GPUs."""
     device = torch.device("cuda", 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ def peer() -> Iterator[Connection]:
     pipe.send(None)
     process.join(10)
     assert process.exitcode == 0
-    assert not [path for path in SHM.iterdir() if path.name.startswith("roll-")]
+    assert not [path for pid in (os.getpid(), process.pid) for path in SHM.glob(f"*roll-{pid}-*")]
 
 
 @pytest.fixture

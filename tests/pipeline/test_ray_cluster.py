@@ -1,0 +1,35 @@
+"""A cluster of several nodes, all of them on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from small_runs import Remains
+
+RAY = ("executor=ray", "ray.start_deadline_s=120", "ray.call_deadline_s=120")
+
+
+@pytest.fixture
+def three_nodes() -> Iterator[str]:
+    """A cluster of three nodes of one core each, on this machine."""
+    from ray.cluster_utils import Cluster as RayCluster
+
+    nodes = RayCluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 10**8})
+    for _ in range(2):
+        nodes.add_node(num_cpus=1, object_store_memory=10**8)
+    yield nodes.address
+    nodes.shutdown()
+
+
+def test_roles_spread_over_three_nodes_learn(run_small: Callable[..., Remains], three_nodes: str) -> None:
+    """The trainer on one node, an engine on each of the others, graders and rollout workers everywhere."""
+    run = run_small(
+        *(*RAY, f"ray.address={three_nodes}", "threads=1", "train.steps=12", "eval.samples=40"),
+        *("roles.actor_train=node0:0", "roles.actor_infer=node1:0,node2:0", "roles.actor_infer.replicas=2"),
+        *("roles.rollout.replicas=3", "roles.reward.replicas=3", "train.lr=5e-3", "rollout.groups_per_step=4"),
+        *("rollout.group_size=12", "rollout.max_running=48"),
+    )
+    rewards = [row["reward/mean"] for row in run.metrics() if "reward/mean" in row]
+    assert sum(rewards[-3:]) > 1.5 * sum(rewards[:3]), rewards
+    assert len(list((run.path / "samples").glob("step-000012.part-*.jsonl"))) == 3
