@@ -14,16 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from roll.cluster import Cluster, Executor
+from roll.cluster import Cluster
 from roll.config.schema import Config
 from roll.data.sample import Sample
 from roll.pipeline.report import Reporter, StepReport
+from roll.pipeline.roles import Roles
 from roll.pipeline.state import RunState
 from roll.rollout.evaluate import Evaluation
-from roll.rollout.pool import RolloutPool
 from roll.rollout.scheduler import Rollout
 from roll.run import Checkpoint, Checkpoints, Ledger, Metrics, RunFolder, draw_curve, drop_samples_after
 from roll.strategy.train.base import UpdateStats
+from roll.workers.infer import InferWorker
 from roll.workers.train import TrainWorker
 
 
@@ -75,8 +76,7 @@ class Recorder:
         generating_s: float,
         training_s: float,
         *,
-        pool: RolloutPool,
-        executor: Executor,
+        roles: Roles,
     ) -> None:
         """Puts a finished step on disk and tells the reporter. `state.step` counts it already."""
         seconds = self._lap()
@@ -94,14 +94,15 @@ class Recorder:
         values["response/tokens_per_s"] = sum(lengths) / max(generating_s, 1e-9)
         if stats is not None:
             values |= update_metrics(stats)
-        if executor.controller_bytes:
-            passed, self._bytes_before = executor.controller_bytes - self._bytes_before, executor.controller_bytes
+        if total := roles.executor.controller_bytes:
+            passed, self._bytes_before = total - self._bytes_before, total
             values["data/controller_bytes_a_sample"] = passed / max(len(rollout.samples), 1)
+        values |= await _peak_memory(roles)
         self.ledger.flush()
         self._metrics.log(state.step, values)
         if self._config.run.save_samples:
-            await pool.write(state.step, rollout.samples)
-        await pool.forget(rollout.samples)
+            await roles.pool.write(state.step, rollout.samples)
+        await roles.pool.forget(rollout.samples)
         steps = self._config.train.steps
         self.reporter.stepped(
             StepReport(
@@ -188,3 +189,14 @@ def update_metrics(stats: UpdateStats) -> dict[str, float]:
         "train/skipped": stats.skipped,
     }
     return values | {f"train/{name}": value for name, value in stats.metrics.items()}
+
+
+async def _peak_memory(roles: Roles) -> dict[str, float]:
+    """GPU memory at its peak since the last step, of each role's fullest worker; in one process all roles' together."""
+    peaks = {
+        "actor_train": max(await roles.actor.call_each(TrainWorker.take_peak_bytes)),
+        "actor_infer": max(await roles.engines.call_each(InferWorker.take_peak_bytes)),
+    }
+    if roles.reference is not None:
+        peaks["reference"] = max(await roles.reference.call_each(TrainWorker.take_peak_bytes))
+    return {f"memory/{role}_gib": peak / 2**30 for role, peak in peaks.items() if peak}

@@ -79,7 +79,7 @@ class RLVR:
         await self._publish(state.step + 1)
         self._count(rollout)
         times = (generated - started, time.monotonic() - generated)
-        await self._recorder.record(state, rollout, stats, *times, pool=roles.pool, executor=roles.executor)
+        await self._recorder.record(state, rollout, stats, *times, roles=roles)
 
     async def _publish(self, version: int) -> None:
         await self._turns.enter("publish")

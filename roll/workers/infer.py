@@ -20,7 +20,7 @@ from roll.transfer.broadcast import BroadcastGroup
 from roll.transfer.stream import Manifest, Receiver
 from roll.transfer.weights import Weights
 from roll.workers.offer import Meeting, Offer
-from roll.workers.setup import set_up_process
+from roll.workers.setup import set_up_process, take_peak_bytes
 
 POLL_S = 5.0
 """How long `results` waits before it says that there are none yet."""
@@ -171,6 +171,11 @@ class InferWorker(Worker):
     @parallel(Dispatch.ONE)
     def stats(self) -> EngineStats:
         return self._strategy.stats()
+
+    @parallel(Dispatch.ALL)
+    def take_peak_bytes(self) -> int:
+        """The most GPU memory the worker's process has had allocated since it was asked last; 0 on a CPU."""
+        return take_peak_bytes(self.place)
 
     async def close(self) -> None:
         if self._receiver is not None:

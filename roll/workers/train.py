@@ -21,7 +21,7 @@ from roll.transfer.broadcast import BroadcastGroup
 from roll.transfer.stream import Sender
 from roll.transfer.weights import Weights, named_tensors
 from roll.workers.offer import SLOTS, Meeting, Offer, Path
-from roll.workers.setup import set_up_process
+from roll.workers.setup import set_up_process, take_peak_bytes
 
 
 def _join_tokens(results: Sequence[TokenColumn], parts: Sequence[Indices], whole: Batch) -> TokenColumn:
@@ -91,6 +91,11 @@ class TrainWorker(Worker):
     @parallel(Dispatch.ALL)
     def load(self, folder: FilePath) -> None:
         self._strategy.load(folder)
+
+    @parallel(Dispatch.ALL)
+    def take_peak_bytes(self) -> int:
+        """The most GPU memory the worker's process has had allocated since it was asked last; 0 on a CPU."""
+        return take_peak_bytes(self.place)
 
     def _sending(self) -> Sender:
         if self._sender is None:

@@ -206,7 +206,7 @@ def test_chunks_of_logits_are_held_one_at_a_time(monkeypatch: pytest.MonkeyPatch
 
 
 def test_gradients_meet_activations_only_where_micro_batches_follow_each_other() -> None:
-    model = ModelShape.of(llama(64, 160, 3, 4, 2, 2048))
+    model = ModelShape.of(llama(64, 160, 3, 4, 2, 128))
     gradients = 4 * model.parameters
     parts = []
     for limit in (18, 1 << 20):  # one sequence at a time, or a batch of two in one piece

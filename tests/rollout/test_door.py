@@ -335,7 +335,7 @@ def test_a_completion_that_comes_with_the_cancellation_is_not_waited_for_again()
 
 @given(
     steps=st.lists(
-        st.tuples(st.sampled_from("ask ask cancel finish finish".split()), st.integers(0, 3), st.integers(0, 4)),
+        st.tuples(st.sampled_from(["ask", "ask", "cancel", "finish", "finish"]), st.integers(0, 3), st.integers(0, 4)),
         max_size=40,
     )
 )

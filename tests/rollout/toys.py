@@ -19,6 +19,7 @@ from roll.engine.request import Completion, Finish, Request, Sampling
 from roll.model.character import character_tokenizer
 from roll.reward import ScoreFailure, Verdict
 from roll.rollout.lifecycle import Lifecycle
+from roll.rollout.messages import Report
 from roll.rollout.pool import RolloutPool
 from roll.rollout.router import Router
 from roll.rollout.worker import RolloutWorker
@@ -250,8 +251,7 @@ class Party:
         for worker in self.workers:
             assert not worker._held
             assert not worker._home
-            report = worker._outbox.report
-            assert not (report.moves or report.outcomes or report.done)
+            assert worker._outbox.report == Report()
 
 
 async def party(
