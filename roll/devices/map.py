@@ -108,7 +108,13 @@ def make_map(config: Config, inventory: Inventory, *, roles_in_use: Collection[s
         for role in RolesConfig.model_fields
         if role in roles_in_use
     }
-    return DeviceMap(inventory, config.executor, roles)
+    made = DeviceMap(inventory, config.executor, roles)
+    if config.executor == "local" and not made.one_copy:
+        raise UserError(
+            "roles.actor_train and roles.actor_infer are on different devices, but in one process the engine uses the "
+            "trainer's own parameters: give both the same devices, or write executor=ray"
+        )
+    return made
 
 
 def _refuse_unused(config: Config, roles_in_use: Collection[str]) -> None:

@@ -305,8 +305,8 @@ class Estimate:
         return fullest, self.bytes(pool, fullest)
 
     def too_full(self) -> tuple[Pool, ...]:
-        """Pools that would hold more than may be planned."""
-        return tuple(pool for pool in self.pools if self.peak(pool)[1] > FULL * pool.capacity)
+        """Pools that would hold more than may be planned; of one whose size is not known (0) nothing can be said."""
+        return tuple(pool for pool in self.pools if pool.capacity and self.peak(pool)[1] > FULL * pool.capacity)
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,9 @@ from typing import Literal, get_args
 
 from roll.devices.inventory import Device
 from roll.devices.map import PROCESS_ROLES, DeviceMap
+from roll.strategy.shelf import Level
 
 Stage = Literal["generate", "reference", "train", "publish"]
-Level = Literal["none", "weights", "all"]
-"""`all` is whatever the role keeps: optimizer state, caches, and memory to work in where it works."""
-
 LEVELS: tuple[Level, ...] = get_args(Level)
 NEEDS: dict[Stage, dict[str, Level]] = {
     "generate": {"actor_infer": "all"},
