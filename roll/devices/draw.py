@@ -12,7 +12,8 @@ from roll.devices.inventory import Device
 from roll.devices.memory import FULL, RUNTIME, Pool, host
 from roll.devices.plan import Plan
 from roll.devices.spec import format_devices, runs
-from roll.devices.stages import NEEDS, Level, Stage
+from roll.devices.stages import NEEDS, Stage
+from roll.strategy.shelf import Level
 
 
 @dataclass(frozen=True)

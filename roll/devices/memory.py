@@ -22,9 +22,10 @@ from roll.config.schema import Config
 from roll.devices.inventory import Inventory, Kind
 from roll.devices.inventory import available_bytes as available_bytes
 from roll.devices.map import DeviceMap
-from roll.devices.stages import Level, Stage, StageTable
+from roll.devices.stages import Stage, StageTable
 from roll.engine.cache import SlotCache
 from roll.engine.engine import EXACT_ROWS, PROMPT_ROWS
+from roll.strategy.shelf import Level
 from roll.strategy.train.logprobs import CHUNK_ELEMENTS
 
 RUNTIME = "interpreter and libraries"

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 
-from roll.devices.stages import LEVELS, Level, Name, Stage
+from roll.devices.stages import LEVELS, Name, Stage
 from roll.pipeline.roles import Roles
+from roll.strategy.shelf import Level
 from roll.workers.infer import InferWorker
 from roll.workers.train import TrainWorker
 

@@ -6,6 +6,8 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from roll.cluster.errors import CallTimedOut, Failure, WorkerDied, WorkerError
 from roll.config.errors import RunError
 
@@ -111,3 +113,11 @@ def test_a_death_shows_the_end_of_the_workers_log(tmp_path: Path) -> None:
 
 def test_a_late_answer_names_who_did_not_answer_what() -> None:
     assert str(CallTimedOut("a[0]", "update", 0.5)) == "a[0] has not answered update for 0.5 s"
+
+
+@pytest.mark.xfail(strict=True, reason="pickle makes an exception anew from its message, which these do not take")
+@pytest.mark.parametrize("error", [CallTimedOut("a[0]", "m", 1), WorkerDied("a[0]", "gone"), WorkerError(of(served))])
+def test_a_workers_error_travels_through_another_worker(error: RunError) -> None:
+    error.add_note("in rollout[0].report")
+    arrived = pickle.loads(pickle.dumps(error))
+    assert (type(arrived), str(arrived), vars(arrived)) == (type(error), str(error), vars(error))

@@ -94,9 +94,8 @@ def test_one_process_uses_the_trainers_gpu_for_the_engine() -> None:
     made = mapped(EIGHT, "local")
     assert numbers(made, "actor_infer") == numbers(made, "actor_train") == [[(0, 0)]]
     assert made.kind == "colocated"
-    apart = mapped(EIGHT, "local", roles={"actor_infer": "1"})
-    assert apart.kind == "disaggregated"
-    assert not apart.one_copy
+    with pytest.raises(UserError, match=r"on different devices, but in one process .* write executor=ray"):
+        mapped(EIGHT, "local", roles={"actor_infer": "1"})
 
 
 def test_auto_over_two_nodes() -> None:
