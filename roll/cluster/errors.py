@@ -6,6 +6,7 @@ import time
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from roll.config.errors import RunError
 
@@ -28,7 +29,22 @@ class Failure:
         return cls(worker, method, where, tuple(_causes(error)), "".join(traceback.format_exception(error)))
 
 
-class WorkerError(RunError):
+class RemoteError(RunError):
+    """Something went wrong at a worker. It may pass through other workers on its way."""
+
+    worker: str
+    at_s: float
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _told, (type(self), self.args), self.__dict__
+
+
+def _told(kind: type[RemoteError], args: tuple[Any, ...]) -> RemoteError:
+    """An error that was raised elsewhere, with its message as it is."""
+    return kind.__new__(kind, *args)
+
+
+class WorkerError(RemoteError):
     """A worker's method raised. `trace` is the traceback of the worker's process."""
 
     def __init__(self, failure: Failure) -> None:
@@ -43,7 +59,7 @@ class WorkerError(RunError):
         self.at_s = failure.at_s
 
 
-class WorkerDied(RunError):
+class WorkerDied(RemoteError):
     """A worker's process ended, or cannot be reached any more."""
 
     def __init__(self, worker: str, reason: str, log: Path | None = None) -> None:
@@ -54,7 +70,7 @@ class WorkerDied(RunError):
         self.at_s = time.time()
 
 
-class CallTimedOut(RunError):
+class CallTimedOut(RemoteError):
     """A worker has not answered in time."""
 
     def __init__(self, worker: str, method: str, deadline_s: float) -> None:

@@ -64,6 +64,7 @@ class Host:
         answers: tuple[type[Exception], ...] = (UserError, RunError, *parallel_of(function).raises)
         try:
             args = [await self._here(arg) for arg in args]
+            kwargs = {name: await self._here(arg) for name, arg in kwargs.items()}
             result = function(*args, **kwargs)
             if inspect.isawaitable(result):
                 result = await result
@@ -95,6 +96,9 @@ class Host:
             return put_away(result, self._put)
         if isinstance(result, Block):
             return away(result, self._put)
+        if isinstance(result, Batch):
+            tokens = {n: put_away(c, self._put) for n, c in result.columns.items() if isinstance(c, TokenColumn)}
+            return result.with_columns(**tokens)
         if isinstance(result, list):
             return [self._left_here(each) for each in result]
         return result

@@ -118,8 +118,8 @@ class RolloutPool:
         """Lets the workers drop the tokens of these samples."""
         keys: dict[int, set[str]] = defaultdict(set)
         for sample in samples:
-            worker, key = self._homes.pop(sample.id)
-            keys[worker].add(key)
+            if (home := self._homes.pop(sample.id, None)) is not None:  # else its lease was cancelled
+                keys[home[0]].add(home[1])
         calls = (self._workers.call_rank(worker, RolloutWorker.forget, sorted(some)) for worker, some in keys.items())
         await asyncio.gather(*calls)
 

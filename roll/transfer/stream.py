@@ -59,6 +59,10 @@ class Sender:
         self.layout.check(tensors)
         self._tensors = dict(tensors)
 
+    def let_go(self) -> None:
+        """Keeps no tensor's storage alive until `rebind`."""
+        self._tensors = {}
+
     def manifest(self, version: int, probe: Tensor, log_probs: Tensor) -> Manifest:
         dtypes = [spec.dtype for spec in self.layout.tensors if spec.dtype.is_floating_point]
         if not dtypes:
@@ -116,6 +120,10 @@ class Receiver:
     def rebind(self, tensors: Mapping[str, Tensor]) -> None:
         """The same tensors, whose storage has moved."""
         self._tensors = dict(tensors)
+
+    def let_go(self) -> None:
+        """Keeps no tensor's storage alive until `rebind`."""
+        self._tensors = {}
 
     def begin(self, manifest: Manifest, handle: Handle | None = None) -> None:
         """Refuses a manifest of other tensors; attaches to the channel, unless it is the one already attached."""

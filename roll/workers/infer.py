@@ -166,6 +166,8 @@ class InferWorker(Worker):
     @parallel(Dispatch.ALL)
     def hold(self, level: Level) -> None:
         """Keeps so much on the device; below `all` nothing may be running."""
+        if self._receiver is not None:
+            self._receiver.let_go()
         self._strategy.hold(level)
 
     @parallel(Dispatch.ONE)
@@ -178,6 +180,8 @@ class InferWorker(Worker):
         return take_peak_bytes(self.place)
 
     async def close(self) -> None:
+        if self._pump is not None:
+            self._pump.cancel()
         if self._receiver is not None:
             self._receiver.close()
         if self._group is not None:

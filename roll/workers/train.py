@@ -82,6 +82,8 @@ class TrainWorker(Worker):
     @parallel(Dispatch.ALL)
     def hold(self, level: Level) -> None:
         """Keeps so much on the device and lays the rest aside in host memory."""
+        if self._sender is not None:
+            self._sender.let_go()
         self._strategy.hold(level)
 
     @parallel(Dispatch.ONE)

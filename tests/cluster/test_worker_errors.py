@@ -115,7 +115,6 @@ def test_a_late_answer_names_who_did_not_answer_what() -> None:
     assert str(CallTimedOut("a[0]", "update", 0.5)) == "a[0] has not answered update for 0.5 s"
 
 
-@pytest.mark.xfail(strict=True, reason="pickle makes an exception anew from its message, which these do not take")
 @pytest.mark.parametrize("error", [CallTimedOut("a[0]", "m", 1), WorkerDied("a[0]", "gone"), WorkerError(of(served))])
 def test_a_workers_error_travels_through_another_worker(error: RunError) -> None:
     error.add_note("in rollout[0].report")
