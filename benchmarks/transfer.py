@@ -1,12 +1,20 @@
 """How fast bytes move between processes, beside a plain memory copy of as many bytes in the same run.
 
 The measure is NumPy's `dst[:] = src` on one core over memory used before; every path is given in its terms, so that
-figures of two machines can be compared. Paths move the same tensors, over memory used before, and count a byte once:
+figures of two machines can be compared. Paths move over memory used before, and count a byte once. Weights:
 
 - `shared_memory`: a sender writes buckets while a receiver in another process loads them;
 - `gloo`: a broadcast to one other process through the loopback interface;
 - `cuda_ipc`: as shared_memory, with slots on the GPU; only where there is one;
 - `digest`: the digest of the tensors, on the CPU, by one process; each end of a path computes it once a version.
+
+Ragged batches of token columns (samples of about 10,000 tokens, log-normal), in blocks of some tens of megabytes, from a
+Ray actor that has made them to where they are used, by the calls that training makes, once all of the object store's
+memory was used before:
+
+- `batch`: to one other actor, which has every sample's rows then, without having read them;
+- `batch_split`: to two actors, half of the samples each;
+- `batch_flat`: to one other actor, which joins the rows of each column into one array.
 """
 
 from __future__ import annotations
@@ -27,6 +35,11 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 from common import parser, report
 
+from roll.cluster import Cluster, Dispatch, Place, Worker, parallel
+from roll.config.schema import RayConfig
+from roll.data import Batch, Sample, Task
+from roll.data.batch import LOGGED, TOKEN_COLUMNS
+from roll.data.columns import Block, Indices, cut_into_blocks
 from roll.transfer.broadcast import BroadcastGroup
 from roll.transfer.channel import ChannelKind
 from roll.transfer.digest import digests
@@ -40,6 +53,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--gb", type=float, default=1.0, help="bytes of weights, in 10^9")
     options.add_argument("--bucket-mb", type=float, default=64.0, help="bytes of a bucket, in 10^6")
+    options.add_argument("--only", choices=["weights", "batches"])
     options.add_argument("--slots", type=int, default=2)
     options.add_argument("--repeats", type=int, default=5, help="the best of so many is taken")
     args = options.parse_args()
@@ -48,7 +62,11 @@ def main() -> None:
 
     size = int(args.gb * 1e9)
     memcpy = size / best(memory_copy(size), args.repeats) / 1e9
-    speeds = weights(size, int(args.bucket_mb * 1e6), args.slots, threads, args.repeats)
+    speeds: dict[str, float] = {}
+    if args.only != "batches":
+        speeds |= weights(size, int(args.bucket_mb * 1e6), args.slots, threads, args.repeats)
+    if args.only != "weights":
+        speeds |= asyncio.run(batches(size, args.repeats))
     result = {
         "gb": args.gb,
         "bucket_mb": args.bucket_mb,
@@ -84,6 +102,80 @@ def weights(size: int, bucket_bytes: int, slots: int, threads: int, repeats: int
             ask(pipe, "close")
             sender.close()
     return {path: moved / value / 1e9 for path, value in seconds.items()}
+
+
+TOKEN_BYTES = 13
+"""Of the columns of a token log: an id, a mask, a log-prob and a version."""
+LONGEST = 32768
+
+
+FIRST_MOVES = 8
+"""Before any is measured: pages of the object store are slow when they are used for the first time."""
+
+
+class Maker(Worker):
+    """Has made samples with so many bytes in all."""
+
+    def __init__(self, place: Place, size: int) -> None:
+        super().__init__(place)
+        chance = np.random.default_rng(0)
+        lengths = np.minimum(chance.lognormal(9, 0.7, size // TOKEN_BYTES // 5000).astype(np.int64) + 1, LONGEST)
+        self._lengths = lengths[np.cumsum(lengths) * TOKEN_BYTES <= size]
+        sizes = [self._lengths[block].sum() for block in cut_into_blocks(self._lengths)]
+        self._blocks = [Block({name: np.ones(n, TOKEN_COLUMNS[name]) for name in LOGGED}) for n in sizes]
+
+    @parallel(Dispatch.ONE)
+    def lengths(self) -> Indices:
+        return self._lengths
+
+    @parallel(Dispatch.ONE)
+    def blocks(self) -> list[Block]:
+        return list(self._blocks)
+
+
+class Reader(Worker):
+    @parallel(Dispatch.DATA, join=lambda results, parts, whole: sum(results))
+    def look(self, batch: Batch) -> int:
+        """Every row of every column, without reading them."""
+        return sum(row.nbytes for name in LOGGED for row in batch.rows(name))
+
+    @parallel(Dispatch.DATA, join=lambda results, parts, whole: sum(results))
+    def join(self, batch: Batch) -> int:
+        """Every column in one array."""
+        return sum(batch[name].nbytes for name in LOGGED)
+
+
+async def batches(size: int, repeats: int) -> dict[str, float]:
+    """GB/s of ragged batches between actors."""
+    from roll.cluster.ray_executor import RayExecutor
+
+    executor = RayExecutor(RayConfig(object_store_gb=max(2.5 * size / 1e9, 0.5)))
+    places = [Place("maker", threads=1), Place("reader", threads=1), *(Place("readers", r, 2, threads=1) for r in (0, 1))]
+    try:
+        executor.reserve(places)
+        maker = await Cluster.start(executor, lambda place: Maker(place, size), places[:1])
+        one = await Cluster.start(executor, Reader, places[1:2])
+        two = await Cluster.start(executor, Reader, places[2:])
+        lengths = await maker.call(Maker.lengths)
+        which, starts = np.zeros_like(lengths), np.zeros_like(lengths)
+        for number, block in enumerate(cut_into_blocks(lengths)):
+            which[block], starts[block] = number, np.cumsum(lengths[block]) - lengths[block]
+        samples = [Sample(str(i), Task.ask("t", "q"), i // 8, 1.0) for i in range(len(lengths))]
+
+        async def move(readers: Cluster[Reader], look: Callable[[Reader, Batch], int]) -> float:
+            started = time.perf_counter()
+            blocks = await maker.call(Maker.blocks)
+            batch = Batch.from_blocks(samples, lengths, blocks, which, starts)
+            assert await readers.call(look, batch) == batch.tokens * TOKEN_BYTES
+            return time.perf_counter() - started
+
+        paths = {"batch": (one, Reader.look), "batch_split": (two, Reader.look), "batch_flat": (one, Reader.join)}
+        moved = int(lengths.sum()) * TOKEN_BYTES / 1e9
+        for _ in range(FIRST_MOVES):
+            await move(one, Reader.look)
+        return {path: moved / best_of([await move(*how) for _ in range(repeats + 1)]) for path, how in paths.items()}
+    finally:
+        await executor.close()
 
 
 def model_of(size: int, device: str) -> dict[str, Tensor]:

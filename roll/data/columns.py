@@ -21,6 +21,9 @@ Array = NDArray[Any]
 Indices = NDArray[np.int64]
 Columns = Mapping[str, Array]
 
+BLOCK_TOKENS = 1 << 22
+"""Most tokens of a block: tens of megabytes, so that a block costs little beside its bytes."""
+
 _VALUES = "values"
 
 
@@ -108,6 +111,19 @@ class TokenColumn:
     @property
     def is_here(self) -> bool:
         return not any(isinstance(block.columns, Elsewhere) for block in self.blocks)
+
+
+def cut_into_blocks(lengths: Sequence[int] | Indices) -> list[list[int]]:
+    """Samples of these lengths, in order, as lists of their numbers that make a block each."""
+    blocks: list[list[int]] = []
+    tokens = BLOCK_TOKENS
+    for number, length in enumerate(lengths):
+        if tokens + length > BLOCK_TOKENS:
+            blocks.append([])
+            tokens = 0
+        blocks[-1].append(number)
+        tokens += int(length)
+    return blocks
 
 
 def resolve(columns: Mapping[str, TokenColumn], fetch: Fetch) -> dict[str, TokenColumn]:

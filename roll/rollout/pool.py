@@ -16,6 +16,7 @@ import numpy as np
 from roll.cluster import Cluster
 from roll.cluster.line import Line
 from roll.data.batch import Batch
+from roll.data.columns import cut_into_blocks
 from roll.data.sample import Sample
 from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.messages import Fate, Lease, Report
@@ -75,27 +76,23 @@ class RolloutPool:
                 for sample in samples:
                     del self._by_sample[sample.id]
 
-    async def batch(self, groups: Sequence[Sequence[Sample]]) -> Batch:
-        """A batch of scored samples, in this order; a group's tokens are one block, where its worker has them."""
-        asked: dict[int, list[int]] = defaultdict(list)
-        for number, group in enumerate(groups):
-            asked[self._homes[group[0].id][0]].append(number)
-        answers = await asyncio.gather(
-            *(
-                self._workers.call_rank(worker, RolloutWorker.columns, [[s.id for s in groups[n]] for n in numbers])
-                for worker, numbers in asked.items()
-            )
-        )
-        blocks = {
-            n: b
-            for numbers, found in zip(asked.values(), answers, strict=True)
-            for n, b in zip(numbers, found, strict=True)
-        }
-        samples = [sample for group in groups for sample in group]
+    async def batch(self, samples: Sequence[Sample]) -> Batch:
+        """A batch of scored samples, in this order. Their tokens stay where they are."""
         lengths = np.array([sample.tokens for sample in samples], np.int64)
-        which = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-        starts = np.concatenate([_starts([sample.tokens for sample in group]) for group in groups])
-        return Batch.from_blocks(samples, lengths, [blocks[n] for n in range(len(groups))], which, starts)
+        homes = np.array([self._homes[sample.id][0] for sample in samples], np.int64)
+        which, starts = np.zeros(len(samples), np.int64), np.zeros(len(samples), np.int64)
+        asked: list[tuple[int, list[list[str]]]] = []
+        count = 0
+        for worker in np.unique(homes).tolist():
+            own = np.flatnonzero(homes == worker)
+            members = [own[block] for block in cut_into_blocks(lengths[own])]
+            for block in members:
+                which[block], starts[block] = count, np.cumsum(lengths[block]) - lengths[block]
+                count += 1
+            asked.append((worker, [[samples[i].id for i in block] for block in members]))
+        calls = (self._workers.call_rank(worker, RolloutWorker.columns, names) for worker, names in asked)
+        blocks = [block for found in await asyncio.gather(*calls) for block in found]
+        return Batch.from_blocks(samples, lengths, blocks, which, starts)
 
     async def texts(self, samples: Sequence[Sample]) -> list[str]:
         """What these samples' responses say: for a few of them, since it brings the text here."""
@@ -155,7 +152,3 @@ class RolloutPool:
         for out in self._out.values():
             if out.worker == worker and not out.done.done():
                 out.done.set_exception(error)
-
-
-def _starts(lengths: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    return np.concatenate([[0], np.cumsum(lengths[:-1], dtype=np.int64)]).astype(np.int64)

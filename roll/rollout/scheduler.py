@@ -77,7 +77,7 @@ class RolloutScheduler:
         self._refuse_total_failure(groups)
         kept.sort(key=lambda group: group.index)
         samples = [sample for group in kept for sample in group.scored]
-        batch = await self._pool.batch([group.scored for group in kept]) if samples else None
+        batch = await self._pool.batch(samples) if samples else None
         for sample in samples:
             self._lifecycle.move(sample, "kept")
         return Rollout(batch, kept, groups, dropped)

@@ -132,9 +132,9 @@ class RolloutWorker(Worker):
         self.forget(keys)
 
     @parallel(Dispatch.ONE)
-    def columns(self, groups: Sequence[Sequence[str]]) -> list[Block]:
+    def columns(self, blocks: Sequence[Sequence[str]]) -> list[Block]:
         """The tokens of samples, a block for each list of them."""
-        return [token_block([self._home[sample] for sample in group]) for group in groups]
+        return [token_block([self._home[sample] for sample in samples]) for samples in blocks]
 
     @parallel(Dispatch.ONE)
     def texts(self, samples: Sequence[str]) -> list[str]:

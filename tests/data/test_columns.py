@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.data import Batch, Sample, Task
+from roll.data import Batch, Sample, Task, columns
 from roll.data.batch import LOGGED, token_block
 from roll.data.columns import Block, Columns, Elsewhere, Indices, TokenColumn, away, blocks_of, put_away, resolve
 
@@ -303,3 +303,14 @@ def test_a_computed_column_may_be_elsewhere_beside_columns_here() -> None:
     assert more.select([1]).resolved(store.fetch)["ref"].tolist() == [5, 6, 7, 8]
     assert {block.columns.ref for block in more.blocks if isinstance(block.columns, Elsewhere)} == {0}
     assert LOGGED == ("ids", "loss_mask", "behaviour", "versions")
+
+
+@given(lengths=st.lists(st.integers(0, 12), max_size=30), most=st.integers(1, 20))
+def test_blocks_hold_all_samples_in_order_and_no_more_than_they_may(lengths: list[int], most: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(columns, "BLOCK_TOKENS", most)
+        blocks = columns.cut_into_blocks(lengths)
+    assert [number for block in blocks for number in block] == list(range(len(lengths)))
+    sizes = [sum(lengths[number] for number in block) for block in blocks]
+    assert all(size <= most or len(block) == 1 for size, block in zip(sizes, blocks, strict=True))
+    assert all(size + lengths[after[0]] > most for size, after in zip(sizes, blocks[1:], strict=False))

@@ -15,7 +15,7 @@ from toys import END, Party, ToyRunner, failure, go, party, rollouts, spoken, tu
 import roll.rollout.worker
 from roll.cluster import Place, Worker
 from roll.config.errors import RunError
-from roll.data import Response, Sample, Task
+from roll.data import Response, Sample, Task, columns
 from roll.rollout.lifecycle import MOVES, Lifecycle
 from roll.rollout.messages import Outcome, Report
 from roll.rollout.pool import RolloutPool
@@ -482,10 +482,11 @@ def test_a_workers_death_reaches_all_its_leases(method: str) -> None:
 @given(
     sizes=st.lists(st.integers(1, 3), min_size=1, max_size=5),
     workers=st.integers(1, 3),
+    most=st.integers(1, 60),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=25, derandomize=True, deadline=None)
-def test_a_batch_has_the_tokens_of_its_samples_in_its_order(sizes: list[int], workers: int, seed: int) -> None:
+def test_a_batch_has_the_tokens_of_its_samples_in_its_order(sizes: list[int], workers: int, most: int, seed: int) -> None:
     async def main() -> None:
         run = await party(2, workers, lambda task, response: float(len(response.text)))
         rng = np.random.default_rng(seed)
@@ -493,16 +494,17 @@ def test_a_batch_has_the_tokens_of_its_samples_in_its_order(sizes: list[int], wo
             toy.says = lambda request: [*rng.integers(5, 50, rng.integers(0, 7)).tolist(), END]
         groups = [run.group(index, size) for index, size in enumerate(sizes)]
         await asyncio.gather(*(run.start(group) for group in groups))
-        chosen = [[s for s in group if rng.random() < 0.8] or group for group in groups if rng.random() < 0.8] or groups
-        rng.shuffle(chosen)
-        batch = await run.pool.batch(chosen)
-        samples = [sample for group in chosen for sample in group]
+        samples = [sample for group in groups for sample in group if rng.random() < 0.8] or groups[0]
+        rng.shuffle(samples)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(columns, "BLOCK_TOKENS", most)
+            batch = await run.pool.batch(samples)
         assert batch["sample"].tolist() == [sample.id for sample in samples]
         assert batch["reward"].tolist() == [sample.reward for sample in samples]
         for name in ("ids", "loss_mask", "behaviour", "versions"):
             for row, sample in zip(batch.rows(name), drawn(run, samples), strict=True):
                 assert row.tolist() == getattr(sample.log, name).tolist()
-        assert len(batch.blocks) == len(chosen)
+        assert workers * most > batch.tokens or len(batch.blocks) > 1
 
     go(main())
 
