@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
+
 from roll.cluster.errors import Failure
 from roll.cluster.worker import Place, Worker, parallel_of
 from roll.config.errors import RunError, UserError
@@ -41,19 +43,20 @@ class Host:
 
     def __init__(self, place: Place, log: Path | None, get: Get, put: Put) -> None:
         self._place = place
+        self._log = log
         self._get, self._put = get, put
         self._worker: Worker | None = None
-        if log is not None:
-            _write_output_to(log)
-        if place.cores:
-            os.sched_setaffinity(0, _own_cores(place))
 
     async def start(self, make: Callable[[Place], Worker]) -> Answer | Failure:
-        """Makes the worker, in the thread that its calls will run in: thread counts are a thread's own."""
+        """Makes the worker, in the thread that its calls will run in: thread counts and cores are a thread's own."""
         try:
+            if self._log is not None:
+                _write_output_to(self._log)
+            if self._place.cores:
+                os.sched_setaffinity(0, _own_cores(self._place))
             self._worker = make(self._place)
         except (UserError, RunError) as error:
-            return Answer(error=error)
+            return self._answer(error, "its start")
         except Exception as error:
             return self._failure(error, "its start")
         return Answer(value=where())
@@ -71,7 +74,7 @@ class Host:
             return Answer(self._left_here(result))
         except answers as error:
             error.add_note(f"in {self._place.name}.{method} ({where()})")
-            return Answer(error=error)
+            return self._answer(error, method)
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -102,6 +105,14 @@ class Host:
         if isinstance(result, list):
             return [self._left_here(each) for each in result]
         return result
+
+    def _answer(self, error: Exception, method: str) -> Answer | Failure:
+        """The error as itself, if it can be sent."""
+        try:
+            cloudpickle.loads(cloudpickle.dumps(error))
+        except Exception:
+            return self._failure(error, method)
+        return Answer(error=error)
 
     def _failure(self, error: Exception, method: str) -> Failure:
         failure = Failure.of(error, self._place.name, method, where())

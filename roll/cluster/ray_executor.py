@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import io
 import os
-import pickle
+import re
+import socket
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +20,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
+from ray import cloudpickle
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RaySystemError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -37,6 +39,8 @@ W = TypeVar("W", bound=Worker)
 
 _CLOSE_S = 10.0
 _FACTS_S = 60.0
+_REACH_S = 5.0
+"""Ray itself tries for minutes to reach an address nobody listens at."""
 _CONCURRENT_CALLS = 10_000
 _NOT_SENT = ["runs", ".git", ".venv", "venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"]
 
@@ -67,11 +71,11 @@ class Traffic:
         self.bytes += file.tell()
 
 
-class _SizePickler(pickle.Pickler):
+class _SizePickler(cloudpickle.CloudPickler):  # type: ignore[misc]
     def reducer_override(self, thing: Any) -> Any:
         if isinstance(thing, ray.ObjectRef | ActorHandle):
             return str, ("reference",)
-        return NotImplemented
+        return super().reducer_override(thing)
 
 
 class _Actor:
@@ -79,6 +83,8 @@ class _Actor:
 
     def __init__(self, place: Place, log: Path | None, deadline_s: float) -> None:
         self._deadline_s = deadline_s
+        if place.device == "cpu":
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides GPUs only from workers that have some of them
         self._host = Host(place, log, self._get, ray.put)
 
     async def _get(self, refs: Sequence[Any]) -> Sequence[Columns]:
@@ -105,32 +111,40 @@ class RayHandle:
 
     in_process = False
 
-    def __init__(self, place: Place, actor: Any, log: Path | None, traffic: Traffic | None = None) -> None:
+    def __init__(
+        self, place: Place, actor: Any, log: Path | None, where: str = "not started yet", traffic: Traffic | None = None
+    ) -> None:
         self.place = place
         self._actor = actor
         self._log = log
+        self._where = where
         self._traffic = traffic
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RayHandle, (self.place, self._actor, self._log)
+        return RayHandle, (self.place, self._actor, self._log, self._where)
 
-    async def start(self, make: Callable[[Place], Worker]) -> str:
-        where: str = self._open(await self._ask(self._actor.start.remote(make)))
-        return where
+    async def start(self, make: Callable[[Place], Worker]) -> None:
+        self._where = self._open(await self._ask(self._actor.start.remote(make), "its start"))
 
     async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if self._traffic is not None:
-            self._traffic.count(args, kwargs)
-        answer = await self._ask(self._actor.call.remote(method, args, kwargs))
+        try:
+            if self._traffic is not None:
+                self._traffic.count(args, kwargs)
+            ref = self._actor.call.remote(method, args, kwargs)
+        except Exception as error:
+            raise TypeError(f"{self.place.name}.{method} cannot be called with what cannot be sent: {error}") from error
+        answer = await self._ask(ref, method)
         if self._traffic is not None:
             self._traffic.count(answer)
         return self._open(answer)
 
-    async def _ask(self, ref: Any) -> Answer | Failure:
+    async def _ask(self, ref: Any, method: str) -> Answer | Failure:
         try:
             answer: Answer | Failure = await ref
         except RayActorError as error:
             raise WorkerDied(self.place.name, _reason(error), self._log) from None
+        except (RayTaskError, RaySystemError) as error:  # what the worker's own code raises comes as an answer
+            return _unsent(error, self.place.name, method, self._where)
         except RayError as error:
             raise WorkerDied(self.place.name, _reason(error), self._log) from error
         return answer
@@ -238,7 +252,11 @@ class RayExecutor:
 
     async def fetch(self, batch: Batch) -> Batch:
         refs = [block.columns.ref for block in batch.blocks if isinstance(block.columns, Elsewhere)]
-        values = dict(zip(map(id, refs), await asyncio.to_thread(_get_all, refs, self.deadline_s), strict=True))
+        try:
+            fetched = await asyncio.to_thread(_get_all, refs, self.deadline_s)
+        except RayError as error:
+            raise RunError(f"tokens that workers hold cannot be fetched: {_reason(error)}") from error
+        values = dict(zip(map(id, refs), fetched, strict=True))
         return batch.resolved(lambda wanted: [values[id(ref)] for ref in wanted])
 
     async def close(self) -> None:
@@ -278,7 +296,7 @@ class RayExecutor:
         log = None if self._log_dir is None else self._log_dir / f"{place.role}-{place.rank}.log"
         seen = place if seat[1] is None else replace(place, device="cuda:0")  # the only one the actor's process sees
         actor = ray.remote(_Actor).options(**options).remote(seen, log, self.deadline_s)
-        return RayHandle(place, actor, log, self._traffic)
+        return RayHandle(place, actor, log, traffic=self._traffic)
 
     def _cores_of(self, node: str) -> int:
         facts = self.nodes()
@@ -294,6 +312,7 @@ def _connect(config: RayConfig) -> None:
             settings["object_store_memory"] = int(config.object_store_gb * 2**30)
         environment = dict(config.runtime_env)
     else:
+        _reach(config.address)
         settings["address"] = config.address
         environment = {**_code_for_workers(), **config.runtime_env}
     try:
@@ -301,6 +320,19 @@ def _connect(config: RayConfig) -> None:
     except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
         where = "on this machine" if config.address is None else f"at ray.address={config.address!r}"
         raise UserError(f"Ray could not be reached or started {where}: {error}") from error
+
+
+def _reach(address: str) -> None:
+    """Refuses an address nobody listens at. What names none is Ray's to judge."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return
+    if host in ("localhost", "127.0.0.1", "::1"):
+        host = ray.util.get_node_ip_address()  # where a cluster of this machine listens
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(f"nothing answers at ray.address={address!r} ({error}): is Ray running there?") from error
 
 
 def _code_for_workers() -> Mapping[str, Any]:
@@ -346,6 +378,14 @@ def _seat(place: Place) -> tuple[str, int | None]:
     return place.node, gpu
 
 
+def _unsent(error: RayError, worker: str, method: str, where: str) -> Failure:
+    """A call whose arguments did not arrive, or whose result could not leave or be read here."""
+    cause = getattr(error, "cause", None) or error
+    failure = Failure.of(getattr(cause, "client_exc", cause), worker, method, where)
+    causes = (*failure.causes, "an argument or a result that cannot be sent to another process")
+    return replace(failure, causes=causes, trace=re.sub(r"\x1b\[\d*m", "", str(error)))
+
+
 def _reason(error: Exception) -> str:
     """What Ray says of an actor's end, without its advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -354,4 +394,5 @@ def _reason(error: Exception) -> str:
 
 def _listed(bundles: Sequence[Mapping[str, float]]) -> str:
     names = ("CPU", "GPU")
-    return " + ".join(", ".join(f"{amount:g} {n}" for n in names if (amount := each.get(n, 0))) for each in bundles)
+    amounts = (", ".join(f"{amount:g} {n}" for n in names if (amount := each.get(n, 0))) for each in bundles)
+    return " + ".join(amount or "nothing" for amount in amounts)
