@@ -56,7 +56,7 @@ class Host:
                 os.sched_setaffinity(0, _own_cores(self._place))
             self._worker = make(self._place)
         except (UserError, RunError) as error:
-            return self._answer(error, "its start")
+            return self._answer(error, "start")
         except Exception as error:
             return self._failure(error, "its start")
         return Answer(value=where())
@@ -73,7 +73,6 @@ class Host:
                 result = await result
             return Answer(self._left_here(result))
         except answers as error:
-            error.add_note(f"in {self._place.name}.{method} ({where()})")
             return self._answer(error, method)
         except asyncio.CancelledError:
             raise
@@ -107,7 +106,8 @@ class Host:
         return result
 
     def _answer(self, error: Exception, method: str) -> Answer | Failure:
-        """The error as itself, if it can be sent."""
+        """The error as itself, with a note where it comes from, if it can be sent."""
+        error.add_note(f"in {self._place.name}.{method} ({where()})")
         try:
             cloudpickle.loads(cloudpickle.dumps(error))
         except Exception:

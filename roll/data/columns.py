@@ -116,9 +116,9 @@ class TokenColumn:
 def cut_into_blocks(lengths: Sequence[int] | Indices) -> list[list[int]]:
     """Samples of these lengths, in order, as lists of their numbers that make a block each."""
     blocks: list[list[int]] = []
-    tokens = BLOCK_TOKENS
+    tokens = 0
     for number, length in enumerate(lengths):
-        if tokens + length > BLOCK_TOKENS:
+        if not blocks or tokens + length > BLOCK_TOKENS:
             blocks.append([])
             tokens = 0
         blocks[-1].append(number)
