@@ -40,16 +40,6 @@ Name = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Move:
-    """A worker whose level changes when a stage begins."""
-
-    role: str
-    rank: int
-    before: Level
-    after: Level
-
-
-@dataclass(frozen=True)
 class StageTable:
     """The level of every worker of a model role in every stage of a step."""
 
@@ -59,12 +49,14 @@ class StageTable:
     def level(self, stage: Stage, role: str, rank: int) -> Level:
         return self.levels[stage][role, rank]
 
-    def moves(self, stage: Stage) -> tuple[Move, ...]:
-        """What changes between the stage before (the last one's successor is the first) and this one: first those that
-        give up devices, then those that take them."""
-        before = self.levels[self.stages[self.stages.index(stage) - 1]]
-        moves = [Move(*name, before[name], level) for name, level in self.levels[stage].items() if before[name] != level]
-        return tuple(sorted(moves, key=lambda move: LEVELS.index(move.after) - LEVELS.index(move.before)))
+    def lowest(self, role: str, rank: int) -> Level:
+        """The least of the worker that any stage leaves on its devices."""
+        return min((self.level(stage, role, rank) for stage in self.stages), key=LEVELS.index)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether any worker leaves its devices for another."""
+        return any(level != "all" for stage in self.stages for level in self.levels[stage].values())
 
 
 def residency(map: DeviceMap, offload: bool) -> StageTable:

@@ -21,11 +21,13 @@ from roll.reward import RewardSource
 from roll.rollout.pool import RolloutPool
 from roll.rollout.router import Router
 from roll.rollout.worker import RolloutWorker
+from roll.strategy.shelf import Level
 from roll.workers.infer import InferWorker
 from roll.workers.reward import RewardWorker
 from roll.workers.train import TrainWorker
 
 W = TypeVar("W", bound=Worker)
+M = TypeVar("M", TrainWorker, InferWorker)
 
 
 @dataclass(frozen=True)
@@ -112,16 +114,23 @@ async def _start(
     async def start(role: str, make: Callable[[Place], W]) -> Cluster[W]:
         return await Cluster.start(executor, make, places[role])
 
+    async def aside(cluster: Cluster[M], hold: Callable[[M, Level], None]) -> Cluster[M]:
+        """Makes room for the others that are to start on the same devices."""
+        levels = [stages.lowest(cluster.role, place.rank) for place in cluster.places]
+        moves = [(rank, level) for rank, level in enumerate(levels) if level != "all"]
+        await asyncio.gather(*(cluster.call_rank(rank, hold, level) for rank, level in moves))
+        return cluster
+
     async def start_rewards() -> Cluster[RewardWorker]:
         cluster = await start("reward", lambda place: RewardWorker(place, config.reward, reward, graders))
         await cluster.call(RewardWorker.start)
         return cluster
 
     async def start_actor() -> Cluster[TrainWorker]:
-        return await start("actor_train", lambda place: TrainWorker(place, config))
+        return await aside(await start("actor_train", lambda place: TrainWorker(place, config)), TrainWorker.hold)
 
     async def start_engines() -> Cluster[InferWorker]:
-        return await start("actor_infer", lambda place: InferWorker(place, config))
+        return await aside(await start("actor_infer", lambda place: InferWorker(place, config)), InferWorker.hold)
 
     async def start_rollouts() -> Cluster[RolloutWorker]:
         return await start("rollout", lambda place: RolloutWorker(place, config, run))
@@ -129,12 +138,21 @@ async def _start(
     async def start_reference() -> Cluster[TrainWorker] | None:
         if "reference" not in places:
             return None
-        return await start("reference", lambda place: TrainWorker(place, config, trainable=False))
+        frozen = await start("reference", lambda place: TrainWorker(place, config, trainable=False))
+        return await aside(frozen, TrainWorker.hold)
 
-    starts = (start_rewards(), start_actor(), start_engines(), start_reference(), start_rollouts())
-    rewards, actor, engines, reference, rollouts = await asyncio.gather(*starts)
+    async def start_models() -> tuple[Cluster[TrainWorker], Cluster[InferWorker], Cluster[TrainWorker] | None]:
+        if stages.takes_turns:  # one after the other, because they may not fit together
+            return await start_actor(), await start_engines(), await start_reference()
+        return await asyncio.gather(start_actor(), start_engines(), start_reference())
+
+    starts = (start_rewards(), start_models(), start_rollouts())
+    rewards, (actor, engines, reference), rollouts = await asyncio.gather(*starts)
     await rollouts.call(RolloutWorker.connect, engines, rewards)
     router = Router(len(engines), executor.deadline_s)
+    for place in engines.places:
+        if stages.lowest("actor_infer", place.rank) != "all":
+            await router.leave(place.rank)
     pool = RolloutPool(rollouts, router, config.rollout.max_new_tokens)
     return Roles(executor, stages, actor, engines, rewards, rollouts, reference, router, pool)
 

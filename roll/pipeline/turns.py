@@ -19,8 +19,8 @@ from roll.workers.train import TrainWorker
 class Turns:
     def __init__(self, roles: Roles) -> None:
         self._roles = roles
-        self._levels: dict[Name, Level] = dict.fromkeys(roles.stages.levels["generate"], "all")
-        """What of each worker is on its devices now."""
+        self._levels: dict[Name, Level] = {name: roles.stages.lowest(*name) for name in roles.stages.levels["generate"]}
+        """What of each worker is on its devices now; they start with the least."""
 
     async def enter(self, stage: Stage) -> None:
         """Returns when all that the stage needs is on its devices, and nothing else that it has to make room for."""

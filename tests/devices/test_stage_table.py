@@ -9,7 +9,7 @@ import pytest
 from roll.config.schema import Config
 from roll.devices.inventory import Inventory
 from roll.devices.map import DeviceMap, make_map
-from roll.devices.stages import NEEDS, Level, Move, StageTable, residency
+from roll.devices.stages import NEEDS, Level, StageTable, residency
 
 
 def mapped(executor: str, roles: dict[str, Any], *, reference: bool = False, gpus: int = 4) -> DeviceMap:
@@ -29,7 +29,7 @@ def test_without_offloading_everything_stays() -> None:
     table = residency(mapped("ray", {}, reference=True), offload=False)
     assert table.stages == ("generate", "reference", "train", "publish")
     assert {level for stage in table.stages for level in table.levels[stage].values()} == {"all"}
-    assert all(table.moves(stage) == () for stage in table.stages)
+    assert not table.takes_turns
 
 
 def test_colocated_roles_take_turns() -> None:
@@ -72,10 +72,14 @@ def test_only_the_engines_beside_the_trainer_leave() -> None:
     }
 
 
-def test_moves_free_devices_before_they_are_taken() -> None:
-    table = residency(mapped("ray", {"actor_train": "0", "actor_infer": "0"}), offload=True)
-    assert table.moves("train") == (Move("actor_infer", 0, "all", "none"), Move("actor_train", 0, "none", "all"))
-    assert table.moves("generate")[0] == Move("actor_train", 0, "weights", "none")
+def test_the_least_that_stays() -> None:
+    table = residency(mapped("ray", {"actor_train": "0", "actor_infer": "0-1"}), offload=True)
+    assert table.takes_turns
+    assert [table.lowest("actor_train", 0), table.lowest("actor_infer", 0), table.lowest("actor_infer", 1)] == [
+        *("none", "none", "all"),
+    ]
+    in_one_process = residency(mapped("local", {}, gpus=1), offload=True)
+    assert in_one_process.lowest("actor_train", 0) == "weights"
 
 
 @pytest.mark.parametrize("executor", ["local", "ray"])
@@ -92,14 +96,3 @@ def test_who_works_is_there_and_who_does_not_makes_room(executor: str, roles: di
                 assert level in (needed, "all")
             elif crowded:
                 assert level == ("weights" if made.one_copy and role == "actor_train" else "none")
-
-
-def test_going_round_again_changes_nothing() -> None:
-    """Following the moves of every stage from the table's last stage gives the table."""
-    table = residency(mapped("ray", {"actor_infer": "0-2", "reference": "1"}, reference=True), offload=True)
-    state = dict(table.levels[table.stages[-1]])
-    for stage in table.stages:
-        for move in table.moves(stage):
-            assert state[move.role, move.rank] == move.before
-            state[move.role, move.rank] = move.after
-        assert state == table.levels[stage]

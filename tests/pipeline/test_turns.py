@@ -1,0 +1,130 @@
+"""Turns on shared devices: who makes room, in which order, and who goes on meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from roll.cluster import Cluster, Dispatch, LocalExecutor, Place, Worker, parallel
+from roll.config import load_config
+from roll.devices.inventory import Inventory, Node
+from roll.devices.map import make_map
+from roll.devices.stages import residency
+from roll.pipeline.roles import Roles
+from roll.pipeline.turns import Turns
+from roll.rollout.router import Router
+from roll.strategy.shelf import Level
+
+Moves = list[tuple[str, Level]]
+
+
+class Toy(Worker):
+    """Notes what it is told to keep; a worker that comes back must find its devices free."""
+
+    moves: Moves
+
+    @parallel(Dispatch.ALL)
+    async def hold(self, level: Level) -> None:
+        await asyncio.sleep(0)
+        self.moves.append((self.place.name, level))
+
+
+async def started(roles: dict[str, Any], *, offload: bool = True) -> tuple[Turns, Router, Moves]:
+    config = load_config({"executor": "ray", "roles": roles, "algorithm": {"kl_coef": 0.1}})
+    inventory = Inventory((Node("node0", "", 8, 4, 1 << 40, 1 << 40),))
+    map = make_map(config, inventory, roles_in_use={"actor_train", "actor_infer", "reference", "rollout", "reward"})
+    stages, moves, executor = residency(map, offload), [], LocalExecutor()
+
+    def make(place: Place) -> Any:
+        toy = Toy(place)
+        toy.moves = moves
+        return toy
+
+    clusters: dict[str, Any] = {
+        role: await Cluster.start(executor, make, map.roles[role].places)
+        for role in ("actor_train", "actor_infer", "reference")
+    }
+    router = Router(len(clusters["actor_infer"]), deadline_s=20)
+    for place in map.roles["actor_infer"].places:
+        if stages.lowest("actor_infer", place.rank) != "all":
+            await router.leave(place.rank)
+    unused: Any = None
+    running = Roles(
+        executor=executor,
+        stages=stages,
+        actor=clusters["actor_train"],
+        engines=clusters["actor_infer"],
+        rewards=unused,
+        rollouts=unused,
+        reference=clusters["reference"],
+        router=router,
+        pool=unused,
+    )
+    return Turns(running), router, moves
+
+
+def go(coroutine: Any) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, 20))
+
+
+def test_all_on_one_device_take_turns_and_make_room_first() -> None:
+    async def main() -> None:
+        turns, router, moves = await started({"actor_train": 0, "actor_infer": 0, "reference": 0})
+        rounds: dict[str, Moves] = {}
+        for stage in ("publish", "generate", "reference", "train", "publish", "generate"):
+            before = len(moves)
+            await turns.enter(stage)  # type: ignore[arg-type]
+            rounds[stage] = moves[before:]
+            assert router.inside == ({0} if stage == "generate" else set())
+        assert rounds["generate"] == [("actor_train[0]", "none"), ("actor_infer[0]", "all")]
+        assert rounds["reference"] == [("actor_infer[0]", "none"), ("reference[0]", "all")]
+        assert rounds["train"] == [("reference[0]", "none"), ("actor_train[0]", "all")]
+        assert rounds["publish"] == [("actor_train[0]", "weights"), ("actor_infer[0]", "weights")]
+
+    go(main())
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_roles_apart_never_move(offload: bool) -> None:
+    async def main() -> None:
+        turns, router, moves = await started({"actor_train": 0, "actor_infer": "1-2", "reference": 3}, offload=offload)
+        for stage in ("publish", "generate", "reference", "train", "publish"):
+            await turns.enter(stage)  # type: ignore[arg-type]
+            assert router.inside == {0, 1}
+        assert moves == []
+
+    go(main())
+
+
+def test_an_engine_on_shared_devices_drains_leaves_and_comes_back_while_others_go_on() -> None:
+    async def main() -> None:
+        turns, router, moves = await started({"actor_train": 0, "actor_infer": "0-1", "reference": 3})
+        await turns.enter("publish")
+        assert router.inside == {1}
+        await turns.enter("generate")
+        assert router.inside == {0, 1}
+        seats = [router.seat(10), router.seat(10)]
+        assert [await seat.__aenter__() for seat in seats] == [0, 1]
+        moves.clear()
+        training = asyncio.create_task(turns.enter("train"))
+        await asyncio.sleep(0.02)
+        assert not training.done()
+        assert moves == []
+        assert router.inside == {1}
+        async with router.seat(1) as engine:
+            assert engine == 1
+        await seats[0].__aexit__(None, None, None)
+        await training
+        assert moves == [("actor_infer[0]", "none"), ("actor_train[0]", "all")]
+        async with router.seat(1) as engine:  # the other one generates during training, and its first sample goes on
+            assert engine == 1
+        await turns.enter("publish")
+        await turns.enter("generate")
+        assert router.inside == {0, 1}
+        async with router.seat(1) as engine:
+            assert engine == 0
+        await seats[1].__aexit__(None, None, None)
+
+    go(main())
