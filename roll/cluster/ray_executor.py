@@ -13,6 +13,7 @@ import os
 import re
 import socket
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ from roll.data.columns import Columns, Elsewhere
 W = TypeVar("W", bound=Worker)
 
 _CLOSE_S = 10.0
+"""For all workers to close; then they are ended."""
 _FACTS_S = 60.0
 _REACH_S = 5.0
 """Ray itself tries for minutes to reach an address nobody listens at."""
@@ -156,8 +158,8 @@ class RayHandle:
             raise answer.error
         return answer.value
 
-    async def close(self) -> None:
-        await asyncio.wait_for(self._actor.close.remote(), _CLOSE_S)
+    async def close(self, deadline_s: float) -> None:
+        await asyncio.wait_for(self._actor.close.remote(), deadline_s)
 
     def kill(self) -> None:
         ray.kill(self._actor)
@@ -217,12 +219,14 @@ class RayExecutor:
     def reserve(self, places: Sequence[Place]) -> None:
         """Takes the devices of all places at once, or says what the cluster lacks."""
         self.connect()
+        cores_of = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]}
+        cores_of[""] = max(cores_of.values())
         self._shares = Counter(_seat(place) for place in places)
         bundles: list[dict[str, float]] = []
         labels: list[dict[str, str]] = []
         for node, gpu in self._shares:
             here = [place for place in places if _seat(place) == (node, gpu)]
-            cores = min(max(self._cores_of(node), 1), sum(max(place.threads, 1) for place in here))
+            cores = min(max(cores_of.get(node, 1), 1), sum(max(place.threads, 1) for place in here))
             self._bundles[node, gpu] = len(bundles)
             bundles.append({"CPU": cores} if gpu is None else {"GPU": 1})
             labels.append({"ray.io/node-id": node} if node else {})
@@ -262,10 +266,11 @@ class RayExecutor:
     async def close(self) -> None:
         """Closes every worker, the youngest first, then ends their processes, then Ray if this executor started it."""
         handles, self._handles = self._handles[::-1], []
+        end_s = time.monotonic() + _CLOSE_S
         try:
             for handle in handles:
                 # One that is dead or hangs is killed below, which is all that closing is for then.
-                await asyncio.gather(handle.close(), return_exceptions=True)
+                await asyncio.gather(handle.close(max(end_s - time.monotonic(), 0.1)), return_exceptions=True)
         finally:
             for handle in handles:
                 handle.kill()
@@ -297,10 +302,6 @@ class RayExecutor:
         seen = place if seat[1] is None else replace(place, device="cuda:0")  # the only one the actor's process sees
         actor = ray.remote(_Actor).options(**options).remote(seen, log, self.deadline_s)
         return RayHandle(place, actor, log, traffic=self._traffic)
-
-    def _cores_of(self, node: str) -> int:
-        facts = self.nodes()
-        return next((each.cores for each in facts if each.id == node), facts[0].cores)
 
 
 def _connect(config: RayConfig) -> None:
