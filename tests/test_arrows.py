@@ -140,6 +140,7 @@ HEAVY = {"torch", "transformers", "ray", "vllm", "matplotlib"}
         ("roll.config", {*HEAVY, "numpy"}),
         ("roll.reward.process", {*HEAVY, "pydantic"}),
         ("roll.cluster", HEAVY),
+        ("roll.rollout.worker", HEAVY - {"transformers"}),
         ("roll.cli", HEAVY),
     ],
 )

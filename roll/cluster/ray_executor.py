@@ -309,6 +309,8 @@ def _connect(config: RayConfig) -> None:
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if config.address is None:
         settings |= {"address": "local", "include_dashboard": False}
+        # What Ray has started here ends within seconds after its head has, also when that was killed.
+        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
         if config.object_store_gb:
             settings["object_store_memory"] = int(config.object_store_gb * 2**30)
         environment = dict(config.runtime_env)

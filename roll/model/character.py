@@ -7,11 +7,14 @@ conversation. Nothing is downloaded.
 from __future__ import annotations
 
 import string
+from typing import TYPE_CHECKING
 
-import torch
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig, LlamaForCausalLM
 
 END, USER, ASSISTANT, UNKNOWN = "<|end|>", "<|user|>", "<|assistant|>", "<|unknown|>"
 CHARACTERS = "\n" + string.digits + string.ascii_letters + string.punctuation + " "
@@ -42,6 +45,8 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 def tiny_config() -> LlamaConfig:
     """About a million parameters."""
+    from transformers import LlamaConfig
+
     tokenizer = character_tokenizer()
     return LlamaConfig(
         vocab_size=len(tokenizer),
@@ -60,6 +65,9 @@ def tiny_config() -> LlamaConfig:
 
 def tiny_model(seed: int) -> LlamaForCausalLM:
     """Fresh weights, the same for the same seed; the caller's random state is left as it was."""
+    import torch
+    from transformers import LlamaForCausalLM
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForCausalLM(tiny_config())

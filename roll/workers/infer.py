@@ -7,20 +7,22 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from roll.cluster import Dispatch, Place, Worker, parallel
 from roll.config.schema import Config
-from roll.engine.engine import EngineStats
 from roll.engine.request import Completion, Request
 from roll.model.loading import choose_dtype, find_model, load_model, load_tokenizer
-from roll.strategy.infer.base import InferStrategy
-from roll.strategy.infer.native import NativeStrategy
-from roll.strategy.shelf import Level
-from roll.transfer.broadcast import BroadcastGroup
-from roll.transfer.stream import Manifest, Receiver
-from roll.transfer.weights import Weights
-from roll.workers.offer import Meeting, Offer
 from roll.workers.setup import set_up_process, take_peak_bytes
+
+if TYPE_CHECKING:  # those who only call an engine do without torch
+    from roll.engine.engine import EngineStats
+    from roll.strategy.infer.base import InferStrategy
+    from roll.strategy.shelf import Level
+    from roll.transfer.broadcast import BroadcastGroup
+    from roll.transfer.stream import Manifest, Receiver
+    from roll.transfer.weights import Weights
+    from roll.workers.offer import Meeting, Offer
 
 POLL_S = 5.0
 """How long `results` waits before it says that there are none yet."""
@@ -45,6 +47,8 @@ class _Box:
 
 class InferWorker(Worker):
     def __init__(self, place: Place, config: Config) -> None:
+        from roll.strategy.infer.native import NativeStrategy
+
         super().__init__(place)
         set_up_process(place, config.deterministic)
         source = find_model(config.model.path)
@@ -71,6 +75,8 @@ class InferWorker(Worker):
     @parallel(Dispatch.ALL)
     def begin_weights(self, offer: Offer) -> None:
         """Prepares to receive a version; nothing is served until `end_weights`."""
+        from roll.transfer.stream import Receiver
+
         tensors = self._strategy.begin_loading()
         if self._receiver is None:
             self._receiver = Receiver(tensors)

@@ -230,16 +230,16 @@ def test_other_coroutines_run_between_steps() -> None:
     go(main())
 
 
-def test_sleep_waits_for_nothing_running_and_the_next_request_wakes_it() -> None:
+def test_only_an_idle_engine_lays_its_cache_aside_and_the_next_request_brings_it_back() -> None:
     async def main() -> None:
         served = strategy()
         served.submit([request("a", 5, seed=1)])
         served._finished += served.engine.step()
         with pytest.raises(RunError, match="running"):
-            served.sleep()
+            served.hold("weights")
         (first,) = await drain(served)
-        served.sleep()
-        served.wake()
+        served.hold("weights")
+        served.hold("all")
         served.submit([request("a", 5, seed=1)])
         (second,) = await drain(served)
         assert first.ids.tolist() == second.ids.tolist()
