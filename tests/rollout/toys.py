@@ -148,7 +148,7 @@ async def engines(count: int) -> tuple[Cluster[InferWorker], list[ToyEngine]]:
     toys = [ToyEngine() for _ in range(count)]
 
     def make(place: Place) -> InferWorker:
-        with patch("roll.workers.infer.NativeStrategy", lambda *args, **settings: toys[place.rank]):
+        with patch("roll.strategy.infer.native.NativeStrategy", lambda *args, **settings: toys[place.rank]):
             return InferWorker(place, TINY)
 
     places = [Place("toys", rank, count, threads=1) for rank in range(count)]
