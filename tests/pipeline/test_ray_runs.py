@@ -93,6 +93,7 @@ def assert_same_bits(run: Remains, other: Remains) -> None:
     assert run.optimizer() == other.optimizer()
 
 
+@pytest.mark.slow
 def test_bytes_through_the_controller_do_not_grow_with_responses(
     run_small: Callable[..., Remains], colocated: Remains
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from toys import END, Party, ToyRunner, failure, go, party, rollouts, spoken, tu
 
 import roll.rollout.worker
 from roll.cluster import Place, Worker
+from roll.cluster.executor import LocalHandle
 from roll.config.errors import RunError
 from roll.data import Response, Sample, Task, columns
+from roll.data.columns import Block
 from roll.rollout.lifecycle import MOVES, Lifecycle
 from roll.rollout.messages import Outcome, Report
 from roll.rollout.pool import RolloutPool
@@ -567,3 +570,38 @@ def test_a_worker_says_what_it_was_not_told_where_to_write() -> None:
 async def _write_nowhere() -> None:
     _, (worker,) = await rollouts(1)
     RolloutWorker.write(worker, 0, [])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_passes_through_the_controller_does_not_grow_with_responses(
+    monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """Everything said between the pool and its workers in the life of a step; blocks of tokens travel as references."""
+    call, passed = LocalHandle.call, 0
+
+    async def counted(handle: LocalHandle, method: str, args: Any, kwargs: Any) -> Any:
+        nonlocal passed
+        result = await call(handle, method, args, kwargs)
+        if isinstance(handle._worker, RolloutWorker) and method != "connect":
+            said = [None if isinstance(each, Block) else each for each in result] if method == "columns" else result
+            passed += len(pickle.dumps((args, kwargs, said)))
+        return result
+
+    async def step(tokens: int) -> int:
+        nonlocal passed
+        run = await party(2, workers, lambda task, response: float(len(response.text)))
+        for toy in run.toys:
+            toy.says = lambda request: [*[9] * tokens, END]
+        passed = 0
+        groups = [run.group(index, 4) for index in range(4)]
+        await asyncio.gather(*(run.start(group) for group in groups))
+        samples = [sample for group in groups for sample in group]
+        batch = await run.pool.batch(samples)
+        assert batch.tokens > 16 * tokens
+        await run.pool.forget(samples)
+        return passed
+
+    monkeypatch.setattr(LocalHandle, "call", counted)
+    short, long = go(step(10)), go(step(5_000))
+    assert abs(long - short) < 16 * 16
+    assert short > 1_000
