@@ -124,9 +124,11 @@ def plan(config: ConfigFile, overrides: Overrides = None) -> None:
     from roll.devices.draw import draw
     from roll.devices.plan import check_memory, make_plan
     from roll.pipeline.launch import check
+    from roll.pipeline.roles import executor_of, inventory_of
 
     tasks, _ = check(settings)
-    made = make_plan(settings, tasks)
+    with executor_of(settings) as executor:
+        made = make_plan(settings, tasks, inventory_of(settings, executor))
     what = f"{made.model}: {made.parameters:,} parameters in {made.dtype}, executor {settings.executor}"
     _console.print(what, markup=False, soft_wrap=True)
     for drawn in draw(made, _console.width):

@@ -152,8 +152,14 @@ async def _start(
             return await start_actor(), await start_engines(), await start_reference()
         return await asyncio.gather(start_actor(), start_engines(), start_reference())
 
-    starts = (start_rewards(), start_models(), start_rollouts())
-    rewards, (actor, engines, reference), rollouts = await asyncio.gather(*starts)
+    try:
+        async with asyncio.TaskGroup() as starts:
+            rewarding = starts.create_task(start_rewards())
+            models = starts.create_task(start_models())
+            rolling = starts.create_task(start_rollouts())
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None  # the first; the others were cancelled for it
+    rewards, (actor, engines, reference), rollouts = rewarding.result(), models.result(), rolling.result()
     await rollouts.call(RolloutWorker.connect, engines, rewards)
     router = Router(len(engines), executor.deadline_s)
     for place in engines.places:

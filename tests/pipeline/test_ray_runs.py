@@ -34,7 +34,6 @@ LAYOUTS = {
     "disaggregated": ("roles.actor_train=0", "roles.actor_infer=1", "weights=broadcast"),
     "partly shared": (
         *("roles.actor_train=0", "roles.actor_infer=0-1", "roles.actor_infer.replicas=2", "offload=always"),
-        *("roles.rollout.replicas=2", "roles.reward.replicas=2"),
     ),
 }
 

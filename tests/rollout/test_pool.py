@@ -603,5 +603,5 @@ def test_what_passes_through_the_controller_does_not_grow_with_responses(
 
     monkeypatch.setattr(LocalHandle, "call", counted)
     short, long = go(step(10)), go(step(5_000))
-    assert abs(long - short) < 16 * 16
     assert short > 1_000
+    assert abs(long - short) < 5_000  # some reports more or less; the tokens would be 600,000
