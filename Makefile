@@ -37,6 +37,7 @@ check: lint types test
 
 docs: install
 	$(BIN)/python -m roll.config.reference > docs/config.md
+	$(BIN)/python -m roll.rollout.draw > docs/images/lifecycle.svg
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -11,19 +11,20 @@ async def main() -> None:
     algorithm = roll.make_algorithm(config.algorithm)
 
     async with roll.start_roles(config, judge) as roles:
-        moves = roll.Lifecycle(None)
-        scheduler = roll.RolloutScheduler(tasks, roles.pool, moves, config.rollout, config.seed)
+        scheduler = roll.make_scheduler(config, tasks, roles, roll.Lifecycle(None), roll.RunState())
         await roll.publish(roles.actor, roles.engines, version=0)
 
         for step in range(config.train.steps):
             rollout = await scheduler.next_rollout()  # groups: generated, judged, filtered
-            if rollout.batch is None:
-                continue
-            batch = algorithm.credit(rollout.batch)  # rewards become advantages
-            stats = await roles.actor.call(roll.TrainWorker.update, batch, algorithm.loss, step)
+            if rollout.batch is not None:
+                batch = algorithm.credit(rollout.batch)  # rewards become advantages
+                stats = await roles.actor.call(roll.TrainWorker.update, batch, algorithm.loss, step)
+                reward = sum(sample.reward for sample in rollout.samples) / len(rollout.samples)
+                print(f"step {step + 1}: reward {reward:.3f}, {stats.tokens} tokens in {stats.rows} rows")
             await roll.publish(roles.actor, roles.engines, version=step + 1)
-            reward = sum(sample.reward for sample in rollout.samples) / len(rollout.samples)
-            print(f"step {step + 1}: reward {reward:.3f}, {stats.tokens} tokens in {stats.rows} rows")
+            scheduler.published(step + 1)
+            scheduler.trained(rollout, step + 1)  # its groups are done with
+            await roles.pool.forget(rollout.samples)
 
 
 asyncio.run(main())

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from roll.config import Config, RunError, UserError, load_config
     from roll.data import Batch, Response, Sample, Task, TokenLog
     from roll.pipeline.launch import check, evaluate, train
+    from roll.pipeline.rlvr import make_scheduler
     from roll.pipeline.roles import Roles, start_roles
+    from roll.pipeline.state import RunState
     from roll.rollout.lifecycle import Lifecycle
     from roll.rollout.scheduler import RolloutScheduler
     from roll.workers.infer import InferWorker
@@ -28,7 +30,9 @@ _HOMES = {
     "roll.config": ("Config", "RunError", "UserError", "load_config"),
     "roll.data": ("Batch", "Response", "Sample", "Task", "TokenLog"),
     "roll.pipeline.launch": ("check", "evaluate", "train"),
+    "roll.pipeline.rlvr": ("make_scheduler",),
     "roll.pipeline.roles": ("Roles", "start_roles"),
+    "roll.pipeline.state": ("RunState",),
     "roll.rollout.lifecycle": ("Lifecycle",),
     "roll.rollout.scheduler": ("RolloutScheduler",),
     "roll.workers.infer": ("InferWorker",),
@@ -51,6 +55,7 @@ __all__ = [
     "Roles",
     "RolloutScheduler",
     "RunError",
+    "RunState",
     "Sample",
     "Task",
     "TokenLog",
@@ -60,6 +65,7 @@ __all__ = [
     "evaluate",
     "load_config",
     "make_algorithm",
+    "make_scheduler",
     "publish",
     "start_roles",
     "train",

@@ -1,4 +1,4 @@
-"""The command line: `roll train`, `eval`, `plan`, `export`, `doctor`.
+"""The command line: `roll train`, `eval`, `plan`, `ledger`, `export`, `doctor`.
 
 Exit status 0: done. 1: the run failed. 2: the user's error, one message and nothing else.
 """
@@ -134,6 +134,28 @@ def plan(config: ConfigFile, overrides: Overrides = None) -> None:
     for drawn in draw(made, _console.width):
         _console.print(drawn)
     check_memory(made)
+
+
+@app.command()
+def ledger(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, or a ledger.log.")],
+    task: Annotated[str | None, typer.Option(metavar="ID", help="What became of a task: every attempt at it.")] = None,
+    sample: Annotated[str | None, typer.Option(metavar="ID", help="A sample's every transition.")] = None,
+    dropped: Annotated[bool, typer.Option("--dropped", help="Why samples were dropped, failed or queued again.")] = False,
+    stages: Annotated[bool, typer.Option("--stages", help="Seconds that samples were in each state.")] = False,
+    solve_rates: Annotated[bool, typer.Option("--solve-rates", help="Each task's mean reward, hardest first.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with all rows.")] = False,
+) -> None:
+    """Show what became of every task and sample of a run, also while it is running."""
+    from roll.ledger_view import Questions, answers, print_answers
+    from roll.run import LedgerIndex, RunFolder
+
+    record = run if run.is_file() else RunFolder.open(run).ledger_path
+    with _errors.status("reading the ledger") as status:
+        index = LedgerIndex.open(record, lambda done, size: status.update(f"reading the ledger: {done / size:.0%}"))
+    with index:
+        found = answers(index, Questions(task, sample, dropped, stages, solve_rates))
+    print_answers(_console, found, as_json)
 
 
 @app.command()

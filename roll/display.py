@@ -6,7 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.padding import Padding
@@ -17,6 +17,7 @@ from rich.text import Text
 
 from roll.pipeline.report import StepReport
 from roll.rollout.evaluate import Evaluation
+from roll.run.stages import StageTable
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -32,6 +33,7 @@ class LiveReporter:
         self._report: StepReport | None = None
         self._rewards: list[float] = []
         self._accuracies: list[tuple[int, float]] = []
+        self._stages = StageTable()
         # Last, because it draws once at once.
         self._live = Live(console=console, refresh_per_second=4, transient=False, get_renderable=self._draw)
 
@@ -63,6 +65,9 @@ class LiveReporter:
         self._rewards.append(report.reward)
         self._phase = "generating and training"
 
+    def stages(self, table: StageTable) -> None:
+        self._stages = table
+
     def warned(self, text: str) -> None:
         self._console.print(Text(text, style="yellow"))
 
@@ -87,14 +92,54 @@ class LiveReporter:
             table.add_row("speed", f"{report.tokens_per_s:.0f} tokens/s generating, {report.seconds:.1f} s a step")
             table.add_row("groups", f"{report.groups_kept} kept of {report.groups}")
             table.add_row("time left", clock(report.seconds_left))
+        if shares := share_texts(self._stages):
+            table.add_row("rollout", ", ".join(shares))
         table.add_row("now", self._phase)
         bar = ProgressBar(total=max(self._steps, 1), completed=done, width=60)
+        parts: list[RenderableType] = [Padding(bar, (0, 0, 1, 0)), table]
+        if self._stages.rows:
+            parts.append(Padding(stage_grid(self._stages), (1, 0, 0, 0)))
         return Panel(
-            Group(Padding(bar, (0, 0, 1, 0)), table),
+            Group(*parts),
             title=f"roll · {escape(str(self._run))}",
             title_align="left",
             width=88,
         )
+
+
+def stage_grid(stages: StageTable) -> Table:
+    """A column a stage: how many samples are in it, and how long those before them stayed."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    for _ in stages.rows:
+        grid.add_column(justify="right")
+    grid.add_row("stage", *(Text(row.state, style="dim") for row in stages.rows))
+    grid.add_row("samples", *(str(row.now) for row in stages.rows))
+    grid.add_row("mean s", *(short(row.mean_s) for row in stages.rows))
+    grid.add_row("p99 s", *(short(row.p99_s) for row in stages.rows))
+    return grid
+
+
+def share_texts(stages: StageTable) -> list[str]:
+    """What is known of how well the rollout goes."""
+    texts = []
+    if stages.engines_busy is not None:
+        texts.append(f"engines {stages.engines_busy:.0%} busy")
+    if stages.waste_share is not None:
+        texts.append(f"waste {stages.waste_share:.1%}")
+    if stages.staleness_mean is not None:
+        most = "" if stages.staleness_max is None else f" (max {stages.staleness_max:g})"
+        texts.append(f"staleness {stages.staleness_mean:.2f}{most}")
+    return texts
+
+
+def short(seconds: float | None) -> str:
+    """Seconds in at most five characters where they are fewer than 100000; a dot where there are none."""
+    if seconds is None:
+        return "·"
+    if seconds < 0.005:
+        return "0"
+    return f"{seconds:.{2 if seconds < 9.995 else 1 if seconds < 999.5 else 0}f}"
 
 
 def spark(values: list[float], width: int = 40) -> str:

@@ -21,7 +21,7 @@ import roll
 ROOT = Path(roll.__file__).parent
 
 TIERS = [
-    {"cli", "display", "doctor"},
+    {"cli", "display", "doctor", "ledger_view"},
     {"pipeline"},
     {"rollout", "workers", "devices"},
     {"algorithm", "strategy", "env", "reward", "transfer"},
@@ -34,6 +34,7 @@ TIER = {name: number for number, names in enumerate(TIERS) for name in names}
 WITHIN_A_TIER = {
     ("cli", "display"): "the command line shows runs",
     ("cli", "doctor"): "`roll doctor`",
+    ("cli", "ledger_view"): "`roll ledger`",
     ("rollout", "workers"): "the router and the runner call roles by their workers' methods",
     ("strategy", "algorithm"): "a trainer computes the loss it is sent",
     ("strategy", "transfer"): "weights leave a trainer and enter an engine",

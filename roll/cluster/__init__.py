@@ -1,7 +1,20 @@
-"""A role's workers as one object, and the executors that run them. Knows no role."""
+"""A role's workers as one object, the executors that run them, and who brings them back. Knows no role."""
 
-from roll.cluster.cluster import Cluster
+from roll.cluster.cluster import Cluster, PendingCall
 from roll.cluster.executor import Executor, LocalExecutor
+from roll.cluster.supervisor import RestartPolicy, Supervisor, WorkerStatus
 from roll.cluster.worker import Dispatch, Place, Worker, parallel
 
-__all__ = ["Cluster", "Dispatch", "Executor", "LocalExecutor", "Place", "Worker", "parallel"]
+__all__ = [
+    "Cluster",
+    "Dispatch",
+    "Executor",
+    "LocalExecutor",
+    "PendingCall",
+    "Place",
+    "RestartPolicy",
+    "Supervisor",
+    "Worker",
+    "WorkerStatus",
+    "parallel",
+]

@@ -3,18 +3,21 @@
     update = await actor.call(TrainWorker.update, batch, loss, step)
 
 names the method itself. The call fans out as the method's `@parallel` says and comes back as one result. Every call has
-a deadline. A cluster may travel to other workers, which then call its workers directly.
+a deadline. A cluster may travel to other workers, which then call its workers directly; it has to be sent again after a
+worker was restarted, which can be done only where the cluster was started.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
 from roll.cluster.errors import CallTimedOut, first_of
 from roll.cluster.executor import Executor, Handle
 from roll.cluster.worker import Dispatch, Place, Worker, parallel_of
+from roll.config.errors import RunError
 from roll.data.batch import Batch
 from roll.data.columns import Indices
 
@@ -27,17 +30,36 @@ _GRACE_S = 1.0
 """How long the other workers of a call are heard after one has failed: the first cause may be theirs."""
 
 
+@dataclass(frozen=True)
+class PendingCall:
+    """A call that waits for its answer."""
+
+    worker: str
+    method: str
+    since_s: float
+    """Seconds since it was made."""
+
+
 class Cluster(Generic[W]):
-    def __init__(self, role: str, handles: Sequence[Handle], deadline_s: float = 1800.0) -> None:
+    def __init__(
+        self, role: str, handles: Sequence[Handle], deadline_s: float = 1800.0, executor: Executor | None = None
+    ) -> None:
+        """`executor` is what started the workers; without it they can be called, not restarted."""
         if not handles:
             raise ValueError(f"role {role!r} has no workers")
         self.role = role
         self.deadline_s = deadline_s
         self._handles = list(handles)
+        self._executor = executor
+        self._pending: dict[object, tuple[str, str, float]] = {}
+        """Worker, method and beginning of every call that waits."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Cluster, (self.role, self._handles, self.deadline_s)
 
     @classmethod
     async def start(cls, executor: Executor, make: Callable[[Place], W], places: Sequence[Place]) -> Cluster[W]:
-        return cls(places[0].role, await executor.start(make, places), executor.deadline_s)
+        return cls(places[0].role, await executor.start(make, places), executor.deadline_s, executor)
 
     @property
     def places(self) -> list[Place]:
@@ -50,6 +72,42 @@ class Cluster(Generic[W]):
     def in_process(self) -> bool:
         """Whether all workers are in this process."""
         return all(handle.in_process for handle in self._handles)
+
+    def subset(self, ranks: Sequence[int]) -> Cluster[W]:
+        """Some of the workers, counted from 0 in this order; their places keep the rank they have in the role."""
+        some: Cluster[W] = Cluster(self.role, [self._handles[r] for r in ranks], self.deadline_s, self._executor)
+        some._pending = self._pending
+        return some
+
+    def incarnation(self, rank: int) -> int:
+        """How often the worker has been restarted."""
+        return self._handles[rank].incarnation
+
+    async def ping(self, rank: int, deadline_s: float) -> None:
+        """Returns once the worker's process has answered; raises `WorkerDied` or `CallTimedOut`."""
+        await self._handles[rank].ping(deadline_s)
+
+    async def keep_spares(self, warm: Callable[[], None]) -> None:
+        """Has a warm process ready for each worker, as `Executor.keep_spare` does."""
+        if self._executor is not None:
+            for handle in self._handles:
+                await self._executor.keep_spare(handle, warm)
+
+    async def restart(self, rank: int) -> None:
+        """Ends the worker for good and starts another in its place, as `Executor.restart` does."""
+        handle = self._handles[rank]
+        if self._executor is None:
+            raise RunError(f"{handle.place.name} cannot be restarted here: only where its cluster was started")
+        await self._executor.restart(handle)
+
+    async def end(self, rank: int) -> None:
+        """Ends a worker's process for good; whoever waits for it hears that it died."""
+        await self._handles[rank].end(self.deadline_s)
+
+    def pending(self) -> list[PendingCall]:
+        """The calls made here that wait for an answer, the oldest first; those of a subset among its whole's."""
+        now_s = asyncio.get_running_loop().time()
+        return [PendingCall(worker, method, now_s - began_s) for worker, method, began_s in self._pending.values()]
 
     @overload
     async def call(self, method: Callable[Concatenate[W, P], Awaitable[R]], *args: P.args, **kwargs: P.kwargs) -> R: ...
@@ -90,7 +148,8 @@ class Cluster(Generic[W]):
         return await self._call(self._handles[rank], method, args, kwargs)
 
     async def _call(self, handle: Handle, method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        limit = asyncio.timeout(self.deadline_s)
+        limit, key = asyncio.timeout(self.deadline_s), object()
+        self._pending[key] = handle.place.name, method.__name__, asyncio.get_running_loop().time()
         try:
             async with limit:
                 return await handle.call(method.__name__, args, kwargs)
@@ -98,12 +157,15 @@ class Cluster(Generic[W]):
             if limit.expired():
                 raise CallTimedOut(handle.place.name, method.__name__, self.deadline_s) from None
             raise
+        finally:
+            del self._pending[key]
 
     @staticmethod
     async def _together(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
         """All results. After a failure the others are heard for a moment, and the earliest error is raised."""
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:
+            # waits: each of them is a call, which has a deadline
             done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             if pending:
                 done, _ = await asyncio.wait(tasks, timeout=_GRACE_S)

@@ -79,6 +79,10 @@ class CallTimedOut(RemoteError):
         self.at_s = time.time()
 
 
+class TokensLost(RunError):
+    """Tokens cannot be fetched any more: the worker that held them is gone."""
+
+
 def first_of(errors: list[BaseException]) -> BaseException:
     """The error that came first: what a role's other workers then say is often only that they lost each other."""
     return min(errors, key=lambda error: getattr(error, "at_s", float("inf")))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from roll.cluster.worker import Place, Worker
+from roll.config.errors import RunError
 from roll.data.batch import Batch
 
 W = TypeVar("W", bound=Worker)
@@ -25,8 +26,24 @@ class Handle(Protocol):
         """Whether the worker is in this process, so that what it returns may share memory with it."""
         ...
 
+    @property
+    def incarnation(self) -> int:
+        """How often the worker has been restarted."""
+        ...
+
     async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Calls the worker's method of that name. An error it raises is raised here."""
+        ...
+
+    async def end(self, deadline_s: float) -> None:
+        """Ends the worker's process for good; returns once it is gone."""
+        ...
+
+    async def ping(self, deadline_s: float) -> None:
+        """Returns once the worker's process has answered, which it does also while a method keeps it busy.
+
+        Raises `WorkerDied` or `CallTimedOut`.
+        """
         ...
 
 
@@ -49,8 +66,8 @@ class Executor(Protocol):
         """Where workers in processes of their own write what they print, a file each."""
         ...
 
-    def reserve(self, places: Sequence[Place]) -> None:
-        """Takes the devices of all places a run will start workers at."""
+    def reserve(self, places: Sequence[Place], spares: Sequence[Place] = ()) -> None:
+        """Takes the devices of all places a run will start workers at; at some of them also for a spare."""
         ...
 
     def disconnect(self) -> None:
@@ -65,6 +82,19 @@ class Executor(Protocol):
         """Starts one worker a place, made there by `make`."""
         ...
 
+    async def keep_spare(self, handle: Handle, warm: Callable[[], None]) -> None:
+        """Has a process ready, warmed up by `warm`, in which the worker can be restarted faster; where its place was
+        reserved with spares."""
+        ...
+
+    async def restart(self, handle: Handle) -> None:
+        """Ends a worker for good and starts another in its place, made as the first was; the handle is then its own.
+
+        Calls in progress fail as `WorkerDied`, as do calls until the new worker has started. Copies of the handle in
+        other processes stay with the old worker: send the handle again. A restart that fails may be tried again.
+        """
+        ...
+
     async def close(self) -> None:
         """Closes every worker, the youngest first, even if some of them fail to."""
         ...
@@ -72,6 +102,7 @@ class Executor(Protocol):
 
 class LocalHandle:
     in_process = True
+    incarnation = 0
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -82,7 +113,14 @@ class LocalHandle:
 
     async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         result = getattr(self._worker, method)(*args, **kwargs)
+        # waits: `Cluster` bounds every call
         return await result if inspect.isawaitable(result) else result
+
+    async def end(self, deadline_s: float) -> None:
+        """It ends with this process."""
+
+    async def ping(self, deadline_s: float) -> None:
+        """A worker in this process is as well as this process."""
 
 
 class LocalExecutor:
@@ -99,7 +137,7 @@ class LocalExecutor:
     def write_logs_to(self, folder: Path) -> None:
         """What workers in this process print stays where it is."""
 
-    def reserve(self, places: Sequence[Place]) -> None:
+    def reserve(self, places: Sequence[Place], spares: Sequence[Place] = ()) -> None:
         """This process has its devices already."""
 
     def disconnect(self) -> None:
@@ -115,6 +153,15 @@ class LocalExecutor:
             self._workers.append(worker)
             handles.append(LocalHandle(worker))
         return handles
+
+    async def keep_spare(self, handle: Handle, warm: Callable[[], None]) -> None:
+        """A worker of this process is not restarted."""
+
+    async def restart(self, handle: Handle) -> None:
+        raise RunError(
+            f"{handle.place.name} cannot be restarted: local workers share this process. Restart the run, or write "
+            "executor=ray"
+        )
 
     async def close(self) -> None:
         async with AsyncExitStack() as stack:

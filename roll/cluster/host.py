@@ -54,7 +54,9 @@ class Host:
                 _write_output_to(self._log)
             if self._place.cores:
                 os.sched_setaffinity(0, _own_cores(self._place))
+            logging.getLogger(__name__).info("%s is %s", self._place.name, where())
             self._worker = make(self._place)
+            logging.getLogger(__name__).info("%s is ready", self._place.name)
         except (UserError, RunError) as error:
             return self._answer(error, "start")
         except Exception as error:
@@ -70,6 +72,7 @@ class Host:
             kwargs = {name: await self._here(arg) for name, arg in kwargs.items()}
             result = function(*args, **kwargs)
             if inspect.isawaitable(result):
+                # waits: the caller has a deadline
                 result = await result
             return Answer(self._left_here(result))
         except answers as error:

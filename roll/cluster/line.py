@@ -53,6 +53,7 @@ class Line(Generic[Q, A]):
     async def arrived(self) -> None:
         """Returns once what has gone out has arrived, or failed to."""
         if self._on_its_way is not None and not self._on_its_way.done():
+            # waits: it is a call, which has a deadline
             await asyncio.wait([self._on_its_way])
 
     async def _send_all(self) -> None:
@@ -61,6 +62,7 @@ class Line(Generic[Q, A]):
             while self._posted:
                 items, self._posted = self._posted, []
                 self._on_its_way = asyncio.ensure_future(self._send(items))
+                # waits: it is a call, which has a deadline
                 await self._on_its_way
                 if self._asker is None or self._asker.done():
                     self._asker = asyncio.create_task(self._ask_on())

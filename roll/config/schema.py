@@ -52,9 +52,13 @@ class TasksConfig(Section):
     short: ClassVar[str | None] = "source"
 
     source: str = "addition"
-    """`addition`, `echo`, a `.jsonl` file, or a function: `package.module:name` or `path/to/file.py:name`."""
+    """`addition`, `echo`, `environment`, a `.jsonl` file, or a function: `module:name` or `file.py:name`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the source."""
+    weights: dict[str, Positive] = Field(default_factory=dict)
+    """Share of each domain among the groups, by name; empty: every task equally often."""
+    sample_by: Literal["epochs", "solve_rate"] = "epochs"
+    """`epochs`: every task once an epoch. `solve_rate`: of those, tasks always or never solved of late often wait."""
 
 
 class RewardConfig(Section):
@@ -70,6 +74,8 @@ class RewardConfig(Section):
     """Seconds one verdict may take; then its process is killed and replaced."""
     tries: Count = 2
     """Attempts at a verdict when the grader's process hangs or dies."""
+    queue: Count = 4096
+    """Samples that may wait for verdicts; while there are more, no new ones begin."""
 
 
 class RolloutConfig(Section):
@@ -91,14 +97,43 @@ class RolloutConfig(Section):
     """Allow training on samples of a truncated distribution (top_p, top_k)."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end a response (their tokens stay in it)."""
-    filter: Literal["no_signal", "none"] = "no_signal"
-    """Which finished groups are dropped and replaced: `no_signal` drops those whose rewards are all equal."""
+    filter: str = "no_signal"
+    """Which finished groups are dropped and replaced: `no_signal` (rewards all equal), `mean_range`, `none`, or a
+    function: `module:name` or `file.py:name`."""
+    filter_range: tuple[float, float] = (0.05, 0.95)
+    """`mean_range` keeps groups whose mean reward is in it."""
     max_replacements: NonNegative = 1.0
     """At most this many times `groups_per_step` dropped groups are replaced in a step."""
+    max_staleness: Whole = 0
+    """Versions of the weights a sample may be behind when it is trained on. 0 is on-policy; above, generation goes on
+    while training runs, which needs `executor: ray`."""
+    stale: Literal["wait", "mask", "drop"] = "wait"
+    """What is done about samples that would get too old: `wait` for them, `mask` their old tokens, or `drop` them."""
+    stale_wait_s: Positive = 600.0
+    """Seconds `wait` waits; then they are dropped."""
+    on_update: Literal["pause", "abort"] = "pause"
+    """Around new weights, running samples `pause` and go on, or `abort` and go on from their prefix, computed anew."""
+    oversample: NonNegative = 0.0
+    """Groups issued beyond a step's need, as a share of it."""
+    cut: Literal["in_order", "first"] = "in_order"
+    """Which groups make a step: the oldest issued, or the first to finish, which favours short answers."""
+    order: str = "in_order"
+    """Which task is next: `in_order`, `lookahead` (expected longest first), `tail_rounds` (long ones in rounds of their
+    own), or a class: `module:name` or `file.py:name`."""
+    lookahead: Count = 64
+    """Tasks `lookahead` chooses from."""
+    end_early: tuple[str, ...] = ()
+    """What ends a response early: `repetition`, `length_budget=4` (times its siblings' mean), or a function."""
     max_running: Count = 64
     """Samples an engine generates at once."""
+    kv_tokens: Whole = 0
+    """Tokens an engine's cache may hold before it gets no more samples; 0 for no such limit."""
     deadline_s: Positive = 600.0
-    """Seconds a sample may spend generating; then it is dropped."""
+    """Seconds a sample may spend on one response; then it fails."""
+    tries: Count = 3
+    """Attempts at a sample whose worker dies or hangs."""
+    quarantine_after: Count = 3
+    """Workers a task's samples may have killed or hung; after that the task is dropped wherever it comes up."""
 
 
 class TrainConfig(Section):
@@ -177,6 +212,44 @@ class RunConfig(Section):
     """Write TensorBoard events."""
     save_samples: bool = True
     """Write every sample's text, tokens and rewards."""
+    trace: bool = True
+    """Write `trace.json`: every stage of every sample, for Perfetto."""
+
+
+class EnvConfig(Section):
+    """How environments run, for tasks that have one."""
+
+    processes: Count = 1
+    """Processes of each environment worker."""
+    per_process: Count = 64
+    """Episodes a process holds at once."""
+    reset_deadline_s: Positive = 60.0
+    """Seconds an environment may take to begin an episode; then its process is killed and replaced."""
+    step_deadline_s: Positive = 30.0
+    """Seconds an environment may take for one step; then its process is killed and replaced."""
+    memory_mb: Whole = 0
+    """Memory of an environment process, 0 for no limit."""
+    max_turns: Count = 16
+    """Most actions of an episode."""
+
+
+class SuperviseConfig(Section):
+    """What happens when workers die or hang."""
+
+    ping_s: Positive = 1.0
+    """Seconds between two looks at a worker."""
+    hang_s: Positive = 60.0
+    """A worker that has not answered for so many seconds is killed and started again."""
+    restarts: Whole = 5
+    """Workers of a role that may die within `window_s` before the run ends."""
+    window_s: Positive = 600.0
+    """Seconds over which `restarts` counts."""
+    spare_trainer: bool = True
+    """Keep a process ready for a trainer that dies, with its libraries loaded (some hundred megabytes of memory)."""
+    backoff_s: Positive = 0.5
+    """Seconds before a worker is started again; doubled each time."""
+    watchdog_s: Positive = 300.0
+    """When no sample has moved and no step has ended for so many seconds, the run says who waits on whom."""
 
 
 class RoleConfig(Section):
@@ -216,6 +289,8 @@ class RolesConfig(Section):
     """Drives samples through engines and graders."""
     reward: RoleConfig = RoleConfig()
     """Judges responses, each worker in `reward.workers` processes."""
+    env: RoleConfig = RoleConfig()
+    """Runs environments, each worker in `env.processes` processes; only where tasks have environments."""
 
 
 class WeightsConfig(Section):
@@ -267,6 +342,7 @@ class Config(Section):
     run: RunConfig = RunConfig()
     tasks: TasksConfig = TasksConfig()
     reward: RewardConfig = RewardConfig()
+    env: EnvConfig = EnvConfig()
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -274,6 +350,7 @@ class Config(Section):
     roles: RolesConfig = RolesConfig()
     weights: WeightsConfig = WeightsConfig()
     ray: RayConfig = RayConfig()
+    supervise: SuperviseConfig = SuperviseConfig()
 
     @model_validator(mode="after")
     def _check_across_fields(self) -> Config:
@@ -291,6 +368,24 @@ class Config(Section):
                 "rollout.top_p < 1 or rollout.top_k > 0 samples from a truncated distribution, which biases training: "
                 "write rollout.top_p=1 rollout.top_k=0, or rollout.train_on_truncated=true to train on it all the same"
             )
+        if rollout.max_staleness and self.executor == "local":
+            raise ValueError(
+                f"rollout.max_staleness is {rollout.max_staleness}, but executor is local, where generation cannot go on "
+                "while training runs: write executor=ray, or rollout.max_staleness=0"
+            )
+        if self.deterministic and (
+            rollout.max_staleness or rollout.oversample or rollout.cut == "first" or rollout.end_early
+        ):
+            raise ValueError(
+                "rollout.max_staleness, rollout.oversample, rollout.cut=first and rollout.end_early make a batch depend "
+                "on timing: write deterministic=false, or leave them out"
+            )
+        if rollout.max_staleness and rollout.order == "tail_rounds":
+            raise ValueError(
+                "rollout.order=tail_rounds closes a round before the next begins: write rollout.max_staleness=0"
+            )
+        if rollout.filter_range[0] > rollout.filter_range[1]:
+            raise ValueError(f"rollout.filter_range is {rollout.filter_range}: write the lower bound first")
         if train.updates_per_step > rollout.groups_per_step:
             raise ValueError(
                 f"train.updates_per_step is {train.updates_per_step}, but a step has only {rollout.groups_per_step} "

@@ -213,12 +213,14 @@ def balanced_split(lengths: Sequence[int] | Indices, parts: int) -> list[Indices
     return [np.array(sorted(m), dtype=np.int64) for m in members]
 
 
-def token_block(samples: Sequence[Sample]) -> Block:
-    """The token logs of samples, one after the other."""
+def token_block(samples: Sequence[Sample], mask_below: int = 0) -> Block:
+    """The token logs of samples, one after the other; tokens of versions before `mask_below` are not to be trained on."""
     columns: dict[str, Array] = {}
     for name in LOGGED:
         parts = [getattr(sample.log, name) for sample in samples]
         columns[name] = np.concatenate(parts) if parts else np.zeros(0, TOKEN_COLUMNS[name])
+    if mask_below > 0:
+        columns["loss_mask"] = columns["loss_mask"] & (columns["versions"] >= mask_below)
     return Block(columns)
 
 

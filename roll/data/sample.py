@@ -20,6 +20,20 @@ class Sample:
     """Empty on the controller: a sample's tokens are with the rollout worker that ran it."""
     state: str = "new"
     reason: str = ""
+    priority: int = 0
+    """Those with a higher one go first."""
+    tries: int = 1
+    """Attempts so far: above 1 a worker died or hung under it."""
+    kills: int = 0
+    """Graders and environments it has crashed or hung."""
+    ended: str = ""
+    """Why its response was ended early."""
+    turns: int = 0
+    """Responses so far, in an environment."""
+    oldest: int | None = None
+    """Version of the weights that drew, or may have drawn, its first token; None before it has an engine."""
+    newest: int | None = None
+    """Version that drew its last token."""
     response: Response | None = None
     """As its grader sees it; None on the controller, like its tokens."""
     tokens: int = 0
@@ -30,7 +44,7 @@ class Sample:
     seconds: dict[str, float] = field(default_factory=dict)
     """Spent in each state."""
     entered_s: float = 0.0
-    """When it came into its state, on the monotonic clock."""
+    """When it came into its state, in seconds since the epoch."""
 
 
 @dataclass
@@ -40,6 +54,15 @@ class Group:
     index: int
     task: Task
     samples: list[Sample]
+    epoch: int = 0
+    priority: int = 0
+    version: int = 0
+    """Of the weights, when it was issued."""
+
+    @property
+    def oldest(self) -> int | None:
+        """Version of its oldest token; None while none can have been drawn."""
+        return min((sample.oldest for sample in self.samples if sample.oldest is not None), default=None)
 
     @property
     def scored(self) -> list[Sample]:

@@ -32,15 +32,10 @@ class TaskSet:
     train: tuple[Task, ...]
     held_out: tuple[Task, ...]
 
-    def nth(self, group: int, seed: int) -> Task:
-        """The task of the group with that index: a fresh shuffle of all training tasks every epoch, fixed by the seed.
-
-        Nothing but the index is needed to go on where a run stopped.
-        """
-        epoch, position = divmod(group, len(self.train))
-        order = list(range(len(self.train)))
-        random.Random(f"{seed}/tasks/{epoch}").shuffle(order)
-        return self.train[order[position]]
+    @property
+    def has_environments(self) -> bool:
+        """Whether some tasks are played in an environment."""
+        return any(task.environment is not None for task in (*self.train, *self.held_out))
 
 
 def addition(
@@ -88,6 +83,8 @@ def jsonl(
 
 
 SOURCES: dict[str, TaskSource] = {"addition": addition, "echo": echo}
+ELSEWHERE = {"environment": "roll.env.tasks:environment_tasks"}
+"""Sources that other parts bring."""
 
 
 def load_tasks(config: TasksConfig, source: TaskSource | None = None) -> TaskSet:
@@ -108,12 +105,14 @@ def load_tasks(config: TasksConfig, source: TaskSource | None = None) -> TaskSet
 def _find_source(name: str, options: dict[str, Any]) -> tuple[TaskSource, dict[str, Any]]:
     if name in SOURCES:
         return SOURCES[name], options
+    if name in ELSEWHERE:
+        return _import_function(ELSEWHERE[name]), options
     if name.endswith(".jsonl"):
         return jsonl, {"path": name, **options}
     if ":" in name:
         return _import_function(name), options
     raise UserError(
-        f"tasks.source: there is no source {name!r}: write {', '.join(SOURCES)}, a .jsonl file, "
+        f"tasks.source: there is no source {name!r}: write {', '.join((*SOURCES, *ELSEWHERE))}, a .jsonl file, "
         "package.module:function or path/to/file.py:function"
     )
 

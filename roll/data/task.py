@@ -15,6 +15,17 @@ class Message(TypedDict):
 
 
 @dataclass(frozen=True)
+class EnvSpec:
+    """An environment and the episode to play in it: the same spec gives the same episode anywhere."""
+
+    name: str
+    """A registered name, `package.module:Class` or `path/to/file.py:Class`."""
+    seed: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments the environment is made with."""
+
+
+@dataclass(frozen=True)
 class Task:
     """One thing to solve. Its id is unique in its source and stable from run to run."""
 
@@ -23,6 +34,8 @@ class Task:
     answer: Any = None
     domain: str = "default"
     info: Mapping[str, Any] = field(default_factory=dict)
+    environment: EnvSpec | None = None
+    """Where the attempt takes place, turn by turn; None for a single response to the messages."""
 
     @classmethod
     def ask(cls, id: str, question: str, answer: Any = None, *, domain: str = "default", **info: Any) -> Task:

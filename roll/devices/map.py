@@ -5,7 +5,7 @@ worker, and under `executor: local` exactly one.
 
 Model roles take GPUs or cores. A worker on GPUs has one of them; a worker on cores that were written by number is held to
 them (`Place.cores`); a worker on `cpu` may use every core of its node, so it shares all of them with whoever is there.
-Process roles (`rollout`, `reward`) take cores only.
+Process roles (`rollout`, `reward`, `env`) take cores only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TRAIN_ROLES = ("actor_train", "critic", "reference", "reward_model")
 """Computed by a training strategy, with or without gradients."""
 INFER_ROLES = ("actor_infer", "judge")
 """Computed by an engine."""
-PROCESS_ROLES = ("rollout", "reward")
+PROCESS_ROLES = ("rollout", "reward", "env")
 """Processes without a model."""
 LAST = ("reference", "reward_model", "judge")
 """Roles that `auto` puts on the last device: as far from the trainer as there are devices."""

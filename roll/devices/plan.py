@@ -39,19 +39,23 @@ class Plan:
     """Why the run cannot start, and what to write instead."""
 
 
-def roles_in_use(config: Config) -> frozenset[str]:
-    """The roles the run starts."""
-    reference = {"reference"} if make_algorithm(config.algorithm).needs_reference else set()
-    return frozenset({"actor_train", "actor_infer", "rollout", "reward"} | reference)
+def roles_in_use(config: Config, environments: bool = False) -> frozenset[str]:
+    """The roles the run starts; `environments` if its tasks have some."""
+    roles = {"actor_train", "actor_infer", "rollout", "reward"}
+    if make_algorithm(config.algorithm).needs_reference:
+        roles.add("reference")
+    if environments:
+        roles.add("env")
+    return frozenset(roles)
 
 
 def make_plan(config: Config, tasks: TaskSet, inventory: Inventory | None = None) -> Plan:
     """Maps the roles over the inventory (this machine's if none is given) and estimates what each device will hold."""
-    map = make_map(config, inventory or this_machine(), roles_in_use=roles_in_use(config))
+    map = make_map(config, inventory or this_machine(), roles_in_use=roles_in_use(config, tasks.has_environments))
     source = find_model(config.model.path)
     shape = load_model_config(source)
     renderer = ChatRenderer(load_tokenizer(source, config.model), ())
-    prompts = [len(renderer.opening(task.messages)) for task in tasks.train[:256]]
+    prompts = [len(renderer.opening(task.messages)) for task in tasks.train[:256] if task.messages] or [0]
     dtypes = {role: dtype_of(config, placed) for role, placed in map.roles.items() if placed.strategy}
     model = Model(shape, ModelShape.of(shape), dtypes)
     work = Workload.of(config, min(prompts), max(prompts))
@@ -155,6 +159,7 @@ def _roles(config: Config, map: DeviceMap) -> list[tuple[str, str]]:
         "actor_infer": f"{config.rollout.max_running} at once" + (", the actor's parameters" if map.one_copy else ""),
         "reference": "frozen",
         "rollout": "drives samples",
+        "env": f"{config.env.processes} processes each",
         "reward": f"{config.reward.name}, {config.reward.workers} grader(s) each",
     }
     return [(role, ", ".join(filter(None, [placed.strategy, words.get(role, "")]))) for role, placed in map.roles.items()]

@@ -12,6 +12,7 @@ runs beside it.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from roll.config.errors import RunError
 from roll.data.tokenlog import IntArray, common_prefix
 from roll.engine.cache import CachePlan, Chunk, SlotCache
-from roll.engine.request import Completion, Finish, Request
+from roll.engine.request import Completion, Finish, Progress, Request
 from roll.engine.sampling import draw
 from roll.model.attention import forward_rows, logits_of
 
@@ -74,6 +75,15 @@ class _Sequence:
             np.array(member.logprobs, np.float32),
             np.array(self.versions, np.int32),
             finish,
+        )
+
+    def since(self, member: _Member, start: int) -> Progress:
+        return Progress(
+            member.request.id,
+            start,
+            np.array(self.ids[start:], np.int32),
+            np.array(member.logprobs[start:], np.float32),
+            np.array(self.versions[start:], np.int32),
         )
 
 
@@ -157,6 +167,16 @@ class Engine:
                     self._leave(slot, member)
                     return completion
         return None
+
+    def progress(self, heard: Mapping[str, int]) -> list[Progress]:
+        """What running requests have drawn beyond the number of tokens that was heard of each."""
+        found: list[Progress] = []
+        for sequence in self._running:
+            for member in sequence.members:
+                start = heard.get(member.request.id, 0)
+                if len(sequence.ids) > start:
+                    found.append(sequence.since(member, start))
+        return found
 
     def set_version(self, version: int) -> None:
         """Tells the engine that the parameters it uses have changed. Prefixes of older versions are not shared on."""

@@ -45,6 +45,17 @@ class Completion:
     finish: Finish
 
 
+@dataclass(frozen=True)
+class Progress:
+    """Tokens a running request has drawn since it was last heard of: those from number `start` on."""
+
+    id: str
+    start: int
+    ids: IntArray = field(repr=False)
+    logprobs: FloatArray = field(repr=False)
+    versions: IntArray = field(repr=False)
+
+
 def seed_of(*parts: object) -> int:
     """A 64-bit seed from anything that has a fixed text: the run's seed and a sample's id, say."""
     text = "\x1f".join(str(part) for part in parts)

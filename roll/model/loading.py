@@ -121,6 +121,19 @@ def load_model(source: ModelSource, dtype: torch.dtype, seed: int) -> PreTrained
     return model.eval()
 
 
+def warm_up(path: str) -> None:
+    """Imports all that loading a model takes, without its weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from roll.model import attention
+
+    source = find_model(path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_model_config(source))
+    model.set_attn_implementation(attention.NAME)
+
+
 def stop_ids_of(tokenizer: Tokenizer, source: ModelSource) -> tuple[int, ...]:
     """The tokens that end a response: the tokenizer's and those the model's own settings name."""
     ids = {tokenizer.eos_token_id}

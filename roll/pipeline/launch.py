@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any
 from jinja2 import TemplateError
 
 from roll.cluster import Executor
+from roll.cluster.errors import RemoteError
 from roll.config import Config, UserError, changed_keys, dump_config, load_config
+from roll.config.schema import SuperviseConfig
 from roll.data.sources import TaskSet, TaskSource, load_tasks
 from roll.data.task import Task
 from roll.devices.plan import Plan, check_memory, make_plan
@@ -21,19 +24,19 @@ from roll.model.chat import ChatRenderer
 from roll.model.loading import find_model, load_model_config, load_tokenizer
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.report import PlainReporter, Reporter
-from roll.pipeline.rlvr import RLVR
-from roll.pipeline.roles import executor_of, inventory_of, start_roles
+from roll.pipeline.rlvr import RLVR, check_policies
+from roll.pipeline.roles import Roles, executor_of, inventory_of, start_roles
 from roll.pipeline.state import RunState
+from roll.pipeline.supervision import supervised
 from roll.pipeline.turns import Turns
 from roll.reward import RewardFn, RewardSource
 from roll.rollout.evaluate import Evaluation, Evaluator
 from roll.run import Checkpoint, Checkpoints, RunFolder
-from roll.workers.publish import publish
 from roll.workers.train import TrainWorker
 
 MAY_CHANGE_ON_RESUME = (
     *("train.steps", "eval.", "run.", "reward.workers", "reward.deadline_s", "reward.tries"),
-    *("executor", "devices", "offload", "roles.", "weights.", "ray."),
+    *("executor", "devices", "offload", "roles.", "weights.", "ray.", "supervise.", "env."),
 )
 
 
@@ -100,17 +103,41 @@ async def _train(
     with _stopping(recorder):
         run = recorder.folder.path
         async with start_roles(config, judge, executor=executor, map=plan.map, stages=plan.stages, run=run) as roles:
-            state = RunState()
-            if checkpoint is not None:
-                state = recorder.resume(checkpoint)
-                await roles.actor.call(TrainWorker.load, checkpoint.path)
-            else:
-                recorder.begin()
-            recorder.reporter.started(recorder.folder.path, config.train.steps, state.step)
-            state = await RLVR(config, roles, tasks, recorder, state).run()
+            recorder.reporter.started(recorder.folder.path, config.train.steps, checkpoint.step if checkpoint else 0)
+            state = await _train_with(roles, config, recorder, tasks, checkpoint)
         summary = recorder.finish(state)
         recorder.reporter.finished(summary)
     return summary
+
+
+async def _train_with(
+    roles: Roles, config: Config, recorder: Recorder, tasks: TaskSet, checkpoint: Checkpoint | None
+) -> RunState:
+    """The run, going back to its last checkpoint by itself as often as a trainer dies and may."""
+    deaths: list[float] = []
+    if checkpoint is not None:
+        await roles.actor.call(TrainWorker.load, checkpoint.path)
+    while True:
+        state = recorder.resume(checkpoint) if checkpoint is not None else recorder.begin()
+        async with supervised(roles, config, recorder) as (supervision, publisher):
+            run = RLVR(config, roles, publisher, supervision, tasks, recorder, state)
+            try:
+                return await supervision.race(run.run())
+            except RemoteError as error:
+                if not roles.trainer_died(error):
+                    raise
+                _count_death(deaths, config.supervise, error)
+                recorder.reporter.warned(f"{str(error).splitlines()[0]}: going back to the last checkpoint")
+        checkpoint = Checkpoints(recorder.folder).latest()
+        await roles.restart_trainers(None if checkpoint is None else checkpoint.path)
+
+
+def _count_death(deaths: list[float], config: SuperviseConfig, error: RemoteError) -> None:
+    """Raises the error when trainers die too often."""
+    now = time.monotonic()
+    deaths.append(now)
+    if sum(now - death <= config.window_s for death in deaths) > config.restarts:
+        raise error
 
 
 def evaluate(config: Config, *, reward: RewardFn | None = None, tasks: TaskSource | None = None) -> Evaluation:
@@ -127,10 +154,13 @@ def evaluate(config: Config, *, reward: RewardFn | None = None, tasks: TaskSourc
 async def _evaluate(config: Config, executor: Executor, plan: Plan, tasks: TaskSet, judge: RewardSource) -> Evaluation:
     async with start_roles(config, judge, executor=executor, map=plan.map, stages=plan.stages) as roles:
         turns = Turns(roles)
-        await turns.enter("publish")
-        await publish(roles.actor, roles.engines, 0, config.weights.path)
-        await turns.enter("generate")
-        evaluation = await Evaluator(tasks.held_out, roles.pool, config.eval).evaluate(0)
+        async with supervised(roles, config) as (supervision, publisher):
+            await turns.enter("publish")
+            async with publisher.changing():
+                await publisher.publish(0)
+            await turns.enter("generate")
+            evaluator = Evaluator(tasks.held_out, roles.pool, config.eval)
+            evaluation = await supervision.race(evaluator.evaluate(0))
     assert evaluation is not None
     return evaluation
 
@@ -142,13 +172,14 @@ def check(
     judge = RewardSource.of(reward if reward is not None else config.reward.name)
     judge.check()
     task_set = load_tasks(config.tasks, tasks)
+    check_policies(config, task_set)
     source = find_model(config.model.path)
     shape = load_model_config(source)
     tokenizer = load_tokenizer(source, config.model)
     renderer = ChatRenderer(tokenizer, ())
-    longest, task = max(
-        (_prompt_tokens(renderer, task, config), task.id) for task in (*task_set.train[:256], *task_set.held_out[:256])
-    )
+    with_prompts = [t for t in (*task_set.train[:256], *task_set.held_out[:256]) if t.environment is None]
+    lengths = [(_prompt_tokens(renderer, task, config), task.id) for task in with_prompts]
+    longest, task = max(lengths, default=(0, ""))  # what an environment begins with is not known before
     context = int(shape.max_position_embeddings)
     if longest + config.rollout.max_new_tokens > context:
         most = context - longest

@@ -6,10 +6,12 @@ written; the reporter hears of a step after it is on disk.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,16 +24,45 @@ from roll.pipeline.roles import Roles
 from roll.pipeline.state import RunState
 from roll.rollout.evaluate import Evaluation
 from roll.rollout.scheduler import Rollout
-from roll.run import Checkpoint, Checkpoints, Ledger, Metrics, RunFolder, draw_curve, drop_samples_after
+from roll.run import (
+    Checkpoint,
+    Checkpoints,
+    Ledger,
+    Metrics,
+    RunFolder,
+    Transition,
+    draw_curve,
+    drop_samples_after,
+)
+from roll.run.stages import StageClock
+from roll.run.trace import Trace
 from roll.strategy.train.base import UpdateStats
 from roll.workers.infer import InferWorker
 from roll.workers.train import TrainWorker
 
+_SHOW_S = 0.5
+"""How often the stages are shown while samples move."""
+
 
 class Recorder:
-    def __init__(self, config: Config, folder: RunFolder, ledger: Ledger, metrics: Metrics, reporter: Reporter) -> None:
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        ledger: Ledger,
+        metrics: Metrics,
+        reporter: Reporter,
+        trace: Trace | None = None,
+    ) -> None:
         self.folder = folder
         self.ledger = ledger
+        self.clock = StageClock()
+        self.steps = 0
+        """Recorded by this process."""
+        self._trace = trace
+        self._shown_s = 0.0
+        self._age: dict[str, Any] = {}
+        """How old the last batch was, for the display."""
         self.reporter = reporter
         self.stop_requested = False
         self._config = config
@@ -48,16 +79,41 @@ class Recorder:
         with ExitStack() as stack:
             ledger = stack.enter_context(Ledger.open(folder.ledger_path))
             metrics = stack.enter_context(Metrics(folder, tensorboard=config.run.tensorboard))
-            yield cls(config, folder, ledger, metrics, reporter)
+            trace = stack.enter_context(Trace.open(folder)) if config.run.trace else None
+            yield cls(config, folder, ledger, metrics, reporter, trace)
 
-    def begin(self) -> None:
+    def append(self, transition: Transition) -> None:
+        """A sample has moved."""
+        self.ledger.append(transition)
+        self.clock.append(transition)
+        if self._trace is not None:
+            self._trace.append(transition)
+        now = time.monotonic()
+        if now - self._shown_s >= _SHOW_S:
+            self._shown_s = now
+            self.reporter.stages(replace(self.clock.table(), **self._age))
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """What the controller does while the block runs, for the trace."""
+        started = time.time()
+        try:
+            yield
+        finally:
+            if self._trace is not None:
+                self._trace.span(name, "controller", started, time.time())
+
+    def begin(self) -> RunState:
         """Starts from nothing: what a process that died before its first checkpoint left is rolled back and forgotten."""
+        self.clock = StageClock()
         self.ledger.roll_back(0, 0)
         self._metrics.truncate_after(-1)
         drop_samples_after(self.folder, -1)
+        return RunState()
 
     def resume(self, checkpoint: Checkpoint) -> RunState:
         """Goes back to a checkpoint: what came after it is rolled back on the ledger and forgotten by the metrics."""
+        self.clock = StageClock()
         state = dict(checkpoint.state)
         self.ledger.roll_back(state.pop("ledger_position"), checkpoint.step)
         self._metrics.truncate_after(checkpoint.step)
@@ -80,6 +136,7 @@ class Recorder:
     ) -> None:
         """Puts a finished step on disk and tells the reporter. `state.step` counts it already."""
         seconds = self._lap()
+        self.steps += 1
         self._recent.append(generating_s + training_s)
         samples = [s for s in rollout.samples if s.finish is not None]
         lengths = [s.response_tokens for s in samples]
@@ -91,14 +148,25 @@ class Recorder:
         values = rollout_metrics(rollout, samples, lengths)
         state.reward = values["reward/mean"]
         values |= {"time/step_s": seconds, "time/generate_s": generating_s, "time/train_s": training_s}
-        values["response/tokens_per_s"] = sum(lengths) / max(generating_s, 1e-9)
+        overlaps = self._config.rollout.max_staleness > 0
+        values["response/tokens_per_s"] = sum(lengths) / max(seconds if overlaps else generating_s, 1e-9)
         if stats is not None:
             values |= update_metrics(stats)
         if total := roles.executor.controller_bytes:
             passed, self._bytes_before = total - self._bytes_before, total
             values["data/controller_bytes_a_sample"] = passed / max(len(rollout.samples), 1)
         values |= await _peak_memory(roles)
+        values |= self.clock.take()
+        values |= staleness_metrics(rollout)
+        if overlaps:
+            self._age = {f"staleness_{what}": values.get(f"staleness/{what}") for what in ("mean", "max")}
+        values["queue/graders_full_s"] = roles.pool.take_full_s()
         self.ledger.flush()
+        if self._trace is not None:
+            for name, value in values.items():
+                if name.startswith("queue/"):
+                    self._trace.counter(name, time.time(), value)
+            self._trace.flush()
         self._metrics.log(state.step, values)
         if self._config.run.save_samples:
             await roles.pool.write(state.step, rollout.samples)
@@ -178,6 +246,14 @@ def rollout_metrics(rollout: Rollout, samples: list[Sample], lengths: list[int])
     return values
 
 
+def staleness_metrics(rollout: Rollout) -> dict[str, float]:
+    """How old the batch is, and whether its lengths are those of all."""
+    values = {"bias/length": rollout.length_bias}
+    if ages := rollout.ages:
+        values |= {"staleness/mean": float(np.mean(ages)), "staleness/max": max(ages)}
+    return values | {f"dropped/{reason.partition(':')[0]}": count for reason, count in rollout.dropped.items()}
+
+
 def update_metrics(stats: UpdateStats) -> dict[str, float]:
     values = {
         "train/loss": stats.loss,
@@ -193,10 +269,13 @@ def update_metrics(stats: UpdateStats) -> dict[str, float]:
 
 async def _peak_memory(roles: Roles) -> dict[str, float]:
     """GPU memory at its peak since the last step, of each role's fullest worker; in one process all roles' together."""
-    peaks = {
-        "actor_train": max(await roles.actor.call_each(TrainWorker.take_peak_bytes)),
-        "actor_infer": max(await roles.engines.call_each(InferWorker.take_peak_bytes)),
-    }
+    calls: dict[str, Any] = {"actor_train": roles.actor.call_each(TrainWorker.take_peak_bytes)}
+    if roles.alive:
+        alive = roles.engines.subset(sorted(roles.alive))
+        calls["actor_infer"] = alive.call_each(InferWorker.take_peak_bytes)
     if roles.reference is not None:
-        peaks["reference"] = max(await roles.reference.call_each(TrainWorker.take_peak_bytes))
+        calls["reference"] = roles.reference.call_each(TrainWorker.take_peak_bytes)
+    # waits: calls have deadlines
+    found = await asyncio.gather(*calls.values(), return_exceptions=True)  # who died meanwhile is missed elsewhere
+    peaks = {role: max(peak) for role, peak in zip(calls, found, strict=True) if isinstance(peak, list)}
     return {f"memory/{role}_gib": peak / 2**30 for role, peak in peaks.items() if peak}

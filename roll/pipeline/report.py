@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from roll.rollout.evaluate import Evaluation
+from roll.run.stages import StageTable
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ class Reporter(Protocol):
 
     def stepped(self, report: StepReport) -> None: ...
 
+    def stages(self, table: StageTable) -> None:
+        """How the samples stand now; may be told at any time, as often as wanted."""
+        ...
+
     def warned(self, text: str) -> None: ...
 
     def finished(self, summary: dict[str, Any]) -> None: ...
@@ -65,6 +70,9 @@ class PlainReporter:
             f"{report.response_tokens:.1f} tokens a response  {report.tokens_per_s:.0f} tok/s  "
             f"{report.groups_kept}/{report.groups} groups kept  {report.seconds:.1f} s  left {report.seconds_left:.0f} s"
         )
+
+    def stages(self, table: StageTable) -> None:
+        """Nothing: the lines are for steps."""
 
     def warned(self, text: str) -> None:
         self._say(f"warning: {text}")

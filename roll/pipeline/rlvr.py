@@ -8,17 +8,24 @@ from __future__ import annotations
 import time
 
 from roll.algorithm import make_algorithm
+from roll.cluster.errors import TokensLost
 from roll.config.errors import RunError
 from roll.config.schema import Config
 from roll.data.sources import TaskSet
+from roll.pipeline.publisher import Publisher
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.roles import Roles
 from roll.pipeline.state import RunState
+from roll.pipeline.supervision import Supervision
 from roll.pipeline.turns import Turns
+from roll.rollout.early_end import make_early_end
 from roll.rollout.evaluate import Evaluator
+from roll.rollout.filters import Filter, make_filter
 from roll.rollout.lifecycle import Lifecycle
+from roll.rollout.order import TaskOrder
 from roll.rollout.scheduler import Rollout, RolloutScheduler
-from roll.workers.publish import publish
+from roll.rollout.tails import make_order
+from roll.strategy.train.base import UpdateStats
 from roll.workers.train import TrainWorker
 
 MOST_IDLE_STEPS = 10
@@ -26,25 +33,42 @@ MOST_IDLE_STEPS = 10
 
 
 class RLVR:
-    """What always holds: a batch is trained on by the version of the weights that drew it; `state` is what a checkpoint
-    needs beside the weights to go on with the same bits."""
+    """What always holds: a batch is trained on by weights at most `max_staleness` versions after those that drew it;
+    `state` is what a checkpoint needs beside the weights to go on."""
 
-    def __init__(self, config: Config, roles: Roles, tasks: TaskSet, recorder: Recorder, state: RunState) -> None:
+    def __init__(
+        self,
+        config: Config,
+        roles: Roles,
+        publisher: Publisher,
+        supervision: Supervision,
+        tasks: TaskSet,
+        recorder: Recorder,
+        state: RunState,
+    ) -> None:
         self._config = config
         self._roles = roles
+        self._publisher = publisher
         self._recorder = recorder
         self.state = state
         self._algorithm = make_algorithm(config.algorithm)
-        self._lifecycle = Lifecycle(recorder.ledger)
         self._turns = Turns(roles)
-        self._scheduler = RolloutScheduler(tasks, roles.pool, self._lifecycle, config.rollout, config.seed)
-        self._scheduler.next_group = state.next_group
+        supervision.engine_restored = self._turns.engine_restored
+        self._scheduler = make_scheduler(config, tasks, roles, Lifecycle(recorder), state)
+        supervision.worker_lost = self._scheduler.worker_lost
         self._evaluator = Evaluator(tasks.held_out, roles.pool, config.eval)
 
     async def run(self) -> RunState:
         """Trains until the last step, or until somebody asks to stop; then evaluates and saves."""
+        try:
+            return await self._run()
+        finally:
+            await self._scheduler.close()
+
+    async def _run(self) -> RunState:
         config, state, recorder = self._config, self.state, self._recorder
-        await self._publish(state.step)
+        async with self._publisher.changing():
+            await self._publish(state.step)
         if state.accuracy_before is None:
             await self._evaluate()
         while state.step < config.train.steps and not recorder.stop_requested and not self._solved():
@@ -53,46 +77,62 @@ class RLVR:
             if config.eval.every and state.step % config.eval.every == 0 and not last:
                 await self._evaluate()
             if config.run.checkpoint_every and state.step % config.run.checkpoint_every == 0 and not last:
-                await recorder.save(self._roles.actor, state)
+                await self._save()
+        await self._scheduler.finish()
         if not recorder.stop_requested and state.accuracy_step != state.step:
             await self._evaluate()
-        await recorder.save(self._roles.actor, state)
+        await self._save()
         return state
 
     async def _step(self) -> None:
-        roles, state, started = self._roles, self.state, time.monotonic()
+        state, started = self.state, time.monotonic()
         await self._turns.enter("generate")
         rollout = await self._scheduler.next_rollout()
         generated = time.monotonic()
-        stats = None
-        if (batch := rollout.batch) is not None:
-            if roles.reference is not None:
-                await self._turns.enter("reference")
-                batch = batch.with_columns(ref=await roles.reference.call(TrainWorker.log_probs, batch))
-            batch = self._algorithm.credit(batch)
-            await self._turns.enter("train")
-            stats = await roles.actor.call(TrainWorker.update, batch, self._algorithm.loss, state.step)
-            if stats.skipped:
-                self._recorder.reporter.warned(
-                    f"step {state.step + 1}: a gradient was not finite; {stats.skipped} updates skipped"
-                )
-        await self._publish(state.step + 1)
+        async with self._publisher.changing():
+            try:
+                stats = await self._train(rollout)
+            except TokensLost as lost:  # with a rollout worker: its samples are made anew, and the step with them
+                self._scheduler.give_back(rollout, f"tokens lost: {str(lost).splitlines()[0]}")
+                return
+            await self._publish(state.step + 1)
         self._count(rollout)
         times = (generated - started, time.monotonic() - generated)
-        await self._recorder.record(state, rollout, stats, *times, roles=roles)
+        await self._recorder.record(state, rollout, stats, *times, roles=self._roles)
+
+    async def _train(self, rollout: Rollout) -> UpdateStats | None:
+        roles, state, batch = self._roles, self.state, rollout.batch
+        if batch is None:
+            return None
+        if roles.reference is not None:
+            await self._turns.enter("reference")
+            batch = batch.with_columns(ref=await roles.reference.call(TrainWorker.log_probs, batch))
+        batch = self._algorithm.credit(batch)
+        await self._turns.enter("train")
+        with self._recorder.stage("train"):
+            stats = await roles.actor.call(TrainWorker.update, batch, self._algorithm.loss, state.step)
+        if stats.skipped:
+            self._recorder.reporter.warned(
+                f"step {state.step + 1}: a gradient was not finite; {stats.skipped} updates skipped"
+            )
+        return stats
 
     async def _publish(self, version: int) -> None:
+        self._scheduler.before_publish(version)
         await self._turns.enter("publish")
-        await publish(self._roles.actor, self._roles.engines, version, self._config.weights.path)
+        with self._recorder.stage("publish"):
+            await self._publisher.publish(version)
+        self._scheduler.published(version)
+
+    async def _save(self) -> None:
+        self.state.scheduler = self._scheduler.state()
+        with self._recorder.stage("checkpoint"):
+            await self._recorder.save(self._roles.actor, self.state)
 
     def _count(self, rollout: Rollout) -> None:
-        state = self.state
-        state.step += 1
-        state.next_group = self._scheduler.next_group
-        state.idle_steps = 0 if rollout.batch is not None else state.idle_steps + 1
-        for sample in rollout.samples:
-            if sample.state == "kept":
-                self._lifecycle.move(sample, "trained", version=state.step)
+        self.state.step += 1
+        self.state.idle_steps = 0 if rollout.batch is not None else self.state.idle_steps + 1
+        self._scheduler.trained(rollout, self.state.step)
 
     def _solved(self) -> bool:
         """Whether the tasks have nothing left to teach; raises when they never had anything."""
@@ -113,7 +153,41 @@ class RLVR:
     async def _evaluate(self) -> None:
         self._recorder.reporter.phase("evaluating held-out tasks")
         await self._turns.enter("generate")
-        evaluation = await self._evaluator.evaluate(self.state.step)
+        with self._recorder.stage("evaluate"):
+            evaluation = await self._evaluator.evaluate(self.state.step)
         if evaluation is not None:
             self.state.evaluated(evaluation)
             self._recorder.evaluated(self.state.step, evaluation)
+
+
+def make_scheduler(
+    config: Config, tasks: TaskSet, roles: Roles, lifecycle: Lifecycle, state: RunState
+) -> RolloutScheduler:
+    """The scheduler a config describes, going on from `state`."""
+    order, keep = _policies(config, tasks)
+    scheduler = RolloutScheduler(order, roles.pool, lifecycle, config.rollout, keep, version=state.step)
+    if state.scheduler:
+        scheduler.restore(state.scheduler, tasks.train)
+    return scheduler
+
+
+def check_policies(config: Config, tasks: TaskSet) -> None:
+    """Refuses what names no order, filter or early end."""
+    _policies(config, tasks)
+    make_early_end(config.rollout.end_early)
+
+
+def _policies(config: Config, tasks: TaskSet) -> tuple[TaskOrder, Filter]:
+    rollout = config.rollout
+    order = make_order(
+        tasks.train,
+        config.seed,
+        order=rollout.order,
+        sample_by=config.tasks.sample_by,
+        weights=config.tasks.weights,
+        oversample=rollout.oversample,
+        cut=rollout.cut,
+        window=rollout.lookahead,
+        groups_per_step=rollout.groups_per_step,
+    )
+    return order, make_filter(rollout.filter, *rollout.filter_range)

@@ -13,7 +13,8 @@ from roll.rollout.evaluate import Evaluation
 class RunState:
     step: int = 0
     """Finished training steps, which is also the version of the weights."""
-    next_group: int = 0
+    scheduler: dict[str, Any] = field(default_factory=dict)
+    """Where the rollout scheduler goes on, as it says itself."""
     idle_steps: int = 0
     """Steps in a row that had no group with signal."""
     reward: float = 0.0

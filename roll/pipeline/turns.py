@@ -31,10 +31,22 @@ class Turns:
         await asyncio.gather(*(self._hold(name, level) for name, level in up.items()))
         self._levels.update(wanted)
 
+    async def engine_restored(self, engine: int) -> bool:
+        """An engine that was started again takes its part in the turns; whether it is its turn now."""
+        level = self._levels["actor_infer", engine]
+        if level != "all":
+            await self._roles.engines.call_rank(engine, InferWorker.hold, level)
+        return level == "all"
+
     async def _hold(self, name: Name, level: Level) -> None:
         role, rank = name
         if role == "actor_infer":
+            if rank not in self._roles.alive:
+                return  # when it is back it is told what to hold
             if level != "all":
+                self._roles.router.bar(rank)
+                if self._roles.pool.busy:
+                    await self._roles.pool.displace("its engine's device is needed: it goes on from its prefix", rank)
                 await self._roles.router.leave(rank)
             await self._roles.engines.call_rank(rank, InferWorker.hold, level)
             if level == "all":

@@ -38,6 +38,7 @@ class Grader:
         self._process = process
         self._reader = reader
         self._writer = writer
+        # waits: for as long as the process lives
         self._exit = asyncio.create_task(process.wait())
         self._owes_answer = False
         self._killed = False
@@ -52,9 +53,11 @@ class Grader:
             closing.callback(theirs.close)
             on_error = closing.enter_context(contextlib.ExitStack())
             on_error.callback(ours.close)
+            # waits: a socket that is connected
             reader, writer = await asyncio.open_connection(sock=ours)
             on_error.callback(writer.transport.abort)
             output = 2 if log is None else closing.enter_context(open(log, "ab"))  # noqa: ASYNC230
+            # waits: the kernel answers
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-c", COMMAND, str(theirs.fileno()), str(os.getpid()), *sys.path),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -145,7 +148,9 @@ class Grader:
     async def _read(self) -> wire.Answer | None:
         """The next answer, or None if none can come any more."""
         try:
+            # waits: who asks has a deadline
             (size,) = wire.HEADER.unpack(await self._reader.readexactly(wire.HEADER.size))
+            # waits: who asks has a deadline
             answer: wire.Answer = pickle.loads(await self._reader.readexactly(size))
         except Exception:  # it ended, or something wrote to its end of the connection: no answer can be trusted now
             return None

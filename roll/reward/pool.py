@@ -140,6 +140,7 @@ class GraderPool:
         replacing = list(self._replacing)
         for replacement in replacing:
             replacement.cancel()
+        # waits: they were cancelled
         await asyncio.gather(*replacing, return_exceptions=True)
         graders = list(self._graders)
         await asyncio.gather(*(self._retire(grader) for grader in graders))
@@ -161,6 +162,7 @@ class GraderPool:
         else:
             self._waiting.append(turn)
         try:
+            # waits: every process belongs to a call with a deadline, or is being replaced in bounded time
             return await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and turn.exception() is None:  # it was our turn already

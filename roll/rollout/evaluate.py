@@ -13,6 +13,9 @@ from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.pool import RolloutPool
 from roll.rollout.runner import run_all
 
+PRIORITY = 1
+"""Held-out samples go before those to train on, so that they are of one version as far as can be."""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -51,8 +54,8 @@ class Evaluator:
         ]
         for sample in samples:
             self._lifecycle.move(sample, "queued")
-        await run_all(lambda sample: self._pool.run(sample.id, [sample], self._lifecycle), samples)
         try:
+            await run_all(lambda sample: self._pool.run(sample.id, [sample], self._lifecycle, priority=PRIORITY), samples)
             return await self._judged(samples)
         finally:
             await self._pool.forget(samples)
@@ -61,7 +64,7 @@ class Evaluator:
         scored = [sample for sample in samples if sample.state == "scored"]
         if not scored:
             raise RunError(f"no held-out answer could be judged; the first reason: {samples[0].reason}")
-        shown = [sample for sample in samples[: self._config.show] if sample.finish is not None]
+        shown = [s for s in samples[: self._config.show] if s.finish is not None and self._pool.home_of(s) is not None]
         texts = await self._pool.texts(shown)
         answers = [Answer(s.task.question, text, s.reward) for s, text in zip(shown, texts, strict=True)]
         return Evaluation(

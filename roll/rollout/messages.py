@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 from roll.data.task import Task
 from roll.run.ledger import Transition
@@ -10,7 +11,7 @@ from roll.run.ledger import Transition
 
 @dataclass(frozen=True)
 class Lease:
-    """Samples of one task, given to a rollout worker to carry to their verdicts on one engine."""
+    """Samples of one task, given to a rollout worker to carry to their verdicts, on one engine to begin with."""
 
     key: str
     engine: int
@@ -18,6 +19,31 @@ class Lease:
     group: int
     temperature: float
     samples: tuple[str, ...]
+    version: int = 0
+    """Of the weights, when the lease was given."""
+    tries: int = 1
+
+
+@dataclass(frozen=True)
+class Seat:
+    """An engine for a sample that lost its own, or was taken off it, and waits in `queued`."""
+
+    sample: str
+    engine: int
+    version: int = 0
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Interferes with a sample: `end` its response with what it has, take it off its engine (`requeue`: it goes on from
+    its prefix when it has a seat again), or `drop` it, whatever it is at."""
+
+    sample: str
+    how: Literal["end", "requeue", "drop"]
+    reason: str
+
+
+Order: TypeAlias = Lease | Seat | Stop
 
 
 @dataclass(frozen=True)
@@ -30,6 +56,11 @@ class Outcome:
     tokens: int
     response_tokens: int
     finish: str | None
+    oldest: int | None = None
+    newest: int | None = None
+    turns: int = 0
+    tries: int = 1
+    kills: int = 0
 
 
 @dataclass

@@ -1,30 +1,39 @@
 """The rollout workers as the controller sees them: groups go out as leases, outcomes come back, tokens stay there.
 
 What always holds: the controller's books (states, ledger) change only here and in the scheduler; each lease is with one
-worker and on one engine; what passes through is per sample, never per token.
+worker; each sample that is being generated has one place on one engine, given back when its response ends, or when it is
+taken off; what passes through is per sample, never per token. When a rollout worker dies, what it held starts anew
+elsewhere, as long as tries are left.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from roll.cluster import Cluster
+from roll.cluster.errors import CallTimedOut, RemoteError, WorkerDied
 from roll.cluster.line import Line
 from roll.data.batch import Batch
 from roll.data.columns import cut_into_blocks
 from roll.data.sample import Sample
-from roll.rollout.lifecycle import Lifecycle
-from roll.rollout.messages import Fate, Lease, Report
-from roll.rollout.router import Router
+from roll.rollout.lifecycle import ENDS, Lifecycle
+from roll.rollout.messages import Fate, Lease, Order, Outcome, Report, Seat, Stop
+from roll.rollout.router import Router, Ticket
 from roll.rollout.worker import RolloutWorker
+from roll.run.ledger import Transition
 
 
-@dataclass(frozen=True)
+class WorkerLost(Exception):
+    """The rollout worker of a lease is gone, and its tokens with it."""
+
+
+@dataclass(eq=False)
 class _Out:
     """A lease that is out."""
 
@@ -32,52 +41,229 @@ class _Out:
     samples: dict[str, Sample]
     lifecycle: Lifecycle
     done: asyncio.Future[None]
+    ticket: Ticket
+    """Of the whole lease; samples that were moved have tickets of their own."""
+    moved: dict[str, Ticket] = field(default_factory=dict)
+    seatless: set[str] = field(default_factory=set)
+    """Samples whose place was given back."""
+    scoring: set[str] = field(default_factory=set)
+    """Samples that wait for verdicts."""
+    seating: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    """Those that wait for a place of their own."""
 
 
 class RolloutPool:
-    def __init__(self, workers: Cluster[RolloutWorker], router: Router, max_new_tokens: int) -> None:
+    def __init__(
+        self,
+        workers: Cluster[RolloutWorker],
+        router: Router,
+        *,
+        tries: int = 1,
+        scoring_most: int = 0,
+        deadline_s: float = 1800.0,
+    ) -> None:
+        """`tries` of a sample whose rollout worker dies; `scoring_most`: samples that may wait for verdicts, 0 for any
+        number; while there are more, no new ones begin."""
         self._workers = workers
         self._router = router
-        self._max_new_tokens = max_new_tokens
+        self._tries = tries
+        self._scoring_most = scoring_most
+        self._deadline_s = deadline_s
+        self.version = 0
+        """Of the weights that engines serve."""
+        self._full_s = 0.0
+        self.moves = 0
+        """Of samples so far: a watchdog sees whether it still rises."""
+        self._full_since: float | None = None
+        self._scoring = 0
         self._out: dict[str, _Out] = {}
+        self._by_name: dict[str, _Out] = {}
         self._by_sample: dict[str, _Out] = {}
+        self._inside = set(range(len(workers)))
+        """Workers that take leases."""
+        self._joined = asyncio.Event()
+        self._joined.set()
         self._loads = [0] * len(workers)
         """Samples that are with each worker."""
+        self._leases = [0] * len(workers)
         self._homes: dict[str, tuple[int, str]] = {}
         """Worker and lease of every sample whose tokens are kept."""
         self._lines = [self._line(worker) for worker in range(len(workers))]
+        self._seating: set[asyncio.Task[None]] = set()
+        self.engine_trouble: Callable[[int, str], None] = lambda engine, reason: None
+        """Told when a sample lost its engine."""
+        self.worker_trouble: Callable[[int, str], None] = lambda worker, reason: None
+        """Told when a rollout worker does not answer."""
 
-    async def run(self, key: str, samples: Sequence[Sample], lifecycle: Lifecycle) -> None:
+    async def run(
+        self, key: str, samples: Sequence[Sample], lifecycle: Lifecycle, *, priority: int = 0, order: int | None = None
+    ) -> None:
         """Carries queued samples of one task to their verdicts. Cancelling it ends them where they are."""
-        async with self._router.seat(self._max_new_tokens * len(samples)) as engine:
-            if key in self._out:
-                raise ValueError(f"the lease {key!r} is out already")
-            worker = self._loads.index(min(self._loads))
-            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            out = self._out[key] = _Out(worker, {sample.id: sample for sample in samples}, lifecycle, done)
-            self._by_sample.update(dict.fromkeys(out.samples, out))
-            self._homes.update({sample.id: (worker, key) for sample in samples})
-            self._loads[worker] += len(samples)
-            first = samples[0]
-            lease = Lease(key, engine, first.task, first.group, first.temperature, tuple(out.samples))
+        while True:
+            ticket = await self._router.seat(len(samples), priority=priority, order=order)
             try:
-                self._lines[worker].post(lease)
-                await done
-            except asyncio.CancelledError:
-                for sample in samples:
-                    self._homes.pop(sample.id, None)
-                if not self._lines[worker].take_back(lease):
-                    await self._lines[worker].arrived()
-                    await self._workers.call_rank(worker, RolloutWorker.cancel, [key])
-                raise
-            finally:
-                self._loads[worker] -= len(samples)
-                del self._out[key]
-                for sample in samples:
-                    del self._by_sample[sample.id]
+                await self._lease(key, samples, lifecycle, ticket)
+                return
+            except WorkerLost as lost:
+                samples = [sample for sample in samples if sample.state != "dropped"]
+                if not samples or not self.start_anew(samples, lifecycle, str(lost)):
+                    return
 
-    async def batch(self, samples: Sequence[Sample]) -> Batch:
-        """A batch of scored samples, in this order. Their tokens stay where they are."""
+    def start_anew(self, samples: Sequence[Sample], lifecycle: Lifecycle, reason: str) -> bool:
+        """What was lost with a rollout worker is queued again; False when its tries are used up: it has failed then."""
+        again = max(sample.tries for sample in samples) < self._tries
+        for sample in samples:
+            if sample.state in ("kept", "scored"):
+                lifecycle.move(sample, "queued", reason, **{"try": sample.tries + 1})
+            elif sample.state != "failed":
+                lifecycle.move(sample, "failed", reason)
+            if again and sample.state == "failed":
+                lifecycle.move(sample, "queued", reason, **{"try": sample.tries + 1})
+            elif not again and sample.state == "queued":
+                lifecycle.move(sample, "failed", reason)
+            sample.tries += 1
+            sample.oldest = sample.newest = sample.finish = None
+            sample.tokens = sample.response_tokens = 0
+        return again
+
+    async def _lease(self, key: str, samples: Sequence[Sample], lifecycle: Lifecycle, ticket: Ticket) -> None:
+        if key in self._out:
+            self._router.free(ticket)
+            raise ValueError(f"the lease {key!r} is out already")
+        name = (
+            key if samples[0].tries == 1 else f"{key}~{samples[0].tries}"
+        )  # what is said of an earlier try is not of this
+        try:
+            worker = await self._least_loaded()
+        except BaseException:
+            self._router.free(ticket)
+            raise
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        out = self._out[key] = self._by_name[name] = _Out(
+            worker, {sample.id: sample for sample in samples}, lifecycle, done, ticket
+        )
+        for sample in samples:
+            self._by_sample[sample.id] = out
+            self._homes[sample.id] = (worker, name)
+            sample.oldest = self.version
+        self._loads[worker] += len(samples)
+        self._leases[worker] += 1
+        first = samples[0]
+        lease = Lease(
+            name,
+            ticket.engine,
+            first.task,
+            first.group,
+            first.temperature,
+            tuple(out.samples),
+            self.version,
+            first.tries,
+        )
+        try:
+            self._lines[worker].post(lease)
+            # waits: every stage of a sample has a deadline, and a lost worker ends it
+            await done
+        except asyncio.CancelledError:
+            self._unhome(samples)
+            if not self._lines[worker].take_back(lease):
+                await self._lines[worker].arrived()
+                await self._tell(worker, [name])
+            raise
+        except BaseException:
+            self._unhome(samples)
+            raise
+        finally:
+            self._loads[worker] -= len(samples)
+            self._leases[worker] -= 1
+            self._settle(out)
+            del self._out[key], self._by_name[name]
+            for sample in samples:
+                del self._by_sample[sample.id]
+
+    async def _tell(self, worker: int, keys: list[str]) -> None:
+        with suppress(RemoteError):  # then what it held is gone with it
+            await self._workers.call_rank(worker, RolloutWorker.cancel, keys)
+
+    def _unhome(self, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            self._homes.pop(sample.id, None)
+
+    async def _least_loaded(self) -> int:
+        async with asyncio.timeout(self._deadline_s):
+            while not self._inside:
+                await self._joined.wait()
+        return min(sorted(self._inside), key=lambda worker: self._loads[worker])
+
+    # Interfering with samples
+
+    def stop(self, stop: Stop) -> bool:
+        """Interferes with a sample that is out; False if it is not."""
+        out = self._by_sample.get(stop.sample)
+        if out is None:
+            return False
+        self._lines[out.worker].post(stop)
+        return True
+
+    async def pause(self) -> None:
+        """The books show what is being generated as paused."""
+        await self._all(RolloutWorker.pause)
+
+    async def resume(self) -> None:
+        await self._all(RolloutWorker.resume)
+
+    async def displace(self, reason: str, engine: int | None = None) -> None:
+        """Takes what is being generated off an engine, or off all: it gets places anew and goes on from its prefix."""
+        calls = (self._workers.call_rank(worker, RolloutWorker.displace, reason, engine) for worker in self._inside)
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    async def _all(self, method: object) -> None:
+        calls = (self._workers.call_rank(worker, method) for worker in self._inside)  # type: ignore[call-overload]
+        await asyncio.gather(*calls, return_exceptions=True)  # a worker that is gone has nothing to pause
+
+    # Workers that come and go
+
+    def lost(self, worker: int, reason: str) -> None:
+        """A rollout worker is gone: what it had starts anew."""
+        self._inside.discard(worker)
+        if not self._inside:
+            self._joined.clear()
+        self._homes = {sample: home for sample, home in self._homes.items() if home[0] != worker}
+        self._fail(worker, WorkerLost(reason))
+
+    def joined(self, worker: int) -> None:
+        self._inside.add(worker)
+        self._joined.set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether any sample is with a worker."""
+        return bool(self._out)
+
+    def take_full_s(self) -> float:
+        """Seconds, since it was asked last, for which nothing new began because too many verdicts were waited for."""
+        if self._full_since is not None:
+            now = asyncio.get_running_loop().time()
+            self._full_s += now - self._full_since
+            self._full_since = now
+        seconds, self._full_s = self._full_s, 0.0
+        return seconds
+
+    def let_go(self, samples: Sequence[Sample]) -> None:
+        """The tokens of these samples are not needed: they start anew."""
+        task = asyncio.create_task(self.forget(samples))
+        self._seating.add(task)
+        task.add_done_callback(self._seating.discard)
+
+    def home_of(self, sample: Sample) -> int | None:
+        """The worker that has a sample's tokens; None if they are lost, or nowhere yet."""
+        home = self._homes.get(sample.id)
+        return None if home is None else home[0]
+
+    # Tokens
+
+    async def batch(self, samples: Sequence[Sample], mask_below: int = 0) -> Batch:
+        """A batch of scored samples, in this order; tokens of versions before `mask_below` are not trained on. Their
+        tokens stay where they are."""
         lengths = np.array([sample.tokens for sample in samples], np.int64)
         homes = np.array([self._homes[sample.id][0] for sample in samples], np.int64)
         which, starts = np.zeros(len(samples), np.int64), np.zeros(len(samples), np.int64)
@@ -90,7 +276,7 @@ class RolloutPool:
                 which[block], starts[block] = count, np.cumsum(lengths[block]) - lengths[block]
                 count += 1
             asked.append((worker, [[samples[i].id for i in block] for block in members]))
-        calls = (self._workers.call_rank(worker, RolloutWorker.columns, names) for worker, names in asked)
+        calls = (self._workers.call_rank(worker, RolloutWorker.columns, names, mask_below) for worker, names in asked)
         blocks = [block for found in await asyncio.gather(*calls) for block in found]
         return Batch.from_blocks(samples, lengths, blocks, which, starts)
 
@@ -105,11 +291,13 @@ class RolloutPool:
 
     async def write(self, step: int, samples: Sequence[Sample]) -> None:
         """Has the workers write the samples of a step into the run's folder."""
-        parts: dict[int, list[Fate]] = {worker: [] for worker in range(len(self._workers))}
+        parts: dict[int, list[Fate]] = {worker: [] for worker in self._inside}
         for sample in samples:
-            parts[self._homes[sample.id][0]].append(Fate(sample.id, sample.state, sample.reason))
+            home = self.home_of(sample)
+            if home in parts:
+                parts[home].append(Fate(sample.id, sample.state, sample.reason))
         calls = (self._workers.call_rank(worker, RolloutWorker.write, step, fates) for worker, fates in parts.items())
-        await asyncio.gather(*calls)
+        _raise_all_but_remote(await asyncio.gather(*calls, return_exceptions=True))
 
     async def forget(self, samples: Sequence[Sample]) -> None:
         """Lets the workers drop the tokens of these samples."""
@@ -117,38 +305,142 @@ class RolloutPool:
         for sample in samples:
             if (home := self._homes.pop(sample.id, None)) is not None:  # else its lease was cancelled
                 keys[home[0]].add(home[1])
-        calls = (self._workers.call_rank(worker, RolloutWorker.forget, sorted(some)) for worker, some in keys.items())
-        await asyncio.gather(*calls)
+        calls = [
+            self._workers.call_rank(worker, RolloutWorker.forget, sorted(some))
+            for worker, some in keys.items()
+            if worker in self._inside
+        ]
+        _raise_all_but_remote(await asyncio.gather(*calls, return_exceptions=True))
 
-    def _line(self, worker: int) -> Line[Lease, Report]:
-        async def send(leases: list[Lease]) -> None:
-            await self._workers.call_rank(worker, RolloutWorker.take, leases)
+    # What workers say
+
+    def _line(self, worker: int) -> Line[Order, Report]:
+        async def send(orders: list[Order]) -> None:
+            await self._workers.call_rank(worker, RolloutWorker.take, orders)
 
         async def ask() -> Report:
             return await self._workers.call_rank(worker, RolloutWorker.report)
 
-        return Line(
-            send, ask, take=self._take, fail=lambda error: self._fail(worker, error), busy=lambda: self._busy(worker)
-        )
+        def fail(error: Exception) -> None:
+            if isinstance(error, WorkerDied | CallTimedOut):
+                self.lost(worker, f"rollout worker died: {error.worker}")
+                self.worker_trouble(worker, str(error))
+            else:
+                self._fail(worker, error)
 
-    def _busy(self, worker: int) -> bool:
-        return any(out.worker == worker and not out.done.done() for out in self._out.values())
+        return Line(
+            send,
+            ask,
+            take=self._take,
+            fail=fail,
+            busy=lambda: self._leases[worker] > 0,
+        )
 
     def _take(self, report: Report) -> None:
         for move in report.moves:
             if (out := self._by_sample.get(move.sample)) is not None:  # else it was cancelled
-                out.lifecycle.move(out.samples[move.sample], move.state, move.reason, **move.info)  # type: ignore[arg-type]
+                self._moved(out, out.samples[move.sample], move)
         for outcome in report.outcomes:
             if (out := self._by_sample.get(outcome.sample)) is not None:
-                sample = out.samples[outcome.sample]
-                sample.reward, sample.parts = outcome.reward, outcome.parts
-                sample.tokens, sample.response_tokens = outcome.tokens, outcome.response_tokens
-                sample.finish = outcome.finish
-        for key in report.done:
-            if (done := self._out.get(key)) is not None and not done.done.done():
+                self._ended(out.samples[outcome.sample], outcome)
+        for name in report.done:
+            if (done := self._by_name.get(name)) is not None and not done.done.done():
                 done.done.set_result(None)
+
+    def _moved(self, out: _Out, sample: Sample, move: Transition) -> None:
+        if sample.state == "dropped":  # here, which the worker has not heard of yet
+            return
+        out.lifecycle.move(sample, move.state, move.reason, move.time_s, **move.info)  # type: ignore[arg-type]
+        self.moves += 1
+        if move.state == "scoring":
+            out.scoring.add(sample.id)
+            self._count_scoring(1)
+        elif sample.id in out.scoring:
+            out.scoring.discard(sample.id)
+            self._count_scoring(-1)
+        if move.state in ENDS and (seating := out.seating.pop(sample.id, None)) is not None:
+            seating.cancel()
+        if move.state == "queued":
+            self._give_back(out, sample.id)
+            if (engine := move.info.get("lost_engine")) is not None:
+                self.engine_trouble(engine, move.reason)
+            sample.tries = int(move.info.get("try", sample.tries))
+            self._seat_again(out, sample)
+        elif move.state == "generating":
+            if sample.id in out.seatless:  # back from its environment
+                out.seatless.discard(sample.id)
+                out.moved[sample.id] = self._router.take(move.info["engine"])
+        elif move.state != "paused":
+            self._give_back(out, sample.id)
+
+    def _ended(self, sample: Sample, outcome: Outcome) -> None:
+        sample.reward, sample.parts = outcome.reward, outcome.parts
+        sample.tokens, sample.response_tokens = outcome.tokens, outcome.response_tokens
+        sample.finish = outcome.finish
+        sample.turns, sample.tries, sample.kills = outcome.turns, outcome.tries, outcome.kills
+        if outcome.oldest is not None:
+            sample.oldest, sample.newest = outcome.oldest, outcome.newest
+            self._router.learn(outcome.tokens)
+
+    def _give_back(self, out: _Out, sample: str) -> None:
+        """The sample needs its place no more."""
+        if sample in out.seatless:
+            return
+        out.seatless.add(sample)
+        ticket = out.moved.pop(sample, None)
+        self._router.free(ticket or out.ticket, 1)
+
+    def _settle(self, out: _Out) -> None:
+        """The lease is over: its places are free."""
+        self._router.free(out.ticket)
+        for ticket in out.moved.values():
+            self._router.free(ticket)
+        out.seatless.update(out.samples)
+        self._count_scoring(-len(out.scoring))
+        for seating in out.seating.values():
+            seating.cancel()
+
+    def _seat_again(self, out: _Out, sample: Sample) -> None:
+        if sample.id in out.seating:
+            return
+        task = out.seating[sample.id] = asyncio.create_task(self._seat(out, sample))
+        self._seating.add(task)
+        task.add_done_callback(self._seating.discard)
+
+    async def _seat(self, out: _Out, sample: Sample) -> None:
+        try:
+            ticket = await self._router.seat(1, priority=sample.priority, order=sample.group)
+        except Exception as error:
+            if not out.done.done():
+                out.done.set_exception(error)
+            return
+        if self._by_sample.get(sample.id) is not out or out.seating.pop(sample.id, None) is None:
+            self._router.free(ticket)
+            return
+        out.moved[sample.id] = ticket
+        out.seatless.discard(sample.id)
+        self._lines[out.worker].post(Seat(sample.id, ticket.engine, self.version))
+
+    def _count_scoring(self, change: int) -> None:
+        self._scoring += change
+        if not self._scoring_most:
+            return
+        full, now = self._scoring >= self._scoring_most, asyncio.get_running_loop().time()
+        if full and self._full_since is None:
+            self._full_since = now
+            self._router.hold(True, "verdicts")
+        elif not full and self._full_since is not None:
+            self._full_s += now - self._full_since
+            self._full_since = None
+            self._router.hold(False, "verdicts")
 
     def _fail(self, worker: int, error: Exception) -> None:
         for out in self._out.values():
             if out.worker == worker and not out.done.done():
                 out.done.set_exception(error)
+
+
+def _raise_all_but_remote(results: Sequence[object]) -> None:
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, RemoteError):
+            raise result

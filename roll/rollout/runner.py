@@ -1,87 +1,293 @@
-"""The sample runner: drives one sample from its task to its verdict, as a coroutine."""
+"""The sample runner: drives one sample from its task to its verdict, as a coroutine.
+
+    queued → (acting: the environment begins) → generating ⇄ acting → scoring → scored
+
+A task without an environment is one response and a verdict. A sample whose engine is lost, or that is taken off it, goes
+back to `queued` with what it has drawn and goes on from there when it has a seat again. What an environment or a grader
+does to a sample is bounded: by deadlines, and by tries where it was the worker's fault.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from jinja2 import TemplateError
 
 from roll.cluster import Cluster
-from roll.config.schema import RolloutConfig
+from roll.cluster.errors import RemoteError
+from roll.config.schema import Config, RolloutConfig
 from roll.data.sample import Sample
-from roll.data.task import Response
+from roll.data.task import Message, Response
+from roll.data.tokenlog import NO_VERSION, TokenLog
 from roll.engine.request import Request, Sampling, seed_of
-from roll.model.chat import ChatRenderer, Conversation
+from roll.env import EnvFailure, Step
+from roll.model.chat import ChatRenderer, Conversation, HistoryRewritten
 from roll.reward import ScoreFailure
-from roll.rollout.door import EngineDoor, RequestRefused
+from roll.rollout.door import Drawn, EngineDoor, EngineLost, RequestRefused, Watch
+from roll.rollout.early_end import EarlyEnd, Running
 from roll.rollout.lifecycle import Lifecycle
+from roll.rollout.messages import Stop
+from roll.rollout.seats import Seats
+from roll.workers.env import EnvWorker
 from roll.workers.reward import RewardWorker
+
+R = TypeVar("R")
+
+_WAIT_S = (0.1, 5.0)
+"""How long a lost grader or environment worker is waited for before it is asked again: first and most."""
+
+
+class _Over(Exception):
+    """The sample ends as failed. `again`: it was a worker's fault, so that it may start anew; `kill`: it took a worker
+    along."""
+
+    def __init__(self, reason: str, *, again: bool = False, kill: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.again = again
+        self.kill = kill
+
+
+@dataclass
+class Helpers:
+    """The workers that samples go through beside the engines. Replaced as a whole when one was started again."""
+
+    rewards: Cluster[RewardWorker]
+    environments: Cluster[EnvWorker] | None = None
 
 
 class SampleRunner:
-    """What always holds: `run` ends with the sample scored or failed, never raises for the sample's own fault, and no
-    wait in it is unbounded."""
+    """What always holds: `run` ends with the sample scored, failed or dropped, never raises for the sample's own fault,
+    and no wait in it is unbounded."""
 
     def __init__(
         self,
         engines: EngineDoor,
-        rewards: Cluster[RewardWorker],
+        helpers: Helpers,
         renderer: ChatRenderer,
         lifecycle: Lifecycle,
+        seats: Seats,
+        config: Config,
         *,
-        sampling: Sampling,
-        deadline_s: float,
-        seed: int,
-        grader: int = 0,
+        stop_ids: tuple[int, ...],
+        worker: int = 0,
+        end_early: EarlyEnd | None = None,
     ) -> None:
-        """`grader`: the reward worker that the first sample goes to; the others take turns from there."""
+        """`worker` is the number of the rollout worker, which its first grader is chosen by."""
         self._engines = engines
-        self._rewards = rewards
+        self._helpers = helpers
         self._renderer = renderer
         self._lifecycle = lifecycle
-        self._sampling = sampling
-        self._deadline_s = deadline_s
-        self._seed = seed
-        self._next_grader = grader
+        self._seats = seats
+        self._sampling = training_sampling(config.rollout, stop_ids)
+        self._config = config
+        self._deadline_s = config.rollout.deadline_s
+        self._worker = worker
+        self._end_early = end_early
+        self._turn = worker
+        self._stops: dict[str, Stop] = {}
 
-    async def run(self, sample: Sample, engine: int) -> None:
-        """Carries a queued sample to its verdict; its tokens are drawn by that engine."""
-        self._lifecycle.move(sample, "generating")
-        try:
-            conversation = Conversation(self._renderer, sample.task.messages, sample.log)
-        except TemplateError as error:
-            self._lifecycle.move(sample, "failed", f"the chat template refused the task: {error}")
+    def reconnect(self, helpers: Helpers) -> None:
+        self._helpers = helpers
+
+    def stop(self, stop: Stop) -> None:
+        """Ends a response that is being generated, or takes it off its engine; any other sample is left alone."""
+        if self._engines.has(stop.sample):
+            self._stops[stop.sample] = stop
+            self._engines.end([stop.sample])
+
+    def is_drawing(self, sample: Sample) -> bool:
+        """Whether an engine has a request of the sample's."""
+        return self._engines.has(sample.id)
+
+    async def run(self, sample: Sample, siblings: Sequence[Sample] = ()) -> None:
+        """Carries a queued sample to its verdict; `siblings` are those of its group at this worker."""
+        while True:
+            try:
+                await self._attempt(sample, siblings)
+                return
+            except _Over as over:
+                sample.kills += over.kill
+                self._lifecycle.move(sample, "failed", over.reason)
+                if not over.again or sample.tries >= self._config.rollout.tries:
+                    return
+            sample.tries += 1
+            sample.log, sample.response, sample.turns, sample.ended = TokenLog(), None, 0, ""
+            self._seats.lose(sample.id)
+            self._lifecycle.move(sample, "queued", sample.reason, **{"try": sample.tries})
+
+    async def _attempt(self, sample: Sample, siblings: Sequence[Sample]) -> None:
+        if sample.task.environment is not None:
+            await self._episode(sample, siblings)
             return
-        sampling = replace(self._sampling, temperature=sample.temperature, seed=seed_of(self._seed, sample.id))
-        request = Request(sample.id, sample.log.ids, sampling)
+        conversation = self._open(sample, sample.task.messages)
+        response = await self._respond(sample, conversation, siblings)
+        self._scoring(sample, response)
+        sample.reward, sample.parts = await self._verdict(sample, response)
+        self._lifecycle.move(sample, "scored", reward=sample.reward)
+
+    def _open(self, sample: Sample, messages: Sequence[Message]) -> Conversation:
+        try:
+            return Conversation(self._renderer, messages, sample.log)
+        except TemplateError as error:
+            raise _Over(f"the chat template refused the task: {error}") from None
+
+    async def _respond(self, sample: Sample, conversation: Conversation, siblings: Sequence[Sample]) -> Response:
+        """The next response, appended to the conversation."""
         try:
             async with asyncio.timeout(self._deadline_s):
-                completion = await self._engines.generate(request, engine)
+                drawn, finish = await self._draw(sample, siblings)
         except TimeoutError:
-            self._lifecycle.move(sample, "failed", f"generation took more than {self._deadline_s:g} s")
-            return
+            raise _Over(f"generation took more than {self._deadline_s:g} s") from None
         except RequestRefused as refused:
-            self._lifecycle.move(sample, "failed", str(refused))
-            return
-        text = conversation.respond(completion.ids, completion.logprobs, completion.versions)
-        sample.response = Response(text, len(completion.ids), completion.finish)
-        sample.tokens, sample.response_tokens = len(sample.log), len(completion.ids)
-        sample.finish = completion.finish
-        self._lifecycle.move(sample, "scoring", tokens=len(completion.ids), finish=completion.finish)
-        try:
-            verdict = await self._rewards.call_rank(self._grader(), RewardWorker.score, sample.task, sample.response)
-        except ScoreFailure as failure:
-            self._lifecycle.move(sample, "failed", f"reward {failure}")
-            return
-        sample.reward, sample.parts = verdict.reward, verdict.parts
-        self._lifecycle.move(sample, "scored", reward=verdict.reward)
+            raise _Over(str(refused)) from None
+        finally:
+            stop = self._stops.pop(sample.id, None)
+        if finish != "ended":
+            sample.ended = ""  # it ended by itself in the same moment
+        elif stop is not None:
+            sample.ended = stop.reason
+        text = conversation.respond(drawn.ids, drawn.logprobs, drawn.versions)
+        sample.turns += 1
+        return Response(text, drawn.tokens, finish)
 
-    def _grader(self) -> int:
-        self._next_grader += 1
-        return (self._next_grader - 1) % len(self._rewards)
+    async def _draw(self, sample: Sample, siblings: Sequence[Sample]) -> tuple[Drawn, str]:
+        """A whole response, from as many engines as it takes, and how it ended."""
+        sampling = replace(self._sampling, temperature=sample.temperature, seed=seed_of(self._config.seed, sample.id))
+        prompt, drawn = sample.log.ids, Drawn()
+        while True:
+            if sample.state == "acting" and self._seats.must_ask(sample.id):
+                self._lifecycle.move(sample, "queued", "its engine was taken away meanwhile")
+            seat = await self._seats.of(sample.id, self._deadline_s)
+            self._lifecycle.move(sample, "generating", engine=seat.engine, worker=self._worker, version=seat.version)
+            left = replace(sampling, max_new_tokens=sampling.max_new_tokens - drawn.tokens)
+            request = Request(sample.id, drawn.after(prompt), left)
+            try:
+                completion = await self._engines.generate(request, seat.engine, self._watch(sample, siblings, drawn))
+            except EngineLost as lost:
+                drawn.extend(lost.drawn)
+                reason, said = f"engine died: {lost.cause.worker}", {"lost_engine": seat.engine}
+            else:
+                drawn.add(completion)
+                stop = self._stops.get(sample.id)
+                if completion.finish != "abort":
+                    return drawn, completion.finish
+                if stop is None or stop.how != "requeue":
+                    return drawn, "ended"
+                reason, said = self._stops.pop(sample.id).reason, {}
+            if drawn.tokens >= sampling.max_new_tokens:
+                return drawn, "length"
+            self._seats.lose(sample.id)
+            self._lifecycle.move(sample, "queued", reason, tokens=drawn.tokens, **said)
+
+    def _watch(self, sample: Sample, siblings: Sequence[Sample], before: Drawn) -> Watch | None:
+        if self._end_early is None:
+            return None
+        end_early = self._end_early
+
+        def watch(drawn: Drawn) -> bool:
+            ids = drawn.after(before.ids)
+            finished = [s.response_tokens for s in siblings if s.finish is not None]
+            reason = end_early(Running(sample.task, ids, lambda: self._renderer.text(ids), finished))
+            if reason:
+                sample.ended = reason
+            return bool(reason)
+
+        return watch
+
+    def _scoring(self, sample: Sample, response: Response) -> None:
+        sample.response = response
+        sample.tokens, sample.response_tokens = len(sample.log), sample.log.response_tokens
+        sample.finish = response.finish
+        versions = sample.log.versions
+        versions = versions[versions != NO_VERSION]
+        if len(versions):
+            sample.oldest, sample.newest = int(versions.min()), int(versions.max())
+        info: dict[str, Any] = {"tokens": sample.response_tokens, "finish": response.finish}
+        if sample.newest is not None:
+            info["versions"] = [sample.oldest, sample.newest]
+        self._lifecycle.move(sample, "scoring", sample.ended, **info)
+
+    async def _verdict(self, sample: Sample, response: Response) -> tuple[float, dict[str, float]]:
+        try:
+            verdict = await self._patiently(
+                lambda: self._helpers.rewards.call_rank(
+                    self._next(self._helpers.rewards), RewardWorker.score, sample.task, response
+                ),
+                "grader",
+            )
+        except ScoreFailure as failure:
+            raise _Over(f"reward {failure}", kill=failure.kind in ("deadline", "crashed")) from None
+        return verdict.reward, verdict.parts
+
+    async def _episode(self, sample: Sample, siblings: Sequence[Sample]) -> None:
+        """A conversation with an environment, to its end or the last turn."""
+        environments, spec = self._helpers.environments, sample.task.environment
+        assert environments is not None, "the roles of a run with environments have workers for them"
+        assert spec is not None
+        rank, episode = self._next(environments), f"{sample.id}.{sample.tries}"
+        try:
+            self._lifecycle.move(sample, "acting", turn=0)
+            opened = await self._acting(environments.call_rank(rank, EnvWorker.reset, episode, spec))
+            conversation = self._open(sample, [*sample.task.messages, *opened.messages])
+            sample.reward = 0.0
+            while True:
+                response = await self._respond(sample, conversation, siblings)
+                self._lifecycle.move(sample, "acting", turn=sample.turns)
+                step = await self._acting(environments.call_rank(rank, EnvWorker.step, episode, response.text))
+                sample.reward += step.reward
+                if step.terminated or step.truncated or sample.turns >= self._config.env.max_turns:
+                    self._finish_episode(sample, response)
+                    return
+                self._observe(conversation, step)
+        finally:
+            await self._close(environments, rank, episode)
+
+    def _observe(self, conversation: Conversation, step: Step) -> None:
+        try:
+            conversation.observe(step.messages)
+        except (HistoryRewritten, TemplateError) as error:
+            raise _Over(f"the chat template cannot follow the conversation: {error}") from None
+
+    def _finish_episode(self, sample: Sample, response: Response) -> None:
+        self._scoring(sample, response)
+        sample.parts = {"turns": float(sample.turns)}
+        self._lifecycle.move(sample, "scored", reward=sample.reward)
+
+    async def _acting(self, call: Awaitable[R]) -> R:
+        try:
+            # waits: calls on a role have deadlines
+            return await call
+        except EnvFailure as failure:
+            culprit = failure.kind in ("deadline", "crashed")
+            raise _Over(f"environment {failure}", again=culprit or failure.kind == "lost", kill=culprit) from None
+        except RemoteError as error:  # its episodes died with it
+            await asyncio.sleep(_WAIT_S[0])
+            raise _Over(f"environment worker died: {error.worker}", again=True) from None
+
+    async def _close(self, environments: Cluster[EnvWorker], rank: int, episode: str) -> None:
+        with suppress(RemoteError):  # then it is closed with its worker
+            await environments.call_rank(rank, EnvWorker.close_episodes, [episode])
+
+    async def _patiently(self, call: Callable[[], Awaitable[R]], who: str) -> R:
+        """Asks again, elsewhere, while workers are lost: as long as one response may take."""
+        wait_s, end_s = _WAIT_S[0], asyncio.get_running_loop().time() + self._deadline_s
+        while True:
+            try:
+                return await call()
+            except RemoteError as error:
+                if asyncio.get_running_loop().time() > end_s:
+                    raise _Over(f"{who} died: {error.worker}") from None
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, _WAIT_S[1])
+
+    def _next(self, cluster: Cluster[Any]) -> int:
+        self._turn += 1
+        return (self._turn - 1) % len(cluster)
 
 
 async def run_all(run: Callable[[Sample], Coroutine[Any, Any, None]], samples: Sequence[Sample]) -> None:

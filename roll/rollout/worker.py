@@ -7,6 +7,8 @@ here, for whoever trains on them, until they are forgotten; what the controller 
 from __future__ import annotations
 
 import asyncio
+import secrets
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,15 +23,20 @@ from roll.data.sample import Sample
 from roll.model.chat import ChatRenderer
 from roll.model.loading import find_model, load_tokenizer, stop_ids_of
 from roll.rollout.door import EngineDoor
+from roll.rollout.early_end import make_early_end
 from roll.rollout.lifecycle import Lifecycle
-from roll.rollout.messages import Fate, Lease, Outcome, Report
-from roll.rollout.runner import SampleRunner, run_all, training_sampling
+from roll.rollout.messages import Fate, Lease, Order, Outcome, Report, Seat, Stop
+from roll.rollout.runner import Helpers, SampleRunner, run_all
+from roll.rollout.seats import Seats
 from roll.run import RunFolder, Transition, write_samples
+from roll.workers.env import EnvWorker
 from roll.workers.infer import InferWorker
 from roll.workers.reward import RewardWorker
 
 POLL_S = 5.0
 """How long `report` waits before it says that nothing happened."""
+DISPLACE_S = 60.0
+"""How long engines may take to let go of samples."""
 GATHER_S = 0.25
 """How long moves wait for company; a lease that is done is reported at once."""
 
@@ -41,6 +48,8 @@ class _Held:
     lease: Lease
     samples: list[Sample]
     running: asyncio.Task[None] | None = None
+    dropped: dict[str, str] = field(default_factory=dict)
+    """Samples that are to be dropped, and why."""
 
 
 @dataclass
@@ -54,6 +63,8 @@ class _Outbox:
     def append(self, transition: Transition) -> None:
         self.report.moves.append(transition)
         self.news.set()
+        if transition.state == "queued":  # it waits for the controller to give it a seat
+            self.urgent.set()
 
     def forget(self, samples: set[str], keys: set[str]) -> None:
         report = self.report
@@ -77,34 +88,111 @@ class RolloutWorker(Worker):
         self._stop_ids = stop_ids_of(tokenizer, source)
         self._renderer = ChatRenderer(tokenizer, self._stop_ids)
         self._outbox = _Outbox()
+        self._lifecycle = Lifecycle(self._outbox)
+        self._seats = Seats()
+        self._door: EngineDoor | None = None
         self._runner: SampleRunner | None = None
         self._held: dict[str, _Held] = {}
         self._home: dict[str, Sample] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        """The coroutine of each running sample."""
         self._run = None if run is None else RunFolder(run)
         self._part = None if place.world_size == 1 else place.rank
         self._error: Exception | None = None
 
     @parallel(Dispatch.ALL)
-    def connect(self, engines: Cluster[InferWorker], rewards: Cluster[RewardWorker]) -> None:
-        """Names the engines and graders that samples will go through."""
+    def connect(
+        self,
+        engines: Cluster[InferWorker],
+        rewards: Cluster[RewardWorker],
+        environments: Cluster[EnvWorker] | None = None,
+    ) -> None:
+        """Names the engines, graders and environments that samples go through; again after one was started again."""
+        helpers = Helpers(rewards, environments)
+        if self._door is not None and self._runner is not None:
+            self._door.reconnect(engines)
+            self._runner.reconnect(helpers)
+            return
+        # No earlier process of this worker is meant by what engines say.
+        self._door = EngineDoor(engines, client=f"{self.place.name}/{secrets.token_hex(4)}")
         self._runner = SampleRunner(
-            EngineDoor(engines, client=self.place.name),
-            rewards,
+            self._door,
+            helpers,
             self._renderer,
-            Lifecycle(self._outbox),
-            sampling=training_sampling(self._config.rollout, self._stop_ids),
-            deadline_s=self._config.rollout.deadline_s,
-            seed=self._config.seed,
-            grader=self.place.rank,
+            self._lifecycle,
+            self._seats,
+            self._config,
+            stop_ids=self._stop_ids,
+            worker=self.place.rank,
+            end_early=make_early_end(self._config.rollout.end_early),
         )
 
     @parallel(Dispatch.ONE)
-    def take(self, leases: Sequence[Lease]) -> None:
-        for lease in leases:
-            samples = [Sample(id, lease.task, lease.group, lease.temperature, state="queued") for id in lease.samples]
-            held = self._held[lease.key] = _Held(lease, samples)
-            self._home.update({sample.id: sample for sample in samples})
-            held.running = asyncio.create_task(self._carry(held))
+    def take(self, orders: Sequence[Order]) -> None:
+        """Leases to carry, seats for samples that wait for one, and samples to interfere with, in this order."""
+        for order in orders:
+            if isinstance(order, Lease):
+                self._begin(order)
+            elif order.sample in self._home:
+                if isinstance(order, Seat):
+                    self._seats.give(order)
+                elif isinstance(order, Stop):
+                    self._stop(order)
+
+    def _begin(self, lease: Lease) -> None:
+        task, group, now = lease.task, lease.group, time.time()
+        samples = [
+            Sample(id, task, group, lease.temperature, state="queued", tries=lease.tries, entered_s=now)
+            for id in lease.samples
+        ]
+        held = self._held[lease.key] = _Held(lease, samples)
+        for sample in samples:
+            self._home[sample.id] = sample
+            self._seats.give(Seat(sample.id, lease.engine, lease.version))
+        held.running = asyncio.create_task(self._carry(held))
+
+    def _stop(self, stop: Stop) -> None:
+        runner = self._runner
+        assert runner is not None, "a rollout worker is connected before it is told anything"
+        if stop.how != "drop":
+            runner.stop(stop)
+        elif (task := self._tasks.get(stop.sample)) is not None:
+            held = next(held for held in self._held.values() if self._home[stop.sample] in held.samples)
+            if stop.sample not in held.dropped:
+                held.dropped[stop.sample] = stop.reason
+                task.cancel()
+
+    @parallel(Dispatch.ALL)
+    def pause(self) -> None:
+        """New weights are coming: what is being generated stands still until `resume`."""
+        for sample in self._home.values():
+            if sample.state == "generating":
+                self._lifecycle.move(sample, "paused")
+
+    @parallel(Dispatch.ALL)
+    def resume(self) -> None:
+        for sample in self._home.values():
+            if sample.state == "paused":
+                self._lifecycle.move(sample, "generating")
+
+    @parallel(Dispatch.ALL)
+    async def displace(self, reason: str, engine: int | None = None) -> None:
+        """Takes what is being generated off its engine, or off all of them: it waits for seats with what it has. Returns
+        once it is off, or could not be taken off in time."""
+        assert self._runner is not None
+        moved: list[Sample] = []
+        for sample in list(self._home.values()):
+            if engine not in (None, self._seats.engine(sample.id)):
+                continue
+            if sample.state in ("generating", "paused"):
+                moved.append(sample)
+                self._runner.stop(Stop(sample.id, "requeue", reason))
+            elif sample.state == "acting":
+                self._seats.take_away(sample.id)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DISPLACE_S):
+                while any(self._runner.is_drawing(sample) for sample in moved):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
 
     @parallel(Dispatch.ONE)
     async def report(self) -> Report:
@@ -128,13 +216,14 @@ class RolloutWorker(Worker):
         for held in [self._held[key] for key in keys if key in self._held]:
             if held.running is not None:
                 held.running.cancel()
+                # waits: it was cancelled
                 await asyncio.gather(held.running, return_exceptions=True)
         self.forget(keys)
 
     @parallel(Dispatch.ONE)
-    def columns(self, blocks: Sequence[Sequence[str]]) -> list[Block]:
-        """The tokens of samples, a block for each list of them."""
-        return [token_block([self._home[sample] for sample in samples]) for samples in blocks]
+    def columns(self, blocks: Sequence[Sequence[str]], mask_below: int = 0) -> list[Block]:
+        """The tokens of samples, a block for each list; those of versions before `mask_below` are not trained on."""
+        return [token_block([self._home[sample] for sample in samples], mask_below) for samples in blocks]
 
     @parallel(Dispatch.ONE)
     def texts(self, samples: Sequence[str]) -> list[str]:
@@ -146,7 +235,8 @@ class RolloutWorker(Worker):
     def write(self, step: int, fates: Sequence[Fate]) -> None:
         """Writes the samples of a step, whole, into the run's folder: one part of them, where there are more workers."""
         assert self._run is not None, "a worker without a run's folder has nowhere to write samples"
-        write_samples(self._run, step, (_row(self._home[fate.sample], fate) for fate in fates), part=self._part)
+        here = (fate for fate in fates if fate.sample in self._home)  # else it was lost with an earlier process
+        write_samples(self._run, step, (_row(self._home[fate.sample], fate) for fate in here), part=self._part)
 
     @parallel(Dispatch.ONE)
     def forget(self, keys: Sequence[str]) -> None:
@@ -154,6 +244,7 @@ class RolloutWorker(Worker):
         samples = {sample.id for held in gone.values() for sample in held.samples}
         for sample in samples:
             self._home.pop(sample, None)
+            self._seats.lose(sample)
         self._outbox.forget(samples, set(gone))
 
     async def close(self) -> None:
@@ -161,9 +252,7 @@ class RolloutWorker(Worker):
 
     async def _carry(self, held: _Held) -> None:
         try:
-            runner = self._runner
-            assert runner is not None, "a rollout worker is connected before it takes leases"
-            await run_all(lambda sample: runner.run(sample, held.lease.engine), held.samples)
+            await run_all(lambda sample: self._carry_one(held, sample), held.samples)
         except Exception as error:  # the engines' or the graders' end: the controller must hear of it, whoever asks next
             self._error = self._error or error
             self._outbox.news.set()
@@ -173,9 +262,38 @@ class RolloutWorker(Worker):
             self._outbox.news.set()
         self._outbox.urgent.set()
 
+    async def _carry_one(self, held: _Held, sample: Sample) -> None:
+        runner, task = self._runner, asyncio.current_task()
+        assert runner is not None, "a rollout worker is connected before it takes leases"
+        assert task is not None
+        self._tasks[sample.id] = task
+        try:
+            await runner.run(sample, held.samples)
+        except asyncio.CancelledError:
+            if sample.id not in held.dropped or (held.running is not None and held.running.cancelling()):
+                raise
+            task.uncancel()
+            self._lifecycle.move(sample, "dropped", held.dropped[sample.id])
+        finally:
+            del self._tasks[sample.id]
+            if sample.state in ("queued", "failed", "dropped"):
+                self._outbox.urgent.set()
+
 
 def _outcome(sample: Sample) -> Outcome:
-    return Outcome(sample.id, sample.reward, sample.parts, sample.tokens, sample.response_tokens, sample.finish)
+    return Outcome(
+        sample.id,
+        sample.reward,
+        sample.parts,
+        sample.tokens,
+        sample.response_tokens,
+        sample.finish,
+        sample.oldest,
+        sample.newest,
+        sample.turns,
+        sample.tries,
+        sample.kills,
+    )
 
 
 def _row(sample: Sample, fate: Fate) -> dict[str, Any]:
@@ -191,6 +309,8 @@ def _row(sample: Sample, fate: Fate) -> dict[str, Any]:
         "finish": sample.finish,
         "reward": sample.reward,
         "parts": sample.parts,
+        "turns": sample.turns,
+        "tries": sample.tries,
         "ids": sample.log.ids.tolist(),
         "loss_mask": sample.log.loss_mask.astype(int).tolist(),
         "logprobs": [round(float(x), 6) for x in sample.log.behaviour],

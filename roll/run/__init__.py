@@ -11,6 +11,7 @@ from roll.run.curve import draw_curve
 from roll.run.files import atomic_open, atomic_write, to_json
 from roll.run.folder import RunFolder
 from roll.run.ledger import ROLLED_BACK, Ledger, Transition
+from roll.run.ledger_index import LedgerIndex
 from roll.run.metrics import Metrics
 from roll.run.samples import drop_samples_after, read_samples, write_samples
 
@@ -19,6 +20,7 @@ __all__ = [
     "Checkpoint",
     "Checkpoints",
     "Ledger",
+    "LedgerIndex",
     "Metrics",
     "RunFolder",
     "Transition",

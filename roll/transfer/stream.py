@@ -193,12 +193,14 @@ async def stream(
         for bucket in range(buckets):
             if bucket >= slots:
                 for receiver in loaded:
+                    # waits: the receivers are calls with deadlines, and an error cancels this
                     await receiver[bucket - slots].wait()
             await write(bucket)
             written[bucket].set()
 
     async def receive(load: Callable[[int], Awaitable[None]], done: list[asyncio.Event]) -> None:
         for bucket in range(buckets):
+            # waits: the sender is a call with a deadline, and an error cancels this
             await written[bucket].wait()
             await load(bucket)
             done[bucket].set()

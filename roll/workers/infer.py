@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from roll.cluster import Dispatch, Place, Worker, parallel
 from roll.config.schema import Config
-from roll.engine.request import Completion, Request
+from roll.engine.request import Completion, Progress, Request
 from roll.model.loading import choose_dtype, find_model, load_model, load_tokenizer
 from roll.workers.setup import set_up_process, take_peak_bytes
 
@@ -26,6 +26,10 @@ if TYPE_CHECKING:  # those who only call an engine do without torch
 
 POLL_S = 5.0
 """How long `results` waits before it says that there are none yet."""
+NOBODY = ""
+"""The client of a request that nobody waits for."""
+PROGRESS_S = 0.5
+"""How often it says what running requests have drawn so far."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +40,29 @@ class Refusal:
     reason: str
 
 
+@dataclass(frozen=True)
+class News:
+    """What a client hears of its requests: how some have got on, and which have ended."""
+
+    completions: list[Completion]
+    progress: list[Progress]
+
+
+@dataclass(frozen=True)
+class Load:
+    """How full an engine is."""
+
+    running: int
+    waiting: int
+    cached_tokens: int
+
+
 @dataclass
 class _Box:
     """What a client has not asked for yet: completions, or the error that took all its requests."""
 
     completions: list[Completion] = field(default_factory=list)
+    progress: list[Progress] = field(default_factory=list)
     error: Exception | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -66,7 +88,9 @@ class InferWorker(Worker):
         self._clients_of: dict[str, list[str]] = {}
         """Who waits for completions of each id: more than one where an aborted request was followed by another."""
         self._boxes: defaultdict[str, _Box] = defaultdict(_Box)
-        self._pump: asyncio.Task[None] | None = None
+        self._heard: dict[str, int] = {}
+        """Tokens of each running request that its client was told of."""
+        self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @parallel(Dispatch.ALL)
     def load_weights(self, weights: Weights) -> None:
@@ -93,8 +117,15 @@ class InferWorker(Worker):
         """Receives all buckets from the trainer, which must be sending."""
         assert self._receiver is not None
         if self._group is None:
-            self._group = await asyncio.to_thread(meeting.join, self.place.rank + 1, self.place.device)
+            self._group = await asyncio.to_thread(meeting.join, meeting.ranks[self.place.rank], self.place.device)
         await asyncio.to_thread(self._receiver.receive, self._group)
+
+    @parallel(Dispatch.ALL)
+    def leave_group(self) -> None:
+        """The next broadcast is in a new company."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
 
     @parallel(Dispatch.ALL)
     def end_weights(self, manifest: Manifest) -> list[str]:
@@ -111,34 +142,75 @@ class InferWorker(Worker):
         refusals: list[Refusal] = []
         for request in requests:
             try:
-                self._strategy.submit([request])
+                self._take_in(request)
             except ValueError as refused:
                 refusals.append(Refusal(request.id, str(refused)))
             else:
                 self._clients_of.setdefault(request.id, []).append(client)
-        if self._clients_of and (self._pump is None or self._pump.done()):
-            self._pump = asyncio.create_task(self._sort_results())
+        if self._clients_of:
+            self._keep_running("results", self._sort_results)
+            self._keep_running("progress", self._tell_progress)
         return refusals
 
+    def _keep_running(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        if name not in self._tasks or self._tasks[name].done():
+            self._tasks[name] = asyncio.create_task(work())
+
+    def _take_in(self, request: Request) -> None:
+        """One that is here already is of a client that died: it gives way to the new one."""
+        try:
+            self._strategy.submit([request])
+        except ValueError:
+            if request.id not in self._clients_of:
+                raise
+            self._strategy.abort([request.id])
+            self._clients_of[request.id][-1] = NOBODY
+            self._strategy.submit([request])
+
+    @parallel(Dispatch.ALL)
+    def forget_clients(self, beginning: str) -> None:
+        """Clients whose names begin so have died: their requests end, and nobody hears of them."""
+        for client in [client for client in self._boxes if client.startswith(beginning)]:
+            del self._boxes[client]
+        orphans = [id for id, clients in self._clients_of.items() if any(c.startswith(beginning) for c in clients)]
+        for id in orphans:
+            self._clients_of[id] = [NOBODY if c.startswith(beginning) else c for c in self._clients_of[id]]
+        if orphans:
+            self._strategy.abort(orphans)
+
     @parallel(Dispatch.ONE)
-    async def results(self, client: str) -> list[Completion]:
-        """What finished of the client's requests; waits a while for the first."""
+    async def results(self, client: str) -> News:
+        """What became of the client's requests; waits a while for something."""
         box = self._boxes[client]
         with suppress(TimeoutError):
             await asyncio.wait_for(box.news.wait(), POLL_S)
         box.news.clear()
-        completions, box.completions = box.completions, []
+        news = News(box.completions, box.progress)
+        box.completions, box.progress = [], []
         error, box.error = box.error, None
         if error is not None:
             raise error
-        return completions
+        return news
+
+    async def _tell_progress(self) -> None:
+        """Tells clients from time to time what their requests have so far, while there are any."""
+        while self._clients_of:
+            await asyncio.sleep(PROGRESS_S)
+            for progress in self._strategy.progress(self._heard):
+                clients = self._clients_of.get(progress.id)
+                if clients and clients[-1] != NOBODY:
+                    self._heard[progress.id] = progress.start + len(progress.ids)
+                    box = self._boxes[clients[-1]]
+                    box.progress.append(progress)
+                    box.news.set()
 
     async def _sort_results(self) -> None:
         """Puts each completion into its client's box, while there is any to come."""
         try:
             while self._clients_of:
                 for completion in await self._strategy.results():
-                    if (client := self._client_of(completion.id)) is not None:
+                    self._heard.pop(completion.id, None)
+                    if (client := self._client_of(completion.id)) not in (None, NOBODY):
                         box = self._boxes[client]
                         box.completions.append(completion)
                         box.news.set()
@@ -146,6 +218,7 @@ class InferWorker(Worker):
         except Exception as error:
             clients = {client for some in self._clients_of.values() for client in some}
             self._clients_of.clear()
+            self._heard.clear()
             for box in map(self._boxes.__getitem__, clients):
                 box.error = error
                 box.news.set()
@@ -181,13 +254,20 @@ class InferWorker(Worker):
         return self._strategy.stats()
 
     @parallel(Dispatch.ALL)
+    def load(self) -> Load:
+        if not self._clients_of:  # also while it has no weights yet
+            return Load(0, 0, 0)
+        stats = self._strategy.stats()
+        return Load(stats.running, stats.waiting, stats.cached_tokens)
+
+    @parallel(Dispatch.ALL)
     def take_peak_bytes(self) -> int:
         """The most GPU memory the worker's process has had allocated since it was asked last; 0 on a CPU."""
         return take_peak_bytes(self.place)
 
     async def close(self) -> None:
-        if self._pump is not None:
-            self._pump.cancel()
+        for task in self._tasks.values():
+            task.cancel()
         if self._receiver is not None:
             self._receiver.close()
         if self._group is not None:

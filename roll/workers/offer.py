@@ -30,12 +30,13 @@ class Meeting:
 
     address: str
     port: int
-    world_size: int
+    ranks: dict[int, int]
+    """Number in the company of each engine, by its rank in its role."""
     deadline_s: float
 
     def join(self, rank: int, device: str) -> BroadcastGroup:
         """Returns once all have come. Blocks: call it in a thread."""
         backend: Literal["gloo", "nccl"] = "nccl" if device.startswith("cuda") else "gloo"
         return BroadcastGroup(
-            rank, self.world_size, self.address, self.port, backend, self.deadline_s, torch.device(device)
+            rank, len(self.ranks) + 1, self.address, self.port, backend, self.deadline_s, torch.device(device)
         )

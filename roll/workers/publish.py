@@ -40,7 +40,7 @@ async def publish(
         await engines.call(InferWorker.begin_weights, offer)
         await _move(actor, engines, offer, path)
         found = await engines.call_each(InferWorker.end_weights, offer.manifest)
-        wrong = {f"{engines.places[rank].name}": names for rank, names in enumerate(found) if names}
+        wrong = {f"{place.name}": names for place, names in zip(engines.places, found, strict=True) if names}
         if not wrong:
             return
         said = "; ".join(f"{names[0]!r} at {who}" for who, names in wrong.items())
@@ -72,14 +72,16 @@ async def _move(actor: Cluster[TrainWorker], engines: Cluster[InferWorker], offe
 
 
 async def _broadcast(actor: Cluster[TrainWorker], engines: Cluster[InferWorker]) -> None:
-    meeting: Meeting = await actor.call(TrainWorker.meeting, len(engines), actor.deadline_s)
+    meeting: Meeting = await actor.call(TrainWorker.meeting, [place.rank for place in engines.places], actor.deadline_s)
     sending = asyncio.ensure_future(actor.call(TrainWorker.send_weights, meeting))
     receiving = asyncio.ensure_future(engines.call(InferWorker.receive_weights, meeting))
     both = (sending, receiving)
     try:
+        # waits: both are calls with deadlines
         done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
         for each in done:
             each.result()
+        # waits: both are calls with deadlines
         await asyncio.gather(*both)
     finally:
         for each in both:

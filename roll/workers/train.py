@@ -68,9 +68,17 @@ class TrainWorker(Worker):
         self._sending().write(bucket)
 
     @parallel(Dispatch.ONE)
-    def meeting(self, engines: int, deadline_s: float) -> Meeting:
-        """Where this trainer can be met."""
-        return Meeting(BroadcastGroup.host(), BroadcastGroup.free_port(), engines + 1, deadline_s)
+    def meeting(self, engines: Sequence[int], deadline_s: float) -> Meeting:
+        """Where this trainer can be met by the engines of these ranks."""
+        ranks = {engine: number + 1 for number, engine in enumerate(engines)}
+        return Meeting(BroadcastGroup.host(), BroadcastGroup.free_port(), ranks, deadline_s)
+
+    @parallel(Dispatch.ALL)
+    def leave_group(self) -> None:
+        """The next broadcast is in a new company."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
 
     @parallel(Dispatch.ONE)
     async def send_weights(self, meeting: Meeting) -> None:

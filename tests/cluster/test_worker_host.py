@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import socket
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from roll.cluster import Dispatch, Place, Worker, parallel
-from roll.cluster.errors import Failure
+from roll.cluster.errors import Failure, TokensLost
 from roll.cluster.host import Answer, Host, where
 from roll.config.errors import RunError, UserError
 from roll.data import Batch, Sample, Task
@@ -271,6 +272,22 @@ def test_tokens_that_cannot_be_fetched_are_a_failure() -> None:
         answer = await host.call("total", [batch_elsewhere(memory, 2)], {})
         assert isinstance(answer, Failure)
         assert answer.causes == ("LookupError: the object is lost",)
+
+    asyncio.run(main())
+
+
+def test_tokens_that_are_lost_are_said_to_be_lost() -> None:
+    async def lost(refs: Sequence[Any]) -> Sequence[Columns]:
+        raise TokensLost("tokens that a worker held are lost (OwnerDiedError)")
+
+    async def main() -> None:
+        memory = Memory()
+        host = Host(PLACE, None, lost, memory.put)
+        await host.start(Guest)
+        answer = await host.call("total", [batch_elsewhere(memory, 2)], {})
+        assert isinstance(answer, Answer)
+        assert isinstance(answer.error, TokensLost)
+        assert isinstance(pickle.loads(pickle.dumps(answer)).error, TokensLost)
 
     asyncio.run(main())
 

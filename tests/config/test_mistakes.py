@@ -38,7 +38,7 @@ BAD_FILES = [
     ("eval: {zzzzzz: 4}", ["eval.zzzzzz is not a setting; eval has: every, samples, temperature, show"]),
     ("zzzzzz: 4", ["zzzzzz is not a setting; there are: pipeline, model, seed"]),
     ("3: 4", ["x.yaml:1: 3 is not a setting; there are: "]),
-    ("~: 4", ["x.yaml: None is not a setting; there are: "]),
+    ("~: 4", ["x.yaml: None is not a setting"]),
     ("train: {steps: many}", ['train.steps is "many", but takes a whole number ≥ 1 (Training steps.)']),
     ("train: {steps: 1.5}", ["train.steps is 1.5, but takes a whole number ≥ 1 (Training steps.)"]),
     ("train: {steps: null}", ["train.steps is null, but takes a whole number ≥ 1"]),

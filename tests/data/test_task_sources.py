@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from roll.config.errors import UserError
 from roll.config.schema import TasksConfig
 from roll.data import Task
 from roll.data.sources import TaskSet, load_tasks
+from roll.data.task import EnvSpec
 
 
 def load(source: str, **options: Any) -> TaskSet:
@@ -90,27 +90,11 @@ def test_echo_has_every_symbol_in_both_splits() -> None:
     assert len(load("echo").train) == 10
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(size=st.integers(1, 12), seed=st.integers(0, 2**31), epoch=st.integers(0, 1000))
-def test_every_epoch_is_a_permutation(size: int, seed: int, epoch: int) -> None:
-    tasks = TaskSet(tuple(Task.ask(str(i), "?") for i in range(size)), ())
-    groups = range(epoch * size, (epoch + 1) * size)
-    order = [tasks.nth(group, seed).id for group in groups]
-    assert Counter(order) == Counter(task.id for task in tasks.train)
-    # Nothing is remembered: asked backwards, or by another object, the answers are the same.
-    other = TaskSet(tasks.train, ())
-    assert [other.nth(group, seed).id for group in reversed(groups)] == order[::-1]
-
-
-def test_epochs_and_seeds_differ() -> None:
-    tasks = load("addition")
-    size = len(tasks.train)
-
-    def order(seed: int, epoch: int) -> list[str]:
-        return [tasks.nth(epoch * size + i, seed).id for i in range(20)]
-
-    assert order(0, 0) != order(0, 1)
-    assert order(0, 0) != order(1, 0)
+def test_a_task_set_knows_whether_it_takes_place_in_environments() -> None:
+    plain, played = Task.ask("a", "?"), Task("b", (), environment=EnvSpec("guess"))
+    assert not TaskSet((plain,), (plain,)).has_environments
+    assert TaskSet((plain, played), ()).has_environments
+    assert TaskSet((plain,), (played,)).has_environments
 
 
 def write_lines(path: Path, *rows: Any) -> str:
@@ -221,7 +205,7 @@ def test_a_function_of_the_users(folder: Path, place: str) -> None:
         ("my_tasks.py:twins", {"split": "test"}, "tasks.options: multiple values for argument 'split'"),
         ("other.py:riddles", {}, "tasks.source: 'other.py' of 'other.py:riddles' could not be imported"),
         ("no_such_module:riddles", {}, "'no_such_module' of 'no_such_module:riddles' could not be imported"),
-        ("additon", {}, "tasks.source: there is no source 'additon': write addition, echo, a .jsonl file"),
+        ("additon", {}, "tasks.source: there is no source 'additon': write addition, echo, environment, a .jsonl file"),
         ("addition", {"hihg": 3}, "takes: low, high, held_out, seed, question"),
         ("addition", {"low": 9, "high": 3}, "the source 'addition' has no tasks to train on"),
     ],

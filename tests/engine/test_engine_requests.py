@@ -343,6 +343,74 @@ def test_requests_that_differ_only_in_temperature_have_log_probs_of_their_own() 
         np.testing.assert_allclose(together[each.id].logprobs, alone.logprobs, atol=1e-5)
 
 
+# progress, and going on from it
+
+
+@given(
+    news=st.lists(st.integers(1, 4), min_size=1, max_size=8),
+    twins=st.integers(1, 3),
+    change=st.integers(0, 12),
+    exact=st.booleans(),
+)
+@settings(max_examples=25, derandomize=True, deadline=None)
+def test_what_is_told_of_a_request_on_its_way_is_the_beginning_of_what_it_ends_with(
+    news: list[int], twins: int, change: int, exact: bool
+) -> None:
+    """In pieces, each from where the last one ended; also of requests that are one sequence until they differ."""
+    served = engine(3, exact=exact)
+    prompt = random_ids(np.random.default_rng(8), 9)
+    for name in range(twins):
+        served.add(request(str(name), prompt, 10, seed=name // 2, temperature=1.0 + name / 4))
+    heard: dict[str, list[tuple[int, float, int]]] = {str(name): [] for name in range(twins)}
+    assert served.progress({}) == []
+    finished: dict[str, Completion] = {}
+    for steps in news:
+        for _ in range(steps):
+            if served.stats().steps == change:
+                served.set_version(7)
+            finished |= {done.id: done for done in served.step()}
+        for told in served.progress({id: len(tokens) for id, tokens in heard.items()}):
+            assert told.id not in finished
+            assert told.start == len(heard[told.id])
+            assert len(told.ids) == len(told.logprobs) == len(told.versions) > 0
+            heard[told.id] += list(zip(told.ids.tolist(), told.logprobs.tolist(), told.versions.tolist(), strict=True))
+        assert served.progress({id: len(tokens) for id, tokens in heard.items()}) == []
+    finished |= run(served)
+    for id, tokens in heard.items():
+        done = finished[id]
+        whole = list(zip(done.ids.tolist(), done.logprobs.tolist(), done.versions.tolist(), strict=True))
+        assert tokens == whole[: len(tokens)]
+
+
+def test_nothing_is_told_of_requests_that_wait_or_have_ended() -> None:
+    served = engine(1)
+    served.add(request("a", [5, 6], 2, temperature=0.0))
+    served.add(request("b", [5, 7], 2, temperature=0.0))
+    served.step()
+    assert [(told.id, told.start, len(told.ids)) for told in served.progress({"stranger": 3})] == [("a", 0, 1)]
+    served.step()
+    assert served.progress({}) == []  # the first has ended, and the second has not begun
+    served.step()
+    assert [told.id for told in served.progress({})] == ["b"]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("after", [1, 5, 11])
+def test_a_request_goes_on_exactly_where_another_engine_stopped(exact: bool, after: int) -> None:
+    prompt = random_ids(np.random.default_rng(9), 17)
+    whole = run(engine(2, exact=exact), [request("a", prompt, 12, seed=3)])["a"]
+    first, second = engine(2, exact=exact), engine(2, exact=exact, version=4)
+    first.add(request("a", prompt, 12, seed=3))
+    for _ in range(after):
+        first.step()
+    (told,) = first.progress({})
+    assert told.ids.tolist() == whole.ids[:after].tolist()
+    rest = run(second, [request("a", np.concatenate([prompt, told.ids]), 12 - after, seed=3)])["a"]
+    assert [*told.ids.tolist(), *rest.ids.tolist()] == whole.ids.tolist()
+    np.testing.assert_allclose([*told.logprobs, *rest.logprobs], whole.logprobs, atol=1e-4)
+    assert (rest.finish, set(rest.versions.tolist())) == (whole.finish, {4})
+
+
 # a life of many requests
 
 

@@ -45,8 +45,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     seen = Watched(tmp_path_factory.mktemp("remains") / "run")
     generate, update = EngineDoor.generate, TrainWorker.update
 
-    async def watch_generate(door: EngineDoor, request: Request, engine: int) -> Completion:
-        completion = await generate(door, request, engine)
+    async def watch_generate(door: EngineDoor, request: Request, engine: int, *watch: Any) -> Completion:
+        completion = await generate(door, request, engine, *watch)
         seen.prompts[request.id] = list(request.ids)
         seen.drawn[request.id] = completion
         return completion

@@ -31,7 +31,18 @@ class Toy(Worker):
         self.moves.append((self.place.name, level))
 
 
-async def started(roles: dict[str, Any], *, offload: bool = True) -> tuple[Turns, Router, Moves]:
+class ToyPool:
+    """Notes which engines samples are taken off."""
+
+    def __init__(self) -> None:
+        self.busy = False
+        self.displaced: list[tuple[str, int | None]] = []
+
+    async def displace(self, reason: str, engine: int | None = None) -> None:
+        self.displaced.append((reason, engine))
+
+
+async def started(roles: dict[str, Any], *, offload: bool = True) -> tuple[Turns, Roles, Moves]:
     config = load_config({"executor": "ray", "roles": roles, "algorithm": {"kl_coef": 0.1}})
     inventory = Inventory((Node("node0", "", 8, 4, 1 << 40, 1 << 40),))
     map = make_map(config, inventory, roles_in_use={"actor_train", "actor_infer", "reference", "rollout", "reward"})
@@ -51,6 +62,7 @@ async def started(roles: dict[str, Any], *, offload: bool = True) -> tuple[Turns
         if stages.lowest("actor_infer", place.rank) != "all":
             await router.leave(place.rank)
     unused: Any = None
+    pool: Any = ToyPool()
     running = Roles(
         executor=executor,
         stages=stages,
@@ -59,10 +71,11 @@ async def started(roles: dict[str, Any], *, offload: bool = True) -> tuple[Turns
         rewards=unused,
         rollouts=unused,
         reference=clusters["reference"],
+        environments=None,
         router=router,
-        pool=unused,
+        pool=pool,
     )
-    return Turns(running), router, moves
+    return Turns(running), running, moves
 
 
 def go(coroutine: Any) -> None:
@@ -71,13 +84,13 @@ def go(coroutine: Any) -> None:
 
 def test_all_on_one_device_take_turns_and_make_room_first() -> None:
     async def main() -> None:
-        turns, router, moves = await started({"actor_train": 0, "actor_infer": 0, "reference": 0})
+        turns, roles, moves = await started({"actor_train": 0, "actor_infer": 0, "reference": 0})
         rounds: dict[str, Moves] = {}
         for stage in ("publish", "generate", "reference", "train", "publish", "generate"):
             before = len(moves)
             await turns.enter(stage)  # type: ignore[arg-type]
             rounds[stage] = moves[before:]
-            assert router.inside == ({0} if stage == "generate" else set())
+            assert roles.router.inside == ({0} if stage == "generate" else set())
         assert rounds["generate"] == [("actor_train[0]", "none"), ("actor_infer[0]", "all")]
         assert rounds["reference"] == [("actor_infer[0]", "none"), ("reference[0]", "all")]
         assert rounds["train"] == [("reference[0]", "none"), ("actor_train[0]", "all")]
@@ -89,10 +102,10 @@ def test_all_on_one_device_take_turns_and_make_room_first() -> None:
 @pytest.mark.parametrize("offload", [False, True])
 def test_roles_apart_never_move(offload: bool) -> None:
     async def main() -> None:
-        turns, router, moves = await started({"actor_train": 0, "actor_infer": "1-2", "reference": 3}, offload=offload)
+        turns, roles, moves = await started({"actor_train": 0, "actor_infer": "1-2", "reference": 3}, offload=offload)
         for stage in ("publish", "generate", "reference", "train", "publish"):
             await turns.enter(stage)  # type: ignore[arg-type]
-            assert router.inside == {0, 1}
+            assert roles.router.inside == {0, 1}
         assert moves == []
 
     go(main())
@@ -100,31 +113,78 @@ def test_roles_apart_never_move(offload: bool) -> None:
 
 def test_an_engine_on_shared_devices_drains_leaves_and_comes_back_while_others_go_on() -> None:
     async def main() -> None:
-        turns, router, moves = await started({"actor_train": 0, "actor_infer": "0-1", "reference": 3})
+        turns, roles, moves = await started({"actor_train": 0, "actor_infer": "0-1", "reference": 3})
+        router = roles.router
         await turns.enter("publish")
         assert router.inside == {1}
         await turns.enter("generate")
         assert router.inside == {0, 1}
-        seats = [router.seat(10), router.seat(10)]
-        assert [await seat.__aenter__() for seat in seats] == [0, 1]
+        seats = [await router.seat(10), await router.seat(10)]
+        assert [seat.engine for seat in seats] == [0, 1]
         moves.clear()
         training = asyncio.create_task(turns.enter("train"))
         await asyncio.sleep(0.02)
         assert not training.done()
         assert moves == []
         assert router.inside == {1}
-        async with router.seat(1) as engine:
-            assert engine == 1
-        await seats[0].__aexit__(None, None, None)
+        other = await router.seat(1)
+        assert other.engine == 1
+        router.free(other)
+        router.free(seats[0])
         await training
         assert moves == [("actor_infer[0]", "none"), ("actor_train[0]", "all")]
-        async with router.seat(1) as engine:  # the other one generates during training, and its first sample goes on
-            assert engine == 1
+        other = await router.seat(1)  # the other one generates during training, and its first sample goes on
+        assert other.engine == 1
+        router.free(other)
         await turns.enter("publish")
         await turns.enter("generate")
         assert router.inside == {0, 1}
-        async with router.seat(1) as engine:
-            assert engine == 0
-        await seats[1].__aexit__(None, None, None)
+        assert (await router.seat(1)).engine == 0
+        router.free(seats[1])
+
+    go(main())
+
+
+def test_what_an_engine_is_at_is_taken_off_it_before_it_leaves() -> None:
+    async def main() -> None:
+        turns, roles, moves = await started({"actor_train": 0, "actor_infer": "0-1", "reference": 3})
+        pool: Any = roles.pool
+        await turns.enter("generate")
+        await turns.enter("train")
+        assert pool.displaced == []  # nothing was with it
+        await turns.enter("generate")
+        seat = await roles.router.seat(3)
+        assert seat.engine == 0
+        pool.busy = True
+        moves.clear()
+        training = asyncio.create_task(turns.enter("train"))
+        await asyncio.sleep(0.02)
+        assert [engine for _, engine in pool.displaced] == [0]
+        assert moves == []
+        roles.router.free(seat)
+        await training
+        assert moves == [("actor_infer[0]", "none"), ("actor_train[0]", "all")]
+
+    go(main())
+
+
+def test_an_engine_that_is_dead_is_not_asked_and_takes_its_part_when_it_is_back() -> None:
+    async def main() -> None:
+        turns, roles, moves = await started({"actor_train": 0, "actor_infer": "0-1", "reference": 3})
+        await turns.enter("generate")
+        roles.alive.discard(0)
+        roles.router.lose(0)
+        moves.clear()
+        await turns.enter("train")
+        assert moves == [("actor_train[0]", "all")]
+        assert not await turns.engine_restored(0)  # the device is the trainer's now
+        assert moves[1:] == [("actor_infer[0]", "none")]
+        roles.alive.add(0)
+        await turns.enter("publish")
+        await turns.enter("generate")
+        assert roles.router.inside == {0, 1}
+        moves.clear()
+        assert await turns.engine_restored(0)
+        assert moves == []
 
     go(main())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import ToyRunner, go, party, tasks, turns, until
+from toys import ToyRunner, go, known_bug, party, tasks, turns, until
 
 from roll.config.errors import RunError
 from roll.config.schema import EvalConfig
@@ -79,17 +79,24 @@ def test_an_evaluation_nobody_could_judge_names_the_reason() -> None:
         evaluate(2, lambda s: "no grader", samples=3)
 
 
-@pytest.mark.parametrize("after", [*range(8), 20, 40])
-def test_a_cancelled_evaluation_leaves_nothing_anywhere(after: int) -> None:
+@pytest.mark.parametrize(
+    "after",
+    [*range(8), 20, 40, "judging", pytest.param("judged", marks=known_bug("a cancelled evaluation forgets nothing"))],
+)
+def test_a_cancelled_evaluation_leaves_nothing_anywhere(after: int | str) -> None:
     async def main() -> None:
         run = await party(2, 2)
         evaluator = Evaluator(tasks(1, 2).held_out, run.pool, EvalConfig(samples=5))
         call = asyncio.create_task(evaluator.evaluate(0))
-        await turns(after)
-        if after == 40:
+        await turns(after if isinstance(after, int) else 60)
+        if isinstance(after, str):
             assert len(run.running) == 5
+            run.judges[0].gate.clear()
             run.toys[0].finish("eval.0.0", [])
             await until(lambda: run.judges[0].judged)
+            if after == "judged":
+                run.judges[0].gate.set()
+                await until(lambda: run.pool._loads == [2, 2])
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
@@ -101,7 +108,7 @@ def test_a_cancelled_evaluation_leaves_nothing_anywhere(after: int) -> None:
 
 def test_an_error_that_is_nobodys_sample_ends_the_whole_evaluation() -> None:
     async def main() -> None:
-        runner = ToyRunner(dies_second, lambda sample: 3 if sample.id == "eval.0.1" else 100_000)
+        runner = ToyRunner(dies_second, lambda sample: 0.1 if sample.id == "eval.0.1" else 1000)
         pool = await runner.pool(2)
         with pytest.raises(RunError, match="the engine died"):
             await Evaluator(tasks(1, 2).held_out, pool, EvalConfig(samples=4)).evaluate(0)
@@ -110,5 +117,58 @@ def test_an_error_that_is_nobodys_sample_ends_the_whole_evaluation() -> None:
 
     def dies_second(sample: Sample) -> float | Exception:
         return RunError("the engine died") if sample.id == "eval.0.1" else 1.0
+
+    go(main())
+
+
+def test_held_out_samples_go_before_those_to_train_on() -> None:
+    async def main() -> None:
+        run = await party(1, max_running=1)
+        first = run.start(run.group(0, 1), order=0)
+        await until(lambda: run.running)
+        second = run.start(run.group(1, 1), order=1)
+        call = asyncio.create_task(Evaluator(tasks(1, 1).held_out, run.pool, EvalConfig(samples=1)).evaluate(0))
+        await asyncio.sleep(1)
+        for expected in ("0.0", "eval.0.0", "1.0"):
+            await until(lambda expected=expected: run.running == {expected})
+            run.answer()
+        await asyncio.gather(first, second, call)
+
+    go(main())
+
+
+@known_bug("the homes of samples that died with their worker are kept")
+def test_an_evaluation_survives_the_death_of_a_worker() -> None:
+    async def main() -> None:
+        run = await party(1, 2, lambda task, response: 1.0, pace_s=1.0, tries=2)
+        evaluator = Evaluator(tasks(1, 2).held_out, run.pool, EvalConfig(samples=6, show=6))
+        call = asyncio.create_task(evaluator.evaluate(0))
+        await asyncio.sleep(1.5)
+        run.kill_worker(0)
+        evaluation = await call
+        assert evaluation is not None
+        assert (evaluation.accuracy, evaluation.failed) == (1.0, 0)
+        assert 0 < len(evaluation.answers) <= 6
+        await run.revive_worker(0)
+        await asyncio.sleep(60)
+        run.assert_empty()
+
+    go(main())
+
+
+@known_bug("the homes of samples that died with their worker are kept")
+def test_answers_that_died_with_their_worker_are_not_shown() -> None:
+    async def main() -> None:
+        run = await party(1, 2, lambda task, response: 1.0, tries=1)
+        evaluator = Evaluator(tasks(1, 2).held_out, run.pool, EvalConfig(samples=4, show=4))
+        call = asyncio.create_task(evaluator.evaluate(0))
+        await until(lambda: len(run.running) == 4)
+        run.answer("eval.0.0", "eval.0.1")  # one at each worker
+        await until(lambda: run.pool._loads == [1, 1])
+        run.kill_worker(0)
+        run.answer()
+        evaluation = await call
+        assert evaluation is not None
+        assert evaluation.failed == 1
 
     go(main())

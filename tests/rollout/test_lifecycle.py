@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from toys import Moves
 
 from roll.data import Sample, Task
-from roll.rollout.lifecycle import MOVES, Lifecycle
+from roll.rollout.lifecycle import ENDS, MOVES, Lifecycle, State
 from roll.run.ledger import Ledger
 
 STATES = [state for state in MOVES if state != "new"]
@@ -32,7 +32,16 @@ def test_every_state_of_the_table_can_be_reached_and_left_only_for_states_of_the
         frontier = set().union(*(MOVES[state] for state in frontier)) - reached
         reached |= frontier
     assert reached == set(MOVES)
-    assert [state for state in STATES if not MOVES[state]] == ["trained", "dropped", "failed"]
+    assert [state for state in STATES if not MOVES[state]] == ["trained", "dropped"]
+    assert MOVES["failed"] == {"queued"}  # while tries are left
+    assert {state for state in STATES if MOVES[state] <= {"queued"}} == ENDS
+    assert set(get_args(State)) == set(STATES)
+
+
+@pytest.mark.parametrize("state", ["queued", "generating", "paused", "acting", "scoring"])
+def test_whoever_works_on_a_sample_may_lose_fail_or_drop_it(state: str) -> None:
+    assert MOVES[state] >= {"failed", "dropped"}
+    assert state == "queued" or "queued" in MOVES[state]
 
 
 @pytest.mark.parametrize("old", MOVES)
@@ -93,3 +102,26 @@ def test_without_a_ledger_moves_are_still_checked() -> None:
     Lifecycle(None).move(subject, "queued")
     with pytest.raises(AssertionError):
         Lifecycle(None).move(subject, "scored")
+
+
+def test_a_move_is_timed_by_the_clock_or_by_who_saw_it() -> None:
+    moves: Any = Moves()
+    now = 100.0
+    life, subject = Lifecycle(moves, clock=lambda: now), sample()
+    life.move(subject, "queued")
+    life.move(subject, "generating", time_s=103.5)
+    now = 104.0
+    life.move(subject, "queued")
+    life.move(subject, "generating", time_s=103.0)  # clocks of two machines may differ a little
+    life.move(subject, "failed", time_s=110.0)
+    assert subject.seconds == {"queued": 3.5, "generating": 0.5 + 7.0}
+    assert [record.time_s for record in moves.records] == [100.0, 103.5, 104.0, 103.0, 110.0]
+    assert subject.entered_s == 110.0
+
+
+def test_samples_of_an_earlier_process_are_dropped_by_name() -> None:
+    moves: Any = Moves()
+    Lifecycle(moves, clock=lambda: 5.0).close_unfinished(["3.0", "3.1"], "resumed")
+    records = [(r.sample, r.state, r.reason, r.time_s) for r in moves.records]
+    assert records == [("3.0", "dropped", "resumed", 5.0), ("3.1", "dropped", "resumed", 5.0)]
+    Lifecycle(None).close_unfinished(["3.0"], "resumed")

@@ -1,17 +1,17 @@
-"""The router: which engine a group gets, and how engines leave and join while groups come and go."""
+"""The router: which engine a group gets, who waits and in which order, and how engines leave, die and join meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import go, turns
+from toys import go, known_bug, turns
 
 from roll.config.errors import RunError
-from roll.rollout.router import Router
+from roll.rollout.router import Router, Ticket
 
 
 class Guests:
@@ -19,57 +19,296 @@ class Guests:
 
     def __init__(self, router: Router) -> None:
         self.router = router
-        self.seats: dict[str, int] = {}
+        self.tickets: dict[str, Ticket] = {}
+        self.order: list[str] = []
+        """Those who got seats, in the order they did."""
         self.tasks: dict[str, asyncio.Task[None]] = {}
-        self._gates: dict[str, asyncio.Event] = {}
 
-    async def come(self, name: str, tokens: int) -> None:
-        self._gates[name] = asyncio.Event()
-        self.tasks[name] = asyncio.create_task(self._sit(name, tokens))
+    @property
+    def seats(self) -> dict[str, int]:
+        return {name: ticket.engine for name, ticket in self.tickets.items()}
+
+    async def come(self, name: str, samples: int = 1, **rank: int) -> None:
+        self.tasks[name] = asyncio.create_task(self._sit(name, samples, rank))
         await turns(3)
 
-    async def _sit(self, name: str, tokens: int) -> None:
-        async with self.router.seat(tokens) as engine:
-            self.seats[name] = engine
-            try:
-                await self._gates[name].wait()
-            finally:
-                del self.seats[name]
+    async def _sit(self, name: str, samples: int, rank: dict[str, int]) -> None:
+        self.tickets[name] = await self.router.seat(samples, **rank)
+        self.order.append(name)
 
     async def go(self, *names: str) -> None:
         for name in names:
-            self._gates[name].set()
+            self.router.free(self.tickets.pop(name))
             await self.tasks.pop(name)
+        await turns(3)
+
+    def samples(self, engine: int) -> int:
+        return sum(ticket.samples for ticket in self.tickets.values() if ticket.engine == engine)
+
+    async def leave_all(self) -> None:
+        while self.tasks:
+            await self.go(*list(self.tickets))
 
 
-def test_a_group_goes_to_the_engine_with_the_fewest_tokens_to_come() -> None:
+def running(router: Router, count: int) -> list[int]:
+    return [router.running(engine) for engine in range(count)]
+
+
+# which engine
+
+
+def test_a_group_goes_to_the_engine_with_the_fewest_samples() -> None:
     async def main() -> None:
         guests = Guests(Router(3))
-        for name, tokens in (("a", 10), ("b", 5), ("c", 1), ("d", 1), ("e", 9), ("f", 1)):
-            await guests.come(name, tokens)
+        for name, samples in (("a", 10), ("b", 5), ("c", 1), ("d", 1), ("e", 9), ("f", 1)):
+            await guests.come(name, samples)
         assert guests.seats == {"a": 0, "b": 1, "c": 2, "d": 2, "e": 2, "f": 1}
+        assert running(guests.router, 3) == [10, 6, 11]
         await guests.go("a")
         await guests.come("g", 40)
         assert guests.seats["g"] == 0
         await guests.go(*"bcdefg")
-        assert guests.router._loads == [0, 0, 0]
+        assert running(guests.router, 3) == [0, 0, 0]
 
     go(main())
 
 
-def test_a_seat_is_free_again_whatever_ends_the_group() -> None:
+def test_ties_go_to_the_first_engine() -> None:
     async def main() -> None:
-        guests = Guests(Router(2))
-        await guests.come("a", 10)
-        guests.tasks["a"].cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await guests.tasks["a"]
-        with pytest.raises(KeyError):
-            async with guests.router.seat(7):
-                raise KeyError
-        assert guests.router._loads == [0, 0]
+        router = Router(3)
+        tickets = [await router.seat(4) for _ in range(6)]
+        assert [ticket.engine for ticket in tickets] == [0, 1, 2, 0, 1, 2]
+        assert [ticket.samples for ticket in tickets] == [4] * 6
 
     go(main())
+
+
+def test_the_engine_that_says_its_cache_is_emptier_is_preferred() -> None:
+    async def main() -> None:
+        router = Router(2, kv_tokens=10_000, expected_tokens=10)
+        first, second = await router.seat(4), await router.seat(4)
+        assert (first.engine, second.engine) == (0, 1)
+        router.report(0, 4000)
+        router.report(1, 100)
+        assert [(await router.seat(4)).engine for _ in range(3)] == [1, 1, 1]  # 80 tokens each, as far as is known
+        router.report(1, 5000)
+        assert (await router.seat(4)).engine == 0
+
+    go(main())
+
+
+def test_a_cache_that_would_overflow_takes_no_group_but_an_idle_engine_takes_any() -> None:
+    async def main() -> None:
+        router = Router(1, kv_tokens=1000, expected_tokens=100)
+        guests = Guests(router)
+        await guests.come("huge", 50)  # on an idle engine, however long it may become
+        assert guests.seats == {"huge": 0}
+        await guests.go("huge")
+        await guests.come("a", 4)
+        await guests.come("b", 5)
+        assert guests.seats == {"a": 0, "b": 0}  # 900 tokens, of which 950 may be planned for
+        await guests.come("c", 1)
+        assert router.waiting == 1
+        router.report(0, 300)  # what is there is shorter than was expected
+        await turns()
+        assert guests.seats["c"] == 0
+        assert router.waiting == 0
+        await guests.leave_all()
+
+    go(main())
+
+
+def test_what_samples_came_to_is_what_later_ones_are_expected_to() -> None:
+    async def main() -> None:
+        router = Router(1, kv_tokens=1000, expected_tokens=10)
+        for _ in range(1000):
+            router.learn(200)
+        guests = Guests(router)
+        await guests.come("a", 3)
+        await guests.come("b", 2)
+        assert guests.seats == {"a": 0}
+        await guests.come("c", 1)
+        assert router.waiting == 2
+        await guests.leave_all()
+
+    go(main())
+
+
+def test_a_place_is_free_again_whatever_becomes_of_the_group() -> None:
+    async def main() -> None:
+        router = Router(2, max_running=2)
+        guests = Guests(router)
+        await guests.come("a", 2)
+        await guests.come("b", 2)
+        await guests.come("c", 2)
+        assert router.waiting == 1
+        guests.tasks["c"].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await guests.tasks.pop("c")
+        assert (router.waiting, running(router, 2)) == (0, [2, 2])
+        await guests.go("a", "b")
+        assert running(router, 2) == [0, 0]
+
+    go(main())
+
+
+def test_a_group_cancelled_in_the_moment_it_gets_its_place_gives_it_back() -> None:
+    async def main() -> None:
+        router = Router(1, max_running=1)
+        first = await router.seat(1)
+        waiting = asyncio.create_task(router.seat(1))
+        await turns()
+        router.free(first)
+        assert router.running(0) == 1
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert router.running(0) == 0
+
+    go(main())
+
+
+def test_places_are_given_back_one_by_one_and_never_more_than_there_are() -> None:
+    async def main() -> None:
+        router = Router(1)
+        ticket, other = await router.seat(3), await router.seat(2)
+        router.free(ticket, 1)
+        assert router.running(0) == 4
+        router.free(ticket, 5)
+        router.free(ticket)
+        assert (router.running(0), ticket.samples, other.samples) == (2, 0, 2)
+
+    go(main())
+
+
+def test_who_goes_on_where_it_was_has_a_place_there_at_once() -> None:
+    async def main() -> None:
+        router = Router(2, max_running=1)
+        guests = Guests(router)
+        await guests.come("a")
+        ticket = router.take(0)
+        assert (ticket.engine, ticket.samples, router.running(0)) == (0, 1, 2)
+        await guests.come("b")
+        await guests.come("c")
+        assert guests.seats == {"a": 0, "b": 1}
+        await guests.go("a")
+        assert router.waiting == 1  # there is still one on it
+        router.free(ticket)
+        await turns()
+        assert guests.seats["c"] == 0
+        await guests.leave_all()
+        leaving = router.take(1)
+        router.lose(1)
+        router.free(leaving)
+        assert running(router, 2) == [0, 0]
+
+    go(main())
+
+
+# who waits
+
+
+def test_groups_wait_while_engines_are_full_and_one_more_than_there_is_room_for_may_be_on_each() -> None:
+    async def main() -> None:
+        router = Router(2, max_running=4)
+        guests = Guests(router)
+        for name in "abcdef":
+            await guests.come(name, 3)
+        assert guests.seats == {"a": 0, "b": 1, "c": 0, "d": 1}
+        assert running(router, 2) == [6, 6]
+        assert router.waiting == 2
+        router.free(guests.tickets["a"], 2)
+        await turns()
+        assert router.waiting == 2  # still as many as may run
+        router.free(guests.tickets["a"], 1)
+        await turns()
+        assert guests.seats["e"] == 0
+        await guests.leave_all()
+        assert running(router, 2) == [0, 0]
+
+    go(main())
+
+
+def test_a_higher_priority_goes_first_then_a_lower_order_then_who_came_first() -> None:
+    async def main() -> None:
+        router = Router(1, max_running=1)
+        guests = Guests(router)
+        await guests.come("first")
+        await guests.come("late", order=7)
+        await guests.come("later", order=9)
+        await guests.come("old", order=2)
+        await guests.come("old too", order=2)
+        await guests.come("urgent", priority=1, order=50)
+        await guests.come("most urgent", priority=2, order=60)
+        await guests.come("whenever", priority=-1, order=0)
+        await guests.leave_all()
+        expected = ["first", "most urgent", "urgent", "old", "old too", "late", "later", "whenever"]
+        assert guests.order == expected
+
+    go(main())
+
+
+def test_without_an_order_groups_wait_in_the_order_they_came() -> None:
+    async def main() -> None:
+        guests = Guests(Router(1, max_running=1))
+        for name in "abcde":
+            await guests.come(name)
+        await guests.leave_all()
+        assert guests.order == list("abcde")
+
+    go(main())
+
+
+def test_while_held_nobody_gets_a_place() -> None:
+    async def main() -> None:
+        router = Router(1)
+        guests = Guests(router)
+        await guests.come("a")
+        router.hold(True)
+        await guests.come("b")
+        await guests.go("a")
+        router.join(0)
+        await turns()
+        assert guests.seats == {}
+        router.hold(False)
+        await turns()
+        assert guests.seats == {"b": 0}
+        await guests.leave_all()
+
+    go(main())
+
+
+def test_nobody_waits_for_ever() -> None:
+    async def main() -> None:
+        router = Router(2, deadline_s=0.02, max_running=1)
+        ticket = await router.seat(1)
+        with pytest.raises(RunError, match=r"engine 0 has not finished its samples for 0\.02 s"):
+            await router.leave(ticket.engine)
+        await router.seat(1)
+        with pytest.raises(RunError, match=r"engines are full and nothing ends for 0\.02 s"):
+            await router.seat(1)
+        router.bar(1)
+        with pytest.raises(RunError, match=r"no engine has joined for 0\.02 s"):
+            await router.seat(1)
+        assert router.waiting == 0
+
+    go(main())
+
+
+def test_as_long_as_something_ends_waiting_goes_on() -> None:
+    async def main() -> None:
+        router = Router(1, deadline_s=1, max_running=1)
+        guests = Guests(router)
+        for number in range(8):
+            await guests.come(str(number))
+        for number in range(8):  # the last one waits for almost 7 s
+            await asyncio.sleep(0.9)
+            await guests.go(str(number))
+
+    go(main())
+
+
+# engines that come and go
 
 
 def test_an_engine_that_leaves_is_waited_for_and_gets_nothing() -> None:
@@ -77,11 +316,11 @@ def test_an_engine_that_leaves_is_waited_for_and_gets_nothing() -> None:
         router = Router(2)
         guests = Guests(router)
         await guests.come("a", 1)
-        await guests.come("b", 100)
+        await guests.come("b", 10)
         leaving = asyncio.create_task(router.leave(0))
         await turns()
-        assert router.inside == {1}
         assert not leaving.done()
+        assert router.inside == {1}
         await guests.come("c", 1)
         assert guests.seats == {"a": 0, "b": 1, "c": 1}
         await guests.go("b")
@@ -100,6 +339,21 @@ def test_an_engine_that_leaves_is_waited_for_and_gets_nothing() -> None:
     go(main())
 
 
+def test_a_barred_engine_gets_nothing_and_keeps_what_it_has() -> None:
+    async def main() -> None:
+        router = Router(2)
+        guests = Guests(router)
+        await guests.come("a")
+        router.bar(0)
+        await guests.come("b")
+        await guests.come("c")
+        assert guests.seats == {"a": 0, "b": 1, "c": 1}
+        assert running(router, 2) == [1, 2]
+        await guests.leave_all()
+
+    go(main())
+
+
 def test_leaving_and_joining_may_be_repeated() -> None:
     async def main() -> None:
         router = Router(1)
@@ -107,8 +361,7 @@ def test_leaving_and_joining_may_be_repeated() -> None:
         await router.leave(0)
         router.join(0)
         router.join(0)
-        async with router.seat(3) as engine:
-            assert engine == 0
+        assert (await router.seat(3)).engine == 0
 
     go(main())
 
@@ -142,82 +395,204 @@ def test_a_group_that_waits_for_an_engine_can_be_cancelled() -> None:
         router.join(0)
         await turns()
         assert guests.seats == {}
-        assert router._loads == [0]
+        assert running(router, 1) == [0]
 
     go(main())
 
 
-def test_nobody_waits_for_ever() -> None:
+def test_a_dead_engine_has_nothing_gets_nothing_and_forgets_its_places() -> None:
     async def main() -> None:
-        router = Router(2, deadline_s=0.02)
-        async with router.seat(1) as engine:
-            with pytest.raises(RunError, match=rf"engine {engine} has not finished its samples for 0\.02 s"):
-                await router.leave(engine)
-        await router.leave(1)
-        with pytest.raises(RunError, match=r"no engine has joined for 0\.02 s"):
-            async with router.seat(1):
-                pass
+        router = Router(2)
+        guests = Guests(router)
+        await guests.come("a", 3)
+        await guests.come("b", 9)
+        leaving = asyncio.create_task(router.leave(0))
+        router.lose(0)
+        await leaving  # what it had is no longer its own
+        assert (router.inside, running(router, 2)) == ({1}, [0, 9])
+        await guests.come("c", 1)
+        assert guests.seats["c"] == 1
+        router.join(0)
+        await guests.come("d", 2)
+        assert guests.seats["d"] == 0
+        await guests.go("a")  # its place was that of the engine's earlier life
+        assert running(router, 2) == [2, 10]
+        await guests.leave_all()
+        assert running(router, 2) == [0, 0]
 
     go(main())
 
 
-STEPS = ["seat", "seat", "free", "leave", "join"]
+def test_the_cache_of_a_dead_engine_is_forgotten() -> None:
+    async def main() -> None:
+        router = Router(2, kv_tokens=1000, expected_tokens=10)
+        await router.seat(2)
+        router.report(0, 900)
+        router.lose(0)
+        router.join(0)
+        assert (await router.seat(2)).engine == 0
+
+    go(main())
+
+
+@known_bug("who waits for an engine is not looked at again when less is expected")
+def test_an_idle_engine_has_an_empty_cache_whatever_it_last_said() -> None:
+    async def main() -> None:
+        router = Router(2, kv_tokens=1000, expected_tokens=100)
+        guests = Guests(router)
+        await guests.come("a", 5)
+        await guests.come("b", 5)
+        router.report(0, 940)
+        router.report(1, 900)
+        await guests.go("a")
+        await guests.come("c", 5)
+        assert guests.seats == {"b": 1, "c": 0}
+        await guests.leave_all()
+
+    go(main())
+
+
+@known_bug("who waits for an engine is not looked at again when less is expected")
+def test_who_waits_hears_that_samples_are_shorter_than_expected() -> None:
+    async def main() -> None:
+        router = Router(1, kv_tokens=1000, expected_tokens=300)
+        guests = Guests(router)
+        await guests.come("a", 2)
+        await guests.come("b", 2)
+        assert router.waiting == 1
+        for _ in range(200):
+            router.learn(10)
+        await turns()
+        assert router.waiting == 0
+        await guests.leave_all()
+
+    go(main())
+
+
+STEPS = [
+    "seat",
+    "seat",
+    "seat",
+    "take",
+    "free",
+    "free",
+    "part",
+    "leave",
+    "join",
+    "lose",
+    "hold",
+    "release",
+    "report",
+    "learn",
+]
 
 
 @given(
     count=st.integers(1, 4),
-    steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 50)), max_size=40),
+    max_running=st.sampled_from([0, 1, 3, 8]),
+    kv_tokens=st.sampled_from([0, 100]),
+    steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 50)), max_size=50),
 )
-@settings(max_examples=80, derandomize=True, deadline=None)
-def test_any_coming_and_going_keeps_what_the_router_promises(count: int, steps: list[tuple[str, int]]) -> None:
+@settings(max_examples=150, derandomize=True, deadline=None)
+def test_any_coming_and_going_keeps_what_the_router_promises(
+    count: int, max_running: int, kv_tokens: int, steps: list[tuple[str, int]]
+) -> None:
     async def main() -> None:
-        router = Router(count)
+        router = Router(count, max_running=max_running, kv_tokens=kv_tokens, expected_tokens=8)
         guests = Guests(router)
-        tokens: dict[str, int] = {}
+        groups: dict[str, int] = {}
         leaving: dict[int, asyncio.Task[None]] = {}
+        lives = [0] * count
+        expected, held = 8.0, False
+        cached: list[Any] = [None] * count
+        """Tokens an engine said, and the samples it got since."""
 
-        def loads() -> list[int]:
-            return [sum(tokens[name] for name, seat in guests.seats.items() if seat == e) for e in range(count)]
+        def alive(name: str) -> bool:
+            return guests.tickets[name].incarnation == lives[guests.tickets[name].engine]
+
+        def samples(engine: int) -> int:
+            return sum(t.samples for n, t in guests.tickets.items() if t.engine == engine and alive(n))
+
+        def room(engine: int, wanted: int) -> bool:
+            if not samples(engine):
+                return True
+            if max_running and samples(engine) >= max_running:
+                return False
+            if cached[engine] is None:
+                load = samples(engine) * expected
+            else:
+                load = cached[engine][0] + min(cached[engine][1], samples(engine)) * expected
+            return not kv_tokens or load + wanted * expected <= 0.95 * kv_tokens
 
         for number, (what, value) in enumerate(steps):
-            before, inside = loads(), router.inside
-            engine = value % count
+            engine, before = value % count, set(guests.tickets)
+            had = [samples(e) for e in range(count)]
             if what == "seat":
                 name = str(number)
-                tokens[name] = 1 + value
-                await guests.come(name, 1 + value)
-                assert (name in guests.seats) == bool(inside)
-                if inside:
-                    assert guests.seats[name] in inside
-                    assert before[guests.seats[name]] == min(before[e] for e in inside)
-            elif what == "free" and guests.seats:
-                await guests.go(sorted(guests.seats)[value % len(guests.seats)])
+                groups[name] = 1 + value % 5
+                await guests.come(name, groups[name], priority=value % 2)
+            elif what == "take" and engine not in leaving:
+                name = str(number)
+                groups[name], guests.tickets[name] = 1, router.take(engine)
+                guests.tasks[name] = asyncio.create_task(turns(0))
+            elif what == "free" and guests.tickets:
+                await guests.go(sorted(guests.tickets)[value % len(guests.tickets)])
+            elif what == "part" and guests.tickets:
+                router.free(guests.tickets[sorted(guests.tickets)[value % len(guests.tickets)]], 1)
             elif what == "leave" and engine not in leaving:
                 leaving[engine] = asyncio.create_task(router.leave(engine))
             elif what == "join" and (engine not in leaving or leaving[engine].done()):
                 leaving.pop(engine, None)
                 router.join(engine)
+            elif what == "lose":
+                router.lose(engine)
+                leaving.setdefault(engine, asyncio.create_task(router.leave(engine)))
+                lives[engine] += 1
+                cached[engine] = None
+            elif what in ("hold", "release"):
+                held = what == "hold"
+                router.hold(held)
+            elif what == "report":
+                cached[engine] = [value, 0]
+                router.report(engine, value)
+            elif what == "learn":
+                for _ in range(40):
+                    router.learn(value)
+                    expected += (value - expected) * 0.01
             await turns()
-            assert router._loads == loads()
+            for name in set(guests.tickets) - before:
+                seat = guests.tickets[name].engine
+                assert seat not in leaving
+                if what == "seat" and name == str(number):
+                    assert not max_running or had[seat] < max_running
+                    assert kv_tokens or had[seat] == min(had[e] for e in router.inside)
+                if cached[seat] is not None:
+                    cached[seat][1] += groups[name]
+            for e in range(count):
+                if cached[e] is not None:
+                    cached[e][1] = min(cached[e][1], samples(e))
+                    if not samples(e):
+                        cached[e] = [0, 0]  # an idle engine has nothing in its cache
+            assert running(router, count) == [samples(e) for e in range(count)]
             assert router.inside == set(range(count)) - set(leaving)
             for each, task in leaving.items():
-                assert task.done() == (loads()[each] == 0)
-            assert not router.inside or set(guests.seats) == set(guests.tasks)
+                assert task.done() == (samples(each) == 0)
+            assert router.waiting == len(guests.tasks) - len(guests.tickets)
+            if held:
+                assert set(guests.tickets) - before <= ({str(number)} if what == "take" else set())
+            elif router.waiting:
+                first = min(set(guests.tasks) - set(guests.tickets), key=lambda n: (-(value_of(steps, n) % 2), int(n)))
+                assert not any(room(e, groups[first]) for e in router.inside)
+        router.hold(False)
         for each in range(count):
             router.join(each)
         await turns()
-        await guests.go(*list(guests.tasks))
+        await guests.leave_all()
         await asyncio.gather(*leaving.values())
-        assert router._loads == [0] * count
+        assert running(router, count) == [0] * count
 
     go(main())
 
 
-def test_ties_go_to_the_first_engine() -> None:
-    async def main() -> None:
-        router = Router(3)
-        async with AsyncExitStack() as stack:
-            seats = [await stack.enter_async_context(router.seat(4)) for _ in range(6)]
-        assert seats == [0, 1, 2, 0, 1, 2]
-
-    go(main())
+def value_of(steps: list[tuple[str, int]], name: str) -> int:
+    return steps[int(name)][1]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transfer_peer import BUCKET_BYTES, LOCAL, ask, serve, spawn, tensors_of
+from transfer_peer import BUCKET_BYTES, LOCAL, answer, ask, serve, spawn, tensors_of
 
 from roll.transfer.broadcast import BroadcastGroup
 from roll.transfer.channel import ChannelKind
 from roll.transfer.digest import BLOCK_WORDS, digest, digests
-from roll.transfer.stream import Receiver, Sender
+from roll.transfer.stream import Sender
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -75,13 +75,25 @@ def test_gpu_memory_is_given_back_however_many_attached() -> None:
         assert process.exitcode == 0
 
 
-def test_nccl_of_one_rank() -> None:
-    """A GPU takes part once: more ranks need more GPUs."""
-    device = torch.device("cuda", 0)
-    group = BroadcastGroup(0, 1, LOCAL, BroadcastGroup.free_port(), "nccl", deadline_s=60, device=device)
-    tensors = tensors_of(seed=1, device="cuda")
-    sender, receiver = Sender(tensors, BUCKET_BYTES), Receiver(tensors)
-    receiver.begin(sender.manifest(1, torch.arange(3), torch.zeros(2)))
+def test_nccl_between_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL lets a GPU take part once a host, so that on one GPU the two are told that they are on different hosts: they
+    then talk by sockets, as hosts do."""
+    monkeypatch.setenv("NCCL_NET", "Socket")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("NCCL_HOSTID", "receiver")
+    process, pipe = spawn(serve)
+    monkeypatch.setenv("NCCL_HOSTID", "sender")
+    sender = Sender(tensors_of(seed=1, device="cuda"), BUCKET_BYTES)
+    ask(pipe, "make", 2, "cuda")
+    ask(pipe, "begin", sender.manifest(1, torch.arange(3), torch.zeros(2)), None)
+    port = BroadcastGroup.free_port()
+    pipe.send(("receive", (port, "nccl")))
+    group = BroadcastGroup(0, 2, LOCAL, port, "nccl", deadline_s=60, device=torch.device("cuda", 0))
     sender.broadcast(group)
-    assert receiver.finish() == []
+    assert answer(pipe) is None
+    assert ask(pipe, "finish") == []
     group.close()
+    ask(pipe, "close")
+    pipe.send(None)
+    process.join(30)
+    assert process.exitcode == 0

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roll.transfer.broadcast import BroadcastGroup
+from roll.transfer.broadcast import BroadcastBackend, BroadcastGroup
 from roll.transfer.channel import Handle, SharedMemoryChannel
 from roll.transfer.stream import Manifest, Receiver, Sender
 
@@ -56,8 +56,9 @@ class Peer:
     def load(self, bucket: int) -> None:
         self.receiver.load(bucket)
 
-    def receive(self, port: int) -> None:
-        group = BroadcastGroup(1, 2, LOCAL, port, "gloo", deadline_s=20)
+    def receive(self, port: int, backend: BroadcastBackend = "gloo") -> None:
+        device = torch.device("cuda", 0) if backend == "nccl" else None
+        group = BroadcastGroup(1, 2, LOCAL, port, backend, deadline_s=60, device=device)
         self.receiver.receive(group)
         group.close()
 

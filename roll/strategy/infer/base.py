@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from roll.engine.engine import EngineStats
-from roll.engine.request import Completion, Request
+from roll.engine.request import Completion, Progress, Request
 from roll.strategy.shelf import Level
 from roll.transfer.stream import Manifest
 from roll.transfer.weights import Weights
@@ -23,12 +23,16 @@ class InferStrategy(Protocol):
         """What finished since the last call: waits for at least one while anything is submitted."""
         ...
 
+    def progress(self, heard: Mapping[str, int]) -> list[Progress]:
+        """What running requests have drawn beyond the number of tokens that was heard of each."""
+        ...
+
     def abort(self, ids: Sequence[str]) -> None:
         """Ends requests early; what they have so far arrives among the results, marked `abort`."""
         ...
 
     def pause(self) -> None:
-        """Stops generating; requests stay where they are."""
+        """Stops generating; requests stay where they are, with what they have, also while weights are loaded."""
         ...
 
     def resume(self) -> None: ...

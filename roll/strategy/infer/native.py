@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -15,10 +16,13 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from roll.config.errors import RunError
 from roll.engine.engine import Engine, EngineStats
-from roll.engine.request import Completion, Request
+from roll.engine.request import Completion, Progress, Request
 from roll.strategy.shelf import Level, Shelf
 from roll.transfer.stream import Manifest
 from roll.transfer.weights import Weights, check_probe, check_shared, named_tensors
+
+_PAUSE_S = 0.05
+"""How often a paused engine looks whether something was aborted."""
 
 
 class NativeStrategy:
@@ -46,20 +50,33 @@ class NativeStrategy:
         return self._engine
 
     def submit(self, requests: Sequence[Request]) -> None:
+        engine = self.engine if self._running.is_set() else self._present()  # a paused one may be loading weights
         for request in requests:
-            self.engine.add(request)
+            engine.add(request)
 
     async def results(self) -> list[Completion]:
-        while not self._finished and self.engine.has_work:
-            await self._running.wait()
+        while not self._finished:
+            if not self._running.is_set():
+                await self._while_paused()
+                continue
+            if not self.engine.has_work:
+                break
             self._finished.extend(self.engine.step())
             await asyncio.sleep(0)
         finished, self._finished = self._finished, []
         return finished
 
+    async def _while_paused(self) -> None:
+        """Waits until it may go on, or something was aborted, or a while has passed."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._running.wait(), _PAUSE_S)
+
+    def progress(self, heard: Mapping[str, int]) -> list[Progress]:
+        return self._engine.progress(heard) if self._engine is not None else []
+
     def abort(self, ids: Sequence[str]) -> None:
         for id in ids:
-            completion = self.engine.abort(id)
+            completion = self._present().abort(id)
             if completion is not None:
                 self._finished.append(completion)
 
@@ -68,6 +85,10 @@ class NativeStrategy:
 
     def resume(self) -> None:
         self._running.set()
+
+    def _present(self) -> Engine:
+        """The engine, whether or not its weights are verified."""
+        return self.engine if self._engine is None else self._engine
 
     def load_weights(self, weights: Weights) -> None:
         assert self._own_model is None, "an engine with a model of its own receives weights"

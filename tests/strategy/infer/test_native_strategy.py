@@ -213,6 +213,69 @@ def test_a_pause_stops_generating_and_loses_nothing() -> None:
     go(main())
 
 
+def test_what_was_aborted_in_a_pause_arrives_before_it_ends_and_nothing_else_is_generated() -> None:
+    async def main() -> None:
+        served = strategy()
+        served.submit([request("a", 40), request("b", 40)])
+        waiting = asyncio.create_task(served.results())
+        await turns(6)
+        served.pause()
+        await turns(2)
+        tokens = served.stats().generated_tokens
+        served.abort(["a"])
+        (done,) = await waiting
+        assert (done.id, done.finish) == ("a", "abort")
+        assert served.stats().generated_tokens == tokens
+        served.resume()
+        assert [done.id for done in await drain(served)] == ["b"]
+
+    go(main())
+
+
+def test_a_paused_engine_takes_requests_while_its_weights_are_not_verified() -> None:
+    """New weights may be on their way; what arrives meanwhile waits for them."""
+
+    async def main() -> None:
+        served = strategy()
+        served.pause()
+        served._verified = False
+        served.submit([request("a")])
+        waiting = asyncio.create_task(served.results())
+        await turns()
+        assert not waiting.done()
+        served.load_weights(TRAINER.weights(1))
+        served.resume()
+        (done,) = await waiting
+        assert done.versions.tolist() == [1] * 5
+
+    go(main())
+
+
+def test_progress_is_told_of_running_requests_beyond_what_was_heard() -> None:
+    async def main() -> None:
+        unready = NativeStrategy(TOKENIZER, max_running=2, exact=False)
+        assert unready.progress({}) == []
+        served = strategy(max_running=1)
+        served.submit([request("a", 12, seed=4), request("b", 12)])
+        waiting = asyncio.create_task(served.results())
+        await turns(6)
+        (told,) = served.progress({})
+        assert (told.id, told.start) == ("a", 0)
+        assert 0 < len(told.ids) < 12
+        assert served.progress({"a": len(told.ids)}) == []
+        await turns(3)
+        served.pause()
+        (more,) = served.progress({"a": len(told.ids)})  # also of what stands still
+        assert more.start == len(told.ids)
+        served.resume()
+        (done,) = await waiting
+        assert done.ids.tolist()[: len(told.ids) + len(more.ids)] == [*told.ids.tolist(), *more.ids.tolist()]
+        await drain(served)
+        assert served.progress({}) == []
+
+    go(main())
+
+
 def test_other_coroutines_run_between_steps() -> None:
     async def main() -> None:
         served = strategy()

@@ -1,0 +1,226 @@
+"""Whether a ledger balances: every draw was trained on once, or dropped for good with a reason, or is to come again.
+
+A *draw* is a task of an epoch, as the order gave it out; a group is issued for it, and another whenever it came back. A
+group ends in one of three ways, which the ledger tells:
+
+- *trained*: at least one sample is `trained`. The others of the group ended by themselves, each with its own reason
+  (its grader died, it was dropped alone).
+- *drawn again*: at least one sample is `dropped` with a reason that begins with one of `AGAIN`, and none is trained:
+  `cut` and `surplus` (the step was full without it), `resumed` (it was under way at the checkpoint that the run went
+  back to) and `ended` (it was under way when the run stopped). The draw came back to the order: it has a later group, or the order still holds it.
+- *final*: everything else. All samples are `dropped` or `failed`, each with a reason: no signal, too few that could be
+  judged, stale, a solve rate, a quarantine, its tries used up, somebody's wish. The draw has no later group, and the
+  order does not hold it.
+
+So of the groups of a draw all but the last say that they were drawn again, and the last is trained, final, or drawn again
+and held by the order. A group that somebody added has no draw, and never comes again.
+
+Only the file is read, with a replay of its own: a sample's path is its records, without those behind the position that a
+`rolled_back` record names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+from zlib import crc32
+
+from roll.rollout.lifecycle import ENDS, MOVES
+
+AGAIN = ("cut:", "surplus:", "resumed:", "ended:")
+End = Literal["trained", "again", "final", "open"]
+DrawKey: TypeAlias = tuple[str, int]
+"""Task and epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A record and where it begins."""
+
+    offset: int
+    sample: str
+    state: str
+    reason: str
+    info: Mapping[str, Any]
+
+    @property
+    def group(self) -> int:
+        return int(self.sample.partition(".")[0])
+
+
+def entries(path: Path) -> Iterator[Entry]:
+    """All records of a ledger, up to a half-written one."""
+    offset = 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n") or int(line[:8], 16) != crc32(line[9:-1]):
+                return
+            said = json.loads(line[9:])
+            yield Entry(offset, said["sample"], said["state"], said.get("reason", ""), said.get("info", {}))
+            offset += len(line)
+
+
+@dataclass
+class Story:
+    """The lineage of the final weights: each sample's path, and the most groups that were under way at once."""
+
+    extra: frozenset[str] = frozenset()
+    """Tasks that no order knows: their groups were added."""
+    paths: dict[str, list[Entry]] = field(default_factory=dict)
+    volume: int = 0
+    """The most groups of draws that were under way at once, in any lineage."""
+    _open: Counter[int] = field(default_factory=Counter)
+    """Samples of each group that have not ended."""
+    _added: set[int] = field(default_factory=set)
+
+    @classmethod
+    def read(cls, path: Path, extra: frozenset[str] = frozenset()) -> Story:
+        story = cls(extra)
+        for entry in entries(path):
+            story._enter(entry)
+        return story
+
+    def _enter(self, entry: Entry) -> None:
+        path = self.paths.setdefault(entry.sample, [])
+        before = _is_open(path)
+        if entry.info.get("task") in self.extra:
+            self._added.add(entry.group)
+        elif "task" in entry.info:
+            self._added.discard(entry.group)
+        if entry.state == "rolled_back":
+            while path and path[-1].offset >= entry.info["position"]:
+                path.pop()
+            if not path:
+                del self.paths[entry.sample]
+        else:
+            path.append(entry)
+        self._open[entry.group] += _is_open(path) - before
+        if not self._open[entry.group]:
+            del self._open[entry.group]
+        if "task" in entry.info:
+            self.volume = max(self.volume, len(self._open.keys() - self._added))
+
+    def groups(self) -> dict[int, list[list[Entry]]]:
+        """The paths of each group's samples, groups in the order they were issued."""
+        found: dict[int, list[list[Entry]]] = defaultdict(list)
+        for path in self.paths.values():
+            found[path[0].group].append(path)
+        return dict(sorted(found.items()))
+
+    def states(self) -> dict[str, tuple[str, str]]:
+        """State and reason of every sample now."""
+        return {sample: (path[-1].state, path[-1].reason) for sample, path in self.paths.items()}
+
+
+def _is_open(path: list[Entry]) -> bool:
+    return bool(path) and path[-1].state not in ENDS
+
+
+def end_of(paths: list[list[Entry]]) -> End:
+    """How a group ended."""
+    lasts = [path[-1] for path in paths]
+    if any(last.state not in ENDS for last in lasts):
+        return "open"
+    if any(last.state == "trained" for last in lasts):
+        return "trained"
+    return "again" if any(last.state == "dropped" and last.reason.startswith(AGAIN) for last in lasts) else "final"
+
+
+def invalid_paths(story: Story) -> list[str]:
+    """Samples that went where `MOVES` has no way, that ended without a reason or were trained on twice."""
+    wrong = []
+    for sample, path in story.paths.items():
+        states = ["new", *(entry.state for entry in path)]
+        for before, after in zip(states, states[1:], strict=False):
+            if after not in MOVES[before]:
+                wrong.append(f"sample {sample} went from {before} to {after}: {states}")
+        if states.count("trained") > 1:
+            wrong.append(f"sample {sample} was trained on twice")
+        if path[-1].state in ("dropped", "failed") and not path[-1].reason:
+            wrong.append(f"sample {sample} is {path[-1].state} without a reason")
+    return wrong
+
+
+def too_old(story: Story, most: int, masked: bool) -> list[str]:
+    """Samples that were trained on more than `most` versions after their first token; if old tokens are masked, those of
+    groups in which no token counts."""
+    wrong = []
+    for group, paths in story.groups().items():
+        newest = []
+        for path in paths:
+            if path[-1].state != "trained":
+                continue
+            version = path[-1].info["version"] - 1
+            drawn = next(entry for entry in reversed(path) if entry.state == "scoring").info["versions"]
+            newest.append(drawn[1] >= version - most)
+            if not masked and version - drawn[0] > most:
+                wrong.append(f"sample {path[0].sample} of versions {drawn} was trained on at version {version}")
+        if newest and not any(newest):
+            wrong.append(f"no token of group {group} is new enough")
+    return wrong
+
+
+def unbalanced(story: Story, draws: Mapping[int, DrawKey], held: list[DrawKey]) -> list[str]:
+    """What does not add up: `draws` says which draw each group was issued for, `held` what the order has yet to bring
+    again. Groups that are missing in `draws` were added."""
+    groups = story.groups()
+    wrong = [f"group {group} of {draws[group]} is not on record" for group in draws if group not in groups]
+    ends: dict[DrawKey, list[tuple[int, End]]] = defaultdict(list)
+    for group, paths in groups.items():
+        end = end_of(paths)
+        if end == "open":
+            wrong.append(f"group {group} has not ended: {[path[-1].state for path in paths]}")
+        if group in draws:
+            ends[draws[group]].append((group, end))
+            task = paths[0][0].info["task"]
+            if task != draws[group][0]:
+                wrong.append(f"group {group} is of task {task}, but was drawn for {draws[group]}")
+    for draw, of_draw in ends.items():
+        wrong += _wrong_ends(draw, of_draw, held.count(draw))
+    return wrong + [f"{draw} is to come again, but was never issued" for draw in held if draw not in ends]
+
+
+def _wrong_ends(draw: DrawKey, ends: list[tuple[int, End]], held: int) -> Iterator[str]:
+    *earlier, (last, end) = ends
+    for group, other in earlier:
+        if other != "again":
+            yield f"{draw} came again in group {last} though its group {group} is {other}: {ends}"
+    if held != (end == "again"):
+        yield f"{draw} is held {held} times by the order, and its last group {last} is {end}: {ends}"
+
+
+def held_by(order: Mapping[str, Any]) -> list[DrawKey]:
+    """What an order has yet to bring again, by its saved state."""
+    here = [*order.get("returned", ()), *order.get("gathered", ())]
+    return [(task, epoch) for task, epoch in here] + (held_by(order["base"]) if "base" in order else [])
+
+
+def ahead_of(order: Mapping[str, Any]) -> list[DrawKey]:
+    """What an order has drawn from its ground and not given out yet."""
+    here = [(task, epoch) for _, task, epoch in order.get("waiting", ())]
+    return here + (ahead_of(order["base"]) if "base" in order else [])
+
+
+def ground_of(order: Mapping[str, Any]) -> int:
+    """Draws that an order has made from its ground."""
+    return ground_of(order["base"]) if "base" in order else sum(order["drawn"].values())
+
+
+def wrong_epochs(draws: Mapping[int, DrawKey], order: Mapping[str, Any], tasks: list[str]) -> list[str]:
+    """Draws that were lost or doubled on their way from the order's ground, where every task comes once an epoch."""
+    count, ahead = ground_of(order), ahead_of(order)
+    given = set(draws.values())
+    whole, rest = divmod(count, len(tasks))
+    wrong = [f"{draw} was given out and is yet to come" for draw in ahead if draw in given]
+    found = given | set(ahead)
+    for epoch in range(whole):
+        wrong += [f"task {task} is missing in epoch {epoch}" for task in tasks if (task, epoch) not in found]
+    if len(found) != count:
+        wrong.append(f"{count} draws were made, and {len(found)} are known")
+    if sum(epoch == whole for _, epoch in found) != rest:
+        wrong.append(f"epoch {whole} has {rest} draws, and others are known")
+    return wrong

@@ -1,0 +1,169 @@
+"""A run of the real scheduler, router, pool and ledger on simulated engines, graders and environments."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from roll.cluster import Cluster, LocalExecutor, Place
+from roll.config.schema import RolloutConfig
+from roll.data.task import Task
+from roll.rollout.filters import no_signal
+from roll.rollout.lifecycle import Lifecycle
+from roll.rollout.order import TaskOrder
+from roll.rollout.pool import RolloutPool
+from roll.rollout.router import Router
+from roll.rollout.scheduler import Rollout, RolloutScheduler
+from roll.rollout.tails import make_order
+from roll.run.ledger import Ledger
+from simulation.engine import SimEngine
+from simulation.graders import GraderPool
+from simulation.rollouts import SimRollouts
+from simulation.workload import StepGroups, Workload
+
+
+@dataclass
+class StepTimes:
+    """When a step's batch was there, and when its weights were out; which groups it had."""
+
+    rolled_out_s: float
+    published_s: float
+    groups: StepGroups
+    ages: list[int] = field(default_factory=list)
+    bias: float = 0.0
+
+
+class SimRun:
+    """Everything a run has, on the running loop's clock."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        ledger: Ledger,
+        *,
+        workers: int = 4,
+        tasks: int = 100_000,
+        order: TaskOrder | None = None,
+        **rollout: object,
+    ) -> None:
+        self.workload = workload
+        self.ledger = ledger
+        loop = asyncio.get_running_loop()
+        self.loop = loop
+        self.config = RolloutConfig.model_validate(
+            {
+                "groups_per_step": workload.groups_per_step,
+                "group_size": workload.group_size,
+                "max_new_tokens": workload.responses.max_tokens,
+                "max_running": workload.engine.max_running,
+                "kv_tokens": workload.engine.kv_tokens,
+                "max_replacements": workload.max_replacements,
+                **rollout,
+            }
+        )
+        self.engines = [SimEngine(loop, workload.engine) for _ in range(workload.engines)]
+        self.graders = GraderPool(loop, max(workload.graders, 1))
+        self.tasks = [Task(str(number), ()) for number in range(tasks)]
+        self.order = order or make_order(
+            self.tasks,
+            0,
+            order=self.config.order,
+            sample_by="epochs",
+            weights={},
+            oversample=self.config.oversample,
+            cut=self.config.cut,
+            window=self.config.lookahead,
+            groups_per_step=workload.groups_per_step,
+        )
+        self._workers = workers
+        self.rollouts: list[SimRollouts] = []
+
+    async def start(self) -> None:
+        def make(place: Place) -> SimRollouts:
+            self.rollouts.append(SimRollouts(place, self.workload, self.engines, self.graders))
+            return self.rollouts[-1]
+
+        places = [Place("rollout", rank, self._workers) for rank in range(self._workers)]
+        cluster: Cluster[SimRollouts] = await Cluster.start(LocalExecutor(1e9), make, places)
+        spec = self.workload.engine
+        self.router = Router(
+            len(self.engines), 1e9, max_running=spec.max_running, kv_tokens=spec.kv_tokens, expected_tokens=1_000.0
+        )
+        self.pool = RolloutPool(cluster, self.router, tries=5, deadline_s=1e9)  # type: ignore[arg-type]
+        self.lifecycle = Lifecycle(self.ledger, self.loop.time)
+        self.scheduler = RolloutScheduler(self.order, self.pool, self.lifecycle, self.config, no_signal)
+        self.version = 0
+        self._loads = asyncio.create_task(self._tell_loads())
+
+    async def _tell_loads(self) -> None:
+        """Engines say how full they are, once a second."""
+        while True:
+            await asyncio.sleep(1.0)
+            for number, engine in enumerate(self.engines):
+                if engine.alive:
+                    self.router.report(number, engine.kv_used_tokens)
+
+    async def step(self) -> StepTimes:
+        """One training step: the loop of a pipeline, with sleeps for training and publishing."""
+        rollout = await self.scheduler.next_rollout()
+        rolled_out_s = self.loop.time()
+        await asyncio.sleep(self.workload.train_s(group.index for group in rollout.kept))
+        await self.publish(self.version + 1)
+        self.scheduler.trained(rollout, self.version)
+        self.ledger.flush()
+        await self.pool.forget(rollout.samples)
+        return self._times(rollout, rolled_out_s)
+
+    async def publish(self, version: int) -> None:
+        self.scheduler.before_publish(version)
+        self.router.hold(True)
+        for engine in self.engines:
+            engine.pause()
+        if self.config.on_update == "abort":
+            await self.pool.displace("new weights")
+        else:
+            await self.pool.pause()
+        await asyncio.sleep(self.workload.publish_s)
+        self.version = version
+        for rollouts in self.rollouts:
+            rollouts.version = version
+        for engine in self.engines:
+            engine.resume()
+        await self.pool.resume()
+        self.router.hold(False)
+        self.scheduler.published(version)
+
+    def _times(self, rollout: Rollout, rolled_out_s: float) -> StepTimes:
+        tried = tuple(group.index for group in rollout.groups)
+        kept = tuple(group.index for group in rollout.kept)
+        return StepTimes(rolled_out_s, self.loop.time(), StepGroups(tried, kept), rollout.ages, rollout.length_bias)
+
+    @property
+    def utilisation(self) -> float:
+        """Seats of the engines that were filled, over the whole time."""
+        filled = sum(engine.stats.running_s for engine in self.engines)
+        return filled / (self.workload.engine.max_running * len(self.engines) * self.loop.time())
+
+    async def close(self) -> None:
+        self._loads.cancel()
+        await self.scheduler.close()
+
+
+async def simulate(
+    workload: Workload, steps: int, ledger: Path, on_step: Callable[[SimRun, int], None] | None = None, **settings: object
+) -> tuple[list[StepTimes], SimRun]:
+    """So many steps of a run."""
+    with Ledger.open(ledger) as record:
+        run = SimRun(workload, record, **settings)  # type: ignore[arg-type]
+        await run.start()
+        times = []
+        try:
+            for number in range(steps):
+                times.append(await run.step())
+                if on_step is not None:
+                    on_step(run, number)
+        finally:
+            await run.close()
+    return times, run

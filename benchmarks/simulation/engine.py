@@ -1,0 +1,391 @@
+"""A model of an inference engine with continuous batching, as vLLM does it, without computing a token.
+
+The engine works in steps. Each step draws one token for every running request and takes
+
+    step_s(batch, cached) = base_s + per_sequence_s × batch + per_cached_token_s × cached
+
+Between two steps, at a *boundary*, finished requests leave, waiting ones are admitted (the highest priority first, then
+in order of arrival; nobody passes one who does not fit) and their prompts are computed, during which nobody draws. When
+the next tokens of all would not fit into the cache, the one admitted last (of the lowest priority) goes back to the
+queue, and nobody is admitted at that boundary; its prompt and its tokens are computed again when it returns. Requests
+that arrive, or leave, during a step do so at its end.
+
+What always holds: the cache never holds more than `kv_tokens`; a request draws exactly `new_tokens` and then `done` is
+called once, unless it is aborted or the engine is killed; equal calls at equal times give equal times. A request that
+ended unheard, in the very moment of its last token, leaves all tokens but that one: there is always one left to draw.
+
+Steps are never simulated one by one. Until the next request finishes or the cache is full the batch is constant, so that
+such a *span* of steps is one timer; a request that joins at step c and draws n tokens finishes at step c + n whatever
+else joins or leaves, so that a heap by that number is all the engine needs: O(log n) an event.
+
+    two requests, base_s 1, per_sequence_s 0.5, 3 and 5 tokens: step 3 ends at 3 × 2.0 = 6 s, step 5 at 6 + 2 × 1.5 = 9 s
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from simulation.prefixes import Prefix, Prefixes
+from simulation.span import Span
+from simulation.spec import EngineSpec
+
+Done = Callable[[str, int], None]
+"""Called with a request's id and the tokens it drew."""
+
+
+class EngineDead(RuntimeError):
+    """The engine was killed and has not been restored."""
+
+
+@dataclass
+class EngineStats:
+    """What an engine did since it was made."""
+
+    busy_s: float = 0.0
+    """Seconds in which it computed."""
+    running_s: float = 0.0
+    """Integral of the requests running over those seconds: over `max_running` × time it is the utilisation."""
+    prefilled_tokens: int = 0
+    """Tokens of contexts computed, also those computed again."""
+    decoded_tokens: int = 0
+    """Tokens drawn, also of requests that were aborted or lost."""
+    recomputed_tokens: int = 0
+    """Tokens of contexts computed again after a preemption."""
+    preemptions: int = 0
+    kv_high_tokens: int = 0
+    """The most tokens the cache held."""
+
+    def add(self, span: Span, steps: int, now_s: float, used_tokens: int) -> None:
+        """Counts a span up to now."""
+        self.busy_s += now_s - span.entered_s
+        self.running_s += (now_s - span.entered_s) * span.batch
+        self.decoded_tokens += steps * span.batch
+        self.kv_high_tokens = max(self.kv_high_tokens, used_tokens)
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    id: str
+    prompt_tokens: int
+    new_tokens: int
+    done: Done
+    priority: int
+    prefix: Prefix | None
+    arrival: int
+    tokens: int = 0
+    """Drawn before it last joined the batch."""
+    joined: int = 0
+    """The engine's step at which it joined."""
+    seat: int = -1
+    """Number of its admission; -1 while it waits and when it has left."""
+    preempted: bool = False
+
+    @property
+    def context_tokens(self) -> int:
+        return self.prompt_tokens + self.tokens
+
+
+class SimEngine:
+    def __init__(self, loop: asyncio.AbstractEventLoop, spec: EngineSpec) -> None:
+        self.spec = spec
+        self._loop = loop
+        self._alive = True
+        self._paused = False
+        self._arrivals = 0
+        self._seats = 0
+        self._stats = EngineStats()
+        self._prefixes = Prefixes()
+        self._empty()
+
+    def _empty(self) -> None:
+        self._step = 0
+        self._requests: dict[str, _Request] = {}
+        self._waiting: list[tuple[int, int, _Request]] = []
+        """Heap by falling priority and arrival."""
+        self._finishing: list[tuple[int, int, _Request]] = []
+        """Heap by the step at which a running request draws its last token."""
+        self._youngest: list[tuple[int, int, _Request]] = []
+        """Heap by priority and falling seat: whom to preempt."""
+        self._leaving: list[_Request] = []
+        """Aborted during the span: they hold their seats and their cache until its end."""
+        self._running = 0
+        self._used_tokens = 0
+        """The cache's tokens at the beginning of the span."""
+        self._span: Span | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._requests
+
+    @property
+    def alive(self) -> bool:
+        return self._alive
+
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
+    @property
+    def running(self) -> int:
+        return self._running - len(self._leaving)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._requests) - self.running
+
+    @property
+    def kv_used_tokens(self) -> int:
+        """Tokens in the cache after the last step that has ended."""
+        grown = self._steps_now() * self._span.batch if self._span is not None else 0
+        return self._used_tokens + grown
+
+    @property
+    def stats(self) -> EngineStats:
+        """The counts as of now."""
+        stats = replace(self._stats)
+        if self._span is not None:
+            stats.add(self._span, self._steps_now(), self._loop.time(), self.kv_used_tokens)
+        return stats
+
+    def submit(
+        self,
+        id: str,
+        prompt_tokens: int,
+        new_tokens: int,
+        done: Done,
+        priority: int = 0,
+        *,
+        prefix: Prefix | None = None,
+    ) -> None:
+        """Queues a request; higher priorities go first. With a `prefix`, of the prompt only what the engine does not hold
+        is computed."""
+        if not self._alive:
+            raise EngineDead(f"request {id!r} cannot be submitted: the engine is dead; restore() it first")
+        if id in self._requests:
+            raise ValueError(f"request {id!r} is here already")
+        if prompt_tokens < 1 or new_tokens < 1:
+            raise ValueError(f"request {id!r} needs a prompt and new tokens, got {prompt_tokens} and {new_tokens}")
+        if prompt_tokens + new_tokens > self.spec.kv_tokens:
+            size = f"{prompt_tokens} + {new_tokens} tokens"
+            raise ValueError(f"request {id!r} of {size} can never fit a cache of {self.spec.kv_tokens}")
+        self._arrivals += 1
+        self._requests[id] = request = _Request(id, prompt_tokens, new_tokens, done, priority, prefix, self._arrivals)
+        self._queue(request)
+        self._look()
+
+    def abort(self, id: str) -> int:
+        """Ends a request without calling its `done`; the tokens it leaves, with which it can go on elsewhere."""
+        tokens = self.tokens_of(id)
+        request = self._requests.pop(id)
+        tokens = min(tokens, request.new_tokens - 1)
+        if request.seat < 0:
+            self._look()
+        else:
+            request.seat = -1
+            self._leaving.append(request)
+            if self._span is None:
+                self._let_leave()
+            else:
+                self._look_at_boundary()
+        return tokens
+
+    def tokens_of(self, id: str) -> int:
+        """Tokens a request has drawn so far."""
+        if id not in self._requests:
+            raise KeyError(f"request {id!r} is not on this engine")
+        return self._drawn(self._requests[id], self._steps_now())
+
+    def pause(self) -> None:
+        """The step in progress ends, and then nothing moves until `resume`. Requests may come and go meanwhile."""
+        self._paused = True
+        if self._span is not None:
+            self._look_at_boundary()
+
+    def resume(self, *, new_weights: bool = True) -> None:
+        """Goes on where it paused. What is remembered of contexts is of the old weights; running requests keep theirs."""
+        self._paused = False
+        if new_weights:
+            self._prefixes.clear()
+        if self._span is None:
+            self._look_at_boundary()
+
+    def kill(self) -> dict[str, int]:
+        """The engine dies. All its requests, with the tokens each leaves; their `done` is never called."""
+        steps = self._steps_now()
+        lost = {r.id: min(self._drawn(r, steps), r.new_tokens - 1) for r in self._requests.values()}
+        if self._span is not None:
+            self._stats.add(self._span, steps, self._loop.time(), self.kv_used_tokens)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._prefixes.clear()
+        self._empty()
+        self._alive, self._paused = False, False
+        return lost
+
+    def restore(self) -> None:
+        """A dead engine is back, empty."""
+        self._alive = True
+
+    def _steps_now(self) -> int:
+        return self._span.steps_by(self._loop.time()) if self._span is not None else 0
+
+    def _drawn(self, request: _Request, steps: int) -> int:
+        """Tokens of a request after so many steps of the span."""
+        return request.tokens + (self._step + steps - request.joined if request.seat >= 0 else 0)
+
+    def _queue(self, request: _Request) -> None:
+        heapq.heappush(self._waiting, (-request.priority, request.arrival, request))
+
+    def _head(self) -> _Request | None:
+        """Who is admitted next."""
+        while self._waiting:
+            request = self._waiting[0][2]
+            if self._requests.get(request.id) is request:
+                return request
+            heapq.heappop(self._waiting)
+        return None
+
+    def _look(self) -> None:
+        """Looks at the queue at the next boundary if its head may be admitted then. If not, neither will it be at the
+        boundaries that follow in this span: the cache only fills."""
+        head = self._head()
+        if head is None or self._paused:
+            return
+        if self._span is None:
+            self._look_at_boundary()
+            return
+        steps = self._span.boundary_from(self._loop.time())
+        if self._fits(head, self._used_tokens + steps * self._span.batch):
+            self._look_at_boundary()
+
+    def _fits(self, request: _Request, used_tokens: int) -> bool:
+        """Whether there is a seat, and room for the context and the next token of everyone."""
+        if self._running == 0:
+            return True
+        needed = used_tokens + request.context_tokens + self._running + 1 + self.spec.reserve_tokens
+        return self._running < self.spec.max_running and needed <= self.spec.kv_tokens
+
+    def _look_at_boundary(self) -> None:
+        """Ends the span at its next boundary; without one, that is now."""
+        now_s = self._loop.time()
+        span = self._span
+        if span is None:
+            if self._timer is None:
+                self._timer = self._loop.call_at(now_s, self._boundary)
+            return
+        steps = span.boundary_from(now_s)
+        if steps < span.steps:
+            span.steps = steps
+            assert self._timer is not None
+            self._timer.cancel()
+            self._timer = self._loop.call_at(span.end_s(steps), self._boundary)
+
+    def _boundary(self) -> None:
+        self._timer = None
+        if self._span is not None:
+            self._end_span(self._span)
+        self._let_leave()
+        finished = self._finished()
+        if not self._paused:
+            self._start_span()
+        for request in finished:
+            request.done(request.id, request.new_tokens)
+
+    def _end_span(self, span: Span) -> None:
+        self._step += span.steps
+        self._used_tokens += span.steps * span.batch
+        self._stats.add(span, span.steps, self._loop.time(), self._used_tokens)
+        self._span = None
+
+    def _let_leave(self) -> None:
+        for request in self._leaving:
+            self._unseat(request)
+        self._leaving.clear()
+
+    def _finished(self) -> list[_Request]:
+        finished = []
+        while self._finishing and self._finishing[0][0] <= self._step:
+            _, seat, request = heapq.heappop(self._finishing)
+            if request.seat == seat:
+                finished.append(request)
+                self._unseat(request)
+                del self._requests[request.id]
+                if request.prefix is not None:
+                    self._prefixes.remember(request.prefix, request.context_tokens)
+        return finished
+
+    def _unseat(self, request: _Request) -> None:
+        request.tokens += self._step - request.joined
+        request.seat = -1
+        self._running -= 1
+        self._used_tokens -= request.context_tokens
+
+    def _start_span(self) -> None:
+        preempted = self._preempt()
+        computed = 0 if preempted else self._admit()
+        if self._running == 0:
+            return
+        spec, batch, used = self.spec, self._running, self._used_tokens
+        square_s = spec.per_cached_token_s * batch / 2
+        now_s = self._loop.time()
+        self._span = Span(
+            entered_s=now_s,
+            start_s=now_s + spec.prefill_s(computed),
+            batch=batch,
+            linear_s=spec.step_s(batch, used) - square_s,
+            square_s=square_s,
+            steps=1 if preempted else min(self._first_finish() - self._step, (spec.kv_tokens - used) // batch),
+        )
+        self._timer = self._loop.call_at(self._span.end_s(self._span.steps), self._boundary)
+
+    def _preempt(self) -> bool:
+        """Makes room for the next token of everyone; whether somebody had to go."""
+        gone = False
+        while self._used_tokens + self._running > self.spec.kv_tokens:
+            _, falling_seat, request = heapq.heappop(self._youngest)
+            if request.seat != -falling_seat:
+                continue
+            self._unseat(request)
+            request.preempted = True
+            self._queue(request)
+            self._stats.preemptions += 1
+            gone = True
+        return gone
+
+    def _admit(self) -> int:
+        """Seats those who wait as far as they fit; the tokens to compute before they can draw."""
+        computed = 0
+        while (request := self._head()) is not None and self._fits(request, self._used_tokens):
+            heapq.heappop(self._waiting)
+            computed += self._to_compute(request)
+            self._seats += 1
+            request.seat, request.joined = self._seats, self._step
+            self._running += 1
+            self._used_tokens += request.context_tokens
+            heapq.heappush(self._finishing, (self._step + request.new_tokens - request.tokens, self._seats, request))
+            heapq.heappush(self._youngest, (request.priority, -self._seats, request))
+        if len(self._youngest) > 64 + 2 * self._running:
+            self._youngest = [entry for entry in self._youngest if entry[2].seat == -entry[1]]
+            heapq.heapify(self._youngest)
+        self._stats.prefilled_tokens += computed
+        return computed
+
+    def _to_compute(self, request: _Request) -> int:
+        """Tokens of a request's context that the engine does not hold."""
+        if request.preempted:
+            self._stats.recomputed_tokens += request.context_tokens
+            return request.context_tokens
+        if request.prefix is None:
+            return request.prompt_tokens
+        self._prefixes.shrink(self.spec.kv_tokens - self._used_tokens)
+        known = self._prefixes.known(request.prefix)
+        self._prefixes.remember(request.prefix, request.prompt_tokens)
+        return max(request.prompt_tokens - known, 0)
+
+    def _first_finish(self) -> int:
+        while self._finishing[0][2].seat != self._finishing[0][1]:
+            heapq.heappop(self._finishing)
+        return self._finishing[0][0]

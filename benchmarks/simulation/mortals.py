@@ -1,0 +1,85 @@
+"""What dies in a simulated training run, and how: graders, the ledger's process, samples that take their grader along."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from roll.cluster import Place
+from roll.data.columns import Block
+from roll.run.ledger import Ledger
+from simulation.engine import SimEngine
+from simulation.graders import GraderPool
+from simulation.rollouts import SimRollouts
+from simulation.workload import Workload
+
+Fate = Callable[[str, str, int], str]
+"""Why a sample of a task, at its so-manyth try, fails and takes its grader along; empty if it does not."""
+
+
+class MortalGraders(GraderPool):
+    """Graders that may be gone for a while: what they were at is graded anew when they are back."""
+
+    def die(self) -> None:
+        self.servers = 0
+        for job in list(self._serving.values()):
+            self._leave(job)
+            self._waiting[job.id] = job
+
+    def restore(self, servers: int) -> None:
+        self.servers = servers
+        self._serve()
+
+
+class MortalLedger(Ledger):
+    """A ledger whose process may be killed."""
+
+    def kill(self, written: float) -> None:
+        """What was not flushed is lost, or a share `written` of its bytes is in the file; nothing is added any more."""
+        if self._descriptor >= 0:
+            os.write(self._descriptor, bytes(self._buffer)[: int(len(self._buffer) * written)])
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    @property
+    def lag(self) -> int:
+        """Records that a kill would lose."""
+        return self._buffer.count(b"\n")
+
+    def _add(self, records: bytes) -> None:
+        if self._descriptor >= 0:
+            super()._add(records)
+
+
+class MortalRollouts(SimRollouts):
+    """A rollout worker some of whose samples kill their grader; it remembers what was masked."""
+
+    def __init__(
+        self, place: Place, workload: Workload, engines: Sequence[SimEngine], graders: GraderPool, fate: Fate
+    ) -> None:
+        super().__init__(place, workload, engines, graders)
+        self._fate = fate
+        self.masked_below: dict[str, int] = {}
+
+    @property
+    def held(self) -> set[str]:
+        """Leases whose tokens are here, or will be."""
+        return set(self._held)
+
+    @property
+    def running(self) -> set[str]:
+        return set(self._running)
+
+    def columns(self, blocks: Sequence[Sequence[str]], mask_below: int = 0) -> list[Block]:
+        self.masked_below = {sample: mask_below for block in blocks for sample in block}
+        return super().columns(blocks, mask_below)
+
+    def _scored(self, id: str) -> None:
+        sample = self._running[id]
+        lease = sample.held.lease
+        if not (reason := self._fate(lease.task.id, id, lease.tries)):
+            super()._scored(id)
+            return
+        del self._running[id]
+        self._move(sample, "failed", reason)
+        self._account(sample, kills=1)

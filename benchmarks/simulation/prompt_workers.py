@@ -1,0 +1,67 @@
+"""Rollout workers that cost next to nothing: what a run of them costs is the controller's.
+
+Every sample takes the same time; a lease reports when it begins, when its responses end and when its verdicts are there,
+as real workers do, in batches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+
+from roll.cluster import Place, Worker
+from roll.data.columns import Block, Elsewhere
+from roll.rollout.messages import Lease, Order, Outcome, Report
+from roll.run.ledger import Transition
+
+GENERATE_S, SCORE_S = 60.0, 2.0
+
+
+class PromptWorker(Worker):
+    """Has the methods of `RolloutWorker` that a controller calls, by name."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self._loop = asyncio.get_running_loop()
+        self._report = Report()
+        self._news = asyncio.Event()
+
+    def take(self, orders: Sequence[Order]) -> None:
+        leases = [order for order in orders if isinstance(order, Lease)]
+        self._say(leases, "generating", {"engine": 0, "worker": self.place.rank, "version": 0})
+        self._loop.call_later(GENERATE_S, self._generated, leases)
+
+    def _generated(self, leases: list[Lease]) -> None:
+        self._say(leases, "scoring", {"tokens": 1000, "finish": "stop", "versions": [0, 0]})
+        self._loop.call_later(SCORE_S, self._scored, leases)
+
+    def _scored(self, leases: list[Lease]) -> None:
+        self._say(leases, "scored", {"reward": 1.0})
+        for lease in leases:
+            for number, id in enumerate(lease.samples):
+                self._report.outcomes.append(Outcome(id, float(number % 2), {}, 1200, 1000, "stop", 0, 0, 1))
+            self._report.done.append(lease.key)
+
+    def _say(self, leases: list[Lease], state: str, info: dict[str, object]) -> None:
+        now_s = self._loop.time()
+        self._report.moves += [Transition(id, state, "", now_s, info) for lease in leases for id in lease.samples]
+        self._news.set()
+
+    async def report(self) -> Report:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), 5.0)
+        report, self._report = self._report, Report()
+        self._news.clear()
+        return report
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def cancel(self, keys: Sequence[str]) -> None: ...
+
+    def forget(self, keys: Sequence[str]) -> None: ...
+
+    def columns(self, blocks: Sequence[Sequence[str]], mask_below: int = 0) -> list[Block]:
+        return [Block(Elsewhere(None)) for _ in blocks]

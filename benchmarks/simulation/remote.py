@@ -1,0 +1,102 @@
+"""Workers behind a wire: a call takes its time there and back, and workers die, hang and are started again.
+
+What always holds: calls of one caller arrive in their order; a call that was on its way when its worker died raises
+`WorkerDied`, also when its work was done; who gives up on a call does not stop its work. A worker that hangs goes on with
+what it has, but nothing gets to it or comes from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+from roll.cluster import Place, Worker
+from roll.cluster.errors import Failure, WorkerDied, WorkerError
+
+W = TypeVar("W", bound=Worker)
+
+
+class RemoteHandle(Generic[W]):
+    """One worker; made inside a running event loop."""
+
+    in_process = False
+
+    def __init__(self, make: Callable[[Place], W], place: Place, way_s: float) -> None:
+        self.place = place
+        self.incarnation = 0
+        self._make = make
+        self._way_s = way_s
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.worker = self._make(self.place)
+        self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._moving = asyncio.Event()
+        self._moving.set()
+
+    @property
+    def alive(self) -> bool:
+        return not self._gone.done()
+
+    @property
+    def well(self) -> bool:
+        return self.alive and self._moving.is_set()
+
+    def hang(self) -> None:
+        self._moving.clear()
+
+    def kill(self) -> None:
+        if self.alive:
+            self._gone.set_result(None)
+
+    def restart(self) -> None:
+        """Another worker takes the place of one that died."""
+        self.kill()
+        self.incarnation += 1
+        self._begin()
+
+    async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        gone = self._gone
+        if gone.done():
+            raise WorkerDied(self.place.name, "it was killed")
+        work = asyncio.create_task(self._there_and_back(gone, self._moving, getattr(self.worker, method), args, kwargs))
+        self._calls.add(work)
+        work.add_done_callback(self._calls.discard)
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            work.cancel()
+            raise WorkerDied(self.place.name, "it was killed")
+        return work.result()
+
+    async def _there_and_back(
+        self,
+        gone: asyncio.Future[None],
+        moving: asyncio.Event,
+        method: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        await self._travel(moving)
+        if gone.done():
+            return None
+        try:
+            result = method(*args, **kwargs)
+            result = await result if inspect.isawaitable(result) else result
+        except Exception as error:
+            raise WorkerError(Failure.of(error, self.place.name, method.__name__, "simulated")) from error
+        finally:
+            await self._travel(moving)
+        return result
+
+    async def _travel(self, moving: asyncio.Event) -> None:
+        await asyncio.sleep(self._way_s)
+        await moving.wait()
+
+    async def end(self, deadline_s: float) -> None:
+        self.kill()
+
+    async def ping(self, deadline_s: float) -> None:
+        await self.call("ping", (), {})

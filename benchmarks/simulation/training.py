@@ -1,0 +1,153 @@
+"""A training run that goes on whatever dies: the loop of `roll.pipeline`, its checkpoints and its ways back.
+
+A step is `next_rollout` → train → `before_publish` → publish → `published` → `trained`, as RLVR does it. When the trainer
+dies, the run goes back to its last checkpoint with the processes it has; when the controller is killed, everything is
+started again, and the ledger is what was on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from roll.config.schema import RolloutConfig
+from roll.data.task import Task
+from roll.rollout.filters import no_signal
+from roll.rollout.lifecycle import Lifecycle
+from roll.rollout.order import TaskOrder
+from roll.rollout.scheduler import Rollout, RolloutScheduler
+from simulation.mortals import MortalLedger
+from simulation.world import World
+
+
+class TrainerDied(Exception):
+    """The step is lost, and what was trained since the last checkpoint."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint."""
+
+    step: int
+    position: int
+    """Of the ledger."""
+    scheduler: str
+    """Its state, as JSON."""
+
+
+class Training:
+    """Made inside a running event loop; `begin` starts it, and starts it again after a kill."""
+
+    def __init__(
+        self,
+        path: Path,
+        tasks: Sequence[Task],
+        config: RolloutConfig,
+        make_order: Callable[[], TaskOrder],
+        make_world: Callable[[], World],
+    ) -> None:
+        self.path = path
+        self.tasks = tasks
+        self.config = config
+        self._make_order = make_order
+        self._make_world = make_world
+        self.step = 0
+        """Finished steps, which is also the version of the weights."""
+        self.saved: Saved | None = None
+        self.lag = 0
+        """Records that were not on disk at the end of the last step."""
+        self.rollout: Rollout | None = None
+        """What is being trained on."""
+        self.tokens_lost = False
+        """Set by whoever wants the next training to find its tokens gone."""
+        self.trainer_died = ""
+        """Set to `train` or `publish` by whoever wants the trainer to die in it."""
+        self.world: World
+        self.ledger: MortalLedger
+        self.scheduler: RolloutScheduler
+
+    async def begin(self) -> None:
+        """A new process, from the last checkpoint."""
+        self.ledger = MortalLedger.open(self.path)
+        self.world = self._make_world()
+        await self.go_back()
+
+    async def go_back(self) -> None:
+        """On from the last checkpoint, with the processes there are."""
+        self.restore()
+        async with self.world.changing():
+            await self._publish(self.step)
+
+    def restore(self) -> None:
+        """Everything is as it was at the last checkpoint, and what was under way then has ended."""
+        saved = self.saved or Saved(0, 0, "")
+        self.ledger.roll_back(saved.position, saved.step)
+        self.step = saved.step
+        self.rollout = None
+        self.tokens_lost, self.trainer_died = False, ""
+        lifecycle = Lifecycle(self.ledger, asyncio.get_running_loop().time)
+        order, pool = self._make_order(), self.world.pool
+        self.scheduler = RolloutScheduler(order, pool, lifecycle, self.config, no_signal, version=saved.step)
+        if saved.scheduler:
+            self.scheduler.restore(json.loads(saved.scheduler), self.tasks)
+        self.world.worker_lost = self.scheduler.worker_lost
+
+    async def make_step(self) -> None:
+        """One step; raises `TrainerDied`."""
+        world, scheduler = self.world, self.scheduler
+        rollout = self.rollout = await scheduler.next_rollout()
+        homes = self._homes(rollout)
+        async with world.changing():
+            await asyncio.sleep(world.workload.train_s(group.index for group in rollout.kept))
+            if self.trainer_died == "train":
+                raise TrainerDied
+            if rollout.batch is not None and (self.tokens_lost or homes != self._homes(rollout)):
+                self.tokens_lost, self.rollout = False, None
+                scheduler.give_back(rollout, "tokens lost: their rollout worker died")
+                return
+            await self._publish(self.step + 1)
+        self.step += 1
+        scheduler.trained(rollout, self.step)
+        self.rollout = None
+        self.lag = self.ledger.lag
+        self.ledger.flush()
+        await world.pool.write(self.step, rollout.samples)
+        await world.pool.forget(rollout.samples)
+
+    def _homes(self, rollout: Rollout) -> set[tuple[int, int, bool]]:
+        """The workers that have its tokens, and which of their lives it is."""
+        homes = {self.world.pool.home_of(sample) for sample in rollout.trained}
+        handles = self.world.handles
+        return {(home, handles[home].incarnation, handles[home].alive) for home in homes if home is not None}
+
+    async def _publish(self, version: int) -> None:
+        self.scheduler.before_publish(version)
+        if self.trainer_died == "publish":
+            raise TrainerDied
+        await self.world.publish(version, self.config.on_update)
+        self.scheduler.published(version)
+
+    def save(self) -> None:
+        """A checkpoint, between two steps."""
+        state = json.dumps(self.scheduler.state())
+        self.ledger.flush()
+        self.saved = Saved(self.step, self.ledger.position, state)
+
+    async def lose_trainer(self) -> None:
+        """After `TrainerDied`: back to the last checkpoint."""
+        await self.scheduler.close()
+        await self.go_back()
+
+    async def kill(self, written: float) -> None:
+        """The controller's process ends, and all others with it; of what was not flushed a share was written."""
+        self.ledger.kill(written)
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in tasks:  # again and again: nobody may finish what he was at
+                task.cancel()
+            await asyncio.sleep(0)
+        for engine in self.world.engines:
+            engine.kill()
+        self.world.graders.die()

@@ -1,0 +1,242 @@
+"""One worker as a Ray actor, and the handle by which it is called.
+
+What always holds: an actor answers pings also while a method blocks its event loop, because they have a loop and a thread
+of their own; what an actor holds is lost with its process, and a caller then hears `TokensLost`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import cloudpickle
+from ray.actor import ActorHandle
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RaySystemError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from roll.cluster.errors import CallTimedOut, Failure, TokensLost, WorkerDied, WorkerError
+from roll.cluster.host import Answer, Host
+from roll.cluster.process import Process
+from roll.cluster.ray_connection import this_node
+from roll.cluster.worker import Place, Worker
+from roll.config.errors import RunError
+from roll.data.columns import Columns
+
+_HEALTH = "health"
+_CONCURRENT_CALLS = 10_000
+_CONCURRENT_PINGS = 100
+_TASK_S = 30.0
+"""For a task to start on another node."""
+
+
+class Traffic:
+    """Bytes of calls and results that went through this process, references not counted with what they stand for."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def count(self, *what: Any) -> None:
+        file = io.BytesIO()
+        _SizePickler(file, protocol=5).dump(what)
+        self.bytes += file.tell()
+
+
+class _SizePickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+    def reducer_override(self, thing: Any) -> Any:
+        if isinstance(thing, ray.ObjectRef | ActorHandle):
+            return str, ("reference",)
+        return super().reducer_override(thing)
+
+
+@dataclass(frozen=True)
+class Home:
+    """The process of an actor, and the node it is on."""
+
+    node: str
+    process: Process
+
+    async def clear(self, deadline_s: float) -> bool:
+        """Ends the process on its node, also if it is stopped; whether it was gone in time."""
+        if self.node == this_node():
+            return await asyncio.to_thread(self.process.end, deadline_s)
+        there = NodeAffinitySchedulingStrategy(self.node, soft=False)
+        task = ray.remote(_end).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+        try:
+            async with asyncio.timeout(deadline_s + _TASK_S):
+                gone: bool = await task.remote(self.process, deadline_s)
+        except TimeoutError:
+            return False
+        except RayError:  # the node is gone, and the process with it
+            return True
+        return gone
+
+
+def _end(process: Process, deadline_s: float) -> bool:
+    return process.end(deadline_s)
+
+
+class _Actor:
+    """What Ray runs: a host, and the object store as its shared memory."""
+
+    def __init__(self, place: Place, log: Path | None, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        if place.device == "cpu":
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides GPUs only from workers that have some of them
+        self._host = Host(place, log, self._get, ray.put)
+
+    async def _get(self, refs: Sequence[Any]) -> Sequence[Columns]:
+        return await asyncio.to_thread(get_all, refs, self._deadline_s)
+
+    @ray.method(concurrency_group=_HEALTH)  # type: ignore[untyped-decorator]
+    async def ping(self) -> Home:
+        return Home(this_node(), Process.of(os.getpid()))
+
+    async def start(self, make: Callable[[Place], Worker]) -> Answer | Failure:
+        return await self._host.start(make)
+
+    async def warm_up(self, make: Callable[[Place], Worker], warm: Callable[[], None]) -> None:
+        """Imports what the worker will need, by having it sent here, and does what else can be done before."""
+        warm()
+
+    async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Answer | Failure:
+        return await self._host.call(method, args, kwargs)
+
+    async def close(self) -> None:
+        await self._host.close()
+
+
+def new_actor(place: Place, log: Path | None, deadline_s: float, **options: Any) -> Any:
+    """An actor for the place, with Ray's `options`; Ray never restarts it by itself."""
+    kind = ray.remote(concurrency_groups={_HEALTH: _CONCURRENT_PINGS})(_Actor)
+    options |= {"max_concurrency": _CONCURRENT_CALLS, "max_restarts": 0}
+    return kind.options(**options).remote(place, log, deadline_s)
+
+
+def get_all(refs: Sequence[Any], deadline_s: float) -> list[Columns]:
+    """All at once, which costs much less than awaiting each. Blocks: call it in a thread."""
+    try:
+        found: list[Columns] = ray.get(list(refs), timeout=deadline_s)
+    except ObjectLostError as error:
+        raise TokensLost(f"tokens that a worker held are lost ({type(error).__name__})") from error
+    return found
+
+
+class RayHandle:
+    """One worker's actor. It may travel to other actors; only where it was made its traffic is counted, and only there
+    another actor can take the worker's place."""
+
+    in_process = False
+
+    def __init__(
+        self,
+        place: Place,
+        actor: Any,
+        log: Path | None,
+        where: str = "not started yet",
+        incarnation: int = 0,
+        traffic: Traffic | None = None,
+    ) -> None:
+        self.place = place
+        self.incarnation = incarnation
+        self._actor = actor
+        self.log = log
+        self._where = where
+        self._traffic = traffic
+        self._home: Home | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RayHandle, (self.place, self._actor, self.log, self._where, self.incarnation)
+
+    async def start(self, make: Callable[[Place], Worker]) -> None:
+        self._home = await self._ask(self._reached.ping.remote(), "its start")
+        self._where = self._open(await self._ask(self._reached.start.remote(make), "its start"))
+
+    async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        actor = self._reached
+        try:
+            if self._traffic is not None:
+                self._traffic.count(args, kwargs)
+            ref = actor.call.remote(method, args, kwargs)
+        except Exception as error:
+            raise TypeError(f"{self.place.name}.{method} cannot be called with what cannot be sent: {error}") from error
+        answer = await self._ask(ref, method)
+        if self._traffic is not None:
+            self._traffic.count(answer)
+        return self._open(answer)
+
+    async def ping(self, deadline_s: float) -> None:
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._ask(self._reached.ping.remote(), "ping")
+        except TimeoutError:
+            raise CallTimedOut(self.place.name, "ping", deadline_s) from None
+
+    @property
+    def _reached(self) -> Any:
+        """The actor. Once Ray has ended there is none, and to call it would start Ray anew."""
+        if not ray.is_initialized():
+            raise WorkerDied(self.place.name, "Ray has ended", self.log)
+        return self._actor
+
+    async def _ask(self, ref: Any, method: str) -> Any:
+        """What the actor answers. Its own failures are raised; those of its worker are answers."""
+        try:
+            # waits: `Cluster` bounds every call, the executor every start
+            return await ref
+        except RayActorError as error:
+            raise WorkerDied(self.place.name, reason(error), self.log) from None
+        except (RayTaskError, RaySystemError) as error:  # what the worker's own code raises comes as an answer
+            return _unsent(error, self.place.name, method, self._where)
+        except RayError as error:
+            raise WorkerDied(self.place.name, reason(error), self.log) from error
+
+    def _open(self, answer: Answer | Failure) -> Any:
+        if isinstance(answer, Failure):
+            raise WorkerError(answer)
+        if answer.error is not None:
+            raise answer.error
+        return answer.value
+
+    async def close(self, deadline_s: float) -> None:
+        await asyncio.wait_for(self._reached.close.remote(), deadline_s)
+
+    async def warm_up(self, make: Callable[[Place], Worker], warm: Callable[[], None]) -> None:
+        """Prepares the process to start the worker at once some day."""
+        self._home = await self._ask(self._reached.ping.remote(), "its warm-up")
+        await self._ask(self._reached.warm_up.remote(make, warm), "its warm-up")
+
+    def kill(self) -> None:
+        if ray.is_initialized():  # else Ray has ended, and the actor with it
+            ray.kill(self._actor)
+
+    async def end(self, deadline_s: float) -> None:
+        """Kills the actor; returns once its process is gone, and what it had of its devices with it."""
+        self.kill()
+        if self._home is not None and not await self._home.clear(deadline_s):
+            raise RunError(f"{self.place.name} ({self._where}) could not be ended within {deadline_s:g} s")
+
+    def become(self, other: RayHandle) -> None:
+        """The worker's next incarnation is the other's actor."""
+        self._actor, self._where, self._home = other._actor, other._where, other._home
+        self.incarnation += 1
+
+
+def reason(error: Exception) -> str:
+    """What Ray says of an actor's end, without its advice."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1].partition(" Some common causes")[0] if lines else type(error).__name__
+
+
+def _unsent(error: RayError, worker: str, method: str, where: str) -> Failure:
+    """A call whose arguments did not arrive, or whose result could not leave or be read here."""
+    cause = getattr(error, "cause", None) or error
+    failure = Failure.of(getattr(cause, "client_exc", cause), worker, method, where)
+    causes = (*failure.causes, "an argument or a result that cannot be sent to another process")
+    return replace(failure, causes=causes, trace=re.sub(r"\x1b\[\d*m", "", str(error)))

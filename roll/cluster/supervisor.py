@@ -1,0 +1,302 @@
+"""Supervision of workers: one that dies or hangs is noticed, reported, and brought back.
+
+    supervisor = Supervisor(RestartPolicy())
+    supervisor.watch(engines, lost=router.lost, restored=give_weights)
+    await asyncio.wait({run, supervisor.failed}, return_when=asyncio.FIRST_COMPLETED)
+
+The life of a watched worker, which a task of its own drives:
+
+    well ── died, or silent for hang_s ──▶ lost ── back-off ──▶ restarting ──▶ restoring ──▶ well
+                                            ▲                       │              │
+                                            └── a failure, counted ─┴──────────────┘
+
+What always holds:
+- `lost` is called once each time a worker leaves `well`, before anything is done about it.
+- `restored` is awaited only for a worker that has just been restarted, and only when it has returned the worker is well.
+  Pings go on meanwhile: if the worker is lost again, it is cancelled. It may run for several workers at once.
+- The wait before a restart is `backoff_s` after a worker's first failure within `window_s`, and twice the last after each
+  further one, `backoff_most_s` at most: 0.5, 1, 2, 4, … 30 s.
+- With more than `restarts` failures of a role within `window_s` the supervisor has failed: `failed` gets the error, and
+  from then on nothing is reported or restarted.
+- No wait is unbounded: a ping ends after `hang_s`, a restart by the executor's deadline, `restored` by the cluster's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from roll.cluster.cluster import Cluster
+from roll.cluster.errors import CallTimedOut, RemoteError, WorkerDied
+from roll.config.errors import RunError
+
+Lost = Callable[[int, str], None]
+Restored = Callable[[int], Awaitable[None]]
+T = TypeVar("T")
+State = Literal["well", "lost", "restarting", "restoring", "gone"]
+
+_log = logging.getLogger(__name__)
+
+_END_S = 5.0
+"""For a task that was cancelled to end."""
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """When a worker counts as lost, and how often one is brought back."""
+
+    ping_s: float = 1.0
+    hang_s: float = 60.0
+    restarts: int = 5
+    """Failures of a role within `window_s` that are mended; one more ends the run."""
+    window_s: float = 600.0
+    backoff_s: float = 0.5
+    backoff_most_s: float = 30.0
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    worker: str
+    state: State
+    """`gone` is a lost worker that is not restarted."""
+    since_s: float
+    """Seconds it has been in this state."""
+    silent_s: float
+    """Seconds since it last answered."""
+    incarnation: int
+    why: str
+    """What was last wrong with it; empty if nothing was."""
+
+
+class Supervisor:
+    """Made inside a running event loop, by whose clock it measures."""
+
+    def __init__(self, policy: RestartPolicy | None = None) -> None:
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Gets the error that ends the run; None when the supervisor is closed. Wait for it by `asyncio.wait`."""
+        self._policy = policy or RestartPolicy()
+        self._watches: dict[tuple[str, int], _Watch] = {}
+        self._failures: dict[str, _Failures] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def watch(self, cluster: Cluster[Any], lost: Lost, restored: Restored, restart: bool = True) -> None:
+        """Watches every worker of a role from now on, instead of what was watched of it before.
+
+        `lost(rank, why)`: the first line of `why` says it all; the end of the worker's log may follow. Without `restart`
+        nothing else is done about a lost worker, and it is not watched any more. Once the supervisor has failed or is
+        closed, this does nothing.
+        """
+        self.unwatch(cluster.role)
+        if self.failed.done():
+            return
+        failures = self._failures.setdefault(cluster.role, _Failures(cluster.role, self._policy))
+        for rank in range(len(cluster)):
+            watch = _Watch(self, cluster, rank, lost, restored if restart else None, self._policy, failures)
+            self._watches[cluster.role, rank] = watch
+            watch.task = self.spawn(watch.run(self._policy.ping_s * rank / len(cluster)))
+
+    def unwatch(self, role: str) -> None:
+        """Leaves a role alone; a restart in progress is given up."""
+        for key in [key for key in self._watches if key[0] == role]:
+            self._watches.pop(key).task.cancel()
+
+    def suspect(self, role: str, rank: int) -> None:
+        """Has a worker pinged at once; one that is not watched is ignored."""
+        if (watch := self._watches.get((role, rank))) is not None:
+            watch.suspected.set()
+
+    def condemn(self, role: str, rank: int, why: str) -> None:
+        """Treats a worker as lost though it answers pings: whoever uses it says that it does not work."""
+        if (watch := self._watches.get((role, rank))) is not None:
+            watch.condemned = WorkerDied(f"{role}[{rank}]", (why or "it does not work").splitlines()[0])
+            watch.suspected.set()
+
+    def status(self) -> list[WorkerStatus]:
+        return [watch.status() for watch in self._watches.values()]
+
+    async def close(self) -> None:
+        """Gives up everything in progress, and returns when it has ended. Safe to repeat, and inside a callback."""
+        if not self.failed.done():
+            self.failed.set_result(None)
+        for role in {role for role, _ in self._watches}:
+            self.unwatch(role)
+        if self._tasks and asyncio.current_task() not in self._tasks:
+            await asyncio.wait(self._tasks, timeout=_END_S)
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A task that closing waits for; who spawns one cancels it."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def fail(self, error: Exception) -> None:
+        _log.error("%s", error)
+        if not self.failed.done():
+            self.failed.set_exception(error)
+        for watch in self._watches.values():
+            watch.task.cancel()
+
+
+class _Failures:
+    """A role's failures within the window, the oldest first."""
+
+    def __init__(self, role: str, policy: RestartPolicy) -> None:
+        self._role = role
+        self._policy = policy
+        self._recent: deque[tuple[float, str, str]] = deque()
+
+    def count(self, worker: str, why: str) -> float:
+        """Notes a failure; how long to wait before the restart. Raises when there have been too many."""
+        now_s, policy, recent = _now_s(), self._policy, self._recent
+        recent.append((now_s, worker, why))
+        while recent[0][0] < now_s - policy.window_s:
+            recent.popleft()
+        if len(recent) > policy.restarts:
+            raise RunError(
+                f"{worker} failed, and {self._role} is not brought back again: it has failed {len(recent)} times within "
+                f"{policy.window_s:g} s, and {policy.restarts} are mended. The first cause: {recent[0][2]}"
+            )
+        earlier = sum(each == worker for _, each, _ in recent) - 1
+        return min(policy.backoff_s * 2.0 ** min(earlier, 60), policy.backoff_most_s)
+
+
+class _Watch:
+    """One worker's life, see the head of this file."""
+
+    task: asyncio.Task[None]
+
+    def __init__(
+        self,
+        owner: Supervisor,
+        cluster: Cluster[Any],
+        rank: int,
+        lost: Lost,
+        restored: Restored | None,
+        policy: RestartPolicy,
+        failures: _Failures,
+    ) -> None:
+        self.suspected = asyncio.Event()
+        self.condemned: RemoteError | None = None
+        """Set while the worker is well, taken when it is noticed."""
+        self._owner = owner
+        self._cluster, self._rank = cluster, rank
+        self._worker = cluster.places[rank].name
+        self._lost, self._restored = lost, restored
+        self._policy, self._failures = policy, failures
+        self._state: State = "well"
+        self._why = ""
+        self._since_s = self._answered_s = _now_s()
+
+    def status(self) -> WorkerStatus:
+        now_s, incarnation = _now_s(), self._cluster.incarnation(self._rank)
+        return WorkerStatus(
+            self._worker, self._state, now_s - self._since_s, now_s - self._answered_s, incarnation, self._why
+        )
+
+    async def run(self, delay_s: float) -> None:
+        try:
+            await self._pause(delay_s)
+            pinging = self._owner.spawn(self._until_silent())
+            while True:
+                # waits: for as long as the worker answers
+                self._wrong("gone" if self._restored is None else "lost", await pinging)
+                self._lost(self._rank, self._why)
+                if self._restored is None:
+                    return
+                pinging = await self._bring_back(self._restored)
+                self._enter("well")
+                _log.info("%s is back, %d times restarted", self._worker, self._cluster.incarnation(self._rank))
+        except Exception as error:
+            self._owner.fail(error)
+
+    async def _until_silent(self) -> RemoteError:
+        """Pings the worker until it does not answer any more; what was heard instead."""
+        while True:
+            try:
+                await self._ping()
+            except RemoteError as error:
+                return error
+            if (condemned := self.condemned) is not None:
+                return condemned
+            self._answered_s = _now_s()
+            await self._pause(self._policy.ping_s)
+
+    async def _ping(self) -> None:
+        """Two pings, if need be: the silence may have been that of this process, when something has kept it busy."""
+        hang_s = self._policy.hang_s
+        last_s = min(self._policy.ping_s, hang_s / 2)
+        try:
+            await self._cluster.ping(self._rank, hang_s - last_s)
+        except CallTimedOut:
+            try:
+                await self._cluster.ping(self._rank, last_s)
+            except CallTimedOut:
+                raise CallTimedOut(self._worker, "a ping", hang_s) from None
+
+    async def _pause(self, seconds: float) -> None:
+        """Until the time has passed or somebody suspects the worker."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self.suspected.wait()
+        except TimeoutError:
+            pass
+        self.suspected.clear()
+
+    async def _bring_back(self, restored: Restored) -> asyncio.Task[RemoteError]:
+        """Restarts and restores the worker until it is well; its pings go on."""
+        while True:
+            await asyncio.sleep(self._failures.count(self._worker, self._why))
+            try:
+                self._enter("restarting")
+                await self._cluster.restart(self._rank)
+                self.condemned = None
+                self._enter("restoring")
+                return await self._restore(restored)
+            except RunError as error:
+                self._wrong("lost", error)
+
+    async def _restore(self, restored: Restored) -> asyncio.Task[RemoteError]:
+        async def restore() -> None:
+            # waits: who awaits this task has a limit
+            await restored(self._rank)
+
+        restoring, pinging = self._owner.spawn(restore()), self._owner.spawn(self._until_silent())
+        deadline_s = self._cluster.deadline_s
+        try:
+            await asyncio.wait({restoring, pinging}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            if restoring.cancelled():
+                raise RunError(f"{self._worker} could not be restored: that was cancelled")
+            if restoring.done():
+                restoring.result()
+                return pinging
+            raise pinging.result() if pinging.done() else CallTimedOut(self._worker, "its restoration", deadline_s)
+        except BaseException:
+            await _ended(restoring, pinging)
+            raise
+
+    def _wrong(self, state: State, error: RunError) -> None:
+        self._why = str(error)
+        self._enter(state)
+        _log.warning("%s", self._why)
+
+    def _enter(self, state: State) -> None:
+        self._state, self._since_s = state, _now_s()
+
+
+async def _ended(*tasks: asyncio.Task[Any]) -> None:
+    """Cancels tasks and waits until they have ended; what they then say is not asked for."""
+    for task in tasks:
+        task.cancel()
+    done, _ = await asyncio.wait(tasks, timeout=_END_S)
+    for task in done:
+        if not task.cancelled():
+            task.exception()
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,17 @@
+"""Environments: where attempts take place, turn by turn.
+
+An environment is a class with `reset(seed)`, `step(action)` and `close()`. Many of them live together in environment
+processes (`EnvPool`), where they may print, hang, leak or crash without harming the run: every call ends in what the
+environment said or in an `EnvFailure` that says why there is nothing.
+
+    async with EnvPool(workers=2) as pool:
+        opened = await pool.reset("17.3", EnvSpec("guess", seed=5))
+        step = await pool.step("17.3", "50")
+
+`EnvPool` is imported from `roll.env.pool`: environment processes import this package too, and start faster without it.
+"""
+
+from roll.env.base import EnvFailure, Environment, Observation, Opened, Step
+from roll.env.resolve import check, register, resolve
+
+__all__ = ["EnvFailure", "Environment", "Observation", "Opened", "Step", "check", "register", "resolve"]

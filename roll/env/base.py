@@ -1,0 +1,210 @@
+"""What an environment is, what its methods may return, and how a call on one fails.
+
+This module is imported by every environment process, and imports little: what a message is, only type checkers need to
+know.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import CoroutineType
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypeAlias
+
+if TYPE_CHECKING:
+    from roll.data.task import Message
+
+Observation: TypeAlias = "str | Sequence[Message]"
+"""What the agent sees next: text (a user's message), or messages."""
+
+FailureKind: TypeAlias = Literal["raised", "deadline", "crashed", "invalid", "lost"]
+"""The environment raised; took too long; its process died under it; it, or what it returned, is not what it must be; or
+the episode is gone through no fault of its own, and may be started anew."""
+
+
+class EnvFailure(Exception):
+    """A call on an environment came to nothing, and the episode is over. `reason` is one line; `detail` is the
+    environment's traceback, if it raised."""
+
+    def __init__(self, kind: FailureKind, reason: str, detail: str = "") -> None:
+        super().__init__(kind, reason, detail)
+        self.kind: FailureKind = kind
+        self.reason = reason
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Opened:
+    """How an episode begins: the messages that the agent answers first."""
+
+    messages: tuple[Message, ...]
+    info: dict[str, float | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an action led to. `terminated`: the task is over; `truncated`: it was cut off, by a limit that is no part of
+    it. What arrives from an environment process has a finite reward and a text or a tuple of messages."""
+
+    observation: Observation
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    info: Mapping[str, float | str] = field(default_factory=dict)
+
+    @property
+    def done(self) -> bool:
+        """Whether this was the episode's last step."""
+        return self.terminated or self.truncated
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The observation as messages: a text is a user's."""
+        return as_messages(self.observation)
+
+
+Beginning: TypeAlias = "Observation | tuple[Observation, Mapping[str, Any]]"
+"""What `reset` may return: an observation, or an observation and info."""
+
+Outcome: TypeAlias = "Step | tuple[Observation, SupportsFloat, bool, bool, Mapping[str, Any]]"
+"""What `step` may return: a `Step`, or `(observation, reward, terminated, truncated, info)`."""
+
+
+class Environment(ABC):
+    """One episode's world, made anew for each: `reset` comes once and first, then `step` until one is the last, `close`
+    at the end.
+
+    All that is random in an episode must come from the seed, so that it can be played again anywhere. Methods may be
+    `async def`. Plain ones run in a thread of the episode's own, the same for all its calls; async ones share an event
+    loop with the process's other environments, which a blocking call would hold up. A class need not derive from this
+    one: its methods are what counts.
+    """
+
+    @abstractmethod
+    def reset(self, seed: int) -> Beginning | Awaitable[Beginning]:
+        """Begins the episode of that seed."""
+
+    @abstractmethod
+    def step(self, action: str) -> Outcome | Awaitable[Outcome]:
+        """Does what the agent said."""
+
+    def close(self) -> Awaitable[None] | None:
+        """Frees what the environment holds. Also called after a failure, but not when its process dies."""
+        return None
+
+
+def as_messages(observation: Observation) -> tuple[Message, ...]:
+    """An observation as messages: a text is a user's."""
+    return ({"role": "user", "content": observation},) if isinstance(observation, str) else tuple(observation)
+
+
+def opened(result: Any) -> Opened:
+    """What `reset` returned; `ValueError` says what is wrong with it."""
+    info: object = {}
+    if isinstance(result, tuple) and len(result) == 2 and not isinstance(result[0], Mapping):
+        result, info = result
+    observation = _observation(result, "reset returned")
+    if observation == ():
+        raise ValueError("reset returned no messages: the agent needs something to answer")
+    return Opened(as_messages(observation), _info(info, "reset"))
+
+
+def stepped(result: Any) -> Step:
+    """What `step` returned; `ValueError` says what is wrong with it."""
+    if isinstance(result, Step):
+        result = (result.observation, result.reward, result.terminated, result.truncated, result.info)
+    if not isinstance(result, tuple):
+        raise ValueError(f"step returned {_named(result)}, not a Step{_hint(result)}")
+    if len(result) != 5:
+        raise ValueError(f"step returned {len(result)} values, not 5: (observation, reward, terminated, truncated, info)")
+    observation, reward, terminated, truncated, info = result
+    step = Step(
+        _observation(observation, "step returned, as observation,"),
+        _finite(reward, "step returned, as reward,"),
+        _flag(terminated, "terminated"),
+        _flag(truncated, "truncated"),
+        _info(info, "step"),
+    )
+    if not step.done and step.observation == ():
+        raise ValueError("step returned no messages, but the episode goes on: the agent needs something to answer")
+    return step
+
+
+def _observation(value: Any, what: str) -> str | tuple[Message, ...]:
+    if isinstance(value, str):
+        return _text(value, what)
+    if isinstance(value, list | tuple):
+        return tuple(_message(message, what) for message in value)
+    raise ValueError(f"{what} {_named(value)}, not a text or a list of messages{_hint(value)}")
+
+
+def _message(value: Any, what: str) -> Message:
+    if not isinstance(value, Mapping) or set(value) != {"role", "content"}:
+        raise ValueError(f"{what} a list with {_named(value)} in it: a message has `role` and `content`, nothing else")
+    for key in ("role", "content"):
+        if not isinstance(value[key], str):
+            raise ValueError(f"{what} a message whose {key} is {_named(value[key])}, not a text")
+    return {"role": _text(value["role"], what), "content": _text(value["content"], what)}
+
+
+def _text(value: str, what: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{what} text that is not Unicode: {error}; decode bytes with errors='replace'") from None
+    return str.__str__(value)  # not of a subclass: the pool may not have it
+
+
+def _finite(value: Any, what: str) -> float:
+    if not hasattr(value, "__float__"):
+        raise ValueError(f"{what} {_named(value)}, not a number{_hint(value)}")
+    try:
+        number = float(value)
+    except Exception as error:
+        raise ValueError(f"{what} {_short(value)}, which is not one number: {error}") from error
+    if not math.isfinite(number):
+        raise ValueError(f"{what} {number}, not a finite number")
+    return number
+
+
+def _flag(value: Any, name: str) -> bool:
+    if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):  # the latter two are NumPy's
+        raise ValueError(f"step returned, as {name}, {_named(value)}, not True or False")
+    return bool(value)
+
+
+def _info(value: Any, method: str) -> dict[str, float | str]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{method} returned, as info, {_named(value)}, not a mapping")
+    info: dict[str, float | str] = {}
+    for key, item in value.items():
+        what = f"{method} returned, as info[{_short(key)}],"
+        if not isinstance(key, str):
+            raise ValueError(f"{what} a value whose name is {_named(key)}, not a text")
+        name = _text(key, what)
+        info[name] = _text(item, what) if isinstance(item, str) else _finite(item, what)
+    return info
+
+
+def _hint(value: object) -> str:
+    if isinstance(value, CoroutineType):
+        value.close()
+        return ": was an `await` forgotten?"
+    return ": is a `return` missing?" if value is None else ""
+
+
+def _named(value: object) -> str:
+    kind = type(value).__name__
+    if value is None:
+        return "None"
+    return f"a {kind}" if isinstance(value, CoroutineType) else f"{_short(value)} ({kind})"
+
+
+def _short(value: object, limit: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}…"

@@ -1,0 +1,74 @@
+"""The environments that come with ROLL."""
+
+from __future__ import annotations
+
+import random
+import re
+
+from roll.env.base import Environment, Step
+from roll.env.resolve import register
+
+# A minus after a word or a digit is a dash ("3-5" ends in 5); what follows a decimal point is no number of its own.
+_INTEGER = re.compile(r"(?:(?<![\w)])-)?(?<![0-9])(?<![0-9]\.)(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)")
+
+
+@register("guess")
+class Guess(Environment):
+    """Find a number from `low` to `high` within `tries` guesses; each is answered with higher or lower."""
+
+    def __init__(self, low: int = 1, high: int = 100, tries: int = 7) -> None:
+        if low > high or tries < 1:
+            raise ValueError(f"guess: from {low} to {high} in {tries} tries leaves nothing to guess")
+        self._low, self._high, self._tries = low, high, tries
+        self._number = low
+
+    def reset(self, seed: int) -> str:
+        self._number = random.Random(f"guess/{seed}").randint(self._low, self._high)
+        return (
+            f"I am thinking of a whole number from {self._low} to {self._high}. "
+            f"You have {self._tries} tries to guess it. After each I say whether it is higher or lower."
+        )
+
+    def step(self, action: str) -> Step:
+        self._tries -= 1
+        guess = last_integer(action)
+        if guess == self._number:
+            return Step("Right.", 1.0, terminated=True)
+        if not self._tries:
+            return Step(f"Wrong: it was {self._number}. You have no tries left.", terminated=True)
+        return Step(f"{self._answer(guess)} Tries left: {self._tries}.")
+
+    def _answer(self, guess: int | None) -> str:
+        if guess is None:
+            return "There is no whole number in what you said."
+        return "Higher." if guess < self._number else "Lower."
+
+
+@register("echo_turns")
+class EchoTurns(Environment):
+    """Say the symbol you are shown, `turns` times over, each right answer worth 1 / turns: a toy for models made from
+    scratch."""
+
+    def __init__(self, turns: int = 3, symbols: str = "0123456789") -> None:
+        if turns < 1 or not symbols:
+            raise ValueError(f"echo_turns: {turns} turns of the symbols {symbols!r} leave nothing to say")
+        self._turns, self._symbols = turns, symbols
+        self._asked: list[str] = []
+
+    def reset(self, seed: int) -> str:
+        self._asked = random.Random(f"echo_turns/{seed}").choices(self._symbols, k=self._turns)
+        return self._asked[0]
+
+    def step(self, action: str) -> Step:
+        reward = float(action.strip() == self._asked.pop(0)) / self._turns
+        return Step(self._asked[0], reward) if self._asked else Step("", reward, terminated=True)
+
+
+def last_integer(text: str) -> int | None:
+    """The last whole number written in the text, or None. Of more than forty digits only the size is kept."""
+    written = _INTEGER.findall(text)
+    if not written:
+        return None
+    digits = written[-1].lstrip("-").replace(",", "")
+    size = int(digits) if len(digits) <= 40 else 10**40
+    return -size if written[-1].startswith("-") else size

@@ -1,0 +1,263 @@
+"""One environment process, seen from the pool."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import pickle
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from roll.config.errors import RunError
+from roll.env import wire
+from roll.env.base import EnvFailure, FailureKind
+from roll.env.process import COMMAND, EXIT_FULL
+
+_log = logging.getLogger(__name__)
+
+_AT_ONCE = 256  # enough for environments that wait, few enough that one which computes is done before its deadline
+_GRACE_S = 1.0
+_LAST_WORDS_S = 0.2
+_REAP_S = 5.0
+
+Reply: TypeAlias = tuple[wire.Result, float]
+"""What the process answered, and the seconds the environment took."""
+
+
+@dataclass
+class _Call:
+    request: wire.Request
+    deadline_s: float
+    what: str
+    reply: asyncio.Future[Reply]
+    timer: asyncio.TimerHandle | None = None
+
+    def settle(self, result: Reply | EnvFailure) -> None:
+        """Ends it, also if who waited has cancelled it."""
+        if self.timer is not None:
+            self.timer.cancel()
+        if self.reply.done():
+            return
+        if isinstance(result, EnvFailure):
+            self.reply.set_exception(result)
+        else:
+            self.reply.set_result(result)
+
+
+class Host:
+    """A process in which environments live. Up to `_AT_ONCE` calls are under way; more wait, first come, first served.
+
+    What always holds: a call under way ends, in a reply or an `EnvFailure`, when its deadline has passed and at most
+    `_GRACE_S` more, whoever waits for it or no longer does. One environment cannot be ended alone, so a call beyond its
+    deadline ends the process: it fails with `deadline`, the others with `lost`. When the process ends by itself, calls
+    under way fail with `crashed`: one of them did it. Those that had to wait, or come after the end, fail with `lost`.
+
+    The process leads a group, so that killing it kills what environments started; when it ends by itself, they end too.
+    """
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        on_end: Callable[[Host], None],
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._on_end = on_end
+        self._numbers = itertools.count()
+        self._calls: dict[int, _Call] = {}
+        self._queue: deque[_Call] = deque()
+        self._loads: dict[str, asyncio.Future[Reply]] = {}
+        self._why = ""
+        self._killed = False
+        # waits: for as long as the process lives
+        self._exit = asyncio.create_task(process.wait())
+        self._hearing = asyncio.create_task(self._hear())
+        self._watching = asyncio.create_task(self._watch())
+
+    @classmethod
+    async def start(
+        cls, *, root: str, memory_mb: int, deadline_s: float, log: Path | None, on_end: Callable[[Host], None]
+    ) -> Host:
+        """A process that is ready for environments. `RunError` says why there is none. `on_end` is called once, when a
+        process that was ready has ended."""
+        ours, theirs = socket.socketpair()
+        with contextlib.ExitStack() as closing:
+            closing.callback(theirs.close)
+            on_error = closing.enter_context(contextlib.ExitStack())
+            on_error.callback(ours.close)
+            # waits: a socket that is connected
+            reader, writer = await asyncio.open_connection(sock=ours)
+            on_error.callback(writer.transport.abort)
+            output = 2 if log is None else closing.enter_context(open(log, "ab"))  # noqa: ASYNC230
+            # waits: the kernel answers
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-c", COMMAND, str(theirs.fileno()), str(os.getpid()), *sys.path),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env={**os.environ, "PYTHONHASHSEED": "0"},  # the order of a set is the same in every process
+            )
+            on_error.pop_all()
+        host = cls(process, reader, writer, lambda host: None)
+        try:
+            await host.ask(wire.SetUp(root, memory_mb), deadline_s, "starting")
+        except EnvFailure as failure:
+            await asyncio.shield(host.end("it did not start"))
+            raise RunError(f"an environment process did not start: {failure.reason}") from None
+        except BaseException:
+            await asyncio.shield(host.end("it is not wanted any more"))
+            raise
+        if host._why:
+            await asyncio.shield(host.end(host._why))
+            raise RunError(f"an environment process ended at once: {host._why}")
+        host._on_end = on_end
+        return host
+
+    @property
+    def pid(self) -> int:
+        """The process's id, also its group's."""
+        return self._process.pid
+
+    @property
+    def usable(self) -> bool:
+        """Whether it can be given a call."""
+        return not (self._why or self._exit.done() or self._hearing.done())
+
+    def ask(self, request: wire.Request, deadline_s: float, what: str) -> asyncio.Future[Reply]:
+        """Sends a request, now or when its turn comes. The future may be left alone: the call stays watched, and ends."""
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        reply.add_done_callback(_seen)
+        if self.usable:
+            self._queue.append(_Call(request, deadline_s, what, reply))
+            self._send_next()
+        else:
+            reply.set_exception(EnvFailure("lost", self._why or "its process has just ended"))
+        return reply
+
+    async def load(self, name: str, deadline_s: float) -> None:
+        """Has an environment's code imported, once; `EnvFailure` if that does not work."""
+        if name not in self._loads:
+            self._loads[name] = self.ask(wire.Load(name), deadline_s, f"importing environment {name!r}")
+        load = self._loads[name]
+        try:
+            # waits: it was asked with a deadline
+            result, _ = await asyncio.shield(load)
+        except EnvFailure as failure:
+            raise EnvFailure(failure.kind, failure.reason) from None  # each who waits has one of its own
+        if isinstance(result, wire.Failed):
+            if self._loads.get(name) is load:
+                del self._loads[name]  # the next may find the file mended
+            raise EnvFailure(result.kind, result.reason, result.detail)
+
+    async def end(self, why: str) -> None:
+        """Ends the process and all it started, and waits until it is gone. Calls under way are lost. Safe to repeat."""
+        self._end("lost", why)
+        await asyncio.wait({self._exit}, timeout=_REAP_S)
+        if not self._exit.done():
+            _log.warning("environment process %d is still there %g s after it was killed", self.pid, _REAP_S)
+            self._exit.cancel()
+        for task in (self._watching, self._hearing):
+            task.cancel()
+        self._writer.transport.abort()
+
+    def _send_next(self) -> None:
+        while self._queue and len(self._calls) < _AT_ONCE:
+            self._send(self._queue.popleft())
+
+    def _send(self, call: _Call) -> None:
+        number = next(self._numbers)
+        self._calls[number] = call
+        call.timer = asyncio.get_running_loop().call_later(call.deadline_s, self._late, number)
+        self._writer.write(wire.frame((number, call.request)))
+
+    def _late(self, number: int) -> None:
+        """A deadline has passed. What has arrived counts, but it may not have been read yet, if the event loop was held
+        up: the answer to a ping comes after it."""
+        loop, call = asyncio.get_running_loop(), self._calls[number]
+        call.timer = loop.call_later(_GRACE_S, self._overdue, number)
+        pong: asyncio.Future[Reply] = loop.create_future()
+        pong.add_done_callback(_seen)
+        pong.add_done_callback(lambda _: self._overdue(number))
+        self._send(_Call(wire.Ping(), call.deadline_s + _GRACE_S, "a ping", pong))
+
+    def _overdue(self, number: int) -> None:
+        call = self._calls.pop(number, None)
+        if call is None:
+            return
+        why = f"{call.what} took more than {call.deadline_s:g} s"
+        call.settle(EnvFailure("deadline", why))
+        self._end("lost", f"its process was killed, because {why}")
+
+    def _end(self, kind: FailureKind, why: str) -> None:
+        if self._why:
+            return
+        self._why = why
+        self._kill()
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.settle(EnvFailure(kind, why))
+        while self._queue:
+            self._queue.popleft().settle(EnvFailure("lost", why))
+        self._on_end(self)
+
+    def _kill(self) -> None:
+        if not self._killed:
+            self._killed = True
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    async def _watch(self) -> None:
+        """Waits until the process ends or breaks off, and says how it was."""
+        # waits: for as long as the process lives
+        await asyncio.wait({self._hearing, self._exit}, return_when=asyncio.FIRST_COMPLETED)
+        if self._exit.done():
+            self._kill()  # what it started; at once, since later the group's id may be another's
+            await asyncio.wait({self._hearing}, timeout=_GRACE_S)  # what it said before it ended counts
+        await asyncio.wait({self._exit}, timeout=_LAST_WORDS_S)
+        full = self._exit.done() and self._exit.result() == EXIT_FULL
+        self._end("lost" if full else "crashed", self._obituary())
+
+    async def _hear(self) -> None:
+        """Passes replies on until none can come any more."""
+        with contextlib.suppress(Exception):  # it ended, or something wrote to its end of the connection
+            while True:
+                # waits: who asks has a deadline
+                (size,) = wire.HEADER.unpack(await self._reader.readexactly(wire.HEADER.size))
+                if size > wire.LIMIT_BYTES:
+                    return
+                # waits: who asks has a deadline
+                number, result, seconds = pickle.loads(await self._reader.readexactly(size))
+                self._calls.pop(number).settle((result, seconds))
+                self._send_next()
+
+    def _obituary(self) -> str:
+        if not self._exit.done():
+            return "its process broke its connection"
+        status = self._exit.result()
+        if status == EXIT_FULL:
+            return "its process ended, because the environments in it had taken too much memory"
+        if status >= 0:
+            return f"its process exited with status {status}"
+        with contextlib.suppress(ValueError):
+            return f"its process was killed by {signal.Signals(-status).name}"
+        return f"its process was killed by signal {-status}"
+
+
+def _seen(reply: asyncio.Future[Reply]) -> None:
+    """An error of a call that nobody waits for any more is no news."""
+    if not reply.cancelled():
+        reply.exception()

@@ -1,0 +1,82 @@
+"""The event loop that a process's async environments share. Imported when the first of them comes."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from roll.env.tenant import Answer, Tenant
+from roll.env.wire import Close, Result, Visit
+
+R = TypeVar("R")
+
+
+class Loop:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def start(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Runs the coroutine. Called from any thread."""
+        self._loop.call_soon_threadsafe(self._begin, work)
+
+    def wait_for(self, awaitable: Awaitable[R]) -> R:
+        """Awaits something for a thread that is not the loop's."""
+
+        async def waited() -> R:
+            # waits: the pool has a deadline for every call
+            return await awaitable
+
+        return asyncio.run_coroutine_threadsafe(waited(), self._loop).result()
+
+    def _begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        task = self._loop.create_task(work())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        while True:
+            try:
+                self._loop.run_forever()
+            except BaseException:  # an environment's own task called sys.exit(): the others go on
+                traceback.print_exc()
+
+
+class LoopHome:
+    """An environment on the event loop."""
+
+    def __init__(self, tenant: Tenant, answer: Answer, loop: Loop, left: Callable[[], None]) -> None:
+        """`left` is called when the environment has been closed."""
+        self._tenant = tenant
+        self._answer = answer
+        self._loop = loop
+        self._left = left
+
+    def take(self, number: int, request: Visit) -> None:
+        self._loop.start(lambda: self._serve(number, request))
+
+    async def _serve(self, number: int, request: Visit) -> None:
+        started = time.perf_counter()
+        result = await self._result(request)
+        if isinstance(request, Close):
+            self._left()
+        self._answer(number, result, time.perf_counter() - started)
+
+    async def _result(self, request: Visit) -> Result:
+        try:
+            returned = self._tenant.begin(request)
+            if inspect.isawaitable(returned):
+                # waits: the pool has a deadline for every call
+                returned = await returned
+        except BaseException as error:
+            return self._tenant.fail(error)
+        return self._tenant.finish(request, returned)

@@ -1,0 +1,84 @@
+"""The memory limit of an environment process.
+
+The kernel holds it (RLIMIT_DATA): an environment that asks for more gets a `MemoryError`, and its neighbours do not
+notice. It counts what the process takes beyond what it had at the start, without the stacks of environments' threads,
+of which next to nothing is ever used. Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import resource
+import sys
+import threading
+from collections import deque
+
+_STACK_BYTES = 8 << 20
+_SPARE_STACKS = 8  # of threads that have ended, and of threads that are no environment's
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # of glibc's mallopt
+
+
+class MemoryLimit:
+    def __init__(self, limit_mb: int) -> None:
+        """0 for no limit. Threads are started after this."""
+        self._limit_bytes = limit_mb << 20 if sys.platform == "linux" else 0
+        self._threads = 0
+        self._leaving: deque[threading.Thread] = deque()
+        self._changing = threading.Lock()
+        if self._limit_bytes:
+            threading.stack_size(_STACK_BYTES)
+            _give_back_what_is_freed()
+            self._start_bytes = _data_bytes()
+            self._apply()
+
+    def thread_comes(self) -> None:
+        """An environment's thread is about to start."""
+        if self._limit_bytes:
+            with self._changing:
+                self._threads += 1
+                self._apply()
+
+    def thread_goes(self) -> None:
+        """The thread that calls is about to end."""
+        if self._limit_bytes:
+            with self._changing:
+                self._leaving.append(threading.current_thread())
+                self._apply()
+
+    def is_short(self) -> bool:
+        """Whether more than half of what the limit allows is taken, all garbage collected."""
+        if not self._limit_bytes:
+            return False
+        gc.collect()
+        with contextlib.suppress(AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
+        return _data_bytes() > self._bound_bytes - self._limit_bytes // 2
+
+    def _apply(self) -> None:
+        while self._leaving and not self._leaving[0].is_alive():  # before that its stack is still there
+            self._leaving.popleft()
+            self._threads -= 1
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        bound = self._bound_bytes if hard == resource.RLIM_INFINITY else min(self._bound_bytes, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (bound, hard))
+
+    @property
+    def _bound_bytes(self) -> int:
+        return self._start_bytes + self._limit_bytes + (self._threads + _SPARE_STACKS) * _STACK_BYTES
+
+
+def _give_back_what_is_freed() -> None:
+    """Has glibc return freed memory to the kernel, which else counts it as taken."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 128 << 10)
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libgcc_s.so.1")  # loaded when the first thread ends, which is fatal if memory is short then
+
+
+def _data_bytes() -> int:
+    with open("/proc/self/statm") as sizes:
+        return int(sizes.read().split()[5]) * os.sysconf("SC_PAGE_SIZE")

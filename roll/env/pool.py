@@ -1,0 +1,385 @@
+"""Environment processes and the episodes in them.
+
+Every call ends: in what the environment said, in an `EnvFailure` of its own, or, when the pool has been closed or no
+process can be started any more, in a `RunError`. What each call may wait for takes bounded time: room in a process
+(`room_s`), the import of the environment's code (`start_s`), the environment itself (`reset_s`, `step_s`).
+
+An episode is open from `reset` to its last step, to a call that fails or is cancelled, or to `close_episode`, whichever
+comes first. Its environment is then closed in the background and holds its room until that is done.
+
+    two rooms in one process; A and B are open, C waits for room
+    A's step hangs: after step_s A fails with "deadline", the process is killed, B is told "lost" at its next call,
+    C begins in the process that replaces it, and so may A and B, if they are reset
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+from collections import Counter, deque
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from roll.config.errors import RunError
+from roll.data.task import EnvSpec
+from roll.env import wire
+from roll.env.base import EnvFailure, Opened, Step
+from roll.env.host import Host, Reply
+
+_log = logging.getLogger(__name__)
+
+_START_TRIES = 3
+_CLOSE_S = 5.0
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Seconds that things may take."""
+
+    start_s: float = 60.0
+    """To start a process; to import an environment's code in it."""
+    reset_s: float = 60.0
+    """To make an environment and begin its episode."""
+    step_s: float = 30.0
+    """For one step; to close an environment."""
+    room_s: float = 600.0
+    """To wait for room, while every process has as many episodes as it may."""
+
+
+@dataclass(frozen=True)
+class EnvStats:
+    """Calls by how they ended, since the pool was made, and how things are now."""
+
+    resets: int = 0
+    steps: int = 0
+    finished: int = 0
+    """Episodes that came to their last step."""
+    raised: int = 0
+    deadline: int = 0
+    crashed: int = 0
+    invalid: int = 0
+    lost: int = 0
+    restarts: int = 0
+    """Processes replaced."""
+    reset_mean_s: float = 0.0
+    step_mean_s: float = 0.0
+    """Mean seconds of the answers given, inside the environments."""
+    open: int = 0
+    """Episodes open now, those waiting for room among them."""
+    waiting: int = 0
+
+
+@dataclass(eq=False)
+class _Episode:
+    id: str
+    place: int
+    """Names its environment to the process: an id may be used again while an environment of it is being closed."""
+    busy: bool = False
+    host: Host | None = None
+    call: asyncio.Future[Reply] | None = None
+    """The last one that was sent to the process."""
+    turn: asyncio.Future[None] | None = None
+    """Done when it need not wait for room any more."""
+
+
+class EnvPool:
+    """Plays episodes in `workers` processes of up to `per_process` environments each.
+
+    A new episode goes to the process with the fewest; when all are full, it waits, first come, first served. `memory_mb`
+    limits what the environments of one process may take together (0: no limit). What environments print goes to the
+    file `log`, or to standard error. The processes end with the thread that runs the event loop, even when that is
+    killed.
+    """
+
+    def __init__(
+        self,
+        workers: int = 1,
+        per_process: int = 64,
+        deadlines: Deadlines = Deadlines(),  # noqa: B008 (frozen)
+        memory_mb: int = 0,
+        log: Path | None = None,
+    ) -> None:
+        self._workers = workers
+        self._per_process = per_process
+        self._deadlines = deadlines
+        self._memory_mb = memory_mb
+        self._log = log
+        self._root = os.getcwd()
+        self._hosts: set[Host] = set()
+        self._rooms: dict[Host, set[_Episode]] = {}
+        self._episodes: dict[str, _Episode] = {}
+        self._places = itertools.count()
+        self._waiting: deque[_Episode] = deque()
+        self._closing: dict[asyncio.Task[None], _Episode] = {}
+        self._replacing: set[asyncio.Task[None]] = set()
+        self._starts = asyncio.Semaphore(os.cpu_count() or 1)  # more at once would only eat each other's deadline
+        self._ended: RunError | None = RunError("the environment pool was not started")
+        self._counts: Counter[str] = Counter()
+        self._seconds = {"reset": 0.0, "step": 0.0}
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Start all processes; `RunError` if that does not work."""
+        self._ended = None
+        starting = [asyncio.create_task(self._start_host()) for _ in range(self._workers)]
+        try:
+            await asyncio.gather(*starting)
+        except BaseException:
+            for start in starting:
+                if not start.cancelling():  # else it is cleaning up, which a second cancellation would cut short
+                    start.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
+            await self.close()
+            raise
+
+    async def reset(self, episode_id: str, spec: EnvSpec) -> Opened:
+        """Begin an episode. One that is still open under that id is closed."""
+        self._raise_if_ended()
+        await self.close_episode(episode_id)
+        episode = self._episodes[episode_id] = _Episode(episode_id, next(self._places))
+        opened = await self._ended_by_failure(episode, self._open(episode, spec))
+        assert isinstance(opened, Opened)
+        return opened
+
+    async def step(self, episode_id: str, action: str) -> Step:
+        """Act in an open episode. One call at a time."""
+        self._raise_if_ended()
+        episode = self._episodes.get(episode_id)
+        if episode is None:
+            raise self._counted(EnvFailure("lost", f"episode {episode_id!r} is not open here"))
+        if episode.busy:
+            raise self._counted(EnvFailure("invalid", f"episode {episode_id!r} has a call under way: one at a time"))
+        act = self._ask(episode, wire.Act(episode.place, action), self._deadlines.step_s, "step")
+        step = await self._ended_by_failure(episode, act)
+        assert isinstance(step, Step)
+        if step.done:
+            self._counts["finished"] += 1
+            self._leave(episode)
+        return step
+
+    async def close_episode(self, episode_id: str) -> None:
+        """Leave an episode, if it is open: its environment is closed in the background. A call of it that is under way
+        fails with `lost`."""
+        episode = self._episodes.get(episode_id)
+        if episode is not None:
+            self._leave(episode)
+
+    def stats(self) -> EnvStats:
+        counts = self._counts
+        return EnvStats(
+            **counts,
+            reset_mean_s=self._seconds["reset"] / max(counts["resets"], 1),
+            step_mean_s=self._seconds["step"] / max(counts["steps"], 1),
+            open=len(self._episodes),
+            waiting=sum(episode.turn is not None and not episode.turn.done() for episode in self._waiting),
+        )
+
+    async def close(self) -> None:
+        """Close the environments that have no call under way, which may take up to 5 seconds, then end all processes and
+        wait until they are gone. Calls under way or waiting get a `RunError`. Safe to repeat."""
+        self._end(RunError("the environment pool was closed"))
+        for episode in list(self._episodes.values()):
+            self._leave(episode)
+        quiet = [task for task, episode in self._closing.items() if episode.call is None or episode.call.done()]
+        if quiet:
+            await asyncio.wait(quiet, timeout=min(self._deadlines.step_s, _CLOSE_S))
+        background = [*self._replacing, *self._closing]
+        for task in background:
+            task.cancel()
+        # waits: they were cancelled
+        await asyncio.gather(*background, return_exceptions=True)
+        await asyncio.gather(*(self._retire(host) for host in list(self._hosts)))
+
+    async def _open(self, episode: _Episode, spec: EnvSpec) -> wire.Result:
+        options = _pack(spec)
+        host = await self._room(episode)
+        await host.load(spec.name, self._deadlines.start_s)
+        self._raise_if_left(episode)  # an environment made now would never be closed
+        request = wire.Reset(episode.place, spec.name, spec.seed, options)
+        return await self._ask(episode, request, self._deadlines.reset_s, "reset")
+
+    async def _ask(self, episode: _Episode, request: wire.Visit, deadline_s: float, what: str) -> wire.Result:
+        assert episode.host is not None
+        episode.call = episode.host.ask(request, deadline_s, f"{what} of episode {episode.id!r}")
+        # waits: it was asked with a deadline
+        result, seconds = await asyncio.shield(episode.call)
+        if isinstance(result, wire.Failed):
+            raise EnvFailure(result.kind, result.reason, result.detail)
+        self._counts[f"{what}s"] += 1
+        self._seconds[what] += seconds
+        return result
+
+    async def _ended_by_failure(self, episode: _Episode, call: Coroutine[Any, Any, R]) -> R:
+        """The call's result; the episode is left when there is none."""
+        episode.busy = True
+        try:
+            # waits: it was asked with a deadline
+            result = await call
+            self._raise_if_left(episode)
+        except EnvFailure as failure:
+            self._leave(episode)
+            self._raise_if_ended()
+            raise self._counted(failure) from None
+        except BaseException:
+            self._leave(episode)
+            raise
+        finally:
+            episode.busy = False
+        return result
+
+    def _raise_if_left(self, episode: _Episode) -> None:
+        if self._episodes.get(episode.id) is not episode:
+            raise EnvFailure("lost", f"episode {episode.id!r} was closed meanwhile")
+
+    def _leave(self, episode: _Episode) -> None:
+        """Take an episode off the books and, in the background, out of its process. Safe to repeat."""
+        if self._episodes.get(episode.id) is not episode:
+            return
+        del self._episodes[episode.id]
+        if episode.turn is not None and not episode.turn.done():
+            episode.turn.set_exception(EnvFailure("lost", f"episode {episode.id!r} was closed while it waited for room"))
+        if episode.host is not None:
+            task = asyncio.create_task(self._vacate(episode, episode.host))
+            self._closing[task] = episode
+            task.add_done_callback(self._closing.pop)
+
+    async def _vacate(self, episode: _Episode, host: Host) -> None:
+        if episode.call is not None:
+            # waits: it was asked with a deadline
+            await asyncio.wait({episode.call})
+            await self._close_environment(episode, host)
+        self._free(episode, host)
+
+    async def _close_environment(self, episode: _Episode, host: Host) -> None:
+        if not host.usable:
+            return
+        close = host.ask(wire.Close(episode.place), self._deadlines.step_s, f"close of episode {episode.id!r}")
+        try:
+            result, _ = await close
+        except EnvFailure as failure:
+            if failure.kind != "lost":
+                _log.warning("the environment of episode %r was not closed: %s", episode.id, failure)
+            return
+        if isinstance(result, wire.Failed):
+            _log.warning("closing the environment of episode %r failed: %s\n%s", episode.id, result.reason, result.detail)
+
+    async def _room(self, episode: _Episode) -> Host:
+        """The process in which the episode has its part of the room, waited for if all are full."""
+        self._waiting.append(episode)
+        episode.turn = asyncio.get_running_loop().create_future()
+        self._hand_out()
+        if not episode.turn.done():
+            try:
+                await asyncio.wait({episode.turn}, timeout=self._deadlines.room_s)
+            finally:
+                episode.turn.cancel()
+        if episode.turn.cancelled():
+            rooms = self._workers * self._per_process
+            raise EnvFailure("lost", f"there was no room for {self._deadlines.room_s:g} s: all {rooms} places are taken")
+        episode.turn.result()
+        assert episode.host is not None
+        return episode.host
+
+    def _hand_out(self) -> None:
+        """Give room to those who wait longest."""
+        while self._waiting:
+            episode = self._waiting[0]
+            assert episode.turn is not None
+            if not episode.turn.done():
+                host = self._emptiest()
+                if host is None:
+                    return
+                self._rooms[host].add(episode)
+                episode.host = host
+                episode.turn.set_result(None)
+            self._waiting.popleft()
+
+    def _emptiest(self) -> Host | None:
+        free = [host for host, inside in self._rooms.items() if host.usable and len(inside) < self._per_process]
+        return min(free, key=lambda host: len(self._rooms[host]), default=None)
+
+    def _free(self, episode: _Episode, host: Host) -> None:
+        if host in self._rooms:
+            self._rooms[host].discard(episode)
+            self._hand_out()
+
+    def _host_ended(self, host: Host) -> None:
+        """Start another in its place, in the background."""
+        self._rooms.pop(host, None)
+        if self._ended is None:
+            task = asyncio.create_task(self._replace(host))
+            self._replacing.add(task)
+            task.add_done_callback(self._replacing.discard)
+
+    async def _replace(self, host: Host) -> None:
+        await self._retire(host)
+        for tries_left in reversed(range(_START_TRIES)):
+            try:
+                await self._start_host()
+            except Exception as error:
+                _log.warning("%s", error)
+                if not tries_left:
+                    self._end(RunError(f"no environment process starts any more ({_START_TRIES} tries): {error}"))
+            else:
+                self._counts["restarts"] += 1
+                return
+
+    async def _start_host(self) -> None:
+        async with self._starts:
+            host = await Host.start(
+                root=self._root,
+                memory_mb=self._memory_mb,
+                deadline_s=self._deadlines.start_s,
+                log=self._log,
+                on_end=self._host_ended,
+            )
+        self._hosts.add(host)
+        self._rooms[host] = set()
+        self._hand_out()
+
+    async def _retire(self, host: Host) -> None:
+        await host.end("the environment pool was closed")
+        self._hosts.discard(host)
+
+    def _end(self, error: RunError) -> None:
+        """From now on every call fails with the error, those that wait included. The first error stands."""
+        self._ended = self._ended or error
+        while self._waiting:
+            turn = self._waiting.popleft().turn
+            if turn is not None and not turn.done():
+                turn.set_exception(RunError(str(self._ended)))
+
+    def _raise_if_ended(self) -> None:
+        if self._ended is not None:
+            raise RunError(str(self._ended))
+
+    def _counted(self, failure: EnvFailure) -> EnvFailure:
+        self._counts[failure.kind] += 1
+        return failure
+
+
+def _pack(spec: EnvSpec) -> bytes:
+    """The options as bytes. By value where types are of `__main__`: an option may be of any type."""
+    import cloudpickle
+
+    try:
+        options: bytes = cloudpickle.dumps(dict(spec.options))
+    except Exception as error:
+        reason = f"options of environment {spec.name!r} cannot be sent to a process: {type(error).__name__}: {error}"
+        raise EnvFailure("invalid", reason) from error
+    return options

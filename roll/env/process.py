@@ -1,0 +1,208 @@
+"""An environment process: hosts many environments at once until the pool goes away.
+
+The pool speaks over a socket of its own, so that environments may print and read as they like: what they print goes to
+the log, their standard input is empty. One thread reads requests and is never held up by an environment; environments'
+code is imported in the main thread, where signal handlers can be set; each environment then runs in a thread of its own
+or, if its methods are async, on the event loop. This module imports little, because every replacement of a killed
+process pays for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import pickle
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from typing import TYPE_CHECKING, BinaryIO, NoReturn, TextIO, cast
+
+from roll.env.memory import MemoryLimit
+from roll.env.resolve import Factory, Unfit, find
+from roll.env.tenant import Home, Tenant, ThreadHome, reason
+from roll.env.wire import (
+    HEADER,
+    LIMIT_BYTES,
+    Act,
+    Failed,
+    Load,
+    Ping,
+    Ready,
+    Reset,
+    Result,
+    SetUp,
+    Visit,
+    frame,
+    read_payload,
+)
+
+if TYPE_CHECKING:
+    from roll.env.loop import Loop
+
+COMMAND = "import sys; sys.path[:] = sys.argv[3:]; from roll.env.process import main; main()"
+"""Run as `python -P -c COMMAND socket_fd pool_pid *sys.path`: the process imports what the pool's would, and only that
+(`-m` would put the current folder first, where a user's `random.py` would hide the standard one)."""
+
+EXIT_FULL = 113
+"""The exit status of a process whose environments have left too little memory."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve the pool whose socket and process id are on the command line."""
+    _die_with(int(sys.argv[2]))
+    _be_killed_first_when_memory_runs_out()
+    faulthandler.enable(all_threads=False)
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)
+    cast(TextIO, sys.stdout).reconfigure(line_buffering=True)  # type: ignore[attr-defined]
+    Server(connection).serve()
+
+
+class Server:
+    """Passes requests on to environments, and their results back.
+
+    Nothing here waits for an environment. When this part itself fails, or the pool has gone, the process ends at once:
+    threads and exit handlers of environments do not hold it up.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._pid = os.getpid()
+        self._writing = threading.Lock()
+        self._for_main: queue.SimpleQueue[tuple[int, SetUp | Load]] = queue.SimpleQueue()
+        self._root = ""
+        self._memory = MemoryLimit(0)
+        self._factories: dict[str, Factory] = {}
+        self._homes: dict[int, Home] = {}
+        self._shared_loop: Loop | None = None
+        self._making_loop = threading.Lock()
+
+    def serve(self) -> NoReturn:
+        threading.Thread(target=self._read, daemon=True).start()
+        while True:
+            # waits: the process ends with its pool
+            number, request = self._for_main.get()
+            started = time.perf_counter()
+            result = self._set_up(request) if isinstance(request, SetUp) else self._load(request)
+            self._answer(number, result, time.perf_counter() - started)
+
+    def _read(self) -> None:
+        stream = cast(BinaryIO, self._connection.makefile("rb"))
+        try:
+            while (payload := read_payload(stream)) is not None:
+                self._pass_on(*pickle.loads(payload))
+            os._exit(0)
+        except BaseException as error:
+            _give_up(error)
+
+    def _pass_on(self, number: int, request: SetUp | Ping | Load | Visit) -> None:
+        if isinstance(request, Ping):
+            self._answer(number, Ready(), 0.0)
+        elif isinstance(request, SetUp | Load):
+            self._for_main.put((number, request))
+        elif isinstance(request, Reset):
+            self._admit(number, request)
+        elif isinstance(request, Act):
+            self._homes[request.place].take(number, request)
+        elif request.place in self._homes:
+            self._homes.pop(request.place).take(number, request)
+        else:  # it was not admitted
+            self._answer(number, Ready(), 0.0)
+
+    def _set_up(self, request: SetUp) -> Ready:
+        self._root = request.root
+        self._memory = MemoryLimit(request.memory_mb)
+        return Ready()
+
+    def _load(self, request: Load) -> Ready | Failed:
+        try:
+            self._factories[request.name] = find(request.name, self._root)
+        except Unfit as error:
+            return Failed("invalid", str(error))
+        except BaseException as error:
+            return Failed("raised", reason(error))
+        return Ready()
+
+    def _admit(self, number: int, request: Reset) -> None:
+        """Give a new environment its home."""
+        tenant = Tenant(self._factories[request.name])
+        try:
+            home = self._home(tenant)
+        except RuntimeError as error:
+            self._answer(number, Failed("lost", f"its process cannot host more environments: {error}"), 0.0)
+            return
+        self._homes[request.place] = home
+        home.take(number, request)
+
+    def _home(self, tenant: Tenant) -> Home:
+        if tenant.is_async:
+            from roll.env.loop import LoopHome
+
+            return LoopHome(tenant, self._answer, self._loop(), lambda: self._look_after(tenant))
+        self._memory.thread_comes()
+        return ThreadHome(tenant, self._answer, self._loop, lambda: self._leave_thread(tenant))
+
+    def _loop(self) -> Loop:
+        from roll.env.loop import Loop
+
+        with self._making_loop:
+            self._shared_loop = self._shared_loop or Loop()
+            return self._shared_loop
+
+    def _leave_thread(self, tenant: Tenant) -> None:
+        self._look_after(tenant)
+        self._memory.thread_goes()
+
+    def _look_after(self, tenant: Tenant) -> None:
+        """What an environment that met the memory limit has left behind decides whether its neighbours can go on."""
+        if tenant.ran_out and self._memory.is_short():
+            os._exit(EXIT_FULL)
+
+    def _answer(self, number: int, result: Result, seconds: float) -> None:
+        if os.getpid() != self._pid:  # an environment forked, and its copy of this process came back from it
+            os._exit(0)
+        try:
+            message = frame((number, result, seconds))
+            if len(message) > HEADER.size + LIMIT_BYTES:
+                too_long = f"the environment returned {len(message) >> 20} MB; at most {LIMIT_BYTES >> 20} MB are taken"
+                message = frame((number, Failed("invalid", too_long), seconds))
+            with self._writing:
+                self._connection.sendall(message)
+        except BaseException as error:
+            _give_up(error)
+
+
+def _give_up(error: BaseException) -> NoReturn:
+    with contextlib.suppress(BaseException):
+        traceback.print_exception(error)
+    os._exit(EXIT_FULL if isinstance(error, MemoryError) else 1)
+
+
+def _die_with(pool_pid: int) -> None:
+    """End this process when the pool's ends, however that ends and whatever the environments are doing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    else:
+        threading.Thread(target=_watch, args=(pool_pid,), daemon=True).start()
+    if os.getppid() != pool_pid:  # it ended before the line above
+        os._exit(0)
+
+
+def _watch(pool_pid: int) -> None:
+    while os.getppid() == pool_pid:
+        time.sleep(1)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _be_killed_first_when_memory_runs_out() -> None:
+    """Rather this process than the trainer: an episode can be played again."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")

@@ -1,0 +1,154 @@
+"""One environment in its process: how it is made and called, and what is made of all it may raise or return."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from roll.env.base import opened, stepped
+from roll.env.resolve import Factory, Unfit, check_options
+from roll.env.wire import Act, Close, Failed, Ready, Reset, Result, Visit
+
+if TYPE_CHECKING:
+    from roll.env.loop import Loop
+
+_REASON_CHARS = 500
+_DETAIL_CHARS = 4000
+
+Answer: TypeAlias = Callable[[int, Result, float], None]
+"""Tells the pool what a request came to, and the seconds it took."""
+
+
+class Home(Protocol):
+    """Where an environment's calls run, one after the other."""
+
+    def take(self, number: int, request: Visit) -> None:
+        """Has the request done, and answered. Returns at once."""
+
+
+class Tenant:
+    """An environment, from its making in `Reset` to its `Close`."""
+
+    def __init__(self, factory: Factory) -> None:
+        self._factory = factory
+        self._environment: Any = None
+        self.ran_out = False
+        """Whether it has met the memory limit."""
+
+    @property
+    def is_async(self) -> bool:
+        """Whether it wants an event loop."""
+        return any(inspect.iscoroutinefunction(getattr(self._factory, method, None)) for method in ("reset", "step"))
+
+    def begin(self, request: Visit) -> Any:
+        """What the environment returns, still to be awaited if that is needed."""
+        if isinstance(request, Reset):
+            self._environment = self._make(request)
+            return self._environment.reset(seed=request.seed)
+        if isinstance(request, Act):
+            return self._environment.step(request.action)
+        environment, self._environment = self._environment, None
+        close = getattr(environment, "close", None)
+        return None if close is None else close()
+
+    def finish(self, request: Visit, returned: Any) -> Result:
+        """What the environment returned, as the pool will have it."""
+        try:
+            if isinstance(request, Close):
+                return Ready()
+            return opened(returned) if isinstance(request, Reset) else stepped(returned)
+        except ValueError as error:
+            return Failed("invalid", str(error)[:_REASON_CHARS])
+        except BaseException as error:
+            method = "reset" if isinstance(request, Reset) else "step"
+            return Failed("invalid", f"{method} returned what cannot be read: {reason(error)}", _detail(error))
+
+    def fail(self, error: BaseException) -> Failed:
+        """What the environment raised; SystemExit too: one that calls sys.exit() has raised."""
+        if isinstance(error, Unfit):
+            return Failed("invalid", str(error)[:_REASON_CHARS])
+        if isinstance(error, MemoryError):
+            self.ran_out = True
+            traceback.clear_frames(error.__traceback__)  # what the call had taken
+        try:
+            return Failed("raised", reason(error), _detail(error))
+        except MemoryError:
+            return Failed("raised", "MemoryError")
+
+    def _make(self, request: Reset) -> Any:
+        try:
+            options: dict[str, Any] = pickle.loads(request.options)
+        except Exception as error:
+            raise Unfit(f"the options cannot be read in the environment process: {reason(error)}") from error
+        try:
+            environment = self._factory(**options)
+        except TypeError:
+            check_options(request.name, self._factory, options)
+            raise
+        for method in ("reset", "step"):
+            if not callable(getattr(environment, method, None)):
+                kind = type(environment).__name__
+                raise Unfit(f"environment {request.name!r} was made as a {kind}, which has no method {method}")
+        return environment
+
+
+class ThreadHome:
+    """A thread of its own for one environment, from beginning to end: some libraries insist on that."""
+
+    def __init__(self, tenant: Tenant, answer: Answer, loop: Callable[[], Loop], left: Callable[[], None]) -> None:
+        """`left` is called when the thread is about to end."""
+        self._tenant = tenant
+        self._answer = answer
+        self._loop = loop
+        self._left = left
+        self._requests: queue.SimpleQueue[tuple[int, Visit]] = queue.SimpleQueue()
+        threading.Thread(target=self._live, daemon=True).start()
+
+    def take(self, number: int, request: Visit) -> None:
+        self._requests.put((number, request))
+
+    def _live(self) -> None:
+        closed = False
+        while not closed:
+            # waits: the process ends with its pool
+            number, request = self._requests.get()
+            started = time.perf_counter()
+            result = self._result(request)
+            closed = isinstance(request, Close)
+            if closed:
+                self._left()
+            self._answer(number, result, time.perf_counter() - started)
+
+    def _result(self, request: Visit) -> Result:
+        try:
+            returned = self._tenant.begin(request)
+            if inspect.isawaitable(returned):
+                returned = self._loop().wait_for(returned)
+        except BaseException as error:
+            return self._tenant.fail(error)
+        return self._tenant.finish(request, returned)
+
+
+def reason(error: BaseException) -> str:
+    """One line: the error, and where it was raised."""
+    try:
+        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    except Exception:
+        text = type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return " ".join(text[:_REASON_CHARS].split()) + where
+
+
+def _detail(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(error))[-_DETAIL_CHARS:]
+    except Exception:
+        return ""

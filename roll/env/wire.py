@@ -1,0 +1,97 @@
+"""What the pool and an environment process say to each other: pickled frames, each after its length.
+
+The pool sends `(number, request)` and gets one `(number, result, seconds)` for each, in any order. Of one environment,
+called by its `place`, the pool never has two requests under way. Results hold only numbers and strings; no type of the
+user's ever has to be read by the pool, and none that a request brings is read before the environment's own turn.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from dataclasses import dataclass
+from typing import BinaryIO, TypeAlias
+
+from roll.env.base import FailureKind, Opened, Step
+
+HEADER = struct.Struct("!Q")
+
+LIMIT_BYTES = 64 << 20
+"""No frame of a process is larger: what claims to be is none."""
+
+
+@dataclass(frozen=True)
+class SetUp:
+    """The first request: where names are looked up from, and the memory limit, 0 for none."""
+
+    root: str
+    memory_mb: int
+
+
+@dataclass(frozen=True)
+class Ping:
+    """Answered at once by a process that lives, after all it had said before."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Import an environment's code."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Reset:
+    """Make an environment and begin its episode. `options` is a pickled dict."""
+
+    place: int
+    name: str
+    seed: int
+    options: bytes
+
+
+@dataclass(frozen=True)
+class Act:
+    place: int
+    action: str
+
+
+@dataclass(frozen=True)
+class Close:
+    place: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Done, nothing to tell."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The environment gave no answer."""
+
+    kind: FailureKind
+    reason: str
+    detail: str = ""
+
+
+Visit: TypeAlias = Reset | Act | Close
+"""A request for one environment."""
+Request: TypeAlias = SetUp | Ping | Load | Visit
+Result: TypeAlias = Ready | Opened | Step | Failed
+
+
+def frame(message: tuple[int, Request] | tuple[int, Result, float]) -> bytes:
+    """A message, ready to be written."""
+    payload = pickle.dumps(message)
+    return HEADER.pack(len(payload)) + payload
+
+
+def read_payload(stream: BinaryIO) -> bytes | None:
+    """The next payload, waited for as long as it takes, or None when the other side has gone."""
+    header = stream.read(HEADER.size)
+    if len(header) < HEADER.size:
+        return None
+    (size,) = HEADER.unpack(header)
+    payload = stream.read(size)
+    return payload if len(payload) == size else None

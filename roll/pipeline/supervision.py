@@ -1,0 +1,201 @@
+"""Supervision of a run's roles: what is done when a worker dies or hangs, and when nothing moves.
+
+    engine           what it had goes on elsewhere from its prefixes; it is started again and gets the weights first
+    grader, env      started again; who waited asks again
+    rollout worker   its samples start anew elsewhere; it is started again
+    trainer          ends the step: the run goes back to its last checkpoint (`launch.py`)
+
+What always holds: a worker that is lost gets nothing until it is back and ready; more deaths than `supervise.restarts`
+allows end the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+from roll.cluster.supervisor import RestartPolicy, Supervisor
+from roll.config.errors import RunError
+from roll.config.schema import Config, SuperviseConfig
+from roll.model.loading import warm_up
+from roll.pipeline.publisher import Publisher
+from roll.pipeline.recorder import Recorder
+from roll.pipeline.roles import Roles
+from roll.pipeline.watchdog import Watchdog
+from roll.workers.env import EnvWorker
+from roll.workers.infer import InferWorker, Load
+from roll.workers.reward import RewardWorker
+
+T = TypeVar("T")
+_LOADS_S = 1.0
+"""How often engines say how full they are."""
+_log = logging.getLogger(__name__)
+
+
+class Supervision:
+    def __init__(self, roles: Roles, publisher: Publisher, config: SuperviseConfig, warn: Callable[[str], None]) -> None:
+        self._roles = roles
+        self._publisher = publisher
+        self._warn = warn
+        self.worker_lost: Callable[[int, str], None] = lambda worker, reason: None
+        """Told when a rollout worker is lost, with the tokens it had."""
+        self.engine_restored: Callable[[int], Awaitable[bool]] = _resident
+        """Told of an engine that was started again; whether it may have its device now."""
+        self.restarts = 0
+        self.supervisor = Supervisor(
+            RestartPolicy(config.ping_s, config.hang_s, config.restarts, config.window_s, config.backoff_s)
+        )
+
+    def start(self) -> None:
+        """Watches all roles from now on."""
+        roles, watch = self._roles, self.supervisor.watch
+        watch(roles.engines, self._engine_lost, self._engine_back)
+        watch(roles.rewards, self._told, self._rewards_back)
+        watch(roles.rollouts, self._rollout_lost, self._rollout_back)
+        if roles.environments is not None:
+            watch(roles.environments, self._told, self._environments_back)
+        for trainer in (roles.actor, roles.reference):
+            if trainer is not None:
+                watch(trainer, self._trainer_lost(trainer), _nothing, restart=False)
+        roles.pool.engine_trouble = self._engine_trouble
+        self.supervisor.spawn(self._tell_loads())
+        roles.pool.worker_trouble = lambda worker, reason: self.supervisor.condemn("rollout", worker, reason)
+
+    async def keep_spare_trainer(self, config: Config) -> None:
+        """Has a process ready for a trainer that dies. A run can do without."""
+        warm = partial(warm_up, config.model.path)
+        try:
+            await self._roles.actor.keep_spares(warm)
+        except RunError as error:
+            _log.warning("no spare process for the trainer: %s", str(error).splitlines()[0])
+
+    async def race(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, unless the supervisor gives up first."""
+        task = asyncio.ensure_future(work)
+        try:
+            both: set[asyncio.Future[Any]] = {task, self.supervisor.failed}
+            # waits: the run ends by itself, and has a watchdog
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self.supervisor.failed.result()
+            # waits: it is done
+            return await task
+        finally:
+            if not task.done():
+                task.cancel()
+                # waits: it was cancelled
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def close(self) -> None:
+        await self.supervisor.close()
+
+    async def _tell_loads(self) -> None:
+        """Has the router know how full the engines are, for as long as the run lasts."""
+        roles = self._roles
+        while True:
+            await asyncio.sleep(_LOADS_S)
+            ranks = sorted(roles.alive)
+            calls = (roles.engines.call_rank(rank, InferWorker.load) for rank in ranks)
+            loads = await asyncio.gather(*calls, return_exceptions=True)
+            for rank, load in zip(ranks, loads, strict=True):
+                if isinstance(load, Load) and rank in roles.alive:
+                    roles.router.report(rank, load.cached_tokens)
+
+    def _told(self, rank: int, why: str) -> None:
+        self._warn(f"{why.splitlines()[0]}; it is started again")
+
+    def _engine_trouble(self, engine: int, reason: str) -> None:
+        """What an engine had is elsewhere by now; whatever is wrong with it, it is started again."""
+        if engine in self._roles.alive:
+            self.supervisor.condemn(self._roles.engines.role, engine, reason)
+
+    def _engine_lost(self, engine: int, why: str) -> None:
+        self._told(engine, why)
+        self._roles.alive.discard(engine)
+        self._roles.router.lose(engine)
+
+    async def _engine_back(self, engine: int) -> None:
+        roles = self._roles
+        its_turn = await self.engine_restored(engine)
+        if its_turn:
+            await self._publisher.restore(engine)
+        await roles.connect()
+        self.restarts += 1
+        roles.alive.add(engine)
+        if its_turn:
+            roles.router.join(engine)
+
+    async def _rewards_back(self, rank: int) -> None:
+        await self._roles.rewards.call_rank(rank, RewardWorker.start)
+        await self._roles.connect()
+        self.restarts += 1
+
+    async def _environments_back(self, rank: int) -> None:
+        assert self._roles.environments is not None
+        await self._roles.environments.call_rank(rank, EnvWorker.start)
+        await self._roles.connect()
+        self.restarts += 1
+
+    def _rollout_lost(self, worker: int, why: str) -> None:
+        self._told(worker, why)
+        self._roles.pool.lost(worker, f"rollout worker died: rollout[{worker}]")
+        self.worker_lost(worker, f"rollout worker died: rollout[{worker}]")
+        self.supervisor.spawn(self._forget_clients(f"rollout[{worker}]/"))
+
+    async def _forget_clients(self, beginning: str) -> None:
+        """The engines need not go on with what a dead rollout worker had asked of them."""
+        roles = self._roles
+        calls = (roles.engines.call_rank(rank, InferWorker.forget_clients, beginning) for rank in sorted(roles.alive))
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    async def _rollout_back(self, worker: int) -> None:
+        await self._roles.connect()
+        self.restarts += 1
+        self._roles.pool.joined(worker)
+
+    def _trainer_lost(self, trainer: Any) -> Callable[[int, str], None]:
+        def lost(rank: int, why: str) -> None:
+            self._warn(f"{why.splitlines()[0]}; the run goes back to its last checkpoint")
+            self.supervisor.spawn(trainer.end(rank))  # one that hangs would keep whoever called it waiting
+
+        return lost
+
+
+async def _later(recorder: Recorder, supervision: Supervision, config: Config) -> None:
+    """Makes a spare once the run is under way, so that it does not hold up the start."""
+    while not recorder.steps:  # noqa: ASYNC110
+        await asyncio.sleep(1.0)
+    await supervision.keep_spare_trainer(config)
+
+
+async def _resident(engine: int) -> bool:
+    return True
+
+
+async def _nothing(rank: int) -> None:
+    """A trainer is not brought back alone: the run goes back with it."""
+
+
+@asynccontextmanager
+async def supervised(
+    roles: Roles, config: Config, recorder: Recorder | None = None
+) -> AsyncIterator[tuple[Supervision, Publisher]]:
+    """Supervision of the roles while the block runs."""
+    publisher = Publisher(roles, config)
+    warn = _log.warning if recorder is None else recorder.reporter.warned
+    supervision = Supervision(roles, publisher, config.supervise, warn)
+    if config.executor != "local":
+        supervision.start()
+    if config.supervise.spare_trainer and recorder is not None and config.executor != "local":
+        supervision.supervisor.spawn(_later(recorder, supervision, config))
+    watchdog = Watchdog(roles, supervision.supervisor, recorder, config.supervise.watchdog_s, warn)
+    watching = asyncio.create_task(watchdog.run())
+    try:
+        yield supervision, publisher
+    finally:
+        watching.cancel()
+        await supervision.close()

@@ -1,0 +1,72 @@
+"""The watchdog: when nothing has moved for a while, it says who waits on whom."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from roll.cluster.cluster import PendingCall
+from roll.cluster.supervisor import Supervisor
+from roll.pipeline.recorder import Recorder
+from roll.pipeline.roles import Roles
+
+_LINES = 12
+"""Calls and workers that are named at most."""
+
+
+class Watchdog:
+    def __init__(
+        self,
+        roles: Roles,
+        supervisor: Supervisor,
+        recorder: Recorder | None,
+        silent_s: float,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._roles = roles
+        self._supervisor = supervisor
+        self._recorder = recorder
+        self._silent_s = silent_s
+        self._warn = warn
+
+    async def run(self) -> None:
+        """Looks from time to time, for ever. Speaks up once for each silence."""
+        seen, told = self._progress(), False
+        quiet_s, pause_s = 0.0, min(self._silent_s / 4, 10.0)
+        while True:
+            await asyncio.sleep(pause_s)
+            now = self._progress()
+            quiet_s = quiet_s + pause_s if now == seen else 0.0
+            told, seen = told and now == seen, now
+            if quiet_s >= self._silent_s and not told:
+                told = True
+                self._warn(self.who_waits(quiet_s))
+
+    def _progress(self) -> tuple[int, ...]:
+        return self._roles.pool.moves, 0 if self._recorder is None else self._recorder.steps
+
+    def who_waits(self, quiet_s: float) -> str:
+        """Samples by state with the one that waits longest, calls without an answer, workers that are not well."""
+        lines = [f"nothing has moved for {quiet_s:.0f} s. Who waits on whom:"]
+        if self._recorder is not None:
+            lines += [
+                f"  sample {w.sample} has been {w.state} for {w.seconds:.0f} s" + (f" ({w.where})" if w.where else "")
+                for w in self._recorder.clock.open()
+            ]
+        if waiting := self._roles.router.waiting:
+            inside = ", ".join(map(str, sorted(self._roles.router.inside))) or "none"
+            lines.append(f"  {waiting} groups wait for an engine; engines that take some: {inside}")
+        lines += [
+            f"  the controller waits for {call.worker}.{call.method} since {call.since_s:.0f} s" for call in self._calls()
+        ]
+        sick = [status for status in self._supervisor.status() if status.state != "well"]
+        lines += [
+            f"  {s.worker} has been {s.state} for {s.since_s:.0f} s: {s.why.splitlines()[0]}" for s in sick[:_LINES]
+        ]
+        return "\n".join(lines)
+
+    def _calls(self) -> list[PendingCall]:
+        roles = self._roles
+        clusters = (roles.actor, roles.engines, roles.rollouts, roles.rewards, roles.reference, roles.environments)
+        calls = [call for cluster in clusters if cluster is not None for call in cluster.pending()]
+        return sorted(calls, key=lambda call: -call.since_s)[:_LINES]

@@ -1,0 +1,98 @@
+"""The groups that are under way, and which of them make the next step.
+
+A group is charged for from the moment it is issued until it was trained on or dropped:
+
+    issued → open → ready → taken → trained
+               └──────┴→ dropped
+
+What always holds: at most `capacity` groups are charged for; each is in one place only.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections import Counter
+
+from roll.data.sample import Group
+
+
+class Books:
+    def __init__(self) -> None:
+        self.open: dict[int, Group] = {}
+        """Groups whose samples are not all judged."""
+        self.ready: dict[int, Group] = {}
+        """Groups worth training on, in the order they were finished."""
+        self.taken: dict[int, Group] = {}
+        """Groups that are being trained on."""
+        self._ready_order: list[int] = []
+        self._open_heap: list[int] = []
+        self._versions: Counter[int] = Counter()
+        """Open groups by the version they were issued at."""
+
+    @property
+    def charged(self) -> int:
+        return len(self.open) + len(self.ready) + len(self.taken)
+
+    @property
+    def waiting(self) -> list[Group]:
+        """Groups not yet trained on or being so."""
+        return [*self.open.values(), *self.ready.values()]
+
+    def issue(self, group: Group) -> None:
+        self.open[group.index] = group
+        self._versions[group.version] += 1
+        heapq.heappush(self._open_heap, group.index)
+
+    def finish(self, group: Group) -> None:
+        del self.open[group.index]
+        self._versions[group.version] -= 1
+        self.ready[group.index] = group
+        insort(self._ready_order, group.index)
+
+    def drop(self, group: Group) -> None:
+        if self.open.pop(group.index, None) is None:
+            self._unready(group)
+        else:
+            self._versions[group.version] -= 1
+
+    @property
+    def oldest_open_version(self) -> int | None:
+        """The oldest version of weights that an open group was issued at."""
+        self._versions = +self._versions  # without those of no group
+        return min(self._versions, default=None)
+
+    def take(self, groups: list[Group]) -> None:
+        for group in groups:
+            self._unready(group)
+            self.taken[group.index] = group
+
+    def give_back(self, group: Group) -> None:
+        """A group that was taken or ready runs again."""
+        if self.taken.pop(group.index, None) is None:
+            self._unready(group)
+        self.issue(group)
+
+    def trained(self, groups: list[Group]) -> None:
+        for group in groups:
+            del self.taken[group.index]
+
+    def oldest_ready(self) -> list[Group]:
+        """Ready groups in the order they were issued."""
+        return [self.ready[index] for index in self._ready_order]
+
+    def ready_before_any_open(self) -> int:
+        """How many groups are ready of which every older one is too."""
+        first = self.first_open()
+        return len(self._ready_order) if first is None else bisect_left(self._ready_order, first.index)
+
+    def first_open(self) -> Group | None:
+        """The open group that was issued first."""
+        heap = self._open_heap
+        while heap and heap[0] not in self.open:
+            heapq.heappop(heap)
+        return self.open[heap[0]] if heap else None
+
+    def _unready(self, group: Group) -> None:
+        del self.ready[group.index]
+        del self._ready_order[bisect_left(self._ready_order, group.index)]

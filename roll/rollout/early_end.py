@@ -1,0 +1,140 @@
+"""Early end: predicates on a running response. One that gives a reason ends the response now, as it is.
+
+Predicates are asked every so often while a response runs, so when exactly one ends depends on timing.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from roll.config.errors import RunError, UserError
+from roll.data.task import Task
+from roll.data.tokenlog import IntArray
+from roll.rollout.filters import user_code
+
+
+@dataclass(frozen=True)
+class Running:
+    """A response so far."""
+
+    task: Task
+    ids: IntArray
+    """Its tokens, without the prompt."""
+    text: Callable[[], str]
+    """Its text, decoded when asked for."""
+    finished_siblings: Sequence[int] = ()
+    """Response tokens of those samples of its group that are finished."""
+
+
+EarlyEnd = Callable[[Running], str | None]
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """Ends a response that says the same over and over: its end is one span of tokens, at most `span_most` long, at least
+    `times` times in a row and at least `least_tokens` in all. So four newlines or a row of zeros do not end it: a span of
+    1 token must come 64 times, one of 16 or more 4 times."""
+
+    span_most: int = 64
+    times: int = 4
+    least_tokens: int = 64
+
+    def __call__(self, running: Running) -> str | None:
+        ids = running.ids
+        if len(ids) < max(self.least_tokens, self.times):
+            return None
+        before = ids[-1 - self.span_most : -1][::-1]  # a span of n repeats only if token -1 is also token -1 - n
+        for span in (np.flatnonzero(before == ids[-1]) + 1).tolist():
+            times = max(self.times, math.ceil(self.least_tokens / span))
+            end = ids[-span * times :]
+            if len(end) == span * times and np.array_equal(end[span:], end[:-span]):
+                return f"repetition: {span} tokens {times} times in a row"
+        return None
+
+
+@dataclass(frozen=True)
+class LengthBudget:
+    """Ends a response longer than `factor` times the mean of its finished siblings, if there are two or more."""
+
+    factor: float = 4.0
+    least_tokens: int = 64
+
+    def __call__(self, running: Running) -> str | None:
+        siblings = running.finished_siblings
+        if len(siblings) < 2 or len(running.ids) < self.least_tokens:
+            return None
+        budget = self.factor * sum(siblings) / len(siblings)
+        if len(running.ids) <= budget:
+            return None
+        return f"length budget: {len(running.ids)} tokens, {len(siblings)} siblings allow {budget:.0f}"
+
+
+@dataclass(frozen=True)
+class AnyOf:
+    """Ends a response for the first reason that one of its predicates gives."""
+
+    predicates: tuple[EarlyEnd, ...]
+
+    def __call__(self, running: Running) -> str | None:
+        return next((reason for predicate in self.predicates if (reason := predicate(running)) is not None), None)
+
+
+@dataclass(frozen=True)
+class UsersEnd:
+    """A user's function of a running response: a reason or True ends it, None or False lets it go on."""
+
+    name: str
+    function: Callable[[Running], Any]
+
+    def __call__(self, running: Running) -> str | None:
+        try:
+            verdict = self.function(running)
+        except Exception as error:
+            raise RunError(
+                f"the early end {self.name!r} failed on a response to task {running.task.id!r}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if verdict is None or verdict is False:
+            return None
+        if verdict is True:
+            return f"ended early: by {self.name}"
+        if isinstance(verdict, str) and verdict:
+            return verdict
+        raise RunError(
+            f"the early end {self.name!r} gave {verdict!r}: it gives the reason to end a response or None to let it go "
+            "on, or True to end it and False to let it go on"
+        )
+
+
+def make_early_end(names: Sequence[str], root: str | os.PathLike[str] | None = None) -> EarlyEnd | None:
+    """The predicate of these names together, None if there are none: `repetition`, `repetition=6` (times),
+    `length_budget`, `length_budget=2.5` (factor), or a user's function."""
+    predicates = tuple(_make(name, root) for name in names)
+    return AnyOf(predicates) if len(predicates) > 1 else next(iter(predicates), None)
+
+
+def _make(name: str, root: str | os.PathLike[str] | None) -> EarlyEnd:
+    kind, equals, value = name.partition("=")
+    if kind == "repetition":
+        return Repetition(times=int(_number(name, value, 2, whole=True))) if equals else Repetition()
+    if kind == "length_budget":
+        return LengthBudget(_number(name, value, 1)) if equals else LengthBudget()
+    return UsersEnd(name, user_code("rollout.end_early", name, ["repetition", "length_budget"], root))
+
+
+def _number(name: str, value: str, least: float, whole: bool = False) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not least <= number < math.inf or (whole and number != int(number)):
+        example = name.partition("=")[0] + "=4"
+        kind = "a whole number" if whole else "a number"
+        raise UserError(f"rollout.end_early: {name!r} needs {kind} of at least {least:g}: write {example!r}")
+    return number

@@ -1,0 +1,217 @@
+"""Long tails: orders that keep a step from waiting for its longest responses.
+
+A step ends when its slowest group does. `Lookahead` begins the long ones first, so that the short ones fill in behind
+them; `TailRounds` closes steps early and gathers what ran long into rounds of its own. `make_order` builds the order that
+a config names.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from roll.config.errors import UserError
+from roll.data.task import Task
+from roll.rollout.filters import user_code
+from roll.rollout.order import BaseOrder, Draw, Epochs, SolveRate, StepShape, TaskOrder, Wrapper
+
+
+class Lookahead(Wrapper):
+    """Of the next `window` draws the one expected longest goes first.
+
+    A task is expected to take as many tokens as its last judged group did on average, an unknown one the mean of all.
+    Equal ones keep their order. What always holds: no draw is overtaken more than `window` times. Draw n of the base is
+    given out as number n - window + 1 at the earliest and n + window at the latest.
+
+    With a window of 3, draws of 10, 80, 20, 50, 40, 30, 60 … tokens go as 80, 50, 40, 10, 60, 20 …: the 10 after three
+    have overtaken it, and likewise the 20.
+
+    What is judged counts from the next step on: draws do not depend on the order in which groups of a step finish.
+    """
+
+    def __init__(self, base: BaseOrder, window: int) -> None:
+        super().__init__(base)
+        assert window >= 1, f"a window of {window} draws"
+        self._window = window
+        self._waiting: deque[tuple[int, Draw]] = deque()  # place in the base's order, draw; oldest first
+        self._taken = 0
+        self._given = 0
+        self._tokens: dict[str, int] = {}
+        self._total = 0
+        self._news: list[tuple[str, int]] = []
+
+    def begin_step(self) -> StepShape:
+        for id, tokens in sorted(self._news):
+            self._total += tokens - self._tokens.get(id, 0)
+            self._tokens[id] = tokens
+        self._news.clear()
+        return super().begin_step()
+
+    def next(self) -> Draw:
+        while len(self._waiting) < self._window:
+            draw = self.base.next()
+            if draw.again or draw.skip:
+                return draw
+            self._waiting.append((self._taken, draw))
+            self._taken += 1
+        chosen = 0
+        if self._given - self._waiting[0][0] < self._window:  # all before it were given out: the others overtook it
+            chosen = self._longest()
+        draw = self._waiting[chosen][1]
+        del self._waiting[chosen]
+        self._given += 1
+        return draw
+
+    def judged(self, task: Task, rewards: Sequence[float], tokens: Sequence[int]) -> None:
+        if tokens:
+            self._news.append((task.id, round(sum(tokens) / len(tokens))))
+        super().judged(task, rewards, tokens)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            **super().state(),
+            "waiting": [[place, draw.task.id, draw.epoch] for place, draw in self._waiting],
+            "taken": self._taken,
+            "given": self._given,
+            "tokens": dict(self._tokens),
+            "news": [list(news) for news in self._news],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        super().restore(state)
+        self._waiting = deque((place, Draw(self.drawn(id).task, epoch)) for place, id, epoch in state["waiting"])
+        self._taken, self._given = state["taken"], state["given"]
+        self._tokens = dict(state["tokens"])
+        self._total = sum(self._tokens.values())
+        self._news = [(id, tokens) for id, tokens in state["news"]]
+
+    def _longest(self) -> int:
+        mean = self._total / max(len(self._tokens), 1)
+        expected = [self._tokens.get(draw.task.id, mean) for _, draw in self._waiting]
+        return expected.index(max(expected))
+
+
+class TailRounds(Wrapper):
+    """Short rounds, closed by the first groups to finish, and rounds of those that were cut.
+
+    A short round issues `oversample` more than it needs; what still runs when enough have finished is cut and gathered.
+    Once `groups_per_step` are gathered the next step is a tail round: it begins with exactly those, the longest waiting
+    first, and waits for all of them. So long responses are trained on too, only later and among themselves.
+
+    What always holds: a draw that was cut comes again in a tail round (as long as short rounds go on cutting), and a tail
+    round cuts none. With 4 groups a step and 1 cut in each short one, every fifth step is a tail round.
+    """
+
+    def __init__(self, base: BaseOrder, groups_per_step: int, oversample: float) -> None:
+        super().__init__(base)
+        self._groups = groups_per_step
+        self._oversample = oversample
+        self._gathered: deque[Draw] = deque()
+        self._left = 0  # of the tail round that has begun
+
+    def begin_step(self) -> StepShape:
+        super().begin_step()
+        self._left = self._groups if len(self._gathered) >= self._groups else 0
+        return StepShape() if self._left else StepShape(self._oversample, "first")
+
+    def next(self) -> Draw:
+        if not self._left:
+            return super().next()
+        self._left -= 1
+        return self._gathered.popleft()
+
+    def cut(self, task: Task, epoch: int | None = None) -> None:
+        self._gathered.append(Draw(task, self.drawn(task.id).epoch if epoch is None else epoch, again=True))
+
+    def state(self) -> dict[str, Any]:
+        return {
+            **super().state(),
+            "gathered": [[draw.task.id, draw.epoch] for draw in self._gathered],
+            "left": self._left,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        super().restore(state)
+        self._gathered = deque(Draw(self.drawn(id).task, epoch, again=True) for id, epoch in state["gathered"])
+        self._left = state["left"]
+
+
+ORDERS = ("in_order", "lookahead", "tail_rounds")
+
+
+def make_order(
+    tasks: Sequence[Task],
+    seed: int,
+    *,
+    order: str,
+    sample_by: str,
+    weights: Mapping[str, float],
+    oversample: float,
+    cut: Literal["in_order", "first"],
+    window: int,
+    groups_per_step: int,
+    root: str | os.PathLike[str] | None = None,
+) -> TaskOrder:
+    """The order a config names. A user's class is called with the order it is to be built on."""
+    base: Epochs | SolveRate = Epochs(tasks, seed, weights, StepShape(oversample, cut))
+    if sample_by == "solve_rate":
+        base = SolveRate(base, seed)
+    elif sample_by != "epochs":
+        raise UserError(f"tasks.sample_by is {sample_by!r}: write 'epochs' or 'solve_rate'")
+    if order == "in_order":
+        return base
+    if order == "lookahead":
+        return Lookahead(base, window)
+    if order == "tail_rounds":
+        if oversample * groups_per_step < 1 - 1e-9:
+            raise UserError(
+                "rollout.order is tail_rounds, which cuts what a step does not need, but rollout.oversample is "
+                f"{oversample:g} of {groups_per_step} groups, less than one: write {max(0.25, 1 / groups_per_step):g} or "
+                "more"
+            )
+        return TailRounds(base, groups_per_step, oversample)
+    return _users_order(order, user_code("rollout.order", order, ORDERS, root), base)
+
+
+_CALLS = {
+    "begin_step": "()",
+    "next": "()",
+    "give_back": "(task, epoch=None)",
+    "cut": "(task, epoch=None)",
+    "judged": "(task, rewards, tokens)",
+    "state": "()",
+    "restore": "(state)",
+}
+
+
+def _users_order(name: str, make: Any, base: BaseOrder) -> TaskOrder:
+    try:
+        made: TaskOrder = make(base)
+    except Exception as error:
+        raise UserError(
+            f"rollout.order: {name!r}, called with the order to build on, failed: {type(error).__name__}: {error}"
+        ) from error
+    for method, signature in _CALLS.items():
+        if not _takes(getattr(made, method, None), signature):
+            raise UserError(
+                f"rollout.order: what {name!r} made has no method {method}{signature}: "
+                "inherit from roll.rollout.order.Wrapper, which has all an order needs, and override what you change"
+            )
+    return made
+
+
+def _takes(method: Any, signature: str) -> bool:
+    """Whether a method can be called like that, with and without what is optional."""
+    if not callable(method):
+        return False
+    names = [part for part in signature.strip("()").split(", ") if part]
+    needed = [part for part in names if "=" not in part]
+    try:
+        inspect.signature(method).bind(*needed)
+        inspect.signature(method).bind(*names)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,210 @@
+"""How long samples stay in each stage of their life, how many are in it now, and what was generated for nothing.
+
+`StageClock` hears every transition and answers three questions: what came of an interval (`take`, for metrics), how
+things stand (`table`, for a display), and who waits longest (`open`, for a watchdog).
+
+What always holds: a stay is counted once, in the interval in which it ends. Only samples that have not ended are held,
+and of stays that ended only counts: the memory does not grow with a run. Mean and maximum are exact; p99 comes from a
+histogram whose buckets grow by 2 %, so it is within 1 % of the true one, or within a microsecond where that is more.
+
+By example, with `take` called at 4 s and at 9 s:
+
+    0 s  a queued
+    1 s  a generating     take at 4 s: queued 1 s                       now: generating 1
+    5 s  a scoring
+    7 s  a scored         take at 9 s: generating 4 s, scoring 2 s      now: scored 1
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from math import ceil, exp, log
+from typing import Any
+
+from roll.run.ledger import ROLLED_BACK, Transition
+
+ENDS = frozenset({"trained", "dropped", "failed", ROLLED_BACK})
+"""States in which a sample waits for nothing. One that failed may be queued again; for clocks that is a new life."""
+_ORDER = ("queued", "generating", "paused", "acting", "scoring", "scored", "kept")
+_WIDTH = log(1.02)
+_SHORTEST_S = 5e-7
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """A stage as it stands: samples now in it, and how long those that left it lately had stayed (None: none left)."""
+
+    state: str
+    now: int
+    mean_s: float | None = None
+    p99_s: float | None = None
+
+
+@dataclass(frozen=True)
+class StageTable:
+    """All stages that a run has seen, in the order of a sample's life, and what else says how well the rollout goes."""
+
+    rows: tuple[StageRow, ...] = ()
+    waste_share: float | None = None
+    engines_busy: float | None = None
+    """Share of the engines' slots that are generating, 0 to 1."""
+    staleness_mean: float | None = None
+    """Versions between the weights that drew a sample and those it trains."""
+    staleness_max: float | None = None
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A sample that waits: in which state, for how long, and where (empty if nobody said)."""
+
+    state: str
+    sample: str
+    seconds: float
+    where: str
+
+
+@dataclass(slots=True)
+class _Stay:
+    """Where an open sample is now, and what it has cost."""
+
+    state: str
+    since_s: float
+    tokens: int = 0
+    engine: Any = None
+    worker: Any = None
+
+    @property
+    def where(self) -> str:
+        places = (("engine", self.engine), ("worker", self.worker))
+        return ", ".join(f"{kind} {number}" for kind, number in places if number is not None)
+
+
+class Spread:
+    """How many times were added, their mean and maximum, and their 99th percentile within 1 % or a microsecond."""
+
+    __slots__ = ("_buckets", "count", "longest", "total")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.total = 0.0
+        self.longest = 0.0
+        self._buckets: dict[int, int] = {}
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        self.total += seconds
+        if seconds > self.longest:
+            self.longest = seconds
+        bucket = ceil(log(max(seconds, _SHORTEST_S)) / _WIDTH)
+        self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count
+
+    @property
+    def p99(self) -> float:
+        """The shortest time that at least 99 % of them do not exceed."""
+        rank = -(-99 * self.count // 100)
+        if rank == self.count:
+            return self.longest
+        passed = 0
+        for bucket in sorted(self._buckets):
+            passed += self._buckets[bucket]
+            if passed >= rank:
+                return min(exp((bucket - 0.5) * _WIDTH), self.longest)
+        raise AssertionError("the buckets hold every time that was counted")
+
+
+class StageClock:
+    """Hears transitions in the order they arrive; those of one sample in the order they happened."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, _Stay] = {}
+        self._depth: dict[str, int] = {}
+        self._spent: dict[str, Spread] = {}
+        self._before: dict[str, Spread] = {}
+        self._generated = 0
+        self._wasted = 0
+        self._waste_before: float | None = None
+
+    def append(self, transition: Transition) -> None:
+        state, info = transition.state, transition.info
+        stay = self._open.get(transition.sample)
+        if stay is not None:
+            self._leave(stay, transition.time_s)
+            if stay.tokens and state != "trained" and (state == "queued" or state in ENDS):
+                self._wasted += stay.tokens
+                stay.tokens = 0
+        if state in ENDS:
+            self._open.pop(transition.sample, None)
+            return
+        if stay is None:
+            stay = self._open[transition.sample] = _Stay(state, transition.time_s)
+        else:
+            stay.state, stay.since_s = state, transition.time_s
+        self._depth[state] = self._depth.get(state, 0) + 1
+        if state == "generating":
+            stay.engine, stay.worker = info.get("engine"), info.get("worker")
+        elif state == "scoring":
+            stay.tokens = info.get("tokens", 0)
+            self._generated += stay.tokens
+        elif state == "queued":
+            stay.engine = stay.worker = None
+
+    def take(self) -> dict[str, float]:
+        """The numbers of the interval since the last call, which ends with this one.
+
+        `stage/<state>_s_mean`, `_p99` and `_max` of stays that ended in it, absent if none did; `queue/<state>`, samples
+        now in the state; `waste/tokens`, generated by samples that in it were dropped, failed or sent back to the queue;
+        `waste/share`, those over the tokens generated in it (above 1 when more from before it was thrown away), absent if
+        none were.
+        """
+        values: dict[str, float] = {}
+        for state, spread in self._spent.items():
+            values[f"stage/{state}_s_mean"] = spread.mean
+            values[f"stage/{state}_s_p99"] = spread.p99
+            values[f"stage/{state}_s_max"] = spread.longest
+        values |= {f"queue/{state}": depth for state, depth in self._depth.items()}
+        values["waste/tokens"] = self._wasted
+        share = self._waste_share
+        if share is not None:
+            values["waste/share"] = share
+        self._before, self._spent = self._spent, {}
+        self._waste_before = share
+        self._generated = self._wasted = 0
+        return values
+
+    def table(self) -> StageTable:
+        """How things stand. Times are of this interval so far, or of the one before while nothing has left a stage."""
+        states = [state for state in _ORDER if state in self._depth]
+        states += [state for state in self._depth if state not in _ORDER]
+        share = self._waste_share
+        return StageTable(tuple(map(self._row, states)), share if share is not None else self._waste_before)
+
+    def open(self, now_s: float | None = None) -> list[Waiting]:
+        """The sample that has waited longest in each state, longest first. `now_s` is the time where that is virtual."""
+        now_s = time.time() if now_s is None else now_s
+        oldest: dict[str, tuple[str, _Stay]] = {}
+        for sample, stay in self._open.items():
+            if stay.state not in oldest or stay.since_s < oldest[stay.state][1].since_s:
+                oldest[stay.state] = sample, stay
+        found = [Waiting(stay.state, sample, now_s - stay.since_s, stay.where) for sample, stay in oldest.values()]
+        return sorted(found, key=lambda waiting: -waiting.seconds)
+
+    @property
+    def _waste_share(self) -> float | None:
+        return self._wasted / self._generated if self._generated else None
+
+    def _leave(self, stay: _Stay, now_s: float) -> None:
+        self._depth[stay.state] -= 1
+        spread = self._spent.get(stay.state)
+        if spread is None:
+            spread = self._spent[stay.state] = Spread()
+        spread.add(max(now_s - stay.since_s, 0.0))  # hosts' clocks may differ by more than a short stay
+
+    def _row(self, state: str) -> StageRow:
+        spread = self._spent.get(state) or self._before.get(state)
+        now = self._depth[state]
+        return StageRow(state, now) if spread is None else StageRow(state, now, spread.mean, spread.p99)

@@ -1,0 +1,342 @@
+"""The trace: what every sample did at every moment of a run, for a viewer of timelines.
+
+The file is a JSON array of events in the Trace Event Format, one a line, that Perfetto and chrome://tracing open. A
+killed run leaves the array without its end, which both accept.
+
+What always holds:
+
+- Every stage of every sample is one event, written when it ends; those still open when the trace is closed are marked
+  `unfinished`. Each begins where the sample's last one ended.
+- Events do not overlap on a lane. A sample that comes to a row takes its lowest free lane and keeps it until it leaves
+  the row: the height of a row is how busy it was.
+- Samples that have not ended are held, and the latest transitions; no more. A file that would grow over its limit ends
+  with an event that says so.
+
+Rows and lanes, by example:
+
+    waiting    lane 0   |a queued|
+               lane 1   |b queued     |
+    engine 0   lane 0            |a generating  |c generating …
+               lane 1                 |b generating …
+    graders    lane 0                           |a scoring|
+    buffer     lane 0                                     |a scored …
+
+Workers report in batches, so moves of different samples arrive out of order. Lanes are given in the order of time: a
+transition waits until about a thousand others have arrived after it, or until the trace is flushed. One that comes later
+still gets a lane that was free at its own time.
+"""
+
+from __future__ import annotations
+
+import os
+from heapq import heapify, heappop, heappush
+from itertools import count
+from json.encoder import encode_basestring_ascii as quote
+from math import isfinite
+from operator import itemgetter
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from roll.config.errors import RunError
+from roll.run.files import to_json
+from roll.run.folder import RunFolder
+from roll.run.ledger import Transition
+from roll.run.stages import ENDS
+
+MAX_BYTES = 512 * 2**20
+_BUFFER_BYTES = 1 << 16
+_RESERVED_BYTES = 512
+"""For what ends a file: the event that says it is full, and the end of the array."""
+_PENDING = 2048
+_FIRST_LANE = 10_001
+"""Perfetto names threads by their number alone and takes the one with its process's number for the main one: so lanes are
+numbered through all rows, away from the numbers of rows."""
+
+_ROWS = {"queued": "waiting", "scoring": "graders", "scored": "buffer", "kept": "buffer"}
+_ON_ENGINES = frozenset({"generating", "paused", "acting"})
+_PLACES = {"controller": 0, "waiting": 1, "graders": 1_000_000, "buffer": 1_000_001}
+"""Where rows are on the screen: in the order of a sample's life, with the engines in the middle."""
+
+_by_time = itemgetter(0)
+
+
+class Trace:
+    """The trace being written, by one process. Writes are buffered; the caller flushes at the end of each step."""
+
+    def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
+        """Begins the file, which must not exist."""
+        assert max_bytes >= 4096, "a trace needs room for the names of its rows"
+        self.path = path
+        self.full = False
+        """Whether the limit is reached."""
+        self._max_bytes = max_bytes
+        self._room = max_bytes - _RESERVED_BYTES
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._writing = True
+        """Until the trace is full, closed or broken; then whatever is added is ignored."""
+        self._glue = "[\n"
+        self._buffer: list[str] = []
+        self._buffered = 0
+        self._pending: list[tuple[int, Transition]] = []
+        self._moved_us: dict[str, int] = {}
+        """When each open sample moved last, pending moves included."""
+        self._open: dict[str, _Stage] = {}
+        self._newest_us = 0
+        self._lanes = count(_FIRST_LANE)
+        self._rows: dict[str, _Row] = {}
+        self._controller = self._row("controller")
+
+    @classmethod
+    def open(cls, folder: RunFolder, max_bytes: int = MAX_BYTES) -> Trace:
+        """A new trace of the run: `trace.json`, or `trace-2.json` … beside those that earlier processes left."""
+        names = (f"trace-{number}.json" if number > 1 else "trace.json" for number in count(1))
+        return cls(next(path for name in names if not (path := folder.path / name).exists()), max_bytes)
+
+    def append(self, transition: Transition) -> None:
+        """Adds a sample's move. Moves of one sample come in order; where hosts' clocks disagree, no time passes."""
+        if not self._writing:
+            return
+        time_us = round(transition.time_s * 1e6)
+        moved_us = self._moved_us.get(transition.sample, time_us)
+        if time_us < moved_us:
+            time_us = moved_us
+        self._moved_us[transition.sample] = time_us
+        self._pending.append((time_us, transition))
+        if len(self._pending) >= _PENDING:
+            self._settle(_PENDING // 2)
+
+    def span(self, name: str, row: str, start_s: float, end_s: float, **args: Any) -> None:
+        """Adds what somebody other than a sample did: `row` names who, such as the controller."""
+        start_us, end_us = round(start_s * 1e6), round(end_s * 1e6)
+        self._newest_us = max(self._newest_us, end_us)
+        place = self._row(row)
+        lane = self._lane(place, start_us)
+        self._write(
+            f'{{"name":{quote(name)},"cat":"run","ph":"X","ts":{start_us},"dur":{end_us - start_us},'
+            f'"pid":{place.pid},"tid":{lane},"args":{to_json(args)}}}'
+        )
+        place.give(lane, end_us)
+
+    def counter(self, name: str, time_s: float, value: float) -> None:
+        """Adds a point to a curve, such as the depth of a queue."""
+        time_us = round(time_s * 1e6)
+        self._newest_us = max(self._newest_us, time_us)
+        self._write(
+            f'{{"name":{quote(name)},"ph":"C","ts":{time_us},"pid":{self._controller.pid},'
+            f'"args":{{"value":{to_json(value)}}}}}'
+        )
+
+    def flush(self) -> None:
+        """Writes every stage that has ended, so that it outlives this process."""
+        self._settle(len(self._pending))
+        self._drain()
+
+    def close(self) -> None:
+        """Writes what is left, with the stages still open, and ends the array."""
+        if self._descriptor < 0:
+            return
+        self._settle(len(self._pending))
+        for stage in self._open.values():
+            self._write(stage.event(self._newest_us, ',"unfinished":true'))
+        self._drain(end="\n]\n")
+        self._stop()
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _settle(self, number: int) -> None:
+        """Makes events of the earliest pending moves."""
+        self._pending.sort(key=_by_time)
+        settled, self._pending = self._pending[:number], self._pending[number:]
+        for time_us, transition in settled:
+            self._move(time_us, transition)
+        if self.full:
+            self._forget()
+
+    def _move(self, now_us: int, transition: Transition) -> None:
+        state = transition.state
+        said = _said(transition)
+        stage = self._open.get(transition.sample)
+        if now_us > self._newest_us:
+            self._newest_us = now_us
+        if stage is not None:
+            self._write(stage.event(now_us, f',"then":{{"state":{quote(state)}{said}}}'))
+        if state in ENDS:
+            self._end(now_us, transition, said)
+            return
+        row = self._row_of(transition, stage)
+        if stage is None:
+            stage = self._open[transition.sample] = _Stage(row, self._lane(row, now_us), _who(transition))
+        elif row is not stage.row:
+            stage.row.give(stage.lane, now_us)
+            stage.row, stage.lane = row, self._lane(row, now_us)
+        stage.state, stage.since_us, stage.said = state, now_us, said
+
+    def _end(self, now_us: int, transition: Transition, said: str) -> None:
+        """Forgets a sample. An end other than `trained` is marked where it happened."""
+        stage = self._open.pop(transition.sample, None)
+        self._moved_us.pop(transition.sample, None)
+        if stage is not None:
+            stage.row.give(stage.lane, now_us)
+        if transition.state != "trained":
+            where = f'"pid":{self._row("waiting").pid},"s":"p"' if stage is None else f'{stage.where},"s":"t"'
+            who = _who(transition) if stage is None else stage.who
+            self._write(
+                f'{{"name":{quote(transition.state)},"cat":"sample","ph":"i","ts":{now_us},{where},'
+                f'"args":{{{who}{said}}}}}'
+            )
+
+    def _row_of(self, transition: Transition, stage: _Stage | None) -> _Row:
+        """Where a state shows. `generating` names the engine; a sample that then pauses or acts stays with it."""
+        if transition.state not in _ON_ENGINES:
+            return self._row(_ROWS.get(transition.state, "other"))
+        engine = transition.info.get("engine")
+        if engine is not None:
+            return self._row(f"engine {engine}")
+        if stage is not None and stage.state in _ON_ENGINES:
+            return stage.row
+        return self._row("environments" if transition.state == "acting" else "engines")
+
+    def _row(self, name: str) -> _Row:
+        row = self._rows.get(name)
+        if row is None:
+            row = self._rows[name] = _Row(len(self._rows) + 1)
+            self._label("process", name, _place(name), f'"pid":{row.pid}')
+        return row
+
+    def _lane(self, row: _Row, start_us: int) -> int:
+        lane = row.take(start_us)
+        if lane is None:
+            lane = next(self._lanes)
+            self._label("thread", f"lane {row.lanes}", row.lanes, f'"pid":{row.pid},"tid":{lane}')
+            row.lanes += 1
+        return lane
+
+    def _label(self, kind: str, name: str, place: int, where: str) -> None:
+        self._write(f'{{"name":"{kind}_name","ph":"M",{where},"args":{{"name":{quote(name)}}}}}')
+        self._write(f'{{"name":"{kind}_sort_index","ph":"M",{where},"args":{{"sort_index":{place}}}}}')
+
+    def _write(self, event: str) -> None:
+        """Buffers an event; the one that does not fit is replaced by the last."""
+        if not self._writing:
+            return
+        self._room -= len(event) + 2  # characters are bytes: events are ASCII
+        if self._room < 0:
+            self.full, self._writing = True, False
+            event = (
+                f'{{"name":"the trace ends here: it has reached its limit of {self._max_bytes} bytes",'
+                f'"ph":"i","s":"g","ts":{self._newest_us},"pid":{self._controller.pid}}}'
+            )
+        self._buffer.append(event)
+        self._buffered += len(event)
+        if self._buffered >= _BUFFER_BYTES:
+            self._drain()
+
+    def _drain(self, end: str = "") -> None:
+        text = end
+        if self._buffer:
+            text = self._glue + ",\n".join(self._buffer) + end
+            self._glue = ",\n"
+        self._buffer.clear()
+        self._buffered = 0
+        rest = memoryview(text.encode("ascii"))
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError as error:
+            self._stop()
+            raise RunError(f"cannot write to {self.path}: {error.strerror}") from error
+
+    def _stop(self) -> None:
+        self._writing = False
+        self._forget()
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+    def _forget(self) -> None:
+        self._pending.clear()
+        self._moved_us.clear()
+        self._open.clear()
+
+
+class _Row:
+    """A row of the screen, which the format calls a process: its lanes, and those that are free, with since when."""
+
+    __slots__ = ("_free", "_since_us", "lanes", "pid")
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.lanes = 0
+        self._free: list[int] = []
+        self._since_us: dict[int, int] = {}
+
+    def take(self, start_us: int) -> int | None:
+        """The lowest lane that is free from `start_us` on, if there is one."""
+        free, since_us = self._free, self._since_us
+        if free and since_us[free[0]] <= start_us:
+            return heappop(free)
+        found = min((lane for lane in free if since_us[lane] <= start_us), default=None)
+        if found is not None:
+            free.remove(found)
+            heapify(free)
+        return found
+
+    def give(self, lane: int, end_us: int) -> None:
+        self._since_us[lane] = end_us
+        heappush(self._free, lane)
+
+
+class _Stage:
+    """Where an open sample is, since when, and what was said of it: parts of its event, ready to be joined."""
+
+    __slots__ = ("lane", "row", "said", "since_us", "state", "who")
+
+    def __init__(self, row: _Row, lane: int, who: str) -> None:
+        self.row = row
+        self.lane = lane
+        self.who = who
+        self.state = ""
+        self.since_us = 0
+        self.said = ""
+
+    @property
+    def where(self) -> str:
+        return f'"pid":{self.row.pid},"tid":{self.lane}'
+
+    def event(self, end_us: int, ending: str) -> str:
+        return (
+            f'{{"name":{quote(self.state)},"cat":"sample","ph":"X","ts":{self.since_us},"dur":{end_us - self.since_us},'
+            f'"pid":{self.row.pid},"tid":{self.lane},"args":{{{self.who}{self.said}{ending}}}}}'
+        )
+
+
+def _who(transition: Transition) -> str:
+    """The arguments that every event of a sample begins with."""
+    task = transition.info.get("task")
+    return f'"sample":{quote(transition.sample)}' + ("" if task is None else f',"task":{quote(str(task))}')
+
+
+def _said(transition: Transition) -> str:
+    """What a transition says beside sample, task and state, as arguments that follow others."""
+    said = f',"reason":{quote(transition.reason)}' if transition.reason else ""
+    for key, value in transition.info.items():
+        if key != "task":
+            said += f",{quote(key)}:{_json(value)}"
+    return said
+
+
+def _json(value: Any) -> str:
+    """As `to_json`, and several times as fast for what transitions mostly hold."""
+    kind = type(value)
+    if kind is int or (kind is float and isfinite(value)):
+        return repr(value)
+    return quote(value) if kind is str else to_json(value)
+
+
+def _place(row: str) -> int:
+    kind, _, number = row.partition(" ")
+    return 10 + int(number) if kind == "engine" and number.isdecimal() else _PLACES.get(row, 9)

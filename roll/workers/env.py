@@ -1,0 +1,47 @@
+"""The environment role: plays episodes in environment processes of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from roll.cluster import Dispatch, Place, Worker, parallel
+from roll.config.schema import EnvConfig
+from roll.data.task import EnvSpec
+from roll.env import EnvFailure, Opened, Step
+from roll.env.pool import Deadlines, EnvPool, EnvStats
+
+
+class EnvWorker(Worker):
+    def __init__(self, place: Place, config: EnvConfig, log: Path | None = None) -> None:
+        super().__init__(place)
+        deadlines = Deadlines(reset_s=config.reset_deadline_s, step_s=config.step_deadline_s)
+        self._pool = EnvPool(config.processes, config.per_process, deadlines, config.memory_mb, log)
+
+    @parallel(Dispatch.ALL)
+    async def start(self) -> None:
+        """Starts the environment processes."""
+        await self._pool.start()
+
+    @parallel(Dispatch.ONE, raises=(EnvFailure,))
+    async def reset(self, episode: str, spec: EnvSpec) -> Opened:
+        """Begins an episode, or says in an `EnvFailure` why it cannot."""
+        return await self._pool.reset(episode, spec)
+
+    @parallel(Dispatch.ONE, raises=(EnvFailure,))
+    async def step(self, episode: str, action: str) -> Step:
+        """What the action led to, or an `EnvFailure`, which ends the episode. So does a step that is the last."""
+        return await self._pool.step(episode, action)
+
+    @parallel(Dispatch.ONE)
+    async def close_episodes(self, episodes: Sequence[str]) -> None:
+        """Leaves episodes; those that are not open here are none of this worker's."""
+        for episode in episodes:
+            await self._pool.close_episode(episode)
+
+    @parallel(Dispatch.ONE)
+    def stats(self) -> EnvStats:
+        return self._pool.stats()
+
+    async def close(self) -> None:
+        await self._pool.close()

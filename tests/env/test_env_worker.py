@@ -1,0 +1,99 @@
+"""The environment role, and its page of the documentation."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from roll.cluster import Cluster, LocalExecutor, Place
+from roll.cluster.host import Answer, Host
+from roll.config import load_config
+from roll.config.document import parse
+from roll.config.errors import RunError
+from roll.config.schema import EnvConfig
+from roll.data.sources import load_tasks
+from roll.data.task import EnvSpec
+from roll.env import EnvFailure, Opened
+from roll.workers.env import EnvWorker
+
+PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+WORLDS = str(Path(__file__).with_name("worlds.py"))
+
+
+def block(language: str, number: int = 0) -> str:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[number]
+
+
+def test_the_role_plays_episodes() -> None:
+    async def main() -> None:
+        config = EnvConfig(processes=1, per_process=2, step_deadline_s=0.5, memory_mb=500)
+        executor = LocalExecutor()
+        role = await Cluster.start(executor, lambda place: EnvWorker(place, config), [Place("env")])
+        await role.call(EnvWorker.start)
+        for name in "ab":
+            assert (await role.call(EnvWorker.reset, name, EnvSpec("echo_turns", 1, {"turns": 1}))).messages
+        assert (await role.call(EnvWorker.step, "a", "?")).terminated
+        assert (await role.call(EnvWorker.stats)).open == 1
+        await role.call(EnvWorker.close_episodes, ["a", "b", "c"])
+        await role.call(EnvWorker.reset, "a", EnvSpec(f"{WORLDS}:World"))
+        with pytest.raises(EnvFailure, match="deadline: step of episode 'a' took more than"):
+            await role.call(EnvWorker.step, "a", '["sleep", 60]')
+        assert (await role.call(EnvWorker.stats)).deadline == 1
+        await executor.close()
+        with pytest.raises(RunError, match="closed"):
+            await role.call(EnvWorker.reset, "a", EnvSpec("guess"))
+
+    asyncio.run(main())
+
+
+def test_a_failure_reaches_the_caller_from_another_process_as_itself() -> None:
+    async def main() -> None:
+        host = Host(Place("env"), None, get=None, put=None)  # type: ignore[arg-type]
+        await host.start(lambda place: EnvWorker(place, EnvConfig()))
+        await host.call("start", (), {})
+        opened = await host.call("reset", ("a", EnvSpec("guess")), {})
+        assert isinstance(opened, Answer)
+        assert isinstance(opened.value, Opened)
+        refused = await host.call("reset", ("a", EnvSpec("gess")), {})
+        assert isinstance(refused, Answer)
+        assert isinstance(refused.error, EnvFailure)
+        assert refused.error.kind == "invalid"
+        await host.close()
+
+    asyncio.run(main())
+
+
+def test_the_role_does_not_import_the_training_stack() -> None:
+    script = "import sys, roll.workers.env; print({'torch', 'transformers', 'ray'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_the_example_works_when_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hangman.py").write_text(block("python"))
+    (tmp_path / "play.py").write_text(block("python", 1))
+    assert len(block("python").splitlines()) <= 32
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    played = subprocess.run(
+        [sys.executable, "play.py"], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert played[0].startswith("Guess a word, one letter at a time: _ _")
+    assert re.search(r"→ Yes, \w+\.$", played[-1])
+
+    monkeypatch.chdir(tmp_path)
+    config = load_config(parse(block("yaml")).data)
+    tasks = load_tasks(config.tasks)
+    assert (len(tasks.train), len(tasks.held_out)) == (1000, 100)
+    assert tasks.train[7].environment == EnvSpec("hangman.py:Hangman", 7, {"misses": 6})
+
+
+def test_the_page_says_the_deadlines_as_they_are() -> None:
+    config = EnvConfig()
+    assert f"| `reset` | {config.reset_deadline_s:g} | `env.reset_deadline_s` |" in PAGE
+    assert f"| `step`, `close` | {config.step_deadline_s:g} | `env.step_deadline_s` |" in PAGE

@@ -1,0 +1,108 @@
+"""The books of groups, against plain lists: each group in one place, and the questions asked of them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roll.data import Group, Task
+from roll.rollout.books import Books
+
+
+def group(index: int) -> Group:
+    return Group(index, Task.ask(str(index), "?"), [])
+
+
+class Model:
+    """What the books hold, as lists of indices."""
+
+    def __init__(self) -> None:
+        self.open: list[int] = []
+        self.ready: list[int] = []
+        """In the order they were finished."""
+        self.taken: list[int] = []
+
+    def before_any_open(self) -> int:
+        return sum(index < min(self.open, default=10**9) for index in self.ready)
+
+
+STEPS = st.tuples(
+    st.sampled_from(["issue", "issue", "issue", "finish", "finish", "drop", "take", "give_back", "trained"]),
+    st.integers(0, 99),
+)
+
+
+@given(steps=st.lists(STEPS, max_size=80))
+@settings(max_examples=200, derandomize=True, deadline=None)
+def test_the_books_agree_with_plain_lists(steps: list[tuple[str, int]]) -> None:
+    books, model = Books(), Model()
+    groups: dict[int, Group] = {}
+
+    def some(of: list[int], which: int) -> int | None:
+        return sorted(of)[which % len(of)] if of else None
+
+    for what, which in steps:
+        if what == "issue":
+            index = len(groups)
+            groups[index] = group(index)
+            books.issue(groups[index])
+            model.open.append(index)
+        elif what == "finish" and (at := some(model.open, which)) is not None:
+            books.finish(groups[at])
+            model.open.remove(at)
+            model.ready.append(at)
+        elif what == "drop" and (at := some([*model.open, *model.ready], which)) is not None:
+            books.drop(groups[at])
+            (model.open if at in model.open else model.ready).remove(at)
+        elif what == "take":
+            chosen = sorted(model.ready)[: which % 3]
+            books.take([groups[at] for at in chosen])
+            model.taken += chosen
+            model.ready = [at for at in model.ready if at not in chosen]
+        elif what == "give_back" and (at := some([*model.ready, *model.taken], which)) is not None:
+            books.give_back(groups[at])
+            (model.ready if at in model.ready else model.taken).remove(at)
+            model.open.append(at)
+        elif what == "trained" and model.taken:
+            done = sorted(model.taken)[: 1 + which % 2]
+            books.trained([groups[at] for at in done])
+            model.taken = [at for at in model.taken if at not in done]
+        assert set(books.open) == set(model.open)
+        assert list(books.ready) == model.ready
+        assert set(books.taken) == set(model.taken)
+        assert books.charged == len(model.open) + len(model.ready) + len(model.taken)
+        assert sorted(g.index for g in books.waiting) == sorted([*model.open, *model.ready])
+        assert [g.index for g in books.oldest_ready()] == sorted(model.ready)
+        assert books.ready_before_any_open() == model.before_any_open()
+        first = books.first_open()
+        assert (None if first is None else first.index) == min(model.open, default=None)
+
+
+def test_a_group_that_runs_again_counts_as_open_from_its_old_place() -> None:
+    books = Books()
+    groups = [group(index) for index in range(4)]
+    for each in groups:
+        books.issue(each)
+    for each in groups[:3]:
+        books.finish(each)
+    books.take(groups[:1])
+    assert books.ready_before_any_open() == 2
+    books.give_back(groups[0])
+    assert books.ready_before_any_open() == 0
+    assert books.first_open() is groups[0]
+    books.finish(groups[0])
+    assert books.ready_before_any_open() == 3
+    assert [g.index for g in books.ready.values()] == [1, 2, 0]
+
+
+@pytest.mark.parametrize("place", ["nowhere", "taken"])
+def test_what_is_not_under_way_cannot_be_dropped(place: str) -> None:
+    books, subject = Books(), group(0)
+    if place == "taken":
+        books.issue(subject)
+        books.finish(subject)
+        books.take([subject])
+    with pytest.raises(KeyError):
+        books.drop(subject)
+    assert books.charged == (place == "taken")

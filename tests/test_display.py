@@ -1,0 +1,103 @@
+"""The live display: what a person sees of a run fits a small terminal."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from roll.display import LiveReporter, short
+from roll.pipeline.report import PlainReporter, Reporter, StepReport
+from roll.rollout.evaluate import Evaluation
+from roll.run.stages import StageRow, StageTable
+
+REPORT = StepReport(
+    step=7, steps=50, reward=0.625, accuracy=0.5, response_tokens=812.5, tokens_per_s=15321.0, seconds=12.5,
+    seconds_left=3800, groups_kept=12, groups=16,
+)  # fmt: skip
+STAGES = StageTable(
+    (
+        StageRow("queued", 1234, 0.41, 2.1),
+        StageRow("generating", 2048, 31.25, 14321.0),
+        StageRow("paused", 0, 0.0012, 0.0049),
+        StageRow("acting", 17, 999.96, 12345.6),
+        StageRow("scoring", 3),
+        StageRow("scored", 8, 9.999, 4.0),
+        StageRow("kept", 40, 2.5, 3.1),
+    ),
+    waste_share=0.041,
+    engines_busy=0.834,
+    staleness_mean=0.4,
+    staleness_max=2,
+)
+
+
+def shown(*tables: StageTable, steps: int = 50) -> list[str]:
+    console = Console(record=True, file=io.StringIO(), width=120)
+    with LiveReporter(console) as reporter:
+        reporter.started(Path("runs/x"), 50, 0)
+        reporter.phase("generating and training")
+        for step in range(steps):
+            reporter.evaluated(step, Evaluation(0.5, 10.0, [], 0))
+            reporter.stepped(REPORT)
+        for table in tables:
+            reporter.stages(table)
+    return [line.rstrip() for line in console.export_text().splitlines()]
+
+
+def cells(lines: list[str], name: str) -> list[str]:
+    (row,) = (line.strip("│ ").split() for line in lines if line.strip("│ ").startswith(name))
+    return row[len(name.split()) :]
+
+
+def test_the_stages_of_samples_are_a_table() -> None:
+    lines = shown(StageTable(), STAGES)
+    assert cells(lines, "stage") == ["queued", "generating", "paused", "acting", "scoring", "scored", "kept"]
+    assert cells(lines, "samples") == ["1234", "2048", "0", "17", "3", "8", "40"]
+    assert cells(lines, "mean s") == ["0.41", "31.2", "0", "1000", "·", "10.0", "2.50"]
+    assert cells(lines, "p99 s") == ["2.10", "14321", "0", "12346", "·", "4.00", "3.10"]
+    assert " ".join(cells(lines, "rollout")) == "engines 83% busy, waste 4.1%, staleness 0.40 (max 2)"
+
+
+def test_the_panel_fits_88_columns_and_24_lines() -> None:
+    lines = [line for line in shown(STAGES) if line]
+    assert {len(line) for line in lines} == {88}
+    assert len(lines) <= 23, "and a line for the prompt"
+    assert lines[0].startswith("╭─ roll · runs/x")
+    assert lines[-1].startswith("╰──")
+
+
+def test_what_is_not_known_is_not_shown() -> None:
+    text = "\n".join(shown())
+    assert "rollout" not in text
+    assert "mean s" not in text
+    assert cells(shown(StageTable(waste_share=0.5)), "rollout") == ["waste", "50.0%"]
+    assert cells(shown(StageTable(staleness_mean=1.0)), "rollout") == ["staleness", "1.00"]
+    assert cells(shown(StageTable(engines_busy=0.0)), "rollout") == ["engines", "0%", "busy"]
+
+
+def test_columns_of_the_table_stand_under_their_names() -> None:
+    lines = shown(STAGES)
+    (names,) = (line for line in lines if "generating  paused" in line)
+    (counts,) = (line for line in lines if "samples" in line)
+    for name, count in (("queued", "1234"), ("generating", "2048"), ("kept", "40")):
+        assert names.index(name) + len(name) == counts.index(count) + len(count)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, "·"), (0, "0"), (0.0049, "0"), (0.005, "0.01"), (9.994, "9.99"), (9.996, "10.0"), (999.4, "999.4"),
+     (999.6, "1000"), (54321.4, "54321")],
+)  # fmt: skip
+def test_seconds_take_five_characters(seconds: float | None, text: str) -> None:
+    assert short(seconds) == text
+
+
+def test_plain_lines_stay_one_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    reporter: Reporter = PlainReporter()
+    reporter.stepped(REPORT)
+    reporter.stages(STAGES)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("step 7/50")
