@@ -7,7 +7,8 @@ group ends in one of three ways, which the ledger tells:
   (its grader died, it was dropped alone).
 - *drawn again*: at least one sample is `dropped` with a reason that begins with one of `AGAIN`, and none is trained:
   `cut` and `surplus` (the step was full without it), `resumed` (it was under way at the checkpoint that the run went
-  back to) and `ended` (it was under way when the run stopped). The draw came back to the order: it has a later group, or the order still holds it.
+  back to) and `ended` (it was under way when the run stopped). The draw came back to the order: it has a later group, or
+  the order still holds it.
 - *final*: everything else. All samples are `dropped` or `failed`, each with a reason: no signal, too few that could be
   judged, stale, a solve rate, a quarantine, its tries used up, somebody's wish. The draw has no later group, and the
   order does not hold it.
@@ -25,6 +26,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from zlib import crc32
@@ -135,7 +137,7 @@ def invalid_paths(story: Story) -> list[str]:
     wrong = []
     for sample, path in story.paths.items():
         states = ["new", *(entry.state for entry in path)]
-        for before, after in zip(states, states[1:], strict=False):
+        for before, after in pairwise(states):
             if after not in MOVES[before]:
                 wrong.append(f"sample {sample} went from {before} to {after}: {states}")
         if states.count("trained") > 1:
@@ -195,8 +197,13 @@ def _wrong_ends(draw: DrawKey, ends: list[tuple[int, End]], held: int) -> Iterat
 
 def held_by(order: Mapping[str, Any]) -> list[DrawKey]:
     """What an order has yet to bring again, by its saved state."""
-    here = [*order.get("returned", ()), *order.get("gathered", ())]
-    return [(task, epoch) for task, epoch in here] + (held_by(order["base"]) if "base" in order else [])
+    gathered = [(task, epoch) for task, epoch in order.get("gathered", ())]
+    return gathered + (held_by(order["base"]) if "base" in order else returned_to(order))
+
+
+def returned_to(order: Mapping[str, Any]) -> list[DrawKey]:
+    """What an order brings before anything new."""
+    return returned_to(order["base"]) if "base" in order else [(task, epoch) for task, epoch in order["returned"]]
 
 
 def ahead_of(order: Mapping[str, Any]) -> list[DrawKey]:

@@ -62,9 +62,9 @@ class MortalRollouts(SimRollouts):
         self.masked_below: dict[str, int] = {}
 
     @property
-    def held(self) -> set[str]:
-        """Leases whose tokens are here, or will be."""
-        return set(self._held)
+    def home(self) -> set[str]:
+        """Samples whose tokens are here, or will be."""
+        return {sample for held in self._held.values() for sample in held.lease.samples}
 
     @property
     def running(self) -> set[str]:

@@ -92,7 +92,7 @@ class SimRollouts(Worker):
                     sample = self._running[id] = _Sample(id, held, self._workload.episode(id))
                     self._generate(sample)
             elif (found := self._running.get(order.sample)) is not None:
-                if isinstance(order, Stop):
+                if not isinstance(order, Seat):
                     self._stop(found, order)
                 elif found.state == "queued":
                     found.engine, found.version = order.engine, order.version

@@ -59,8 +59,8 @@ class Training:
         self.saved: Saved | None = None
         self.lag = 0
         """Records that were not on disk at the end of the last step."""
-        self.rollout: Rollout | None = None
-        """What is being trained on."""
+        self.ended = 0
+        """Groups that ended with the last step, or since the one before."""
         self.tokens_lost = False
         """Set by whoever wants the next training to find its tokens gone."""
         self.trainer_died = ""
@@ -86,7 +86,6 @@ class Training:
         saved = self.saved or Saved(0, 0, "")
         self.ledger.roll_back(saved.position, saved.step)
         self.step = saved.step
-        self.rollout = None
         self.tokens_lost, self.trainer_died = False, ""
         lifecycle = Lifecycle(self.ledger, asyncio.get_running_loop().time)
         order, pool = self._make_order(), self.world.pool
@@ -98,20 +97,20 @@ class Training:
     async def make_step(self) -> None:
         """One step; raises `TrainerDied`."""
         world, scheduler = self.world, self.scheduler
-        rollout = self.rollout = await scheduler.next_rollout()
+        rollout = await scheduler.next_rollout()
+        self.ended = len(rollout.groups)
         homes = self._homes(rollout)
         async with world.changing():
             await asyncio.sleep(world.workload.train_s(group.index for group in rollout.kept))
             if self.trainer_died == "train":
                 raise TrainerDied
             if rollout.batch is not None and (self.tokens_lost or homes != self._homes(rollout)):
-                self.tokens_lost, self.rollout = False, None
+                self.tokens_lost = False
                 scheduler.give_back(rollout, "tokens lost: their rollout worker died")
                 return
             await self._publish(self.step + 1)
         self.step += 1
         scheduler.trained(rollout, self.step)
-        self.rollout = None
         self.lag = self.ledger.lag
         self.ledger.flush()
         await world.pool.write(self.step, rollout.samples)

@@ -234,6 +234,10 @@ class RolloutPool:
         self._inside.add(worker)
         self._joined.set()
 
+    def has(self, key: str) -> bool:
+        """Whether a lease is out."""
+        return key in self._out
+
     @property
     def busy(self) -> bool:
         """Whether any sample is with a worker."""
@@ -299,11 +303,11 @@ class RolloutPool:
         calls = (self._workers.call_rank(worker, RolloutWorker.write, step, fates) for worker, fates in parts.items())
         _raise_all_but_remote(await asyncio.gather(*calls, return_exceptions=True))
 
-    async def forget(self, samples: Sequence[Sample]) -> None:
-        """Lets the workers drop the tokens of these samples."""
+    async def forget(self, samples: Sequence[Sample] | None = None) -> None:
+        """Lets the workers drop the tokens of these samples, or of all."""
         keys: dict[int, set[str]] = defaultdict(set)
-        for sample in samples:
-            if (home := self._homes.pop(sample.id, None)) is not None:  # else its lease was cancelled
+        for sample in list(self._homes) if samples is None else [sample.id for sample in samples]:
+            if (home := self._homes.pop(sample, None)) is not None:  # else its lease was cancelled
                 keys[home[0]].add(home[1])
         calls = [
             self._workers.call_rank(worker, RolloutWorker.forget, sorted(some))

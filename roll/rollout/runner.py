@@ -155,9 +155,13 @@ class SampleRunner:
         sample.turns += 1
         return Response(text, drawn.tokens, finish)
 
+    def sampling_of(self, sample: Sample) -> Sampling:
+        """How a sample's tokens are drawn: by the config, with noise of its own."""
+        return replace(self._sampling, temperature=sample.temperature, seed=seed_of(self._config.seed, sample.id))
+
     async def _draw(self, sample: Sample, siblings: Sequence[Sample]) -> tuple[Drawn, str]:
         """A whole response, from as many engines as it takes, and how it ended."""
-        sampling = replace(self._sampling, temperature=sample.temperature, seed=seed_of(self._config.seed, sample.id))
+        sampling = self.sampling_of(sample)
         prompt, drawn = sample.log.ids, Drawn()
         while True:
             if sample.state == "acting" and self._seats.must_ask(sample.id):

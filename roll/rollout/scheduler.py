@@ -102,6 +102,9 @@ class RolloutScheduler:
         self._stepping = False
         self._tasks: dict[int, asyncio.Task[None]] = {}
         """The coroutine of each open group."""
+        self._leaving: set[asyncio.Task[None]] = set()
+        """Coroutines of groups that were abandoned, as long as their workers are being told."""
+        self._closed = False
         self._changed = asyncio.Event()
         self._error: Exception | None = None
         self._kills: Counter[str] = Counter()
@@ -139,12 +142,13 @@ class RolloutScheduler:
         await self.close()
 
     async def close(self) -> None:
-        """Ends everything that is under way."""
-        tasks, self._tasks = list(self._tasks.values()), {}
-        for task in tasks:
-            task.cancel()
+        """Ends everything that is under way, for good: whatever dies from now on, nothing starts again."""
+        self._closed = True
+        for group in self.open_groups:
+            self._abandon(group)
         # waits: they were cancelled
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._leaving, return_exceptions=True)
+        await self._pool.forget()
 
     def trained(self, rollout: Rollout, version: int) -> None:
         """The weights of `version` have been trained on it."""
@@ -216,7 +220,7 @@ class RolloutScheduler:
         group.priority = priority
         for sample in group.samples:
             sample.priority = priority
-        if group.index in self._books.open and all(sample.state == "queued" for sample in group.samples):
+        if group.index in self._books.open and not self._pool.has(str(group.index)):
             self._start(group, after=self._abandon(group))
 
     @property
@@ -309,7 +313,8 @@ class RolloutScheduler:
         return f"quarantined: it has killed or hung {kills} workers" if kills >= self._config.quarantine_after else ""
 
     def _start(self, group: Group, after: asyncio.Task[None] | None = None) -> None:
-        self._tasks[group.index] = asyncio.create_task(self._run(group, after))
+        if not self._closed:
+            self._tasks[group.index] = asyncio.create_task(self._run(group, after))
 
     async def _run(self, group: Group, after: asyncio.Task[None] | None) -> None:
         me = asyncio.current_task()
@@ -332,6 +337,8 @@ class RolloutScheduler:
         task = self._tasks.pop(group.index, None)
         if task is not None:
             task.cancel()
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
         return task
 
     def _run_again(self, group: Group, reason: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from roll.cluster import Cluster, Dispatch, Place, Worker, parallel
 from roll.config.schema import Config
@@ -80,6 +80,8 @@ class _Outbox:
 
 
 class RolloutWorker(Worker):
+    RUNNER: ClassVar[type[SampleRunner]] = SampleRunner
+
     def __init__(self, place: Place, config: Config, run: Path | None) -> None:
         super().__init__(place)
         source = find_model(config.model.path)
@@ -115,7 +117,7 @@ class RolloutWorker(Worker):
             return
         # No earlier process of this worker is meant by what engines say.
         self._door = EngineDoor(engines, client=f"{self.place.name}/{secrets.token_hex(4)}")
-        self._runner = SampleRunner(
+        self._runner = self.RUNNER(
             self._door,
             helpers,
             self._renderer,

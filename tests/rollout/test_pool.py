@@ -19,7 +19,6 @@ from toys import (
     episode_of,
     failure,
     go,
-    known_bug,
     party,
     rollouts,
     some_time,
@@ -751,7 +750,6 @@ def test_places_on_a_dead_engine_are_gone_with_it() -> None:
 # rollout workers that die
 
 
-@known_bug("requests of a dead rollout worker stay with the engines, under the ids its samples start anew with")
 def test_what_a_dead_worker_had_starts_anew_elsewhere() -> None:
     async def main() -> None:
         run = await party(2, 2, tries=3)
@@ -780,7 +778,6 @@ def test_what_a_dead_worker_had_starts_anew_elsewhere() -> None:
     go(main())
 
 
-@known_bug("requests of a dead rollout worker stay with the engines, under the ids its samples start anew with")
 def test_the_requests_of_a_dead_worker_do_not_keep_its_samples_from_starting_anew() -> None:
     async def main() -> None:
         run = await party(1, 2)
@@ -797,7 +794,6 @@ def test_the_requests_of_a_dead_worker_do_not_keep_its_samples_from_starting_ane
     go(main())
 
 
-@known_bug("requests of a dead rollout worker stay with the engines, under the ids its samples start anew with")
 def test_a_worker_that_is_started_again_hears_nothing_of_its_earlier_life() -> None:
     async def main() -> None:
         run = await party(1, 1)
@@ -881,7 +877,6 @@ def test_leases_wait_while_no_worker_is_there() -> None:
     go(main())
 
 
-@known_bug("a dropped sample starts anew with its group")
 def test_a_sample_that_was_dropped_does_not_start_anew_with_its_group() -> None:
     async def main() -> None:
         run = await party(1, 2)
@@ -902,7 +897,6 @@ def test_a_sample_that_was_dropped_does_not_start_anew_with_its_group() -> None:
     go(main())
 
 
-@known_bug("requests of a dead rollout worker stay with the engines, under the ids its samples start anew with")
 @given(seed=st.integers(0, 10**6))
 @timings(60)
 def test_whenever_workers_die_every_sample_ends_once(seed: int) -> None:
@@ -1097,7 +1091,6 @@ def test_the_seconds_of_a_full_queue_are_counted_once_while_they_last() -> None:
     go(main())
 
 
-@known_bug("the router has one hold for all who hold it")
 def test_a_router_held_by_two_is_held_until_both_let_go() -> None:
     """Verdicts are waited for and new weights are published: each of them holds what is new, and lets go for itself."""
 
@@ -1163,7 +1156,6 @@ def test_a_sample_has_one_place_however_often_it_starts_anew() -> None:
     go(main())
 
 
-@known_bug("a sample that starts anew asks for a second seat, and one that ended still waits for its place")
 def test_an_episode_that_starts_anew_asks_for_one_seat() -> None:
     async def main() -> None:
         run = await party(1, 1, tries=2)
@@ -1189,7 +1181,6 @@ def test_an_episode_that_starts_anew_asks_for_one_seat() -> None:
     go(main())
 
 
-@known_bug("a sample that starts anew asks for a second seat, and one that ended still waits for its place")
 def test_a_sample_that_failed_waits_for_no_place() -> None:
     async def main() -> None:
         run = await party(1, max_running=2, tries=2)
@@ -1270,18 +1261,7 @@ def test_an_episode_whose_engine_was_taken_away_while_it_acted_goes_on_elsewhere
     go(main())
 
 
-@pytest.mark.parametrize(
-    "after_s",
-    [
-        0.0,
-        *(
-            pytest.param(s, marks=known_bug("an engine is left before an episode that came back has been taken off it"))
-            for s in (0.01, 0.1, 0.2)
-        ),
-        0.3,
-        1.0,
-    ],
-)
+@pytest.mark.parametrize("after_s", [0.0, 0.01, 0.1, 0.2, 0.3, 1.0])
 def test_an_engine_that_was_left_has_nothing_to_do_whatever_came_back_from_its_environment(after_s: float) -> None:
     async def main() -> None:
         run = await party(2)
@@ -1314,7 +1294,19 @@ def test_an_engine_that_was_left_has_nothing_to_do_whatever_came_back_from_its_e
 # everything at once
 
 
-@known_bug("requests of a dead rollout worker stay with the engines, under the ids its samples start anew with")
+def watch_places(run: Party) -> None:
+    """Holds that a sample has its place where it generates, whenever the books say that it does."""
+    moved = run.pool._moved
+
+    def watched(out: Any, sample: Sample, move: Transition) -> None:
+        moved(out, sample, move)
+        if move.state == "generating" and sample.state == "generating" and "engine" in move.info:
+            assert sample.id not in out.seatless
+            assert (out.moved.get(sample.id) or out.ticket).engine == move.info["engine"]
+
+    run.pool._moved = watched  # type: ignore[method-assign]
+
+
 @given(seed=st.integers(0, 10**6))
 @timings(80)
 def test_whatever_happens_every_sample_ends_and_nothing_is_left(seed: int) -> None:
@@ -1341,6 +1333,7 @@ def test_whatever_happens_every_sample_ends_and_nothing_is_left(seed: int) -> No
 
         for env in run.envs:
             env.trouble = trouble
+        watch_places(run)
         groups = [
             run.group(index, rng.randint(1, 3), task=episode_of(0.5, 0.5) if rng.random() < 0.3 else None)
             for index in range(4)

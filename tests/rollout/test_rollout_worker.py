@@ -18,7 +18,6 @@ from toys import (
     ToyRunner,
     episode_of,
     go,
-    known_bug,
     party,
     rollouts,
     some_time,
@@ -419,7 +418,6 @@ def test_a_sample_is_dropped_whatever_it_is_at_and_its_siblings_go_on(state: str
     go(main())
 
 
-@known_bug("a second cancellation cuts the first one's clean-up short")
 @pytest.mark.parametrize("then", ["dropped", "cancelled"])
 def test_a_sample_dropped_on_its_way_to_an_engine_is_taken_off_it_whatever_else_happens(then: str) -> None:
     async def main() -> None:

@@ -25,7 +25,6 @@ from toys import (
     episode_of,
     failure,
     go,
-    known_bug,
     logprob_of,
     of,
     rewards,
@@ -676,7 +675,6 @@ def test_a_predicate_sees_what_was_drawn_on_earlier_engines_too() -> None:
     go(main())
 
 
-@known_bug("why a response was to be ended outlives it")
 def test_a_response_that_ended_by_itself_was_not_ended_early_whatever_a_predicate_wanted() -> None:
     async def main() -> None:
         run = await setting(says=None, end_early=lambda running: "too late")
@@ -753,7 +751,6 @@ def test_the_tasks_own_messages_come_before_the_environments() -> None:
     go(main())
 
 
-@known_bug("a sample that starts anew asks for a second seat, and one that ended still waits for its place")
 @pytest.mark.parametrize("kind", ["lost", "deadline", "crashed"])
 @pytest.mark.parametrize("at", ["reset", "step"])
 def test_an_episode_that_was_lost_or_took_its_process_along_starts_anew(kind: Any, at: str) -> None:
@@ -910,7 +907,6 @@ def test_a_template_that_cannot_follow_a_conversation_fails_the_sample_by_name()
     go(main())
 
 
-@known_bug("why a response was to be ended outlives it")
 def test_a_new_try_starts_without_what_the_last_one_left() -> None:
     async def main() -> None:
         run = await setting(says=None, tries=2)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import END, Moves, Party, ToyRunner, go, known_bug, party, some_time, tasks, timings, turns, until
+from toys import END, Moves, Party, ToyRunner, go, party, some_time, tasks, timings, turns, until
 
 from roll.config.errors import RunError
 from roll.config.schema import RolloutConfig
@@ -555,7 +555,6 @@ def test_a_group_that_is_dropped_is_ended_and_recorded(at: str) -> None:
     go(main())
 
 
-@known_bug("a group dropped by hand is not replaced")
 def test_a_group_that_is_dropped_is_replaced() -> None:
     async def main() -> None:
         run = await setting(spread, lambda s: 10.0, groups_per_step=2, group_size=2)
@@ -611,7 +610,6 @@ def test_groups_may_be_dropped_at_any_moment(seed: int) -> None:
     go(main())
 
 
-@known_bug("a dropped group that waited for verdicts is counted as waiting for ever")
 def test_dropping_what_waits_for_verdicts_makes_room_for_others() -> None:
     async def main() -> None:
         run = await party(judge=lambda task, response: 1.0, says="4", scoring_most=2)
@@ -632,7 +630,6 @@ def test_dropping_what_waits_for_verdicts_makes_room_for_others() -> None:
     go(main())
 
 
-@known_bug("an added group that the step does not need is given back to the order")
 def test_a_group_may_be_added_and_is_of_the_step_like_any_other() -> None:
     async def main() -> None:
         run = await setting(spread, lambda s: 1.0, groups_per_step=2, group_size=2)
@@ -664,19 +661,8 @@ def test_a_group_added_before_a_step_takes_a_place_in_it() -> None:
     go(main())
 
 
-@pytest.mark.parametrize(
-    ("after", "which"),
-    [
-        *((after, -1) for after in (*range(0, 30, 2), 60)),
-        *((after, 0) for after in range(0, 6, 2)),
-        *(
-            pytest.param(
-                after, 0, marks=known_bug("a group whose lease is out is leased again when its priority changes")
-            )
-            for after in (*range(6, 30, 2), 60)
-        ),
-    ],
-)
+@pytest.mark.parametrize("which", [0, -1])
+@pytest.mark.parametrize("after", [*range(0, 30, 2), 60])
 def test_a_group_gets_its_engine_earlier_when_its_priority_is_raised_whenever_that_is(after: int, which: int) -> None:
     async def main() -> None:
         run = await party(1, judge=lambda task, response: 1.0, max_running=2 if which else 0)
@@ -698,6 +684,39 @@ def test_a_group_gets_its_engine_earlier_when_its_priority_is_raised_whenever_th
         if after == 60 and which:
             assert begun == ["0.0", "3.0", "1.0", "2.0"]
         scheduler.trained(rollout, 1)
+        await run.pool.forget(rollout.samples)
+        run.assert_empty()
+
+    go(main())
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.1, 0.2, 0.3, 0.6])
+def test_a_group_whose_priority_changes_while_it_begins_is_whole(after_s: float) -> None:
+    """Word of its beginning may come after it was called back, and before it is."""
+
+    async def main() -> None:
+        run = await party(1, judge=lambda task, response: 1.0)
+        handle: Any = run.pool._workers._handles[0]
+        call_on = handle.call
+
+        async def slow(method: str, args: Any, kwargs: Any) -> Any:
+            await asyncio.sleep(0.5 if method == "cancel" else 0.0)
+            return await call_on(method, args, kwargs)
+
+        handle.call = slow
+        scheduler = scheduler_of(run, groups_per_step=1, group_size=3, filter="none")
+        call = asyncio.create_task(scheduler.next_rollout())
+        await turns(30)
+        await asyncio.sleep(after_s)
+        (group,) = scheduler.open_groups
+        scheduler.reprioritise(group, 5)
+        while not call.done():
+            await asyncio.sleep(3)
+            run.answer()
+        rollout = await call
+        assert rollout.batch is not None
+        assert rollout.batch["sample"].tolist() == ["0.0", "0.1", "0.2"]
+        assert [s.state for s in group.samples] == ["kept"] * 3
         await run.pool.forget(rollout.samples)
         run.assert_empty()
 
@@ -959,7 +978,6 @@ def test_groups_without_tries_left_are_dropped_from_the_books() -> None:
     go(main())
 
 
-@known_bug("the tokens of what runs again stay where they were")
 def test_nothing_is_left_at_workers_of_what_was_made_again() -> None:
     async def main() -> None:
         run = await party(2, 2, lambda task, response: random.random(), says="4")
@@ -992,7 +1010,6 @@ async def step(run: Setting, number: int) -> Rollout:
     return rollout
 
 
-@known_bug("what is reported of a group after it was dropped is taken for a move")
 @given(seed=st.integers(0, 10**6))
 @timings(50)
 def test_a_resumed_run_trains_drops_or_draws_again_every_task_once(seed: int) -> None:

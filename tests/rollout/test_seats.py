@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import go, known_bug, turns
+from toys import go, turns
 
 from roll.rollout.messages import Seat
 from roll.rollout.seats import Seats
@@ -75,7 +75,6 @@ def test_one_that_is_cancelled_while_it_waits_leaves_nothing_behind(given_too: b
     go(main())
 
 
-@known_bug("of two seats given at once the first one stays")
 @given(steps=st.lists(st.tuples(st.sampled_from(["give", "lose", "wait", "turn"]), st.integers(0, 1)), max_size=30))
 @settings(max_examples=200, derandomize=True, deadline=None)
 def test_a_sample_has_the_seat_it_was_given_last(steps: list[tuple[str, int]]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from toys import Moves, ToyRunner, go, known_bug, some_time, tasks, timings, turns, until
+from toys import Moves, ToyRunner, go, some_time, tasks, timings, turns, until
 
 from roll.config.schema import RolloutConfig
 from roll.data import Group, Sample
@@ -305,7 +305,6 @@ def test_a_group_that_has_no_engine_yet_cannot_be_old(stale: str) -> None:
     go(main())
 
 
-@known_bug("a group that runs again hides older ones from those who wait")
 def test_a_group_that_ran_again_does_not_hide_an_older_one_from_those_who_wait() -> None:
     async def main() -> None:
         run = await world(
