@@ -3,7 +3,10 @@
     runs/run/
       config.yaml    the resolved configuration; a folder without it is not a run
       ledger.log     every sample's every transition
+      ledger.sqlite  an index of it, made when somebody asks
       metrics.jsonl  numbers of every step
+      trace.json     every stage of every sample, for Perfetto
+      logs/          what workers in processes of their own print, a file each
       samples/       texts and rewards, a file a step
       checkpoints/   whole checkpoints only
       tensorboard/   the same numbers as events
