@@ -188,7 +188,7 @@ def test_a_worker_that_does_not_start_says_why_and_the_others_go(
             assert process in str(caught.value)
 
     with_executor(use)
-    assert are_gone(notes, 3)
+    assert are_gone(notes, 3) or are_gone(notes, 2)  # the other one of `b` may have been ended before it began
     assert "a[0]" in closed(notes)
 
 
@@ -273,7 +273,9 @@ def test_each_worker_writes_what_it_prints_to_a_file_of_its_own(notes: Path) -> 
     for rank, word in enumerate(["zero", "one"]):
         name, lines = f"toy[{rank}]", (notes / "logs" / f"toy-{rank}.log").read_text().splitlines()
         assert f"INFO roll.cluster.host: {name} is process " in lines[0]
-        assert [line.split("WARNING toy: ")[-1] for line in lines[1:]] == [
+        ready = [number for number, line in enumerate(lines) if line.endswith(f"INFO roll.cluster.host: {name} is ready")]
+        assert ready == [2]
+        assert [line.split("WARNING toy: ")[-1] for line in lines[1:2] + lines[3:]] == [
             f"{name} prints as it starts",
             *(f"{name} {does} {word}" for does in ("prints", "complains", "logs")),
             f"toy-{rank} shouts {word}",
