@@ -133,7 +133,8 @@ def end_of(paths: list[list[Entry]]) -> End:
 
 
 def invalid_paths(story: Story) -> list[str]:
-    """Samples that went where `MOVES` has no way, that ended without a reason or were trained on twice."""
+    """Samples that went where `MOVES` has no way, that ended without a reason, with one of many lines, or were trained on
+    twice."""
     wrong = []
     for sample, path in story.paths.items():
         states = ["new", *(entry.state for entry in path)]
@@ -144,6 +145,7 @@ def invalid_paths(story: Story) -> list[str]:
             wrong.append(f"sample {sample} was trained on twice")
         if path[-1].state in ("dropped", "failed") and not path[-1].reason:
             wrong.append(f"sample {sample} is {path[-1].state} without a reason")
+        wrong += [f"sample {sample} has a reason of many lines: {e.reason}" for e in path if "\n" in e.reason]
     return wrong
 
 

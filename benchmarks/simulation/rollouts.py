@@ -69,6 +69,9 @@ class _Sample:
 class SimRollouts(Worker):
     """Has the methods of `RolloutWorker` that a controller calls, by name."""
 
+    poll_s = POLL_S
+    """How long `report` waits before it says that nothing happened."""
+
     def __init__(self, place: Place, workload: Workload, engines: Sequence[SimEngine], graders: GraderPool) -> None:
         super().__init__(place)
         self.version = 0
@@ -229,7 +232,7 @@ class SimRollouts(Worker):
     async def report(self) -> Report:
         with suppress(TimeoutError):
             if not self._news.is_set():
-                await asyncio.wait_for(self._news.wait(), POLL_S)
+                await asyncio.wait_for(self._news.wait(), self.poll_s)
             if not self._urgent.is_set():
                 await asyncio.wait_for(self._urgent.wait(), GATHER_S)
         report, self._report = self._report, Report()

@@ -17,8 +17,9 @@ from roll.config.schema import RolloutConfig
 from roll.data.task import Task
 from roll.rollout.filters import no_signal
 from roll.rollout.lifecycle import Lifecycle
-from roll.rollout.order import TaskOrder
+from roll.rollout.order import BaseOrder, Draw, Wrapper
 from roll.rollout.scheduler import Rollout, RolloutScheduler
+from simulation.balance import DrawKey
 from simulation.mortals import MortalLedger
 from simulation.world import World
 
@@ -38,6 +39,19 @@ class Saved:
     """Its state, as JSON."""
 
 
+class Noted(Wrapper):
+    """An order that notes which draw each group is issued for."""
+
+    def __init__(self, base: BaseOrder, note: Callable[[Draw], None]) -> None:
+        super().__init__(base)
+        self._note = note
+
+    def next(self) -> Draw:
+        draw = self.base.next()
+        self._note(draw)
+        return draw
+
+
 class Training:
     """Made inside a running event loop; `begin` starts it, and starts it again after a kill."""
 
@@ -46,7 +60,7 @@ class Training:
         path: Path,
         tasks: Sequence[Task],
         config: RolloutConfig,
-        make_order: Callable[[], TaskOrder],
+        make_order: Callable[[], BaseOrder],
         make_world: Callable[[], World],
     ) -> None:
         self.path = path
@@ -57,6 +71,8 @@ class Training:
         self.step = 0
         """Finished steps, which is also the version of the weights."""
         self.saved: Saved | None = None
+        self.draws: dict[int, DrawKey] = {}
+        """Which draw each group of the lineage was issued for; groups that were added have none."""
         self.lag = 0
         """Records that were not on disk at the end of the last step."""
         self.ended = 0
@@ -88,11 +104,15 @@ class Training:
         self.step = saved.step
         self.tokens_lost, self.trainer_died = False, ""
         lifecycle = Lifecycle(self.ledger, asyncio.get_running_loop().time)
-        order, pool = self._make_order(), self.world.pool
+        order, pool = Noted(self._make_order(), self._note), self.world.pool
         self.scheduler = RolloutScheduler(order, pool, lifecycle, self.config, no_signal, version=saved.step)
         if saved.scheduler:
             self.scheduler.restore(json.loads(saved.scheduler), self.tasks)
+        self.draws = {group: draw for group, draw in self.draws.items() if group < self.scheduler.next_group}
         self.world.worker_lost = self.scheduler.worker_lost
+
+    def _note(self, draw: Draw) -> None:
+        self.draws[self.scheduler.next_group] = (draw.task.id, draw.epoch)
 
     async def make_step(self) -> None:
         """One step; raises `TrainerDied`."""

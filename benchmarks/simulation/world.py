@@ -23,6 +23,7 @@ from roll.rollout.router import Router
 from simulation.engine import SimEngine
 from simulation.mortals import Fate, MortalGraders, MortalRollouts
 from simulation.remote import RemoteHandle
+from simulation.rollouts import POLL_S
 from simulation.workload import Workload
 
 PING_S = 2.0
@@ -43,8 +44,9 @@ class World:
         way_s: float,
         fate: Fate = lambda task, sample, tries: "",
         report_s: float = 1.0,
+        poll_s: float = POLL_S,
     ) -> None:
-        """`report_s`: how often engines say how full they are."""
+        """`report_s`: how often engines say how full they are; `poll_s`: how long a worker without news is waited for."""
         loop = asyncio.get_running_loop()
         self.workload = workload
         self.version = 0
@@ -54,6 +56,7 @@ class World:
         self.worker_lost: Callable[[int, str], None] = lambda worker, reason: None
         """Told when a rollout worker is lost, with the tokens it had."""
         self._fate = fate
+        self._poll_s = poll_s
         self.handles = [
             RemoteHandle(self._make_rollouts, Place("rollout", rank, workers), way_s) for rank in range(workers)
         ]
@@ -84,7 +87,7 @@ class World:
 
     def _make_rollouts(self, place: Place) -> MortalRollouts:
         made = MortalRollouts(place, self.workload, self.engines, self.graders, self._fate)
-        made.version = self.version
+        made.version, made.poll_s = self.version, self._poll_s
         return made
 
     # Weights

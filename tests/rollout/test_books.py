@@ -10,8 +10,8 @@ from roll.data import Group, Task
 from roll.rollout.books import Books
 
 
-def group(index: int) -> Group:
-    return Group(index, Task.ask(str(index), "?"), [])
+def group(index: int, version: int = 0) -> Group:
+    return Group(index, Task.ask(str(index), "?"), [], version=version)
 
 
 class Model:
@@ -45,7 +45,7 @@ def test_the_books_agree_with_plain_lists(steps: list[tuple[str, int]]) -> None:
     for what, which in steps:
         if what == "issue":
             index = len(groups)
-            groups[index] = group(index)
+            groups[index] = group(index, which % 5)
             books.issue(groups[index])
             model.open.append(index)
         elif what == "finish" and (at := some(model.open, which)) is not None:
@@ -61,6 +61,7 @@ def test_the_books_agree_with_plain_lists(steps: list[tuple[str, int]]) -> None:
             model.taken += chosen
             model.ready = [at for at in model.ready if at not in chosen]
         elif what == "give_back" and (at := some([*model.ready, *model.taken], which)) is not None:
+            groups[at].version = which % 7  # it begins anew
             books.give_back(groups[at])
             (model.ready if at in model.ready else model.taken).remove(at)
             model.open.append(at)
@@ -77,6 +78,7 @@ def test_the_books_agree_with_plain_lists(steps: list[tuple[str, int]]) -> None:
         assert books.ready_before_any_open() == model.before_any_open()
         first = books.first_open()
         assert (None if first is None else first.index) == min(model.open, default=None)
+        assert books.oldest_open_version == min((groups[at].version for at in model.open), default=None)
 
 
 def test_a_group_that_runs_again_counts_as_open_from_its_old_place() -> None:

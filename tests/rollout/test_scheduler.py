@@ -892,6 +892,7 @@ def test_finished_groups_whose_tokens_died_run_again() -> None:
         run.runner.crew.kill(0)
         run.pool.lost(0, "rollout worker died: rollout[0]")
         run.scheduler.worker_lost(0, "rollout worker died: rollout[0]")
+        assert {g.index for g in run.scheduler.open_groups} == {*lost, 3}  # at once, not when the step is closed
         rollout = await call
         assert [g.index for g in rollout.kept] == [0, 1, 2, 3]
         assert {g.index for g in rollout.kept if g.samples[0].tries == 2} >= set(lost)

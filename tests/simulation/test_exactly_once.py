@@ -19,7 +19,6 @@ What must hold then, by the ledger's file and by which draw each group was issue
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import shutil
 import tempfile
@@ -81,18 +80,35 @@ def workload(engines: int, group_size: int, turns: int, replacements: float) -> 
         grading=LogNormal(mean=1.0, sigma=1.0),
         graders=3,
         train_tokens_per_s=1_000.0,
+        publish_s=4.0,
         max_replacements=replacements,
     )
 
 
+def shape(k: int, stale: str, cut: str, oversample: float, order: str) -> dict[str, Any]:
+    return {"max_staleness": k, "stale": stale, "cut": cut, "oversample": oversample, "order": order}
+
+
+ON_POLICY = [
+    shape(0, "wait", "in_order", 0.0, "in_order"),
+    shape(0, "wait", "in_order", 0.4, "lookahead"),
+    shape(0, "wait", "in_order", 1.0, "in_order"),
+    shape(0, "wait", "first", 0.4, "in_order"),
+    shape(0, "wait", "first", 1.0, "lookahead"),
+    shape(0, "wait", "first", 0.4, "tail_rounds"),
+    shape(0, "wait", "first", 1.0, "tail_rounds"),
+]
+ASYNCHRONOUS = st.builds(
+    shape,
+    st.integers(1, 2),
+    st.sampled_from(["wait", "mask", "drop"]),
+    st.sampled_from(["in_order", "first"]),
+    st.sampled_from([0.0, 0.4, 1.0]),
+    st.sampled_from(["in_order", "lookahead"]),
+)
 CONFIGS = st.fixed_dictionaries(
     {
-        "max_staleness": st.integers(0, 2),
-        "stale": st.sampled_from(["wait", "mask", "drop"]),
         "stale_wait_s": st.sampled_from([1.0, 30.0, 600.0]),
-        "cut": st.sampled_from(["in_order", "first"]),
-        "oversample": st.sampled_from([0.0, 0.4, 1.0]),
-        "order": st.sampled_from(["in_order", "lookahead", "tail_rounds"]),
         "lookahead": st.integers(1, 4),
         "on_update": st.sampled_from(["pause", "abort"]),
         "group_size": st.integers(2, 3),
@@ -109,7 +125,7 @@ EXTRA = [Task(f"x{number}", ()) for number in range(12)]
 
 
 class Watched(Wrapper):
-    """An order that notes which draw each group is issued for."""
+    """An order whose draws come again if, and only if, they came before; and before anything new."""
 
     def __init__(self, base: BaseOrder, machine: ExactlyOnce) -> None:
         super().__init__(base)
@@ -117,10 +133,8 @@ class Watched(Wrapper):
 
     def next(self) -> Draw:
         draw = self.base.next()
-        group = self._machine.training.scheduler.next_group
-        self._machine.draws[group] = (draw.task.id, draw.epoch)
-        came_before = list(self._machine.draws.values()).count((draw.task.id, draw.epoch)) > 1
-        assert draw.again == came_before, f"{draw} for group {group}, but came before: {came_before}"
+        came_before = (draw.task.id, draw.epoch) in self._machine.training.draws.values()
+        assert draw.again == came_before, f"{draw} came before: {came_before}"
         assert not (draw.again and draw.skip), f"{draw} is skipped though it came back"
         assert draw.again or not balance.returned_to(self.base.state()), f"{draw} comes before what came back"
         return draw
@@ -133,15 +147,14 @@ class ExactlyOnce(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="exactly-once-"))
         self.loop = VirtualLoop()
-        self.draws: dict[int, balance.DrawKey] = {}
         self.stepping: asyncio.Task[None] | None = None
         self.began_s = 0.0
-        self.saved_draws: dict[int, balance.DrawKey] = {}
         self.saved_states: dict[str, tuple[str, str]] = {}
         self.broken = False
 
     @initialize(
         config=CONFIGS,
+        filling=st.sampled_from(ON_POLICY) | ASYNCHRONOUS,
         engines=st.integers(2, 3),
         workers=st.integers(2, 4),
         tasks=st.integers(7, 12),
@@ -154,6 +167,7 @@ class ExactlyOnce(RuleBasedStateMachine):
     def begin(
         self,
         config: dict[str, Any],
+        filling: dict[str, Any],
         engines: int,
         workers: int,
         tasks: int,
@@ -163,9 +177,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         way_s: float,
         deadly: float,
     ) -> None:
-        if config["order"] == "tail_rounds":
-            config |= {"max_staleness": 0, "oversample": config["oversample"] or 0.4}
-        self.config = RolloutConfig.model_validate({"groups_per_step": GROUPS, **config})
+        self.config = RolloutConfig.model_validate({"groups_per_step": GROUPS, **config, **filling})
         self.tasks = [Task(f"t{number}", ()) for number in range(tasks)]
         work = workload(engines, self.config.group_size, turns, self.config.max_replacements)
 
@@ -223,16 +235,12 @@ class ExactlyOnce(RuleBasedStateMachine):
         try:
             step.result()
         except TrainerDied:
-            self.go_back(self.training.lose_trainer())
+            self.run(self.training.lose_trainer())
+            self.check_going_back()
         except RunError as error:  # what a user sees; the run is resumed then
             if "samples of the step failed" not in str(error):
                 raise
             self.killed(1.0, 1.0)
-
-    def go_back(self, work: Coroutine[Any, Any, None]) -> None:
-        """Back to the last checkpoint, where every sample has the state it had."""
-        self.draws = dict(self.saved_draws)
-        self.run(work)
 
     async def stepped(self) -> None:
         """A step. It tries something, and with `stale: mask` nothing older than it may be is left unmasked."""
@@ -280,7 +288,6 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.make_steps(count)
         self.finish_step()
         self.training.save()
-        self.saved_draws = dict(self.draws)
         self.saved_states = balance.Story.read(self.training.path).states()
         assert {id: (last.state, last.reason) for id, last in Ledger.lineage(self.training.path).items()} == (
             self.saved_states
@@ -338,7 +345,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.run(self.training.kill(written))
         if undone < 1:
             self.half_undo(undone)
-        self.go_back(self.training.begin())
+        self.run(self.training.begin())
         self.check_going_back()
 
     def half_undo(self, share: float) -> None:
@@ -351,14 +358,8 @@ class ExactlyOnce(RuleBasedStateMachine):
             file.truncate(size)
 
     def check_going_back(self) -> None:
-        """All that came since the checkpoint is undone, but for what the run did when it went on."""
-        now = balance.Story.read(self.training.path).states()
-        for sample, state in self.saved_states.items():
-            if sample in now and now[sample] != state:
-                assert now[sample][1].startswith("resumed:"), f"{sample} was {state} and is {now[sample]}"
-        for sample in now.keys() - self.saved_states.keys():
-            group = int(sample.partition(".")[0])
-            assert group >= json.loads(self.training.saved.scheduler)["next_group"] if self.training.saved else True
+        """On disk, where nothing new is before the next step ends, everything is as it was at the checkpoint."""
+        assert balance.Story.read(self.training.path).states() == self.saved_states
 
     # Interfering
 
@@ -397,8 +398,9 @@ class ExactlyOnce(RuleBasedStateMachine):
         if (group := self.some_group(number)) is not None:
             self.act(lambda: self.training.scheduler.reprioritise(group, priority))
 
-    @rule(number=NUMBER, priority=st.integers(0, 1))
-    def add_a_group(self, number: int, priority: int) -> None:
+    @rule(number=NUMBER, after_s=SHORT_S, priority=st.integers(0, 1))
+    def add_a_group(self, number: int, after_s: float, priority: int) -> None:
+        self.wait(after_s)
         self.act(lambda: self.training.scheduler.add(EXTRA[number], priority))
 
     # The end
@@ -469,8 +471,8 @@ class ExactlyOnce(RuleBasedStateMachine):
         assert story.volume <= GROUPS * (k + 1) + int(GROUPS * self.config.oversample + 1e-9)
         none(balance.too_old(story, k, self.config.stale == "mask"))
         none(balance.invalid_paths(story))
-        none(balance.unbalanced(story, self.draws, balance.held_by(order)))
-        none(balance.wrong_epochs(self.draws, order, [task.id for task in self.tasks]))
+        none(balance.unbalanced(story, self.training.draws, balance.held_by(order)))
+        none(balance.wrong_epochs(self.training.draws, order, [task.id for task in self.tasks]))
 
 
 def none(wrong: list[str]) -> None:
