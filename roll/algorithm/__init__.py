@@ -1,6 +1,6 @@
-"""Advantages, losses and the recipes made of them: pure functions, and small classes that name them."""
+"""Advantages, losses and the algorithms made of them: pure functions, and one class that puts them together."""
 
 from roll.algorithm.base import Algorithm, make_algorithm
-from roll.algorithm.streams import LossSpec, Streams, TokenLoss
+from roll.algorithm.streams import CorrectionSpec, CreditSpec, LossSpec, Streams, TokenLoss
 
-__all__ = ["Algorithm", "LossSpec", "Streams", "TokenLoss", "make_algorithm"]
+__all__ = ["Algorithm", "CorrectionSpec", "CreditSpec", "LossSpec", "Streams", "TokenLoss", "make_algorithm"]

@@ -1,4 +1,8 @@
-"""How rewards become advantages: pure functions over sample columns."""
+"""How scores become advantages: baselines, scales and turns compared in the same state. Pure functions.
+
+What always holds: samples are compared only with those of their own group, batch or domain; where scores have no spread
+there is no signal, and the advantage is exactly 0.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,76 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from roll.algorithm.rewards import Floats
+from roll.data.columns import Indices
+
 STD_FLOOR = 1e-6
+"""Scores that spread less are equal: a mean of equal numbers may be off by a rounding."""
 
 
-def group_relative(rewards: NDArray[Any], groups: NDArray[Any], scale_by_std: bool) -> NDArray[np.float64]:
-    """Each reward minus its group's mean, optionally divided by the group's standard deviation (n - 1).
+def index_of(keys: NDArray[Any]) -> Indices:
+    """Each key as a number counted from 0."""
+    return np.asarray(np.unique(keys, return_inverse=True)[1], np.int64).reshape(-1)
 
-    A group whose rewards are all equal, or of one sample, gets zeros.
+
+def mean_within(values: Floats, which: Indices) -> Floats:
+    """The mean of the values with the same number, at each of them."""
+    return np.asarray((np.bincount(which, weights=values) / np.maximum(np.bincount(which), 1))[which])
+
+
+def std_within(values: Floats, which: Indices) -> Floats:
+    """The standard deviation (n - 1) of the values with the same number, at each of them; 0 for one alone."""
+    centred = values - mean_within(values, which)
+    counts = np.bincount(which)
+    return np.asarray(np.sqrt(np.bincount(which, weights=centred**2) / np.maximum(counts - 1, 1))[which])
+
+
+def leave_one_out(values: Floats, which: Indices) -> Floats:
+    """The mean of the others with the same number, at each value; its own value where there is no other."""
+    counts = np.bincount(which)[which]
+    others = np.bincount(which, weights=values)[which] - values
+    return np.asarray(np.where(counts > 1, others / np.maximum(counts - 1, 1), values))
+
+
+def without_noise(centred: Floats, spread: Floats) -> Floats:
+    """Zeros where there is no spread."""
+    return np.asarray(np.where(spread > STD_FLOOR, centred, 0.0))
+
+
+def scaled(centred: Floats, spread: Floats) -> Floats:
+    """centred / spread, and 0 where there is no spread."""
+    return without_noise(centred, spread) / np.maximum(spread, STD_FLOOR)
+
+
+def group_relative(scores: NDArray[Any], groups: NDArray[Any], scale_by_std: bool) -> Floats:
+    """Each score minus its group's mean, optionally divided by the group's standard deviation."""
+    values, which = np.asarray(scores, np.float64), index_of(groups)
+    centred, spread = values - mean_within(values, which), std_within(values, which)
+    return scaled(centred, spread) if scale_by_std else without_noise(centred, spread)
+
+
+def returns_of(rewards: NDArray[Any], offsets: Indices, discount: float) -> Floats:
+    """Discounted sums from each entry to the end of its row, rows being `offsets[i]:offsets[i + 1]`.
+
+    Rewards 1 and 4 with a discount of 0.5 have the returns 3 and 4. All rows go backwards together, the longest first.
     """
-    _, which = np.unique(groups, return_inverse=True)
-    counts = np.bincount(which).astype(np.float64)
-    means = np.bincount(which, weights=rewards) / counts
-    centred = np.asarray(rewards, np.float64) - means[which]
-    # A mean of equal numbers may be off by a rounding; a group without spread has no signal, not a tiny one.
-    spread = np.sqrt(np.bincount(which, weights=centred**2) / np.maximum(counts - 1, 1))
-    centred = np.where(spread[which] > STD_FLOOR, centred, 0.0)
-    return np.asarray(centred / np.maximum(spread[which], STD_FLOOR) if scale_by_std else centred)
+    sums = np.asarray(rewards, np.float64).copy()
+    if discount == 0.0:
+        return sums
+    lengths = np.diff(offsets)
+    order = np.argsort(-lengths, kind="stable")
+    ends, longest = offsets[1:][order] - 1, lengths[order]
+    for back in range(1, int(longest[0]) if len(longest) else 0):
+        spots = ends[: int(np.searchsorted(-longest, -back))] - back
+        sums[spots] += discount * sums[spots + 1]
+    return sums
+
+
+def turn_relative(returns: Floats, states: NDArray[Any], groups: NDArray[Any], scale_by_std: bool) -> Floats:
+    """Each turn's return relative to those of all turns of its group that began in the same state.
+
+    A state met once in its group has nothing to be compared with: 0.
+    """
+    both = np.stack([index_of(groups), index_of(states)], axis=1)
+    pairs = np.unique(both, axis=0, return_inverse=True)[1].reshape(-1)
+    return group_relative(returns, pairs, scale_by_std)

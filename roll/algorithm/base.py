@@ -1,28 +1,203 @@
-"""What an algorithm is: how rewards become advantages, and which loss trains on them."""
+"""What an algorithm is: how rewards become advantages, and which loss trains on them. Made of the config's pieces."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
-from roll.algorithm.grpo import GRPO
-from roll.algorithm.streams import LossSpec
-from roll.config.schema import AlgorithmConfig
+import numpy as np
+
+from roll.algorithm.advantages import (
+    index_of,
+    leave_one_out,
+    mean_within,
+    returns_of,
+    scaled,
+    std_within,
+    turn_relative,
+    without_noise,
+)
+from roll.algorithm.rewards import Floats, overlong, shaped, too_easy_or_hard
+from roll.algorithm.running import KLWeight, RunningScores
+from roll.algorithm.streams import CorrectionSpec, CreditSpec, LossSpec
+from roll.config.algorithm import AlgorithmConfig
+from roll.config.errors import UserError
+from roll.config.user_code import load_user_code
 from roll.data.batch import Batch
 
+EVERYWHERE = ""
+"""The domain of statistics that are not taken by domain."""
 
-class Algorithm(Protocol):
+
+class Algorithm:
+    """The pieces an `AlgorithmConfig` names. A class of your own may replace any method.
+
+    What always holds: `credit` compares samples on the controller, where only sample columns are read; what is per token
+    is said by `loss` and happens on the trainer.
+    """
+
+    def __init__(self, config: AlgorithmConfig, max_new_tokens: int) -> None:
+        self.config = config
+        self._longest = max_new_tokens
+        self._kl = KLWeight(config.kl_coef, config.kl_target, config.kl_horizon)
+        self._running = RunningScores()
+
     @property
     def needs_reference(self) -> bool:
         """Whether batches need the column `ref` before an update."""
-        ...
+        return self.config.needs_reference
 
     @property
-    def loss(self) -> LossSpec: ...
+    def needs_critic(self) -> bool:
+        """Whether batches need the column `values`, and a critic is trained."""
+        return self.config.needs_critic
+
+    @property
+    def needs_sample_kl(self) -> bool:
+        """Whether batches need the column `kl`: samples are compared with the penalty in their reward."""
+        config = self.config
+        return config.needs_reference and config.kl_in == "reward" and config.credit == "sample"
+
+    @property
+    def loss(self) -> LossSpec:
+        config = self.config
+        in_loss = config.kl_in == "loss"
+        correction = None
+        if config.correction != "none":
+            correction = CorrectionSpec(
+                config.correction, config.correction_level, config.correction_low, config.correction_cap
+            )
+        credit = CreditSpec(
+            kind=config.credit,
+            discount=config.discount,
+            gae_lambda=config.gae_lambda,
+            kl_coef=0.0 if in_loss or config.credit == "sample" else self._kl.value,
+            kl_estimator=config.kl_estimator,
+            whiten=config.whiten,
+            clip=config.advantage_clip,
+        )
+        return LossSpec(
+            name=config.loss,
+            params=loss_params(config),
+            aggregation=config.aggregation,
+            length=config.length_normaliser or self._longest,
+            credit=credit,
+            correction=correction,
+            kl_coef=self._kl.value if in_loss else 0.0,
+            kl_estimator=config.kl_estimator,
+            entropy_coef=config.entropy_coef,
+        )
 
     def credit(self, batch: Batch) -> Batch:
-        """The batch with its column `advantage`: per sample, on the controller."""
-        ...
+        """The samples that are to be trained on, with their column `advantage` (and `turn_advantage` where turns are
+        compared). Those left out still count in what others are compared with."""
+        config, scores = self.config, self.scores(batch)
+        keep = np.ones(len(batch), np.bool_)
+        if config.positive_above is not None:
+            keep, advantage = scores > config.positive_above, np.ones(len(batch))
+        else:
+            advantage = self.relative(batch, scores)
+        batch = batch.with_columns(advantage=advantage)
+        if config.turn_weight > 0:
+            batch = self._with_turns(batch, advantage)
+        if config.mask_truncated:
+            keep &= ~batch["truncated"]
+        if config.difficulty is not None:
+            keep &= ~too_easy_or_hard(batch["reward"], batch["group"], config.difficulty)
+        return batch if keep.all() else batch.select(np.flatnonzero(keep))
+
+    def scores(self, batch: Batch) -> Floats:
+        """Rewards as they are compared."""
+        config = self.config
+        scores = shaped_alone(batch["reward"], config)
+        if config.overlong_share > 0:
+            buffer = config.overlong_share * self._longest
+            scores = scores + config.overlong_penalty * overlong(batch["response_tokens"], self._longest, buffer)
+        if self.needs_sample_kl:
+            scores = scores - self._kl.value * batch["kl"]
+        return scores
+
+    def relative(self, batch: Batch, scores: Floats) -> Floats:
+        """Scores less their baseline, divided by their scale; 0 where what they are compared with has no spread."""
+        config, group = self.config, index_of(batch["group"])
+        domains = batch["domain"] if config.per_domain else np.full(len(batch), EVERYWHERE)
+        mean, std = self._moments(scores, domains) if "running" in (config.baseline, config.scale) else (scores, scores)
+        if config.baseline == "group":
+            advantage = without_noise(scores - mean_within(scores, group), std_within(scores, group))
+        elif config.baseline == "leave_one_out":
+            advantage = without_noise(scores - leave_one_out(scores, group), std_within(scores, group))
+        elif config.baseline == "batch":
+            advantage = scores - mean_within(scores, index_of(domains))
+        elif config.baseline == "running":
+            advantage = scores - mean
+        elif config.baseline == "greedy":
+            advantage = scores - shaped_alone(batch["baseline"], config)
+        else:
+            advantage = scores
+        if config.scale == "group":
+            return scaled(advantage, std_within(scores, group))
+        if config.scale == "batch":
+            return scaled(advantage, std_within(scores, index_of(domains)))
+        return scaled(advantage, std) if config.scale == "running" else advantage
+
+    def _moments(self, scores: Floats, domains: Any) -> tuple[Floats, Floats]:
+        """Mean and spread of all scores so far, these included, at each of them."""
+        mean, spread = np.zeros(len(scores)), np.zeros(len(scores))
+        for domain in np.unique(domains):
+            here = domains == domain
+            moments = self._running.of(str(domain))
+            moments.add(scores[here])
+            mean[here], spread[here] = moments.mean, moments.std
+        return mean, spread
+
+    def _with_turns(self, batch: Batch, advantage: Floats) -> Batch:
+        """Adds to each turn's share of its sample's advantage what it earned over turns that began in the same state."""
+        if "turn_state" not in batch:
+            raise UserError(
+                "algorithm.turn_weight compares turns that began in the same state, but these tasks have no environment: "
+                "write algorithm.turn_weight=0, or choose tasks with environments"
+            )
+        config, turns = self.config, np.diff(batch.turn_offsets)
+        returns = returns_of(batch["turn_reward"], batch.turn_offsets, config.turn_discount)
+        groups = np.repeat(batch["group"], turns)
+        step = turn_relative(returns, batch["turn_state"], groups, config.scale != "none")
+        return batch.with_columns(turn_advantage=np.repeat(advantage, turns) + config.turn_weight * step)
+
+    def observe(self, metrics: dict[str, float], samples: int) -> None:
+        """A step was trained, with these means over its tokens."""
+        if "kl" in metrics:
+            self._kl.observe(metrics["kl"], samples)
+
+    def state(self) -> dict[str, Any]:
+        """What it remembers, as JSON."""
+        return {"kl_coef": self._kl.value, "scores": self._running.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._kl.value = state["kl_coef"]
+        self._running.restore(state["scores"])
 
 
-def make_algorithm(config: AlgorithmConfig) -> Algorithm:
-    return {"grpo": GRPO}[config.name](config)
+def shaped_alone(rewards: Any, config: AlgorithmConfig) -> Floats:
+    """Rewards clipped, scaled and shifted as the config says."""
+    return shaped(rewards, config.reward_clip, config.reward_scale, config.reward_shift)
+
+
+def loss_params(config: AlgorithmConfig) -> dict[str, Any]:
+    """The arguments of the config's loss."""
+    clips = {"clip_low": config.clip_low, "clip_high": config.clip_high, "ratio": config.ratio}
+    known: dict[str, dict[str, Any]] = {
+        "clipped": {**clips, "dual_clip": config.dual_clip},
+        "cispo": clips,
+        "sapo": {"tau_positive": config.tau_positive, "tau_negative": config.tau_negative, "ratio": config.ratio},
+        "topr": {},
+        "reinforce": {},
+    }
+    return known.get(config.loss, config.loss_options)
+
+
+def make_algorithm(config: AlgorithmConfig, max_new_tokens: int) -> Algorithm:
+    if ":" not in config.name:
+        return Algorithm(config, max_new_tokens)
+    made = load_user_code(config.name, what="algorithm.name")(config, max_new_tokens)
+    if not isinstance(made, Algorithm):
+        raise UserError(f"algorithm.name: {config.name!r} is no roll.algorithm.Algorithm: make it a subclass")
+    return made

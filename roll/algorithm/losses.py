@@ -1,75 +1,116 @@
-"""Losses: pure functions from streams of tokens to a loss for every token. None knows how the work is cut."""
+"""Losses: pure functions from streams of tokens to a loss for every token. None knows how the work is cut.
+
+`resolve_loss` puts the whole loss of a spec together:
+
+    correction × policy loss + kl_coef × KL(current ‖ ref) - entropy_coef × entropy
+"""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from roll.algorithm.streams import LossSpec, Streams, TokenLoss
-from roll.config.errors import UserError
+from roll.algorithm.correction import correction_weight
+from roll.algorithm.kl import bounded_exp, kl_estimate
+from roll.algorithm.streams import Level, LossSpec, Streams, TokenLoss, mean_within, sum_within
+from roll.config.user_code import load_user_code
 
 Loss = Callable[..., TokenLoss]
 
-LARGEST_LOG_RATIO = 20.0
-"""A ratio beyond e^20 counts as e^20: finite, so that an advantage of 0 still makes it 0."""
 
-
-def clipped_ratio(
-    streams: Streams,
-    *,
-    clip_low: float,
-    clip_high: float,
-    correction_cap: float | None = None,
-    kl_coef: float = 0.0,
+def clipped(
+    streams: Streams, *, clip_low: float, clip_high: float, dual_clip: float | None = None, ratio: Level = "token"
 ) -> TokenLoss:
-    """-w · min(r A, clip(r, 1 - low, 1 + high) A) + kl_coef · k3, with r = current / proximal.
+    """-min(r A, clip(r, 1 - low, 1 + high) A) with r = current / proximal (Schulman et al., 2017, arXiv 1707.06347).
 
-    w = min(proximal / behaviour, correction_cap) weighs a token by how much likelier the trainer finds it than the
-    sampler did; None leaves it out. The KL estimate k3 = e^(ref - current) - (ref - current) - 1 is never negative.
+    `dual_clip` bounds the loss by -dual_clip · A where A is negative (Ye et al., 2019, arXiv 1912.09729).
     """
-    ratio = torch.exp((streams.current - streams.proximal).clamp(max=LARGEST_LOG_RATIO))
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    gain = torch.minimum(ratio * streams.advantage, clipped * streams.advantage)
-    metrics: dict[str, Tensor] = {"clipped": (ratio * streams.advantage > clipped * streams.advantage).float()}
-    if correction_cap is not None:
-        weight = importance_weight(streams, correction_cap)
-        gain = gain * weight
-        metrics["correction"] = weight
-    loss = -gain
-    if kl_coef > 0:
-        if streams.ref is None:
-            raise ValueError("a KL penalty needs the reference's log-probs: the batch has no column 'ref'")
-        kl = kl_k3(streams.current, streams.ref)
-        loss = loss + kl_coef * kl
-        metrics["kl"] = kl.detach()
-    return TokenLoss(loss, metrics)
+    r = policy_ratio(streams, ratio)
+    free, bounded = r * streams.advantage, r.clamp(1 - clip_low, 1 + clip_high) * streams.advantage
+    gain = torch.minimum(free, bounded)
+    if dual_clip is not None:
+        gain = torch.where(streams.advantage < 0, torch.maximum(gain, dual_clip * streams.advantage), gain)
+    return TokenLoss(-gain, {"clipped": (gain != free).float()})
 
 
-def importance_weight(streams: Streams, cap: float) -> Tensor:
-    """How much likelier the trainer finds a token than the sampler did, at most `cap`."""
-    return torch.exp(streams.proximal - streams.behaviour).clamp(max=cap)
+def cispo(streams: Streams, *, clip_low: float, clip_high: float, ratio: Level = "token") -> TokenLoss:
+    """-clip(r, 1 - low, 1 + high) A log current, the clipped ratio a constant (MiniMax, 2025, arXiv 2506.13585).
+
+    A clipped token's gradient is bounded, not lost.
+    """
+    r = policy_ratio(streams, ratio).detach()
+    weight = r.clamp(1 - clip_low, 1 + clip_high)
+    return TokenLoss(-weight * streams.advantage * streams.current, {"clipped": (weight != r).float()})
 
 
-def kl_k3(current: Tensor, ref: Tensor) -> Tensor:
-    """An estimate of KL(current ‖ ref) from tokens of `current`: unbiased, of low variance, never negative."""
-    difference = ref - current
-    return torch.exp(difference) - difference - 1
+def topr(streams: Streams) -> TokenLoss:
+    """-w A log current (Le Roux et al., 2025, arXiv 2503.14286): w is 1 where A ≥ 0, else the likelihood ratio of the
+    whole sample to the sampler's, at most 1. What the policy has left behind is not pushed down further."""
+    log_ratio = sum_within((streams.current - streams.behaviour).detach(), streams.sample)
+    taper = torch.exp(log_ratio.clamp(max=0.0))
+    weight = torch.where(streams.advantage >= 0, torch.ones_like(taper), taper)
+    return TokenLoss(-weight * streams.advantage * streams.current, {"taper": weight})
 
 
-LOSSES: dict[str, Loss] = {"clipped_ratio": clipped_ratio}
+def sapo(streams: Streams, *, tau_positive: float, tau_negative: float, ratio: Level = "token") -> TokenLoss:
+    """-(4 / τ) sigmoid(τ (r - 1)) A (Qwen, 2025, arXiv 2511.20347): a soft gate in place of the clip, whose slope is 1
+    at r = 1 and falls on both sides; τ is `tau_positive` where A > 0, else `tau_negative`."""
+    r = policy_ratio(streams, ratio)
+    tau = torch.where(streams.advantage > 0, tau_positive, tau_negative).to(r.dtype)
+    gate = torch.sigmoid(tau * (r - 1))
+    return TokenLoss(-4 / tau * gate * streams.advantage, {"gate": (4 * gate * (1 - gate)).detach()})
+
+
+def reinforce(streams: Streams) -> TokenLoss:
+    """-A log current (Williams, 1992)."""
+    return TokenLoss(-streams.advantage * streams.current)
+
+
+def nll(streams: Streams) -> TokenLoss:
+    """-log current: imitation."""
+    return TokenLoss(-streams.current)
+
+
+LOSSES: dict[str, Loss] = {
+    "clipped": clipped,
+    "cispo": cispo,
+    "topr": topr,
+    "sapo": sapo,
+    "reinforce": reinforce,
+    "nll": nll,
+}
+
+
+def policy_ratio(streams: Streams, level: Level) -> Tensor:
+    """current / proximal of each token, or the geometric mean over its turn or its sample (Zheng et al., 2025, GSPO,
+    arXiv 2507.18071), whose gradient goes to all of them."""
+    log_ratio, segments = streams.current - streams.proximal, streams.segments(level)
+    return bounded_exp(log_ratio if segments is None else mean_within(log_ratio, segments))
 
 
 def resolve_loss(spec: LossSpec) -> Callable[[Streams], TokenLoss]:
-    function: Any = LOSSES.get(spec.name)
-    if function is None:
-        module, _, name = spec.name.partition(":")
-        try:
-            function = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            known = ", ".join(LOSSES)
-            raise UserError(f"there is no loss {spec.name!r}: write {known} or package.module:function") from error
-    return lambda streams: function(streams, **spec.params)
+    """The whole loss of a spec."""
+    policy: Any = LOSSES.get(spec.name) or load_user_code(spec.name, what="algorithm.loss", known=LOSSES)
+
+    def loss_of(streams: Streams) -> TokenLoss:
+        token_loss: TokenLoss = policy(streams, **spec.params)
+        values, metrics = token_loss.values, dict(token_loss.metrics)
+        if spec.correction is not None:
+            weight = correction_weight(streams, spec.correction)
+            values = values * weight
+            metrics["correction"] = weight
+        if streams.ref is not None:
+            kl = kl_estimate(streams.current, streams.ref, spec.kl_estimator)
+            metrics["kl"] = kl.detach()
+            values = values + spec.kl_coef * kl if spec.kl_coef > 0 else values
+        elif spec.kl_coef > 0:
+            raise ValueError("a KL penalty needs the reference's log-probs: the batch has no column 'ref'")
+        if spec.entropy_coef > 0:
+            assert streams.entropy is not None, "the spec says that entropies are wanted"
+            values = values - spec.entropy_coef * streams.entropy
+        return TokenLoss(values, metrics)
+
+    return loss_of

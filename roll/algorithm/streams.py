@@ -11,17 +11,44 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from roll.data.batch import Batch
 
-Aggregation = Literal["token_mean", "sequence_mean"]
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"]
+Level = Literal["token", "turn", "sequence"]
+Estimator = Literal["k1", "k2", "k3", "abs"]
+
+
+@dataclass(frozen=True)
+class CreditSpec:
+    """How samples' advantages become tokens'."""
+
+    kind: Literal["sample", "returns", "gae"] = "sample"
+    discount: float = 1.0
+    gae_lambda: float = 1.0
+    kl_coef: float = 0.0
+    """Weight of a KL penalty at each token, for `returns` and `gae`."""
+    kl_estimator: Estimator = "k1"
+    whiten: bool = False
+    clip: float | None = None
+
+
+@dataclass(frozen=True)
+class CorrectionSpec:
+    """Importance weights from the sampler's to the trainer's log-probs."""
+
+    mode: Literal["truncated", "masked"] = "truncated"
+    level: Level = "token"
+    low: float = 0.0
+    cap: float = 2.0
 
 
 @dataclass(frozen=True)
 class LossSpec:
-    """Which loss, with which parameters: a name of `roll.algorithm.losses` or an import path `module:function`.
+    """Which loss, with which parameters: a name of `roll.algorithm.losses` or user code, `module:name`.
 
     It travels to the trainers in place of a closure.
     """
@@ -29,17 +56,47 @@ class LossSpec:
     name: str
     params: dict[str, Any] = field(default_factory=dict)
     aggregation: Aggregation = "token_mean"
+    length: int = 0
+    """What `fixed_length` divides by."""
+    credit: CreditSpec = CreditSpec()
+    correction: CorrectionSpec | None = None
+    kl_coef: float = 0.0
+    kl_estimator: Estimator = "k3"
+    entropy_coef: float = 0.0
+
+    @property
+    def wants_entropy(self) -> bool:
+        """Whether entropies need a gradient."""
+        return self.entropy_coef > 0
 
 
 @dataclass(frozen=True)
 class Streams:
-    """Sampled tokens of a micro-batch, one value each."""
+    """Sampled tokens of a micro-batch, one value each, sample after sample. Whole samples only."""
 
     current: Tensor
     proximal: Tensor
     behaviour: Tensor
     advantage: Tensor
+    sample: Tensor
+    """Number of the token's sample within the micro-batch."""
+    turn: Tensor
+    """Number of the token's turn within the micro-batch: turns of different samples differ."""
     ref: Tensor | None = None
+    entropy: Tensor | None = None
+
+    def segments(self, level: Level) -> Tensor | None:
+        """The number of each token's segment; None where every token is its own."""
+        return {"token": None, "turn": self.turn, "sequence": self.sample}[level]
+
+
+def sum_within(values: Tensor, segments: Tensor) -> Tensor:
+    """The sum over each value's segment, at each value. Segments are numbered below the number of values."""
+    return torch.zeros_like(values).index_add(0, segments, values)[segments]
+
+
+def mean_within(values: Tensor, segments: Tensor) -> Tensor:
+    return sum_within(values, segments) / sum_within(torch.ones_like(values), segments)
 
 
 @dataclass(frozen=True)
@@ -50,17 +107,20 @@ class TokenLoss:
     metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
-def token_weights(batch: Batch, aggregation: Aggregation) -> NDArray[np.float64]:
+def token_weights(batch: Batch, aggregation: Aggregation, length: int = 0) -> NDArray[np.float64]:
     """The weight of every token in the step's loss, so that the loss is the sum of weight × token loss.
 
     The weights are fixed by the whole step, before it is cut into micro-batches or ranks; so no cut can change the loss.
-    `token_mean`: 1 / all sampled tokens. `sequence_mean`: 1 / (samples × the sample's sampled tokens), samples without a
-    sampled token left out of the count.
+    With S samples that have sampled tokens, and n of them in the token's own sample: `token_mean` 1 / all sampled tokens,
+    `sequence_mean` 1 / (S n), `sequence_sum` 1 / S, `fixed_length` 1 / (S length).
     """
     mask = batch.loss_mask.astype(np.float64)
-    sampled = batch.sum_tokens(mask)
     if aggregation == "token_mean":
         return np.asarray(mask / max(mask.sum(), 1.0))
+    sampled = batch.sum_tokens(mask)
     samples = max(int((sampled > 0).sum()), 1)
-    per_sample = 1.0 / (np.maximum(sampled, 1.0) * samples)
-    return np.asarray(mask * np.repeat(per_sample, batch.lengths))
+    if aggregation == "sequence_mean":
+        return np.asarray(mask * np.repeat(1.0 / (np.maximum(sampled, 1.0) * samples), batch.lengths))
+    if aggregation == "fixed_length" and length < 1:
+        raise ValueError(f"aggregation fixed_length needs a length, got {length}")
+    return np.asarray(mask / (samples * (length if aggregation == "fixed_length" else 1)))

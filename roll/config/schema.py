@@ -8,29 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-Count = Annotated[int, Field(ge=1)]
-Whole = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(gt=0, le=1)]
-Devices = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
-"""Device numbers as text; a single number may be written as one."""
+from roll.config.algorithm import AlgorithmConfig
+from roll.config.section import Count, Devices, NonNegative, Positive, Section, Share, Whole
 
-
-class Section(BaseModel):
-    """A part of the configuration: strict, immutable, and with an optional one-field short form."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-    short: ClassVar[str | None] = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _expand_short_form(cls, value: Any) -> Any:
-        if cls.short is not None and (isinstance(value, str) or type(value) is int):
-            return {cls.short: value}
-        return value
+__all__ = ["AlgorithmConfig", "Section"]
 
 
 class ModelConfig(Section):
@@ -159,29 +142,6 @@ class TrainConfig(Section):
     """Optimizer steps a batch is cut into; above 1 the proximal log-probs are computed first."""
     micro_batch_tokens: Count = 4096
     """Distinct tokens in a micro-batch; a shared prefix counts once. Changes memory and speed, never the gradient."""
-
-
-class AlgorithmConfig(Section):
-    """How rewards become gradients."""
-
-    short: ClassVar[str | None] = "name"
-
-    name: Literal["grpo"] = "grpo"
-    """`grpo`: advantages relative to the group, clipped ratio."""
-    scale_by_std: bool = True
-    """Divide a group's advantages by their standard deviation."""
-    clip_low: Share = 0.2
-    """The ratio is clipped below at 1 - clip_low."""
-    clip_high: Positive = 0.2
-    """The ratio is clipped above at 1 + clip_high."""
-    kl_coef: NonNegative = 0.0
-    """Weight of the KL penalty (k3) against the initial model; above 0 a reference role is started."""
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Mean over all response tokens of the step, or over samples of their token means."""
-    correction: Literal["truncated", "none"] = "truncated"
-    """Importance weights from the sampler's to the trainer's log-probs, truncated at `correction_cap`."""
-    correction_cap: Positive = 2.0
-    """Largest importance weight of the correction."""
 
 
 class EvalConfig(Section):
@@ -359,9 +319,10 @@ class Config(Section):
             raise ValueError(
                 f"ray.address is {self.ray.address!r}, but executor is local, which uses no Ray: write executor=ray"
             )
-        if algorithm.name == "grpo" and rollout.group_size < 2:
+        if algorithm.compares_siblings and rollout.group_size < 2:
             raise ValueError(
-                "rollout.group_size is 1, but grpo compares samples of one task: write rollout.group_size=2 or more"
+                f"rollout.group_size is 1, but {algorithm.name} compares samples of one task: write "
+                "rollout.group_size=2 or more"
             )
         if (rollout.top_p < 1 or rollout.top_k > 0) and not rollout.train_on_truncated:
             raise ValueError(

@@ -29,6 +29,7 @@ SAMPLE_COLUMNS: Mapping[str, Any] = {
     "reward": np.float64,
     "temperature": np.float32,
     "advantage": np.float32,
+    "response_tokens": np.int64,
 }
 """Columns with one value a sample, and their types."""
 
@@ -98,6 +99,7 @@ class Batch:
             "group": np.array([s.group for s in samples], np.int64),
             "reward": np.array([s.reward for s in samples], np.float64),
             "temperature": np.array([s.temperature for s in samples], np.float32),
+            "response_tokens": np.array([s.response_tokens for s in samples], np.int64),
         }
         for name in LOGGED:
             columns[name] = TokenColumn(tuple(blocks), which, starts, name)

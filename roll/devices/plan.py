@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from roll.algorithm import make_algorithm
 from roll.config.errors import UserError
 from roll.config.schema import Config
 from roll.data.sources import TaskSet
@@ -42,7 +41,7 @@ class Plan:
 def roles_in_use(config: Config, environments: bool = False) -> frozenset[str]:
     """The roles the run starts; `environments` if its tasks have some."""
     roles = {"actor_train", "actor_infer", "rollout", "reward"}
-    if make_algorithm(config.algorithm).needs_reference:
+    if config.algorithm.needs_reference:
         roles.add("reference")
     if environments:
         roles.add("env")

@@ -11,6 +11,7 @@ from roll.algorithm import make_algorithm
 from roll.cluster.errors import TokensLost
 from roll.config.errors import RunError
 from roll.config.schema import Config
+from roll.data.batch import Batch
 from roll.data.sources import TaskSet
 from roll.pipeline.publisher import Publisher
 from roll.pipeline.recorder import Recorder
@@ -51,7 +52,9 @@ class RLVR:
         self._publisher = publisher
         self._recorder = recorder
         self.state = state
-        self._algorithm = make_algorithm(config.algorithm)
+        self._algorithm = make_algorithm(config.algorithm, config.rollout.max_new_tokens)
+        if state.algorithm:
+            self._algorithm.restore(state.algorithm)
         self._turns = Turns(roles)
         supervision.engine_restored = self._turns.engine_restored
         self._scheduler = make_scheduler(config, tasks, roles, Lifecycle(recorder), state)
@@ -101,21 +104,33 @@ class RLVR:
         await self._recorder.record(state, rollout, stats, *times, roles=self._roles)
 
     async def _train(self, rollout: Rollout) -> UpdateStats | None:
-        roles, state, batch = self._roles, self.state, rollout.batch
-        if batch is None:
+        roles, state, algorithm = self._roles, self.state, self._algorithm
+        if rollout.batch is None:
             return None
-        if roles.reference is not None:
-            await self._turns.enter("reference")
-            batch = batch.with_columns(ref=await roles.reference.call(TrainWorker.log_probs, batch))
-        batch = self._algorithm.credit(batch)
+        batch = algorithm.credit(await self._compared(rollout.batch))
+        if not len(batch):
+            return None
         await self._turns.enter("train")
         with self._recorder.stage("train"):
-            stats = await roles.actor.call(TrainWorker.update, batch, self._algorithm.loss, state.step)
+            stats = await roles.actor.call(TrainWorker.update, batch, algorithm.loss, state.step)
+        algorithm.observe(stats.metrics, len(batch))
         if stats.skipped:
             self._recorder.reporter.warned(
                 f"step {state.step + 1}: a gradient was not finite; {stats.skipped} updates skipped"
             )
         return stats
+
+    async def _compared(self, batch: Batch) -> Batch:
+        """The batch with what the algorithm needs of the reference."""
+        reference = self._roles.reference
+        if reference is None:
+            return batch
+        await self._turns.enter("reference")
+        batch = batch.with_columns(ref=await reference.call(TrainWorker.log_probs, batch))
+        if self._algorithm.needs_sample_kl:
+            estimator = self._config.algorithm.kl_estimator
+            batch = batch.with_columns(kl=await reference.call(TrainWorker.sample_kl, batch, estimator))
+        return batch
 
     async def _publish(self, version: int) -> None:
         self._scheduler.before_publish(version)
@@ -125,7 +140,7 @@ class RLVR:
         self._scheduler.published(version)
 
     async def _save(self) -> None:
-        self.state.scheduler = self._scheduler.state()
+        self.state.scheduler, self.state.algorithm = self._scheduler.state(), self._algorithm.state()
         with self._recorder.stage("checkpoint"):
             await self._recorder.save(self._roles.actor, self.state)
 

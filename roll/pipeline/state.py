@@ -15,6 +15,8 @@ class RunState:
     """Finished training steps, which is also the version of the weights."""
     scheduler: dict[str, Any] = field(default_factory=dict)
     """Where the rollout scheduler goes on, as it says itself."""
+    algorithm: dict[str, Any] = field(default_factory=dict)
+    """What the algorithm remembers, as it says itself."""
     idle_steps: int = 0
     """Steps in a row that had no group with signal."""
     reward: float = 0.0

@@ -6,13 +6,15 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path as FilePath
 
+import numpy as np
 import torch
 
-from roll.algorithm.streams import LossSpec
+from roll.algorithm.credit import sample_kl
+from roll.algorithm.streams import Estimator, LossSpec
 from roll.cluster import Dispatch, Place, Worker, parallel
 from roll.config.schema import Config
 from roll.data.batch import Batch
-from roll.data.columns import Indices, TokenColumn
+from roll.data.columns import Array, Indices, TokenColumn
 from roll.model.loading import choose_dtype, find_model, load_model, load_tokenizer
 from roll.strategy.shelf import Level
 from roll.strategy.train.base import UpdateStats
@@ -26,6 +28,13 @@ from roll.workers.setup import set_up_process, take_peak_bytes
 
 def _join_tokens(results: Sequence[TokenColumn], parts: Sequence[Indices], whole: Batch) -> TokenColumn:
     return TokenColumn.joined(results, parts)
+
+
+def _join_samples(results: Sequence[Array], parts: Sequence[Indices], whole: Batch) -> Array:
+    joined = np.zeros(len(whole), np.float64)
+    for values, part in zip(results, parts, strict=True):
+        joined[part] = values
+    return joined
 
 
 class TrainWorker(Worker):
@@ -44,6 +53,11 @@ class TrainWorker(Worker):
     def log_probs(self, batch: Batch) -> TokenColumn:
         """One value a token: the log-prob of each sampled token under the current weights, 0 elsewhere."""
         return TokenColumn.flat(self._strategy.log_probs(batch), batch.offsets)
+
+    @parallel(Dispatch.DATA, join=_join_samples)
+    def sample_kl(self, batch: Batch, estimator: Estimator) -> Array:
+        """One value a sample: the KL of its sampled tokens against column `ref`, summed."""
+        return sample_kl(batch, estimator)
 
     @parallel(Dispatch.ONE)
     def update(self, batch: Batch, loss: LossSpec, step: int) -> UpdateStats:

@@ -66,5 +66,6 @@ def test_grpo_credits_every_sample_of_a_batch(scale_by_std: bool) -> None:
         Sample(str(i), Task.ask("t", "?"), group, 1.0, reward=reward)
         for i, (reward, group) in enumerate(zip(rewards, groups, strict=True))
     ]
-    batch = make_algorithm(AlgorithmConfig(scale_by_std=scale_by_std)).credit(Batch.from_samples(samples))
+    config = AlgorithmConfig(scale="group" if scale_by_std else "none")
+    batch = make_algorithm(config, 8).credit(Batch.from_samples(samples))
     np.testing.assert_allclose(batch["advantage"], reference(rewards, groups, scale_by_std), rtol=1e-6)

@@ -60,7 +60,7 @@ BAD_FILES = [
     ("eval: 5", ["eval is 5, but takes settings of its own: every, samples, temperature, show"]),
     ("model: {dtype: bf61}", ['is "bf61", but takes `auto`, `bf16` or `fp32`; did you mean `bf16`? (Precision']),
     ("model: {dtype: 16}", ["model.dtype is 16, but takes `auto`, `bf16` or `fp32`"]),
-    ("algorithm: ppo", ['algorithm.name is "ppo", but takes `grpo`']),
+    ("algorithm: gpro", ["algorithm.name 'gpro' is not known; did you mean 'grpo'"]),
     ("run: {tensorboard: maybe}", ['run.tensorboard is "maybe", but takes `true` or `false`']),
     ("tasks: {options: [1]}", ["tasks.options is [1], but takes a mapping of names to values"]),
     ("tasks: {options: {1: 2}}", ["tasks.options has the key 1, but keys are text: write it in quotes"]),

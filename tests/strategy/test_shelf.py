@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from roll.algorithm import LossSpec
+from roll.algorithm import CorrectionSpec, LossSpec
 from roll.config.schema import TrainConfig
 from roll.data import Batch, Sample, Task
 from roll.model import attention
@@ -19,7 +19,7 @@ from roll.transfer.stream import Manifest, Sender
 from roll.transfer.weights import named_tensors
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-LOSS = LossSpec("clipped_ratio", {"clip_low": 0.2, "clip_high": 0.3, "correction_cap": 2.0})
+LOSS = LossSpec("clipped", {"clip_low": 0.2, "clip_high": 0.3}, correction=CorrectionSpec())
 ORDER: tuple[Level, ...] = ("weights", "none", "all", "none", "weights", "all")
 
 

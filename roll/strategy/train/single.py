@@ -21,6 +21,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from roll.algorithm.correction import Mismatch
+from roll.algorithm.credit import token_credit
 from roll.algorithm.losses import resolve_loss
 from roll.algorithm.streams import LossSpec, Streams, token_weights
 from roll.config.errors import RunError
@@ -50,6 +52,8 @@ class _Packed:
     targets: Tensor
     temperatures: Tensor
     log_probs: dict[str, Tensor]
+    sample: Tensor
+    turn: Tensor
     where: Indices
 
 
@@ -91,10 +95,10 @@ class SingleStrategy:
     def _update_once(self, batch: Batch, spec: LossSpec, step: int) -> UpdateStats:
         assert self._optimizer is not None, "a frozen model cannot be updated"
         loss_of = resolve_loss(spec)
-        weights = token_weights(batch, spec.aggregation)
+        weights = token_weights(batch, spec.aggregation, spec.length)
         sampled = int(batch.loss_mask.sum())
-        advantages = np.repeat(batch["advantage"], batch.lengths)
-        total, rows = 0.0, 0
+        advantages = token_credit(batch, spec.credit).advantages
+        total, rows, mismatch = 0.0, 0, Mismatch()
         sums: dict[str, float] = defaultdict(float)
         for packed in self._micro_batches(batch):
             current, entropy = self._current(packed)
@@ -103,22 +107,22 @@ class SingleStrategy:
                 proximal=packed.log_probs.get("proximal", current.detach()),
                 behaviour=packed.log_probs["behaviour"],
                 advantage=self._column(advantages, packed.where),
+                sample=packed.sample,
+                turn=packed.turn,
                 ref=packed.log_probs.get("ref"),
+                entropy=entropy,
             )
             token_loss = loss_of(streams)
             weighted = (token_loss.values * self._column(weights, packed.where)).sum()
             weighted.backward()  # type: ignore[no-untyped-call]
             total += float(weighted.detach())
             rows += len(packed.ids)
-            gap = streams.proximal - streams.behaviour
-            watched = {**token_loss.metrics, "entropy": entropy, "mismatch": gap.abs()}
-            for name, values in watched.items():
+            mismatch.add(streams, spec.correction)
+            for name, values in {**token_loss.metrics, "entropy": entropy}.items():
                 sums[name] += float(values.sum())
-            sums["mismatch_max"] = max(sums["mismatch_max"], float(gap.abs().max()))
-        largest = sums.pop("mismatch_max")
         norm = self._optimizer.step(step) if math.isfinite(total) else math.nan
         self._optimizer.zero_grad()
-        metrics = {name: value / sampled for name, value in sums.items()} | {"mismatch_max": largest}
+        metrics = {name: value / sampled for name, value in sums.items()} | mismatch.metrics()
         return UpdateStats(total, norm, 0.0, rows, batch.tokens, 1, skipped=int(not math.isfinite(norm)), metrics=metrics)
 
     def weights(self, version: int) -> Weights:
@@ -180,6 +184,8 @@ class SingleStrategy:
                 name: np.concatenate([rows_of[i][spot] for i, spot in zip(members, spots, strict=True)])
                 for name, rows_of in watched.items()
             }
+            sizes = [len(spot) for spot in spots]
+            turns = [_turns_of(batch, i, spot) for i, spot in zip(members, spots, strict=True)]
             yield _Packed(
                 ids=self._tensor(tree.ids.astype(np.int64)),
                 positions=self._tensor(tree.positions.astype(np.int64)),
@@ -188,6 +194,8 @@ class SingleStrategy:
                 targets=self._tensor(np.concatenate(targets).astype(np.int64)),
                 temperatures=self._tensor(np.concatenate(heat)),
                 log_probs={name: self._tensor(values.astype(np.float32)) for name, values in known.items()},
+                sample=self._tensor(np.repeat(np.arange(len(members)), sizes)),
+                turn=self._tensor(_numbered(turns)),
                 where=np.concatenate(where),
             )
 
@@ -196,6 +204,22 @@ class SingleStrategy:
 
     def _tensor(self, values: NDArray[Any]) -> Tensor:
         return torch.from_numpy(values).to(self._device)
+
+
+def _turns_of(batch: Batch, sample: int, spots: Indices) -> Indices:
+    """The turn of each sampled token: sampled tokens with others between them are of different turns."""
+    if "turn" in batch:
+        return np.asarray(batch.rows("turn")[sample][spots], np.int64)
+    return np.cumsum(np.diff(spots, prepend=spots[:1]) > 1)
+
+
+def _numbered(turns: list[Indices]) -> Indices:
+    """Turns of several samples, numbered on: below the number of tokens."""
+    first, numbers = 0, []
+    for own in turns:
+        numbers.append(np.unique(own, return_inverse=True)[1].reshape(-1) + first)
+        first = int(numbers[-1][-1]) + 1
+    return np.concatenate(numbers)
 
 
 def _by_groups(batch: Batch, parts: int) -> list[Indices]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from roll.algorithm import LossSpec, Streams, TokenLoss
+from roll.algorithm import CorrectionSpec, LossSpec, Streams, TokenLoss
 from roll.algorithm.losses import resolve_loss
 from roll.algorithm.streams import Aggregation
 from roll.config.errors import RunError
@@ -27,8 +28,8 @@ from roll.strategy.train.optimizer import MasterAdamW
 from roll.strategy.train.single import SingleStrategy
 
 VOCAB = 40
-LOSS = LossSpec("clipped_ratio", {"clip_low": 0.2, "clip_high": 0.3, "correction_cap": 2.0})
-WITH_KL = LossSpec("clipped_ratio", {**LOSS.params, "kl_coef": 0.2}, "sequence_mean")
+LOSS = LossSpec("clipped", {"clip_low": 0.2, "clip_high": 0.3}, correction=CorrectionSpec())
+WITH_KL = replace(LOSS, kl_coef=0.2, aggregation="sequence_mean")
 
 Gradients = dict[str, Tensor]
 
@@ -108,6 +109,8 @@ def plain_gradients(model: LlamaForCausalLM, batch: Batch, spec: LossSpec) -> tu
             proximal=proximal[spots],
             behaviour=torch.from_numpy(batch.behaviour)[spots],
             advantage=torch.full((count,), float(batch["advantage"][i])),
+            sample=torch.zeros(count, dtype=torch.int64),
+            turn=torch.zeros(count, dtype=torch.int64),
             ref=None if ref is None else ref[spots],
         )
         loss = resolve_loss(spec)(streams).values.sum()
@@ -185,7 +188,7 @@ def test_gradients_are_those_of_plain_autograd(
     with torch.no_grad():
         now = plain_log_probs(make_model(tied=tied), batch).numpy()
     near = {name: now + rng.normal(0, 0.2, batch.tokens) for name in ("proximal", "behaviour", "ref")}
-    spec = LossSpec("clipped_ratio", {**LOSS.params, "kl_coef": kl_coef}, aggregation)
+    spec = replace(LOSS, kl_coef=kl_coef, aggregation=aggregation)
     for columns in (near, {name: near[name] for name in ("behaviour", "ref")}):
         given_batch = batch.with_columns(**columns)
         loss, expected = plain_gradients(make_model(tied=tied), given_batch, spec)

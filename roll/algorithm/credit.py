@@ -1,0 +1,113 @@
+"""From samples' advantages to tokens': pure functions over a batch whose tokens are here, run where it is trained on.
+
+What always holds: tokens that were not sampled get 0; sampled tokens of a sample follow each other, whatever was observed
+in between; sums over the step (whitening) are over all of its sampled tokens, before any cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from roll.algorithm.advantages import returns_of
+from roll.algorithm.kl import kl_estimate
+from roll.algorithm.rewards import Floats
+from roll.algorithm.streams import CreditSpec, Estimator
+from roll.data.batch import Batch
+from roll.data.columns import Indices
+
+
+@dataclass(frozen=True)
+class TokenCredit:
+    """One value a token of the batch; `returns` is what a critic should have predicted, where there is one."""
+
+    advantages: Floats
+    returns: Floats | None = None
+
+
+def token_credit(batch: Batch, spec: CreditSpec) -> TokenCredit:
+    sampled = np.flatnonzero(batch.loss_mask)
+    counts = batch.sum_tokens(batch.loss_mask).astype(np.int64)
+    offsets = np.concatenate([[0], np.cumsum(counts)])  # of sampled tokens alone
+    returns = None
+    if spec.kind == "sample":
+        values = _of_samples(batch, sampled, counts)
+    else:
+        rewards = _token_rewards(batch, sampled, offsets, spec)
+        if spec.kind == "returns":
+            values = returns_of(rewards, offsets, spec.discount)
+        else:
+            values, returns = gae(rewards, _sampled(batch, "values", sampled), offsets, spec.discount, spec.gae_lambda)
+    if spec.whiten and len(values):
+        values = (values - values.mean()) / (values.std() + 1e-8)
+    if spec.clip is not None:
+        values = np.clip(values, -spec.clip, spec.clip)
+    return TokenCredit(_spread(values, sampled, batch), None if returns is None else _spread(returns, sampled, batch))
+
+
+def gae(rewards: Floats, values: Floats, offsets: Indices, discount: float, lam: float) -> tuple[Floats, Floats]:
+    """Generalised advantage estimation (Schulman et al., 2015, arXiv 1506.02438) within each row of tokens.
+
+    After the last token of a row there is nothing more to get. Returns are advantages plus values.
+    """
+    following = np.append(values[1:], 0.0)
+    following[offsets[1:][np.diff(offsets) > 0] - 1] = 0.0
+    advantages = returns_of(rewards + discount * following - values, offsets, discount * lam)
+    return advantages, advantages + values
+
+
+def sample_kl(batch: Batch, estimator: Estimator) -> Floats:
+    """The KL against the reference, summed over each sample's sampled tokens."""
+    sampled = np.flatnonzero(batch.loss_mask)
+    return np.asarray(batch.sum_tokens(_spread(_token_kl(batch, sampled, estimator), sampled, batch)))
+
+
+def _of_samples(batch: Batch, sampled: Indices, counts: Indices) -> Floats:
+    """Each sampled token has its turn's advantage if turns have some, else its sample's."""
+    if "turn_advantage" not in batch:
+        return np.repeat(np.asarray(batch["advantage"], np.float64), counts)
+    return np.asarray(batch["turn_advantage"], np.float64)[_turns(batch, sampled)]
+
+
+def _token_rewards(batch: Batch, sampled: Indices, offsets: Indices, spec: CreditSpec) -> Floats:
+    """A penalty at each token, a turn's reward at its last token, and what is left of the sample's score at its end."""
+    rewards = np.zeros(len(sampled))
+    if spec.kl_coef > 0:
+        rewards -= spec.kl_coef * _token_kl(batch, sampled, spec.kl_estimator)
+    scores = np.asarray(batch["advantage"], np.float64)
+    if spec.kind == "gae" and "turn_reward" in batch:
+        earned = np.asarray(batch["turn_reward"], np.float64)
+        turns = _turns(batch, sampled)
+        last_of_turn = np.append(turns[1:] != turns[:-1], True) if len(turns) else np.zeros(0, np.bool_)
+        rewards[last_of_turn] += earned[turns[last_of_turn]]
+        paid = np.zeros(len(batch))
+        owner = np.repeat(np.arange(len(batch)), np.diff(batch.turn_offsets))
+        np.add.at(paid, owner[turns[last_of_turn]], earned[turns[last_of_turn]])
+        scores = scores - paid
+    has_tokens = np.diff(offsets) > 0
+    rewards[offsets[1:][has_tokens] - 1] += scores[has_tokens]
+    return rewards
+
+
+def _token_kl(batch: Batch, sampled: Indices, estimator: Estimator) -> Floats:
+    if "ref" not in batch:
+        raise ValueError("a KL penalty needs the reference's log-probs: the batch has no column 'ref'")
+    drawn = "proximal" if "proximal" in batch else "behaviour"
+    return kl_estimate(_sampled(batch, drawn, sampled), _sampled(batch, "ref", sampled), estimator)
+
+
+def _turns(batch: Batch, sampled: Indices) -> Indices:
+    """Where each sampled token's turn stands in the turn columns."""
+    first = np.repeat(batch.turn_offsets[:-1], batch.lengths)
+    return np.asarray((first + batch["turn"])[sampled], np.int64)
+
+
+def _sampled(batch: Batch, name: str, sampled: Indices) -> Floats:
+    return np.asarray(batch[name][sampled], np.float64)
+
+
+def _spread(values: Floats, sampled: Indices, batch: Batch) -> Floats:
+    whole = np.zeros(batch.tokens)
+    whole[sampled] = values
+    return whole

@@ -1,0 +1,42 @@
+"""Estimates of KL(p ‖ q) from log-probs of tokens drawn from p (Schulman, 2020), for arrays and tensors alike."""
+
+from __future__ import annotations
+
+from typing import overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from roll.algorithm.rewards import Floats
+from roll.algorithm.streams import Estimator
+
+LARGEST_LOG_RATIO = 20.0
+"""A ratio beyond e^20 counts as e^20: finite, so that an advantage of 0 still makes it 0."""
+
+
+@overload
+def kl_estimate(p: Tensor, q: Tensor, estimator: Estimator) -> Tensor: ...
+@overload
+def kl_estimate(p: Floats, q: Floats, estimator: Estimator) -> Floats: ...
+def kl_estimate(p: Tensor | Floats, q: Tensor | Floats, estimator: Estimator) -> Tensor | Floats:
+    """k1 = p - q, unbiased; k2 = (p - q)² / 2; k3 = e^(q-p) - (q-p) - 1, unbiased and never negative; abs = |p - q|."""
+    gap = q - p
+    if estimator == "k1":
+        return -gap
+    if estimator == "k2":
+        return gap * gap / 2
+    if estimator == "abs":
+        return gap.abs() if isinstance(gap, Tensor) else np.abs(gap)
+    return bounded_exp(gap) - gap - 1
+
+
+@overload
+def bounded_exp(log_ratio: Tensor) -> Tensor: ...
+@overload
+def bounded_exp(log_ratio: Floats) -> Floats: ...
+def bounded_exp(log_ratio: Tensor | Floats) -> Tensor | Floats:
+    """e^x, at most e^20."""
+    if isinstance(log_ratio, Tensor):
+        return torch.exp(log_ratio.clamp(max=LARGEST_LOG_RATIO))
+    return np.asarray(np.exp(np.minimum(log_ratio, LARGEST_LOG_RATIO)))

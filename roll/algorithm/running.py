@@ -1,0 +1,65 @@
+"""What an algorithm remembers from step to step; a checkpoint holds it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from roll.algorithm.rewards import Floats
+
+
+@dataclass
+class Moments:
+    """Mean and spread of all numbers seen so far."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+    """Sum of squared distances from the mean."""
+
+    def add(self, values: Floats) -> None:
+        if not len(values):
+            return
+        mean = float(values.mean())
+        squares = float(((values - mean) ** 2).sum())
+        total, gap = self.count + len(values), mean - self.mean
+        self.squares += squares + gap**2 * self.count * len(values) / total
+        self.mean += gap * len(values) / total
+        self.count = total
+
+    @property
+    def std(self) -> float:
+        """With n - 1; 0 for fewer than two numbers."""
+        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
+
+
+class RunningScores:
+    """Moments by domain, or of all under one name."""
+
+    def __init__(self) -> None:
+        self._by_domain: dict[str, Moments] = {}
+
+    def of(self, domain: str) -> Moments:
+        return self._by_domain.setdefault(domain, Moments())
+
+    def state(self) -> dict[str, list[float]]:
+        return {domain: [m.count, m.mean, m.squares] for domain, m in self._by_domain.items()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._by_domain = {domain: Moments(int(n), mean, squares) for domain, (n, mean, squares) in state.items()}
+
+
+class KLWeight:
+    """The weight of the KL penalty: fixed, or steered towards a target (Ziegler et al., 2019, arXiv 1909.08593)."""
+
+    def __init__(self, start: float, target: float | None, horizon: float) -> None:
+        self.value = start
+        self._target = target
+        self._horizon = horizon
+
+    def observe(self, kl: float, samples: int) -> None:
+        """The KL a token was so large over so many samples."""
+        if self._target is not None and math.isfinite(kl):
+            error = min(max(kl / self._target - 1, -0.2), 0.2)
+            self.value *= 1 + error * samples / self._horizon
