@@ -7,7 +7,6 @@ ledger, from which its story is read.
 
 from __future__ import annotations
 
-import difflib
 import sqlite3
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from roll.config.errors import RunError, UserError
+from roll.config.names import did_you_mean
 from roll.run.histogram import quantile
 from roll.run.ledger import Transition
 from roll.run.ledger_rows import Row
@@ -214,9 +214,7 @@ class LedgerIndex:
             return _attempt(sample, read_records(file, self.record, rows[0][0]))
 
     def _suggestion(self, question: str, wanted: str) -> str:
-        known = [name for (name,) in self._ask(question, wanted)]
-        matches = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
-        return f"; did you mean {' or '.join(map(repr, matches))}?" if matches else ""
+        return did_you_mean(wanted, [name for (name,) in self._ask(question, wanted)])
 
 
 def life_order(state: str) -> tuple[int, str]:
