@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from roll.run.ledger import ROLLED_BACK
-from roll.run.ledger_index import Attempt, Balance, Ends, LedgerIndex, ReasonCount, SolveRate, Stage, Step
+from roll.run.ledger_index import Attempt, Balance, Ends, LedgerIndex, ReasonCount, SolveRate, Stage
+from roll.run.ledger_story import Step
 
 _TOP = 5
 _ROWS = 40

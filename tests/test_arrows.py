@@ -138,8 +138,9 @@ HEAVY = {"torch", "transformers", "ray", "vllm", "matplotlib"}
     ("module", "unwanted"),
     [
         ("roll", {*HEAVY, "numpy", "pydantic"}),
-        ("roll.config", {*HEAVY, "numpy"}),
+        ("roll.config.load", {*HEAVY, "numpy"}),
         ("roll.reward.process", {*HEAVY, "pydantic"}),
+        ("roll.env.process", {*HEAVY, "pydantic"}),
         ("roll.cluster", HEAVY),
         ("roll.rollout.worker", HEAVY - {"transformers"}),
         ("roll.cli", HEAVY),

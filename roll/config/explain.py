@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from roll.config import shape
 from roll.config.document import Path
+from roll.config.names import either, near
 
 _SAID_BY_TYPE = re.compile(r".*_(type|parsing|parsing_size|from_float)$|(greater|less)_than(_equal)?$")
 _VALUE_CHARS = 60
@@ -57,7 +58,7 @@ def unknown(path: Path) -> str:
             return f"{text}: {leaf} takes {shape.words(kind)}, which has no parts"
         above = path[:end]
     if found := shape.suggestions(path):
-        return f"{text}; did you mean {shape.either([shape.dotted(known) for known in found])}?"
+        return f"{text}; did you mean {either([shape.dotted(known) for known in found])}?"
     section = shape.section_in(shape.type_at(above))
     known = ", ".join(section.model_fields) if section else ""
     return f"{text}; {shape.dotted(above) + ' has' if above else 'there are'}: {known}"
@@ -71,7 +72,7 @@ def unfit(path: Path, value: Any) -> str:
         text += ": write it in quotes"
     if shape.is_list(kind) and isinstance(value, (str, int, float)):
         text += f": write {shown([value])}"
-    if matches := shape.near(str(value), shape.choices(kind)):
+    if matches := near(str(value), shape.choices(kind)):
         text += f"; did you mean `{matches[0]}`?"
     return f"{text} ({line})" if (line := shape.meaning(path)) else text
 

@@ -13,6 +13,7 @@ from roll.config import explain, shape
 from roll.config.document import Document, Path, YamlError, parse, write
 from roll.config.errors import UserError
 from roll.config.explain import Mistake, Origin
+from roll.config.names import either, near
 from roll.config.schema import Config, Section
 
 _OVERRIDES_RANK = 1 << 40  # above every line number: overrides are listed after the file
@@ -169,8 +170,8 @@ def _files_near(path: FilePath) -> str:
         return f", nor does its folder {folder}"
     names = {file.stem: file for file in _yaml_files(folder)}
     wanted = path.stem if path.suffix in (".yaml", ".yml") else path.name
-    if found := shape.near(wanted, list(names)):
-        return f"; did you mean {shape.either([str(names[name]) for name in found])}?"
+    if found := near(wanted, list(names)):
+        return f"; did you mean {either([str(names[name]) for name in found])}?"
     return _files_in(folder)
 
 

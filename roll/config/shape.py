@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import types
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
 from roll.config.document import Path
+from roll.config.names import either, near, spelling
 from roll.config.schema import Config, Section
 
 UNKNOWN = object()
@@ -149,19 +149,6 @@ def _bounds(schema: dict[str, Any]) -> str:
     return " " + " and ".join(bounds) if bounds else ""
 
 
-def either(options: list[str]) -> str:
-    """`a`, `b` or `c`."""
-    return " or ".join([", ".join(options[:-1]), options[-1]] if len(options) > 1 else options)
-
-
-def near(name: str, known: list[str]) -> list[str]:
-    """Up to three known names that `name` may be a slip of, the likeliest first."""
-    wanted = _spelling(name)
-    likeness = {other: difflib.SequenceMatcher(None, _spelling(other), wanted).ratio() for other in known}
-    cutoff = max(0.5 if len(wanted) <= 3 else 0.6, max(likeness.values(), default=0) - 0.1)
-    return sorted((other for other in known if likeness[other] >= cutoff), key=lambda other: -likeness[other])[:3]
-
-
 def suggestions(path: Path) -> list[Path]:
     """Known settings that an unknown path may have meant.
 
@@ -174,8 +161,8 @@ def suggestions(path: Path) -> list[Path]:
     section = section_in(type_at(above))
     siblings = list(section.model_fields) if section else []
 
-    last = _spelling(str(path[-1]))
-    found = [known for known in everything if _spelling(str(known[-1])) == last and known != path]
+    last = spelling(str(path[-1]))
+    found = [known for known in everything if spelling(str(known[-1])) == last and known != path]
     for match in near(name, siblings):
         longer = (*above, match, *rest)
         found.append((*above, match) if type_at(longer) is UNKNOWN else longer)
@@ -186,7 +173,3 @@ def suggestions(path: Path) -> list[Path]:
         leaves = {str(known[-1]): known for known in everything}
         found = [leaves[match] for match in near(str(path[-1]), list(leaves))]
     return list(dict.fromkeys(found))
-
-
-def _spelling(name: str) -> str:
-    return name.lower().replace("-", "_")

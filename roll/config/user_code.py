@@ -32,8 +32,8 @@ def load_user_code(text: str, *, what: str, known: Iterable[str] = (), root: str
     """
     place, _, attribute = text.rpartition(":")
     if not place or not attribute:
-        choices = sorted(known)
-        raise UserError(f"{what} {text!r} is not known{did_you_mean(text, choices)}; write {either([*choices, *_FORMS])}")
+        choices = list(known)
+        raise UserError(f"{what} {text!r} is not known: write {either([*choices, *_FORMS])}{did_you_mean(text, choices)}")
     folder = Path.cwd() if root is None or not Path(root).is_dir() else Path(root)  # another machine has its own copy
     try:
         module = _run_file(folder / place) if place.endswith(".py") or "/" in place else _import(place, folder)

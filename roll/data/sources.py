@@ -6,12 +6,9 @@ tasks are the same from call to call: what a run saw can be found again by a tas
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import json
 import random
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +16,7 @@ from typing import Any, Literal
 
 from roll.config.errors import UserError
 from roll.config.schema import TasksConfig
+from roll.config.user_code import load_user_code
 from roll.data.task import Message, Task
 
 Split = Literal["train", "held_out"]
@@ -105,41 +103,10 @@ def load_tasks(config: TasksConfig, source: TaskSource | None = None) -> TaskSet
 def _find_source(name: str, options: dict[str, Any]) -> tuple[TaskSource, dict[str, Any]]:
     if name in SOURCES:
         return SOURCES[name], options
-    if name in ELSEWHERE:
-        return _import_function(ELSEWHERE[name]), options
     if name.endswith(".jsonl"):
         return jsonl, {"path": name, **options}
-    if ":" in name:
-        return _import_function(name), options
-    raise UserError(
-        f"tasks.source: there is no source {name!r}: write {', '.join((*SOURCES, *ELSEWHERE))}, a .jsonl file, "
-        "package.module:function or path/to/file.py:function"
-    )
-
-
-def _import_function(name: str) -> TaskSource:
-    where, _, attribute = name.rpartition(":")
-    try:
-        if where.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(f"roll_tasks_{Path(where).stem}", where)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module  # dataclasses and pickle look their module up here
-            spec.loader.exec_module(module)
-        else:
-            if "" not in sys.path:
-                sys.path.insert(0, "")
-            module = importlib.import_module(where)
-    except Exception as error:
-        raise UserError(
-            f"tasks.source: {where!r} of {name!r} could not be imported: {type(error).__name__}: {error}"
-        ) from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        raise UserError(f"tasks.source: there is no function {attribute!r} in {where!r}")
-    found: TaskSource = function
-    return found
+    known = [*SOURCES, *ELSEWHERE, "a .jsonl file"]
+    return load_user_code(ELSEWHERE.get(name, name), what="tasks.source", known=known), options
 
 
 def _tasks_of(name: str, source: TaskSource, split: Split, options: dict[str, Any]) -> tuple[Task, ...]:

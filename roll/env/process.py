@@ -23,8 +23,9 @@ import time
 import traceback
 from typing import TYPE_CHECKING, BinaryIO, NoReturn, TextIO, cast
 
+from roll.config.errors import UserError
 from roll.env.memory import MemoryLimit
-from roll.env.resolve import Factory, Unfit, find
+from roll.env.resolve import Factory, resolve
 from roll.env.tenant import Home, Tenant, ThreadHome, reason
 from roll.env.wire import (
     HEADER,
@@ -124,8 +125,8 @@ class Server:
 
     def _load(self, request: Load) -> Ready | Failed:
         try:
-            self._factories[request.name] = find(request.name, self._root)
-        except Unfit as error:
+            self._factories[request.name] = resolve(request.name, self._root)
+        except UserError as error:
             return Failed("invalid", str(error))
         except BaseException as error:
             return Failed("raised", reason(error))

@@ -19,6 +19,7 @@ import time
 import traceback
 from typing import BinaryIO, TextIO, cast
 
+from roll.config.errors import UserError
 from roll.reward.base import RewardFn, normalise
 from roll.reward.resolve import RewardSource
 from roll.reward.wire import Answer, Failed, Ready, Refused, Scored, read_payload, write_answer
@@ -84,8 +85,6 @@ def judge(function: RewardFn, job: bytes) -> Answer:
 
 
 def _refusal(error: BaseException) -> Refused:
-    from roll.config.errors import UserError  # not above, for the sake of the processes that start well
-
     users_fault = isinstance(error, UserError)
     return Refused(str(error) if users_fault else _reason(error), users_fault)
 

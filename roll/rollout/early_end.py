@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from roll.config.errors import RunError, UserError
+from roll.config.user_code import load_user_code
 from roll.data.task import Task
 from roll.data.tokenlog import IntArray
-from roll.rollout.filters import user_code
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,8 @@ def _make(name: str, root: str | os.PathLike[str] | None) -> EarlyEnd:
         return Repetition(times=int(_number(name, value, 2, whole=True))) if equals else Repetition()
     if kind == "length_budget":
         return LengthBudget(_number(name, value, 1)) if equals else LengthBudget()
-    return UsersEnd(name, user_code("rollout.end_early", name, ["repetition", "length_budget"], root))
+    known = ["repetition", "length_budget"]
+    return UsersEnd(name, load_user_code(name, what="rollout.end_early", known=known, root=root))
 
 
 def _number(name: str, value: str, least: float, whole: bool = False) -> float:

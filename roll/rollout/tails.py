@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from roll.config.errors import UserError
+from roll.config.user_code import load_user_code
 from roll.data.task import Task
-from roll.rollout.filters import user_code
 from roll.rollout.order import BaseOrder, Draw, Epochs, SolveRate, StepShape, TaskOrder, Wrapper
 
 
@@ -173,7 +173,7 @@ def make_order(
                 "more"
             )
         return TailRounds(base, groups_per_step, oversample)
-    return _users_order(order, user_code("rollout.order", order, ORDERS, root), base)
+    return _users_order(order, load_user_code(order, what="rollout.order", known=ORDERS, root=root), base)
 
 
 _CALLS = {

@@ -106,7 +106,7 @@ def test_tasks_of_an_environment_have_seeds_of_their_own_in_each_split() -> None
     ("options", "says"),
     [
         ({"name": "gess"}, "did you mean 'guess'"),
-        ({"name": "guess", "hihg": 9}, r"'hihg' \(did you mean 'high'\?\)"),
+        ({"name": "guess", "hihg": 9}, r"'hihg'; its options are: .*; did you mean 'high'"),
         ({"name": "guess", "count": 0}, "count=0"),
         ({}, "missing a required argument: 'name'"),
     ],

@@ -39,10 +39,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "class Empty: pass\n"
         "def make(size): return Maze(size, size)\n"
         "async def make_later(): return Maze()\n"
-        "constant = 3\n"
     )
     (tmp_path / "broken_worlds.py").write_text("class Maze:\nreturn 1\n")
-    (tmp_path / "needy_worlds.py").write_text("import a_library_that_is_not_there\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
@@ -92,35 +90,24 @@ def test_an_installed_package_may_offer_environments(folder: Path, monkeypatch: 
     monkeypatch.setattr("importlib.metadata.entry_points", offered)
     monkeypatch.syspath_prepend(folder)
     assert resolve("maze").__name__ == "Maze"
-    with pytest.raises(UserError, match="environment 'broken': loading broken_worlds:Maze failed: IndentationError"):
+    with pytest.raises(UserError, match="'broken' of an installed package, at 'broken_worlds:Maze': importing"):
         resolve("broken")
     with pytest.raises(UserError, match="the class Empty has no method reset"):
         resolve("empty")
-    with pytest.raises(UserError, match=r"there is 'broken', .*'maze' \(did you mean 'maze'\?\)"):
+    with pytest.raises(UserError, match=r"write broken, .*maze, .*; did you mean 'maze'\?"):
         resolve("mase")
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("gess", r"'gess' is not known: there is 'echo_turns', 'guess' \(did you mean 'guess'\?\).*package.module:Class"),
-        ("", "there is 'echo_turns', 'guess'"),
-        (":Maze", "lacks a part: write `package.module:Class`"),
-        ("my_worlds:", "lacks a part"),
-        ("no_such_module:Maze", "there is no module 'no_such_module'"),
-        ("my_worlds.deeper:Maze", "there is no module 'my_worlds.deeper'"),
-        ("my_world.py:Maze", r"no file .*my_world\.py \(did you mean 'my_worlds\.py'"),
-        ("nowhere/x.py:Maze", "there is no file"),
-        ("my_worlds:Mace", r"has no 'Mace' \(did you mean 'Maze'"),
-        ("my_worlds:constant", "is a int: it must be a class with reset and step"),
+        ("gess", "environment 'gess' is not known: write echo_turns, guess, .*; did you mean 'guess'"),
+        ("no_such_module:Maze", "environment 'no_such_module:Maze': there is no module"),
         ("my_worlds:Empty", "the class Empty has no method reset"),
         ("my_worlds:Half", "the class Half has no method step"),
         ("my_worlds:Unseeded", r"reset takes \(self\), but is called as reset\(seed=…\)"),
         ("my_worlds:Deaf", r"step takes \(self\), but is called as step\(action\)"),
         ("my_worlds:make_later", "`async def`"),
-        ("broken_worlds:Maze", "importing broken_worlds failed: IndentationError"),
-        ("broken_worlds.py:Maze", "running .*broken_worlds.py failed: IndentationError"),
-        ("needy_worlds:Maze", "importing needy_worlds failed: ModuleNotFoundError.*a_library_that_is_not_there"),
     ],
 )
 def test_a_name_that_cannot_work_is_refused_with_what_is_near(folder: Path, name: str, says: str) -> None:
@@ -131,7 +118,7 @@ def test_a_name_that_cannot_work_is_refused_with_what_is_near(folder: Path, name
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
-        ("my_worlds:Maze", {"widht": 3}, r"'widht' \(did you mean 'width'.*; its options are: width, height"),
+        ("my_worlds:Maze", {"widht": 3}, "'widht'; its options are: width, height; did you mean 'width'"),
         ("my_worlds:make", {}, "missing a required argument: 'size'; its options are: size"),
         ("my_worlds:Empty", {}, "has no method reset"),
     ],

@@ -28,10 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "def needs_three(a, b, c): return 1.0\n"
         "async def later(task, response): return 1.0\n"
         "class Judge:\n    @staticmethod\n    def score(task, response): return 2.0\n"
-        "constant = 3\n"
     )
-    (tmp_path / "broken_rewards.py").write_text("def score(task, response):\nreturn 1\n")
-    (tmp_path / "needy_rewards.py").write_text("import a_library_that_is_not_there\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
@@ -58,22 +55,10 @@ def test_a_source_is_bound_to_the_folder_it_was_made_in(folder: Path, monkeypatc
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("nubmer", r"'math', 'number' \(did you mean 'number'\?\).*package.module:function"),
-        ("", "the built-in rewards are 'math', 'number'"),
-        (":score", "package.module:function"),
-        ("my_rewards:", "package.module:function"),
-        ("no_such_module:score", "there is no module 'no_such_module'"),
-        ("my_rewards.deeper:score", "there is no module 'my_rewards.deeper'"),
-        ("my_reward.py:score", r"no file .*my_reward\.py \(did you mean 'my_rewards\.py'"),
-        ("nowhere/x.py:score", "there is no file"),
-        ("my_rewards:scor", r"has no 'scor' \(did you mean 'score'\?\)"),
-        ("my_rewards.py:Judge.scores", r"has no 'scores' \(did you mean 'score'\?\)"),
-        ("my_rewards:constant", "is a int: a reward is a function"),
+        ("nubmer", "reward 'nubmer' is not known: write math, number, .*; did you mean 'number'"),
+        ("no_such_module:score", "reward 'no_such_module:score': there is no module"),
         ("my_rewards:needs_three", r"takes \(a, b, c\)"),
         ("my_rewards:later", "`async def`"),
-        ("broken_rewards:score", "importing broken_rewards failed: IndentationError"),
-        ("broken_rewards.py:score", "running .*broken_rewards.py failed: IndentationError"),
-        ("needy_rewards:score", "importing needy_rewards failed: ModuleNotFoundError.*a_library_that_is_not_there"),
     ],
 )
 def test_a_name_that_cannot_work_is_refused_with_what_is_near(folder: Path, name: str, says: str) -> None:
@@ -98,6 +83,8 @@ def test_a_function_that_cannot_travel_is_refused_early() -> None:
 
     with pytest.raises(UserError, match=r"'.*locked' cannot be sent to a grader process"):
         RewardSource.of(locked)
+    with pytest.raises(UserError, match="reward 'int' is a int, not a function"):
+        RewardSource.of(3)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="called as"):
         RewardSource.of(lambda response: 1.0)  # type: ignore[arg-type, misc]
 

@@ -234,7 +234,7 @@ def test_the_names_of_a_config_make_the_orders() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"order": "look_ahead"}, "rollout.order: there is no 'look_ahead' .did you mean 'lookahead'"),
+        ({"order": "look_ahead"}, "rollout.order 'look_ahead' is not known: write .*; did you mean 'lookahead'"),
         (
             {"order": "tail_rounds", "oversample": 0.0},
             "rollout.oversample is 0 of 4 groups, less than one: write 0.25 or",
@@ -245,10 +245,10 @@ def test_the_names_of_a_config_make_the_orders() -> None:
         ),
         ({"sample_by": "dice"}, "tasks.sample_by is 'dice'"),
         ({"weights": {"math": 1}}, "tasks.weights names 'math'"),
-        ({"order": "orders.py:Nowhere"}, "no function or class 'Nowhere' in orders.py: it has Wrapper, Backwards, Half"),
-        ({"order": "other.py:Backwards"}, "there is no file .*other.py"),
-        ({"order": "no_such_module:Backwards"}, "No module named 'no_such_module'"),
-        ({"order": "broken.py:Backwards"}, "broken.py.* could not be imported: ZeroDivisionError"),
+        (
+            {"order": "orders.py:Nowhere"},
+            "rollout.order 'orders.py:Nowhere': .*orders.py has no 'Nowhere'; it has Wrapper, Backwards, Half",
+        ),
         ({"order": "orders.py:Half"}, "has no method cut.task, epoch=None.: inherit from roll.rollout.order.Wrapper"),
         ({"order": "orders.py:NoEpoch"}, "has no method give_back.task, epoch=None."),
         ({"order": "orders.py:NeedsEpoch"}, "has no method give_back.task, epoch=None."),
@@ -259,7 +259,6 @@ def test_orders_that_cannot_be_are_refused(
     changes: dict[str, Any], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "orders.py").write_text(USERS)
-    (tmp_path / "broken.py").write_text("1 / 0")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=says):
         made(**changes)

@@ -100,9 +100,8 @@ import os, sys, time
 from pathlib import Path
 from roll.run import RunFolder
 with RunFolder.open(Path(sys.argv[1])).lock():
-    child = os.fork()
-    if child:
-        print(child, flush=True)
+    if not os.fork():
+        print(os.getpid(), flush=True)
     time.sleep(60)
 """
 

@@ -1,0 +1,183 @@
+"""Records on their way into the tables of a ledger's index: one row is one sample.
+
+A row says what counts in the lineage of the final weights. What was undone counts for nothing there; seconds in states
+and times of reasons happened all the same, and count.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+import struct
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import attrgetter, itemgetter
+from pathlib import Path
+from typing import Any
+
+from roll.config.errors import RunError
+from roll.run.histogram import buckets
+from roll.run.ledger import HEADER_BYTES, ROLLED_BACK
+from roll.run.ledger_story import Step, group_of, read_records, story
+
+_ENDS = ("trained", "dropped")
+_COLUMNS = "grp, sample, task, state, reason, reward, scored_s, ends, first_s, last_s, offsets"
+
+_TEXT = r'"([^"\\]*+(?:\\.[^"\\]*+)*+)"'
+_RECORD = re.compile(
+    rf'^.{{{HEADER_BYTES}}}\{{"sample":{_TEXT},"state":{_TEXT}(?:,"reason":{_TEXT})?,"time_s":([^,}}]*+)'
+    rf'(?:,"info":(\{{(?:"task":{_TEXT}|"reward":(-?[\d.e+-]+)(?=[,}}]))?.*))?\}}$',
+    re.MULTILINE,
+)
+"""Finds a record's sample, state, reason, time, info, and of the info the task or the reward that it begins with."""
+_Found = tuple[str, str, str, str, str, str, str]
+
+
+@dataclass(slots=True)
+class Row:
+    """A sample as the table has it. `last_s` is when it entered its state; None where it was put back into it."""
+
+    grp: str
+    sample: str
+    task: str | None = None
+    state: str | None = None
+    reason: str = ""
+    reward: float | None = None
+    scored_s: float | None = None
+    ends: int = 0
+    first_s: float | None = None
+    last_s: float | None = None
+    offsets: bytes = b""
+
+    def of_story(self, steps: list[Step]) -> Row:
+        """The row with what counts of the sample's whole story."""
+        row = Row(self.grp, self.sample, last_s=self.last_s, offsets=self.offsets)
+        for step in steps:
+            if step.counts:
+                transition = step.transition
+                if row.state is None:
+                    row.first_s = transition.time_s
+                row.task, row.state, row.reason = step.task, transition.state, transition.reason
+                row.ends += transition.state in _ENDS
+                if transition.state == "scored":
+                    row.reward, row.scored_s = _number(transition.info.get("reward")), transition.time_s
+        return row
+
+
+class Block:
+    """Records on their way into the tables."""
+
+    def __init__(self, database: sqlite3.Connection, record: Path) -> None:
+        self._database = database
+        self._record = record
+        self._attempts: set[tuple[str, str]] = set()
+        self._reasons: Counter[tuple[str, str]] = Counter()
+        self._seconds: defaultdict[str, list[float]] = defaultdict(list)
+
+    def take(self, start: int, lines: list[bytes]) -> None:
+        """Follow every sample through these records, the first of which begins at byte `start`."""
+        found = _RECORD.findall(b"\n".join(lines).decode("ascii"))
+        if len(found) != len(lines):
+            raise RunError(f"{self._record} has a record after byte {start} that is not a transition")
+        by_sample: defaultdict[str, list[_Found]] = defaultdict(list)
+        offsets: defaultdict[str, list[int]] = defaultdict(list)
+        for offset, record in zip(accumulate([len(line) + 1 for line in lines], initial=start), found, strict=False):
+            by_sample[record[0]].append(record)
+            offsets[record[0]].append(offset)
+        rows = self._load(list(by_sample))
+        undone = []
+        for written, row in zip(by_sample, rows, strict=True):
+            row.offsets += struct.pack(f"<{len(offsets[written])}q", *offsets[written])
+            if self._follow(row, by_sample[written]):
+                undone.append(row.sample)
+        self._store(self._relived(rows, undone))
+
+    def _load(self, written: list[str]) -> list[Row]:
+        """The samples' rows, new ones for those that have none."""
+        samples = list(map(_plain, written))
+        keys = list(zip(map(group_of, samples), samples, strict=True))
+        self._database.execute("CREATE TEMP TABLE IF NOT EXISTS wanted (grp, sample)")
+        self._database.execute("DELETE FROM wanted")
+        self._database.executemany("INSERT INTO wanted VALUES (?, ?)", keys)
+        question = f"SELECT {_COLUMNS} FROM wanted CROSS JOIN samples USING (grp, sample)"
+        known = {row[1]: Row(*row) for row in self._database.execute(question)}
+        return [known.get(key[1]) or Row(*key) for key in keys]
+
+    def _follow(self, row: Row, records: list[_Found]) -> bool:
+        """Move a sample on by its records, in their order; whether one undoes: then its whole story must be read."""
+        undone = False
+        state, last_s = row.state or "", row.last_s
+        for _, written, reason, seconds, info, task, reward in records:
+            left, state = state, _plain(written) if "\\" in written else written
+            if state == ROLLED_BACK:
+                undone, last_s = True, None
+                continue
+            time_s = float(seconds) if seconds != "null" else None
+            if last_s is not None and time_s is not None:
+                self._seconds[left].append(time_s - last_s)
+            last_s = time_s
+            if row.state is None:
+                row.state, row.first_s = state, time_s
+            if reason:
+                self._reasons[state, reason_class(_plain(reason))] += 1
+            if state == "queued":
+                self._queue(row, task, info)
+            elif state == "scored":
+                row.reward, row.scored_s = float(reward) if reward else _number(_in(info, "reward")), time_s
+            elif state in _ENDS:
+                row.ends += 1
+        row.state, row.reason, row.last_s = state, _plain(reason), last_s
+        return undone
+
+    def _queue(self, row: Row, written: str, info: str) -> None:
+        task = _plain(written) if written else _in(info, "task")
+        if task is not None:
+            row.task = str(task)
+            self._attempts.add((row.task, row.grp))
+
+    def _relived(self, rows: list[Row], undone: list[str]) -> list[Row]:
+        if not undone:
+            return rows
+        again = set(undone)
+        with self._record.open("rb") as file:
+            return [
+                row.of_story(story(read_records(file, self._record, row.offsets))) if row.sample in again else row
+                for row in rows
+            ]
+
+    def _store(self, rows: list[Row]) -> None:
+        values = sorted(map(attrgetter(*_COLUMNS.split(", ")), rows), key=itemgetter(0, 1))
+        self._database.executemany(f"INSERT OR REPLACE INTO samples VALUES ({','.join('?' * 11)})", values)
+        self._database.executemany("INSERT OR IGNORE INTO attempts VALUES (?, ?)", sorted(self._attempts))
+        self._database.executemany(
+            "INSERT INTO reasons VALUES (?, ?, ?) "
+            "ON CONFLICT (state, class) DO UPDATE SET times = times + excluded.times",
+            [(*key, times) for key, times in self._reasons.items()],
+        )
+        self._database.executemany(
+            "INSERT INTO stages VALUES (?, ?, ?, ?, ?) ON CONFLICT (state, bucket) DO UPDATE SET "
+            "times = times + excluded.times, total_s = total_s + excluded.total_s, "
+            "longest_s = max(longest_s, excluded.longest_s)",
+            [(state, *bucket) for state, values in self._seconds.items() for bucket in buckets(values)],
+        )
+
+
+def reason_class(reason: str) -> str:
+    """A reason without its variable part."""
+    return reason.partition(":")[0].strip()
+
+
+def _plain(text: str) -> str:
+    """A string of JSON, without its quotes, as what it means."""
+    # Half of a surrogate pair, which SQLite cannot hold, becomes a question mark.
+    return json.loads(f'"{text}"').encode("utf-8", "replace").decode() if "\\" in text else text
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _in(info: str, key: str) -> Any:
+    return json.loads(info).get(key) if info else None

@@ -1,0 +1,74 @@
+"""A sample's story: its records in the ledger, read where they begin, and which of them count.
+
+A sample "17.3" is of the group "17".
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from bisect import bisect_left
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from roll.config.errors import RunError
+from roll.run.ledger import HEADER_BYTES, ROLLED_BACK, Transition, is_whole
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A transition of a sample's story: for which task, and whether it counts in the lineage of the final weights."""
+
+    transition: Transition
+    task: str | None
+    counts: bool
+
+
+def group_of(sample: str) -> str:
+    """The group that a sample's name says."""
+    return sample.rpartition(".")[0] or sample
+
+
+def read_records(file: IO[bytes], record: Path, offsets: bytes) -> list[tuple[int, Transition]]:
+    """The records that begin at the offsets."""
+    found = []
+    for (offset,) in struct.iter_unpack("<q", offsets):
+        file.seek(offset)
+        line = file.readline()[:-1]
+        if not is_whole(line):
+            raise RunError(f"{record} was changed while it was read: ask again")
+        found.append((offset, _decode(line)))
+    return found
+
+
+def _decode(line: bytes) -> Transition:
+    fields = json.loads(line[HEADER_BYTES:])
+    if b"\\ud" in line:
+        fields = json.loads(json.dumps(fields, ensure_ascii=False).encode("utf-8", "replace"))
+    return Transition(**fields)
+
+
+def story(records: list[tuple[int, Transition]]) -> list[Step]:
+    """A sample's records with what counts of them.
+
+    Each transition follows the one that was current; going back makes current what was so at that position. What counts
+    is the last current one and all that it follows.
+    """
+    offsets = [offset for offset, _ in records]
+    current = -1
+    follows: list[int] = []
+    currents = [current]
+    tasks: list[str | None] = []
+    for number, (_, transition) in enumerate(records):
+        follows.append(current)
+        task = transition.info.get("task") if transition.state == "queued" else None
+        tasks.append(str(task) if task is not None else tasks[current] if current >= 0 else None)
+        undoes = transition.state == ROLLED_BACK
+        current = currents[bisect_left(offsets, transition.info["position"])] if undoes else number
+        currents.append(current)
+    counting = set()
+    while current >= 0:
+        counting.add(current)
+        current = follows[current]
+    return [Step(transition, tasks[number], number in counting) for number, (_, transition) in enumerate(records)]
