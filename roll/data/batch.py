@@ -1,11 +1,13 @@
 """The batch: many samples, ragged, as flat NumPy columns plus offsets. Nothing is padded.
 
-What always holds: a sample column has one value a sample and is here; a token column has one value a token, sample i owns
-the tokens `offsets[i]:offsets[i + 1]` of it, and it may be in blocks that other processes hold (`columns.py`). A batch is
-never changed: each operation returns a new one.
+What always holds: a column's name says what it has one value of. A sample column has one a sample and is here. A token
+column has one a token, sample i owns `offsets[i]:offsets[i + 1]` of it, and it may be in blocks that other processes hold
+(`columns.py`). A turn column has one a response, sample i owns `turn_offsets[i]:turn_offsets[i + 1]` of it, and it is
+here; only batches with episodes in environments have any. A batch is never changed: each operation returns a new one.
 
-Example: samples of 3 and 2 tokens have `offsets = [0, 3, 5]`; `select([1])` keeps the last two values of each token
-column; `concat` of the pieces of a `split` holds every sample once, in the order of the pieces.
+Example: samples of 3 and 2 tokens, in 1 and 2 turns, have `offsets = [0, 3, 5]` and `turn_offsets = [0, 1, 3]`;
+`select([1])` keeps the last two values of each token and each turn column; `concat` of the pieces of a `split` holds
+every sample once, in the order of the pieces.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,22 +31,42 @@ SAMPLE_COLUMNS: Mapping[str, Any] = {
     "group": np.int64,
     "reward": np.float64,
     "temperature": np.float32,
+    "truncated": np.bool_,
+    "turns": np.int64,
+    "weight": np.float32,
+    "baseline": np.float64,
+    "kl": np.float64,
     "advantage": np.float32,
     "response_tokens": np.int64,
 }
-"""Columns with one value a sample, and their types."""
+"""Columns with one value a sample, and their types. `truncated`: its last response was cut off at the token limit;
+`weight`: 0 where it is not trained on, 1 also where the column is missing; `baseline`: the reward of its task's greedy
+answer; `kl`: its divergence from the reference, summed over tokens."""
+
+TURN_COLUMNS: Mapping[str, Any] = {
+    "turn_reward": np.float64,
+    "turn_state": np.int64,
+    "turn_advantage": np.float32,
+}
+"""Columns with one value a turn, `turns` of them a sample, and their types. Turns of a group that began in the same state
+have the same `turn_state`."""
 
 TOKEN_COLUMNS: Mapping[str, Any] = {
     "ids": np.int32,
     "loss_mask": np.bool_,
     "behaviour": np.float32,
     "versions": np.int32,
+    "turn": np.int32,
     "proximal": np.float32,
     "ref": np.float32,
+    "values": np.float32,
 }
-"""Columns with one value a token, and their types. The three log-probs are under softmax(logits / temperature)."""
+"""Columns with one value a token, and their types. The log-probs are under softmax(logits / temperature); `turn` is the
+number of the sample's response that the token is of, -1 where it was not sampled."""
 
-LOGGED = ("ids", "loss_mask", "behaviour", "versions")
+_TYPES = {**SAMPLE_COLUMNS, **TURN_COLUMNS, **TOKEN_COLUMNS}
+
+LOGGED = ("ids", "loss_mask", "behaviour", "versions", "turn")
 """The token columns that a token log has."""
 
 Column = Array | TokenColumn
@@ -53,21 +76,27 @@ Column = Array | TokenColumn
 class Batch:
     offsets: Indices
     columns: Mapping[str, Column]
-    """Sample columns are arrays; token columns are `TokenColumn`s, also where an array was given."""
+    """Sample and turn columns are arrays; token columns are `TokenColumn`s, also where an array was given."""
 
     def __post_init__(self) -> None:
         made: dict[str, Column] = {}
         for name, values in self.columns.items():
-            expected = len(self) if _is_sample_column(name) else self.tokens
+            expected = self._size(name)
             if isinstance(values, TokenColumn):
-                if _is_sample_column(name) or len(values.which) != len(self):
+                if name not in TOKEN_COLUMNS or len(values.which) != len(self):
                     raise ValueError(f"column {name!r} has {len(values.which)} samples' tokens, expected {len(self)}")
             elif values.shape != (expected,):
                 raise ValueError(f"column {name!r} has shape {values.shape}, expected ({expected},)")
-            elif not _is_sample_column(name):
+            elif name in TOKEN_COLUMNS:
                 values = TokenColumn.flat(values, self.offsets)
             made[name] = values
         object.__setattr__(self, "columns", made)
+
+    def _size(self, name: str) -> int:
+        _dtype(name)
+        if name in TURN_COLUMNS:
+            return int(self.turn_offsets[-1])
+        return len(self) if name in SAMPLE_COLUMNS else self.tokens
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What is here travels flat, without the samples of its blocks that the batch does not have."""
@@ -100,6 +129,9 @@ class Batch:
             "reward": np.array([s.reward for s in samples], np.float64),
             "temperature": np.array([s.temperature for s in samples], np.float32),
             "response_tokens": np.array([s.response_tokens for s in samples], np.int64),
+            "truncated": np.array([s.finish == "length" for s in samples], np.bool_),
+            "turns": np.array([s.turns for s in samples], np.int64),
+            **_turn_columns(samples),
         }
         for name in LOGGED:
             columns[name] = TokenColumn(tuple(blocks), which, starts, name)
@@ -130,6 +162,10 @@ class Batch:
         return np.diff(self.offsets)
 
     @property
+    def turn_offsets(self) -> Indices:
+        return _offsets(self["turns"])
+
+    @property
     def ids(self) -> IntArray:
         return self["ids"]
 
@@ -142,10 +178,12 @@ class Batch:
         return self["behaviour"]
 
     def rows(self, name: str) -> list[Array]:
-        """A token column as one view a sample."""
+        """A token or turn column as one view a sample."""
         column = self._column(name)
-        assert isinstance(column, TokenColumn), f"{name!r} has one value a sample"
-        return column.rows(self.lengths)
+        if isinstance(column, TokenColumn):
+            return column.rows(self.lengths)
+        assert name in TURN_COLUMNS, f"{name!r} has one value a sample"
+        return [column[begin:end] for begin, end in pairwise(self.turn_offsets)]
 
     def sum_tokens(self, values: Array) -> Array:
         """Sums a per-token array within each sample. Works for samples without tokens too."""
@@ -153,7 +191,7 @@ class Batch:
         return np.asarray(ends[self.offsets[1:]] - ends[self.offsets[:-1]])
 
     def with_columns(self, **columns: Column) -> Batch:
-        """The same samples with columns added or replaced; a column's name says whether it is per sample or token."""
+        """The same samples with columns added or replaced; a column's name says what it has one value of."""
         cast = {
             name: values if isinstance(values, TokenColumn) else np.asarray(values, dtype=_dtype(name))
             for name, values in columns.items()
@@ -165,13 +203,16 @@ class Batch:
         chosen = np.asarray(indices, dtype=np.int64)
         if len(chosen) and (chosen.min() < 0 or chosen.max() >= len(self)):
             raise IndexError(f"samples {chosen.min()} to {chosen.max()} were asked for, but the batch has {len(self)}")
-        columns = {n: c.select(chosen) if isinstance(c, TokenColumn) else c[chosen] for n, c in self.columns.items()}
-        return Batch(_offsets(self.lengths[chosen]), columns)
+        return Batch(_offsets(self.lengths[chosen]), {n: self._of(n, c, chosen) for n, c in self.columns.items()})
+
+    def _of(self, name: str, column: Column, samples: Indices) -> Column:
+        if isinstance(column, TokenColumn):
+            return column.select(samples)
+        return column[_spanned(self.turn_offsets, samples) if name in TURN_COLUMNS else samples]
 
     def token_indices(self, indices: Indices) -> Indices:
         """Where the tokens of the samples at `indices` lie in a flat token column, in that order."""
-        parts = [np.arange(self.offsets[i], self.offsets[i + 1]) for i in indices]
-        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        return _spanned(self.offsets, indices)
 
     def resolved(self, fetch: Fetch) -> Batch:
         """The batch with all its tokens here."""
@@ -226,6 +267,19 @@ def token_block(samples: Sequence[Sample], mask_below: int = 0) -> Block:
     return Block(columns)
 
 
+def _turn_columns(samples: Sequence[Sample]) -> dict[str, Column]:
+    """What the turns of episodes in environments were like; nothing if there are none. Among episodes, a graded answer is
+    one of a single turn: it earns the sample's reward, in the state that all answers to its task begin in."""
+    if not any(sample.turn_rewards for sample in samples):
+        return {}
+    rewards = [sample.turn_rewards or [sample.reward] for sample in samples]
+    states = [sample.turn_states or [0] for sample in samples]
+    return {
+        "turn_reward": np.array([reward for turns in rewards for reward in turns], np.float64),
+        "turn_state": np.array([state for turns in states for state in turns], np.int64),
+    }
+
+
 def _joined(columns: Sequence[Column], parts: Sequence[Indices]) -> Column:
     tokens = [column for column in columns if isinstance(column, TokenColumn)]
     if tokens:
@@ -237,14 +291,13 @@ def _offsets(lengths: Sequence[int] | Indices) -> Indices:
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
 
-def _is_sample_column(name: str) -> bool:
-    _dtype(name)
-    return name in SAMPLE_COLUMNS
+def _spanned(offsets: Indices, indices: Indices) -> Indices:
+    """What lies from `offsets[i]` to `offsets[i + 1]`, for each i of the indices."""
+    parts = [np.arange(offsets[i], offsets[i + 1]) for i in indices]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
 def _dtype(name: str) -> Any:
-    if name in SAMPLE_COLUMNS:
-        return SAMPLE_COLUMNS[name]
-    if name in TOKEN_COLUMNS:
-        return TOKEN_COLUMNS[name]
-    raise KeyError(f"unknown column {name!r}: known are {', '.join([*SAMPLE_COLUMNS, *TOKEN_COLUMNS])}")
+    if name not in _TYPES:
+        raise KeyError(f"unknown column {name!r}: known are {', '.join(_TYPES)}")
+    return _TYPES[name]

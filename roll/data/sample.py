@@ -29,7 +29,7 @@ class Sample:
     ended: str = ""
     """Why its response was ended early."""
     turns: int = 0
-    """Responses so far, in an environment."""
+    """Responses so far."""
     oldest: int | None = None
     """Version of the weights that drew, or may have drawn, its first token; None before it has an engine."""
     newest: int | None = None
@@ -40,6 +40,10 @@ class Sample:
     response_tokens: int = 0
     finish: str | None = None
     reward: float = 0.0
+    turn_rewards: list[float] = field(default_factory=list)
+    """What each turn earned in its environment; empty without one."""
+    turn_states: list[int] = field(default_factory=list)
+    """What the environment was like before each turn: equal numbers are equal states."""
     parts: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     """Spent in each state."""

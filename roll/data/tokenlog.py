@@ -5,7 +5,8 @@ the sampler drew it with and the version of the weights that drew it; the loss m
 Training tensors are views of this log, so what is trained is what was sampled, token for token.
 
 Example: a prompt of 5 tokens, a response of 2 drawn by version 3, an observation of 4 and a response of 1 drawn by
-version 4 give `ids` of length 12, a mask true at 5, 6 and 11, and versions -1 everywhere but 3, 3 and 4 there.
+version 4 give `ids` of length 12, a mask true at 5, 6 and 11, versions -1 everywhere but 3, 3 and 4 there, and turns -1
+everywhere but 0, 0 and 1 there.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ BoolArray = NDArray[np.bool_]
 Kind = Literal["prompt", "response", "observation"]
 
 NO_VERSION = -1
+NO_TURN = -1
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,17 @@ class TokenLog:
         parts = [
             s.versions if s.versions is not None else np.full(len(s.ids), NO_VERSION, np.int32) for s in self._segments
         ]
+        return _joined(parts, np.int32)
+
+    @property
+    def turn(self) -> IntArray:
+        """Which response each token is of, counted from 0; `NO_TURN` where the token was not sampled."""
+        parts: list[IntArray] = []
+        responses = 0
+        for segment in self._segments:
+            sampled = segment.kind == "response"
+            parts.append(np.full(len(segment.ids), responses if sampled else NO_TURN, np.int32))
+            responses += sampled
         return _joined(parts, np.int32)
 
     @property

@@ -24,6 +24,11 @@ FailureKind: TypeAlias = Literal["raised", "deadline", "crashed", "invalid", "lo
 the episode is gone through no fault of its own, and may be started anew."""
 
 
+STATE = "state"
+"""The name, in the info of a step or a beginning, of the state that it led to: any text or number, the same for the same
+state. An environment that names its states says which turns of a task's episodes can be compared with each other."""
+
+
 class EnvFailure(Exception):
     """A call on an environment came to nothing, and the episode is over. `reason` is one line; `detail` is the
     environment's traceback, if it raised."""

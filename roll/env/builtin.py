@@ -20,6 +20,7 @@ class Guess(Environment):
         if low > high or tries < 1:
             raise ValueError(f"guess: from {low} to {high} in {tries} tries leaves nothing to guess")
         self._low, self._high, self._tries = low, high, tries
+        """What the number may still be, and the guesses left."""
         self._number = low
 
     def reset(self, seed: int) -> str:
@@ -36,12 +37,18 @@ class Guess(Environment):
             return Step("Right.", 1.0, terminated=True)
         if not self._tries:
             return Step(f"Wrong: it was {self._number}. You have no tries left.", terminated=True)
-        return Step(f"{self._answer(guess)} Tries left: {self._tries}.")
+        answer = self._answer(guess)
+        state = f"{self._low} to {self._high}, {self._tries} left"
+        return Step(f"{answer} Tries left: {self._tries}.", info={"state": state})
 
     def _answer(self, guess: int | None) -> str:
         if guess is None:
             return "There is no whole number in what you said."
-        return "Higher." if guess < self._number else "Lower."
+        if guess < self._number:
+            self._low = max(self._low, guess + 1)
+            return "Higher."
+        self._high = min(self._high, guess - 1)
+        return "Lower."
 
 
 @register("echo_turns")

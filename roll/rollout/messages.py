@@ -61,6 +61,8 @@ class Outcome:
     turns: int = 0
     tries: int = 1
     kills: int = 0
+    turn_rewards: list[float] = field(default_factory=list)
+    turn_states: list[int] = field(default_factory=list)
 
 
 @dataclass

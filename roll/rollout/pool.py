@@ -382,6 +382,7 @@ class RolloutPool:
         sample.tokens, sample.response_tokens = outcome.tokens, outcome.response_tokens
         sample.finish = outcome.finish
         sample.turns, sample.tries, sample.kills = outcome.turns, outcome.tries, outcome.kills
+        sample.turn_rewards, sample.turn_states = outcome.turn_rewards, outcome.turn_states
         if outcome.oldest is not None:
             sample.oldest, sample.newest = outcome.oldest, outcome.newest
             self._router.learn(outcome.tokens)

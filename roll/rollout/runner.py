@@ -24,7 +24,8 @@ from roll.data.sample import Sample
 from roll.data.task import Message, Response
 from roll.data.tokenlog import NO_VERSION, TokenLog
 from roll.engine.request import Request, Sampling, seed_of
-from roll.env import EnvFailure, Step
+from roll.env import EnvFailure, Opened, Step
+from roll.env.state import state_of
 from roll.model.chat import ChatRenderer, Conversation, HistoryRewritten
 from roll.reward import ScoreFailure
 from roll.rollout.door import Drawn, EngineDoor, EngineLost, RequestRefused, Watch
@@ -117,6 +118,7 @@ class SampleRunner:
                     return
             sample.tries += 1
             sample.log, sample.response, sample.turns, sample.ended = TokenLog(), None, 0, ""
+            sample.turn_rewards, sample.turn_states = [], []
             self._seats.lose(sample.id)
             self._lifecycle.move(sample, "queued", sample.reason, **{"try": sample.tries})
 
@@ -236,18 +238,21 @@ class SampleRunner:
         rank, episode = self._next(environments), f"{sample.id}.{sample.tries}"
         try:
             self._lifecycle.move(sample, "acting", turn=0)
-            opened = await self._acting(environments.call_rank(rank, EnvWorker.reset, episode, spec))
-            conversation = self._open(sample, [*sample.task.messages, *opened.messages])
+            seen: Opened | Step = await self._acting(environments.call_rank(rank, EnvWorker.reset, episode, spec))
+            conversation = self._open(sample, [*sample.task.messages, *seen.messages])
             sample.reward = 0.0
             while True:
                 response = await self._respond(sample, conversation, siblings)
                 self._lifecycle.move(sample, "acting", turn=sample.turns)
                 step = await self._acting(environments.call_rank(rank, EnvWorker.step, episode, response.text))
                 sample.reward += step.reward
+                sample.turn_rewards.append(step.reward)
+                sample.turn_states.append(state_of(seen))
                 if step.terminated or step.truncated or sample.turns >= self._config.env.max_turns:
                     self._finish_episode(sample, response)
                     return
                 self._observe(conversation, step)
+                seen = step
         finally:
             await self._close(environments, rank, episode)
 

@@ -295,6 +295,8 @@ def _outcome(sample: Sample) -> Outcome:
         sample.turns,
         sample.tries,
         sample.kills,
+        sample.turn_rewards,
+        sample.turn_states,
     )
 
 
@@ -312,6 +314,7 @@ def _row(sample: Sample, fate: Fate) -> dict[str, Any]:
         "reward": sample.reward,
         "parts": sample.parts,
         "turns": sample.turns,
+        "turn_rewards": sample.turn_rewards,
         "tries": sample.tries,
         "ids": sample.log.ids.tolist(),
         "loss_mask": sample.log.loss_mask.astype(int).tolist(),

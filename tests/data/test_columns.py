@@ -182,7 +182,7 @@ def test_blocks_are_counted_once() -> None:
 
 
 def sample(number: int, length: int, group: int = 0) -> Sample:
-    made = Sample(f"{group}.{number}", Task.ask(f"t{group}", "?"), group, 1.0, reward=float(number))
+    made = Sample(f"{group}.{number}", Task.ask(f"t{group}", "?"), group, 1.0, reward=float(number), turns=1)
     made.log.prompt([100 * number + i for i in range(length)])
     made.log.respond([7, 8], [-0.5, -number - 1.0], [number, number + 1])
     return made
@@ -225,7 +225,7 @@ def test_a_batch_elsewhere_is_the_batch_when_it_is_fetched(lengths: list[list[in
     assert store.fetched == []
     assert len(picked.blocks) == len({plain["group"][i] for i in chosen})
     assert_same(picked.resolved(store.fetch), plain.select(chosen))
-    assert sum(map(len, store.fetched)) == len(picked.blocks)  # four columns, each reference once
+    assert sum(map(len, store.fetched)) == len(picked.blocks)  # all columns, each reference once
     assert_same(pickle.loads(pickle.dumps(picked)).resolved(store.fetch), plain.select(chosen))
 
 
@@ -273,6 +273,18 @@ def test_a_batch_elsewhere_travels_as_references() -> None:
     assert store.fetched == [[0]]
 
 
+def test_turns_are_here_wherever_the_tokens_are() -> None:
+    store = Store()
+    played = [sample(number, 3) for number in range(3)]
+    for each, rewards in zip(played, ([1.0], [2.0, 3.0], [4.0, 5.0, 6.0]), strict=True):
+        each.turns, each.turn_rewards, each.turn_states = len(rewards), rewards, [int(reward) for reward in rewards]
+    batch = batch_elsewhere([played], store).with_columns(turn_advantage=np.arange(6))
+    picked = pickle.loads(pickle.dumps(batch.select([2, 0])))
+    assert [row.tolist() for row in picked.rows("turn_reward")] == [[4.0, 5.0, 6.0], [1.0]]
+    assert store.fetched == []
+    assert picked.resolved(store.fetch)["turn_advantage"].tolist() == [3, 4, 5, 0]
+
+
 def test_selecting_lets_go_of_what_is_not_chosen() -> None:
     batch = Batch.concat([Batch.from_samples([sample(0, 3)]), Batch.from_samples([sample(1, 3)])])
     released = [weakref.ref(block) for block in batch.blocks]
@@ -303,7 +315,7 @@ def test_a_computed_column_may_be_elsewhere_beside_columns_here() -> None:
         more["ref"]
     assert more.select([1]).resolved(store.fetch)["ref"].tolist() == [5, 6, 7, 8]
     assert {block.columns.ref for block in more.blocks if isinstance(block.columns, Elsewhere)} == {0}
-    assert LOGGED == ("ids", "loss_mask", "behaviour", "versions")
+    assert LOGGED == ("ids", "loss_mask", "behaviour", "versions", "turn")
 
 
 @given(lengths=st.lists(st.integers(0, 12), max_size=30), most=st.integers(1, 20))

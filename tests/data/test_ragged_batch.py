@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,16 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.data import Batch, Sample, Task
-from roll.data.batch import SAMPLE_COLUMNS, TOKEN_COLUMNS, balanced_split
+from roll.data.batch import SAMPLE_COLUMNS, TOKEN_COLUMNS, TURN_COLUMNS, balanced_split
 
 CASES = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 @st.composite
-def samples(draw: st.DrawFn, min_size: int = 0) -> list[Sample]:
+def samples(draw: st.DrawFn, played: bool | None = None) -> list[Sample]:
+    """Samples that were graded, or `played` in environments: then they have turns, of any rewards."""
+    played = draw(st.booleans()) if played is None else played
     lengths = st.tuples(st.integers(0, 4), st.integers(0, 5), st.integers(0, 3), st.integers(0, 2))
     made = []
-    for i, (prompt, first, seen, second) in enumerate(draw(st.lists(lengths, min_size=min_size, max_size=8))):
+    for i, (prompt, first, seen, second) in enumerate(draw(st.lists(lengths, max_size=8))):
         sample = Sample(f"s{i}", Task.ask(f"task-{i % 3}", "?", domain="d" * (i % 4)), i % 3, 0.5 + i, reward=i / 7)
         token = 100 * i
         sample.log.prompt(range(token, token + prompt))
@@ -27,6 +30,11 @@ def samples(draw: st.DrawFn, min_size: int = 0) -> list[Sample]:
         if seen:
             sample.log.observe(range(token + 20, token + 20 + seen))
             sample.log.respond(range(token + 30, token + 30 + second), [-9.0] * second, [i + 1] * second)
+        sample.turns = 2 if seen else 1
+        sample.finish = draw(st.sampled_from(["stop", "length"]))
+        if played:
+            sample.turn_rewards = [i + 0.1 * turn for turn in range(sample.turns)]
+            sample.turn_states = [draw(st.integers(-(2**63), 2**63 - 1)) for _ in range(sample.turns)]
         made.append(sample)
     return made
 
@@ -35,8 +43,11 @@ def full(made: Sequence[Sample]) -> Batch:
     """A batch with every known column."""
     batch = Batch.from_samples(made)
     rng = np.random.default_rng(0)
+    turns = {"turn_advantage": rng.normal(size=int(batch["turns"].sum()))} if "turn_reward" in batch else {}
     return batch.with_columns(
-        advantage=rng.normal(size=len(batch)), **{name: rng.normal(size=batch.tokens) for name in ("proximal", "ref")}
+        **{name: rng.normal(size=len(batch)) for name in ("advantage", "weight", "baseline", "kl")},
+        **{name: rng.normal(size=batch.tokens) for name in ("proximal", "ref", "values")},
+        **turns,
     )
 
 
@@ -54,7 +65,7 @@ def test_a_batch_holds_its_samples(made: list[Sample]) -> None:
     assert len(batch) == len(made)
     assert batch.tokens == sum(len(s.log) for s in made)
     assert batch.lengths.tolist() == [len(s.log) for s in made]
-    for column in ("ids", "loss_mask", "behaviour", "versions"):
+    for column in ("ids", "loss_mask", "behaviour", "versions", "turn"):
         for row, sample in zip(batch.rows(column), made, strict=True):
             assert row.tolist() == getattr(sample.log, column).tolist()
     assert batch["sample"].tolist() == [s.id for s in made]
@@ -63,10 +74,17 @@ def test_a_batch_holds_its_samples(made: list[Sample]) -> None:
     assert batch["group"].tolist() == [s.group for s in made]
     assert batch["reward"].tolist() == [s.reward for s in made]
     assert batch["temperature"].tolist() == [s.temperature for s in made]
+    assert batch["truncated"].tolist() == [s.finish == "length" for s in made]
+    assert batch["turns"].tolist() == [s.turns for s in made]
+    if any(s.turn_rewards for s in made):
+        assert [row.tolist() for row in batch.rows("turn_reward")] == [s.turn_rewards for s in made]
+        assert [row.tolist() for row in batch.rows("turn_state")] == [s.turn_states for s in made]
+    else:
+        assert not TURN_COLUMNS.keys() & batch.columns.keys()
     everything = full(made)
     for name in everything.columns:
         values = everything[name]
-        expected = np.dtype({**SAMPLE_COLUMNS, **TOKEN_COLUMNS}[name])
+        expected = np.dtype({**SAMPLE_COLUMNS, **TURN_COLUMNS, **TOKEN_COLUMNS}[name])
         assert values.dtype == expected or (expected.kind == "U" and values.dtype.kind == "U"), name
 
 
@@ -82,8 +100,11 @@ def test_selecting_is_choosing_samples(made: list[Sample], data: st.DataObject) 
             assert picked[name].tolist() == [batch[name][i] for i in chosen]
         else:
             assert [r.tolist() for r in picked.rows(name)] == [batch.rows(name)[i].tolist() for i in chosen]
-            assert picked[name].tolist() == batch[name][batch.token_indices(np.array(chosen, np.int64))].tolist()
+            assert picked[name].tolist() == [value for i in chosen for value in batch.rows(name)[i].tolist()]
+    everywhere = batch.token_indices(np.array(chosen, np.int64))
+    assert picked.ids.tolist() == batch.ids[everywhere].tolist()
     assert_same(batch.select(range(len(made))), batch)
+    assert_same(pickle.loads(pickle.dumps(picked)), picked)
 
 
 @CASES
@@ -100,8 +121,9 @@ def test_split_and_concat_come_back_to_the_batch(made: list[Sample], parts: int)
 
 
 @CASES
-@given(samples(), samples())
-def test_concat_is_the_batch_of_all_samples(first: list[Sample], second: list[Sample]) -> None:
+@given(st.tuples(samples(False), samples(False)) | st.tuples(samples(True).filter(bool), samples(True).filter(bool)))
+def test_concat_is_the_batch_of_all_samples(pair: tuple[list[Sample], list[Sample]]) -> None:
+    first, second = pair
     assert_same(
         Batch.concat([Batch.from_samples(first), Batch.from_samples(second)]), Batch.from_samples([*first, *second])
     )
@@ -128,6 +150,25 @@ def test_the_example_of_the_docstring() -> None:
     batch = ragged(3, 2)
     assert batch.offsets.tolist() == [0, 3, 5]
     assert batch.select([1]).ids.tolist() == [0, 1]
+
+
+def test_a_graded_answer_among_episodes_is_an_episode_of_one_turn() -> None:
+    graded = Sample("0", Task.ask("t", "?"), 0, 1.0, reward=0.5, turns=1)
+    played = Sample("1", Task.ask("u", "?"), 1, 1.0, reward=3.0, turns=2, turn_rewards=[1.0, 2.0], turn_states=[7, 8])
+    for sample in (graded, played):
+        sample.log.prompt([1])
+    batch = Batch.from_samples([graded, played])
+    assert [row.tolist() for row in batch.rows("turn_reward")] == [[0.5], [1.0, 2.0]]
+    assert [row.tolist() for row in batch.rows("turn_state")] == [[0], [7, 8]]
+    assert batch.turn_offsets.tolist() == [0, 1, 3]
+
+
+def test_a_sample_whose_turns_do_not_add_up_is_refused() -> None:
+    sample = Sample("1", Task.ask("u", "?"), 1, 1.0, turns=3, turn_rewards=[1.0, 2.0], turn_states=[7, 8])
+    with pytest.raises(ValueError, match=r"column 'turn_reward' has shape \(2,\), expected \(3,\)"):
+        Batch.from_samples([sample])
+    with pytest.raises(KeyError, match="no column 'turns'"):
+        Batch(np.array([0, 2]), {"turn_reward": np.zeros(2)})
 
 
 def test_new_columns_leave_the_old_batch_alone() -> None:

@@ -28,6 +28,7 @@ def test_columns_follow_from_the_segments_and_only_grow(
     log = TokenLog()
     log.prompt(prompt)
     ids, mask, behaviour, versions = list(prompt), [False] * len(prompt), [0.0] * len(prompt), [-1] * len(prompt)
+    turn, responses = [-1] * len(prompt), 0
     for kind, tokens, version in turns:
         before = log.segments
         grow(log, kind, tokens, version)
@@ -37,6 +38,8 @@ def test_columns_follow_from_the_segments_and_only_grow(
         mask += [sampled] * len(tokens)
         behaviour += [-0.5 - i if sampled else 0.0 for i in range(len(tokens))]
         versions += [version if sampled else -1] * len(tokens)
+        turn += [responses if sampled else -1] * len(tokens)
+        responses += sampled
     assert len(log) == len(ids)
     assert log.response_tokens == sum(mask)
     for column, expected, dtype in (
@@ -44,6 +47,7 @@ def test_columns_follow_from_the_segments_and_only_grow(
         (log.loss_mask, mask, np.bool_),
         (log.behaviour, behaviour, np.float32),
         (log.versions, versions, np.int32),
+        (log.turn, turn, np.int32),
     ):
         assert column.dtype == dtype
         assert column.tolist() == expected
@@ -58,13 +62,15 @@ def test_the_example_of_the_docstring() -> None:
     assert len(log) == 12
     assert np.flatnonzero(log.loss_mask).tolist() == [5, 6, 11]
     assert log.versions[log.loss_mask].tolist() == [3, 3, 4]
-    assert set(log.versions[~log.loss_mask].tolist()) == {-1}
+    assert log.turn[log.loss_mask].tolist() == [0, 0, 1]
+    assert set(log.versions[~log.loss_mask].tolist()) == set(log.turn[~log.loss_mask].tolist()) == {-1}
 
 
 def test_an_empty_log_has_empty_columns() -> None:
     log = TokenLog()
     assert len(log) == log.response_tokens == 0
-    assert [len(column) for column in (log.ids, log.loss_mask, log.behaviour, log.versions)] == [0, 0, 0, 0]
+    columns = (log.ids, log.loss_mask, log.behaviour, log.versions, log.turn)
+    assert [len(column) for column in columns] == [0] * 5
 
 
 def test_what_was_appended_cannot_be_changed() -> None:

@@ -9,6 +9,7 @@ from roll.config.schema import TasksConfig
 from roll.data.sources import load_tasks
 from roll.data.task import EnvSpec
 from roll.env.builtin import EchoTurns, Guess, last_integer
+from roll.env.state import state_of
 from roll.env.tasks import environment_tasks
 
 
@@ -49,6 +50,18 @@ def test_bisection_always_finds_the_number_and_is_told_the_truth() -> None:
             assert step.observation in (f"Higher. Tries left: {6 - turn}.", f"Lower. Tries left: {6 - turn}.")
             low, high = (middle + 1, high) if "Higher" in str(step.observation) else (low, middle - 1)
         assert (step.reward, step.terminated, step.truncated, step.observation) == (1.0, True, False, "Right.")
+
+
+def test_guesses_that_leave_the_same_numbers_lead_to_the_same_state() -> None:
+    def state_after(*guesses: str) -> int:
+        world = Guess(low=1, high=100, tries=7)
+        world.reset(0)
+        world._number = 40
+        return state_of([world.step(guess) for guess in guesses][-1])
+
+    assert state_after("20", "60", "30") == state_after("60", "30", "25") == state_after("30", "70", "60")
+    assert state_after("20", "60") != state_after("20", "61")
+    assert state_after("20", "60") != state_after("20", "none", "60")
 
 
 def test_a_guess_without_a_number_costs_a_try_and_the_last_one_ends_it() -> None:

@@ -523,10 +523,30 @@ def test_a_batch_has_the_tokens_of_its_samples_in_its_order(sizes: list[int], wo
             batch = await run.pool.batch(samples)
         assert batch["sample"].tolist() == [sample.id for sample in samples]
         assert batch["reward"].tolist() == [sample.reward for sample in samples]
-        for name in ("ids", "loss_mask", "behaviour", "versions"):
+        for name in ("ids", "loss_mask", "behaviour", "versions", "turn"):
             for row, sample in zip(batch.rows(name), drawn(run, samples), strict=True):
                 assert row.tolist() == getattr(sample.log, name).tolist()
         assert most > 1 or len(batch.blocks) == len(samples)
+
+    go(main())
+
+
+def test_a_batch_has_the_turns_of_its_episodes() -> None:
+    async def main() -> None:
+        run = await party(1, 2, says="4", max_turns=3)
+        played = run.group(0, task=episode_of(0.5, 1.0, 2.0, 4.0, states=["a", "b", "a", "c"]))
+        short = run.group(1, 1, task=episode_of(8.0))
+        graded = run.group(2)
+        await asyncio.gather(*(run.start(group) for group in (played, short, graded)))
+        batch = await run.pool.batch([*short, *played])
+        assert [row.tolist() for row in batch.rows("turn_reward")] == [[8.0], *[[0.5, 1.0, 2.0]] * 2]
+        assert batch["reward"].tolist() == [8.0, 3.5, 3.5]
+        assert [len(set(row.tolist())) for row in batch.rows("turn_state")] == [1, 2, 2]
+        for turn, mask in zip(batch.rows("turn"), batch.rows("loss_mask"), strict=True):
+            assert turn[mask].tolist() == sorted([*range(turn.max() + 1)] * 2)  # responses of two tokens
+        alone = await run.pool.batch(graded)
+        assert alone["turns"].tolist() == [1, 1]
+        assert "turn_reward" not in alone
 
     go(main())
 

@@ -41,7 +41,8 @@ from roll.config.errors import RunError
 from roll.config.schema import Config, RolloutConfig
 from roll.data import Message, Response, Sample, Task
 from roll.engine.request import Request, Sampling, seed_of
-from roll.env import EnvFailure
+from roll.env import EnvFailure, Opened, Step
+from roll.env.state import state_of
 from roll.model.character import character_tokenizer
 from roll.model.chat import ChatRenderer
 from roll.reward import ScoreFailure
@@ -726,12 +727,39 @@ def test_an_episode_goes_turn_by_turn_and_only_responses_are_trained_on() -> Non
     go(main())
 
 
+def test_an_episode_says_what_each_turn_earned_and_in_which_state_it_began() -> None:
+    async def main() -> None:
+        run = await setting()
+        shown, named = episode_of(0.25, 0.5, 1.0), episode_of(0.25, 0.5, 1.0, states=["hall", 2, "hall", "out"])
+        samples = [run.sample(task, id=f"4.{i}") for i, task in enumerate((shown, named, named))]
+        for sample in samples:
+            await run.runner.run(sample)
+        assert [sample.turn_rewards for sample in samples] == [[0.25, 0.5, 1.0]] * 3
+        begin, said = ({"role": "user", "content": text} for text in ("begin", "you said 4"))
+        assert samples[0].turn_states == [state_of(Opened((begin,))), *[state_of(Opened((said,)))] * 2]
+        hall, two = state_of(Step("", info={"state": "hall"})), state_of(Step("", info={"state": 2.0}))
+        assert samples[1].turn_states == samples[2].turn_states == [hall, two, hall]
+
+    go(main())
+
+
+def test_a_sample_without_an_environment_has_no_turns_to_tell_of() -> None:
+    async def main() -> None:
+        run = await setting()
+        sample = run.sample()
+        await run.runner.run(sample)
+        assert (sample.turns, sample.turn_rewards, sample.turn_states) == (1, [], [])
+
+    go(main())
+
+
 def test_an_episode_ends_after_the_last_turn_it_may_have() -> None:
     async def main() -> None:
         run = await setting(max_turns=2)
         sample = run.sample(episode_of(1.0, 2.0, 4.0, 8.0))
         await run.runner.run(sample)
         assert (sample.state, sample.turns, sample.reward) == ("scored", 2, 3.0)
+        assert (sample.turn_rewards, len(sample.turn_states)) == ([1.0, 2.0], 2)
         assert sample.log.ids.tolist()[-2:] == spoken("4")  # nothing after the last response
         assert run.env_log[-1] == "close 4.2.1"
 
@@ -776,6 +804,7 @@ def test_an_episode_that_was_lost_or_took_its_process_along_starts_anew(kind: An
                 run.seats.give(Seat("4.2", 0))
         await call
         assert (sample.state, sample.reward, sample.turns, sample.tries) == ("scored", 1.0, 2, 3)
+        assert (sample.turn_rewards, len(sample.turn_states)) == ([0.5, 0.5], 2)
         assert sample.kills == (0 if kind == "lost" else 2)
         assert [reason for state, reason in run.moves.reasons("4.2") if state == "failed"] == [
             f"environment {kind}: boom"

@@ -387,29 +387,35 @@ def right(task: Task, response: Response) -> float:
 
 
 class ToyEnvs(Worker):
-    """Plays episodes of as many turns as the spec has rewards, from the beginning if one is reset again. `trouble` may
-    raise at any call."""
+    """Plays episodes of as many turns as the spec has rewards, from the beginning if one is reset again; a spec may name
+    the states they go through. `trouble` may raise at any call."""
 
     def __init__(self, place: Place, log: list[str]) -> None:
         super().__init__(place)
         self.log = log
         self.episodes: dict[str, list[float]] = {}
+        self.states: dict[str, list[Any]] = {}
         self.trouble: Callable[[str, str], None] = lambda method, episode: None
         self.gate = asyncio.Event()
         self.gate.set()
 
     async def reset(self, episode: str, spec: EnvSpec) -> Opened:
         self.episodes[episode] = list(spec.options["rewards"])
+        self.states[episode] = list(spec.options.get("states", ()))
         self.log.append(f"reset {episode}")
         await self._at("reset", episode)
-        return Opened(({"role": "user", "content": "begin"},))
+        return Opened(({"role": "user", "content": "begin"},), self._info(episode))
 
     async def step(self, episode: str, action: str) -> Step:
         self.log.append(f"step {episode} {action}")
         await self._at("step", episode)
         left = self.episodes[episode]
         reward = left.pop(0)
-        return Step(f"you said {action}", reward, terminated=not left)
+        return Step(f"you said {action}", reward, terminated=not left, info=self._info(episode))
+
+    def _info(self, episode: str) -> dict[str, Any]:
+        states = self.states[episode]
+        return {"state": states.pop(0)} if states else {}
 
     async def close_episodes(self, episodes: Sequence[str]) -> None:
         for episode in episodes:
@@ -428,9 +434,9 @@ async def environments(count: int = 1) -> tuple[Cluster[EnvWorker], list[ToyEnvs
     return of("env", [Mortal(LocalHandle(worker)) for worker in made]), made, log
 
 
-def episode_of(*rewards: float, id: str = "e") -> Task:
-    """A task of so many turns, with these rewards."""
-    return Task(id, (), environment=EnvSpec("toy", options={"rewards": rewards}))
+def episode_of(*rewards: float, id: str = "e", states: Sequence[Any] = ()) -> Task:
+    """A task of so many turns, with these rewards, through these states if they have names."""
+    return Task(id, (), environment=EnvSpec("toy", options={"rewards": rewards, "states": states}))
 
 
 # everything together
@@ -689,6 +695,7 @@ class _ToyRunnerOf:
         sample.log.respond([3] * length, [-1.0] * length, versions)
         sample.response = Response(f"answer to {sample.task.id}", length, "stop")
         sample.tokens, sample.response_tokens, sample.finish = len(sample.log), length, "stop"
+        sample.turns = 1
         sample.oldest, sample.newest = min(versions), max(versions)
         self.moves.move(sample, "scoring")
         sample.reward = result
