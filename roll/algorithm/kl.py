@@ -28,6 +28,7 @@ def kl_estimate(p: Tensor | Floats, q: Tensor | Floats, estimator: Estimator) ->
         return gap * gap / 2
     if estimator == "abs":
         return gap.abs() if isinstance(gap, Tensor) else np.abs(gap)
+    gap = gap.clamp(max=LARGEST_LOG_RATIO) if isinstance(gap, Tensor) else np.minimum(gap, LARGEST_LOG_RATIO)
     return bounded_exp(gap) - gap - 1
 
 

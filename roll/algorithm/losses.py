@@ -59,7 +59,7 @@ def sapo(streams: Streams, *, tau_positive: float, tau_negative: float, ratio: L
     """-(4 / τ) sigmoid(τ (r - 1)) A (Qwen, 2025, arXiv 2511.20347): a soft gate in place of the clip, whose slope is 1
     at r = 1 and falls on both sides; τ is `tau_positive` where A > 0, else `tau_negative`."""
     r = policy_ratio(streams, ratio)
-    tau = torch.where(streams.advantage > 0, tau_positive, tau_negative).to(r.dtype)
+    tau = torch.full_like(r, tau_negative).masked_fill(streams.advantage > 0, tau_positive)
     gate = torch.sigmoid(tau * (r - 1))
     return TokenLoss(-4 / tau * gate * streams.advantage, {"gate": (4 * gate * (1 - gate)).detach()})
 

@@ -33,15 +33,13 @@ SAMPLE_COLUMNS: Mapping[str, Any] = {
     "temperature": np.float32,
     "truncated": np.bool_,
     "turns": np.int64,
-    "weight": np.float32,
     "baseline": np.float64,
     "kl": np.float64,
     "advantage": np.float32,
     "response_tokens": np.int64,
 }
 """Columns with one value a sample, and their types. `truncated`: its last response was cut off at the token limit;
-`weight`: 0 where it is not trained on, 1 also where the column is missing; `baseline`: the reward of its task's greedy
-answer; `kl`: its divergence from the reference, summed over tokens."""
+`baseline`: the reward of its task's greedy answer; `kl`: its divergence from the reference, summed over tokens."""
 
 TURN_COLUMNS: Mapping[str, Any] = {
     "turn_reward": np.float64,

@@ -45,7 +45,7 @@ def full(made: Sequence[Sample]) -> Batch:
     rng = np.random.default_rng(0)
     turns = {"turn_advantage": rng.normal(size=int(batch["turns"].sum()))} if "turn_reward" in batch else {}
     return batch.with_columns(
-        **{name: rng.normal(size=len(batch)) for name in ("advantage", "weight", "baseline", "kl")},
+        **{name: rng.normal(size=len(batch)) for name in ("advantage", "baseline", "kl")},
         **{name: rng.normal(size=batch.tokens) for name in ("proximal", "ref", "values")},
         **turns,
     )

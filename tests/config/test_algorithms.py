@@ -1,0 +1,58 @@
+"""Algorithms in a configuration: recipes are defaults, pieces combine, and nothing is set that nothing reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.config import UserError, dump_config, load_config
+from roll.config.algorithm import _READ_IF, RECIPES, AlgorithmConfig
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_its_settings_and_comes_back_as_it_was_written(name: str, tmp_path: Path) -> None:
+    config = load_config({"algorithm": name})
+    assert {key: getattr(config.algorithm, key) for key in RECIPES[name]} == dict(RECIPES[name])
+    (tmp_path / "again.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "again.yaml") == config
+    assert load_config({"algorithm": {"name": name, "kl_coef": 0.5}}).algorithm.kl_coef == 0.5
+
+
+def test_what_is_written_wins_over_the_recipe() -> None:
+    algorithm = load_config({"algorithm": {"name": "dapo", "clip_high": 0.5}}, ["algorithm.scale=none"]).algorithm
+    assert (algorithm.clip_high, algorithm.scale, algorithm.overlong_share) == (0.5, "none", 0.2)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said"),
+    [
+        ({"name": "dappo"}, "did you mean 'dapo'"),
+        ({"loss": "clip"}, "did you mean 'clipped'"),
+        ({"name": "ppo", "baseline": "group"}, "write algorithm.baseline=none"),
+        ({"name": "raft_pp", "scale": "batch"}, "algorithm.positive_above gives every response"),
+        ({"turn_weight": 1.0, "baseline": "batch"}, "write algorithm.baseline=group"),
+        ({"name": "topr", "correction": "truncated"}, "write algorithm.correction=none"),
+        ({"correction": "masked", "correction_low": 3.0}, "above algorithm.correction_cap=2"),
+        ({"reward_clip": [1, 0]}, "write the lower bound first"),
+        ({"tau_positive": 2.0}, "nothing reads it unless algorithm.loss is sapo"),
+        ({"name": "sapo", "clip_low": 0.1}, "nothing reads it unless algorithm.loss is clipped or cispo"),
+        ({"per_domain": True}, "nothing reads it unless algorithm.baseline or algorithm.scale is batch or running"),
+        ({"kl_target": 0.1}, "nothing reads it unless algorithm.kl_coef is above 0"),
+        ({"value_clip": None}, "nothing reads it unless algorithm.credit is gae"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(algorithm: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        load_config({"algorithm": algorithm})
+
+
+@pytest.mark.parametrize("name", sorted(n for n in RECIPES if AlgorithmConfig(name=n).compares_siblings))
+def test_comparing_siblings_takes_two(name: str) -> None:
+    with pytest.raises(UserError, match=f"{name} compares samples of one task"):
+        load_config({"algorithm": name, "rollout": {"group_size": 1}})
+
+
+def test_reading_conditions_are_about_settings() -> None:
+    assert set(_READ_IF) <= set(AlgorithmConfig.model_fields)
