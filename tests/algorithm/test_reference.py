@@ -310,7 +310,7 @@ def test_the_other_losses_on_one_token(name: Name, cost: float, slope: float | N
 
 def test_topr_spares_the_positive() -> None:
     samples = [sample(token(cur=-2, beh=-1))]
-    assert step_loss(samples, [[3]], RefLoss("topr")) == 6
+    assert step_loss(samples, [[0.5]], RefLoss("topr")) == 1
     assert step_gradient(samples, [[0]], RefLoss("topr")) == [[0]]
 
 
