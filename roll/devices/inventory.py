@@ -63,10 +63,6 @@ class Inventory:
         """Nodes from plain mappings with the fields of `Node` except its name, which is `node0`, `node1`, …"""
         return cls(tuple(Node(name=f"node{number}", **row) for number, row in enumerate(rows)))
 
-    @property
-    def has_gpus(self) -> bool:
-        return any(node.gpus for node in self.nodes)
-
     def find(self, name: str) -> int | None:
         """The number of the node with that name or alias."""
         for number, node in enumerate(self.nodes):

@@ -11,12 +11,13 @@ Process roles (`rollout`, `reward`, `env`) take cores only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
 from roll.cluster.worker import Place
 from roll.config.errors import UserError
+from roll.config.names import either
 from roll.config.schema import Config, RoleConfig, RolesConfig
 from roll.devices.inventory import Device, Inventory
 from roll.devices.spec import format_devices, parse_devices
@@ -43,8 +44,6 @@ class RolePlacement:
     """Empty for a role without a model."""
     workers: tuple[tuple[Device, ...], ...]
     places: tuple[Place, ...]
-    cpus: int
-    """Cores a worker is counted as by a scheduler."""
 
     @property
     def devices(self) -> frozenset[Device]:
@@ -66,15 +65,6 @@ class DeviceMap:
     def devices(self, role: str) -> frozenset[Device]:
         return self.roles[role].devices
 
-    def roles_on(self, device: Device) -> list[str]:
-        """Names of the workers on a device: `actor_infer[3]`."""
-        return [
-            place.name
-            for placement in self.roles.values()
-            for worker, place in zip(placement.workers, placement.places, strict=True)
-            if device in worker
-        ]
-
     @property
     def kind(self) -> Layout:
         """How the trainer and the engines lie to each other."""
@@ -82,12 +72,6 @@ class DeviceMap:
         if train == infer:
             return "colocated"
         return "partly shared" if train & infer else "disaggregated"
-
-    @property
-    def engines_beside_trainer(self) -> tuple[int, ...]:
-        """Ranks of the engines that share a device with the trainer."""
-        train = self.devices("actor_train")
-        return tuple(rank for rank, worker in enumerate(self.roles["actor_infer"].workers) if train & set(worker))
 
     @property
     def one_copy(self) -> bool:
@@ -156,7 +140,7 @@ def _place_role(role: str, wanted: RoleConfig, config: Config, inventory: Invent
         )
         for rank, worker in enumerate(workers)
     )
-    return RolePlacement(role, strategy, tuple(workers), places, wanted.cpus or _usual_cpus(workers, threads, pinned))
+    return RolePlacement(role, strategy, tuple(workers), places)
 
 
 def _strategy(role: str, wanted: RoleConfig) -> str:
@@ -248,20 +232,19 @@ def _core_workers(role: str, wanted: RoleConfig, cores: tuple[Device, ...], inve
     if role in TRAIN_ROLES:
         _one_worker(role, wanted)
     replicas = wanted.replicas or 1
-    possible = [count for count in range(1, len(cores) + 1) if _cut(cores, count) is not None]
-    made = _cut(cores, replicas) if replicas in possible else None
-    if made is not None:
+    if (made := _cut(cores, replicas)) is not None:
         return made
+    possible = either([str(count) for count in range(1, len(cores) + 1) if _cut(cores, count) is not None])
     if len(cores) % replicas:
         raise UserError(
             f"roles.{role}.replicas is {replicas}, but the {len(cores)} cores {written} cannot be shared evenly: "
-            f"write roles.{role}.replicas={_either(possible)}"
+            f"write roles.{role}.replicas={possible}"
         )
     where = f"roles.{role}.devices is {written}, where a worker would span nodes"
     if role in TRAIN_ROLES:
         node = format_devices(next(iter(_by_node(cores).values())), inventory)
         raise UserError(f"{where}: write cores of one node, such as roles.{role}.devices={node}")
-    raise UserError(f"{where}: write roles.{role}.replicas={_either(possible)}")
+    raise UserError(f"{where}: write roles.{role}.replicas={possible}")
 
 
 def _cut(cores: tuple[Device, ...], replicas: int) -> Workers | None:
@@ -329,17 +312,5 @@ def _threads(
     return max(1, node.cores // beside)
 
 
-def _usual_cpus(workers: Workers, threads: Sequence[int], pinned: bool) -> int:
-    """Cores a worker is counted as where nobody wrote it: those it is held to, else as many as its threads, at most all
-    of its node."""
-    if workers[0][0].kind == "gpu":
-        return 1
-    return len(workers[0]) if pinned else min(*threads, len(workers[0]))
-
-
 def _by_node(devices: tuple[Device, ...]) -> dict[int, tuple[Device, ...]]:
     return {node: tuple(d for d in devices if d.node == node) for node in dict.fromkeys(d.node for d in devices)}
-
-
-def _either(counts: Sequence[int]) -> str:
-    return " or ".join(map(str, counts))

@@ -79,11 +79,6 @@ class ModelShape:
         )
 
 
-def count_parameters(config: PretrainedConfig) -> int:
-    """Parameters of a model of that shape, without making it."""
-    return ModelShape.of(config).parameters
-
-
 @dataclass(frozen=True)
 class Spans:
     """Attentions of one size: `count` of them, each of `queries` new rows over `keys` rows of its path."""

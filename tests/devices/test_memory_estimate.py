@@ -27,7 +27,6 @@ from roll.devices.memory import (
     Workload,
     cache_bytes,
     chunk_logits,
-    count_parameters,
     engine_working,
     estimate,
     forward_working,
@@ -282,7 +281,7 @@ def test_a_micro_batch_is_filled_as_the_trainer_fills_it(
 
 
 def test_parameters_are_counted_without_making_the_model() -> None:
-    assert count_parameters(llama(64, 160, 3, 4, 2, 128)) == sum(
+    assert ModelShape.of(llama(64, 160, 3, 4, 2, 128)).parameters == sum(
         p.numel() for p in LlamaForCausalLM(llama(64, 160, 3, 4, 2, 128)).parameters()
     )
     assert ModelShape.of(qwen3()).normed_heads
