@@ -180,7 +180,9 @@ def make_scheduler(
 ) -> RolloutScheduler:
     """The scheduler a config describes, going on from `state`."""
     order, keep = _policies(config, tasks)
-    scheduler = RolloutScheduler(order, roles.pool, lifecycle, config.rollout, keep, version=state.step)
+    scheduler = RolloutScheduler(
+        order, roles.pool, lifecycle, config.rollout, keep, version=state.step, siblings_needed=2
+    )
     if state.scheduler:
         scheduler.restore(state.scheduler, tasks.train)
     return scheduler

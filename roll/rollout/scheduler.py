@@ -89,12 +89,16 @@ class RolloutScheduler:
         keep: Filter,
         *,
         version: int = 0,
+        siblings_needed: int = 2,
     ) -> None:
+        """`siblings_needed`: how many samples of a group must have been judged for it to be of use: two where they are
+        compared with each other, else one."""
         self._order = order
         self._pool = pool
         self._lifecycle = lifecycle
         self._config = config
         self._filter = keep
+        self._needed = siblings_needed
         self._version = pool.version = version
         self._books = Books()
         self._tally = _Tally()
@@ -362,7 +366,7 @@ class RolloutScheduler:
         self._order.judged(group.task, [s.reward for s in scored], [s.response_tokens for s in scored])
         self._lengths[0] += len(scored)
         self._lengths[1] += sum(sample.response_tokens for sample in scored)
-        reason = self._filter(group) if len(scored) > 1 else "fewer than two samples could be judged"
+        reason = self._filter(group) if len(scored) >= self._needed else _too_few(self._needed)
         if reason is None:
             self._books.finish(group)
             return
@@ -478,6 +482,12 @@ class RolloutScheduler:
             f"all {len(samples)} samples of the step failed, so there is nothing to train on; "
             f"the reason of {reasons.count(commonest)} of them: {commonest}"
         )
+
+
+def _too_few(needed: int) -> str:
+    if needed == 1:
+        return "no sample could be judged"
+    return f"fewer than {'two' if needed == 2 else needed} samples could be judged"
 
 
 def _kind(reason: str) -> str:

@@ -51,20 +51,24 @@ async def setting(
     workers: int = 1,
     engine_count: int = 1,
     order: Any = None,
+    siblings_needed: int = 2,
     **config: Any,
 ) -> Setting:
     moves: Any = Moves()
     runner = ToyRunner(outcome, delay)
     pool = await runner.pool(workers, engine_count, config.get("tries", 1))
-    return Setting(runner, moves, pool, scheduler_over(pool, Lifecycle(moves), order, **config))
+    scheduler = scheduler_over(pool, Lifecycle(moves), order, siblings_needed, **config)
+    return Setting(runner, moves, pool, scheduler)
 
 
-def scheduler_over(pool: RolloutPool, life: Lifecycle, order: Any = None, **config: Any) -> RolloutScheduler:
+def scheduler_over(
+    pool: RolloutPool, life: Lifecycle, order: Any = None, siblings_needed: int = 2, **config: Any
+) -> RolloutScheduler:
     """A scheduler of the toy tasks, in the order that the config shapes unless another is given."""
     settings = RolloutConfig(**config)
     order = order or Epochs(TASKS.train, 5, shape=StepShape(settings.oversample, settings.cut))
     keep = make_filter(settings.filter, *settings.filter_range)
-    return RolloutScheduler(order, pool, life, settings, keep)
+    return RolloutScheduler(order, pool, life, settings, keep, siblings_needed=siblings_needed)
 
 
 def spread(sample: Sample) -> float:
@@ -254,6 +258,35 @@ def test_a_group_with_one_judged_sample_is_dropped_whatever_the_filter(name: str
         assert [g.index for g in rollout.kept] == [1]
         assert [sample.state for sample in rollout.groups[0].samples] == ["failed", "dropped", "failed"]
         assert rollout.groups[0].samples[1].reason == TOO_FEW
+
+    go(main())
+
+
+def test_where_siblings_are_not_compared_one_judged_sample_is_enough() -> None:
+    async def main() -> None:
+        run = await setting(
+            lambda s: "broken" if s.group == 0 or s.id == "1.0" else spread(s),
+            siblings_needed=1,
+            groups_per_step=2,
+            group_size=2,
+            filter="none",
+        )
+        rollout = await run.scheduler.next_rollout()
+        assert rollout.dropped == {"no sample could be judged": 1}
+        assert rollout.batch is not None
+        assert rollout.batch["sample"].tolist() == ["1.1", "2.0", "2.1"]
+
+    go(main())
+
+
+def test_groups_of_one_are_trained_on_where_siblings_are_not_compared() -> None:
+    async def main() -> None:
+        run = await setting(lambda s: 0.0, siblings_needed=1, groups_per_step=3, group_size=1, filter="none")
+        rollout = await run.scheduler.next_rollout()
+        assert [sample.id for sample in rollout.trained] == ["0.0", "1.0", "2.0"]
+        assert rollout.dropped == {}
+        run.scheduler.trained(rollout, 1)
+        assert set(run.moves.last().values()) == {"trained"}
 
     go(main())
 
