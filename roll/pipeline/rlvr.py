@@ -181,7 +181,13 @@ def make_scheduler(
     """The scheduler a config describes, going on from `state`."""
     order, keep = _policies(config, tasks)
     scheduler = RolloutScheduler(
-        order, roles.pool, lifecycle, config.rollout, keep, version=state.step, siblings_needed=2
+        order,
+        roles.pool,
+        lifecycle,
+        config.rollout,
+        keep,
+        version=state.step,
+        siblings_needed=2 if config.algorithm.compares_siblings else 1,
     )
     if state.scheduler:
         scheduler.restore(state.scheduler, tasks.train)
