@@ -8,7 +8,7 @@ import roll
 async def main() -> None:
     config = roll.load_config("examples/tiny.yaml", ["train.steps=10"])
     tasks, judge = roll.check(config)
-    algorithm = roll.make_algorithm(config.algorithm, config.rollout.max_new_tokens)
+    algorithm = roll.make_algorithm(config)
 
     async with roll.start_roles(config, judge) as roles:
         scheduler = roll.make_scheduler(config, tasks, roles, roll.Lifecycle(None), roll.RunState())

@@ -58,7 +58,7 @@ BAD_INPUT = {
     "train.updates_per_step=99": ["groups: write train.updates_per_step="],
     "train.warmup_steps=999": ["write train.warmup_steps="],
     "rollout.top_p=0.9": ["write rollout.top_p=1", "rollout.train_on_truncated=true"],
-    "algorithm=gpro": ["algorithm.name", "did you mean `grpo`?"],
+    "algorithm=gpro": ["algorithm.name", "did you mean 'grpo'"],
     "--resume --restart": ["--resume", "--restart", "write one of them"],
     "--resume": ["there is no run in runs/tiny", "leave out --resume"],
     "model=no-such-model": ["there is no model 'no-such-model'", "write smollm2-135m, tiny, a model folder"],

@@ -21,6 +21,7 @@ from roll.algorithm.running import KLWeight, RunningScores
 from roll.algorithm.streams import CorrectionSpec, CreditSpec, LossSpec
 from roll.config.algorithm import AlgorithmConfig
 from roll.config.errors import UserError
+from roll.config.schema import Config
 from roll.config.user_code import load_user_code
 from roll.data.batch import Batch
 
@@ -194,10 +195,12 @@ def loss_params(config: AlgorithmConfig) -> dict[str, Any]:
     return known.get(config.loss, config.loss_options)
 
 
-def make_algorithm(config: AlgorithmConfig, max_new_tokens: int) -> Algorithm:
-    if ":" not in config.name:
-        return Algorithm(config, max_new_tokens)
-    made = load_user_code(config.name, what="algorithm.name")(config, max_new_tokens)
+def make_algorithm(config: Config) -> Algorithm:
+    """The algorithm a run's configuration names."""
+    longest, own = config.rollout.max_new_tokens, config.algorithm
+    if ":" not in own.name:
+        return Algorithm(own, longest)
+    made = load_user_code(own.name, what="algorithm.name")(own, longest)
     if not isinstance(made, Algorithm):
-        raise UserError(f"algorithm.name: {config.name!r} is no roll.algorithm.Algorithm: make it a subclass")
+        raise UserError(f"algorithm.name: {own.name!r} is no roll.algorithm.Algorithm: make it a subclass")
     return made

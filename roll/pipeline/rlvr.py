@@ -52,7 +52,7 @@ class RLVR:
         self._publisher = publisher
         self._recorder = recorder
         self.state = state
-        self._algorithm = make_algorithm(config.algorithm, config.rollout.max_new_tokens)
+        self._algorithm = make_algorithm(config)
         if state.algorithm:
             self._algorithm.restore(state.algorithm)
         self._turns = Turns(roles)

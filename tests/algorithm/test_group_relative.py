@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from roll.algorithm import make_algorithm
 from roll.algorithm.advantages import group_relative
-from roll.config.schema import AlgorithmConfig
+from roll.config import load_config
 from roll.data import Batch, Sample, Task
 
 REWARDS = st.sampled_from([0.0, 1.0, 0.1, 0.5, -1.0, 1 / 3]) | st.floats(-10, 10).map(lambda x: round(x, 3))
@@ -66,6 +66,6 @@ def test_grpo_credits_every_sample_of_a_batch(scale_by_std: bool) -> None:
         Sample(str(i), Task.ask("t", "?"), group, 1.0, reward=reward)
         for i, (reward, group) in enumerate(zip(rewards, groups, strict=True))
     ]
-    config = AlgorithmConfig(scale="group" if scale_by_std else "none")
-    batch = make_algorithm(config, 8).credit(Batch.from_samples(samples))
+    config = load_config({"algorithm": {"scale": "group" if scale_by_std else "none"}})
+    batch = make_algorithm(config).credit(Batch.from_samples(samples))
     np.testing.assert_allclose(batch["advantage"], reference(rewards, groups, scale_by_std), rtol=1e-6)
