@@ -62,12 +62,14 @@ class Training:
         config: RolloutConfig,
         make_order: Callable[[], BaseOrder],
         make_world: Callable[[], World],
+        greedy_baseline: bool = False,
     ) -> None:
         self.path = path
         self.tasks = tasks
         self.config = config
         self._make_order = make_order
         self._make_world = make_world
+        self._greedy_baseline = greedy_baseline
         self.step = 0
         """Finished steps, which is also the version of the weights."""
         self.saved: Saved | None = None
@@ -105,7 +107,16 @@ class Training:
         self.tokens_lost, self.trainer_died = False, ""
         lifecycle = Lifecycle(self.ledger, asyncio.get_running_loop().time)
         order, pool = Noted(self._make_order(), self._note), self.world.pool
-        self.scheduler = RolloutScheduler(order, pool, lifecycle, self.config, no_signal, version=saved.step)
+        self.scheduler = RolloutScheduler(
+            order,
+            pool,
+            lifecycle,
+            self.config,
+            no_signal,
+            version=saved.step,
+            siblings_needed=1 if self._greedy_baseline else 2,
+            greedy_baseline=self._greedy_baseline,
+        )
         if saved.scheduler:
             self.scheduler.restore(json.loads(saved.scheduler), self.tasks)
         self.draws = {group: draw for group, draw in self.draws.items() if group < self.scheduler.next_group}

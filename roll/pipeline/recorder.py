@@ -138,18 +138,19 @@ class Recorder:
         seconds = self._lap()
         self.steps += 1
         self._recent.append(generating_s + training_s)
-        samples = [s for s in rollout.samples if s.finish is not None]
+        samples = [s for s in rollout.samples if s.finish is not None and not s.greedy]
         lengths = [s.response_tokens for s in samples]
+        generated = sum(s.response_tokens for s in rollout.samples)
         state.seconds += seconds
         state.seconds_generating += generating_s
         state.seconds_training += training_s
-        state.generated_tokens += sum(lengths)
+        state.generated_tokens += generated
         state.trained_samples += len(rollout.batch) if rollout.batch is not None else 0
         values = rollout_metrics(rollout, samples, lengths)
         state.reward = values["reward/mean"]
         values |= {"time/step_s": seconds, "time/generate_s": generating_s, "time/train_s": training_s}
         overlaps = self._config.rollout.max_staleness > 0
-        values["response/tokens_per_s"] = sum(lengths) / max(seconds if overlaps else generating_s, 1e-9)
+        values["response/tokens_per_s"] = generated / max(seconds if overlaps else generating_s, 1e-9)
         if stats is not None:
             values |= update_metrics(stats)
         if total := roles.executor.controller_bytes:

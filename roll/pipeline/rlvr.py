@@ -188,6 +188,7 @@ def make_scheduler(
         keep,
         version=state.step,
         siblings_needed=2 if config.algorithm.compares_siblings else 1,
+        greedy_baseline=config.algorithm.baseline == "greedy",
     )
     if state.scheduler:
         scheduler.restore(state.scheduler, tasks.train)

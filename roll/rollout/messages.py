@@ -22,6 +22,8 @@ class Lease:
     version: int = 0
     """Of the weights, when the lease was given."""
     tries: int = 1
+    greedy: str | None = None
+    """The one of its samples that is drawn at temperature 0."""
 
 
 @dataclass(frozen=True)

@@ -158,6 +158,7 @@ class RolloutPool:
             tuple(out.samples),
             self.version,
             first.tries,
+            next((sample.id for sample in samples if sample.greedy), None),
         )
         try:
             self._lines[worker].post(lease)

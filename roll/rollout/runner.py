@@ -130,7 +130,7 @@ class SampleRunner:
         response = await self._respond(sample, conversation, siblings)
         self._scoring(sample, response)
         sample.reward, sample.parts = await self._verdict(sample, response)
-        self._lifecycle.move(sample, "scored", reward=sample.reward)
+        self._scored(sample)
 
     def _open(self, sample: Sample, messages: Sequence[Message]) -> Conversation:
         try:
@@ -265,7 +265,12 @@ class SampleRunner:
     def _finish_episode(self, sample: Sample, response: Response) -> None:
         self._scoring(sample, response)
         sample.parts = {"turns": float(sample.turns)}
-        self._lifecycle.move(sample, "scored", reward=sample.reward)
+        self._scored(sample)
+
+    def _scored(self, sample: Sample) -> None:
+        """On record a greedy answer's reward is not called one: what is counted there is what training samples earn."""
+        info: dict[str, Any] = {"baseline" if sample.greedy else "reward": sample.reward}
+        self._lifecycle.move(sample, "scored", **info)
 
     async def _acting(self, call: Awaitable[R]) -> R:
         try:

@@ -14,6 +14,8 @@ What always holds:
   With 4 groups wanted and groups 1 and 4 without signal: 0 1 2 3 are issued, 4 replaces 1, 5 replaces 4, and the batch is
   0 2 3 5.
 - Every task that was drawn is trained on, dropped with a reason, or drawn again.
+- *Greedy baseline*: each group has one sample more than its size, drawn at temperature 0. Its reward is the `baseline` of
+  those that are trained on; without it the group is of no use. It is dropped, on record, when they are trained on.
 """
 
 from __future__ import annotations
@@ -24,10 +26,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from roll.cluster.errors import RemoteError
 from roll.config.errors import RunError
 from roll.config.schema import RolloutConfig
 from roll.data.batch import Batch
+from roll.data.columns import Array
 from roll.data.sample import Group, Sample
 from roll.data.task import Task
 from roll.rollout.books import Books
@@ -90,15 +95,17 @@ class RolloutScheduler:
         *,
         version: int = 0,
         siblings_needed: int = 2,
+        greedy_baseline: bool = False,
     ) -> None:
         """`siblings_needed`: how many samples of a group must have been judged for it to be of use: two where they are
-        compared with each other, else one."""
+        compared with each other, else one. `greedy_baseline`: groups have a greedy answer that they are compared with."""
         self._order = order
         self._pool = pool
         self._lifecycle = lifecycle
         self._config = config
         self._filter = keep
         self._needed = siblings_needed
+        self._greedy_baseline = greedy_baseline
         self._version = pool.version = version
         self._books = Books()
         self._tally = _Tally()
@@ -158,6 +165,9 @@ class RolloutScheduler:
         """The weights of `version` have been trained on it."""
         for sample in rollout.trained:
             self._lifecycle.move(sample, "trained", version=version)
+        for group in rollout.kept:
+            if group.baseline is not None:
+                self._lifecycle.move(group.baseline, "dropped", "baseline: not trained on")
         self._books.trained(rollout.kept)
 
     def give_back(self, rollout: Rollout, reason: str) -> None:
@@ -293,12 +303,14 @@ class RolloutScheduler:
             Sample(f"{index}.{i}", draw.task, index, config.temperature, priority=priority)
             for i in range(config.group_size)
         ]
+        if self._greedy_baseline:
+            samples.append(Sample(f"{index}.{config.group_size}", draw.task, index, 0.0, priority=priority, greedy=True))
         group = Group(index, draw.task, samples, draw.epoch, priority, self._version)
         said: dict[str, Any] = {"task": draw.task.id, "group": index, "domain": draw.task.domain}
         if priority:
             said["priority"] = priority
         for sample in samples:
-            self._lifecycle.move(sample, "queued", **said)
+            self._lifecycle.move(sample, "queued", **({**said, "greedy": True} if sample.greedy else said))
         self._books.issue(group)
         self._start(group)
         return group
@@ -366,7 +378,7 @@ class RolloutScheduler:
         self._order.judged(group.task, [s.reward for s in scored], [s.response_tokens for s in scored])
         self._lengths[0] += len(scored)
         self._lengths[1] += sum(sample.response_tokens for sample in scored)
-        reason = self._filter(group) if len(scored) >= self._needed else _too_few(self._needed)
+        reason = self._reason_to_drop(group)
         if reason is None:
             self._books.finish(group)
             return
@@ -374,6 +386,13 @@ class RolloutScheduler:
         self._record_end(group, reason)
         self._tally.rejected += 1
         self._fill()
+
+    def _reason_to_drop(self, group: Group) -> str | None:
+        if len(group.scored) < self._needed:
+            return _too_few(self._needed)
+        if group.baseline is not None and group.baseline.state != "scored":
+            return "no baseline: the greedy answer could not be judged"
+        return self._filter(group)
 
     def _record_end(self, group: Group, reason: str) -> None:
         for sample in group.samples:
@@ -449,6 +468,8 @@ class RolloutScheduler:
             for group in chosen:
                 self._run_again(group, f"tokens lost: {_kind(str(error))}")
             return None
+        if batch is not None and self._greedy_baseline:
+            batch = batch.with_columns(baseline=_baselines(chosen))
         for sample in samples:
             self._lifecycle.move(sample, "kept")
         if not self._config.max_staleness:
@@ -473,7 +494,7 @@ class RolloutScheduler:
         return sum(sample.response_tokens for sample in samples) / len(samples) / (tokens / count) - 1
 
     def _refuse_total_failure(self, groups: list[Group]) -> None:
-        samples = [sample for group in groups for sample in group.samples]
+        samples = [sample for group in groups for sample in group.samples if not sample.greedy]
         reasons = [sample.reason for sample in samples if sample.state == "failed"]
         if len(reasons) < len(samples) or not samples:
             return
@@ -482,6 +503,11 @@ class RolloutScheduler:
             f"all {len(samples)} samples of the step failed, so there is nothing to train on; "
             f"the reason of {reasons.count(commonest)} of them: {commonest}"
         )
+
+
+def _baselines(groups: Sequence[Group]) -> Array:
+    """What the greedy answer earned, for each sample to train on."""
+    return np.array([g.baseline.reward for g in groups if g.baseline is not None for _ in g.scored])
 
 
 def _too_few(needed: int) -> str:

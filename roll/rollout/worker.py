@@ -147,6 +147,9 @@ class RolloutWorker(Worker):
             Sample(id, task, group, lease.temperature, state="queued", tries=lease.tries, entered_s=now)
             for id in lease.samples
         ]
+        for sample in samples:
+            if sample.id == lease.greedy:
+                sample.greedy, sample.temperature = True, 0.0
         held = self._held[lease.key] = _Held(lease, samples)
         for sample in samples:
             self._home[sample.id] = sample

@@ -163,6 +163,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         scoring_most=st.sampled_from([0, 2]),
         way_s=st.sampled_from([0.0, 0.002, 0.2]),
         deadly=st.sampled_from([0.0, 0.0, 0.5]),
+        greedy=st.booleans(),
     )
     def begin(
         self,
@@ -176,6 +177,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         scoring_most: int,
         way_s: float,
         deadly: float,
+        greedy: bool,
     ) -> None:
         self.config = RolloutConfig.model_validate({"groups_per_step": GROUPS, **config, **filling})
         self.tasks = [Task(f"t{number}", ()) for number in range(tasks)]
@@ -205,7 +207,7 @@ class ExactlyOnce(RuleBasedStateMachine):
             return Watched(made, self)  # type: ignore[arg-type]
 
         async def start() -> None:
-            self.training = Training(self.folder / "ledger", self.tasks, self.config, order, make_world)
+            self.training = Training(self.folder / "ledger", self.tasks, self.config, order, make_world, greedy)
             await self.training.begin()
 
         self.run(start())
@@ -471,6 +473,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         assert story.volume <= GROUPS * (k + 1) + int(GROUPS * self.config.oversample + 1e-9)
         none(balance.too_old(story, k, self.config.stale == "mask"))
         none(balance.invalid_paths(story))
+        none(balance.wrong_baselines(story))
         none(balance.unbalanced(story, self.training.draws, balance.held_by(order)))
         none(balance.wrong_epochs(self.training.draws, order, [task.id for task in self.tasks]))
 
