@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import ray
+from processes import alive, eventually
 
 from roll.cluster import Cluster, Dispatch, Place, RestartPolicy, Supervisor, Worker, parallel, ray_actor, ray_executor
 from roll.cluster.errors import CallTimedOut, TokensLost, WorkerDied, WorkerError
@@ -124,24 +125,8 @@ def roles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Roles]:
             cloudpickle.unregister_pickle_by_value(here)
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return b"State:\tZ" not in Path(f"/proc/{pid}/status").read_bytes()
-    except OSError:
-        return False
-
-
 def pids_in(log: Path) -> list[int]:
     return [int(line.split()[-1]) for line in log.read_text().splitlines() if "starts in process" in line]
-
-
-def eventually(holds: Callable[[], bool], within_s: float = 20) -> bool:
-    deadline = time.monotonic() + within_s
-    while not holds():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 async def lost(pending: Coroutine[Any, Any, Any]) -> str:
@@ -208,7 +193,7 @@ def test_a_worker_is_restarted_behind_the_same_handle(roles: Roles, how: str) ->
         else:
             os.kill(old, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         await mortals.restart(1)
-        assert not is_alive(old)
+        assert not alive(old)
         assert (await pending).startswith("mortal[1] died: ")
         if how == "blocked":
             assert (await blocked).startswith("mortal[1] died: ")
@@ -407,7 +392,7 @@ def test_closing_in_the_middle_of_a_restart_leaves_nothing(roles: Roles, monkeyp
         with pytest.raises((WorkerDied, RunError)):
             await restarting
         assert not ray.is_initialized()
-        assert eventually(lambda: not any(map(is_alive, pids_in(log))))
+        assert eventually(lambda: not any(map(alive, pids_in(log))))
         with pytest.raises(RunError, match=r"^mortal\[0\] cannot be restarted: "):
             await roles.mortals.restart(0)
         for call in (roles.mortals.call_rank(0, Mortal.pid), roles.mortals.ping(0, 5)):
