@@ -176,6 +176,7 @@ class RolloutScheduler:
 
     def published(self, version: int) -> None:
         self._version = self._pool.version = version
+        self.before_publish(version)  # again, for what began while the weights were on their way
         self._fill()
 
     def worker_lost(self, worker: int, reason: str) -> None:

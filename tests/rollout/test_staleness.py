@@ -158,6 +158,8 @@ def test_on_policy_nothing_is_issued_between_steps() -> None:
         await run.publish(rollout)
         await asyncio.sleep(10)
         assert run.scheduler.next_group == 3
+        await run.publish()  # also when nothing is being trained on
+        assert run.scheduler.next_group == 3
 
     go(main())
 
@@ -320,6 +322,25 @@ def test_a_group_that_ran_again_does_not_hide_an_older_one_from_those_who_wait()
         run.scheduler.give_back(rollout, "tokens lost: ?")  # 0 and 1 run again, of version 1
         rollout = await run.scheduler.next_rollout()
         assert 2 in indices(rollout.kept)  # of version 0: now or never
+        await run.scheduler.close()
+
+    go(main())
+
+
+def test_a_group_that_ran_again_is_as_young_as_its_new_beginning() -> None:
+    async def main() -> None:
+        def delay(sample: Sample) -> float:
+            return 500.0 if sample.tries > 1 else 1.0 + sample.group
+
+        run = await world(delay, groups_per_step=1, max_staleness=1, cut="first", tries=3)
+        rollout = await run.scheduler.next_rollout()
+        assert indices(rollout.kept) == [0]
+        await run.publish()
+        run.scheduler.give_back(rollout, "tokens lost: ?")  # it runs again, of version 1
+        began = asyncio.get_running_loop().time()
+        rollout = await run.scheduler.next_rollout()
+        assert indices(rollout.kept) == [1]
+        assert asyncio.get_running_loop().time() - began < 10  # there is time for it in the next step
         await run.scheduler.close()
 
     go(main())

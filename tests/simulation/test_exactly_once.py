@@ -277,6 +277,19 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.start_step()
         self.wait(seconds)
 
+    @rule()
+    def wait_for_new_weights(self) -> None:
+        """Until they are on their way to the engines, or the step is over without."""
+        self.start_step()
+
+        async def until_published() -> None:
+            assert self.stepping is not None
+            published = asyncio.create_task(self.training.world.publishing.wait())
+            await asyncio.wait([self.stepping, published], timeout=STEP_S, return_when=asyncio.FIRST_COMPLETED)
+            published.cancel()
+
+        self.run(until_published())
+
     @rule(count=st.integers(1, 3))
     def make_steps(self, count: int) -> None:
         for _ in range(count):
