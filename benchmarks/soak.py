@@ -178,7 +178,7 @@ def open_objects(world: World) -> Counter[str]:
         leases=len(pool._out),
         seats=sum(router.running(engine) for engine in range(len(world.engines))),
         wants=router.waiting,
-        homes=len(pool._homes),
+        homes=len(pool.tokens._homes),
         tokens=sum(len(rollouts.home) for rollouts in world.rollouts),
     )
 

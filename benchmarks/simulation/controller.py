@@ -113,7 +113,7 @@ class SimRun:
         await self.publish(self.version + 1)
         self.scheduler.trained(rollout, self.version)
         self.ledger.flush()
-        await self.pool.forget(rollout.samples)
+        await self.pool.tokens.forget(rollout.samples)
         return self._times(rollout, rolled_out_s)
 
     async def publish(self, version: int) -> None:

@@ -133,12 +133,12 @@ class Training:
         scheduler.trained(rollout, self.step)
         self.lag = self.ledger.lag
         self.ledger.flush()
-        await world.pool.write(self.step, rollout.samples)
-        await world.pool.forget(rollout.samples)
+        await world.pool.tokens.write(self.step, rollout.samples)
+        await world.pool.tokens.forget(rollout.samples)
 
     def _homes(self, rollout: Rollout) -> set[tuple[int, int, bool]]:
         """The workers that have its tokens, and which of their lives it is."""
-        homes = {self.world.pool.home_of(sample) for sample in rollout.trained}
+        homes = {self.world.pool.tokens.home_of(sample) for sample in rollout.trained}
         handles = self.world.handles
         return {(home, handles[home].incarnation, handles[home].alive) for home in homes if home is not None}
 

@@ -169,8 +169,8 @@ class Recorder:
             self._trace.flush()
         self._metrics.log(state.step, values)
         if self._config.run.save_samples:
-            await roles.pool.write(state.step, rollout.samples)
-        await roles.pool.forget(rollout.samples)
+            await roles.pool.tokens.write(state.step, rollout.samples)
+        await roles.pool.tokens.forget(rollout.samples)
         steps = self._config.train.steps
         self.reporter.stepped(
             StepReport(

@@ -148,7 +148,7 @@ class RolloutScheduler:
             self._abandon(group)
         # waits: they were cancelled
         await asyncio.gather(*self._leaving, return_exceptions=True)
-        await self._pool.forget()
+        await self._pool.tokens.forget()
 
     def trained(self, rollout: Rollout, version: int) -> None:
         """The weights of `version` have been trained on it."""
@@ -182,7 +182,7 @@ class RolloutScheduler:
     def worker_lost(self, worker: int, reason: str) -> None:
         """A rollout worker died: finished groups whose tokens it had run again. Running ones the pool starts anew."""
         for group in list(self._books.ready.values()):
-            if any(self._pool.home_of(sample) in (worker, None) for sample in group.scored):
+            if any(self._pool.tokens.home_of(sample) in (worker, None) for sample in group.scored):
                 self._run_again(group, reason)
 
     # Interfering
@@ -441,7 +441,7 @@ class RolloutScheduler:
         samples = [sample for group in chosen for sample in group.scored]
         mask_below = self._version - self._config.max_staleness if self._config.stale == "mask" else 0
         try:
-            batch = await self._pool.batch(samples, mask_below) if samples else None
+            batch = await self._pool.tokens.batch(samples, mask_below) if samples else None
         except (RemoteError, KeyError) as error:
             for group in chosen:
                 self._run_again(group, f"tokens lost: {_kind(str(error))}")

@@ -354,7 +354,7 @@ def test_a_cancelled_step_leaves_nothing_running(after: int) -> None:
         await turns(20)
         assert sorted(run.runner.cancelled) == sorted(run.runner.started)
         assert after < 30 or run.runner.started
-        assert not run.pool._homes
+        assert not run.pool.tokens._homes
 
     go(main())
 
@@ -411,7 +411,7 @@ def test_every_sample_of_a_step_ends_on_the_ledger() -> None:
             assert run.moves.infos(sample.id)[-1] == ("trained", {"version": 7})
         said = {"task": samples[0].task.id, "group": samples[0].group, "domain": "default"}
         assert run.moves.infos(samples[0].id)[0] == ("queued", said)
-        await run.pool.forget(rollout.samples)
+        await run.pool.tokens.forget(rollout.samples)
         run.assert_empty()
 
     go(main())
@@ -550,7 +550,7 @@ def test_a_group_that_is_dropped_is_ended_and_recorded(at: str) -> None:
         assert rollout.dropped == {"by hand: not wanted": 1}
         assert sorted(run.runner.cancelled) == sorted(s.id for s in victim.samples if at == "open")
         await turns(40)
-        assert not {s.id for s in victim.samples} & set(run.pool._homes) or at == "ready"
+        assert not {s.id for s in victim.samples} & set(run.pool.tokens._homes) or at == "ready"
 
     go(main())
 
@@ -604,7 +604,7 @@ def test_groups_may_be_dropped_at_any_moment(seed: int) -> None:
         scheduler.trained(rollout, 1)
         await asyncio.sleep(1)
         run.assert_idle()
-        await run.pool.forget(rollout.samples)
+        await run.pool.tokens.forget(rollout.samples)
         run.assert_empty()
 
     go(main())
@@ -684,7 +684,7 @@ def test_a_group_gets_its_engine_earlier_when_its_priority_is_raised_whenever_th
         if after == 60 and which:
             assert begun == ["0.0", "3.0", "1.0", "2.0"]
         scheduler.trained(rollout, 1)
-        await run.pool.forget(rollout.samples)
+        await run.pool.tokens.forget(rollout.samples)
         run.assert_empty()
 
     go(main())
@@ -717,7 +717,7 @@ def test_a_group_whose_priority_changes_while_it_begins_is_whole(after_s: float)
         assert rollout.batch is not None
         assert rollout.batch["sample"].tolist() == ["0.0", "0.1", "0.2"]
         assert [s.state for s in group.samples] == ["kept"] * 3
-        await run.pool.forget(rollout.samples)
+        await run.pool.tokens.forget(rollout.samples)
         run.assert_empty()
 
     go(main())
@@ -885,7 +885,7 @@ def test_finished_groups_whose_tokens_died_run_again() -> None:
         )
         call = asyncio.create_task(run.scheduler.next_rollout())
         await asyncio.sleep(5)
-        homes = {index: run.pool.home_of(g.samples[0]) for index, g in run.scheduler._books.ready.items()}
+        homes = {index: run.pool.tokens.home_of(g.samples[0]) for index, g in run.scheduler._books.ready.items()}
         assert set(homes) == {0, 1, 2}
         lost = [index for index, home in homes.items() if home == 0]
         assert lost
@@ -907,7 +907,7 @@ def test_finished_groups_whose_tokens_died_run_again() -> None:
 def test_a_worker_that_dies_as_the_batch_is_made_costs_a_repetition_not_the_run() -> None:
     async def main() -> None:
         run = await setting(spread, lambda s: 1.0, workers=2, groups_per_step=2, group_size=2, tries=3)
-        batch = run.pool.batch
+        batch = run.pool.tokens.batch
         times = 0
 
         async def dying(samples: list[Sample], mask_below: int = 0) -> Any:
@@ -917,7 +917,7 @@ def test_a_worker_that_dies_as_the_batch_is_made_costs_a_repetition_not_the_run(
                 run.runner.crew.kill(0)
             return await batch(samples, mask_below)
 
-        run.pool.batch = dying  # type: ignore[method-assign]
+        run.pool.tokens.batch = dying  # type: ignore[method-assign]
         rollout = await run.scheduler.next_rollout()
         assert times == 2
         assert [g.index for g in rollout.kept] == [0, 1]
@@ -984,7 +984,7 @@ def test_nothing_is_left_at_workers_of_what_was_made_again() -> None:
         run = await party(2, 2, lambda task, response: random.random(), says="4")
         scheduler = scheduler_of(run, groups_per_step=1, group_size=2)
         rollout = await scheduler.next_rollout()
-        assert run.pool.home_of(rollout.samples[0]) == 0
+        assert run.pool.tokens.home_of(rollout.samples[0]) == 0
         run.judges[0].gate.clear()
         other = run.start(run.group(99))  # so that the other worker has less to do
         await asyncio.sleep(1)
@@ -993,7 +993,7 @@ def test_nothing_is_left_at_workers_of_what_was_made_again() -> None:
         rollout = await scheduler.next_rollout()
         await other
         scheduler.trained(rollout, 1)
-        await run.pool.forget([*rollout.samples, *run.group(99)])
+        await run.pool.tokens.forget([*rollout.samples, *run.group(99)])
         await asyncio.sleep(1)
         run.assert_empty()
 

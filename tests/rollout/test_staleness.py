@@ -95,7 +95,7 @@ class World:
         self.version = new
         if rollout is not None:
             self.scheduler.trained(rollout, new)
-            await self.pool.forget(rollout.samples)
+            await self.pool.tokens.forget(rollout.samples)
 
     async def step(self) -> Rollout:
         rollout = await self.scheduler.next_rollout()
@@ -434,7 +434,7 @@ def test_whatever_happens_there_is_never_too_much_or_too_old_and_every_group_end
         assert [run.pool._router.running(engine) for engine in range(2)] == [0, 0]
         left = {sample.id for index in under_way for sample in run.issued[index].samples}
         left |= {sample.id for group in scheduler._tally.ended for sample in group.samples}
-        assert set(run.pool._homes) <= left
+        assert set(run.pool.tokens._homes) <= left
 
     go(main())
 

@@ -506,7 +506,7 @@ class Party:
 
     def drawn(self, sample: Sample) -> Sample:
         """A sample as its worker has it, with its tokens."""
-        home = self.pool.home_of(sample)
+        home = self.pool.tokens.home_of(sample)
         assert home is not None
         return self.workers[home]._home[sample.id]
 
@@ -558,7 +558,7 @@ class Party:
     def assert_empty(self) -> None:
         """Nothing is kept of any sample."""
         self.assert_idle()
-        assert not self.pool._homes
+        assert not self.pool.tokens._homes
         for worker in self.workers:
             assert not worker._held
             assert not worker._home
