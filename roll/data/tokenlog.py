@@ -41,6 +41,19 @@ class TokenLog:
     def __init__(self) -> None:
         self._segments: list[Segment] = []
 
+    @classmethod
+    def of_columns(cls, ids: IntArray, loss_mask: BoolArray, behaviour: FloatArray, versions: IntArray) -> TokenLog:
+        """The log that has these columns; what is not sampled is one segment between two responses."""
+        log = cls()
+        for span in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(loss_mask)) + 1):
+            if not len(span):
+                continue
+            if loss_mask[span[0]]:
+                log.respond(ids[span], behaviour[span], versions[span])
+            else:
+                (log.observe if log._segments else log.prompt)(ids[span])
+        return log
+
     @property
     def segments(self) -> tuple[Segment, ...]:
         return tuple(self._segments)

@@ -23,7 +23,7 @@ from roll.pipeline.report import Reporter, StepReport
 from roll.pipeline.roles import Roles
 from roll.pipeline.state import RunState
 from roll.rollout.evaluate import Evaluation
-from roll.rollout.scheduler import Rollout
+from roll.rollout.scheduler import Rollout, RolloutScheduler
 from roll.run import (
     Checkpoint,
     Checkpoints,
@@ -187,7 +187,8 @@ class Recorder:
             )
         )
 
-    async def save(self, actor: Cluster[TrainWorker], state: RunState) -> None:
+    async def save(self, actor: Cluster[TrainWorker], state: RunState, scheduler: RolloutScheduler) -> None:
+        """A checkpoint of the run as `state` says it is now; what moves meanwhile comes after it."""
         latest = self._checkpoints.latest()
         if latest is not None and latest.step == state.step:
             return
@@ -195,6 +196,7 @@ class Recorder:
         self.ledger.flush()
         state.seconds += self._lap()
         with self._checkpoints.saving(state.step, {**state.to_dict(), "ledger_position": self.ledger.position}) as path:
+            await scheduler.save(path, state.scheduler)
             await actor.call(TrainWorker.save, path)
 
     def finish(self, state: RunState) -> dict[str, Any]:

@@ -6,6 +6,7 @@ roll out → reference → credit → update → publish → record
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 from roll.algorithm import make_algorithm
 from roll.cluster.errors import TokensLost
@@ -45,12 +46,16 @@ class RLVR:
         tasks: TaskSet,
         recorder: Recorder,
         state: RunState,
+        checkpoint: Path | None = None,
     ) -> None:
+        """`checkpoint` is the folder that `state` is from."""
         self._config = config
         self._roles = roles
         self._publisher = publisher
         self._recorder = recorder
         self.state = state
+        self._checkpoint = checkpoint
+        self._tasks = tasks
         self._algorithm = make_algorithm(config.algorithm)
         self._turns = Turns(roles)
         supervision.engine_restored = self._turns.engine_restored
@@ -67,6 +72,8 @@ class RLVR:
 
     async def _run(self) -> RunState:
         config, state, recorder = self._config, self.state, self._recorder
+        if state.scheduler:
+            await self._scheduler.restore(state.scheduler, self._tasks.train, self._checkpoint)
         async with self._publisher.changing():
             await self._publish(state.step)
         if state.accuracy_before is None:
@@ -78,10 +85,11 @@ class RLVR:
                 await self._evaluate()
             if config.run.checkpoint_every and state.step % config.run.checkpoint_every == 0 and not last:
                 await self._save()
-        await self._scheduler.finish()
+        await self._scheduler.halt()
         if not recorder.stop_requested and state.accuracy_step != state.step:
             await self._evaluate()
         await self._save()
+        await self._scheduler.finish()
         return state
 
     async def _step(self) -> None:
@@ -127,7 +135,7 @@ class RLVR:
     async def _save(self) -> None:
         self.state.scheduler = self._scheduler.state()
         with self._recorder.stage("checkpoint"):
-            await self._recorder.save(self._roles.actor, self.state)
+            await self._recorder.save(self._roles.actor, self.state, self._scheduler)
 
     def _count(self, rollout: Rollout) -> None:
         self.state.step += 1
@@ -163,12 +171,9 @@ class RLVR:
 def make_scheduler(
     config: Config, tasks: TaskSet, roles: Roles, lifecycle: Lifecycle, state: RunState
 ) -> RolloutScheduler:
-    """The scheduler a config describes, going on from `state`."""
+    """The scheduler a config describes, for the weights of `state`."""
     order, keep = _policies(config, tasks)
-    scheduler = RolloutScheduler(order, roles.pool, lifecycle, config.rollout, keep, version=state.step)
-    if state.scheduler:
-        scheduler.restore(state.scheduler, tasks.train)
-    return scheduler
+    return RolloutScheduler(order, roles.pool, lifecycle, config.rollout, keep, version=state.step)
 
 
 def check_policies(config: Config, tasks: TaskSet) -> None:

@@ -22,6 +22,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from roll.cluster.errors import RemoteError
@@ -31,6 +32,7 @@ from roll.data.batch import Batch
 from roll.data.sample import Group, Sample
 from roll.data.task import Task
 from roll.rollout.books import Books
+from roll.rollout.buffer import group_of, state_of
 from roll.rollout.filters import Filter
 from roll.rollout.lifecycle import ENDS, Lifecycle
 from roll.rollout.messages import Stop
@@ -134,7 +136,8 @@ class RolloutScheduler:
             self._stepping = False
 
     async def finish(self) -> None:
-        """The run stops here: what is under way is dropped on record, and comes again if the run goes on some day."""
+        """The run stops here, after its last checkpoint: what is under way is dropped on record, which is taken back by
+        whoever goes on from the checkpoint."""
         for group in self._books.waiting:
             self._drop(group, "ended: the run stopped before it was trained on")
             if group.epoch >= 0:
@@ -142,19 +145,24 @@ class RolloutScheduler:
         await self.close()
 
     async def close(self) -> None:
-        """Ends everything that is under way, for good: whatever dies from now on, nothing starts again."""
+        """Ends everything that is under way, for good, and lets go of all tokens."""
+        await self.halt()
+        await self._pool.tokens.forget()
+
+    async def halt(self) -> None:
+        """Nothing is generated from now on, whatever dies: what is open stays as it is, what is ready can be saved."""
         self._closed = True
         for group in self.open_groups:
             self._abandon(group)
         # waits: they were cancelled
         await asyncio.gather(*self._leaving, return_exceptions=True)
-        await self._pool.tokens.forget()
 
     def trained(self, rollout: Rollout, version: int) -> None:
         """The weights of `version` have been trained on it."""
         for sample in rollout.trained:
             self._lifecycle.move(sample, "trained", version=version)
         self._books.trained(rollout.kept)
+        self._fill()
 
     def give_back(self, rollout: Rollout, reason: str) -> None:
         """Its tokens were lost before it was trained on: its groups run again."""
@@ -232,29 +240,60 @@ class RolloutScheduler:
     # What a checkpoint needs
 
     def state(self) -> dict[str, Any]:
-        """All that is needed to go on, as JSON. Groups under way are issued again after a restart."""
-        waiting = sorted([*self._books.waiting, *self._books.taken.values()], key=lambda group: group.index)
+        """All that is needed to go on, as JSON, but the tokens of `ready` groups, which `save` writes. Those of which
+        something is missing, `open`, are issued again."""
+        books, home_of = self._books, self._pool.tokens.home_of
+        parts = {group.index: home_of(group.scored[0]) for group in books.ready.values()}
+        ready = [state_of(group, part) for group in books.oldest_ready() if (part := parts[group.index]) is not None]
+        lost = [group for group in books.ready.values() if parts[group.index] is None]
+        unfinished = sorted([*books.open.values(), *books.taken.values(), *lost], key=lambda group: group.index)
         return {
             "order": self._order.state(),
             "next_group": self.next_group,
             "kills": dict(self._kills),
             "lengths": list(self._lengths),
             "open": [
-                {"task": g.task.id, "epoch": g.epoch, "samples": [s.id for s in g.samples if s.state not in ENDS]}
-                for g in waiting
+                {
+                    "index": group.index,
+                    "task": group.task.id,
+                    "epoch": group.epoch,
+                    "samples": [sample.id for sample in group.samples if sample.state not in ENDS],
+                }
+                for group in unfinished
             ],
+            "ready": ready,
         }
 
-    def restore(self, state: dict[str, Any], tasks: Sequence[Task]) -> None:
+    async def save(self, folder: Path, state: dict[str, Any]) -> None:
+        """Writes the tokens of what was ready when `state` was taken, a moment ago, into a checkpoint's folder."""
+        parts: dict[int, list[str]] = {}
+        for group in state["ready"]:
+            parts.setdefault(group["part"], []).extend(sample["id"] for sample in group["samples"])
+        await self._pool.tokens.save(folder, parts)
+
+    async def restore(self, state: dict[str, Any], tasks: Sequence[Task], folder: Path | None = None) -> None:
+        """Goes on from a state and the checkpoint's folder. Groups whose tokens are not there, or whose task is none of
+        these, are closed; those that the order knows are issued again."""
         by_id = {task.id: task for task in tasks}
         self._order.restore(state["order"])
         self.next_group = state["next_group"]
         self._kills = Counter(state["kills"])
         self._lengths = list(state["lengths"])
-        for group in state["open"]:
-            self._lifecycle.close_unfinished(group["samples"], "resumed: its group is issued again")
-            if group["epoch"] >= 0:
-                self._order.give_back(by_id[group["task"]], group["epoch"])
+        parts: dict[int, list[Group]] = {}
+        for said in state["ready"]:
+            if said["task"] in by_id:
+                parts.setdefault(said["part"], []).append(group_of(said, by_id[said["task"]]))
+        if folder is not None:
+            await self._pool.tokens.load(folder, parts)
+        for group in (group for some in parts.values() for group in some):
+            if all(self._pool.tokens.home_of(sample) is not None for sample in group.scored):
+                self._books.put_back(group)
+        lost = [said for said in state["ready"] if said["index"] not in self._books.ready]
+        unfinished = [{**said, "samples": [s["id"] for s in said["samples"] if s["state"] not in ENDS]} for said in lost]
+        for said in sorted([*state["open"], *unfinished], key=lambda said: int(said["index"])):
+            self._lifecycle.close_unfinished(said["samples"], "resumed: its group is issued again")
+            if said["epoch"] >= 0:
+                self._order.give_back(by_id[said["task"]], said["epoch"])
 
     # Issuing
 

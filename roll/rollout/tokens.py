@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from pathlib import Path
 
 import numpy as np
 
 from roll.cluster import Cluster
-from roll.cluster.errors import RemoteError
+from roll.cluster.errors import CallTimedOut, WorkerDied
 from roll.data.batch import Batch
 from roll.data.columns import cut_into_blocks
-from roll.data.sample import Sample
-from roll.rollout.messages import Fate
+from roll.data.sample import Group, Sample
+from roll.rollout.messages import Buffered, Fate
 from roll.rollout.worker import RolloutWorker
 
 
@@ -85,7 +86,29 @@ class Tokens:
             if home in parts:
                 parts[home].append(Fate(sample.id, sample.state, sample.reason))
         calls = (self._workers.call_rank(worker, RolloutWorker.write, step, fates) for worker, fates in parts.items())
-        _raise_all_but_remote(await asyncio.gather(*calls, return_exceptions=True))
+        _raise_all_but_deaths(await asyncio.gather(*calls, return_exceptions=True))
+
+    async def save(self, folder: Path, parts: Mapping[int, Sequence[str]]) -> None:
+        """Has workers write samples into a checkpoint's folder. What a worker that dies has is not in it then."""
+        calls = (
+            self._workers.call_rank(worker, RolloutWorker.save, folder, samples) for worker, samples in parts.items()
+        )
+        _raise_all_but_deaths(await asyncio.gather(*calls, return_exceptions=True))
+
+    async def load(self, folder: Path, parts: Mapping[int, Sequence[Group]]) -> None:
+        """Has workers read finished groups from a checkpoint's folder; one that is not there whole gets no home."""
+        workers = sorted(self._inside)
+        calls = (self._load(workers[part % len(workers)], folder, part, groups) for part, groups in parts.items())
+        _raise_all_but_deaths(await asyncio.gather(*(calls if workers else ()), return_exceptions=True))
+
+    async def _load(self, worker: int, folder: Path, part: int, groups: Sequence[Group]) -> None:
+        by_lease = {f"{group.index} of a checkpoint": group for group in groups}
+        wanted = [
+            Buffered(lease, group.index, group.task, tuple(sample.id for sample in group.scored))
+            for lease, group in by_lease.items()
+        ]
+        for lease in await self._workers.call_rank(worker, RolloutWorker.load, folder, part, wanted):
+            self.at_home(by_lease[lease].samples, worker, lease)
 
     async def forget(self, samples: Sequence[Sample] | None = None) -> None:
         """Lets the workers drop the tokens of these samples, or of all."""
@@ -98,10 +121,10 @@ class Tokens:
             for worker, some in keys.items()
             if worker in self._inside
         ]
-        _raise_all_but_remote(await asyncio.gather(*calls, return_exceptions=True))
+        _raise_all_but_deaths(await asyncio.gather(*calls, return_exceptions=True))
 
 
-def _raise_all_but_remote(results: Sequence[object]) -> None:
+def _raise_all_but_deaths(results: Sequence[object]) -> None:
     for result in results:
-        if isinstance(result, BaseException) and not isinstance(result, RemoteError):
+        if isinstance(result, BaseException) and not isinstance(result, WorkerDied | CallTimedOut):
             raise result

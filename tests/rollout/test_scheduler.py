@@ -203,7 +203,7 @@ def test_going_on_from_a_saved_state_issues_what_would_have_come() -> None:
     async def main() -> None:
         straight, resumed = [await setting(spread, groups_per_step=3, group_size=2) for _ in range(2)]
         straight.scheduler.trained(await straight.scheduler.next_rollout(), 1)
-        resumed.scheduler.restore(straight.scheduler.state(), TASKS.train)
+        await resumed.scheduler.restore(straight.scheduler.state(), TASKS.train)
         after, again = await straight.scheduler.next_rollout(), await resumed.scheduler.next_rollout()
         assert [(g.index, g.task.id) for g in after.groups] == [(g.index, g.task.id) for g in again.groups]
         assert [g.index for g in after.groups] == [3, 4, 5]
@@ -757,10 +757,10 @@ def test_a_run_that_stops_drops_what_is_under_way_on_record_and_it_comes_again()
         )
         first = await run.scheduler.next_rollout()
         await asyncio.sleep(1)
-        run.scheduler.trained(first, 1)
         run.scheduler.add(Task.ask("mine", "?"))
+        run.scheduler.trained(first, 1)
         waiting = {g.index: (g.task.id, g.epoch) for g in run.scheduler._books.waiting}
-        assert set(waiting) == {2, 3, 4}
+        assert set(waiting) == {2, 3, 4, 5}
         await run.scheduler.finish()
         reason = "ended: the run stopped before it was trained on"
         for index in waiting:
@@ -769,10 +769,10 @@ def test_a_run_that_stops_drops_what_is_under_way_on_record_and_it_comes_again()
         state = json.loads(json.dumps(run.scheduler.state()))
         assert state["open"] == []
         resumed = await setting(spread, groups_per_step=2, group_size=2)
-        resumed.scheduler.restore(state, TASKS.train)
+        await resumed.scheduler.restore(state, TASKS.train)
         rollout = await resumed.scheduler.next_rollout()
         assert {(g.task.id, g.epoch) for g in rollout.kept} == {waiting[2], waiting[3]}
-        assert [g.index for g in rollout.kept] == [5, 6]
+        assert [g.index for g in rollout.kept] == [6, 7]
 
     go(main())
 
@@ -869,7 +869,7 @@ def test_what_a_sample_killed_counts_against_its_task_and_is_saved() -> None:
         state = json.loads(json.dumps(run.scheduler.state()))
         assert state["kills"] == {culprit: 4}
         other = await setting(outcome, groups_per_step=4, group_size=2, quarantine_after=3)
-        other.scheduler.restore(state, TASKS.train)
+        await other.scheduler.restore(state, TASKS.train)
         assert other.scheduler._quarantine(TASKS.train[2])
 
     go(main())
@@ -1052,7 +1052,7 @@ def test_a_resumed_run_trains_drops_or_draws_again_every_task_once(seed: int) ->
 
     async def after(state: str, unfinished: list[str]) -> None:
         run = await setting(flaky, lambda s: rng.choice([0.0, 0.3, 2.0]), **config)
-        run.scheduler.restore(json.loads(state), TASKS.train)
+        await run.scheduler.restore(json.loads(state), TASKS.train)
         closed = [r.sample for r in run.moves.records]
         assert sorted(closed) == sorted(unfinished)
         assert {(r.state, r.reason) for r in run.moves.records} <= {("dropped", "resumed: its group is issued again")}

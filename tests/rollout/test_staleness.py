@@ -164,6 +164,18 @@ def test_on_policy_nothing_is_issued_between_steps() -> None:
     go(main())
 
 
+def test_what_was_trained_on_makes_room_at_once() -> None:
+    async def main() -> None:
+        run = await world(lambda s: 1.0, groups_per_step=3, max_staleness=1)
+        rollout = await run.scheduler.next_rollout()
+        assert run.scheduler.next_group == 6
+        await run.publish(rollout)
+        assert run.scheduler.next_group == 9  # before the next step begins
+        await run.scheduler.close()
+
+    go(main())
+
+
 def test_what_is_oversampled_is_kept_for_the_next_step() -> None:
     async def main() -> None:
         run = await world(lambda s: 1.0, groups_per_step=4, max_staleness=1, oversample=0.5)
