@@ -15,7 +15,8 @@ from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.order import TaskOrder
 from roll.rollout.pool import RolloutPool
 from roll.rollout.router import Router
-from roll.rollout.scheduler import Rollout, RolloutScheduler
+from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.step import Rollout
 from roll.rollout.tails import make_order
 from roll.run.ledger import Ledger
 from simulation.engine import SimEngine

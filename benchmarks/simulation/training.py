@@ -20,7 +20,8 @@ from roll.data.task import Task
 from roll.rollout.filters import no_signal
 from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.order import BaseOrder, Draw, Wrapper
-from roll.rollout.scheduler import Rollout, RolloutScheduler
+from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.step import Rollout
 from simulation.balance import DrawKey
 from simulation.mortals import MortalLedger
 from simulation.world import World

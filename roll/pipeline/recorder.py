@@ -23,7 +23,8 @@ from roll.pipeline.report import Reporter, StepReport
 from roll.pipeline.roles import Roles
 from roll.pipeline.state import RunState
 from roll.rollout.evaluate import Evaluation
-from roll.rollout.scheduler import Rollout, RolloutScheduler
+from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.step import Rollout
 from roll.run import (
     Checkpoint,
     Checkpoints,

@@ -24,7 +24,9 @@ from roll.rollout.evaluate import Evaluator
 from roll.rollout.filters import Filter, make_filter
 from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.order import TaskOrder
-from roll.rollout.scheduler import Rollout, RolloutScheduler
+from roll.rollout.policy import make_policy
+from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.step import Rollout
 from roll.rollout.tails import make_order
 from roll.strategy.train.base import UpdateStats
 from roll.workers.train import TrainWorker
@@ -173,13 +175,15 @@ def make_scheduler(
 ) -> RolloutScheduler:
     """The scheduler a config describes, for the weights of `state`."""
     order, keep = _policies(config, tasks)
-    return RolloutScheduler(order, roles.pool, lifecycle, config.rollout, keep, version=state.step)
+    policy = make_policy(config.rollout.policy)
+    return RolloutScheduler(order, roles.pool, lifecycle, config.rollout, keep, policy=policy, version=state.step)
 
 
 def check_policies(config: Config, tasks: TaskSet) -> None:
-    """Refuses what names no order, filter or early end."""
+    """Refuses what names no order, filter, early end or policy."""
     _policies(config, tasks)
     make_early_end(config.rollout.end_early)
+    make_policy(config.rollout.policy)
 
 
 def _policies(config: Config, tasks: TaskSet) -> tuple[TaskOrder, Filter]:

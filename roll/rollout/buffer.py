@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from roll.data.batch import LOGGED, token_block
 from roll.data.sample import Group, Sample
 from roll.data.task import Response, Task
 from roll.data.tokenlog import TokenLog
+from roll.rollout.books import Books
+from roll.rollout.lifecycle import ENDS
 from roll.run.files import atomic_open, atomic_write
 
 _FIELDS = (
@@ -43,15 +45,50 @@ _FIELDS = (
 )
 
 
-def state_of(group: Group, part: int) -> dict[str, Any]:
-    """What the controller knows of a group whose tokens will be in that part."""
-    said = {name: getattr(group, name) for name in ("index", "epoch", "priority", "version")}
-    return {**said, "task": group.task.id, "part": part, "samples": [_said_of(sample) for sample in group.samples]}
+@dataclass(frozen=True)
+class Unfinished:
+    """A group that is issued again by whoever goes on from a checkpoint, and its samples that have not ended."""
+
+    task: str
+    epoch: int
+    samples: list[str]
 
 
-def group_of(state: dict[str, Any], task: Task) -> Group:
-    samples = [_sample_of(said, task) for said in state["samples"]]
-    return Group(state["index"], task, samples, state["epoch"], state["priority"], state["version"])
+def saved(books: Books, home_of: Callable[[Sample], int | None]) -> dict[str, Any]:
+    """The groups under way, as JSON: those that are `ready`, with the part that their tokens will be in, and those of
+    which something is missing, `open`."""
+    parts = {group.index: home_of(group.scored[0]) for group in books.ready.values()}
+    ready = [_state_of(group, part) for group in books.oldest_ready() if (part := parts[group.index]) is not None]
+    lost = [group for group in books.ready.values() if parts[group.index] is None]
+    others = sorted([*books.open.values(), *books.taken.values(), *lost], key=lambda group: group.index)
+    return {"ready": ready, "open": [_state_of(group, None) for group in others]}
+
+
+def samples_by_part(state: dict[str, Any]) -> dict[int, list[str]]:
+    """The samples of ready groups, by the part that they are to be written to."""
+    parts: dict[int, list[str]] = {}
+    for group in state["ready"]:
+        parts.setdefault(group["part"], []).extend(sample["id"] for sample in group["samples"])
+    return parts
+
+
+def groups_by_part(state: dict[str, Any], tasks: Mapping[str, Task]) -> dict[int, list[Group]]:
+    """The ready groups of these tasks, by the part that they are in."""
+    parts: dict[int, list[Group]] = {}
+    for group in state["ready"]:
+        if group["task"] in tasks:
+            parts.setdefault(group["part"], []).append(_group_of(group, tasks[group["task"]]))
+    return parts
+
+
+def unfinished(state: dict[str, Any], ready: Container[int]) -> list[Unfinished]:
+    """All groups of a state that are not `ready` now, in the order they were issued."""
+    groups = sorted([*state["ready"], *state["open"]], key=lambda group: int(group["index"]))
+    return [
+        Unfinished(group["task"], group["epoch"], [s["id"] for s in group["samples"] if s["state"] not in ENDS])
+        for group in groups
+        if group["index"] not in ready
+    ]
 
 
 def write_part(folder: Path, part: int, samples: Sequence[Sample]) -> None:
@@ -82,6 +119,16 @@ def read_part(folder: Path, part: int, tasks: dict[int, Task]) -> Iterator[Sampl
             sample.log = TokenLog.of_columns(**{name: column[span] for name, column in columns.items()})
             sample.response = None if response is None else Response(**response)
             yield sample
+
+
+def _state_of(group: Group, part: int | None) -> dict[str, Any]:
+    said = {name: getattr(group, name) for name in ("index", "epoch", "priority", "version")}
+    return {**said, "task": group.task.id, "part": part, "samples": [_said_of(sample) for sample in group.samples]}
+
+
+def _group_of(state: dict[str, Any], task: Task) -> Group:
+    samples = [_sample_of(said, task) for said in state["samples"]]
+    return Group(state["index"], task, samples, state["epoch"], state["priority"], state["version"])
 
 
 def _said_of(sample: Sample) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from roll.rollout.filters import FILTERS, keep_all, make_filter, no_signal
 from roll.rollout.lifecycle import MOVES, Lifecycle
 from roll.rollout.order import Draw, Epochs, StepShape, Wrapper
 from roll.rollout.pool import RolloutPool
-from roll.rollout.scheduler import Rollout, RolloutScheduler
+from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.step import Rollout
 from roll.rollout.tails import TailRounds
 
 NO_SIGNAL = "no signal: all rewards equal"
@@ -1085,7 +1086,10 @@ def test_a_state_is_plain_json_and_says_what_is_under_way() -> None:
         await asyncio.sleep(1)
         state = json.loads(json.dumps(run.scheduler.state()))
         assert state["next_group"] == 2
-        assert [(g["samples"], g["epoch"]) for g in state["open"]] == [(["0.0", "0.1"], 0), (["1.0", "1.1"], 0)]
+        assert [([s["id"] for s in g["samples"]], g["epoch"]) for g in state["open"]] == [
+            (["0.0", "0.1"], 0),
+            (["1.0", "1.1"], 0),
+        ]
         rollout = await call
         taken = json.loads(json.dumps(run.scheduler.state()))
         assert [g["task"] for g in taken["open"]] == [g.task.id for g in rollout.kept]  # not trained on yet

@@ -21,7 +21,8 @@ from roll.rollout.filters import make_filter
 from roll.rollout.lifecycle import ENDS, MOVES, Lifecycle
 from roll.rollout.order import Epochs, StepShape
 from roll.rollout.pool import RolloutPool
-from roll.rollout.scheduler import Rollout, RolloutScheduler
+from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.step import Rollout
 
 TASKS = tasks(11)
 
