@@ -116,7 +116,7 @@ async def scheduled(crew: Crew, tasks: list[Task], steps: int) -> list[float]:
         rollout = await scheduler.next_rollout()
         seconds.append(time.monotonic() - began_s)
         scheduler.trained(rollout, step + 1)
-        await crew.pool.forget(rollout.samples)
+        await crew.pool.tokens.forget(rollout.samples)
     return seconds
 
 
@@ -138,7 +138,7 @@ async def in_rounds(crew: Crew, tasks: list[Task], steps: int) -> list[float]:
             await asyncio.gather(*(crew.pool.run(str(g.index), g.samples, life, order=g.index) for g in groups))
             kept += sum(no_signal(group) is None for group in groups)
             tried += missing
-            await crew.pool.forget([sample for group in groups for sample in group.samples])
+            await crew.pool.tokens.forget([sample for group in groups for sample in group.samples])
         seconds.append(time.monotonic() - began_s)
     return seconds
 

@@ -128,8 +128,7 @@ class Soak:
                 now_s, now = self._loop.time(), time.process_time()
                 self._note(now_s - began_s, now - began)
                 began_s, began = now_s, now
-        await self.training.scheduler.finish()
-        self.training.save()
+        await self.training.stop()
 
     async def _fail(self, acts: dict[str, Callable[[], None]]) -> None:
         kind = next(self._kinds)
@@ -156,7 +155,7 @@ class Soak:
             await self.training.begin()
             return False
         if self.training.step % CHECKPOINT_EVERY == 0:
-            self.training.save()
+            await self.training.save()
         return True
 
     def _note(self, step_s: float, real_s: float) -> None:
@@ -178,7 +177,7 @@ def open_objects(world: World) -> Counter[str]:
         leases=len(pool._out),
         seats=sum(router.running(engine) for engine in range(len(world.engines))),
         wants=router.waiting,
-        homes=len(pool._homes),
+        homes=len(pool.tokens._homes),
         tokens=sum(len(rollouts.home) for rollouts in world.rollouts),
     )
 

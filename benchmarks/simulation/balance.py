@@ -80,9 +80,12 @@ class Story:
     _added: set[int] = field(default_factory=set)
 
     @classmethod
-    def read(cls, path: Path, extra: frozenset[str] = frozenset()) -> Story:
+    def read(cls, path: Path, extra: frozenset[str] = frozenset(), until: int | None = None) -> Story:
+        """What the ledger tells, or told when it had `until` bytes."""
         story = cls(extra)
         for entry in entries(path):
+            if until is not None and entry.offset >= until:
+                break
             story._enter(entry)
         return story
 

@@ -107,6 +107,9 @@ class RolloutConfig(Section):
     """Tasks `lookahead` chooses from."""
     end_early: tuple[str, ...] = ()
     """What ends a response early: `repetition`, `length_budget=4` (times its siblings' mean), or a function."""
+    policy: str = "none"
+    """What interferes with running groups: `none`, `stragglers=60` (the last responses of a step are ended after so many
+    seconds), or a class: `module:name` or `file.py:name`."""
     max_running: Count = 64
     """Samples an engine generates at once."""
     kv_tokens: Whole = 0
@@ -334,12 +337,11 @@ class Config(Section):
                 f"rollout.max_staleness is {rollout.max_staleness}, but executor is local, where generation cannot go on "
                 "while training runs: write executor=ray, or rollout.max_staleness=0"
             )
-        if self.deterministic and (
-            rollout.max_staleness or rollout.oversample or rollout.cut == "first" or rollout.end_early
-        ):
+        timed = (rollout.max_staleness, rollout.oversample, rollout.cut == "first", rollout.end_early)
+        if self.deterministic and (any(timed) or rollout.policy != "none"):
             raise ValueError(
-                "rollout.max_staleness, rollout.oversample, rollout.cut=first and rollout.end_early make a batch depend "
-                "on timing: write deterministic=false, or leave them out"
+                "rollout.max_staleness, rollout.oversample, rollout.cut=first, rollout.end_early and rollout.policy make "
+                "a batch depend on timing: write deterministic=false, or leave them out"
             )
         if rollout.max_staleness and rollout.order == "tail_rounds":
             raise ValueError(

@@ -43,6 +43,25 @@ class TokenLog:
     def __init__(self) -> None:
         self._segments: list[Segment] = []
 
+    @classmethod
+    def of_columns(
+        cls, ids: IntArray, loss_mask: BoolArray, behaviour: FloatArray, versions: IntArray, turn: IntArray
+    ) -> TokenLog:
+        """The log that has these columns; what is not sampled is one segment between two responses."""
+        assert np.array_equal(loss_mask, turn != NO_TURN), "a log's mask is exactly its responses"
+        log, responses = cls(), 0
+        for span in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(turn)) + 1):
+            if not len(span):
+                continue
+            if turn[span[0]] == NO_TURN:
+                (log.observe if log._segments else log.prompt)(ids[span])
+                continue
+            for _ in range(responses, turn[span[0]]):
+                log.respond([], [], [])  # one without tokens leaves no other trace
+            log.respond(ids[span], behaviour[span], versions[span])
+            responses = int(turn[span[0]]) + 1
+        return log
+
     @property
     def segments(self) -> tuple[Segment, ...]:
         return tuple(self._segments)

@@ -120,7 +120,8 @@ async def _train_with(
     while True:
         state = recorder.resume(checkpoint) if checkpoint is not None else recorder.begin()
         async with supervised(roles, config, recorder) as (supervision, publisher):
-            run = RLVR(config, roles, publisher, supervision, tasks, recorder, state)
+            folder = None if checkpoint is None else checkpoint.path
+            run = RLVR(config, roles, publisher, supervision, tasks, recorder, state, folder)
             try:
                 return await supervision.race(run.run())
             except RemoteError as error:

@@ -23,7 +23,8 @@ from roll.pipeline.report import Reporter, StepReport
 from roll.pipeline.roles import Roles
 from roll.pipeline.state import RunState
 from roll.rollout.evaluate import Evaluation
-from roll.rollout.scheduler import Rollout
+from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.step import Rollout
 from roll.run import (
     Checkpoint,
     Checkpoints,
@@ -170,8 +171,8 @@ class Recorder:
             self._trace.flush()
         self._metrics.log(state.step, values)
         if self._config.run.save_samples:
-            await roles.pool.write(state.step, rollout.samples)
-        await roles.pool.forget(rollout.samples)
+            await roles.pool.tokens.write(state.step, rollout.samples)
+        await roles.pool.tokens.forget(rollout.samples)
         steps = self._config.train.steps
         self.reporter.stepped(
             StepReport(
@@ -188,7 +189,8 @@ class Recorder:
             )
         )
 
-    async def save(self, actor: Cluster[TrainWorker], state: RunState) -> None:
+    async def save(self, actor: Cluster[TrainWorker], state: RunState, scheduler: RolloutScheduler) -> None:
+        """A checkpoint of the run as `state` says it is now; what moves meanwhile comes after it."""
         latest = self._checkpoints.latest()
         if latest is not None and latest.step == state.step:
             return
@@ -196,6 +198,7 @@ class Recorder:
         self.ledger.flush()
         state.seconds += self._lap()
         with self._checkpoints.saving(state.step, {**state.to_dict(), "ledger_position": self.ledger.position}) as path:
+            await scheduler.save(path, state.scheduler)
             await actor.call(TrainWorker.save, path)
 
     def finish(self, state: RunState) -> dict[str, Any]:

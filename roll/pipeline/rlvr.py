@@ -6,6 +6,7 @@ roll out → reference → credit → update → publish → record
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 from roll.algorithm import make_algorithm
 from roll.cluster.errors import TokensLost
@@ -24,7 +25,9 @@ from roll.rollout.evaluate import Evaluator
 from roll.rollout.filters import Filter, make_filter
 from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.order import TaskOrder
-from roll.rollout.scheduler import Rollout, RolloutScheduler
+from roll.rollout.policy import make_policy
+from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.step import Rollout
 from roll.rollout.tails import make_order
 from roll.strategy.train.base import UpdateStats
 from roll.workers.train import TrainWorker
@@ -46,12 +49,16 @@ class RLVR:
         tasks: TaskSet,
         recorder: Recorder,
         state: RunState,
+        checkpoint: Path | None = None,
     ) -> None:
+        """`checkpoint` is the folder that `state` is from."""
         self._config = config
         self._roles = roles
         self._publisher = publisher
         self._recorder = recorder
         self.state = state
+        self._checkpoint = checkpoint
+        self._tasks = tasks
         self._algorithm = make_algorithm(config)
         if state.algorithm:
             self._algorithm.restore(state.algorithm)
@@ -70,6 +77,8 @@ class RLVR:
 
     async def _run(self) -> RunState:
         config, state, recorder = self._config, self.state, self._recorder
+        if state.scheduler:
+            await self._scheduler.restore(state.scheduler, self._tasks.train, self._checkpoint)
         async with self._publisher.changing():
             await self._publish(state.step)
         if state.accuracy_before is None:
@@ -81,10 +90,11 @@ class RLVR:
                 await self._evaluate()
             if config.run.checkpoint_every and state.step % config.run.checkpoint_every == 0 and not last:
                 await self._save()
-        await self._scheduler.finish()
+        await self._scheduler.halt()
         if not recorder.stop_requested and state.accuracy_step != state.step:
             await self._evaluate()
         await self._save()
+        await self._scheduler.finish()
         return state
 
     async def _step(self) -> None:
@@ -142,7 +152,7 @@ class RLVR:
     async def _save(self) -> None:
         self.state.scheduler, self.state.algorithm = self._scheduler.state(), self._algorithm.state()
         with self._recorder.stage("checkpoint"):
-            await self._recorder.save(self._roles.actor, self.state)
+            await self._recorder.save(self._roles.actor, self.state, self._scheduler)
 
     def _count(self, rollout: Rollout) -> None:
         self.state.step += 1
@@ -178,27 +188,26 @@ class RLVR:
 def make_scheduler(
     config: Config, tasks: TaskSet, roles: Roles, lifecycle: Lifecycle, state: RunState
 ) -> RolloutScheduler:
-    """The scheduler a config describes, going on from `state`."""
+    """The scheduler a config describes, for the weights of `state`."""
     order, keep = _policies(config, tasks)
-    scheduler = RolloutScheduler(
+    return RolloutScheduler(
         order,
         roles.pool,
         lifecycle,
         config.rollout,
         keep,
+        policy=make_policy(config.rollout.policy),
         version=state.step,
         siblings_needed=2 if config.algorithm.compares_siblings else 1,
         greedy_baseline=config.algorithm.baseline == "greedy",
     )
-    if state.scheduler:
-        scheduler.restore(state.scheduler, tasks.train)
-    return scheduler
 
 
 def check_policies(config: Config, tasks: TaskSet) -> None:
-    """Refuses what names no order, filter or early end."""
+    """Refuses what names no order, filter, early end or policy."""
     _policies(config, tasks)
     make_early_end(config.rollout.end_early)
+    make_policy(config.rollout.policy)
 
 
 def _policies(config: Config, tasks: TaskSet) -> tuple[TaskOrder, Filter]:

@@ -77,6 +77,16 @@ class Report:
 
 
 @dataclass(frozen=True)
+class Buffered:
+    """A finished group whose samples are in a checkpoint, those that are `scored` at least."""
+
+    lease: str
+    group: int
+    task: Task
+    scored: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Fate:
     """How a sample ended on the controller's books, for the record of its tokens."""
 

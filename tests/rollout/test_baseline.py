@@ -79,8 +79,8 @@ def test_a_greedy_answer_gives_its_siblings_their_baseline_and_is_not_trained_on
         assert run.moves.of("1.3") == ["queued", "generating", "scoring", "scored", "dropped"]
         assert run.moves.reasons("1.3")[-1] == NOT_TRAINED
         assert run.moves.of("1.2")[-1] == "trained"
-        await run.pool.forget(rollout.samples)
-        assert not run.pool._homes
+        await run.pool.tokens.forget(rollout.samples)
+        assert not run.pool.tokens._homes
 
     go(main())
 
@@ -159,7 +159,7 @@ def test_a_checkpoint_closes_greedy_answers_with_their_groups() -> None:
         run = await setting(rewarded(0.0, 1.0), groups_per_step=2, group_size=1)
         rollout = await run.scheduler.next_rollout()
         state = run.scheduler.state()
-        assert [group["samples"] for group in state["open"]] == [["0.0", "0.1"], ["1.0", "1.1"]]
+        assert [[s["id"] for s in group["samples"]] for group in state["open"]] == [["0.0", "0.1"], ["1.0", "1.1"]]
         run.scheduler.trained(rollout, 1)
         assert run.scheduler.state()["open"] == []
 
@@ -211,9 +211,9 @@ def test_whatever_becomes_of_samples_a_batch_has_a_baseline_for_each_and_no_gree
             run.scheduler.published(number + 1)
             run.scheduler.trained(rollout, number + 1)
             assert all((s.state, s.reason) == NOT_TRAINED for g in rollout.kept for s in g.samples if s.greedy)
-            await run.pool.forget(rollout.samples)
+            await run.pool.tokens.forget(rollout.samples)
         assert set(run.moves.last().values()) <= {"trained", "dropped", "failed"}
-        assert not run.pool._homes
+        assert not run.pool.tokens._homes
         assert not any(r.state in ("kept", "trained") for r in run.moves.records if r.sample.endswith(f".{size}"))
 
     go(main())
@@ -242,7 +242,7 @@ def test_only_the_greedy_answer_is_drawn_at_temperature_0() -> None:
         assert [s.reward for s in samples] == [1.0, 1.0, 0.0]
         assert run.moves.infos("3.1")[-1] == ("scored", {"reward": 1.0})
         assert run.moves.infos("3.2")[-1] == ("scored", {"baseline": 0.0})
-        await run.pool.forget(samples)
+        await run.pool.tokens.forget(samples)
         run.assert_empty()
 
     go(main())
@@ -254,7 +254,7 @@ def test_an_episode_can_be_greedy_and_is_so_again_when_its_worker_dies() -> None
         samples = with_greedy(run, 0, 1, episode_of(0.5, 0.5))
         call = run.start(samples)
         await until(lambda: len(run.running) == 2)
-        home = run.pool.home_of(samples[0])
+        home = run.pool.tokens.home_of(samples[0])
         assert home is not None
         run.kill_worker(home)
         await until(lambda: {(s.state, s.tries) for s in samples} == {("generating", 2)})

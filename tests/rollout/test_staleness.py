@@ -21,7 +21,8 @@ from roll.rollout.filters import make_filter
 from roll.rollout.lifecycle import ENDS, MOVES, Lifecycle
 from roll.rollout.order import Epochs, StepShape
 from roll.rollout.pool import RolloutPool
-from roll.rollout.scheduler import Rollout, RolloutScheduler
+from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.step import Rollout
 
 TASKS = tasks(11)
 
@@ -95,7 +96,7 @@ class World:
         self.version = new
         if rollout is not None:
             self.scheduler.trained(rollout, new)
-            await self.pool.forget(rollout.samples)
+            await self.pool.tokens.forget(rollout.samples)
 
     async def step(self) -> Rollout:
         rollout = await self.scheduler.next_rollout()
@@ -158,6 +159,20 @@ def test_on_policy_nothing_is_issued_between_steps() -> None:
         await run.publish(rollout)
         await asyncio.sleep(10)
         assert run.scheduler.next_group == 3
+        await run.publish()  # also when nothing is being trained on
+        assert run.scheduler.next_group == 3
+
+    go(main())
+
+
+def test_what_was_trained_on_makes_room_at_once() -> None:
+    async def main() -> None:
+        run = await world(lambda s: 1.0, groups_per_step=3, max_staleness=1)
+        rollout = await run.scheduler.next_rollout()
+        assert run.scheduler.next_group == 6
+        await run.publish(rollout)
+        assert run.scheduler.next_group == 9  # before the next step begins
+        await run.scheduler.close()
 
     go(main())
 
@@ -325,6 +340,25 @@ def test_a_group_that_ran_again_does_not_hide_an_older_one_from_those_who_wait()
     go(main())
 
 
+def test_a_group_that_ran_again_is_as_young_as_its_new_beginning() -> None:
+    async def main() -> None:
+        def delay(sample: Sample) -> float:
+            return 500.0 if sample.tries > 1 else 1.0 + sample.group
+
+        run = await world(delay, groups_per_step=1, max_staleness=1, cut="first", tries=3)
+        rollout = await run.scheduler.next_rollout()
+        assert indices(rollout.kept) == [0]
+        await run.publish()
+        run.scheduler.give_back(rollout, "tokens lost: ?")  # it runs again, of version 1
+        began = asyncio.get_running_loop().time()
+        rollout = await run.scheduler.next_rollout()
+        assert indices(rollout.kept) == [1]
+        assert asyncio.get_running_loop().time() - began < 10  # there is time for it in the next step
+        await run.scheduler.close()
+
+    go(main())
+
+
 # both, whatever happens
 
 
@@ -413,7 +447,7 @@ def test_whatever_happens_there_is_never_too_much_or_too_old_and_every_group_end
         assert [run.pool._router.running(engine) for engine in range(2)] == [0, 0]
         left = {sample.id for index in under_way for sample in run.issued[index].samples}
         left |= {sample.id for group in scheduler._tally.ended for sample in group.samples}
-        assert set(run.pool._homes) <= left
+        assert set(run.pool.tokens._homes) <= left
 
     go(main())
 
