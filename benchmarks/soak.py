@@ -7,9 +7,10 @@ started again, from the last checkpoint and the ledger as it was on disk). The w
 samples and some minutes a step, so that the two weeks take a few minutes of real time.
 
 For each simulated day: steps, the mean seconds of a step (virtual, with what failures cost), the controller's real
-milliseconds a step, resident memory, the most records that were not on disk at a step's end, and at its last step what is
-open: leases, seats on engines, wants (samples without a seat), homes (samples whose tokens are kept) and the tokens'
-samples at the workers. At the end, whether the ledger balances (`simulation/balance.py`).
+milliseconds a step and a restart (which checks the whole ledger), resident memory, the most records that were not on disk
+at a step's end, and at its last step what is open: leases, seats on engines, wants (samples without a seat), homes
+(samples whose tokens are kept) and the tokens' samples at the workers. At the end, whether the ledger balances
+(`simulation/balance.py`).
 
 `rss_growth`, `step_time_growth` and `controller_time_growth` are the last day over the first. Nothing is asserted.
 """
@@ -77,6 +78,7 @@ WORK = Workload(
 class Day:
     steps_s: list[float] = field(default_factory=list)
     real_s: list[float] = field(default_factory=list)
+    restarts_s: list[float] = field(default_factory=list)
     lag: int = 0
     rss_mib: float = 0.0
     open: Counter[str] = field(default_factory=Counter)
@@ -91,6 +93,8 @@ class Soak:
         self.faults: Counter[str] = Counter()
         self.steps = 0
         """Finished, also those that were undone later."""
+        self._restarts_s: list[float] = []
+        """Of the step that goes on: real seconds in which the controller was started again."""
         self._loop = asyncio.get_running_loop()
         self._next_s = HOUR_S
         self._number = 0
@@ -126,7 +130,7 @@ class Soak:
                     await self._fail(acts)
             if await self._finished(step):
                 now_s, now = self._loop.time(), time.process_time()
-                self._note(now_s - began_s, now - began)
+                self._note(now_s - began_s, now - began - sum(self._restarts_s))
                 began_s, began = now_s, now
         await self.training.stop()
 
@@ -137,8 +141,15 @@ class Soak:
         self.faults[kind] += 1
         acts[kind]()
         if kind == "controller killed":
-            await self.training.kill(0.7)
-            await self.training.begin()
+            await self._restart(0.7)
+
+    async def _restart(self, written: float) -> None:
+        """Everything again, from the last checkpoint and so much of the ledger as had reached the disk. A ledger that is
+        opened is checked from end to end."""
+        began = time.process_time()
+        await self.training.kill(written)
+        await self.training.begin()
+        self._restarts_s.append(time.process_time() - began)
 
     async def _finished(self, step: asyncio.Task[None]) -> bool:
         """Whether a step was made; what it died of is mended."""
@@ -151,8 +162,7 @@ class Soak:
             return False
         except RunError:
             self.faults["a step without samples"] += 1
-            await self.training.kill(1.0)
-            await self.training.begin()
+            await self._restart(1.0)
             return False
         if self.training.step % CHECKPOINT_EVERY == 0:
             await self.training.save()
@@ -166,6 +176,8 @@ class Soak:
         self.steps += 1
         day.steps_s.append(step_s)
         day.real_s.append(real_s)
+        day.restarts_s += self._restarts_s
+        self._restarts_s = []
         day.lag = max(day.lag, self.training.lag)
         day.rss_mib = rss_mib()
         day.open = open_objects(self.training.world)
@@ -222,15 +234,16 @@ def balances(training: Training) -> list[str]:
 
 def show(number: int, day: Day) -> None:
     lasted = f"{len(day.steps_s):6} {fmean(day.steps_s):8.1f} s {1000 * fmean(day.real_s):8.1f} ms"
+    again = f"{1000 * fmean(day.restarts_s or [0.0]):6.0f} ms"
     things = " ".join(f"{day.open[name]:7}" for name in ("leases", "seats", "wants", "homes", "tokens"))
-    print(f"{number + 1:4} {lasted} {day.rss_mib:7.1f} MiB {day.lag:6} {things}", flush=True)
+    print(f"{number + 1:4} {lasted} {again} {day.rss_mib:7.1f} MiB {day.lag:6} {things}", flush=True)
 
 
 async def soak(path: Path, days: float, staleness: int) -> dict[str, Any]:
     soaked = Soak(make_training(path, staleness))
     began = time.monotonic()
     await soaked.run(days)
-    print(" day  steps       step   controller        rss    lag  leases   seats   wants   homes  tokens")
+    print(" day  steps       step   controller   restart        rss    lag  leases   seats   wants   homes  tokens")
     for number, day in enumerate(soaked.days):
         show(number, day)
     first, last = soaked.days[0], soaked.days[-1]
