@@ -5,8 +5,9 @@ The names below are the public interface. They are loaded when first used, so th
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from roll.config.lazy import lazily
 
 if TYPE_CHECKING:
     from roll.algorithm import Algorithm, LossSpec, make_algorithm
@@ -40,7 +41,6 @@ _HOMES = {
     "roll.workers.reward": ("RewardWorker",),
     "roll.workers.train": ("TrainWorker",),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Algorithm",
@@ -71,11 +71,7 @@ __all__ = [
     "train",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'roll' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME_OF[name]), name)
+__getattr__ = lazily(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:
