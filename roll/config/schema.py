@@ -204,7 +204,7 @@ class SuperviseConfig(Section):
     hang_s: Positive = 60.0
     """A worker that has not answered for so many seconds is killed and started again."""
     restarts: Whole = 5
-    """Workers of a role that may die within `window_s` before the run ends."""
+    """Deaths within `window_s` that are mended, of one worker and of a role; a role of more workers may have one each."""
     window_s: Positive = 600.0
     """Seconds over which `restarts` counts."""
     spare_trainer: bool = True

@@ -26,8 +26,8 @@ class Sample:
     """Drawn at temperature 0: its reward is what its siblings' are compared with, and it is not trained on."""
     tries: int = 1
     """Attempts so far: above 1 a worker died or hung under it."""
-    kills: int = 0
-    """Graders and environments it has crashed or hung."""
+    kills: float = 0.0
+    """Graders and environment processes it has crashed or hung; a part of one that several may have crashed."""
     ended: str = ""
     """Why its response was ended early."""
     turns: int = 0

@@ -119,7 +119,9 @@ class Host:
             # waits: it was asked with a deadline
             result, _ = await asyncio.shield(load)
         except EnvFailure as failure:
-            raise EnvFailure(failure.kind, failure.reason) from None  # each who waits has one of its own
+            raise EnvFailure(
+                failure.kind, failure.reason, suspects=failure.suspects
+            ) from None  # each who waits has one of its own
         if isinstance(result, wire.Failed):
             if self._loads.get(name) is load:
                 del self._loads[name]  # the next may find the file mended
@@ -166,8 +168,9 @@ class Host:
         self._why = why
         self._child.kill()
         calls, self._calls = self._calls, {}
+        suspects = max(1, sum(not isinstance(call.request, wire.Ping) for call in calls.values()))
         for call in calls.values():
-            call.settle(EnvFailure(kind, why))
+            call.settle(EnvFailure(kind, why, suspects=suspects))
         while self._queue:
             self._queue.popleft().settle(EnvFailure("lost", why))
         self._on_end(self)

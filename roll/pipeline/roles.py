@@ -30,6 +30,8 @@ from roll.workers.reward import RewardWorker
 from roll.workers.train import TrainWorker
 
 _PING_S = 5.0
+_LEAST_SILENT_S = 20.0
+"""Importing libraries may keep a worker that starts from answering for some seconds."""
 
 W = TypeVar("W", bound=Worker)
 M = TypeVar("M", TrainWorker, InferWorker)
@@ -91,7 +93,7 @@ def make_executor(config: Config) -> Executor:
             f"executor is ray, but the package {error.name} is not installed: run `pip install 'roll[ray]'`, "
             "or write executor=local"
         ) from error
-    return RayExecutor(config.ray)
+    return RayExecutor(config.ray, silent_s=max(config.supervise.hang_s, _LEAST_SILENT_S))
 
 
 @contextmanager

@@ -62,7 +62,7 @@ class Outcome:
     newest: int | None = None
     turns: int = 0
     tries: int = 1
-    kills: int = 0
+    kills: float = 0.0
     turn_rewards: list[float] = field(default_factory=list)
     turn_states: list[int] = field(default_factory=list)
 

@@ -21,7 +21,6 @@ What always holds:
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -82,7 +81,7 @@ class RolloutScheduler:
         self._carriers = Carriers(self._carry, self._judge, self._over)
         self._changed = asyncio.Event()
         self._error: Exception | None = None
-        self._kills: Counter[str] = Counter()
+        self._kills: dict[str, float] = {}
         """Workers that the samples of a task have killed or hung."""
         self._lengths = [0, 0]
         """Samples judged so far, and their response tokens."""
@@ -233,7 +232,7 @@ class RolloutScheduler:
         by_id = {task.id: task for task in tasks}
         self._order.restore(state["order"])
         self.next_group = state["next_group"]
-        self._kills = Counter(state["kills"])
+        self._kills = dict(state["kills"])
         self._lengths = list(state["lengths"])
         parts = groups_by_part(state, by_id)
         if folder is not None:
@@ -302,8 +301,8 @@ class RolloutScheduler:
         self._tally.count(reason)
 
     def _quarantine(self, task: Task) -> str:
-        kills = self._kills[task.id] if self._kills else 0
-        return f"quarantined: it has killed or hung {kills} workers" if kills >= self._config.quarantine_after else ""
+        kills, most = self._kills.get(task.id, 0.0), self._config.quarantine_after
+        return f"quarantined: it has killed or hung {kills:g} workers" if kills >= most - 1e-6 else ""
 
     async def _carry(self, group: Group) -> None:
         samples = [sample for sample in group.samples if sample.state == "queued"]
@@ -330,7 +329,8 @@ class RolloutScheduler:
     def _judge(self, group: Group) -> None:
         """Keeps a group whose samples are all judged, or drops it and issues another."""
         scored = group.scored
-        self._kills.update({group.task.id: kills} if (kills := sum(s.kills for s in group.samples)) else {})
+        if kills := sum(sample.kills for sample in group.samples):
+            self._kills[group.task.id] = self._kills.get(group.task.id, 0.0) + kills
         self._order.judged(group.task, [s.reward for s in scored], [s.response_tokens for s in scored])
         self._lengths[0] += len(scored)
         self._lengths[1] += sum(sample.response_tokens for sample in scored)

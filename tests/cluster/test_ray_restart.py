@@ -40,6 +40,10 @@ class Mortal(Worker):
         self.notes = notes
         self.memory: list[str] = []
         print(f"{place.name} starts in process {os.getpid()}", flush=True)
+        stopped = notes / f"{place.name}.stopped"
+        if stopped.is_file():
+            stopped.unlink()
+            os.kill(os.getpid(), signal.SIGSTOP)
         broken = notes / f"{place.name}.broken"
         if broken.is_file():
             time.sleep(float(broken.read_text()))
@@ -241,6 +245,24 @@ def test_a_stopped_process_is_ended_on_its_node(roles: Roles, monkeypatch: pytes
         assert sleeper.wait(10) == -signal.SIGKILL
     assert roles.run(Home(home.node, process).clear(10)), "and again"
     assert roles.run(Home("0a" * 28, process).clear(10)), "its node is gone"
+
+
+def test_a_worker_that_falls_silent_while_it_starts_again_is_given_up_and_ended(
+    roles: Roles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def use() -> None:
+        mortals, before = roles.mortals, roles.mortals.incarnation(1)
+        (roles.notes / "mortal[1].stopped").touch()
+        with monkeypatch.context() as patch:
+            patch.setattr(roles.executor, "_silent_s", 2.0)
+            with pytest.raises(CallTimedOut, match=r"^mortal\[1\] has not answered ping for 1 s$"):
+                await mortals.restart(1)
+        assert not is_alive(pids_in(roles.notes / "logs" / "mortal-1.log")[-1])
+        await mortals.restart(1)
+        assert mortals.incarnation(1) == before + 1
+        await mortals.call_rank(1, Mortal.pid)
+
+    roles.run(use())
 
 
 def test_a_restart_that_fails_leaves_a_dead_worker_that_may_be_restarted_again(

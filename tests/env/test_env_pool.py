@@ -299,6 +299,25 @@ def test_a_process_killed_from_outside_crashes_calls_under_way_and_loses_the_oth
     with_pool(use)
 
 
+@pytest.mark.parametrize("busy", [1, 3])
+def test_a_crash_says_how_many_calls_may_have_caused_it(busy: int) -> None:
+    async def use(pool: EnvPool) -> None:
+        names = [str(number) for number in range(3)]
+        for name in names:
+            await pool.reset(name, world())
+        pid = await process_of(pool, "0")
+        calls = [asyncio.create_task(pool.step(name, do("sleep", 20))) for name in names[:busy]]
+        await asyncio.sleep(0.1)
+        os.kill(pid, signal.SIGKILL)
+        for call in calls:
+            with pytest.raises(EnvFailure) as caught:
+                await call
+            assert (caught.value.kind, caught.value.suspects) == ("crashed", busy)
+            assert pickle.loads(pickle.dumps(caught.value)).suspects == busy
+
+    with_pool(use)
+
+
 def test_what_is_known_at_once_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Grace is for what may still be on its way: not for a call that hangs in a process which lives, nor for one that
     ended and left a copy of itself."""
