@@ -99,6 +99,7 @@ class Tokens:
         """Has workers read finished groups from a checkpoint's folder; one that is not there whole gets no home."""
         workers = sorted(self._inside)
         calls = (self._load(workers[part % len(workers)], folder, part, groups) for part, groups in parts.items())
+        # waits: calls have deadlines
         _raise_all_but_deaths(await asyncio.gather(*(calls if workers else ()), return_exceptions=True))
 
     async def _load(self, worker: int, folder: Path, part: int, groups: Sequence[Group]) -> None:
