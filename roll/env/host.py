@@ -119,9 +119,8 @@ class Host:
             # waits: it was asked with a deadline
             result, _ = await asyncio.shield(load)
         except EnvFailure as failure:
-            raise EnvFailure(
-                failure.kind, failure.reason, suspects=failure.suspects
-            ) from None  # each who waits has one of its own
+            # each who waits has one of its own
+            raise EnvFailure(failure.kind, failure.reason, suspects=failure.suspects) from None
         if isinstance(result, wire.Failed):
             if self._loads.get(name) is load:
                 del self._loads[name]  # the next may find the file mended

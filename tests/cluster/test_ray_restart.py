@@ -257,7 +257,7 @@ def test_a_worker_that_falls_silent_while_it_starts_again_is_given_up_and_ended(
             patch.setattr(roles.executor, "_silent_s", 2.0)
             with pytest.raises(CallTimedOut, match=r"^mortal\[1\] has not answered ping for 1 s$"):
                 await mortals.restart(1)
-        assert not is_alive(pids_in(roles.notes / "logs" / "mortal-1.log")[-1])
+        assert not alive(pids_in(roles.notes / "logs" / "mortal-1.log")[-1])
         await mortals.restart(1)
         assert mortals.incarnation(1) == before + 1
         await mortals.call_rank(1, Mortal.pid)
