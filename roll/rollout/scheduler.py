@@ -145,14 +145,20 @@ class RolloutScheduler:
     def before_publish(self, version: int) -> None:
         """Once the engines serve `version`, nothing older than it allows will be trained on: what would be is dropped,
         unless its old tokens are to be masked."""
-        limit = version - self._config.max_staleness
         for group in self._books.waiting:
-            oldest = group.oldest
-            if oldest is None or oldest >= limit:
-                continue
-            newest = max((s.newest for s in group.scored if s.newest is not None), default=version)
-            if self._config.stale != "mask" or newest < limit:
-                self._drop(group, f"stale: {version - oldest} versions old at version {version}")
+            if stale := self._stale(group, version):
+                self._drop(group, stale)
+
+    def _stale(self, group: Group, version: int) -> str:
+        """Why a group is too old to be trained on at a version; empty if it is not. How new the last tokens are is known
+        when the group is finished."""
+        limit, oldest = version - self._config.max_staleness, group.oldest
+        if oldest is None or oldest >= limit:
+            return ""
+        newest = max((s.newest for s in group.scored if s.newest is not None), default=version)
+        if self._config.stale == "mask" and newest >= limit:
+            return ""
+        return f"stale: {version - oldest} versions old at version {version}"
 
     def published(self, version: int) -> None:
         self._version = self._pool.version = version
@@ -335,12 +341,13 @@ class RolloutScheduler:
         self._lengths[0] += len(scored)
         self._lengths[1] += sum(sample.response_tokens for sample in scored)
         reason = self._reason_to_drop(group)
-        if reason is None:
+        stale = self._stale(group, self._version) if self._config.stale == "mask" else ""
+        if reason is None and not stale:
             self._books.finish(group)
         else:
             self._books.drop(group)
-            self._record_end(group, reason)
-            self._tally.rejected += 1
+            self._record_end(group, reason or stale)
+            self._tally.rejected += reason is not None
             self._fill()
         self._policy.judged(group)
 

@@ -25,7 +25,7 @@ from roll.rollout.pool import RolloutPool
 from roll.rollout.scheduler import RolloutScheduler
 
 TASKS = tasks(9)
-SEGMENT = st.tuples(st.sampled_from(["response", "observation"]), st.lists(st.integers(0, 99), min_size=1, max_size=4))
+SEGMENT = st.tuples(st.sampled_from(["response", "observation"]), st.lists(st.integers(0, 99), max_size=4))
 
 
 def log_of(prompt: list[int], segments: list[tuple[str, list[int]]]) -> TokenLog:

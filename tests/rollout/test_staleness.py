@@ -304,6 +304,20 @@ def test_when_masking_what_has_no_young_token_is_dropped() -> None:
     go(main())
 
 
+def test_when_masking_what_was_drawn_long_before_it_was_judged_is_dropped() -> None:
+    async def main() -> None:
+        run = await world(lambda s: 1.0, groups_per_step=1, max_staleness=1, stale="mask", tries=1)
+        run.runner.judging = lambda s: 50.0 if s.group == 1 else 0.0
+        await run.step()
+        await run.step()
+        assert next(g.index for g in run.scheduler.open_groups) == 1
+        await asyncio.sleep(60)  # its verdict comes at version 2, its tokens are all of version 0
+        assert run.moves.reasons("1.0")[-1] == ("dropped", "stale: 2 versions old at version 2")
+        await run.scheduler.close()
+
+    go(main())
+
+
 @pytest.mark.parametrize("stale", ["wait", "drop", "mask"])
 def test_a_group_that_has_no_engine_yet_cannot_be_old(stale: str) -> None:
     async def main() -> None:

@@ -637,6 +637,8 @@ class ToyRunner:
     delay: Callable[[Sample], float] = lambda sample: 0
     length: Callable[[Sample], int] = lambda sample: 1 + sample.group % 3
     version: Callable[[], int] = lambda: 0
+    judging: Callable[[Sample], float] = lambda sample: 0
+    """Seconds until the verdict."""
     started: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     ended: list[Stop] = field(default_factory=list)
@@ -692,6 +694,8 @@ class _ToyRunnerOf:
         sample.turns = 1
         sample.oldest, sample.newest = min(versions), max(versions)
         self.moves.move(sample, "scoring")
+        if seconds := whole.judging(sample):
+            await asyncio.sleep(seconds)
         sample.reward = result
         self.moves.move(sample, "scored")
 
