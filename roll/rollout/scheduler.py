@@ -25,12 +25,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from roll.cluster.errors import RemoteError
 from roll.config.errors import RunError
 from roll.config.schema import RolloutConfig
-from roll.data.columns import Array
 from roll.data.sample import Group, Sample
 from roll.data.task import Task
 from roll.rollout.books import Books
@@ -43,7 +40,7 @@ from roll.rollout.messages import Stop
 from roll.rollout.order import Draw, StepShape, TaskOrder
 from roll.rollout.policy import AskedPolicy, Control, Policy
 from roll.rollout.pool import RolloutPool
-from roll.rollout.step import Rollout, Tally, kind_of, refuse_total_failure
+from roll.rollout.step import Rollout, Tally, baselines, kind_of, refuse_total_failure, too_few
 
 MOST_SKIPS = 100_000
 """Draws in a row that may be skipped."""
@@ -353,7 +350,7 @@ class RolloutScheduler:
 
     def _reason_to_drop(self, group: Group) -> str | None:
         if len(group.scored) < self._needed:
-            return _too_few(self._needed)
+            return too_few(self._needed)
         if group.baseline is not None and group.baseline.state != "scored":
             return "no baseline: the greedy answer could not be judged"
         return self._filter(group)
@@ -418,7 +415,7 @@ class RolloutScheduler:
                 self._run_again(group, f"tokens lost: {kind_of(str(error))}")
             return None
         if batch is not None and self._greedy_baseline:
-            batch = batch.with_columns(baseline=_baselines(chosen))
+            batch = batch.with_columns(baseline=baselines(chosen))
         for sample in samples:
             self._lifecycle.move(sample, "kept")
         if not self._config.max_staleness:
@@ -441,14 +438,3 @@ class RolloutScheduler:
         if not samples or not tokens:
             return 0.0
         return sum(sample.response_tokens for sample in samples) / len(samples) / (tokens / count) - 1
-
-
-def _baselines(groups: Sequence[Group]) -> Array:
-    """What the greedy answer earned, for each sample to train on."""
-    return np.array([g.baseline.reward for g in groups if g.baseline is not None for _ in g.scored])
-
-
-def _too_few(needed: int) -> str:
-    if needed == 1:
-        return "no sample could be judged"
-    return f"fewer than {'two' if needed == 2 else needed} samples could be judged"

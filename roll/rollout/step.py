@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from roll.config.errors import RunError
 from roll.data.batch import Batch
+from roll.data.columns import Array
 from roll.data.sample import Group, Sample
 
 
@@ -60,6 +64,17 @@ def kind_of(reason: str) -> str:
     return (
         reason.partition(":")[0] if reason.startswith(("stale", "mean reward", "solve rate", "quarantined")) else reason
     )
+
+
+def baselines(groups: Sequence[Group]) -> Array:
+    """What the greedy answer earned, for each sample to train on."""
+    return np.array([g.baseline.reward for g in groups if g.baseline is not None for _ in g.scored])
+
+
+def too_few(needed: int) -> str:
+    if needed == 1:
+        return "no sample could be judged"
+    return f"fewer than {'two' if needed == 2 else needed} samples could be judged"
 
 
 def refuse_total_failure(groups: list[Group]) -> None:
