@@ -190,10 +190,17 @@ def _prompt_tokens(renderer: ChatRenderer, task: Task, config: Config) -> int:
 
 
 def check_chats(config: Config, chats: ChatSource | None = None) -> Corpus:
-    """The conversations of a run that imitates, in tokens, found good together with the model."""
+    """The conversations to imitate, in tokens, found good together with the model."""
     chat_set = load_chats(config.data, chats)
     source = find_model(config.model.path)
     tokenizer = load_tokenizer(source, config.model)
     renderer = ChatRenderer(tokenizer, stop_ids_of(tokenizer, source))
     context = int(load_model_config(source).max_position_embeddings)
-    return make_corpus(chat_set, renderer, config.data, context)
+    corpus = make_corpus(chat_set, renderer, config.data, context)
+    if corpus.longest_tokens > config.train.micro_batch_tokens:
+        raise UserError(
+            f"data: the longest conversation has {corpus.longest_tokens} tokens, but train.micro_batch_tokens is "
+            f"{config.train.micro_batch_tokens}: write train.micro_batch_tokens={corpus.longest_tokens} or more, or "
+            "data.max_tokens and data.too_long=drop or cut"
+        )
+    return corpus

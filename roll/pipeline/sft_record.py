@@ -59,13 +59,14 @@ class SFTRecord:
         state.trained_tokens += learned
         epoch = state.trained_samples / self._order.samples
         values = {name: value for name, value in update_metrics(stats).items() if not name.startswith(OF_SAMPLING)}
-        values |= {"time/step_s": seconds, "time/train_s": training_s, "train/epoch": epoch}
-        values |= {"train/learned_tokens": learned, "train/tokens_per_s": stats.tokens / max(training_s, 1e-9)}
+        values |= {"train/epoch": epoch, "train/learned_tokens": learned}
+        values |= {"time/step_s": seconds, "time/train_s": training_s}
+        values["time/tokens_per_s"] = stats.tokens / max(training_s, 1e-9)
         values |= await self._roles.peak_memory()
         recorder.log(state.step, values)
         facts = [
             ("tokens", f"{stats.tokens} in {len(batch)} samples, {learned} trained on"),
-            ("speed", f"{values['train/tokens_per_s']:.0f} tokens/s"),
+            ("speed", f"{values['time/tokens_per_s']:.0f} tokens/s"),
             ("epoch", f"{epoch:.2f} of {self._order.epochs:.3g}"),
         ]
         recorder.report(state.step, "loss", stats.loss, facts, values, worked_s=training_s)
