@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from roll.algorithm import Algorithm, LossSpec, make_algorithm
     from roll.cluster import Cluster
     from roll.config import Config, RunError, UserError, load_config
-    from roll.data import Batch, Response, Sample, Task, TokenLog
-    from roll.pipeline.launch import check, evaluate, train
+    from roll.data import Batch, Chat, Response, Sample, Task, TokenLog
+    from roll.pipeline.launch import evaluate, train
+    from roll.pipeline.prepare import check
     from roll.pipeline.rlvr import make_scheduler
-    from roll.pipeline.roles import Roles, start_roles
+    from roll.pipeline.roles import Roles, TrainRoles, start_roles, start_trainer
     from roll.pipeline.state import RunState
     from roll.rollout.lifecycle import Lifecycle
     from roll.rollout.scheduler import RolloutScheduler
@@ -29,10 +30,11 @@ _HOMES = {
     "roll.algorithm": ("Algorithm", "LossSpec", "make_algorithm"),
     "roll.cluster": ("Cluster",),
     "roll.config": ("Config", "RunError", "UserError", "load_config"),
-    "roll.data": ("Batch", "Response", "Sample", "Task", "TokenLog"),
-    "roll.pipeline.launch": ("check", "evaluate", "train"),
+    "roll.data": ("Batch", "Chat", "Response", "Sample", "Task", "TokenLog"),
+    "roll.pipeline.launch": ("evaluate", "train"),
+    "roll.pipeline.prepare": ("check",),
     "roll.pipeline.rlvr": ("make_scheduler",),
-    "roll.pipeline.roles": ("Roles", "start_roles"),
+    "roll.pipeline.roles": ("Roles", "TrainRoles", "start_roles", "start_trainer"),
     "roll.pipeline.state": ("RunState",),
     "roll.rollout.lifecycle": ("Lifecycle",),
     "roll.rollout.scheduler": ("RolloutScheduler",),
@@ -45,6 +47,7 @@ _HOMES = {
 __all__ = [
     "Algorithm",
     "Batch",
+    "Chat",
     "Cluster",
     "Config",
     "InferWorker",
@@ -59,6 +62,7 @@ __all__ = [
     "Sample",
     "Task",
     "TokenLog",
+    "TrainRoles",
     "TrainWorker",
     "UserError",
     "check",
@@ -68,6 +72,7 @@ __all__ = [
     "make_scheduler",
     "publish",
     "start_roles",
+    "start_trainer",
     "train",
 ]
 

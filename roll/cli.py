@@ -98,20 +98,18 @@ def evaluate(
     target: Annotated[str, typer.Argument(metavar="CONFIG|RUN", help="A YAML file, or the folder of a run.")],
     overrides: Overrides = None,
 ) -> None:
-    """Measure held-out accuracy: of a CONFIG's model, or of a RUN's newest checkpoint."""
+    """Measure held-out accuracy, for sft held-out loss: of a CONFIG's model, or of a RUN's newest checkpoint."""
     settings = _config_of(target, overrides or [])
     _quiet_libraries()
     from roll.pipeline.launch import evaluate as run_evaluation
 
     result = run_evaluation(settings)
-    table = Table("question", "answer", "reward")
-    for answer in result.answers:
-        table.add_row(Text(answer.question), Text(answer.answer.strip()), f"{answer.reward:g}")
-    _console.print(table)
-    _console.print(
-        f"held-out accuracy {result.accuracy:.3f} over {settings.eval.samples} answers at temperature "
-        f"{settings.eval.temperature:g}, {result.tokens_mean:.1f} tokens an answer, {result.failed} failed"
-    )
+    if answers := getattr(result, "answers", None):
+        table = Table("question", "answer", "reward")
+        for answer in answers:
+            table.add_row(Text(answer.question), Text(answer.answer.strip()), f"{answer.reward:g}")
+        _console.print(table)
+    _console.print(str(result))
 
 
 @app.command()
@@ -123,12 +121,12 @@ def plan(config: ConfigFile, overrides: Overrides = None) -> None:
     _quiet_libraries()
     from roll.devices.draw import draw
     from roll.devices.plan import check_memory, make_plan
-    from roll.pipeline.launch import check
+    from roll.pipeline.prepare import prepare
     from roll.pipeline.roles import executor_of, inventory_of
 
-    tasks, _ = check(settings)
+    pipeline = prepare(settings)
     with executor_of(settings) as executor:
-        made = make_plan(settings, tasks, inventory_of(settings, executor))
+        made = make_plan(pipeline.config, pipeline.job, inventory_of(settings, executor))
     what = f"{made.model}: {made.parameters:,} parameters in {made.dtype}, executor {settings.executor}"
     _console.print(what, markup=False, soft_wrap=True)
     for drawn in draw(made, _console.width):

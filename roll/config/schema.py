@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -42,6 +43,26 @@ class TasksConfig(Section):
     """Share of each domain among the groups, by name; empty: every task equally often."""
     sample_by: Literal["epochs", "solve_rate"] = "epochs"
     """`epochs`: every task once an epoch. `solve_rate`: of those, tasks always or never solved of late often wait."""
+
+
+class DataConfig(Section):
+    """Conversations to imitate, for `pipeline: sft`."""
+
+    short: ClassVar[str | None] = "source"
+
+    source: str = "addition"
+    """A `.jsonl`, `.json` or `.parquet` file, a source of tasks with answers (`addition`, `echo`), or a function:
+    `module:name` or `file.py:name`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the source; of a file: the names of its columns, and the share `held_out`."""
+    samples_per_step: Count = 32
+    """Conversations that train one step."""
+    epochs: NonNegative = 0.0
+    """Times every conversation is trained on, which makes the number of steps; 0: `train.steps` does."""
+    max_tokens: Whole = 0
+    """Longest conversation, in tokens; 0 for the model's context."""
+    too_long: Literal["refuse", "drop", "cut"] = "refuse"
+    """What is done about a longer one: `refuse` the run, `drop` it, or `cut` off its end."""
 
 
 class RewardConfig(Section):
@@ -287,8 +308,8 @@ class RayConfig(Section):
 class Config(Section):
     """A whole run."""
 
-    pipeline: Literal["rlvr"] = "rlvr"
-    """`rlvr`: reinforcement learning from verifiable rewards."""
+    pipeline: Literal["rlvr", "sft"] = "rlvr"
+    """`rlvr`: reinforcement learning from verifiable rewards. `sft`: supervised fine-tuning on conversations."""
     model: ModelConfig = ModelConfig()
     seed: Whole = 0
     """Fixes the order of tasks, the noise of sampling and fresh weights."""
@@ -304,6 +325,7 @@ class Config(Section):
     """CPU threads of the numeric work, 0 for one a core."""
     run: RunConfig = RunConfig()
     tasks: TasksConfig = TasksConfig()
+    data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
     env: EnvConfig = EnvConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -314,6 +336,33 @@ class Config(Section):
     weights: WeightsConfig = WeightsConfig()
     ray: RayConfig = RayConfig()
     supervise: SuperviseConfig = SuperviseConfig()
+
+    @model_validator(mode="after")
+    def _check_all_is_read(self) -> Config:
+        """A setting that the pipeline does not read must be left alone."""
+        other = "sft" if self.pipeline == "rlvr" else "rlvr"
+        unread = [key for name in UNREAD[self.pipeline] for key in _changed(self, tuple(name.split(".")))]
+        if unread:
+            rest = f"is set, but nothing reads it in pipeline {self.pipeline}: remove it, or write pipeline={other}"
+            raise ValueError("\n".join(f"{key} {rest}" for key in unread))
+        return self
+
+    @model_validator(mode="after")
+    def _check_sft(self) -> Config:
+        train, data = self.train, self.data
+        if self.pipeline != "sft":
+            return self
+        if train.updates_per_step > 1:
+            raise ValueError(
+                f"train.updates_per_step is {train.updates_per_step}, but an sft step is one update: write a smaller "
+                "data.samples_per_step instead"
+            )
+        if data.epochs and train.steps != TrainConfig().steps:
+            raise ValueError(
+                f"train.steps is {train.steps} and data.epochs is {data.epochs:g}, and each is the length of the run: "
+                "write one of them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_across_fields(self) -> Config:
@@ -354,9 +403,29 @@ class Config(Section):
                 f"train.updates_per_step is {train.updates_per_step}, but a step has only {rollout.groups_per_step} "
                 f"groups: write train.updates_per_step={rollout.groups_per_step} or less"
             )
-        if train.warmup_steps > train.steps:
+        if train.warmup_steps > train.steps and not self.data.epochs:
             raise ValueError(
                 f"train.warmup_steps is {train.warmup_steps}, more than train.steps={train.steps}: "
                 f"write train.warmup_steps={train.steps} or less"
             )
         return self
+
+
+UNREAD = {
+    "rlvr": ("data",),
+    "sft": (
+        *("tasks", "reward", "env", "rollout", "algorithm", "weights"),
+        *("eval.temperature", "eval.show", "run.save_samples"),
+    ),
+}
+"""The sections and settings that a pipeline has no use for."""
+
+
+def _changed(section: Section, path: tuple[str, ...], above: str = "") -> Iterator[str]:
+    """Dotted names of the settings at a path, or under it, that are not at their defaults."""
+    for name in path[:1] or type(section).model_fields:
+        value, field = getattr(section, name), type(section).model_fields[name]
+        if isinstance(value, Section):
+            yield from _changed(value, path[1:], f"{above}{name}.")
+        elif value != field.get_default(call_default_factory=True):
+            yield f"{above}{name}"

@@ -12,12 +12,18 @@ from roll.data.task import Message, Response, Task
 
 if TYPE_CHECKING:
     from roll.data.batch import Batch
+    from roll.data.chat import Chat
     from roll.data.sample import Group, Sample
     from roll.data.tokenlog import TokenLog
 
-__all__ = ["Batch", "Group", "Message", "Response", "Sample", "Task", "TokenLog"]
+__all__ = ["Batch", "Chat", "Group", "Message", "Response", "Sample", "Task", "TokenLog"]
 
 __getattr__ = lazily(
     __name__,
-    {"roll.data.batch": ("Batch",), "roll.data.sample": ("Group", "Sample"), "roll.data.tokenlog": ("TokenLog",)},
+    {
+        "roll.data.batch": ("Batch",),
+        "roll.data.chat": ("Chat",),
+        "roll.data.sample": ("Group", "Sample"),
+        "roll.data.tokenlog": ("TokenLog",),
+    },
 )

@@ -176,7 +176,7 @@ class Workload:
     """Groups of one update."""
     limit_rows: int
     running: int
-    """Sequences an engine holds at once."""
+    """Sequences an engine holds at once; 0 without engines."""
     exact: bool
     bucket_bytes: int
     """Size of the pieces in which weights travel, of which a side has two; 0 in one process."""
@@ -193,6 +193,21 @@ class Workload:
             running=config.rollout.max_running,
             exact=config.deterministic,
             bucket_bytes=config.weights.bucket_mb << 20 if config.executor == "ray" else 0,
+        )
+
+    @classmethod
+    def of_chats(cls, config: Config, longest_tokens: int) -> Workload:
+        """Conversations of at most so many tokens: each a group of its own, any token of which may be an answer's."""
+        return cls(
+            shortest_prompt=1,
+            longest_prompt=1,
+            response=max(longest_tokens - 1, 1),
+            group_size=1,
+            groups=config.data.samples_per_step,
+            limit_rows=config.train.micro_batch_tokens,
+            running=0,
+            exact=config.deterministic,
+            bucket_bytes=0,
         )
 
     def micro_batches(self) -> list[MicroBatch]:

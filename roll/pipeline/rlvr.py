@@ -17,6 +17,7 @@ from roll.data.sources import TaskSet
 from roll.pipeline.publisher import Publisher
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.roles import Roles
+from roll.pipeline.rollout_record import RolloutRecord
 from roll.pipeline.state import RunState
 from roll.pipeline.supervision import Supervision
 from roll.pipeline.turns import Turns
@@ -56,6 +57,7 @@ class RLVR:
         self._roles = roles
         self._publisher = publisher
         self._recorder = recorder
+        self._record = RolloutRecord(config, roles, recorder)
         self.state = state
         self._checkpoint = checkpoint
         self._tasks = tasks
@@ -111,7 +113,7 @@ class RLVR:
             await self._publish(state.step + 1)
         self._count(rollout)
         times = (generated - started, time.monotonic() - generated)
-        await self._recorder.record(state, rollout, stats, *times, roles=self._roles)
+        await self._record.step(state, rollout, stats, *times)
 
     async def _train(self, rollout: Rollout) -> UpdateStats | None:
         roles, state, algorithm = self._roles, self.state, self._algorithm
@@ -152,7 +154,11 @@ class RLVR:
     async def _save(self) -> None:
         self.state.scheduler, self.state.algorithm = self._scheduler.state(), self._algorithm.state()
         with self._recorder.stage("checkpoint"):
-            await self._recorder.save(self._roles.actor, self.state, self._scheduler)
+            await self._recorder.save(self.state, self._write)
+
+    async def _write(self, folder: Path) -> None:
+        await self._scheduler.save(folder, self.state.scheduler)
+        await self._roles.actor.call(TrainWorker.save, folder)
 
     def _count(self, rollout: Rollout) -> None:
         self.state.step += 1
@@ -182,7 +188,7 @@ class RLVR:
             evaluation = await self._evaluator.evaluate(self.state.step)
         if evaluation is not None:
             self.state.evaluated(evaluation)
-            self._recorder.evaluated(self.state.step, evaluation)
+            self._record.evaluated(self.state.step, evaluation)
 
 
 def make_scheduler(

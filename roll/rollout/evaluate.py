@@ -33,7 +33,16 @@ class Evaluation:
     accuracy: float
     tokens_mean: float
     answers: list[Answer]
+    """Some of them, to show."""
     failed: int
+    samples: int
+    temperature: float
+
+    def __str__(self) -> str:
+        return (
+            f"held-out accuracy {self.accuracy:.3f} over {self.samples} answers at temperature {self.temperature:g}, "
+            f"{self.tokens_mean:.1f} tokens an answer, {self.failed} failed"
+        )
 
 
 class Evaluator:
@@ -74,4 +83,6 @@ class Evaluator:
             tokens_mean=sum(s.response_tokens for s in scored) / len(scored),
             answers=answers,
             failed=len(samples) - len(scored),
+            samples=len(samples),
+            temperature=self._config.temperature,
         )

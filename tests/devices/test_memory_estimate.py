@@ -17,6 +17,7 @@ from roll.config.schema import Config, TrainConfig
 from roll.data import Batch, Sample, Task
 from roll.data.sources import load_tasks
 from roll.devices.inventory import Inventory
+from roll.devices.job import rlvr_job
 from roll.devices.map import make_map
 from roll.devices.memory import (
     MicroBatch,
@@ -296,7 +297,7 @@ def box(*, gpus: int = 0, gpu: float = 0, memory: float = 64, nodes: int = 1) ->
 def planned(inventory: Inventory, **settings: Any) -> Plan:
     base = {"model": {"path": "tiny", "dtype": "bf16"}, "tasks": "echo", "reward": "number"}
     config = Config.model_validate({**base, **settings})
-    return make_plan(config, load_tasks(config.tasks, None), inventory)
+    return make_plan(config, rlvr_job(config, load_tasks(config.tasks, None)), inventory)
 
 
 def parts_of(plan: Plan, pool: str, stage: Any) -> dict[tuple[str, str], int]:
