@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -339,12 +338,12 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_all_is_read(self) -> Config:
-        """A setting that the pipeline does not read must be left alone."""
+        """What the pipeline does not read must be left alone."""
         other = "sft" if self.pipeline == "rlvr" else "rlvr"
-        unread = [key for name in UNREAD[self.pipeline] for key in _changed(self, tuple(name.split(".")))]
+        unread = [(name, key) for name in UNREAD[self.pipeline] if (key := _changed(self, name)) is not None]
         if unread:
-            rest = f"is set, but nothing reads it in pipeline {self.pipeline}: remove it, or write pipeline={other}"
-            raise ValueError("\n".join(f"{key} {rest}" for key in unread))
+            rest = f"in pipeline {self.pipeline}: remove it, or write pipeline={other}"
+            raise ValueError("\n".join(f"{key} is set, but nothing reads {name} {rest}" for name, key in unread))
         return self
 
     @model_validator(mode="after")
@@ -421,11 +420,9 @@ UNREAD = {
 """The sections and settings that a pipeline has no use for."""
 
 
-def _changed(section: Section, path: tuple[str, ...], above: str = "") -> Iterator[str]:
-    """Dotted names of the settings at a path, or under it, that are not at their defaults."""
-    for name in path[:1] or type(section).model_fields:
-        value, field = getattr(section, name), type(section).model_fields[name]
-        if isinstance(value, Section):
-            yield from _changed(value, path[1:], f"{above}{name}.")
-        elif value != field.get_default(call_default_factory=True):
-            yield f"{above}{name}"
+def _changed(config: Config, name: str) -> str | None:
+    """The first setting of a section, or the one of that name, that is not as it is where nothing is written."""
+    section, _, field = name.partition(".")
+    value, usual = getattr(config, section), Config.model_fields[section].default
+    fields = [field] if field else type(value).model_fields
+    return next((f"{section}.{key}" for key in fields if getattr(value, key) != getattr(usual, key)), None)

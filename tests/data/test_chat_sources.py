@@ -159,8 +159,8 @@ def test_a_bad_row_is_named_with_its_line(folder: Path, row: Any, message: str) 
     ("source", "given", "options", "message"),
     [
         ("nowhere.jsonl", None, {}, "data.source: there is no file 'nowhere.jsonl'"),
-        ("hmm", None, {}, "data.source: there is no source 'hmm': write addition, echo, a .jsonl, .json, .parquet file"),
-        ("nowhere:f", None, {}, "data.source: 'nowhere' of 'nowhere:f' could not be imported"),
+        ("hmm", None, {}, "data.source 'hmm' is not known: write addition, echo, a .jsonl, .json, .parquet file, `"),
+        ("nowhere:f", None, {}, "data.source 'nowhere:f': there is no module 'nowhere'"),
         ("addition", None, {"lower": 1}, "data.options: got an unexpected keyword argument 'lower'"),
         ("x", lambda split: [], {}, "has no conversations to train on"),
         ("x", lambda split: [5], {}, "gave 5: write a roll.Chat, a list of messages, or a roll.Task"),

@@ -201,15 +201,16 @@ def test_a_plan_has_the_trainer_alone(tmp_path: Path, capfd: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["rollout.group_size=4"], "override rollout.group_size=4: rollout.group_size is set, but nothing reads it in"),
-        (["reward=math"], "reward.name is set, but nothing reads it in pipeline sft: remove it, or write pipeline=rlvr"),
-        (["algorithm.kl_coef=0.1"], "algorithm.kl_coef is set, but nothing reads it"),
-        (["tasks=echo"], "tasks.source is set, but nothing reads it"),
-        (["eval.show=0"], "eval.show is set"),
+        (["rollout.group_size=4"], "override rollout.group_size=4: rollout.group_size is set, but nothing reads rollout"),
         (
-            ["pipeline=rlvr"],
-            "data.source is set, but nothing reads it in pipeline rlvr",
+            ["reward=math"],
+            "reward.name is set, but nothing reads reward in pipeline sft: remove it, or write pipeline=rlvr",
         ),
+        (["algorithm=dapo"], "algorithm.name is set, but nothing reads algorithm"),
+        (["algorithm.kl_coef=0.1"], "algorithm.kl_coef is set, but nothing reads algorithm"),
+        (["tasks=echo"], "tasks.source is set, but nothing reads tasks"),
+        (["eval.show=0"], "eval.show is set, but nothing reads eval.show"),
+        (["pipeline=rlvr"], "data.source is set, but nothing reads data in pipeline rlvr"),
         (["train.updates_per_step=2"], "an sft step is one update: write a smaller data.samples_per_step"),
         (["data.epochs=2"], "each is the length of the run: write one of them"),
     ],
