@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -229,9 +230,30 @@ def test_what_would_not_fit_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+RAY = ("executor=ray", "ray.object_store_gb=0.2", "ray.start_deadline_s=120", "ray.call_deadline_s=120")
+
+
 @pytest.mark.slow
 def test_the_same_bits_on_ray(tmp_path: Path, undisturbed: Remains) -> None:
-    ray = ("executor=ray", "ray.object_store_gb=0.2", "ray.start_deadline_s=120", "ray.call_deadline_s=120")
-    there = run(tmp_path / "run", *EXACT, *ray, "supervise.spare_trainer=false")
+    there = run(tmp_path / "run", *EXACT, *RAY, "supervise.spare_trainer=false")
     assert there.weights() == undisturbed.weights()
     assert losses(there) == losses(undisturbed)
+
+
+@pytest.mark.slow
+def test_a_trainer_that_dies_sends_the_run_back_to_its_checkpoint(tmp_path: Path) -> None:
+    longer = (*EXACT, "train.steps=60", "eval.every=0")
+    calm = run(tmp_path / "calm", *longer)
+    config, path = tmp_path / "sft.yaml", tmp_path / "run"
+    config.write_text(json.dumps(BASE))
+    child = start_roll(["train", str(config), *longer, *RAY, f"run.dir={path}"], tmp_path / "out")
+    child.wait_for(lambda: "step 5/60" in child.said)
+    log = (path / "logs" / "actor_train-0.log").read_text()
+    os.kill(int(re.findall(r" is process (\d+) on ", log)[-1]), signal.SIGKILL)
+    assert child.end() == 0, child.said
+    assert "going back to the last checkpoint" in child.said
+    hurt = Remains(path)
+    assert hurt.weights() == calm.weights()
+    assert hurt.lineage() == calm.lineage()
+    with LedgerIndex.open(hurt.folder.ledger_path) as index:
+        assert index.balance().problems == ()
