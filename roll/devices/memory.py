@@ -404,7 +404,7 @@ def _kept(map: DeviceMap, role: str, model: Model, work: Workload) -> Sizes:
 def _working(map: DeviceMap, role: str, stage: Stage, model: Model, work: Workload, kind: Kind) -> Sizes:
     """What a worker works in, in the stage that is its own."""
     arguments = (model.sizes, model.dtypes[role], work, kind)
-    if (role, stage) == ("actor_train", "train"):
+    if (role, stage) in (("actor_train", "train"), ("critic", "critic")):
         return train_working(*arguments)
     if (role, stage) == ("actor_infer", "generate"):
         return engine_working(*arguments)

@@ -92,7 +92,7 @@ async def _train_with(
     """The run, going back to its last checkpoint by itself as often as a trainer dies and may."""
     deaths: list[float] = []
     if checkpoint is not None:
-        await roles.actor.call(TrainWorker.load, checkpoint.path)
+        await roles.load(checkpoint.path)
     while True:
         if checkpoint is None:
             recorder.begin()
