@@ -156,7 +156,7 @@ def layer_bytes(model: ModelShape, dtype: torch.dtype, batch: MicroBatch, kind: 
 
 def chunk_logits(model: ModelShape, predicting: int) -> tuple[int, bool]:
     """Logits held at once when tokens are predicted from so many rows, and whether they come in several chunks."""
-    rows = max(1, CHUNK_ELEMENTS // model.vocab)
+    rows = max(1, CHUNK_ELEMENTS["cpu"] // model.vocab)
     return min(rows, predicting) * model.vocab, predicting > rows
 
 

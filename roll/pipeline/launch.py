@@ -27,7 +27,6 @@ from roll.pipeline.state import State
 from roll.reward import RewardFn
 from roll.rollout.evaluate import Evaluation
 from roll.run import Checkpoint, Checkpoints, RunFolder
-from roll.workers.train import TrainWorker
 
 MAY_CHANGE_ON_RESUME = (
     *("train.steps", "eval.", "run.", "reward.workers", "reward.deadline_s", "reward.tries"),

@@ -37,9 +37,7 @@ _LEAST_SILENT_S = 20.0
 W = TypeVar("W", bound=Worker)
 M = TypeVar("M", TrainWorker, InferWorker, CriticWorker)
 
-Models = tuple[
-    Cluster[TrainWorker], Cluster[InferWorker], Cluster[TrainWorker] | None, Cluster[CriticWorker] | None
-]
+Models = tuple[Cluster[TrainWorker], Cluster[InferWorker], Cluster[TrainWorker] | None, Cluster[CriticWorker] | None]
 """Trainer, engines, reference and critic."""
 
 
