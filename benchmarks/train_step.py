@@ -163,7 +163,7 @@ class Bench:
         }
 
     def variant(self, text: str, profiled: bool) -> dict[str, object]:
-        settings: dict[str, Any] = dict(part.split("=") for part in text.split(",") if part)
+        settings: dict[str, Any] = {key: _value(value) for key, value in _pairs(text)}
         original = vocabulary.kernels_for
         if head := settings.pop("head", None):
             logprobs.kernels_for = lambda device: HEADS[head]()
@@ -212,6 +212,7 @@ class Bench:
         return found
 
     def _plain_timed(self, tokens: int, mask: bool, once: bool = False) -> dict[str, Any] | None:
+        self._let_go()
         try:
             plain = Plain(self, self._ragged, tokens, mask)
             if once:
@@ -225,7 +226,6 @@ class Bench:
             return None
         finally:
             plain = None
-            self._let_go()
 
     def _timed(self, contestants: list[Ours | Plain]) -> list[dict[str, Any]]:
         """The best of several rounds of each, taking turns; the first round, which compiles, is timed apart."""
@@ -381,6 +381,14 @@ class CompiledKernels(vocabulary.TorchKernels):
 
 
 HEADS = {"torch": vocabulary.TorchKernels, "compiled": CompiledKernels}
+
+
+def _pairs(text: str) -> list[tuple[str, str]]:
+    return [(key, value) for key, _, value in (part.partition("=") for part in text.split(",") if part)]
+
+
+def _value(text: str) -> int | bool | str:
+    return int(text) if text.isdigit() else {"true": True, "false": False}.get(text, text)
 
 
 def _cpu_has_bf16() -> bool:
