@@ -174,8 +174,6 @@ class TrainConfig(Section):
     where a GPU has too little memory otherwise."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the decoder's layers with `torch.compile`; `auto`: on a GPU."""
-    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-    """`adamw` (fused), or `adamw_8bit`, whose moments take a quarter of the memory; it needs the package torchao."""
 
 
 class EvalConfig(Section):
