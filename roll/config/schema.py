@@ -166,7 +166,7 @@ class TrainConfig(Section):
     """Optimizer steps a batch is cut into; above 1 the proximal log-probs are computed first."""
     micro_batch_tokens: Whole = 0
     """Distinct tokens in a micro-batch; a shared prefix counts once. Changes memory and speed, never the gradient. 0 is
-    4096 on a CPU, and on a GPU what fits in its memory, at most 32768."""
+    4096 on a CPU, and on a GPU what fits in its memory, at most 131072."""
     share_prefixes: bool = True
     """Compute what samples of a micro-batch begin with in common once. Changes speed, never the gradient."""
     activation_checkpointing: Literal["auto", "on", "off"] = "auto"

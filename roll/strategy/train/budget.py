@@ -18,8 +18,8 @@ from roll.config.schema import TrainConfig
 from roll.strategy.train.logprobs import CHUNK_ELEMENTS
 
 CPU_ROWS = 4096
-MOST_ROWS = 32768
-"""More rows than this keep no GPU busier."""
+MOST_ROWS = 131_072
+"""A large model's memory ends before; a small one's layers are so quick that the host can hardly feed more of them."""
 FEWEST_ROWS = 8192
 """Below this, activations are rather computed twice."""
 USED_SHARE = 0.8

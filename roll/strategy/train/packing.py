@@ -10,8 +10,10 @@ row 3 (the token 4) attends to rows 0, 1 and 3.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -61,21 +63,29 @@ def pack(sequences: Sequence[IntArray], share: bool = True) -> PrefixTree:
 
 
 def cut(sequences: Sequence[IntArray], limit_rows: int, share: bool = True) -> list[Indices]:
-    """Cuts sequences, in sorted order, into runs whose trees have at most `limit_rows` rows (or one sequence)."""
-    pieces: list[list[int]] = []
+    """Cuts sequences, in sorted order, into runs whose trees have at most `limit_rows` rows (or one sequence), no more
+    of them than it takes and about as large as each other: a small rest costs nearly what a large one does."""
+    order = sorted_order(sequences)
+    pairs = pairwise([np.zeros(0, np.int32), *(sequences[i] for i in order)])
+    fresh = [len(after) - (common_prefix(before, after) if share else 0) for before, after in pairs]
+    whole = [len(sequences[i]) for i in order]
+    runs = _runs(fresh, whole, limit_rows)
+    if len(runs) > 1:
+        even = math.ceil(sum(fresh) / len(runs)) + max(whole)
+        runs = min(_runs(fresh, whole, min(even, limit_rows)), runs, key=len)
+    return [np.array([order[i] for i in run], np.int64) for run in runs]
+
+
+def _runs(fresh: list[int], whole: list[int], limit: int) -> list[range]:
+    """Runs of neighbours; the first of a run counts whole, the others with what they do not share."""
+    starts: list[int] = []
     rows = 0
-    before: IntArray = np.zeros(0, np.int32)
-    for index in sorted_order(sequences):
-        sequence = sequences[index]
-        fresh = len(sequence) - (common_prefix(before, sequence) if share else 0)
-        if pieces and rows + fresh <= limit_rows:
-            pieces[-1].append(index)
-            rows += fresh
-        else:
-            pieces.append([index])
-            rows = len(sequence)
-        before = sequence
-    return [np.array(piece, np.int64) for piece in pieces]
+    for i, new in enumerate(fresh):
+        rows += new
+        if not starts or rows > limit:
+            starts.append(i)
+            rows = whole[i]
+    return [range(first, last) for first, last in pairwise([*starts, len(fresh)])]
 
 
 def sorted_order(sequences: Sequence[IntArray]) -> list[int]:
