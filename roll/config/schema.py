@@ -163,8 +163,16 @@ class TrainConfig(Section):
     """Largest norm of the gradient."""
     updates_per_step: Count = 1
     """Optimizer steps a batch is cut into; above 1 the proximal log-probs are computed first."""
-    micro_batch_tokens: Count = 4096
-    """Distinct tokens in a micro-batch; a shared prefix counts once. Changes memory and speed, never the gradient."""
+    micro_batch_tokens: Whole = 0
+    """Distinct tokens in a micro-batch; a shared prefix counts once. Changes memory and speed, never the gradient. 0 is
+    4096 on a CPU, and on a GPU what fits in its memory, at most 131072."""
+    share_prefixes: bool = True
+    """Compute what samples of a micro-batch begin with in common once. Changes speed, never the gradient."""
+    activation_checkpointing: Literal["auto", "on", "off"] = "auto"
+    """Compute a layer's activations again in the backward pass instead of keeping them: slower, much less memory. `auto`:
+    where a GPU has too little memory otherwise."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the decoder's layers with `torch.compile`; `auto`: on a GPU."""
 
 
 class EvalConfig(Section):

@@ -42,6 +42,8 @@ def rlvr_roles(config: Config, environments: bool = False) -> frozenset[str]:
     roles = {"actor_train", "actor_infer", "rollout", "reward"}
     if config.algorithm.needs_reference:
         roles.add("reference")
+    if config.algorithm.needs_critic:
+        roles.add("critic")
     if environments:
         roles.add("env")
     return frozenset(roles)

@@ -156,7 +156,7 @@ def layer_bytes(model: ModelShape, dtype: torch.dtype, batch: MicroBatch, kind: 
 
 def chunk_logits(model: ModelShape, predicting: int) -> tuple[int, bool]:
     """Logits held at once when tokens are predicted from so many rows, and whether they come in several chunks."""
-    rows = max(1, CHUNK_ELEMENTS // model.vocab)
+    rows = max(1, CHUNK_ELEMENTS["cpu"] // model.vocab)
     return min(rows, predicting) * model.vocab, predicting > rows
 
 
@@ -404,7 +404,7 @@ def _kept(map: DeviceMap, role: str, model: Model, work: Workload) -> Sizes:
 def _working(map: DeviceMap, role: str, stage: Stage, model: Model, work: Workload, kind: Kind) -> Sizes:
     """What a worker works in, in the stage that is its own."""
     arguments = (model.sizes, model.dtypes[role], work, kind)
-    if (role, stage) == ("actor_train", "train"):
+    if (role, stage) in (("actor_train", "train"), ("critic", "critic")):
         return train_working(*arguments)
     if (role, stage) == ("actor_infer", "generate"):
         return engine_working(*arguments)

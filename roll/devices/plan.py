@@ -137,6 +137,7 @@ def _roles(config: Config, map: DeviceMap) -> list[tuple[str, str]]:
         "actor_train": "",
         "actor_infer": f"{config.rollout.max_running} at once" + (", the actor's parameters" if map.one_copy else ""),
         "reference": "frozen",
+        "critic": "predicts returns",
         "rollout": "drives samples",
         "env": f"{config.env.processes} processes each",
         "reward": f"{config.reward.name}, {config.reward.workers} grader(s) each",

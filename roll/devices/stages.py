@@ -25,11 +25,12 @@ from roll.devices.inventory import Device
 from roll.devices.map import PROCESS_ROLES, DeviceMap
 from roll.strategy.shelf import Level
 
-Stage = Literal["generate", "reference", "train", "publish"]
+Stage = Literal["generate", "reference", "critic", "train", "publish"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 NEEDS: dict[Stage, dict[str, Level]] = {
     "generate": {"actor_infer": "all"},
     "reference": {"reference": "all"},
+    "critic": {"critic": "all"},
     "train": {"actor_train": "all"},
     "publish": {"actor_train": "weights", "actor_infer": "weights"},
 }

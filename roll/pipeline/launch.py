@@ -27,7 +27,6 @@ from roll.pipeline.state import State
 from roll.reward import RewardFn
 from roll.rollout.evaluate import Evaluation
 from roll.run import Checkpoint, Checkpoints, RunFolder
-from roll.workers.train import TrainWorker
 
 MAY_CHANGE_ON_RESUME = (
     *("train.steps", "eval.", "run.", "reward.workers", "reward.deadline_s", "reward.tries"),
@@ -92,7 +91,7 @@ async def _train_with(
     """The run, going back to its last checkpoint by itself as often as a trainer dies and may."""
     deaths: list[float] = []
     if checkpoint is not None:
-        await roles.actor.call(TrainWorker.load, checkpoint.path)
+        await roles.load(checkpoint.path)
     while True:
         if checkpoint is None:
             recorder.begin()

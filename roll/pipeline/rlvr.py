@@ -1,6 +1,6 @@
 """Reinforcement learning from verifiable rewards: the whole dataflow on one page.
 
-roll out → reference → credit → update → publish → record
+roll out → reference, critic → credit → update → publish → record
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.step import Rollout
 from roll.rollout.tails import make_order
 from roll.strategy.train.base import UpdateStats
+from roll.workers.critic import CriticWorker
 from roll.workers.train import TrainWorker
 
 MOST_IDLE_STEPS = 10
@@ -119,9 +120,12 @@ class RLVR:
         roles, state, algorithm = self._roles, self.state, self._algorithm
         if rollout.batch is None:
             return None
-        batch = algorithm.credit(await self._compared(rollout.batch))
+        batch = algorithm.credit(await self._valued(await self._compared(rollout.batch)))
         if not len(batch):
             return None
+        value_stats = await self._train_critic(batch)
+        if state.step < self._config.algorithm.critic_warmup_steps:
+            return value_stats
         await self._turns.enter("train")
         with self._recorder.stage("train"):
             stats = await roles.actor.call(TrainWorker.update, batch, algorithm.loss, state.step)
@@ -130,7 +134,22 @@ class RLVR:
             self._recorder.reporter.warned(
                 f"step {state.step + 1}: a gradient was not finite; {stats.skipped} updates skipped"
             )
-        return stats
+        return stats if value_stats is None else stats.beside("critic", value_stats)
+
+    async def _valued(self, batch: Batch) -> Batch:
+        """The batch with the critic's predictions."""
+        critic = self._roles.critic
+        if critic is None:
+            return batch
+        await self._turns.enter("critic")
+        return batch.with_columns(values=await critic.call(CriticWorker.values, batch))
+
+    async def _train_critic(self, batch: Batch) -> UpdateStats | None:
+        critic, credit = self._roles.critic, self._algorithm.loss.credit
+        if critic is None:
+            return None
+        with self._recorder.stage("critic"):
+            return await critic.call(CriticWorker.update, batch, credit, self.state.step)
 
     async def _compared(self, batch: Batch) -> Batch:
         """The batch with what the algorithm needs of the reference."""
@@ -158,7 +177,7 @@ class RLVR:
 
     async def _write(self, folder: Path) -> None:
         await self._scheduler.save(folder, self.state.scheduler)
-        await self._roles.actor.call(TrainWorker.save, folder)
+        await self._roles.save(folder)
 
     def _count(self, rollout: Rollout) -> None:
         self.state.step += 1

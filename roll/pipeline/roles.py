@@ -24,6 +24,7 @@ from roll.rollout.pool import RolloutPool
 from roll.rollout.router import Router
 from roll.rollout.worker import RolloutWorker
 from roll.strategy.shelf import Level
+from roll.workers.critic import CriticWorker
 from roll.workers.env import EnvWorker
 from roll.workers.infer import InferWorker
 from roll.workers.reward import RewardWorker
@@ -34,7 +35,10 @@ _LEAST_SILENT_S = 20.0
 """Importing libraries may keep a worker that starts from answering for some seconds."""
 
 W = TypeVar("W", bound=Worker)
-M = TypeVar("M", TrainWorker, InferWorker)
+M = TypeVar("M", TrainWorker, InferWorker, CriticWorker)
+
+Models = tuple[Cluster[TrainWorker], Cluster[InferWorker], Cluster[TrainWorker] | None, Cluster[CriticWorker] | None]
+"""Trainer, engines, reference and critic."""
 
 
 @dataclass
@@ -46,10 +50,11 @@ class TrainRoles:
     """What of each worker is on its devices in which stage."""
     actor: Cluster[TrainWorker]
     reference: Cluster[TrainWorker] | None
+    critic: Cluster[CriticWorker] | None
 
     @property
-    def trainers(self) -> list[Cluster[TrainWorker]]:
-        return [cluster for cluster in (self.actor, self.reference) if cluster is not None]
+    def trainers(self) -> list[Cluster[TrainWorker] | Cluster[CriticWorker]]:
+        return [cluster for cluster in (self.actor, self.reference, self.critic) if cluster is not None]
 
     @property
     def clusters(self) -> list[Cluster[Any]]:
@@ -71,13 +76,24 @@ class TrainRoles:
         return isinstance(error, WorkerDied | CallTimedOut) and error.worker in names
 
     async def restart_trainers(self, checkpoint: Path | None) -> None:
-        """Starts trainers that do not answer again, and brings the actor to a checkpoint, or to where it began."""
+        """Starts trainers that do not answer again, and brings those that learn to a checkpoint, or to where they
+        began."""
         for cluster in self.trainers:
             for rank in range(len(cluster)):
-                if cluster is self.actor or not await _answers(cluster, rank):
+                if cluster is not self.reference or not await _answers(cluster, rank):
                     await cluster.restart(rank)
         if checkpoint is not None:
-            await self.actor.call(TrainWorker.load, checkpoint)
+            await self.load(checkpoint)
+
+    async def load(self, checkpoint: Path) -> None:
+        await self.actor.call(TrainWorker.load, checkpoint)
+        if self.critic is not None:
+            await self.critic.call(CriticWorker.load, checkpoint)
+
+    async def save(self, checkpoint: Path) -> None:
+        await self.actor.call(TrainWorker.save, checkpoint)
+        if self.critic is not None:
+            await self.critic.call(CriticWorker.save, checkpoint)
 
     async def peak_memory(self) -> dict[str, float]:
         """GPU memory at its peak since it was asked last, of each role's fullest worker; in one process all roles'
@@ -89,7 +105,11 @@ class TrainRoles:
         return {f"memory/{role}_gib": peak / 2**30 for role, peak in peaks.items() if peak}
 
     def _peak_calls(self) -> dict[str, Coroutine[Any, Any, list[int]]]:
-        return {cluster.role: cluster.call_each(TrainWorker.take_peak_bytes) for cluster in self.trainers}
+        trainers = [cluster for cluster in (self.actor, self.reference) if cluster is not None]
+        calls = {cluster.role: cluster.call_each(TrainWorker.take_peak_bytes) for cluster in trainers}
+        if self.critic is not None:
+            calls["critic"] = self.critic.call_each(CriticWorker.take_peak_bytes)
+        return calls
 
 
 @dataclass
@@ -217,7 +237,7 @@ async def start_trainer(
         stages = stages or residency(map, False)
         config = _with_absolute_paths(config)
         _reserve(config, executor, map, run)
-        yield TrainRoles(executor, stages, await _start_actor(config, executor, map, stages), None)
+        yield TrainRoles(executor, stages, await _start_actor(config, executor, map, stages), None, None)
     finally:
         await asyncio.shield(executor.close())
 
@@ -283,10 +303,16 @@ async def _start(
         frozen = await start("reference", lambda place: TrainWorker(place, config, trainable=False))
         return await _aside(frozen, TrainWorker.hold, stages)
 
-    async def start_models() -> tuple[Cluster[TrainWorker], Cluster[InferWorker], Cluster[TrainWorker] | None]:
+    async def start_critic() -> Cluster[CriticWorker] | None:
+        if "critic" not in places:
+            return None
+        critic = await start("critic", lambda place: CriticWorker(place, config))
+        return await _aside(critic, CriticWorker.hold, stages)
+
+    async def start_models() -> Models:
         if stages.takes_turns:  # one after the other, because they may not fit together
-            return await start_actor(), await start_engines(), await start_reference()
-        return await asyncio.gather(start_actor(), start_engines(), start_reference())
+            return await start_actor(), await start_engines(), await start_reference(), await start_critic()
+        return await asyncio.gather(start_actor(), start_engines(), start_reference(), start_critic())
 
     try:
         async with asyncio.TaskGroup() as starts:
@@ -296,7 +322,7 @@ async def _start(
             acting = starts.create_task(start_environments())
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None  # the first; the others were cancelled for it
-    rewards, (actor, engines, reference), rollouts = rewarding.result(), models.result(), rolling.result()
+    rewards, (actor, engines, reference, critic), rollouts = rewarding.result(), models.result(), rolling.result()
     rollout = config.rollout
     router = Router(
         len(engines),
@@ -311,12 +337,12 @@ async def _start(
     pool = RolloutPool(
         rollouts, router, tries=rollout.tries, scoring_most=config.reward.queue, deadline_s=executor.deadline_s
     )
-    roles = Roles(executor, stages, actor, reference, engines, rewards, rollouts, acting.result(), router, pool)
+    roles = Roles(executor, stages, actor, reference, critic, engines, rewards, rollouts, acting.result(), router, pool)
     await roles.connect()
     return roles
 
 
-async def _answers(cluster: Cluster[TrainWorker], rank: int) -> bool:
+async def _answers(cluster: Cluster[Any], rank: int) -> bool:
     try:
         await cluster.ping(rank, _PING_S)
     except RemoteError:

@@ -81,4 +81,4 @@ class SFT:
             await self._recorder.save(self.state, self._write)
 
     async def _write(self, folder: Path) -> None:
-        await self._roles.actor.call(TrainWorker.save, folder)
+        await self._roles.save(folder)

@@ -26,7 +26,7 @@ from roll.workers.offer import SLOTS, Meeting, Offer, Path
 from roll.workers.setup import set_up_process, take_peak_bytes
 
 
-def _join_tokens(results: Sequence[TokenColumn], parts: Sequence[Indices], whole: Batch) -> TokenColumn:
+def join_tokens(results: Sequence[TokenColumn], parts: Sequence[Indices], whole: Batch) -> TokenColumn:
     return TokenColumn.joined(results, parts)
 
 
@@ -49,7 +49,7 @@ class TrainWorker(Worker):
         self._sender: Sender | None = None
         self._group: BroadcastGroup | None = None
 
-    @parallel(Dispatch.DATA, join=_join_tokens)
+    @parallel(Dispatch.DATA, join=join_tokens)
     def log_probs(self, batch: Batch) -> TokenColumn:
         """One value a token: the log-prob of each sampled token under the current weights, 0 elsewhere."""
         return TokenColumn.flat(self._strategy.log_probs(batch), batch.offsets)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -28,6 +28,11 @@ class UpdateStats:
     skipped: int
     """Updates whose gradient was not finite; the weights were left as they were."""
     metrics: dict[str, float] = field(default_factory=dict)
+
+    def beside(self, name: str, other: UpdateStats) -> UpdateStats:
+        """These stats with another's loss, gradient and metrics among the metrics, under its name."""
+        theirs = {"loss": other.loss, "grad_norm": other.grad_norm, "skipped": float(other.skipped), **other.metrics}
+        return replace(self, metrics={**self.metrics, **{f"{name}_{key}": value for key, value in theirs.items()}})
 
 
 class TrainStrategy(Protocol):
