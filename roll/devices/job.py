@@ -29,7 +29,6 @@ def rlvr_job(config: Config, tasks: TaskSet) -> Job:
         ("tasks", f"{len(tasks.train)} to train on, {len(tasks.held_out)} held out"),
         ("samples a step", f"{rollout.groups_per_step} groups × {rollout.group_size} = {samples}"),
         ("tokens a sample", f"prompt up to {max(prompts)}, response up to {rollout.max_new_tokens}"),
-        ("tokens a micro-batch", f"up to {train.micro_batch_tokens}, a shared prefix once"),
         ("updates a step", str(train.updates_per_step)),
         ("steps", f"{train.steps}, {train.steps * samples} samples in all"),
     )
@@ -61,7 +60,6 @@ def sft_job(config: Config, corpus: Corpus, order: Order) -> Job:
         ("tokens a sample", f"{train.tokens / len(train):.0f} in the mean, up to {corpus.longest_tokens}"),
         ("tokens trained on", f"{learned} of {train.tokens}"),
         ("samples a step", str(order.samples_per_step)),
-        ("tokens a micro-batch", f"up to {config.train.micro_batch_tokens}, a shared prefix once"),
         ("steps", f"{order.steps}, {order.epochs:.3g} epochs, {order.total} samples in all"),
     )
     return Job(SFT_ROLES, Workload.of_chats(config, corpus.longest_tokens), sizes)

@@ -11,9 +11,11 @@ from roll.config.schema import Config
 from roll.devices.inventory import Inventory, this_machine
 from roll.devices.job import Job
 from roll.devices.map import DeviceMap, RolePlacement, make_map
-from roll.devices.memory import CACHE, FULL, Estimate, Model, ModelShape, Part, Workload, estimate, largest
+from roll.devices.memory import CACHE, FULL, Estimate, Model, Part, Workload, estimate, largest
 from roll.devices.stages import StageTable, residency
 from roll.model.loading import choose_dtype, find_model, load_model_config
+from roll.model.shape import ModelShape
+from roll.strategy.train.budget import FEWEST_ROWS, Budget
 
 GIB = 2**30
 
@@ -56,7 +58,7 @@ def make_plan(config: Config, job: Job, inventory: Inventory | None = None) -> P
         stages=stages,
         memory=memory,
         roles=_roles(config, map),
-        sizes=job.sizes,
+        sizes=(*job.sizes, ("tokens a micro-batch", _micro_batch(memory.budgets["actor_train[0]"]))),
         problem=_problem(config, map, stages, model, memory, job.work),
     )
 
@@ -82,6 +84,7 @@ def choose_offload(config: Config, map: DeviceMap, model: Model, work: Workload)
         return asked, f"offload is {config.offload}: roles {'take turns on' if asked else 'stay on'} shared devices."
     if stay.levels == turns.levels:
         return False, "Nothing is offloaded: no stage needs the devices of a role that is not in it."
+    work = _unhurried(work, map.roles["actor_train"])
     full = estimate(map, stay, model, work).too_full()
     if not full:
         return False, f"Nothing is offloaded: all roles together fit into {FULL:.0%} of every memory."
@@ -95,6 +98,14 @@ def choose_offload(config: Config, map: DeviceMap, model: Model, work: Workload)
         f"Roles take turns and leave shared devices: all together would need {_gib(whole.peak(pool)[1])} of {pool.name}, "
         f"which has {_gib(pool.capacity)}; in turns it is {_gib(turned.peak(pool)[1])}."
     )
+
+
+def _unhurried(work: Workload, trainer: RolePlacement) -> Workload:
+    """The work with micro-batches that keep a GPU busy and compute nothing twice: what roles take turns for."""
+    if not trainer.on_gpus:
+        return work
+    once = "off" if work.checkpointing == "auto" else work.checkpointing
+    return replace(work, limit_rows=work.limit_rows or FEWEST_ROWS, checkpointing=once)
 
 
 def _problem(
@@ -121,9 +132,11 @@ def _remedy(config: Config, map: DeviceMap, stages: StageTable, model: Model, wo
     if config.offload == "never" and not estimate(map, residency(map, True), model, work).too_full():
         return "write offload=auto"
     settings = [("rollout.max_running", "running"), ("train.micro_batch_tokens", "limit_rows")]
+    now = replace(work, limit_rows=estimate(map, stages, model, work).budgets["actor_train[0]"].rows)
     for setting, size in settings if part.what == CACHE else reversed(settings):
-        value = getattr(work, size)
-        while (value := value // 2) >= 1:
+        value, least = getattr(now, size), work.longest if size == "limit_rows" else 1
+        while value > least:
+            value = max(value // 2, least)
             if not estimate(map, stages, model, replace(work, **{size: value})).too_full():
                 return f"write {setting}={value}"
     role = part.worker.partition("[")[0]
@@ -143,6 +156,10 @@ def _roles(config: Config, map: DeviceMap) -> list[tuple[str, str]]:
         "reward": f"{config.reward.name}, {config.reward.workers} grader(s) each",
     }
     return [(role, ", ".join(filter(None, [placed.strategy, words.get(role, "")]))) for role, placed in map.roles.items()]
+
+
+def _micro_batch(budget: Budget) -> str:
+    return f"up to {budget.rows}, a shared prefix once" + (", activations computed twice" if budget.checkpointed else "")
 
 
 def _gib(count: int) -> str:

@@ -197,7 +197,7 @@ def check_chats(config: Config, chats: ChatSource | None = None) -> Corpus:
     renderer = ChatRenderer(tokenizer, stop_ids_of(tokenizer, source))
     context = int(load_model_config(source).max_position_embeddings)
     corpus = make_corpus(chat_set, renderer, config.data, context)
-    if corpus.longest_tokens > config.train.micro_batch_tokens:
+    if 0 < config.train.micro_batch_tokens < corpus.longest_tokens:
         raise UserError(
             f"data: the longest conversation has {corpus.longest_tokens} tokens, but train.micro_batch_tokens is "
             f"{config.train.micro_batch_tokens}: write train.micro_batch_tokens={corpus.longest_tokens} or more, or "

@@ -9,7 +9,9 @@ from transformers import PreTrainedModel
 
 from roll.config.schema import TrainConfig
 from roll.data.batch import Batch
-from roll.strategy.train.budget import Budget, choose, free_bytes
+from roll.model.shape import ModelShape
+from roll.strategy.train.budget import Budget, choose, spare_of
+from roll.strategy.train.footprint import Footprint
 from roll.strategy.train.layers import Layers
 from roll.strategy.train.microbatch import MicroBatch, micro_batches
 
@@ -35,5 +37,8 @@ class Passes:
         """Chosen at the first batch and kept, so that equal batches are cut alike."""
         if self._budget is None:
             longest = int(batch.lengths.max(initial=0))
-            self._budget = choose(self._model, self._config, longest, free_bytes(self._model))
+            model, asked = self._model, self._config
+            footprint = Footprint(ModelShape.of_model(model), model.dtype, model.device.type)
+            rows, checkpointing = asked.micro_batch_tokens, asked.activation_checkpointing
+            self._budget = choose(footprint, rows, checkpointing, longest, spare_of(model, footprint))
         return self._budget

@@ -37,8 +37,13 @@ class Span:
 
 def tree_plan(tree: PrefixTree, device: torch.device, dtype: torch.dtype) -> AttentionPlan:
     """The fastest plan there is for a model of that type on that device."""
-    flash = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-    return VarlenPlan(tree, device) if flash else BucketPlan(tree, device, dtype)
+    varlen = attends_varlen(device.type, dtype)
+    return VarlenPlan(tree, device) if varlen else BucketPlan(tree, device, dtype)
+
+
+def attends_varlen(device: str, dtype: torch.dtype) -> bool:
+    """Whether all spans are one call there, without padding or a mask."""
+    return device == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
 def spans_of(tree: PrefixTree) -> list[Span]:

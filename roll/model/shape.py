@@ -1,0 +1,56 @@
+"""The shape of a model: what of it its memory depends on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    parameters: int
+    output: int
+    """Parameters of the output layer."""
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    normed_heads: bool = False
+    """Whether queries and keys are normalised (Qwen3)."""
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> ModelShape:
+        """Counted on a model without storage."""
+        with torch.device("meta"):
+            return cls.of_model(AutoModelForCausalLM.from_config(config))
+
+    @classmethod
+    def of_model(cls, model: PreTrainedModel) -> ModelShape:
+        config = model.config
+        heads = config.num_attention_heads
+        return cls(
+            parameters=sum(p.numel() for p in model.parameters()),
+            output=model.get_output_embeddings().weight.numel(),
+            layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            inner=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            vocab=config.vocab_size,
+            normed_heads=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
+        )
+
+    @property
+    def queries(self) -> int:
+        """The size of all query heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        return self.kv_heads * self.head_dim
