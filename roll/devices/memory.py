@@ -12,19 +12,20 @@ tests compare them with what is kept.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from roll.config.schema import Config
+from roll.config.schema import Config, LoraConfig
 from roll.devices.inventory import Inventory, Kind
 from roll.devices.inventory import available_bytes as available_bytes
 from roll.devices.map import DeviceMap
 from roll.devices.stages import Stage, StageTable
 from roll.engine.cache import SlotCache
 from roll.engine.engine import EXACT_ROWS, PROMPT_ROWS
+from roll.model.lora import inject
 from roll.strategy.shelf import Level
 from roll.strategy.train.logprobs import CHUNK_ELEMENTS
 
@@ -58,14 +59,21 @@ class ModelShape:
     vocab: int
     normed_heads: bool = False
     """Whether queries and keys are normalised (Qwen3)."""
+    adapters: int = 0
+    """Parameters of the trainer's adapters, which are then all that learns; 0 without."""
+
+    @property
+    def trained(self) -> int:
+        """Parameters that have gradients and moments."""
+        return self.adapters or self.parameters
 
     @classmethod
-    def of(cls, config: PretrainedConfig) -> ModelShape:
+    def of(cls, config: PretrainedConfig, lora: LoraConfig | None = None) -> ModelShape:
         """Counted on a model without storage."""
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         heads = config.num_attention_heads
-        return cls(
+        sizes = cls(
             parameters=sum(p.numel() for p in model.parameters()),
             output=model.get_output_embeddings().weight.numel(),
             layers=config.num_hidden_layers,
@@ -77,6 +85,11 @@ class ModelShape:
             vocab=config.vocab_size,
             normed_heads=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
         )
+        if lora is None:
+            return sizes
+        with torch.device("meta"):
+            inject(model, lora)
+        return replace(sizes, adapters=sum(p.numel() for p in model.parameters() if p.requires_grad))
 
 
 @dataclass(frozen=True)
@@ -239,7 +252,7 @@ def train_working(model: ModelShape, dtype: torch.dtype, work: Workload, kind: K
         LOGITS_BACKWARD_BYTES * logits + size * model.output * chunks,
         layer_bytes(model, dtype, batch, kind) + size * model.output,
     )
-    gradients = 4 * model.parameters
+    gradients = 4 * model.trained
     last = size * 2 * model.output + (4 * model.output if size < 4 and work.several else 0)
     if gradients * work.several + saved + beside >= gradients + last:
         found = [("activations of a micro-batch", saved), ("logits and one layer's gradients", beside)]
@@ -329,6 +342,10 @@ class Model:
     dtypes: Mapping[str, torch.dtype]
     """By role."""
 
+    def sizes_of(self, role: str) -> ModelShape:
+        """The trainer alone has adapters."""
+        return self.sizes if role == "actor_train" else replace(self.sizes, adapters=0)
+
 
 def estimate(map: DeviceMap, table: StageTable, model: Model, work: Workload) -> Estimate:
     """The memory of a mapped run whose workers are resident as the table says."""
@@ -390,11 +407,11 @@ def _resident(
 
 def _kept(map: DeviceMap, role: str, model: Model, work: Workload) -> Sizes:
     """What a worker keeps from stage to stage."""
-    dtype, parameters = model.dtypes[role], model.sizes.parameters
-    weights = ("weights", parameters * dtype.itemsize)
+    dtype, sizes = model.dtypes[role], model.sizes_of(role)
+    weights = ("weights", (sizes.parameters + sizes.adapters) * dtype.itemsize)
     if role in ("actor_train", "critic"):
-        masters = [] if dtype == torch.float32 else [("master weights, fp32", parameters * 4)]
-        return [weights, *masters, ("optimizer moments, fp32", parameters * 8)]
+        masters = [] if dtype == torch.float32 else [("master weights, fp32", sizes.trained * 4)]
+        return [weights, *masters, ("optimizer moments, fp32", sizes.trained * 8)]
     if role in ("actor_infer", "judge"):
         weights = ("weights", 0) if map.one_copy and role == "actor_infer" else weights
         return [weights, (CACHE, cache_bytes(model.shape, dtype, work))]
@@ -403,7 +420,7 @@ def _kept(map: DeviceMap, role: str, model: Model, work: Workload) -> Sizes:
 
 def _working(map: DeviceMap, role: str, stage: Stage, model: Model, work: Workload, kind: Kind) -> Sizes:
     """What a worker works in, in the stage that is its own."""
-    arguments = (model.sizes, model.dtypes[role], work, kind)
+    arguments = (model.sizes_of(role), model.dtypes[role], work, kind)
     if (role, stage) in (("actor_train", "train"), ("critic", "critic")):
         return train_working(*arguments)
     if (role, stage) == ("actor_infer", "generate"):
