@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from roll.config.schema import LoraConfig
+from roll.model.lora import inject
 
 
 @dataclass(frozen=True)
@@ -22,12 +25,24 @@ class ModelShape:
     vocab: int
     normed_heads: bool = False
     """Whether queries and keys are normalised (Qwen3)."""
+    adapters: int = 0
+    """Parameters of the trainer's adapters, which are then all that learns; 0 without."""
+
+    @property
+    def trained(self) -> int:
+        """Parameters that have gradients and moments."""
+        return self.adapters or self.parameters
 
     @classmethod
-    def of(cls, config: PretrainedConfig) -> ModelShape:
+    def of(cls, config: PretrainedConfig, lora: LoraConfig | None = None) -> ModelShape:
         """Counted on a model without storage."""
         with torch.device("meta"):
-            return cls.of_model(AutoModelForCausalLM.from_config(config))
+            model = AutoModelForCausalLM.from_config(config)
+            plain = cls.of_model(model)
+            if lora is None:
+                return plain
+            inject(model, lora)
+        return replace(plain, adapters=sum(p.numel() for p in model.parameters() if p.requires_grad))
 
     @classmethod
     def of_model(cls, model: PreTrainedModel) -> ModelShape:
