@@ -133,7 +133,7 @@ async def calibrated(crew: Crew) -> tuple[EngineSpec, float]:
 
 async def _mean_s(crew: Crew, contexts: Sequence[int], new_tokens: int) -> float:
     seconds: list[Any] = await crew.engines.call_each(TimedEngine.seconds_of, contexts, new_tokens)
-    return statistics.mean(seconds)
+    return float(statistics.mean(seconds))
 
 
 @dataclass(frozen=True)
