@@ -160,12 +160,15 @@ def ledger(
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write; it must not exist.")],
+    adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapters of a run with model.lora.")] = False,
 ) -> None:
-    """Write a run's newest weights as a folder that transformers loads."""
+    """Write a run's newest weights as a folder that transformers loads; adapters are merged into their model."""
+    _quiet_libraries()
     from roll.run.export import export_model
 
-    step = export_model(run, folder)
-    said = f"step {step} of {run} is in {folder}: AutoModelForCausalLM.from_pretrained({str(folder)!r})"
+    step = export_model(run, folder, adapter=adapter)
+    loads = "PeftModel.from_pretrained(base, " if adapter else "AutoModelForCausalLM.from_pretrained("
+    said = f"step {step} of {run} is in {folder}: {loads}{str(folder)!r})"
     _console.print(said, markup=False, soft_wrap=True)
 
 
@@ -196,7 +199,7 @@ def _config_of(target: str, overrides: list[str]) -> Config:
         return load_config(target, overrides)
     from roll.run import RunFolder
 
-    return load_config(RunFolder.open(Path(target)).config_path, [f"model={target}", *overrides])
+    return load_config(RunFolder.open(Path(target)).config_path, [f"model={target}", "model.lora=null", *overrides])
 
 
 def _quiet_libraries() -> None:

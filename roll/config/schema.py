@@ -16,6 +16,25 @@ from roll.config.section import Count, Devices, NonNegative, Positive, Section, 
 __all__ = ["AlgorithmConfig", "Section"]
 
 
+class LoraConfig(Section):
+    """Low-rank adapters, trained in place of the model's own weights."""
+
+    short: ClassVar[str | None] = "rank"
+
+    rank: Count = 16
+    """Columns of an adapter's matrices: what they can say, and what they cost."""
+    alpha: Positive | None = None
+    """What adapters add is multiplied by alpha / rank; null is twice the rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of their inputs that adapters drop in updates. Above 0 the gradient depends on the micro-batches."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Names of the layers that get adapters, such as `[q_proj, v_proj]`; `all-linear`: all linear ones of the decoder."""
+
+    @property
+    def scale(self) -> float:
+        return 2.0 if self.alpha is None else self.alpha / self.rank
+
+
 class ModelConfig(Section):
     """The model to train."""
 
@@ -27,6 +46,8 @@ class ModelConfig(Section):
     """Precision of parameters and serving; `auto` is bf16 where the hardware multiplies it, else fp32."""
     chat_template: str | None = None
     """File with a Jinja chat template that replaces the model's own."""
+    lora: LoraConfig | None = None
+    """Train adapters of this rank in place of all weights; null trains all weights."""
 
 
 class TasksConfig(Section):

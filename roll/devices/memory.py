@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import torch
@@ -144,8 +144,8 @@ def train_working(footprint: Footprint, work: Workload, budget: Budget) -> Sizes
     sizes = [_activations(footprint, size, budget.checkpointed) for size in work.micro_batches(budget.rows)]
     kept, beside = max(sizes, key=sum)
     several = work.several(budget.rows)
-    gradients = 4 * model.parameters
-    last = item * 2 * model.output + (4 * model.output if item < 4 and several else 0)
+    gradients = 4 * model.trained
+    last = item * 2 * model.trained_output + (4 * model.trained_output if item < 4 and several else 0)
     if gradients * several + kept + beside >= gradients + last:
         found = [("activations of a micro-batch", kept), ("logits and one layer's gradients", beside)]
         return [("gradients, fp32", gradients), *found] if several else found
@@ -156,7 +156,7 @@ def _activations(footprint: Footprint, size: PackedSize, checkpointed: bool) -> 
     """What the layers keep of a micro-batch, and the most there is beside it: the logits at the end of the forward pass,
     or what the layer at work needs in the backward pass."""
     logits, chunks = footprint.chunk_logits(size.predicting)
-    output_gradient = footprint.model.output * (4 if chunks else footprint.dtype.itemsize)
+    output_gradient = footprint.model.trained_output * (4 if chunks else footprint.dtype.itemsize)
     predicting = footprint.ends_bytes(size) + footprint.logits_bytes(logits) + output_gradient * chunks
     layer = footprint.layer_bytes(size) if checkpointed else 0
     going_back = layer + footprint.working_bytes(size) + output_gradient
@@ -249,6 +249,10 @@ class Model:
     dtypes: Mapping[str, torch.dtype]
     """By role."""
 
+    def sizes_of(self, role: str) -> ModelShape:
+        """The trainer alone has adapters."""
+        return self.sizes if role == "actor_train" else replace(self.sizes, adapters=0)
+
 
 @dataclass(frozen=True)
 class _Worker:
@@ -335,11 +339,11 @@ def _resident(map: DeviceMap, worker: _Worker, level: Level, model: Model, work:
 
 def _kept(map: DeviceMap, role: str, model: Model, work: Workload) -> Sizes:
     """What a worker keeps from stage to stage."""
-    dtype, parameters = model.dtypes[role], model.sizes.parameters
-    weights = ("weights", parameters * dtype.itemsize)
+    dtype, sizes = model.dtypes[role], model.sizes_of(role)
+    weights = ("weights", (sizes.parameters + sizes.adapters) * dtype.itemsize)
     if role in ("actor_train", "critic"):
-        masters = [] if dtype == torch.float32 else [("master weights, fp32", parameters * 4)]
-        return [weights, *masters, (MOMENTS, parameters * 8)]
+        masters = [] if dtype == torch.float32 else [("master weights, fp32", sizes.trained * 4)]
+        return [weights, *masters, (MOMENTS, sizes.trained * 8)]
     if role in ("actor_infer", "judge"):
         weights = ("weights", 0) if map.one_copy and role == "actor_infer" else weights
         return [weights, (CACHE, cache_bytes(model.shape, dtype, work))]
@@ -350,10 +354,10 @@ def _working(
     worker: _Worker, stage: Stage, model: Model, work: Workload, resident: tuple[Part, ...]
 ) -> tuple[Sizes, Budget | None]:
     """What a worker works in, in the stage that is its own, beside what is resident; and how a trainer cuts its batch."""
-    role, dtype, parameters = worker.role, model.dtypes[worker.role], model.sizes.parameters
-    footprint = Footprint(model.sizes, dtype, TORCH_DEVICE[worker.kind])
+    role, dtype, sizes = worker.role, model.dtypes[worker.role], model.sizes_of(worker.role)
+    footprint = Footprint(sizes, dtype, TORCH_DEVICE[worker.kind])
     if (role, stage) in (("actor_train", "train"), ("critic", "critic")):
-        budget = work.budget(footprint, _spare(worker, resident, footprint, parameters))
+        budget = work.budget(footprint, _spare(worker, resident, footprint, sizes.trained))
         return train_working(footprint, work, budget), budget
     if (role, stage) == ("reference", "reference"):
         budget = work.budget(footprint, _spare(worker, resident, footprint, 0))
@@ -361,7 +365,7 @@ def _working(
     if (role, stage) == ("actor_infer", "generate"):
         return engine_working(footprint, work), None
     if stage == "publish" and role in ("actor_train", "actor_infer") and work.bucket_bytes:
-        return [("weights in transit", 2 * min(work.bucket_bytes, parameters * dtype.itemsize))], None
+        return [("weights in transit", 2 * min(work.bucket_bytes, sizes.parameters * dtype.itemsize))], None
     return [], None
 
 

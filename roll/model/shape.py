@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from roll.config.schema import LoraConfig
+from roll.model.lora import inject, is_adapter
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -22,19 +25,25 @@ class ModelShape:
     vocab: int
     normed_heads: bool = False
     """Whether queries and keys are normalised (Qwen3)."""
+    adapters: int = 0
+    """Parameters of adapters, which are then all that learns."""
 
     @classmethod
-    def of(cls, config: PretrainedConfig) -> ModelShape:
+    def of(cls, config: PretrainedConfig, adapters: LoraConfig | None = None) -> ModelShape:
         """Counted on a model without storage."""
         with torch.device("meta"):
-            return cls.of_model(AutoModelForCausalLM.from_config(config))
+            model = AutoModelForCausalLM.from_config(config)
+            if adapters is not None:
+                inject(model, adapters)
+        return cls.of_model(model)
 
     @classmethod
     def of_model(cls, model: PreTrainedModel) -> ModelShape:
         config = model.config
         heads = config.num_attention_heads
+        adapters = sum(p.numel() for name, p in model.named_parameters() if is_adapter(name))
         return cls(
-            parameters=sum(p.numel() for p in model.parameters()),
+            parameters=sum(p.numel() for p in model.parameters()) - adapters,
             output=model.get_output_embeddings().weight.numel(),
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
@@ -44,7 +53,18 @@ class ModelShape:
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             vocab=config.vocab_size,
             normed_heads=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
+            adapters=adapters,
         )
+
+    @property
+    def trained(self) -> int:
+        """Parameters that learn."""
+        return self.adapters or self.parameters
+
+    @property
+    def trained_output(self) -> int:
+        """Those of the output layer."""
+        return 0 if self.adapters else self.output
 
     @property
     def queries(self) -> int:

@@ -153,14 +153,17 @@ class RLVR:
 
     async def _compared(self, batch: Batch) -> Batch:
         """The batch with what the algorithm needs of the reference."""
-        reference = self._roles.reference
-        if reference is None:
+        if not self._algorithm.needs_reference:
             return batch
-        await self._turns.enter("reference")
-        batch = batch.with_columns(ref=await reference.call(TrainWorker.log_probs, batch))
+        actor, reference = self._roles.actor, self._roles.reference
+        await self._turns.enter("train" if reference is None else "reference")
+        if reference is None:  # it is the base of the actor's adapters
+            batch = batch.with_columns(ref=await actor.call(TrainWorker.base_log_probs, batch))
+        else:
+            batch = batch.with_columns(ref=await reference.call(TrainWorker.log_probs, batch))
         if self._algorithm.needs_sample_kl:
-            estimator = self._config.algorithm.kl_estimator
-            batch = batch.with_columns(kl=await reference.call(TrainWorker.sample_kl, batch, estimator))
+            estimator, by = self._config.algorithm.kl_estimator, reference or actor
+            batch = batch.with_columns(kl=await by.call(TrainWorker.sample_kl, batch, estimator))
         return batch
 
     async def _publish(self, version: int) -> None:

@@ -36,8 +36,9 @@ class UpdateStats:
 
 
 class TrainStrategy(Protocol):
-    def log_probs(self, batch: Batch) -> FloatArray:
-        """The log-probs of the sampled tokens under the current weights, 0 elsewhere: one value a token."""
+    def log_probs(self, batch: Batch, *, base: bool = False) -> FloatArray:
+        """The log-probs of the sampled tokens under the current weights, 0 elsewhere: one value a token. Of the `base`
+        they are under the weights that adapters began with."""
         ...
 
     def update(self, batch: Batch, loss: LossSpec, step: int) -> UpdateStats:

@@ -23,6 +23,8 @@ class Layers:
     def __init__(self, model: PreTrainedModel, *, compiled: bool) -> None:
         self._layers: list[nn.Module] = list(model.get_decoder().layers)
         kinds = {type(layer): type(layer).forward for layer in self._layers} if compiled else {}
+        # What is computed twice must be dropped alike.
+        self._noisy = any(isinstance(part, nn.Dropout) and part.p > 0 for part in model.modules())
         self._compiled: dict[type[nn.Module], Forward] = {k: torch.compile(f, dynamic=True) for k, f in kinds.items()}
 
     @contextmanager
@@ -33,7 +35,7 @@ class Layers:
             return
         for layer in self._layers:
             forward: Forward = partial(self._compiled.get(type(layer), type(layer).forward), layer)
-            layer.forward = partial(_checkpointed, forward) if checkpointed else forward
+            layer.forward = partial(_checkpointed, forward, self._noisy) if checkpointed else forward
         try:
             yield
         finally:
@@ -41,7 +43,7 @@ class Layers:
                 del layer.forward
 
 
-def _checkpointed(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(forward: Forward, noisy: bool, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=noisy, **kwargs)

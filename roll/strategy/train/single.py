@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from roll.data.batch import Batch
 from roll.data.columns import Array, Indices
 from roll.data.tokenlog import FloatArray
 from roll.model.loading import quiet
+from roll.model.lora import Adapters
 from roll.strategy.shelf import Level, Shelf
 from roll.strategy.train.base import UpdateStats
 from roll.strategy.train.logprobs import token_log_probs
@@ -39,21 +41,32 @@ from roll.transfer.weights import Weights, probe_ids
 
 class SingleStrategy:
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, config: TrainConfig, *, trainable: bool = True
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        config: TrainConfig,
+        *,
+        trainable: bool = True,
+        adapters: Adapters | None = None,
     ) -> None:
+        """With `adapters` in the model, only they are trained and saved."""
         self.model = model
+        self._adapters = adapters
         self._tokenizer = tokenizer
         self._config = config
         self._device = next(model.parameters()).device
-        model.requires_grad_(trainable)
+        if adapters is None:
+            model.requires_grad_(trainable)
         self._optimizer = MasterAdamW(model, config) if trainable else None
         self._passes = Passes(model, config)
         self._shelf = Shelf(self._device)
 
     @torch.no_grad()
-    def log_probs(self, batch: Batch) -> FloatArray:
+    def log_probs(self, batch: Batch, *, base: bool = False) -> FloatArray:
+        assert not base or self._adapters is not None, "a model without adapters is no longer its base"
         result = np.zeros(batch.tokens, np.float32)
-        done = [(micro.where, self._current(micro)[0]) for micro in self._passes.over(batch)]
+        with self._adapters.off() if base and self._adapters is not None else nullcontext():
+            done = [(micro.where, self._current(micro)[0]) for micro in self._passes.over(batch)]
         for where, current in done:  # nothing waits for the device before all is under way
             result[where] = current.cpu().numpy()
         return result
@@ -67,7 +80,8 @@ class SingleStrategy:
         parts = [part for part in parts if part.loss_mask.any()]
         if not parts:
             raise RunError("the batch has no sampled tokens to train on")
-        done = [self._update_once(part, loss, step) for part in parts]
+        with self._adapters.dropping(step) if self._adapters is not None else nullcontext():
+            done = [self._update_once(part, loss, step) for part in parts]
         sampled = [int(part.loss_mask.sum()) for part in parts]
         return _joined(done, sampled, batch, learning_rate(self._config, step))
 
@@ -102,18 +116,24 @@ class SingleStrategy:
 
     def save(self, folder: Path) -> None:
         assert self._optimizer is not None, "a frozen model has nothing to save"
-        with quiet():
-            self.model.save_pretrained(folder / "model", max_shard_size="1TB")  # one file, whatever the size
+        if self._adapters is not None:
+            self._adapters.save(folder / "model")
+        else:
+            with quiet():
+                self.model.save_pretrained(folder / "model", max_shard_size="1TB")  # one file, whatever the size
         self._tokenizer.save_pretrained(folder / "model")
         self._optimizer.save(folder / "optimizer.safetensors")
 
     def load(self, folder: Path) -> None:
         """Reads what `save` wrote, into the parameters' own storage."""
         assert self._optimizer is not None, "a frozen model is not resumed"
-        saved = load_file(folder / "model" / "model.safetensors")
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(saved[name])
+        if self._adapters is not None:
+            self._adapters.load(folder / "model")
+        else:
+            saved = load_file(folder / "model" / "model.safetensors")
+            with torch.no_grad():
+                for name, parameter in self.model.named_parameters():
+                    parameter.copy_(saved[name])
         self._optimizer.load(folder / "optimizer.safetensors")
 
     @torch.no_grad()
