@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ADAPTER = "default"
+ALL = "all-linear"
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 BASE_FILE = "roll_base.json"
@@ -137,7 +138,7 @@ def inject(model: PreTrainedModel, config: LoraConfig) -> None:
         r=config.rank,
         lora_alpha=config.scale * config.rank,
         lora_dropout=config.dropout,
-        target_modules=config.targets if isinstance(config.targets, str) else list(config.targets),
+        target_modules=ALL if config.targets == (ALL,) else list(config.targets),
         task_type="CAUSAL_LM",
         base_model_name_or_path=model.name_or_path,
     )
