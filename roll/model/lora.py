@@ -148,10 +148,11 @@ def inject(model: PreTrainedModel, config: LoraConfig) -> None:
     except ValueError as error:
         said = str(error).strip().splitlines()[0]
         raise UserError(f"model.lora.targets: {said} Instead {known}") from error
+    model.train(model.training)  # what is new would drop its inputs even where the model is not being trained
     output = model.get_output_embeddings()
     for name, layer in adapted_layers(model).items():
         if layer is output or type(layer).__name__ != "Linear":
-            what = "gives the logits" if layer is output else f"is a {type(layer.base_layer).__name__}"
+            what = "gives the logits" if layer is output else f"is no linear layer ({type(layer.base_layer).__name__})"
             raise UserError(
                 f"model.lora.targets: {name} {what}, and adapters go to the linear layers inside the decoder: {known}"
             )
