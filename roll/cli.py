@@ -127,7 +127,8 @@ def plan(config: ConfigFile, overrides: Overrides = None) -> None:
     pipeline = prepare(settings)
     with executor_of(settings) as executor:
         made = make_plan(pipeline.config, pipeline.job, inventory_of(settings, executor))
-    what = f"{made.model}: {made.parameters:,} parameters in {made.dtype}, executor {settings.executor}"
+    trained = f", of adapters {made.adapters:,}" if made.adapters else ""
+    what = f"{made.model}: {made.parameters:,} parameters{trained} in {made.dtype}, executor {settings.executor}"
     _console.print(what, markup=False, soft_wrap=True)
     for drawn in draw(made, _console.width):
         _console.print(drawn)
@@ -199,7 +200,7 @@ def _config_of(target: str, overrides: list[str]) -> Config:
         return load_config(target, overrides)
     from roll.run import RunFolder
 
-    return load_config(RunFolder.open(Path(target)).config_path, [f"model={target}", "model.lora=null", *overrides])
+    return load_config(RunFolder.open(Path(target)).config_path, [f"model={target}", "model.lora=0", *overrides])
 
 
 def _quiet_libraries() -> None:

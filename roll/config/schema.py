@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from roll.config.algorithm import AlgorithmConfig
-from roll.config.section import Count, Devices, NonNegative, Positive, Section, Share, Whole
+from roll.config.section import Count, Devices, Names, NonNegative, Positive, Section, Share, Whole
 
 __all__ = ["AlgorithmConfig", "Section"]
 
@@ -21,18 +21,25 @@ class LoraConfig(Section):
 
     short: ClassVar[str | None] = "rank"
 
-    rank: Count = 16
-    """Columns of an adapter's matrices: what they can say, and what they cost."""
-    alpha: Positive | None = None
-    """What adapters add is multiplied by alpha / rank; null is twice the rank."""
+    rank: Whole = 0
+    """Rank of their matrices: what they can learn, and what they cost. 0: no adapters, all weights are trained."""
+    alpha: NonNegative = 0.0
+    """What adapters add is multiplied by alpha / rank; 0 is twice the rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of their inputs that adapters drop in updates. Above 0 the gradient depends on the micro-batches."""
-    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    targets: Names = ("all-linear",)
     """Names of the layers that get adapters, such as `[q_proj, v_proj]`; `all-linear`: all linear ones of the decoder."""
 
     @property
     def scale(self) -> float:
-        return 2.0 if self.alpha is None else self.alpha / self.rank
+        return self.alpha / self.rank if self.alpha else 2.0
+
+    @model_validator(mode="after")
+    def _check_rank(self) -> LoraConfig:
+        if self.model_fields_set and "rank" not in self.model_fields_set:
+            written = ", ".join(f"model.lora.{name}" for name in sorted(self.model_fields_set))
+            raise ValueError(f"{written} is set, but there are no adapters: write model.lora.rank=16, or remove it")
+        return self
 
 
 class ModelConfig(Section):
@@ -46,8 +53,11 @@ class ModelConfig(Section):
     """Precision of parameters and serving; `auto` is bf16 where the hardware multiplies it, else fp32."""
     chat_template: str | None = None
     """File with a Jinja chat template that replaces the model's own."""
-    lora: LoraConfig | None = None
-    """Train adapters of this rank in place of all weights; null trains all weights."""
+    lora: LoraConfig = LoraConfig()
+
+    @property
+    def adapters(self) -> LoraConfig | None:
+        return self.lora if self.lora.rank else None
 
 
 class TasksConfig(Section):

@@ -13,6 +13,8 @@ NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Devices = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
 """Device numbers as text; a single number may be written as one."""
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
+"""Names; a single one may be written alone."""
 
 
 class Section(BaseModel):

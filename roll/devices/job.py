@@ -39,7 +39,7 @@ def rlvr_job(config: Config, tasks: TaskSet) -> Job:
 def rlvr_roles(config: Config, environments: bool = False) -> frozenset[str]:
     """The roles that a run with rollouts starts; `environments` if its tasks have some."""
     roles = {"actor_train", "actor_infer", "rollout", "reward"}
-    if config.algorithm.needs_reference and config.model.lora is None:  # adapters off, the actor is the reference
+    if config.algorithm.needs_reference and config.model.adapters is None:  # adapters off, the actor is the reference
         roles.add("reference")
     if config.algorithm.needs_critic:
         roles.add("critic")

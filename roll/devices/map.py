@@ -110,7 +110,7 @@ def _refuse_unused(config: Config, roles_in_use: Collection[str]) -> None:
         if config.pipeline != "rlvr":
             raise UserError(f"roles.{role}: pipeline {config.pipeline} has no {role}: remove roles.{role}")
         algorithm = config.algorithm.name
-        if role == "reference" and config.model.lora is not None:
+        if role == "reference" and config.model.adapters is not None:
             raise UserError(
                 "roles.reference: with model.lora the actor without its adapters is the reference: remove roles.reference"
             )

@@ -145,7 +145,7 @@ def train_working(footprint: Footprint, work: Workload, budget: Budget) -> Sizes
     kept, beside = max(sizes, key=sum)
     several = work.several(budget.rows)
     gradients = 4 * model.trained
-    last = item * 2 * model.output + (4 * model.output if item < 4 and several else 0)
+    last = item * 2 * model.trained_output + (4 * model.trained_output if item < 4 and several else 0)
     if gradients * several + kept + beside >= gradients + last:
         found = [("activations of a micro-batch", kept), ("logits and one layer's gradients", beside)]
         return [("gradients, fp32", gradients), *found] if several else found
@@ -156,7 +156,7 @@ def _activations(footprint: Footprint, size: PackedSize, checkpointed: bool) -> 
     """What the layers keep of a micro-batch, and the most there is beside it: the logits at the end of the forward pass,
     or what the layer at work needs in the backward pass."""
     logits, chunks = footprint.chunk_logits(size.predicting)
-    output_gradient = footprint.model.output * (4 if chunks else footprint.dtype.itemsize)
+    output_gradient = footprint.model.trained_output * (4 if chunks else footprint.dtype.itemsize)
     predicting = footprint.ends_bytes(size) + footprint.logits_bytes(logits) + output_gradient * chunks
     layer = footprint.layer_bytes(size) if checkpointed else 0
     going_back = layer + footprint.working_bytes(size) + output_gradient

@@ -24,6 +24,8 @@ GIB = 2**30
 class Plan:
     model: str
     parameters: int
+    adapters: int
+    """Parameters of adapters, beside the model's own."""
     dtype: str
     """Of the trainer's parameters."""
     map: DeviceMap
@@ -44,13 +46,14 @@ def make_plan(config: Config, job: Job, inventory: Inventory | None = None) -> P
     map = make_map(config, inventory or this_machine(), roles_in_use=job.roles)
     shape = load_model_config(find_model(config.model.path))
     dtypes = {role: dtype_of(config, placed) for role, placed in map.roles.items() if placed.strategy}
-    model = Model(shape, ModelShape.of(shape, config.model.lora), dtypes)
+    model = Model(shape, ModelShape.of(shape, config.model.adapters), dtypes)
     offload, why = choose_offload(config, map, model, job.work)
     stages = residency(map, offload)
     memory = estimate(map, stages, model, job.work)
     return Plan(
         model=config.model.path,
         parameters=model.sizes.parameters,
+        adapters=model.sizes.adapters,
         dtype=str(dtypes["actor_train"]).removeprefix("torch."),
         map=map,
         offload=offload,
@@ -147,7 +150,7 @@ def _remedy(config: Config, map: DeviceMap, stages: StageTable, model: Model, wo
 
 def _roles(config: Config, map: DeviceMap) -> list[tuple[str, str]]:
     words = {
-        "actor_train": "" if config.model.lora is None else f"adapters of rank {config.model.lora.rank}",
+        "actor_train": f"adapters of rank {config.model.lora.rank}" if config.model.adapters else "",
         "actor_infer": f"{config.rollout.max_running} at once" + (", the actor's parameters" if map.one_copy else ""),
         "reference": "frozen",
         "critic": "predicts returns",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ADAPTER = "default"
+ALL = "all-linear"
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 BASE_FILE = "roll_base.json"
@@ -137,7 +138,7 @@ def inject(model: PreTrainedModel, config: LoraConfig) -> None:
         r=config.rank,
         lora_alpha=config.scale * config.rank,
         lora_dropout=config.dropout,
-        target_modules=config.targets if isinstance(config.targets, str) else list(config.targets),
+        target_modules=ALL if config.targets == (ALL,) else list(config.targets),
         task_type="CAUSAL_LM",
         base_model_name_or_path=model.name_or_path,
     )
@@ -147,10 +148,11 @@ def inject(model: PreTrainedModel, config: LoraConfig) -> None:
     except ValueError as error:
         said = str(error).strip().splitlines()[0]
         raise UserError(f"model.lora.targets: {said} Instead {known}") from error
+    model.train(model.training)  # what is new would drop its inputs even where the model is not being trained
     output = model.get_output_embeddings()
     for name, layer in adapted_layers(model).items():
         if layer is output or type(layer).__name__ != "Linear":
-            what = "gives the logits" if layer is output else f"is a {type(layer.base_layer).__name__}"
+            what = "gives the logits" if layer is output else f"is no linear layer ({type(layer.base_layer).__name__})"
             raise UserError(
                 f"model.lora.targets: {name} {what}, and adapters go to the linear layers inside the decoder: {known}"
             )

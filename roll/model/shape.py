@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from roll.config.schema import LoraConfig
-from roll.model.lora import inject
+from roll.model.lora import inject, is_adapter
 
 
 @dataclass(frozen=True)
@@ -26,30 +26,24 @@ class ModelShape:
     normed_heads: bool = False
     """Whether queries and keys are normalised (Qwen3)."""
     adapters: int = 0
-    """Parameters of the trainer's adapters, which are then all that learns; 0 without."""
-
-    @property
-    def trained(self) -> int:
-        """Parameters that have gradients and moments."""
-        return self.adapters or self.parameters
+    """Parameters of adapters, which are then all that learns."""
 
     @classmethod
-    def of(cls, config: PretrainedConfig, lora: LoraConfig | None = None) -> ModelShape:
+    def of(cls, config: PretrainedConfig, adapters: LoraConfig | None = None) -> ModelShape:
         """Counted on a model without storage."""
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-            plain = cls.of_model(model)
-            if lora is None:
-                return plain
-            inject(model, lora)
-        return replace(plain, adapters=sum(p.numel() for p in model.parameters() if p.requires_grad))
+            if adapters is not None:
+                inject(model, adapters)
+        return cls.of_model(model)
 
     @classmethod
     def of_model(cls, model: PreTrainedModel) -> ModelShape:
         config = model.config
         heads = config.num_attention_heads
+        adapters = sum(p.numel() for name, p in model.named_parameters() if is_adapter(name))
         return cls(
-            parameters=sum(p.numel() for p in model.parameters()),
+            parameters=sum(p.numel() for p in model.parameters()) - adapters,
             output=model.get_output_embeddings().weight.numel(),
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
@@ -59,7 +53,18 @@ class ModelShape:
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             vocab=config.vocab_size,
             normed_heads=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
+            adapters=adapters,
         )
+
+    @property
+    def trained(self) -> int:
+        """Parameters that learn."""
+        return self.adapters or self.parameters
+
+    @property
+    def trained_output(self) -> int:
+        """Those of the output layer."""
+        return 0 if self.adapters else self.output
 
     @property
     def queries(self) -> int:

@@ -46,7 +46,7 @@ class TrainWorker(Worker):
         source = find_model(config.model.path)
         model = load_model(source, choose_dtype(config.model.dtype, place.device), config.seed).to(place.device)
         tokenizer = load_tokenizer(source, config.model)
-        lora = config.model.lora if trainable else None
+        lora = config.model.adapters if trainable else None
         adapters = Adapters(model, lora, source.base(config.seed), config.seed) if lora is not None else None
         self._strategy = SingleStrategy(model, tokenizer, config.train, trainable=trainable, adapters=adapters)
         self._bucket_bytes = config.weights.bucket_mb << 20
