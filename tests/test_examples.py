@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from roll import load_config, train
+from roll import check, load_config, train
+from roll.config.algorithm import RECIPES
 from roll.pipeline.report import SilentReporter
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
+ALGORITHMS = sorted((EXAMPLES / "algorithms").glob("*.yaml"))
 README = ROOT / "README.md"
 
 BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text() if README.is_file() else "", re.DOTALL | re.MULTILINE)
@@ -41,6 +43,17 @@ def test_every_example_loads(path: Path) -> None:
     config = load_config(path)
     assert config.run.dir.startswith("runs/"), "examples put their runs where git ignores them"
     assert path.read_text().startswith("# "), "an example says what it shows"
+
+
+def test_every_algorithm_has_an_example() -> None:
+    assert {path.stem for path in ALGORITHMS} == set(RECIPES)
+
+
+@pytest.mark.parametrize("path", ALGORITHMS, ids=lambda path: path.stem)
+def test_an_algorithms_example_is_ready_to_run(path: Path) -> None:
+    config = load_config(path)
+    assert (config.algorithm.name, config.run.dir) == (path.stem, f"runs/algorithms/{path.stem}")
+    check(config)
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.py")), ids=lambda path: path.stem)
