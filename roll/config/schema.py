@@ -414,6 +414,11 @@ class Config(Section):
                 f"rollout.group_size is 1, but {algorithm.name} compares samples of one task: write "
                 "rollout.group_size=2 or more"
             )
+        if rollout.group_size == 1 and rollout.filter == "no_signal" and algorithm.baseline != "greedy":
+            raise ValueError(
+                "rollout.group_size is 1, and rollout.filter=no_signal drops groups whose rewards are all equal: write "
+                "rollout.filter=none"
+            )
         if (rollout.top_p < 1 or rollout.top_k > 0) and not rollout.train_on_truncated:
             raise ValueError(
                 "rollout.top_p < 1 or rollout.top_k > 0 samples from a truncated distribution, which biases training: "

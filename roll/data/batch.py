@@ -58,9 +58,10 @@ TOKEN_COLUMNS: Mapping[str, Any] = {
     "proximal": np.float32,
     "ref": np.float32,
     "values": np.float32,
+    "advantages": np.float32,
 }
 """Columns with one value a token, and their types. The log-probs are under softmax(logits / temperature); `turn` is the
-number of the sample's response that the token is of, -1 where it was not sampled."""
+number of the sample's response that the token is of, -1 where it was not sampled; `values` is a critic's."""
 
 _TYPES = {**SAMPLE_COLUMNS, **TURN_COLUMNS, **TOKEN_COLUMNS}
 

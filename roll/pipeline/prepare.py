@@ -10,6 +10,8 @@ from typing import Any, Generic, TypeVar
 
 from jinja2 import TemplateError
 
+from roll.algorithm import make_algorithm
+from roll.algorithm.losses import resolve_loss
 from roll.cluster import Executor
 from roll.config.errors import UserError
 from roll.config.schema import Config
@@ -160,6 +162,7 @@ def check(
     judge.check()
     task_set = load_tasks(config.tasks, tasks)
     check_policies(config, task_set)
+    _check_algorithm(config, task_set)
     source = find_model(config.model.path)
     shape = load_model_config(source)
     tokenizer = load_tokenizer(source, config.model)
@@ -176,6 +179,16 @@ def check(
             f"tokens, but the context of {config.model.path!r} is {context}: {remedy}"
         )
     return task_set, judge
+
+
+def _check_algorithm(config: Config, tasks: TaskSet) -> None:
+    """Loads code that the config names, and refuses an algorithm that these tasks have nothing for."""
+    resolve_loss(make_algorithm(config).loss)
+    if config.algorithm.turn_weight > 0 and not tasks.has_environments:
+        raise UserError(
+            f"algorithm.turn_weight is {config.algorithm.turn_weight:g}: it compares turns that began in the same state, "
+            "but these tasks have no environment: write algorithm.turn_weight=0, or choose tasks with environments"
+        )
 
 
 def _prompt_tokens(renderer: ChatRenderer, task: Task, config: Config) -> int:

@@ -124,8 +124,8 @@ class RLVR:
         if not len(batch):
             return None
         value_stats = await self._train_critic(batch)
-        if state.step < self._config.algorithm.critic_warmup_steps:
-            return value_stats
+        if value_stats is not None and state.step < self._config.algorithm.critic_warmup_steps:
+            return UpdateStats.nothing(batch.tokens).beside("critic", value_stats)
         await self._turns.enter("train")
         with self._recorder.stage("train"):
             stats = await roles.actor.call(TrainWorker.update, batch, algorithm.loss, state.step)

@@ -195,8 +195,8 @@ def test_a_column_of_the_wrong_length_is_refused(column: str, size: int, expecte
 
 def test_unknown_and_missing_columns_are_named() -> None:
     batch = ragged(3, 2)
-    with pytest.raises(KeyError, match="unknown column 'advantages': known are sample, task"):
-        batch.with_columns(advantages=np.zeros(2))
+    with pytest.raises(KeyError, match="unknown column 'advantaged': known are sample, task"):
+        batch.with_columns(advantaged=np.zeros(2))
     with pytest.raises(KeyError, match="unknown column 'extra'"):
         Batch(batch.offsets, {"extra": np.zeros(2)})
     with pytest.raises(KeyError, match="no column 'proximal': it has sample, task"):

@@ -29,6 +29,11 @@ class UpdateStats:
     """Updates whose gradient was not finite; the weights were left as they were."""
     metrics: dict[str, float] = field(default_factory=dict)
 
+    @classmethod
+    def nothing(cls, tokens: int) -> UpdateStats:
+        """Of a step that left the model as it was."""
+        return cls(loss=0.0, grad_norm=0.0, lr=0.0, rows=0, tokens=tokens, updates=0, skipped=0)
+
     def beside(self, name: str, other: UpdateStats) -> UpdateStats:
         """These stats with another's loss, gradient and metrics among the metrics, under its name."""
         theirs = {"loss": other.loss, "grad_norm": other.grad_norm, "skipped": float(other.skipped), **other.metrics}

@@ -76,6 +76,7 @@ class SingleStrategy:
             raise ValueError("the batch has no column 'advantage': credit it before an update")
         if self._config.updates_per_step > 1 and "proximal" not in batch:
             batch = batch.with_columns(proximal=self.log_probs(batch))
+        batch = batch.with_columns(advantages=token_credit(batch, loss.credit).advantages)
         parts = [batch.select(part) for part in _by_groups(batch, self._config.updates_per_step)]
         parts = [part for part in parts if part.loss_mask.any()]
         if not parts:
@@ -89,8 +90,7 @@ class SingleStrategy:
         assert self._optimizer is not None, "a frozen model cannot be updated"
         loss_of = resolve_loss(spec)
         weights = token_weights(batch, spec.aggregation, spec.length)
-        columns = {name: batch[name] for name in ("behaviour", "proximal", "ref") if name in batch}
-        columns["advantage"] = token_credit(batch, spec.credit).advantages
+        columns = {name: batch[name] for name in ("behaviour", "proximal", "ref", "advantages") if name in batch}
         seen, rows = _Seen(), 0
         for micro in self._passes.over(batch):
             current, entropy = self._current(micro, entropy_gradient=spec.wants_entropy)
@@ -174,7 +174,7 @@ def _streams(micro: MicroBatch, current: Tensor, entropy: Tensor, columns: Mappi
         current=current,
         proximal=known.get("proximal", current.detach()),
         behaviour=known["behaviour"],
-        advantage=known["advantage"],
+        advantage=known["advantages"],
         sample=micro.sample,
         turn=micro.turn,
         ref=known.get("ref"),
