@@ -39,6 +39,7 @@ WITHIN_A_TIER = {
     ("strategy", "algorithm"): "a trainer computes the loss it is sent",
     ("strategy", "transfer"): "weights leave a trainer and enter an engine",
     ("engine", "model"): "the engine's cache is one of the model's attention plans",
+    ("run", "model"): "adapters are merged into their model when a run is exported",
 }
 """Arrows between folders of one tier, and why they are there."""
 
