@@ -162,6 +162,8 @@ class TrainConfig(Section):
     """AdamW's epsilon."""
     clip_grad_norm: Positive = 1.0
     """Largest norm of the gradient."""
+    max_skipped_in_a_row: Count = 5
+    """Steps in a row with an update skipped, because its loss or gradient was not finite, after which the run stops."""
     updates_per_step: Count = 1
     """Optimizer steps a batch is cut into; above 1 the proximal log-probs are computed first."""
     micro_batch_tokens: Whole = 0
@@ -429,11 +431,13 @@ UNREAD = {
 """The sections and settings that a pipeline has no use for."""
 
 
-def _changed(section: Section, path: tuple[str, ...], above: str = "") -> Iterator[str]:
-    """Dotted names of the settings at a path, or under it, that are not at their defaults."""
+def _changed(section: Section, path: tuple[str, ...], above: str = "", unwritten: Section | None = None) -> Iterator[str]:
+    """Dotted names of the settings at a path, or under it, that differ from those of an unwritten section (an algorithm's
+    are its recipe's), or else from their defaults."""
     for name in path[:1] or type(section).model_fields:
         value, field = getattr(section, name), type(section).model_fields[name]
+        default = field.get_default(call_default_factory=True) if unwritten is None else getattr(unwritten, name)
         if isinstance(value, Section):
-            yield from _changed(value, path[1:], f"{above}{name}.")
-        elif value != field.get_default(call_default_factory=True):
+            yield from _changed(value, path[1:], f"{above}{name}.", default if isinstance(default, Section) else None)
+        elif value != default:
             yield f"{above}{name}"
