@@ -192,6 +192,8 @@ class TrainConfig(Section):
     """AdamW's epsilon."""
     clip_grad_norm: Positive = 1.0
     """Largest norm of the gradient."""
+    max_skipped_in_a_row: Count = 5
+    """Steps in a row with an update skipped, because its loss or gradient was not finite, after which the run stops."""
     updates_per_step: Count = 1
     """Optimizer steps a batch is cut into; above 1 the proximal log-probs are computed first."""
     micro_batch_tokens: Whole = 0

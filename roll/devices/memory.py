@@ -122,12 +122,14 @@ class Workload:
 
     def micro_batches(self, limit_rows: int) -> list[PackedSize]:
         """The fullest micro-batches, for responses of the longest size and its halves: long ones make large attentions,
-        many short ones many keys."""
+        many short ones many keys. Several are about as large as each other."""
         lengths = {max(self.response >> halvings, 1) for halvings in range(self.response.bit_length())}
-        return [
-            micro_batch_of(limit_rows, self.longest_prompt, length, self.group_size, self.groups)
-            for length in sorted(lengths, reverse=True)
-        ]
+        return [self._micro_batch(limit_rows, length) for length in sorted(lengths, reverse=True)]
+
+    def _micro_batch(self, limit_rows: int, response: int) -> PackedSize:
+        rows = self.groups * (self.longest_prompt + self.group_size * response)
+        even = ceil(rows / ceil(rows / limit_rows)) + self.longest_prompt + response
+        return micro_batch_of(min(limit_rows, even), self.longest_prompt, response, self.group_size, self.groups)
 
     def several(self, limit_rows: int) -> bool:
         """Whether an update takes more than one micro-batch."""

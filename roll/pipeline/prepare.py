@@ -178,6 +178,12 @@ def check(
             f"rollout.max_new_tokens is {config.rollout.max_new_tokens} and the prompt of task {task!r} has {longest} "
             f"tokens, but the context of {config.model.path!r} is {context}: {remedy}"
         )
+    asked, sample = config.train.micro_batch_tokens, longest + config.rollout.max_new_tokens
+    if 0 < asked < sample:
+        raise UserError(
+            f"train.micro_batch_tokens is {asked}, but the prompt of task {task!r} and rollout.max_new_tokens may make a "
+            f"sample of {sample} tokens: write train.micro_batch_tokens={sample} or more, or fewer new tokens"
+        )
     return task_set, judge
 
 

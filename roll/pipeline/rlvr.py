@@ -14,6 +14,7 @@ from roll.config.errors import RunError
 from roll.config.schema import Config
 from roll.data.batch import Batch
 from roll.data.sources import TaskSet
+from roll.pipeline.health import Health
 from roll.pipeline.publisher import Publisher
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.roles import Roles
@@ -59,6 +60,7 @@ class RLVR:
         self._publisher = publisher
         self._recorder = recorder
         self._record = RolloutRecord(config, roles, recorder)
+        self._health = Health(recorder.reporter, config.train.max_skipped_in_a_row)
         self.state = state
         self._checkpoint = checkpoint
         self._tasks = tasks
@@ -129,11 +131,9 @@ class RLVR:
         await self._turns.enter("train")
         with self._recorder.stage("train"):
             stats = await roles.actor.call(TrainWorker.update, batch, algorithm.loss, state.step)
-        algorithm.observe(stats.metrics, len(batch))
-        if stats.skipped:
-            self._recorder.reporter.warned(
-                f"step {state.step + 1}: a gradient was not finite; {stats.skipped} updates skipped"
-            )
+        if not stats.skipped:
+            algorithm.observe(stats.metrics, len(batch))
+        self._health.judge(state.step + 1, stats)
         return stats if value_stats is None else stats.beside("critic", value_stats)
 
     async def _valued(self, batch: Batch) -> Batch:
@@ -149,7 +149,9 @@ class RLVR:
         if critic is None:
             return None
         with self._recorder.stage("critic"):
-            return await critic.call(CriticWorker.update, batch, credit, self.state.step)
+            stats = await critic.call(CriticWorker.update, batch, credit, self.state.step)
+        self._health.judge(self.state.step + 1, stats, "critic")
+        return stats
 
     async def _compared(self, batch: Batch) -> Batch:
         """The batch with what the algorithm needs of the reference."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from roll.algorithm import LossSpec
 from roll.config.schema import Config
 from roll.model.corpus import Corpus, Order
+from roll.pipeline.health import Health
 from roll.pipeline.held_out import measure
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.roles import TrainRoles
@@ -34,6 +35,7 @@ class SFT:
         self._order = order
         self._recorder = recorder
         self._record = SFTRecord(roles, order, recorder)
+        self._health = Health(recorder.reporter, config.train.max_skipped_in_a_row)
         self.state = state
 
     async def run(self) -> SFTState:
@@ -60,9 +62,8 @@ class SFT:
         with self._recorder.stage("train"):
             stats = await self._roles.actor.call(TrainWorker.update, batch, LOSS, state.step)
         state.step += 1
-        if stats.skipped:
-            self._recorder.reporter.warned(f"step {state.step}: the gradient was not finite; the update is skipped")
         await self._record.step(state, batch, stats, time.monotonic() - started)
+        self._health.judge(state.step, stats)
 
     async def _evaluate(self) -> None:
         state = self.state

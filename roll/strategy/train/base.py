@@ -14,6 +14,27 @@ from roll.transfer.weights import Weights
 
 
 @dataclass(frozen=True)
+class NotFinite:
+    """Where an update was not finite: samples by their loss or its slope, parameters by their gradients."""
+
+    samples: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+
+    def __add__(self, other: NotFinite) -> NotFinite:
+        return NotFinite(self.samples + other.samples, self.parameters + other.parameters)
+
+    def __str__(self) -> str:
+        kinds = (("the loss of", self.samples), ("the gradient of", self.parameters))
+        return " and ".join(f"{what} {_some(names)}" for what, names in kinds if names) or "the loss"
+
+
+def _some(names: tuple[str, ...], most: int = 3) -> str:
+    distinct = list(dict.fromkeys(names))
+    rest = f" and {len(distinct) - most} more" if len(distinct) > most else ""
+    return ", ".join(distinct[:most]) + rest
+
+
+@dataclass(frozen=True)
 class UpdateStats:
     """What an update did. `metrics` are means over the step's sampled tokens."""
 
@@ -26,7 +47,9 @@ class UpdateStats:
     """Tokens of the batch."""
     updates: int
     skipped: int
-    """Updates whose gradient was not finite; the weights were left as they were."""
+    """Updates whose loss or gradient was not finite; the weights were left as they were."""
+    not_finite: NotFinite = NotFinite()
+    """Of the skipped updates."""
     metrics: dict[str, float] = field(default_factory=dict)
 
     @classmethod

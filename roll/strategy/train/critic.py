@@ -24,10 +24,11 @@ from roll.data.tokenlog import FloatArray
 from roll.model.loading import quiet
 from roll.model.value import ValueModel
 from roll.strategy.shelf import Level, Shelf
-from roll.strategy.train.base import UpdateStats
+from roll.strategy.train.base import NotFinite, UpdateStats
 from roll.strategy.train.microbatch import MicroBatch
 from roll.strategy.train.optimizer import MasterAdamW, learning_rate
 from roll.strategy.train.passes import Passes
+from roll.strategy.train.suspects import Suspects
 
 
 class CriticStrategy:
@@ -61,27 +62,28 @@ class CriticStrategy:
         returns = token_credit(batch, credit).returns
         assert returns is not None, "returns are credited where there is a critic"
         columns = {"before": batch["values"], "returns": returns, "weights": token_weights(batch, "token_mean")}
-        total: Tensor | float = 0.0
-        error: Tensor | float = 0.0
-        rows = 0
+        total, error = torch.zeros(2, device=self.model.model.device).unbind()
+        suspects, rows = Suspects(), 0
         for micro in self._passes.over(batch):
             values = self._values(micro)
             known = {name: micro.column(column) for name, column in columns.items()}
             losses = value_loss(values, known["before"], known["returns"], self._clip)
             loss = (losses * known["weights"]).sum()
+            values.retain_grad()
             loss.backward()  # type: ignore[no-untyped-call]
+            suspects.add(micro, losses, values.grad)
             total, rows = total + loss.detach(), rows + micro.rows
             error = error + ((known["before"] - known["returns"]) ** 2 * known["weights"]).sum()
-        norm = self._optimizer.step(step) if math.isfinite(float(total)) else math.nan
-        self._optimizer.zero_grad()
+        done = self._optimizer.step(step, total)
         return UpdateStats(
             loss=float(total),
-            grad_norm=norm,
+            grad_norm=done.norm if done.applied else math.nan,
             lr=learning_rate(self._config, step),
             rows=rows,
             tokens=batch.tokens,
             updates=1,
-            skipped=int(not math.isfinite(norm)),
+            skipped=int(not done.applied),
+            not_finite=NotFinite() if done.applied else NotFinite(suspects.guilty(batch), done.sick),
             metrics={"explained": _explained(returns[batch.loss_mask], float(error))},
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,6 +19,15 @@ from torch import Tensor, nn
 from roll.config.schema import TrainConfig
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Step:
+    norm: float
+    """Of the gradients before clipping."""
+    applied: bool
+    sick: tuple[str, ...] = ()
+    """Parameters whose gradient was not finite, if it was not applied."""
 
 
 class MasterAdamW:
@@ -54,20 +64,25 @@ class MasterAdamW:
 
         return add_to_master
 
-    def step(self, step: int) -> float:
-        """Applies the summed gradients at training step `step` (from 0) and returns their norm before clipping.
+    def step(self, step: int, loss: Tensor | None = None) -> Step:
+        """Applies the summed gradients at training step `step` (from 0).
 
-        A norm that is not finite leaves weights and moments as they are.
+        A norm or a loss that is not finite leaves weights and moments as they are. The device is waited for once.
         """
-        masters = list(self._masters.values())
-        norm = float(nn.utils.clip_grad_norm_(masters, self._config.clip_grad_norm))
-        if math.isfinite(norm):
+        slopes = self.gradients()
+        norm = nn.utils.get_total_norm(slopes.values())
+        read = torch.stack([norm, norm if loss is None else loss.to(norm.dtype)])
+        read_norm, read_loss = read.tolist()
+        applied = math.isfinite(read_norm) and math.isfinite(read_loss)
+        sick = () if applied else tuple(name for name, slope in slopes.items() if not slope.isfinite().all())
+        if applied:
+            nn.utils.clip_grads_with_norm_(self._masters.values(), self._config.clip_grad_norm, norm)
             for group in self._adamw.param_groups:
                 group["lr"] = learning_rate(self._config, step)
             self._adamw.step()
             self._write_parameters()
         self.zero_grad()
-        return norm
+        return Step(read_norm, applied, sick)
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients summed so far, by parameter."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from roll.config.errors import UserError
 from roll.config.schema import TrainConfig
 from roll.data.batch import Batch
 from roll.model.shape import ModelShape
@@ -14,6 +16,7 @@ from roll.strategy.train.budget import Budget, choose, spare_of
 from roll.strategy.train.footprint import Footprint
 from roll.strategy.train.layers import Layers
 from roll.strategy.train.microbatch import MicroBatch, micro_batches
+from roll.strategy.train.suspects import sample_name
 
 
 class Passes:
@@ -25,6 +28,7 @@ class Passes:
 
     def over(self, batch: Batch) -> Iterator[MicroBatch]:
         budget = self.budget(batch)
+        self._check_lengths(batch)
         return micro_batches(batch, budget.rows, self._model, self._config.share_prefixes)
 
     def hidden(self, micro: MicroBatch) -> Tensor:
@@ -32,6 +36,24 @@ class Passes:
         checkpointed = self._budget is not None and self._budget.checkpointed
         with self._layers.running(checkpointed=checkpointed):
             return micro.hidden(self._model)
+
+    def _check_lengths(self, batch: Batch) -> None:
+        """Raises if a sample to be trained on is longer than the model or the user allows."""
+        if not len(batch):
+            return
+        lengths = np.where(batch.sum_tokens(batch.loss_mask) > 0, batch.lengths, 0)
+        tokens, name = int(lengths.max()), sample_name(batch, int(lengths.argmax()))
+        context, asked = int(self._model.config.max_position_embeddings), self._config.micro_batch_tokens
+        if tokens > context:
+            raise UserError(
+                f"sample {name} has {tokens} tokens, but the model's context is {context}: write a smaller "
+                f"rollout.max_new_tokens, or in pipeline sft data.max_tokens={context} and data.too_long=drop or cut"
+            )
+        if 0 < asked < tokens:
+            raise UserError(
+                f"sample {name} has {tokens} tokens, but train.micro_batch_tokens is {asked}: write "
+                f"train.micro_batch_tokens={tokens} or more, or a smaller rollout.max_new_tokens"
+            )
 
     def budget(self, batch: Batch) -> Budget:
         """Chosen at the first batch and kept, so that equal batches are cut alike."""

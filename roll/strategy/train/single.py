@@ -31,11 +31,12 @@ from roll.data.tokenlog import FloatArray
 from roll.model.loading import quiet
 from roll.model.lora import Adapters
 from roll.strategy.shelf import Level, Shelf
-from roll.strategy.train.base import UpdateStats
+from roll.strategy.train.base import NotFinite, UpdateStats
 from roll.strategy.train.logprobs import token_log_probs
 from roll.strategy.train.microbatch import MicroBatch, sequence
 from roll.strategy.train.optimizer import MasterAdamW, learning_rate
 from roll.strategy.train.passes import Passes
+from roll.strategy.train.suspects import Suspects
 from roll.transfer.weights import Weights, probe_ids
 
 
@@ -91,19 +92,22 @@ class SingleStrategy:
         loss_of = resolve_loss(spec)
         weights = token_weights(batch, spec.aggregation, spec.length)
         columns = {name: batch[name] for name in ("behaviour", "proximal", "ref", "advantages") if name in batch}
-        seen, rows = _Seen(), 0
+        seen, suspects, rows = _Seen(), Suspects(), 0
         for micro in self._passes.over(batch):
             current, entropy = self._current(micro, entropy_gradient=spec.wants_entropy)
             streams = _streams(micro, current, entropy, columns)
             token_loss = loss_of(streams)
             weighted = (token_loss.values * micro.column(weights)).sum()
+            current.retain_grad()
             weighted.backward()  # type: ignore[no-untyped-call]
             seen.add(weighted.detach(), streams, token_loss, spec)
+            suspects.add(micro, token_loss.values, current.grad)
             rows += micro.rows
+        done = self._optimizer.step(step, seen.loss)
         total, metrics = seen.result()
-        norm = self._optimizer.step(step) if math.isfinite(total) else math.nan
-        self._optimizer.zero_grad()
-        return UpdateStats(total, norm, 0.0, rows, batch.tokens, 1, skipped=int(not math.isfinite(norm)), metrics=metrics)
+        sick = NotFinite() if done.applied else NotFinite(suspects.guilty(batch), done.sick)
+        norm = done.norm if done.applied else math.nan
+        return UpdateStats(total, norm, 0.0, rows, batch.tokens, 1, int(not done.applied), sick, metrics)
 
     def weights(self, version: int) -> Weights:
         parameters = dict(self.model.named_parameters())
@@ -151,13 +155,13 @@ class _Seen:
     """Sums over micro-batches, kept on the device: reading one would wait for everything under way."""
 
     def __init__(self) -> None:
-        self._loss: Tensor | float = 0.0
+        self.loss: Tensor = torch.zeros(())
         self._sums: dict[str, Tensor | float] = defaultdict(float)
         self._mismatch = Mismatch()
 
     def add(self, loss: Tensor, streams: Streams, token_loss: TokenLoss, spec: LossSpec) -> None:
         assert streams.entropy is not None
-        self._loss = self._loss + loss
+        self.loss = self.loss.to(loss.device) + loss
         for name, values in {**token_loss.metrics, "entropy": streams.entropy}.items():
             self._sums[name] += values.detach().sum()
         self._mismatch.add(streams, spec.correction)
@@ -165,7 +169,7 @@ class _Seen:
     def result(self) -> tuple[float, dict[str, float]]:
         """The loss, and the metrics as means over the sampled tokens."""
         metrics = {name: float(value) / self._mismatch.tokens for name, value in self._sums.items()}
-        return float(self._loss), {**metrics, **self._mismatch.metrics()}
+        return float(self.loss), {**metrics, **self._mismatch.metrics()}
 
 
 def _streams(micro: MicroBatch, current: Tensor, entropy: Tensor, columns: Mapping[str, Array]) -> Streams:
@@ -203,5 +207,6 @@ def _joined(done: list[UpdateStats], sampled: list[int], batch: Batch, lr: float
         tokens=batch.tokens,
         updates=len(done),
         skipped=sum(s.skipped for s in done),
+        not_finite=sum((s.not_finite for s in done), start=NotFinite()),
         metrics=metrics,
     )

@@ -17,6 +17,7 @@ from roll.config.schema import TrainConfig
 from roll.data import Batch
 from roll.model import attention
 from roll.strategy.train.critic import CriticStrategy
+from roll.strategy.train.optimizer import Step
 
 GAE = CreditSpec("gae", discount=0.9, gae_lambda=0.8)
 
@@ -48,7 +49,7 @@ def plain_values(critic: CriticStrategy, batch: Batch) -> torch.Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("rows", [16, 64, 4096])
+@pytest.mark.parametrize("rows", [24, 64, 4096])
 def test_values_are_read_from_the_state_before_each_token(rows: int) -> None:
     critic, batch = make_critic(rows), make_batch()
     got = critic.values(batch)
@@ -70,7 +71,7 @@ def test_scores_are_read_at_the_last_token() -> None:
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("rows", [16, 4096])
+@pytest.mark.parametrize("rows", [24, 4096])
 def test_gradients_are_those_of_plain_autograd(rows: int, clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     critic, batch = make_critic(rows, clip), make_batch()
     batch = batch.with_columns(values=critic.values(batch) + 0.1 * batch.loss_mask)
@@ -88,9 +89,9 @@ def test_gradients_are_those_of_plain_autograd(rows: int, clip: float | None, mo
     critic.model.zero_grad()
     found: dict[str, torch.Tensor] = {}
 
-    def keep(step: int) -> float:
+    def keep(step: int, loss: torch.Tensor) -> Step:
         found.update({name: gradient.clone() for name, gradient in critic._optimizer.gradients().items()})
-        return 1.0
+        return Step(1.0, applied=True)
 
     monkeypatch.setattr(critic._optimizer, "step", keep)
     stats = critic.update(batch, GAE, 0)
@@ -98,6 +99,18 @@ def test_gradients_are_those_of_plain_autograd(rows: int, clip: float | None, mo
     assert found.keys() == wanted.keys()
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name], gradient, atol=2e-5, rtol=2e-3)
+
+
+def test_a_sick_return_is_skipped_and_named() -> None:
+    critic, batch = make_critic(), make_batch()
+    before = {name: parameter.clone() for name, parameter in critic.model.named_parameters()}
+    values = critic.values(batch)
+    values[batch.offsets[1] : batch.offsets[2]] = np.nan
+    stats = critic.update(batch.with_columns(values=values), GAE, 0)
+    assert (stats.skipped, stats.not_finite.samples) == (1, (str(batch["sample"][1]),))
+    assert "head.weight" in stats.not_finite.parameters
+    for name, parameter in critic.model.named_parameters():
+        torch.testing.assert_close(parameter, before[name], atol=0, rtol=0)
 
 
 def test_a_fresh_critic_predicts_nothing_and_learns_the_mean_return() -> None:

@@ -83,7 +83,7 @@ def test_gradients_of_micro_batches_are_summed_in_fp32(dtype: torch.dtype) -> No
     assert torch.tensor(256.0, dtype=torch.bfloat16) + 1 == 256
     for slope in (256.0, *[1.0] * 100):
         (net.weight * slope).sum().backward()
-    assert optimizer.step(0) == 356.0
+    assert optimizer.step(0).norm == 356.0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -98,12 +98,15 @@ def test_a_sick_gradient_changes_nothing(dtype: torch.dtype, slope: float) -> No
             steps.step(step)
     net.push(slope)
     net.push_randomly(7)
-    assert not math.isfinite(optimizer.step(2))
+    sick = optimizer.step(2)
+    assert not sick.applied
+    assert not math.isfinite(sick.norm)
+    assert sick.sick == ("matrix", "vector")
     assert bits(net) == bits(healthy)
     # The moments are as they were too, and nothing of the sick gradient is left.
     for one, steps in ((net, optimizer), (healthy, other)):
         one.push_randomly(3)
-        assert math.isfinite(steps.step(3))
+        assert steps.step(3).applied
     assert bits(net) == bits(healthy)
 
 
@@ -125,7 +128,7 @@ def test_the_norm_is_reported_before_clipping_and_the_update_is_clipped() -> Non
         net.weight = nn.Parameter(torch.zeros(4))
         optimizer = MasterAdamW(net, TrainConfig(lr=1.0, eps=1.0, clip_grad_norm=1.0))
         (net.weight * slope).sum().backward()
-        assert optimizer.step(0) == pytest.approx(2 * slope)
+        assert optimizer.step(0).norm == pytest.approx(2 * slope)
         # Each of the four clipped slopes is 1/2, and Adam's first step is slope / (|slope| + eps).
         assert net.weight.tolist() == pytest.approx([-1 / 3] * 4, rel=1e-4)
 

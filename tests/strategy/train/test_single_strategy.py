@@ -19,12 +19,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from roll.algorithm import CorrectionSpec, LossSpec, Streams, TokenLoss
 from roll.algorithm.losses import resolve_loss
 from roll.algorithm.streams import Aggregation
-from roll.config.errors import RunError
+from roll.config.errors import RunError, UserError
 from roll.config.schema import TrainConfig
 from roll.data import Batch, Sample, Task
 from roll.model import attention
 from roll.model.character import character_tokenizer
-from roll.strategy.train.optimizer import MasterAdamW
+from roll.strategy.train.base import NotFinite
+from roll.strategy.train.optimizer import MasterAdamW, Step
 from roll.strategy.train.single import SingleStrategy
 
 VOCAB = 40
@@ -129,9 +130,10 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Callable[[SingleStrategy, Batch
     def capture(strategy: SingleStrategy, batch: Batch, spec: LossSpec) -> tuple[float, Gradients]:
         gradients: Gradients = {}
 
-        def step(self: MasterAdamW, step: int) -> float:
+        def step(self: MasterAdamW, step: int, loss: Tensor) -> Step:
             gradients.update({n: p.grad.clone() for n, p in strategy.model.named_parameters() if p.grad is not None})
-            return 1.0
+            self.zero_grad()
+            return Step(1.0, applied=True)
 
         monkeypatch.setattr(MasterAdamW, "step", step)
         stats = strategy.update(batch, spec, 0)
@@ -172,7 +174,7 @@ def test_log_probs_are_those_of_the_plain_model(attn: str, tied: bool, temperatu
     assert got.dtype == np.float32
     assert not got[~batch.loss_mask].any()
     np.testing.assert_allclose(got[batch.loss_mask], expected[batch.loss_mask], atol=1e-4, rtol=0)
-    for limit in (1, 16):
+    for limit in (int(batch.lengths.max()), 32):
         cut = make_strategy(make_model(tied=tied), micro_batch_tokens=limit).log_probs(batch)
         np.testing.assert_allclose(cut, got, atol=1e-5, rtol=0)
 
@@ -199,12 +201,13 @@ def test_gradients_are_those_of_plain_autograd(
 
 @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    limit=st.integers(8, 64) | st.sampled_from([8, 4096]), seed=st.integers(0, 5), spec=st.sampled_from([LOSS, WITH_KL])
+    extra=st.integers(0, 40) | st.sampled_from([0, 4096]), seed=st.integers(0, 5), spec=st.sampled_from([LOSS, WITH_KL])
 )
 def test_micro_batches_do_not_change_the_gradient(
-    captured: Callable[..., tuple[float, Gradients]], limit: int, seed: int, spec: LossSpec
+    captured: Callable[..., tuple[float, Gradients]], extra: int, seed: int, spec: LossSpec
 ) -> None:
     batch, strategy = make_batch(seed), make_strategy(micro_batch_tokens=100_000)
+    limit = int(batch.lengths.max()) + extra
     batch = batch.with_columns(ref=strategy.log_probs(batch) - 0.1)
     loss, whole = captured(strategy, batch, spec)
     cut_loss, cut = captured(make_strategy(micro_batch_tokens=limit), batch, spec)
@@ -287,9 +290,10 @@ def sick_loss(streams: Streams) -> TokenLoss:
     return TokenLoss(torch.sqrt(streams.current * 0.0))
 
 
-@pytest.mark.parametrize("sickness", [math.nan, math.inf, "gradient"])
-def test_a_sick_update_is_skipped_and_counted(sickness: float | str) -> None:
+@pytest.mark.parametrize("sickness", [math.nan, math.inf, "slope"])
+def test_a_sick_update_is_skipped_and_named(sickness: float | str) -> None:
     batch = make_batch(8)
+    trained = batch["sample"][batch.sum_tokens(batch.loss_mask) > 0].tolist()
     strategy, healthy = make_strategy(), make_strategy()
     for one in (strategy, healthy):
         one.update(batch, LOSS, 0)
@@ -297,16 +301,71 @@ def test_a_sick_update_is_skipped_and_counted(sickness: float | str) -> None:
     if isinstance(sickness, str):
         stats = strategy.update(batch, LossSpec(f"{__name__}:sick_loss"), 1)
         assert stats.loss == 0.0
+        assert list(stats.not_finite.samples) == trained
     else:
         advantage = batch["advantage"].copy()
         advantage[1] = sickness
         stats = strategy.update(batch.with_columns(advantage=advantage), LOSS, 1)
+        assert stats.not_finite.samples == (batch["sample"][1],)
     assert (stats.skipped, stats.updates) == (1, 1)
     assert not math.isfinite(stats.grad_norm)
     assert_same_bits(parameters(strategy), before)
     for one in (strategy, healthy):
-        one.update(batch, LOSS, 2)
+        stats = one.update(batch, LOSS, 2)
+        assert stats.not_finite == NotFinite()
     assert_same_bits(parameters(strategy), parameters(healthy))
+
+
+def test_a_poisoned_weight_makes_every_sample_sick() -> None:
+    batch, strategy = make_batch(8), make_strategy()
+    before = parameters(strategy)
+    with torch.no_grad():
+        dict(strategy.model.named_parameters())["model.layers.1.mlp.up_proj.weight"][0, 0] = math.nan
+    stats = strategy.update(batch, LOSS, 0)
+    assert stats.skipped == 1
+    assert set(stats.not_finite.samples) == set(batch["sample"][batch.sum_tokens(batch.loss_mask) > 0].tolist())
+    assert "model.layers.0.mlp.up_proj.weight" in stats.not_finite.parameters
+    assert "and 3 more and the gradient of" in str(stats.not_finite)
+    changed = {name for name, value in parameters(strategy).items() if not torch.equal(value, before[name])}
+    assert changed == {"model.layers.1.mlp.up_proj.weight"}
+
+
+def test_a_poisoned_gradient_is_named_alone() -> None:
+    batch, strategy = make_batch(8), make_strategy()
+    before, name = parameters(strategy), "model.layers.1.mlp.up_proj.weight"
+    poisoned = dict(strategy.model.named_parameters())[name]
+    handle = poisoned.register_hook(lambda slope: slope.index_fill(0, torch.tensor([2]), math.inf))  # type: ignore[no-untyped-call]
+    stats = strategy.update(batch, LOSS, 0)
+    assert (stats.skipped, stats.not_finite) == (1, NotFinite((), (name,)))
+    assert str(stats.not_finite) == f"the gradient of {name}"
+    assert_same_bits(parameters(strategy), before)
+    handle.remove()
+    assert strategy.update(batch, LOSS, 0).skipped == 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "longest", "message"),
+    [
+        (
+            0,
+            300,
+            r"sample 0\.[12] has \d+ tokens, but the model's context is 128: write a smaller rollout.max_new_",
+        ),
+        (
+            10,
+            30,
+            r"sample 0\.[12] has (\d+) tokens, but train.micro_batch_tokens is 10: write train.micro_batch_tokens=\1",
+        ),
+    ],
+)
+def test_a_sample_that_is_too_long_is_named_before_anything_is_computed(limit: int, longest: int, message: str) -> None:
+    batch, strategy = make_batch(1, groups=1, longest=longest), make_strategy(micro_batch_tokens=limit)
+    assert batch.lengths.max() > (limit or 128)
+    strategy.model.register_forward_pre_hook(lambda *_: pytest.fail("computed"))
+    strategy.model.get_decoder().register_forward_pre_hook(lambda *_: pytest.fail("computed"))
+    for compute in (lambda: strategy.log_probs(batch), lambda: strategy.update(batch, LOSS, 0)):
+        with pytest.raises(UserError, match=message):
+            compute()
 
 
 def test_one_sick_update_of_several_is_counted() -> None:
@@ -323,7 +382,7 @@ def test_samples_without_sampled_tokens_cost_nothing_and_break_nothing(
     batch = make_batch(10, groups=2)
     empty = batch["group"] == 1
     assert not batch.sum_tokens(batch.loss_mask)[empty].any()
-    for limit in (1, 4096):
+    for limit in (int(batch.lengths.max()), 4096):
         for spec in (LOSS, LossSpec(LOSS.name, LOSS.params, "sequence_mean")):
             strategy = make_strategy(micro_batch_tokens=limit)
             loss, gradients = captured(strategy, batch, spec)

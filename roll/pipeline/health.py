@@ -1,0 +1,32 @@
+"""Whether training is healthy: updates that were skipped are said, and too many of them in a row end the run."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from roll.config.errors import RunError
+from roll.pipeline.report import Reporter
+from roll.strategy.train.base import UpdateStats
+
+
+class Health:
+    def __init__(self, reporter: Reporter, max_skipped_in_a_row: int) -> None:
+        self._reporter = reporter
+        self._most = max_skipped_in_a_row
+        self._in_a_row: Counter[str] = Counter()
+        """By role."""
+
+    def judge(self, step: int, stats: UpdateStats, role: str = "actor_train") -> None:
+        """Takes note of what a role did in a step."""
+        if not stats.skipped:
+            self._in_a_row[role] = 0
+            return
+        self._in_a_row[role] += 1
+        skipped = "the update was" if stats.updates == 1 else f"{stats.skipped} of {stats.updates} updates were"
+        self._reporter.warned(f"step {step}: {skipped} skipped: {stats.not_finite} was not finite ({role})")
+        if self._in_a_row[role] >= self._most:
+            raise RunError(
+                f"{role} skipped updates in {self._most} steps in a row (train.max_skipped_in_a_row), the last in step "
+                f"{step}, where {stats.not_finite} was not finite: look at the rewards of these samples, or write a "
+                "smaller train.lr"
+            )

@@ -1,0 +1,65 @@
+"""Updates that are not finite: what a run says of them, and when it stops."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from small_runs import SMALL, TINY
+
+from roll.config import load_config
+from roll.config.errors import RunError
+from roll.pipeline.health import Health
+from roll.pipeline.launch import train
+from roll.pipeline.report import SilentReporter
+from roll.strategy.train.base import NotFinite, UpdateStats
+
+
+class Warnings(SilentReporter):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def warned(self, text: str) -> None:
+        self.said.append(text)
+
+
+def stats(skipped: int, updates: int = 1) -> UpdateStats:
+    names = NotFinite(("3.0", "3.1", "3.0", "4.0", "5.0"), ("model.norm.weight",)) if skipped else NotFinite()
+    return UpdateStats(0.0, 1.0, 1e-3, 10, 10, updates, skipped, names)
+
+
+def test_only_steps_in_a_row_stop_a_run() -> None:
+    reporter = Warnings()
+    health = Health(reporter, max_skipped_in_a_row=3)
+    for step, skipped in enumerate([1, 1, 0, 1, 1, 0]):
+        health.judge(step, stats(skipped))
+        health.judge(step, stats(1 - skipped), "critic")
+    assert len(reporter.said) == 6
+    assert reporter.said[0] == (
+        "step 0: the update was skipped: the loss of 3.0, 3.1, 4.0 and 1 more and the gradient of model.norm.weight was "
+        "not finite (actor_train)"
+    )
+    health.judge(6, stats(2, updates=4))
+    assert "2 of 4 updates were skipped" in reporter.said[-1]
+    health.judge(7, stats(1))
+    with pytest.raises(RunError, match=r"in 3 steps in a row .*step 8, where the loss of 3\.0, .*model\.norm\.weight"):
+        health.judge(8, stats(1))
+
+
+def sick(streams):  # type: ignore[no-untyped-def]
+    """A loss that is never finite."""
+    from roll.algorithm.streams import TokenLoss
+
+    return TokenLoss(streams.current / 0)
+
+
+def test_a_run_that_only_skips_stops_and_says_where(tmp_path: Path) -> None:
+    reporter = Warnings()
+    settings = [*SMALL, f"run.dir={tmp_path / 'run'}", "train.steps=9", "train.max_skipped_in_a_row=2"]
+    settings += [f"algorithm.loss={__file__}:sick", "algorithm.kl_coef=0.1"]
+    with pytest.raises(RunError, match=r"actor_train skipped updates in 2 steps in a row.* the loss of \d+\.\d"):
+        train(load_config(TINY, settings), reporter=reporter)
+    assert [text.partition(":")[0] for text in reporter.said] == ["step 1", "step 2"]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["train/skipped"] for row in rows if "train/skipped" in row] == [1]
