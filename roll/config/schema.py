@@ -184,6 +184,8 @@ class TrainConfig(Section):
     """Steps over which the learning rate rises from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate after the warm-up; `linear` and `cosine` end at 0."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """`adamw_8bit` keeps the moments of large matrices in 8 bits: a quarter of the memory, and the package torchao."""
     weight_decay: NonNegative = 0.0
     """AdamW's decoupled weight decay (matrices only)."""
     betas: tuple[NonNegative, NonNegative] = (0.9, 0.99)

@@ -27,14 +27,14 @@ from roll.engine.cache import SlotCache
 from roll.engine.engine import EXACT_ROWS, PROMPT_ROWS
 from roll.model.shape import ModelShape
 from roll.strategy.shelf import Level
-from roll.strategy.train.budget import Budget, Checkpointing, choose, spare
+from roll.strategy.train.budget import MOMENT_BYTES, Budget, Checkpointing, choose, spare
 from roll.strategy.train.footprint import Footprint, PackedSize, Spans
 
 RUNTIME = "interpreter and libraries"
 RUNTIME_BYTES = 700 << 20
 """The interpreter, torch, transformers and their libraries."""
 CACHE = "key-value cache"
-MOMENTS = "optimizer moments, fp32"
+MOMENTS = {"adamw": "optimizer moments, fp32", "adamw_8bit": "optimizer moments, 8 bits"}
 FULL = 0.9
 """The share of a pool that may be planned: the rest is for fragments, contexts and what nobody counts."""
 DRAW_BYTES = 28
@@ -79,6 +79,7 @@ class Workload:
     bucket_bytes: int
     """Size of the pieces in which weights travel, of which a side has two; 0 in one process."""
     checkpointing: Checkpointing = "auto"
+    optimizer: str = "adamw"
 
     @classmethod
     def of(cls, config: Config, shortest_prompt: int, longest_prompt: int) -> Workload:
@@ -93,6 +94,7 @@ class Workload:
             exact=config.deterministic,
             bucket_bytes=config.weights.bucket_mb << 20 if config.executor == "ray" else 0,
             checkpointing=config.train.activation_checkpointing,
+            optimizer=config.train.optimizer,
         )
 
     @classmethod
@@ -109,6 +111,7 @@ class Workload:
             exact=config.deterministic,
             bucket_bytes=0,
             checkpointing=config.train.activation_checkpointing,
+            optimizer=config.train.optimizer,
         )
 
     @property
@@ -345,7 +348,7 @@ def _kept(map: DeviceMap, role: str, model: Model, work: Workload) -> Sizes:
     weights = ("weights", (sizes.parameters + sizes.adapters) * dtype.itemsize)
     if role in ("actor_train", "critic"):
         masters = [] if dtype == torch.float32 else [("master weights, fp32", sizes.trained * 4)]
-        return [weights, *masters, (MOMENTS, sizes.trained * 8)]
+        return [weights, *masters, (MOMENTS[work.optimizer], sizes.trained * MOMENT_BYTES[work.optimizer])]
     if role in ("actor_infer", "judge"):
         weights = ("weights", 0) if map.one_copy and role == "actor_infer" else weights
         return [weights, (CACHE, cache_bytes(model.shape, dtype, work))]
@@ -359,10 +362,10 @@ def _working(
     role, dtype, sizes = worker.role, model.dtypes[worker.role], model.sizes_of(worker.role)
     footprint = Footprint(sizes, dtype, TORCH_DEVICE[worker.kind])
     if (role, stage) in (("actor_train", "train"), ("critic", "critic")):
-        budget = work.budget(footprint, _spare(worker, resident, footprint, sizes.trained))
+        budget = work.budget(footprint, _spare(worker, resident, footprint, work, sizes.trained))
         return train_working(footprint, work, budget), budget
     if (role, stage) == ("reference", "reference"):
-        budget = work.budget(footprint, _spare(worker, resident, footprint, 0))
+        budget = work.budget(footprint, _spare(worker, resident, footprint, work, 0))
         return forward_working(footprint, work, budget), budget
     if (role, stage) == ("actor_infer", "generate"):
         return engine_working(footprint, work), None
@@ -371,14 +374,14 @@ def _working(
     return [], None
 
 
-def _spare(worker: _Worker, resident: tuple[Part, ...], footprint: Footprint, trained: int) -> int | None:
+def _spare(worker: _Worker, resident: tuple[Part, ...], footprint: Footprint, work: Workload, trained: int) -> int | None:
     """What a trainer finds to spare on its GPU when it first looks, before it has moments."""
     if worker.kind == "cpu":
         return None
     if not worker.pool.capacity:
         return sys.maxsize
-    there = sum(part.bytes for part in resident if (part.worker, part.what) != (worker.name, MOMENTS))
-    return spare(footprint, worker.pool.capacity - there, trained)
+    there = sum(part.bytes for part in resident if (part.worker, part.what) != (worker.name, MOMENTS[work.optimizer]))
+    return spare(footprint, worker.pool.capacity - there, trained, work.optimizer)
 
 
 def largest(parts: Iterable[Part]) -> Part:

@@ -35,6 +35,7 @@ from roll.pipeline.turns import Turns
 from roll.reward import RewardFn, RewardSource
 from roll.rollout.evaluate import Evaluation, Evaluator
 from roll.run import Panel
+from roll.strategy.train.optimizer import check_optimizer
 
 R = TypeVar("R", bound=TrainRoles)
 S = TypeVar("S", bound=State)
@@ -158,6 +159,7 @@ def check(
     config: Config, *, reward: RewardFn | None = None, tasks: TaskSource | None = None
 ) -> tuple[TaskSet, RewardSource]:
     """The tasks and the judge of a run with rollouts, found good together with the model."""
+    check_optimizer(config.train.optimizer)
     judge = RewardSource.of(reward if reward is not None else config.reward.name)
     judge.check()
     task_set = load_tasks(config.tasks, tasks)
@@ -210,6 +212,7 @@ def _prompt_tokens(renderer: ChatRenderer, task: Task, config: Config) -> int:
 
 def check_chats(config: Config, chats: ChatSource | None = None) -> Corpus:
     """The conversations to imitate, in tokens, found good together with the model."""
+    check_optimizer(config.train.optimizer)
     chat_set = load_chats(config.data, chats)
     source = find_model(config.model.path)
     tokenizer = load_tokenizer(source, config.model)

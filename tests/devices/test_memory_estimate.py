@@ -334,6 +334,11 @@ def test_the_parts_of_a_gpu() -> None:
     assert set(parts_of(plan, "memory", "train")) == {("controller", "interpreter and libraries")}
 
 
+def test_moments_in_8_bits_are_a_quarter() -> None:
+    plan = planned(box(gpus=1, gpu=80), executor="local", train={"optimizer": "adamw_8bit"})
+    assert parts_of(plan, "gpu0", "train")["actor_train[0]", "optimizer moments, 8 bits"] == 2 * plan.parameters
+
+
 def test_every_process_of_a_cluster_has_its_interpreter_and_its_copy() -> None:
     plan = planned(box(gpus=2, gpu=80), executor="ray")
     host = parts_of(plan, "memory", "train")

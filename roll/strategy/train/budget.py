@@ -20,8 +20,9 @@ MOST_ROWS = 131_072
 FEWEST_ROWS = 8192
 """Below this, activations are rather computed twice."""
 USED_SHARE = 0.8
-GRADIENT_AND_MOMENTS_BYTES = 4 + 8
-"""Of a trained parameter, in fp32."""
+GRADIENT_BYTES = 4
+MOMENT_BYTES = {"adamw": 8, "adamw_8bit": 2}
+"""Both moments of a trained parameter."""
 
 Checkpointing = Literal["auto", "on", "off"]
 
@@ -49,13 +50,14 @@ def choose(
     return Budget(max(rows, 1), checkpointed)
 
 
-def spare(footprint: Footprint, free_bytes: int, trained: int) -> int:
+def spare(footprint: Footprint, free_bytes: int, trained: int, optimizer: str) -> int:
     """What of a GPU's free memory activations may take before the first update of so many trained parameters."""
+    to_come = (GRADIENT_BYTES + MOMENT_BYTES[optimizer]) * trained
     logits = 2 * footprint.logits_bytes(footprint.chunk_logits(MOST_ROWS)[0])
-    return max(int(USED_SHARE * free_bytes) - GRADIENT_AND_MOMENTS_BYTES * trained - logits, 0)
+    return max(int(USED_SHARE * free_bytes) - to_come - logits, 0)
 
 
-def spare_of(model: PreTrainedModel, footprint: Footprint) -> int | None:
+def spare_of(model: PreTrainedModel, footprint: Footprint, optimizer: str) -> int | None:
     """What the model's GPU has to spare now; None on a CPU."""
     device = model.device
     if device.type != "cuda":
@@ -63,4 +65,4 @@ def spare_of(model: PreTrainedModel, footprint: Footprint) -> int | None:
     free: int = torch.cuda.mem_get_info(device)[0]
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     trained: int = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return spare(footprint, free, trained)
+    return spare(footprint, free, trained, optimizer)

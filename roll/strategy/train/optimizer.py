@@ -7,18 +7,19 @@ their own masters.
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from roll.config.errors import UserError
 from roll.config.schema import TrainConfig
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,12 @@ class MasterAdamW:
                 parameter.register_post_accumulate_grad_hook(self._summing_hook(self._masters[name]))  # type: ignore[no-untyped-call]
         matrices = [m for m in self._masters.values() if m.ndim >= 2]
         vectors = [m for m in self._masters.values() if m.ndim < 2]
-        self._adamw = torch.optim.AdamW(
+        self._adamw = _adamw(
             [
                 {"params": matrices, "weight_decay": config.weight_decay},
                 {"params": vectors, "weight_decay": 0.0},
             ],
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            fused=True,
+            config,
         )
 
     @staticmethod
@@ -77,8 +75,7 @@ class MasterAdamW:
         sick = () if applied else tuple(name for name, slope in slopes.items() if not slope.isfinite().all())
         if applied:
             nn.utils.clip_grads_with_norm_(self._masters.values(), self._config.clip_grad_norm, norm)
-            for group in self._adamw.param_groups:
-                group["lr"] = learning_rate(self._config, step)
+            self._set_lr(learning_rate(self._config, step))
             self._adamw.step()
             self._write_parameters()
         self.zero_grad()
@@ -97,36 +94,75 @@ class MasterAdamW:
             if self._masters[name] is not parameter:
                 parameter.copy_(self._masters[name])
 
+    def _set_lr(self, lr: float) -> None:
+        for group in self._adamw.param_groups:
+            if isinstance(group["lr"], Tensor):  # as a compiled optimizer has it
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def _state(self, name: str) -> dict[str, Tensor]:
+        """Moments and step of a parameter, if it was ever updated; a quantised moment as the tensors it is made of."""
+        state = self._adamw.state.get(self._masters[name], {})
+        return {key: tensor for moment, value in state.items() for key, tensor in plain_tensors(moment, value).items()}
+
     def tensors(self) -> dict[str, Tensor]:
         """What belongs to the optimizer alone: moments, and masters that are not the parameters themselves."""
         own: dict[str, Tensor] = {f"master/{n}": m for n, m in self._masters.items() if m is not self._parameters[n]}
-        for name, master in self._masters.items():
-            state = self._adamw.state.get(master, {})
-            own.update({f"{moment}/{name}": state[moment] for moment in (*_MOMENTS, "step") if moment in state})
+        for name in self._masters:
+            own.update({f"{key}/{name}": tensor for key, tensor in self._state(name).items()})
         return own
 
     def save(self, path: Path) -> None:
-        tensors: dict[str, Tensor] = {}
-        for name, master in self._masters.items():
-            state = self._adamw.state.get(master, {})
-            tensors.update({f"{moment}/{name}": state[moment] for moment in _MOMENTS if moment in state})
-            tensors[f"step/{name}"] = state.get("step", torch.zeros(()))
-            if master is not self._parameters[name]:
-                tensors[f"master/{name}"] = master.detach()
-        save_file(tensors, path)
+        save_file({name: tensor.detach() for name, tensor in self.tensors().items()}, path)
 
+    @torch.no_grad()
     def load(self, path: Path) -> None:
-        tensors: Mapping[str, Tensor] = load_file(path)
-        for name, master in self._masters.items():
-            state = {moment: tensors[f"{moment}/{name}"] for moment in _MOMENTS if f"{moment}/{name}" in tensors}
-            if state:
-                device = master.device
-                moments = {moment: value.to(device) for moment, value in state.items()}
-                self._adamw.state[master] = {**moments, "step": tensors[f"step/{name}"].clone().to(device)}
-            if master is not self._parameters[name]:
-                with torch.no_grad():
-                    master.copy_(tensors[f"master/{name}"])
+        saved = load_file(path)
+        self._make_state([name for name in self._masters if f"step/{name}" in saved])
+        for name, tensor in self.tensors().items():
+            if name not in saved or saved[name].shape != tensor.shape:
+                raise UserError(
+                    f"the checkpoint's {path.name} has no {name} as train.optimizer={self._config.optimizer} keeps it: "
+                    "write the optimizer that wrote it"
+                )
+            tensor.copy_(saved[name])
         self._write_parameters()
+
+    def _make_state(self, names: list[str]) -> None:
+        """Moments of these parameters, by an update that changes nothing."""
+        self._set_lr(0.0)
+        for name in names:
+            self._masters[name].grad = torch.zeros_like(self._masters[name])
+        self._adamw.step()
+        self.zero_grad()
+
+
+def plain_tensors(name: str, value: Tensor) -> dict[str, Tensor]:
+    """A tensor by its name, or the tensors that a quantised one is made of: `exp_avg.codes`, `exp_avg.scale`."""
+    if not hasattr(value, "__tensor_flatten__"):
+        return {name: value}
+    return {f"{name}.{part}": getattr(value, part) for part in value.__tensor_flatten__()[0]}
+
+
+def check_optimizer(name: str) -> None:
+    """Raises if the optimizer's package is not installed."""
+    if name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+        raise UserError(
+            "train.optimizer is adamw_8bit, but the package torchao is not installed: run `pip install torchao`, or "
+            "write train.optimizer=adamw"
+        )
+
+
+def _adamw(groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.Optimizer:
+    check_optimizer(config.optimizer)
+    settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(groups, **settings, fused=True)
+    from torchao.optim import AdamW8bit
+
+    made: torch.optim.Optimizer = AdamW8bit(groups, **settings)
+    return made
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -62,5 +62,5 @@ class Passes:
             model, asked = self._model, self._config
             footprint = Footprint(ModelShape.of_model(model), model.dtype, model.device.type)
             rows, checkpointing = asked.micro_batch_tokens, asked.activation_checkpointing
-            self._budget = choose(footprint, rows, checkpointing, longest, spare_of(model, footprint))
+            self._budget = choose(footprint, rows, checkpointing, longest, spare_of(model, footprint, asked.optimizer))
         return self._budget

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from roll.config.errors import UserError
 from roll.config.schema import TrainConfig
 from roll.strategy.train.optimizer import MasterAdamW, learning_rate
 
@@ -144,22 +148,29 @@ def test_only_matrices_decay_and_only_trainable_parameters_move() -> None:
     assert torch.equal(net.frozen, before[2])
 
 
-def save_and_load_goes_on(tmp_path: Path, dtype: torch.dtype, steps_before: int, device: str) -> None:
-    config = TrainConfig(lr=0.01, weight_decay=0.1, schedule="cosine", steps=20)
-    net = Net(dtype).to(device)
-    optimizer = MasterAdamW(net, config)
+def save_and_load_goes_on(
+    tmp_path: Path,
+    dtype: torch.dtype,
+    steps_before: int,
+    device: str,
+    kind: type[Net] = Net,
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw",
+) -> None:
+    config = TrainConfig(lr=0.01, weight_decay=0.1, schedule="cosine", steps=20, optimizer=optimizer)
+    net = kind(dtype).to(device)
+    first = MasterAdamW(net, config)
     for step in range(steps_before):
         net.push_randomly(step)
-        optimizer.step(step)
-    optimizer.save(tmp_path / "optimizer.safetensors")
-    other = Net(dtype, seed=1).to(device)
+        first.step(step)
+    first.save(tmp_path / "optimizer.safetensors")
+    other = kind(dtype, seed=1).to(device)
     other.load_state_dict(net.state_dict())  # what the model's own file does
     storage = [p.data_ptr() for p in other.parameters()]
     again = MasterAdamW(other, config)
     again.load(tmp_path / "optimizer.safetensors")
     assert bits(other) == bits(net)
     for step in range(steps_before, steps_before + 5):
-        for one, steps in ((net, optimizer), (other, again)):
+        for one, steps in ((net, first), (other, again)):
             one.push_randomly(step)
             steps.step(step)
         assert bits(other) == bits(net)
@@ -170,6 +181,51 @@ def save_and_load_goes_on(tmp_path: Path, dtype: torch.dtype, steps_before: int,
 @pytest.mark.parametrize("steps_before", [0, 1, 7])
 def test_a_saved_optimizer_goes_on_in_the_same_bits(tmp_path: Path, dtype: torch.dtype, steps_before: int) -> None:
     save_and_load_goes_on(tmp_path, dtype, steps_before, "cpu")
+
+
+class Wide(Net):
+    """Its matrix is large enough for moments in 8 bits."""
+
+    def __init__(self, dtype: torch.dtype, seed: int = 0) -> None:
+        super().__init__(dtype, seed)
+        self.matrix = nn.Parameter(torch.randn(64, 128, generator=torch.Generator().manual_seed(seed)).to(dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_moments_in_8_bits_go_on_in_the_same_bits(tmp_path: Path, dtype: torch.dtype, steps_before: int) -> None:
+    pytest.importorskip("torchao")
+    save_and_load_goes_on(tmp_path, dtype, steps_before, "cpu", Wide, optimizer="adamw_8bit")
+    saved = load_file(tmp_path / "optimizer.safetensors")
+    if steps_before:
+        assert saved["exp_avg.codes/matrix"].dtype == saved["exp_avg_sq.codes/matrix"].dtype == torch.uint8
+        assert "exp_avg/vector" in saved, "what is small stays as it is"
+        with pytest.raises(UserError, match=r"has no exp_avg/matrix as train.optimizer=adamw keeps it: write"):
+            MasterAdamW(Wide(dtype), TrainConfig()).load(tmp_path / "optimizer.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_moments_in_8_bits_are_nearly_those_in_fp32() -> None:
+    pytest.importorskip("torchao")
+    nets = [Wide(torch.float32), Wide(torch.float32)]
+    configs = [TrainConfig(lr=0.01), TrainConfig(lr=0.01, optimizer="adamw_8bit")]
+    optimizers = [MasterAdamW(net, config) for net, config in zip(nets, configs, strict=True)]
+    before = nets[0].matrix.detach().clone()
+    for step in range(10):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            net.push_randomly(step)
+            optimizer.step(step)
+    moved = (nets[0].matrix - before).norm()
+    assert 0 < float((nets[0].matrix - nets[1].matrix).norm()) < 0.05 * float(moved)
+
+
+def test_moments_in_8_bits_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"the package torchao is not installed: run `pip install torchao`, or write"):
+        MasterAdamW(Net(torch.float32), TrainConfig(optimizer="adamw_8bit"))
 
 
 @pytest.mark.gpu
