@@ -298,7 +298,12 @@ def estimate(map: DeviceMap, table: StageTable, model: Model, work: Workload) ->
             if budget is not None:
                 budgets[worker.name] = budget
     used = {node for node in hosts if any(found[hosts[node], stage] for stage in table.stages)}
-    parts = {key: tuple(parts) for key, parts in sorted(found.items(), key=_pool_order) if key[0].node in used or parts}
+    order = ["controller", *(place.name for placement in map.roles.values() for place in placement.places)]
+    parts = {
+        key: tuple(sorted(parts, key=lambda part: order.index(part.worker)))
+        for key, parts in sorted(found.items(), key=_pool_order)
+        if key[0].node in used or parts
+    }
     return Estimate(parts, budgets)
 
 
