@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from roll.config.errors import UserError
 from roll.config.schema import TrainConfig
 from roll.data.batch import Batch
+from roll.model.lora import adapted_layers
 from roll.model.shape import ModelShape
 from roll.strategy.train.budget import Budget, choose, spare_of
 from roll.strategy.train.footprint import Footprint
@@ -22,7 +23,8 @@ from roll.strategy.train.suspects import sample_name
 class Passes:
     def __init__(self, model: PreTrainedModel, config: TrainConfig) -> None:
         self._model, self._config = model, config
-        compiled = {"on": True, "off": False, "auto": model.device.type == "cuda"}[config.compile]
+        plain = not adapted_layers(model)  # adapters take minutes to compile
+        compiled = {"on": True, "off": False, "auto": plain and model.device.type == "cuda"}[config.compile]
         self._layers = Layers(model, compiled=compiled)
         self._budget: Budget | None = None
 
