@@ -66,7 +66,8 @@ def measure(model: str, executor: str, offload: str, steps: int) -> dict[str, An
     import roll.pipeline.recorder as recorder
     from roll.config import load_config
     from roll.devices.plan import make_plan
-    from roll.pipeline.launch import check, train
+    from roll.pipeline.launch import train
+    from roll.pipeline.prepare import prepare
     from roll.pipeline.report import PlainReporter
     from roll.run import Metrics
 
@@ -77,7 +78,7 @@ def measure(model: str, executor: str, offload: str, steps: int) -> dict[str, An
     with tempfile.TemporaryDirectory() as folder:
         overrides = [*SETTINGS, f"model.path={model}", f"executor={executor}", f"offload={offload}"]
         config = load_config(EXAMPLE, [*overrides, f"run.dir={folder}/run", f"train.steps={steps}"])
-        plan = make_plan(config, check(config)[0])
+        plan = make_plan(config, prepare(config).job)
         train(config, reporter=PlainReporter())
         metrics = [row for row in Metrics.read(Path(folder) / "run" / "metrics.jsonl") if "time/step_s" in row]
     estimated = estimates(plan, together=executor == "local")

@@ -1,180 +1,289 @@
-"""The scheduler beside a barrier with real processes: two engines on the CPU, the tiny model, forced lengths.
+"""The scheduler beside a barrier with real processes, and what the simulation says of the same run beforehand.
 
-Every sample's length is forced, log-normal with a long tail, by a hash of its name; rewards likewise, so that a good
-third of the groups has no signal. The same samples go through the same engines, rollout workers and graders twice:
+Two engines on CPU cores, one thread each, a small model with fresh weights. Lengths and rewards of the samples are those
+of a `simulation.workload.Workload`, so that the same samples go through real and simulated engines:
 
-- **scheduler**: `RolloutScheduler.next_rollout`, on-policy: a dropped group is replaced at once;
-- **barrier**: all groups of a round are carried to the last verdict, then filtered; what is missing makes the next round.
+1. The engines' steps are timed and a `simulation.spec.EngineSpec` fitted to them.
+2. With it the simulation says how long every step will take, with the scheduler and with the barrier.
+3. Both are run with real engines, rollout workers and graders, a step of one, then the same step of the other:
 
-`real_over_barrier` is the ratio of the medians over the steps. Only generation and judging are timed: training is the
-same for both.
+   - **scheduler**: `RolloutScheduler.next_rollout`, on-policy: a dropped group is replaced at once;
+   - **barrier**: all groups of a round are carried to the last verdict, then filtered; what is missing makes the next.
+
+`real_over_barrier` is the barrier's time over the scheduler's, `predicted_over_barrier` the same by the simulation, and
+`real_of_predicted` the first over the second: 1 where the simulation is right. Only generating and judging are timed:
+training is the same for both.
+
+Two workloads. `deep`: most of an engine's step is shared by the whole batch, as on a GPU, so that a half-empty batch is
+dear (a narrow model with many layers, 16 sequences). `tiny`: a step takes longer with every sequence, so that it is not.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
-import math
 import statistics
 import sys
+import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import NormalDist
+from typing import Any
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import parser, report
+from crew import Crew, TimedEngine, make_model, rollout_config
+from simulation.barrier import run_barrier
+from simulation.calibration import Timing, batches_to_time, error_of, fitted
+from simulation.clock import run
+from simulation.controller import simulate
+from simulation.lengths import Lengths
+from simulation.spec import EngineSpec
+from simulation.workload import RLVR, Workload
 
-from roll.cluster import Cluster, Place
-from roll.cluster.ray_executor import RayExecutor
-from roll.config.schema import Config
 from roll.data.sample import Group, Sample
-from roll.data.task import Response, Task
-from roll.engine.request import Sampling
-from roll.reward import RewardSource
+from roll.data.task import Task
 from roll.rollout.filters import no_signal
 from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.order import Epochs
-from roll.rollout.pool import RolloutPool
-from roll.rollout.router import Router
-from roll.rollout.runner import SampleRunner
 from roll.rollout.scheduler import RolloutScheduler
-from roll.rollout.worker import RolloutWorker
-from roll.workers.infer import InferWorker
-from roll.workers.publish import publish
-from roll.workers.reward import RewardWorker
-from roll.workers.train import TrainWorker
 
-ENGINES = 2
-
-
-def uniform(*key: object) -> float:
-    text = "/".join(map(str, key)).encode()
-    return (int.from_bytes(hashlib.blake2b(text, digest_size=7).digest()) + 0.5) / 2**56
+PROMPT_TOKENS = 24
+FRAME_TOKENS = 3
+"""Of a prompt, those that are the chat template's."""
+TIMED_STEPS = 24
+"""Decoding steps that are timed together."""
 
 
-def length_of(sample: str, longest: int) -> int:
-    """Log-normal about a task's own mean; one in a hundred is as long as allowed."""
-    group = sample.partition(".")[0]
-    z = 0.5 * NormalDist().inv_cdf(uniform("task", group)) + 0.87 * NormalDist().inv_cdf(uniform("own", sample))
-    return min(max(int(math.exp(z * 0.9) * longest / 12), 4), longest)
+@dataclass(frozen=True)
+class Trial:
+    """A workload and the model that it is run with."""
+
+    workload: Workload
+    """The speeds of its engines are measured."""
+    layers: int
+    hidden: int
 
 
-class ForcedRunner(SampleRunner):
-    """Responses end at their forced length and nowhere else."""
-
-    def sampling_of(self, sample: Sample) -> Sampling:
-        whole = super().sampling_of(sample)
-        return replace(whole, max_new_tokens=length_of(sample.id, whole.max_new_tokens), stop_ids=())
-
-
-class ForcedWorker(RolloutWorker):
-    RUNNER = ForcedRunner
-
-
-def reward(task: Task, response: Response) -> float:
-    """Solved by chance: some tasks nearly always, some nearly never."""
-    chance = min(max(0.5 + 1.1 * (uniform("chance", task.id) - 0.5) * 2, 0.0), 1.0)
-    return float(uniform("solved", response.text) < chance)
+REAL = replace(
+    RLVR,
+    engines=2,
+    prompts=Lengths(mean_tokens=PROMPT_TOKENS, sigma=0.0, alike=1.0, max_tokens=PROMPT_TOKENS),
+    grading=None,
+    train_tokens_per_s=float("inf"),
+    publish_s=0.0,
+    max_replacements=2.0,
+)
+"""The lengths' spread and the tasks' difficulty are those of `RLVR`; verdicts, training and publishing take no time."""
 
 
-class Crew:
-    """The roles, without training."""
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.executor = RayExecutor(config.ray)
-
-    async def start(self) -> None:
-        config, executor = self.config, self.executor
-        executor.connect()
-        places = {
-            role: [Place(role, rank, count, threads=1) for rank in range(count)]
-            for role, count in (("actor_train", 1), ("actor_infer", ENGINES), ("reward", 1), ("rollout", 1))
-        }
-        executor.reserve([place for some in places.values() for place in some])
-        source = RewardSource.of(reward)
-        self.rewards = await Cluster.start(
-            executor, lambda place: RewardWorker(place, config.reward, source), places["reward"]
-        )
-        await self.rewards.call(RewardWorker.start)
-        self.actor = await Cluster.start(executor, lambda place: TrainWorker(place, config), places["actor_train"])
-        self.engines = await Cluster.start(executor, lambda place: InferWorker(place, config), places["actor_infer"])
-        self.rollouts = await Cluster.start(executor, lambda place: ForcedWorker(place, config, None), places["rollout"])
-        await publish(self.actor, self.engines, 0)
-        await self.rollouts.call(RolloutWorker.connect, self.engines, self.rewards)
-        self.router = Router(ENGINES, max_running=config.rollout.max_running)
-        self.pool = RolloutPool(self.rollouts, self.router)
+def _limits(max_running: int) -> EngineSpec:
+    """An engine whose cache is never full."""
+    return replace(RLVR.engine, max_running=max_running, kv_tokens=10**9, reserve_tokens=0)
 
 
-async def scheduled(crew: Crew, tasks: list[Task], steps: int) -> list[float]:
-    scheduler = RolloutScheduler(Epochs(tasks, 0), crew.pool, Lifecycle(None), crew.config.rollout, no_signal)
-    seconds = []
-    for step in range(steps):
-        began_s = time.monotonic()
-        rollout = await scheduler.next_rollout()
-        seconds.append(time.monotonic() - began_s)
-        scheduler.trained(rollout, step + 1)
-        await crew.pool.forget(rollout.samples)
-    return seconds
+TRIALS = {
+    "deep": Trial(
+        replace(
+            REAL,
+            name="deep",
+            engine=_limits(16),
+            groups_per_step=24,
+            group_size=4,
+            responses=replace(RLVR.responses, mean_tokens=80, max_tokens=640, min_tokens=4),
+        ),
+        layers=16,
+        hidden=32,
+    ),
+    "tiny": Trial(
+        replace(
+            REAL,
+            name="tiny",
+            engine=_limits(32),
+            groups_per_step=48,
+            group_size=8,
+            responses=replace(RLVR.responses, mean_tokens=75, max_tokens=600, min_tokens=4),
+        ),
+        layers=5,
+        hidden=128,
+    ),
+}
 
 
-async def in_rounds(crew: Crew, tasks: list[Task], steps: int) -> list[float]:
-    """The same groups, a round at a time."""
-    rollout, order, life = crew.config.rollout, Epochs(tasks, 0), Lifecycle(None)
-    wanted, index, seconds = rollout.groups_per_step, 0, []
-    for _ in range(steps):
-        began_s, kept, tried = time.monotonic(), 0, 0
-        while missing := min(wanted - kept, int(wanted * (1 + rollout.max_replacements)) - tried):
-            groups = []
-            for _ in range(missing):
-                task = order.next().task
-                samples = [Sample(f"{index}.{i}", task, index, rollout.temperature) for i in range(rollout.group_size)]
-                groups.append(Group(index, task, samples))
-                index += 1
-                for sample in samples:
-                    life.move(sample, "queued")
-            await asyncio.gather(*(crew.pool.run(str(g.index), g.samples, life, order=g.index) for g in groups))
+def tasks_of(prompt_tokens: int) -> list[Task]:
+    """Prompts of one length, different from the first tokens on. Whoever says 1 is right."""
+    return [Task.ask(str(n), str(n)[::-1].ljust(prompt_tokens - FRAME_TOKENS, "x"), "1") for n in range(10_000)]
+
+
+async def calibrated(crew: Crew) -> tuple[EngineSpec, float]:
+    """The engines as they are, all timed at once, and by what share the spec is off."""
+    timings = []
+    await _mean_s(crew, [PROMPT_TOKENS] * crew.workload.engine.max_running, TIMED_STEPS)  # everything is warm then
+    for contexts in batches_to_time(crew.workload):
+        first_s, all_s = await _mean_s(crew, contexts, 1), await _mean_s(crew, contexts, 1 + TIMED_STEPS)
+        cached = sum(contexts) + len(contexts) * (TIMED_STEPS + 1) / 2
+        timings.append(Timing(len(contexts), cached, (all_s - first_s) / TIMED_STEPS))
+    prompt_s = statistics.mean([await _mean_s(crew, [PROMPT_TOKENS], 1) for _ in range(8)])
+    spec = fitted(crew.workload.engine, timings, PROMPT_TOKENS / prompt_s)
+    return spec, error_of(spec, timings)
+
+
+async def _mean_s(crew: Crew, contexts: Sequence[int], new_tokens: int) -> float:
+    seconds: list[Any] = await crew.engines.call_each(TimedEngine.seconds_of, contexts, new_tokens)
+    return float(statistics.mean(seconds))
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of each step."""
+
+    scheduler: list[float]
+    barrier: list[float]
+
+    @property
+    def over_barrier(self) -> float:
+        return sum(self.barrier) / sum(self.scheduler)
+
+
+def predicted(workload: Workload, steps: int) -> Seconds:
+    with tempfile.TemporaryDirectory() as folder:
+        times, _ = run(simulate(workload, steps, Path(folder) / "ledger", workers=1))
+    ends = [0.0, *(step.published_s for step in times)]
+    barrier = run_barrier(workload, steps)
+    return Seconds(np.diff(ends).tolist(), [step.seconds for step in barrier.steps])
+
+
+class Scheduled:
+    """Steps of the scheduler."""
+
+    def __init__(self, crew: Crew, workload: Workload) -> None:
+        self._pool = crew.for_scheduler
+        self._workload = workload
+        order = Epochs(tasks_of(PROMPT_TOKENS), 0)
+        self._scheduler = RolloutScheduler(order, self._pool, Lifecycle(None), rollout_config(workload), no_signal)
+        self._steps = 0
+
+    async def step(self) -> None:
+        rollout = await self._scheduler.next_rollout()
+        kept = {group.index for group in rollout.kept}
+        assert kept == {group.index for group in rollout.groups if self._workload.has_signal(group.index)}
+        self._steps += 1
+        self._scheduler.trained(rollout, self._steps)
+        await self._pool.tokens.forget(rollout.samples)
+
+
+class Rounds:
+    """Steps of the barrier: the same groups, a round at a time. Engines have all of a round from its beginning."""
+
+    def __init__(self, crew: Crew, workload: Workload) -> None:
+        self._pool = crew.for_barrier
+        self._workload = workload
+        self._order = Epochs(tasks_of(PROMPT_TOKENS), 0)
+        self._lifecycle = Lifecycle(None)
+        self._next_group = 0
+
+    async def step(self) -> None:
+        workload, kept, tried = self._workload, 0, 0
+        while missing := min(workload.groups_per_step - kept, workload.most_groups_per_step - tried):
+            groups = [self._group() for _ in range(missing)]
+            await asyncio.gather(*map(self._carry, groups))
             kept += sum(no_signal(group) is None for group in groups)
             tried += missing
-            await crew.pool.forget([sample for group in groups for sample in group.samples])
-        seconds.append(time.monotonic() - began_s)
-    return seconds
+            await self._pool.tokens.forget([sample for group in groups for sample in group.samples])
+
+    def _group(self) -> Group:
+        index, task = self._next_group, self._order.next().task
+        self._next_group += 1
+        samples = [Sample(id, task, index, 1.0) for id in self._workload.samples_of(index)]
+        for sample in samples:
+            self._lifecycle.move(sample, "queued")
+        return Group(index, task, samples)
+
+    async def _carry(self, group: Group) -> None:
+        await self._pool.run(str(group.index), group.samples, self._lifecycle, order=group.index)
 
 
-async def measured(args: argparse.Namespace) -> dict[str, float]:
-    rollout = {
-        "groups_per_step": args.groups,
-        "group_size": 8,
-        "max_new_tokens": args.longest,
-        "max_running": 32,
-        "max_replacements": 2.0,
-    }
-    crew = Crew(Config.model_validate({"model": "tiny", "executor": "ray", "threads": 1, "rollout": rollout}))
-    tasks = [Task.ask(str(number), str(number % 10), str(number % 10)) for number in range(10_000)]
-    try:
-        await crew.start()
-        await scheduled(crew, tasks, 1)  # everything is warm then
-        ours, theirs = await scheduled(crew, tasks, args.steps), await in_rounds(crew, tasks, args.steps)
-    finally:
-        await crew.executor.close()
-    for name, seconds in (("scheduler", ours), ("barrier", theirs)):
-        print(f"{name:12}{statistics.median(seconds):8.2f} s a step   " + " ".join(f"{s:.2f}" for s in seconds))
+async def measured(crew: Crew, steps: int) -> Seconds:
+    small = replace(crew.workload, groups_per_step=2)
+    for warm_up in (Scheduled(crew, small), Rounds(crew, small)):
+        await warm_up.step()
+    scheduled, rounds = Scheduled(crew, crew.workload), Rounds(crew, crew.workload)
+    found = Seconds([], [])
+    for _ in range(steps):
+        found.scheduler.append(await _timed(scheduled.step))
+        found.barrier.append(await _timed(rounds.step))
+    return found
+
+
+async def _timed(step: Callable[[], Any]) -> float:
+    began_s = time.monotonic()
+    await step()
+    return time.monotonic() - began_s
+
+
+async def compared(trial: Trial, steps: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder), trial.layers, trial.hidden)
+        crew = Crew(trial.workload, Path(folder))
+        try:
+            await crew.start()
+            spec, error = await calibrated(crew)
+            said = await asyncio.to_thread(predicted, replace(trial.workload, engine=spec), steps)
+            _show_spec(spec, error)
+            _show("predicted", said)
+            real = await measured(crew, steps)
+            _show("real", real)
+        finally:
+            await crew.executor.close()
     return {
-        "scheduler_s": statistics.median(ours),
-        "barrier_s": statistics.median(theirs),
-        "real_over_barrier": statistics.median(theirs) / statistics.median(ours),
+        "workload": trial.workload.name,
+        "spec_error": error,
+        "predicted_scheduler_s": statistics.mean(said.scheduler),
+        "scheduler_s": statistics.mean(real.scheduler),
+        "predicted_barrier_s": statistics.mean(said.barrier),
+        "barrier_s": statistics.mean(real.barrier),
+        "predicted_over_barrier": said.over_barrier,
+        "real_over_barrier": real.over_barrier,
+        "real_of_predicted": real.over_barrier / said.over_barrier,
     }
+
+
+def _show_spec(spec: EngineSpec, error: float) -> None:
+    alone, full = spec.step_s(1, 100), spec.step_s(spec.max_running, 100 * spec.max_running)
+    costs = f"{1e3 * spec.base_s:.2f} ms + {1e6 * spec.per_sequence_s:.0f} µs a sequence"
+    print(f"an engine's step: {costs} + {1e9 * spec.per_cached_token_s:.0f} ns a token of context, {error:.0%} off;")
+    print(f"  {1e3 * alone:.2f} ms alone, {1e3 * full:.2f} ms with {spec.max_running}, all of 100 tokens")
+    print(f"{'':12}{'scheduler':>10}{'barrier':>10}{'over barrier':>14}   s a step, and each step's", flush=True)
+
+
+def _show(name: str, found: Seconds) -> None:
+    means = "".join(f"{statistics.mean(seconds):10.2f}" for seconds in (found.scheduler, found.barrier))
+    each = "  ".join(f"{ours:.1f}/{theirs:.1f}" for ours, theirs in zip(found.scheduler, found.barrier, strict=True))
+    print(f"{name:12}{means}{found.over_barrier:14.2f}   {each}", flush=True)
+
+
+def chosen(args: argparse.Namespace) -> Trial:
+    trial: Trial = TRIALS[args.workload]
+    workload = trial.workload
+    if args.groups:
+        workload = replace(workload, groups_per_step=args.groups)
+    if args.longest:
+        mean = workload.responses.mean_tokens * args.longest / workload.responses.max_tokens
+        workload = replace(workload, responses=replace(workload.responses, mean_tokens=mean, max_tokens=args.longest))
+    return replace(trial, workload=workload)
 
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--steps", type=int, default=5)
-    options.add_argument("--groups", type=int, default=24, help="groups a step, of 8 samples")
-    options.add_argument("--longest", type=int, default=600, help="tokens of the longest responses")
+    options.add_argument("--workload", choices=list(TRIALS), default="deep")
+    options.add_argument("--steps", type=int, default=3)
+    options.add_argument("--groups", type=int, help="groups a step, instead of the workload's")
+    options.add_argument("--longest", type=int, help="tokens of the longest responses; the others are as much shorter")
     args = options.parse_args()
-    report(asyncio.run(measured(args)), args.json)
+    report(asyncio.run(compared(chosen(args), args.steps)), args.json)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@ started again, from the last checkpoint and the ledger as it was on disk). The w
 samples and some minutes a step, so that the two weeks take a few minutes of real time.
 
 For each simulated day: steps, the mean seconds of a step (virtual, with what failures cost), the controller's real
-milliseconds a step, resident memory, the most records that were not on disk at a step's end, and at its last step what is
-open: leases, seats on engines, wants (samples without a seat), homes (samples whose tokens are kept) and the tokens'
-samples at the workers. At the end, whether the ledger balances (`simulation/balance.py`).
+milliseconds a step and a restart (which checks the whole ledger), resident memory, the most records that were not on disk
+at a step's end, and at its last step what is open: leases, seats on engines, wants (samples without a seat), homes
+(samples whose tokens are kept) and the tokens' samples at the workers. At the end, whether the ledger balances
+(`simulation/balance.py`).
 
 `rss_growth`, `step_time_growth` and `controller_time_growth` are the last day over the first. Nothing is asserted.
 """
@@ -77,6 +78,7 @@ WORK = Workload(
 class Day:
     steps_s: list[float] = field(default_factory=list)
     real_s: list[float] = field(default_factory=list)
+    restarts_s: list[float] = field(default_factory=list)
     lag: int = 0
     rss_mib: float = 0.0
     open: Counter[str] = field(default_factory=Counter)
@@ -91,6 +93,8 @@ class Soak:
         self.faults: Counter[str] = Counter()
         self.steps = 0
         """Finished, also those that were undone later."""
+        self._restarts_s: list[float] = []
+        """Of the step that goes on: real seconds in which the controller was started again."""
         self._loop = asyncio.get_running_loop()
         self._next_s = HOUR_S
         self._number = 0
@@ -126,10 +130,9 @@ class Soak:
                     await self._fail(acts)
             if await self._finished(step):
                 now_s, now = self._loop.time(), time.process_time()
-                self._note(now_s - began_s, now - began)
+                self._note(now_s - began_s, now - began - sum(self._restarts_s))
                 began_s, began = now_s, now
-        await self.training.scheduler.finish()
-        self.training.save()
+        await self.training.stop()
 
     async def _fail(self, acts: dict[str, Callable[[], None]]) -> None:
         kind = next(self._kinds)
@@ -138,8 +141,15 @@ class Soak:
         self.faults[kind] += 1
         acts[kind]()
         if kind == "controller killed":
-            await self.training.kill(0.7)
-            await self.training.begin()
+            await self._restart(0.7)
+
+    async def _restart(self, written: float) -> None:
+        """Everything again, from the last checkpoint and so much of the ledger as had reached the disk. A ledger that is
+        opened is checked from end to end."""
+        began = time.process_time()
+        await self.training.kill(written)
+        await self.training.begin()
+        self._restarts_s.append(time.process_time() - began)
 
     async def _finished(self, step: asyncio.Task[None]) -> bool:
         """Whether a step was made; what it died of is mended."""
@@ -152,11 +162,10 @@ class Soak:
             return False
         except RunError:
             self.faults["a step without samples"] += 1
-            await self.training.kill(1.0)
-            await self.training.begin()
+            await self._restart(1.0)
             return False
         if self.training.step % CHECKPOINT_EVERY == 0:
-            self.training.save()
+            await self.training.save()
         return True
 
     def _note(self, step_s: float, real_s: float) -> None:
@@ -167,6 +176,8 @@ class Soak:
         self.steps += 1
         day.steps_s.append(step_s)
         day.real_s.append(real_s)
+        day.restarts_s += self._restarts_s
+        self._restarts_s = []
         day.lag = max(day.lag, self.training.lag)
         day.rss_mib = rss_mib()
         day.open = open_objects(self.training.world)
@@ -178,7 +189,7 @@ def open_objects(world: World) -> Counter[str]:
         leases=len(pool._out),
         seats=sum(router.running(engine) for engine in range(len(world.engines))),
         wants=router.waiting,
-        homes=len(pool._homes),
+        homes=len(pool.tokens._homes),
         tokens=sum(len(rollouts.home) for rollouts in world.rollouts),
     )
 
@@ -223,15 +234,16 @@ def balances(training: Training) -> list[str]:
 
 def show(number: int, day: Day) -> None:
     lasted = f"{len(day.steps_s):6} {fmean(day.steps_s):8.1f} s {1000 * fmean(day.real_s):8.1f} ms"
+    again = f"{1000 * fmean(day.restarts_s or [0.0]):6.0f} ms"
     things = " ".join(f"{day.open[name]:7}" for name in ("leases", "seats", "wants", "homes", "tokens"))
-    print(f"{number + 1:4} {lasted} {day.rss_mib:7.1f} MiB {day.lag:6} {things}", flush=True)
+    print(f"{number + 1:4} {lasted} {again} {day.rss_mib:7.1f} MiB {day.lag:6} {things}", flush=True)
 
 
 async def soak(path: Path, days: float, staleness: int) -> dict[str, Any]:
     soaked = Soak(make_training(path, staleness))
     began = time.monotonic()
     await soaked.run(days)
-    print(" day  steps       step   controller        rss    lag  leases   seats   wants   homes  tokens")
+    print(" day  steps       step   controller   restart        rss    lag  leases   seats   wants   homes  tokens")
     for number, day in enumerate(soaked.days):
         show(number, day)
     first, last = soaked.days[0], soaked.days[-1]

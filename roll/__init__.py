@@ -5,17 +5,19 @@ The names below are the public interface. They are loaded when first used, so th
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from roll.config.lazy import lazily
 
 if TYPE_CHECKING:
     from roll.algorithm import Algorithm, LossSpec, make_algorithm
     from roll.cluster import Cluster
     from roll.config import Config, RunError, UserError, load_config
-    from roll.data import Batch, Response, Sample, Task, TokenLog
-    from roll.pipeline.launch import check, evaluate, train
+    from roll.data import Batch, Chat, Response, Sample, Task, TokenLog
+    from roll.pipeline.launch import evaluate, train
+    from roll.pipeline.prepare import check
     from roll.pipeline.rlvr import make_scheduler
-    from roll.pipeline.roles import Roles, start_roles
+    from roll.pipeline.roles import Roles, TrainRoles, start_roles, start_trainer
     from roll.pipeline.state import RunState
     from roll.rollout.lifecycle import Lifecycle
     from roll.rollout.scheduler import RolloutScheduler
@@ -28,10 +30,11 @@ _HOMES = {
     "roll.algorithm": ("Algorithm", "LossSpec", "make_algorithm"),
     "roll.cluster": ("Cluster",),
     "roll.config": ("Config", "RunError", "UserError", "load_config"),
-    "roll.data": ("Batch", "Response", "Sample", "Task", "TokenLog"),
-    "roll.pipeline.launch": ("check", "evaluate", "train"),
+    "roll.data": ("Batch", "Chat", "Response", "Sample", "Task", "TokenLog"),
+    "roll.pipeline.launch": ("evaluate", "train"),
+    "roll.pipeline.prepare": ("check",),
     "roll.pipeline.rlvr": ("make_scheduler",),
-    "roll.pipeline.roles": ("Roles", "start_roles"),
+    "roll.pipeline.roles": ("Roles", "TrainRoles", "start_roles", "start_trainer"),
     "roll.pipeline.state": ("RunState",),
     "roll.rollout.lifecycle": ("Lifecycle",),
     "roll.rollout.scheduler": ("RolloutScheduler",),
@@ -40,11 +43,11 @@ _HOMES = {
     "roll.workers.reward": ("RewardWorker",),
     "roll.workers.train": ("TrainWorker",),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Algorithm",
     "Batch",
+    "Chat",
     "Cluster",
     "Config",
     "InferWorker",
@@ -59,6 +62,7 @@ __all__ = [
     "Sample",
     "Task",
     "TokenLog",
+    "TrainRoles",
     "TrainWorker",
     "UserError",
     "check",
@@ -68,14 +72,11 @@ __all__ = [
     "make_scheduler",
     "publish",
     "start_roles",
+    "start_trainer",
     "train",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'roll' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME_OF[name]), name)
+__getattr__ = lazily(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

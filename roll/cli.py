@@ -98,20 +98,18 @@ def evaluate(
     target: Annotated[str, typer.Argument(metavar="CONFIG|RUN", help="A YAML file, or the folder of a run.")],
     overrides: Overrides = None,
 ) -> None:
-    """Measure held-out accuracy: of a CONFIG's model, or of a RUN's newest checkpoint."""
+    """Measure held-out accuracy, for sft held-out loss: of a CONFIG's model, or of a RUN's newest checkpoint."""
     settings = _config_of(target, overrides or [])
     _quiet_libraries()
     from roll.pipeline.launch import evaluate as run_evaluation
 
     result = run_evaluation(settings)
-    table = Table("question", "answer", "reward")
-    for answer in result.answers:
-        table.add_row(Text(answer.question), Text(answer.answer.strip()), f"{answer.reward:g}")
-    _console.print(table)
-    _console.print(
-        f"held-out accuracy {result.accuracy:.3f} over {settings.eval.samples} answers at temperature "
-        f"{settings.eval.temperature:g}, {result.tokens_mean:.1f} tokens an answer, {result.failed} failed"
-    )
+    if answers := getattr(result, "answers", None):
+        table = Table("question", "answer", "reward")
+        for answer in answers:
+            table.add_row(Text(answer.question), Text(answer.answer.strip()), f"{answer.reward:g}")
+        _console.print(table)
+    _console.print(str(result))
 
 
 @app.command()
@@ -123,12 +121,12 @@ def plan(config: ConfigFile, overrides: Overrides = None) -> None:
     _quiet_libraries()
     from roll.devices.draw import draw
     from roll.devices.plan import check_memory, make_plan
-    from roll.pipeline.launch import check
+    from roll.pipeline.prepare import prepare
     from roll.pipeline.roles import executor_of, inventory_of
 
-    tasks, _ = check(settings)
+    pipeline = prepare(settings)
     with executor_of(settings) as executor:
-        made = make_plan(settings, tasks, inventory_of(settings, executor))
+        made = make_plan(pipeline.config, pipeline.job, inventory_of(settings, executor))
     what = f"{made.model}: {made.parameters:,} parameters in {made.dtype}, executor {settings.executor}"
     _console.print(what, markup=False, soft_wrap=True)
     for drawn in draw(made, _console.width):
@@ -162,12 +160,15 @@ def ledger(
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write; it must not exist.")],
+    adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapters of a run with model.lora.")] = False,
 ) -> None:
-    """Write a run's newest weights as a folder that transformers loads."""
+    """Write a run's newest weights as a folder that transformers loads; adapters are merged into their model."""
+    _quiet_libraries()
     from roll.run.export import export_model
 
-    step = export_model(run, folder)
-    said = f"step {step} of {run} is in {folder}: AutoModelForCausalLM.from_pretrained({str(folder)!r})"
+    step = export_model(run, folder, adapter=adapter)
+    loads = "PeftModel.from_pretrained(base, " if adapter else "AutoModelForCausalLM.from_pretrained("
+    said = f"step {step} of {run} is in {folder}: {loads}{str(folder)!r})"
     _console.print(said, markup=False, soft_wrap=True)
 
 
@@ -198,7 +199,7 @@ def _config_of(target: str, overrides: list[str]) -> Config:
         return load_config(target, overrides)
     from roll.run import RunFolder
 
-    return load_config(RunFolder.open(Path(target)).config_path, [f"model={target}", *overrides])
+    return load_config(RunFolder.open(Path(target)).config_path, [f"model={target}", "model.lora=null", *overrides])
 
 
 def _quiet_libraries() -> None:

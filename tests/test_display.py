@@ -9,13 +9,12 @@ import pytest
 from rich.console import Console
 
 from roll.display import LiveReporter, short
-from roll.pipeline.report import PlainReporter, Reporter, StepReport
-from roll.rollout.evaluate import Evaluation
+from roll.pipeline.report import Measured, PlainReporter, Reporter, StepReport
 from roll.run.stages import StageRow, StageTable
 
 REPORT = StepReport(
-    step=7, steps=50, reward=0.625, accuracy=0.5, response_tokens=812.5, tokens_per_s=15321.0, seconds=12.5,
-    seconds_left=3800, groups_kept=12, groups=16,
+    step=7, steps=50, seconds=12.5, seconds_left=3800, measure="reward", value=0.625,
+    facts=(("answer length", "812.5 tokens"), ("speed", "15321 tokens/s"), ("groups", "12 kept of 16")),
 )  # fmt: skip
 STAGES = StageTable(
     (
@@ -40,7 +39,7 @@ def shown(*tables: StageTable, steps: int = 50) -> list[str]:
         reporter.started(Path("runs/x"), 50, 0)
         reporter.phase("generating and training")
         for step in range(steps):
-            reporter.evaluated(step, Evaluation(0.5, 10.0, [], 0))
+            reporter.evaluated(step, Measured("held-out accuracy", 0.5))
             reporter.stepped(REPORT)
         for table in tables:
             reporter.stages(table)
@@ -100,4 +99,6 @@ def test_plain_lines_stay_one_a_step(capsys: pytest.CaptureFixture[str]) -> None
     reporter.stepped(REPORT)
     reporter.stages(STAGES)
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("step 7/50")
+    assert line.startswith("step 7/50  reward 0.625  answer length 812.5 tokens")
+    reporter.evaluated(3, Measured("held-out loss", 0.25, "and more"))
+    assert capsys.readouterr().out == "step 3: held-out loss 0.250, and more\n"

@@ -4,7 +4,7 @@ A *draw* is a task of an epoch, as the order gave it out; a group is issued for 
 group ends in one of three ways, which the ledger tells:
 
 - *trained*: at least one sample is `trained`. The others of the group ended by themselves, each with its own reason
-  (its grader died, it was dropped alone).
+  (its grader died, it was dropped alone, it was the baseline).
 - *drawn again*: at least one sample is `dropped` with a reason that begins with one of `AGAIN`, and none is trained:
   `cut` and `surplus` (the step was full without it), `resumed` (it was under way at the checkpoint that the run went
   back to) and `ended` (it was under way when the run stopped). The draw came back to the order: it has a later group, or
@@ -80,9 +80,12 @@ class Story:
     _added: set[int] = field(default_factory=set)
 
     @classmethod
-    def read(cls, path: Path, extra: frozenset[str] = frozenset()) -> Story:
+    def read(cls, path: Path, extra: frozenset[str] = frozenset(), until: int | None = None) -> Story:
+        """What the ledger tells, or told when it had `until` bytes."""
         story = cls(extra)
         for entry in entries(path):
+            if until is not None and entry.offset >= until:
+                break
             story._enter(entry)
         return story
 
@@ -146,6 +149,18 @@ def invalid_paths(story: Story) -> list[str]:
         if path[-1].state in ("dropped", "failed") and not path[-1].reason:
             wrong.append(f"sample {sample} is {path[-1].state} without a reason")
         wrong += [f"sample {sample} has a reason of many lines: {e.reason}" for e in path if "\n" in e.reason]
+    return wrong
+
+
+def wrong_baselines(story: Story) -> list[str]:
+    """Greedy samples that were trained on, or did not end as the baseline of a group that was, or did of one that was
+    not."""
+    wrong = []
+    for group, paths in story.groups().items():
+        for last in (path[-1] for path in paths if path[0].info.get("greedy")):
+            ended_so = last.state == "dropped" and last.reason.startswith("baseline:")
+            if ended_so != (end_of(paths) == "trained"):
+                wrong.append(f"the greedy sample of group {group} is {last.state}: {last.reason}")
     return wrong
 
 

@@ -15,7 +15,8 @@ from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.order import TaskOrder
 from roll.rollout.pool import RolloutPool
 from roll.rollout.router import Router
-from roll.rollout.scheduler import Rollout, RolloutScheduler
+from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.step import Rollout
 from roll.rollout.tails import make_order
 from roll.run.ledger import Ledger
 from simulation.engine import SimEngine
@@ -113,7 +114,7 @@ class SimRun:
         await self.publish(self.version + 1)
         self.scheduler.trained(rollout, self.version)
         self.ledger.flush()
-        await self.pool.forget(rollout.samples)
+        await self.pool.tokens.forget(rollout.samples)
         return self._times(rollout, rolled_out_s)
 
     async def publish(self, version: int) -> None:

@@ -7,13 +7,15 @@ is measured beside it is the controller.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from roll.cluster import Place, Worker
 from roll.data.columns import Block, Elsewhere
-from roll.rollout.messages import Fate, Lease, Order, Outcome, Report, Seat, Stop
+from roll.rollout.messages import Buffered, Fate, Lease, Order, Outcome, Report, Seat, Stop
 from roll.run.ledger import Transition
 from simulation.engine import SimEngine
 from simulation.graders import GraderPool
@@ -285,3 +287,18 @@ class SimRollouts(Worker):
 
     def write(self, step: int, fates: Sequence[Fate]) -> None:
         """Nothing is kept."""
+
+    def save(self, folder: Path, samples: Sequence[str]) -> None:
+        here = [sample for sample in samples if sample in self._home]
+        (folder / f"part-{self.place.rank}.json").write_text(json.dumps(here))
+
+    def load(self, folder: Path, part: int, groups: Sequence[Buffered]) -> list[str]:
+        file = folder / f"part-{part}.json"
+        saved = set(json.loads(file.read_text())) if file.is_file() else set()
+        whole = [group for group in groups if saved.issuperset(group.scored)]
+        for group in whole:
+            ids = tuple(sorted(id for id in saved if id.startswith(f"{group.group}.")))
+            lease = Lease(group.lease, -1, group.task, group.group, 1.0, ids)
+            self._held[group.lease] = _Held(lease, 0)
+            self._home.update((id, group.lease) for id in ids)
+        return [group.lease for group in whole]

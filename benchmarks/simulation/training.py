@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,8 @@ from roll.data.task import Task
 from roll.rollout.filters import no_signal
 from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.order import BaseOrder, Draw, Wrapper
-from roll.rollout.scheduler import Rollout, RolloutScheduler
+from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.step import Rollout
 from simulation.balance import DrawKey
 from simulation.mortals import MortalLedger
 from simulation.world import World
@@ -37,6 +40,8 @@ class Saved:
     """Of the ledger."""
     scheduler: str
     """Its state, as JSON."""
+    buffer: Path
+    """Folder of the groups that were ready."""
 
 
 class Noted(Wrapper):
@@ -62,12 +67,14 @@ class Training:
         config: RolloutConfig,
         make_order: Callable[[], BaseOrder],
         make_world: Callable[[], World],
+        greedy_baseline: bool = False,
     ) -> None:
         self.path = path
         self.tasks = tasks
         self.config = config
         self._make_order = make_order
         self._make_world = make_world
+        self._greedy_baseline = greedy_baseline
         self.step = 0
         """Finished steps, which is also the version of the weights."""
         self.saved: Saved | None = None
@@ -93,23 +100,32 @@ class Training:
 
     async def go_back(self) -> None:
         """On from the last checkpoint, with the processes there are."""
-        self.restore()
+        await self.restore()
         async with self.world.changing():
             await self._publish(self.step)
 
-    def restore(self) -> None:
+    async def restore(self) -> None:
         """Everything is as it was at the last checkpoint, and what was under way then has ended."""
-        saved = self.saved or Saved(0, 0, "")
+        saved = self.saved or Saved(0, 0, "", self.path.parent)
         self.ledger.roll_back(saved.position, saved.step)
         self.step = saved.step
         self.tokens_lost, self.trainer_died = False, ""
         lifecycle = Lifecycle(self.ledger, asyncio.get_running_loop().time)
         order, pool = Noted(self._make_order(), self._note), self.world.pool
-        self.scheduler = RolloutScheduler(order, pool, lifecycle, self.config, no_signal, version=saved.step)
-        if saved.scheduler:
-            self.scheduler.restore(json.loads(saved.scheduler), self.tasks)
-        self.draws = {group: draw for group, draw in self.draws.items() if group < self.scheduler.next_group}
+        self.scheduler = RolloutScheduler(
+            order,
+            pool,
+            lifecycle,
+            self.config,
+            no_signal,
+            version=saved.step,
+            siblings_needed=1 if self._greedy_baseline else 2,
+            greedy_baseline=self._greedy_baseline,
+        )
         self.world.worker_lost = self.scheduler.worker_lost
+        if saved.scheduler:
+            await self.scheduler.restore(json.loads(saved.scheduler), self.tasks, saved.buffer)
+        self.draws = {group: draw for group, draw in self.draws.items() if group < self.scheduler.next_group}
 
     def _note(self, draw: Draw) -> None:
         self.draws[self.scheduler.next_group] = (draw.task.id, draw.epoch)
@@ -133,12 +149,12 @@ class Training:
         scheduler.trained(rollout, self.step)
         self.lag = self.ledger.lag
         self.ledger.flush()
-        await world.pool.write(self.step, rollout.samples)
-        await world.pool.forget(rollout.samples)
+        await world.pool.tokens.write(self.step, rollout.samples)
+        await world.pool.tokens.forget(rollout.samples)
 
     def _homes(self, rollout: Rollout) -> set[tuple[int, int, bool]]:
         """The workers that have its tokens, and which of their lives it is."""
-        homes = {self.world.pool.home_of(sample) for sample in rollout.trained}
+        homes = {self.world.pool.tokens.home_of(sample) for sample in rollout.trained}
         handles = self.world.handles
         return {(home, handles[home].incarnation, handles[home].alive) for home in homes if home is not None}
 
@@ -149,11 +165,23 @@ class Training:
         await self.world.publish(version, self.config.on_update)
         self.scheduler.published(version)
 
-    def save(self) -> None:
+    async def save(self) -> None:
         """A checkpoint, between two steps."""
-        state = json.dumps(self.scheduler.state())
+        state = self.scheduler.state()
         self.ledger.flush()
-        self.saved = Saved(self.step, self.ledger.position, state)
+        position, before = self.ledger.position, self.saved
+        folder = Path(tempfile.mkdtemp(prefix="buffer-", dir=self.path.parent))
+        await self.scheduler.save(folder, state)
+        self.saved = Saved(self.step, position, json.dumps(state), folder)
+        if before is not None:
+            shutil.rmtree(before.buffer)
+
+    async def stop(self) -> None:
+        """The run is stopped: it saves, and what is under way is dropped on record."""
+        await self.scheduler.halt()
+        await self.save()
+        await self.scheduler.finish()
+        self.ledger.flush()
 
     async def lose_trainer(self) -> None:
         """After `TrainerDied`: back to the last checkpoint."""

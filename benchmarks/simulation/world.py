@@ -51,6 +51,8 @@ class World:
         self.workload = workload
         self.version = 0
         """Of the weights that engines serve."""
+        self.publishing = asyncio.Event()
+        """Set while weights are on their way to the engines."""
         self.engines = [SimEngine(loop, workload.engine) for _ in range(workload.engines)]
         self.graders = MortalGraders(loop, max(workload.graders, 1))
         self.worker_lost: Callable[[int, str], None] = lambda worker, reason: None
@@ -100,7 +102,9 @@ class World:
 
     async def publish(self, version: int, on_update: Literal["pause", "abort"]) -> None:
         async with self._interrupted(on_update):
+            self.publishing.set()
             await asyncio.sleep(self.workload.publish_s)
+            self.publishing.clear()
             self.version = version
             for rollouts in self.rollouts:
                 rollouts.version = version

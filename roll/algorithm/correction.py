@@ -5,6 +5,7 @@ Sampler and trainer differ where weights are older, and a little even where they
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import torch
@@ -26,40 +27,41 @@ def correction_weight(streams: Streams, spec: CorrectionSpec) -> Tensor:
 
 @dataclass
 class Mismatch:
-    """Statistics of proximal - behaviour over all sampled tokens of a step, gathered micro-batch by micro-batch."""
+    """Statistics of proximal - behaviour over all sampled tokens of a step, gathered micro-batch by micro-batch.
+
+    Sums stay on the device until they are asked for.
+    """
 
     tokens: int = 0
-    largest: float = 0.0
-    cut: float = 0.0
-    _sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("size", "k3", "weight", "square"), 0.0))
+    _largest: Tensor | None = None
+    _sums: dict[str, Tensor | float] = field(default_factory=lambda: defaultdict(float))
 
     @torch.no_grad()
     def add(self, streams: Streams, correction: CorrectionSpec | None) -> None:
+        if not len(streams.current):
+            return
         gap = streams.proximal - streams.behaviour
-        weight = bounded_exp(gap)
+        size, weight = gap.abs(), bounded_exp(gap)
         self.tokens += len(gap)
-        self.largest = max(self.largest, float(gap.abs().max()) if len(gap) else 0.0)
-        for name, values in (
-            ("size", gap.abs()),
-            ("k3", weight - gap - 1),
-            ("weight", weight),
-            ("square", weight.double() ** 2),
-        ):
-            self._sums[name] += float(values.double().sum())
+        self._largest = size.max() if self._largest is None else torch.maximum(self._largest, size.max())
+        cut = torch.zeros_like(gap)
         if correction is not None:
             segments = streams.segments(correction.level)
             whole = weight if segments is None else bounded_exp(sum_within(gap, segments))
-            self.cut += float((correction_weight(streams, correction) != whole).sum())
+            cut = (correction_weight(streams, correction) != whole).to(gap.dtype)
+        terms = {"size": size, "k3": weight - gap - 1, "weight": weight, "square": weight.double() ** 2, "cut": cut}
+        for name, values in terms.items():
+            self._sums[name] += values.double().sum()
 
     def metrics(self) -> dict[str, float]:
         """Mean and largest |gap|, KL estimate k3, effective sample size as a share, and the share of tokens whose
         weight was cut."""
-        tokens = max(self.tokens, 1)
-        square = self._sums["square"]
+        tokens, sums = max(self.tokens, 1), {name: float(value) for name, value in self._sums.items()}
+        square = sums.get("square", 0.0)
         return {
-            "mismatch": self._sums["size"] / tokens,
-            "mismatch_max": self.largest,
-            "mismatch_k3": self._sums["k3"] / tokens,
-            "mismatch_ess": self._sums["weight"] ** 2 / (tokens * square) if square else 1.0,
-            "correction_cut": self.cut / tokens,
+            "mismatch": sums.get("size", 0.0) / tokens,
+            "mismatch_max": 0.0 if self._largest is None else float(self._largest),
+            "mismatch_k3": sums.get("k3", 0.0) / tokens,
+            "mismatch_ess": sums["weight"] ** 2 / (tokens * square) if square else 1.0,
+            "correction_cut": sums.get("cut", 0.0) / tokens,
         }

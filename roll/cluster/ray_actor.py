@@ -154,9 +154,18 @@ class RayHandle:
     def __reduce__(self) -> tuple[Any, ...]:
         return RayHandle, (self.place, self._actor, self.log, self._where, self.incarnation)
 
-    async def start(self, make: Callable[[Place], Worker]) -> None:
+    async def start(self, make: Callable[[Place], Worker], silent_s: float | None = None) -> None:
+        """Makes the worker; one that answers no ping for `silent_s` meanwhile is given up."""
         self._home = await self._ask(self._reached.ping.remote(), "its start")
-        self._where = self._open(await self._ask(self._reached.start.remote(make), "its start"))
+        starting = asyncio.ensure_future(self._ask(self._reached.start.remote(make), "its start"))
+        try:
+            while silent_s is not None and not starting.done():
+                await asyncio.wait({starting}, timeout=silent_s / 2)
+                await self.ping(silent_s / 2)
+            # waits: the executor bounds every start
+            self._where = self._open(await starting)
+        finally:
+            starting.cancel()
 
     async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         actor = self._reached

@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from roll.cluster.errors import WorkerDied
+from roll.cluster.errors import CallTimedOut, WorkerDied
 from roll.cluster.executor import Handle
 from roll.cluster.ray_actor import RayHandle, Traffic, get_all, new_actor, reason
 from roll.cluster.ray_connection import NodeFacts, connect, node_facts
@@ -41,8 +41,10 @@ _END_S = 60.0
 class RayExecutor:
     """Joins the cluster the config names, or starts Ray on this machine, when it is first needed."""
 
-    def __init__(self, config: RayConfig, log_dir: Path | None = None) -> None:
+    def __init__(self, config: RayConfig, log_dir: Path | None = None, silent_s: float = 60.0) -> None:
+        """`silent_s`: a worker that answers no ping for so long while it is started again is given up."""
         self._config = config
+        self._silent_s = silent_s
         self._log_dir = log_dir
         self._traffic = Traffic()
         self._workers: dict[RayHandle, Callable[[Place], Worker]] = {}
@@ -147,7 +149,7 @@ class RayExecutor:
         if spare is not None:
             try:
                 return await self._started(old, spare)
-            except WorkerDied:
+            except (WorkerDied, CallTimedOut):
                 pass
         return await self._started(old, self._handle(old.place, old.log))
 
@@ -157,7 +159,10 @@ class RayExecutor:
             raise RunError(f"{old.place.name} cannot be restarted: its executor was closed")
         self._workers[new] = make  # so that closing finds it
         try:
-            await self._in_time(new.start(make), f"{old.place.name} has")
+            await self._in_time(new.start(make, self._silent_s), f"{old.place.name} has")
+        except CallTimedOut:
+            await new.end(_END_S)  # a stopped process does not hear that it is killed
+            raise
         except BaseException:
             new.kill()
             raise

@@ -16,8 +16,9 @@ What always holds:
   Pings go on meanwhile: if the worker is lost again, it is cancelled. It may run for several workers at once.
 - The wait before a restart is `backoff_s` after a worker's first failure within `window_s`, and twice the last after each
   further one, `backoff_most_s` at most: 0.5, 1, 2, 4, … 30 s.
-- With more than `restarts` failures of a role within `window_s` the supervisor has failed: `failed` gets the error, and
-  from then on nothing is reported or restarted.
+- With more than `restarts` failures of a worker within `window_s`, or of a role if it has no more workers than that, else
+  more than one a worker, the supervisor has failed: `failed` gets the error, and from then on nothing is reported or
+  restarted.
 - No wait is unbounded: a ping ends after `hang_s`, a restart by the executor's deadline, `restored` by the cluster's.
 """
 
@@ -52,7 +53,7 @@ class RestartPolicy:
     ping_s: float = 1.0
     hang_s: float = 60.0
     restarts: int = 5
-    """Failures of a role within `window_s` that are mended; one more ends the run."""
+    """Failures within `window_s` that are mended, of one worker and of a small role; one more ends the run."""
     window_s: float = 600.0
     backoff_s: float = 0.5
     backoff_most_s: float = 30.0
@@ -94,6 +95,7 @@ class Supervisor:
         if self.failed.done():
             return
         failures = self._failures.setdefault(cluster.role, _Failures(cluster.role, self._policy))
+        failures.workers = len(cluster)
         for rank in range(len(cluster)):
             watch = _Watch(self, cluster, rank, lost, restored if restart else None, self._policy, failures)
             self._watches[cluster.role, rank] = watch
@@ -147,6 +149,7 @@ class _Failures:
 
     def __init__(self, role: str, policy: RestartPolicy) -> None:
         self._role = role
+        self.workers = 1
         self._policy = policy
         self._recent: deque[tuple[float, str, str]] = deque()
 
@@ -156,13 +159,16 @@ class _Failures:
         recent.append((now_s, worker, why))
         while recent[0][0] < now_s - policy.window_s:
             recent.popleft()
-        if len(recent) > policy.restarts:
+        own = sum(each == worker for _, each, _ in recent)
+        most = max(policy.restarts, self.workers) if policy.restarts else 0
+        if len(recent) > most or own > policy.restarts:
+            role = len(recent) > most
+            who, times, mended = ("it", len(recent), most) if role else (worker, own, policy.restarts)
             raise RunError(
-                f"{worker} failed, and {self._role} is not brought back again: it has failed {len(recent)} times within "
-                f"{policy.window_s:g} s, and {policy.restarts} are mended. The first cause: {recent[0][2]}"
+                f"{worker} failed, and {self._role} is not brought back again: {who} has failed {times} times within "
+                f"{policy.window_s:g} s, and {mended} are mended. The first cause: {recent[0][2]}"
             )
-        earlier = sum(each == worker for _, each, _ in recent) - 1
-        return min(policy.backoff_s * 2.0 ** min(earlier, 60), policy.backoff_most_s)
+        return min(policy.backoff_s * 2.0 ** min(own - 1, 60), policy.backoff_most_s)
 
 
 class _Watch:

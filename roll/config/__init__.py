@@ -8,10 +8,10 @@ loaded when first used: the processes of environments and graders start often, a
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from roll.config.errors import RunError, UserError
+from roll.config.lazy import lazily
 
 if TYPE_CHECKING:
     from roll.config.load import changed_keys, dump_config, load_config
@@ -46,9 +46,10 @@ __all__ = [
     "load_config",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'roll.config' has no attribute {name!r}")
-    home = "load" if name in ("changed_keys", "dump_config", "load_config") else "schema"
-    return getattr(importlib.import_module(f"roll.config.{home}"), name)
+__getattr__ = lazily(
+    __name__,
+    {
+        "roll.config.load": ("changed_keys", "dump_config", "load_config"),
+        "roll.config.schema": tuple(name for name in __all__ if name.endswith("Config") or name == "Section"),
+    },
+)

@@ -16,6 +16,25 @@ from roll.config.section import Count, Devices, NonNegative, Positive, Section, 
 __all__ = ["AlgorithmConfig", "Section"]
 
 
+class LoraConfig(Section):
+    """Low-rank adapters, trained in place of the model's own weights."""
+
+    short: ClassVar[str | None] = "rank"
+
+    rank: Count = 16
+    """Columns of an adapter's matrices: what they can say, and what they cost."""
+    alpha: Positive | None = None
+    """What adapters add is multiplied by alpha / rank; null is twice the rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of their inputs that adapters drop in updates. Above 0 the gradient depends on the micro-batches."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Names of the layers that get adapters, such as `[q_proj, v_proj]`; `all-linear`: all linear ones of the decoder."""
+
+    @property
+    def scale(self) -> float:
+        return 2.0 if self.alpha is None else self.alpha / self.rank
+
+
 class ModelConfig(Section):
     """The model to train."""
 
@@ -27,6 +46,8 @@ class ModelConfig(Section):
     """Precision of parameters and serving; `auto` is bf16 where the hardware multiplies it, else fp32."""
     chat_template: str | None = None
     """File with a Jinja chat template that replaces the model's own."""
+    lora: LoraConfig | None = None
+    """Train adapters of this rank in place of all weights; null trains all weights."""
 
 
 class TasksConfig(Section):
@@ -42,6 +63,26 @@ class TasksConfig(Section):
     """Share of each domain among the groups, by name; empty: every task equally often."""
     sample_by: Literal["epochs", "solve_rate"] = "epochs"
     """`epochs`: every task once an epoch. `solve_rate`: of those, tasks always or never solved of late often wait."""
+
+
+class DataConfig(Section):
+    """Conversations to imitate, for `pipeline: sft`."""
+
+    short: ClassVar[str | None] = "source"
+
+    source: str = "addition"
+    """A `.jsonl`, `.json` or `.parquet` file, a source of tasks with answers (`addition`, `echo`), or a function:
+    `module:name` or `file.py:name`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the source; of a file: the names of its columns, and the share `held_out`."""
+    samples_per_step: Count = 32
+    """Conversations that train one step."""
+    epochs: NonNegative = 0.0
+    """Times every conversation is trained on, which makes the number of steps; 0: `train.steps` does."""
+    max_tokens: Whole = 0
+    """Longest conversation, in tokens; 0 for the model's context."""
+    too_long: Literal["refuse", "drop", "cut"] = "refuse"
+    """What is done about a longer one: `refuse` the run, `drop` it, or `cut` off its end."""
 
 
 class RewardConfig(Section):
@@ -107,6 +148,9 @@ class RolloutConfig(Section):
     """Tasks `lookahead` chooses from."""
     end_early: tuple[str, ...] = ()
     """What ends a response early: `repetition`, `length_budget=4` (times its siblings' mean), or a function."""
+    policy: str = "none"
+    """What interferes with running groups: `none`, `stragglers=60` (the last responses of a step are ended after so many
+    seconds), or a class: `module:name` or `file.py:name`."""
     max_running: Count = 64
     """Samples an engine generates at once."""
     kv_tokens: Whole = 0
@@ -140,8 +184,16 @@ class TrainConfig(Section):
     """Largest norm of the gradient."""
     updates_per_step: Count = 1
     """Optimizer steps a batch is cut into; above 1 the proximal log-probs are computed first."""
-    micro_batch_tokens: Count = 4096
-    """Distinct tokens in a micro-batch; a shared prefix counts once. Changes memory and speed, never the gradient."""
+    micro_batch_tokens: Whole = 0
+    """Distinct tokens in a micro-batch; a shared prefix counts once. Changes memory and speed, never the gradient. 0 is
+    4096 on a CPU, and on a GPU what fits in its memory, at most 131072."""
+    share_prefixes: bool = True
+    """Compute what samples of a micro-batch begin with in common once. Changes speed, never the gradient."""
+    activation_checkpointing: Literal["auto", "on", "off"] = "auto"
+    """Compute a layer's activations again in the backward pass instead of keeping them: slower, much less memory. `auto`:
+    where a GPU has too little memory otherwise."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the decoder's layers with `torch.compile`; `auto`: on a GPU."""
 
 
 class EvalConfig(Section):
@@ -201,7 +253,7 @@ class SuperviseConfig(Section):
     hang_s: Positive = 60.0
     """A worker that has not answered for so many seconds is killed and started again."""
     restarts: Whole = 5
-    """Workers of a role that may die within `window_s` before the run ends."""
+    """Deaths within `window_s` that are mended, of one worker and of a role; a role of more workers may have one each."""
     window_s: Positive = 600.0
     """Seconds over which `restarts` counts."""
     spare_trainer: bool = True
@@ -284,8 +336,8 @@ class RayConfig(Section):
 class Config(Section):
     """A whole run."""
 
-    pipeline: Literal["rlvr"] = "rlvr"
-    """`rlvr`: reinforcement learning from verifiable rewards."""
+    pipeline: Literal["rlvr", "sft"] = "rlvr"
+    """`rlvr`: reinforcement learning from verifiable rewards. `sft`: supervised fine-tuning on conversations."""
     model: ModelConfig = ModelConfig()
     seed: Whole = 0
     """Fixes the order of tasks, the noise of sampling and fresh weights."""
@@ -301,6 +353,7 @@ class Config(Section):
     """CPU threads of the numeric work, 0 for one a core."""
     run: RunConfig = RunConfig()
     tasks: TasksConfig = TasksConfig()
+    data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
     env: EnvConfig = EnvConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -311,6 +364,33 @@ class Config(Section):
     weights: WeightsConfig = WeightsConfig()
     ray: RayConfig = RayConfig()
     supervise: SuperviseConfig = SuperviseConfig()
+
+    @model_validator(mode="after")
+    def _check_all_is_read(self) -> Config:
+        """What the pipeline does not read must be left alone."""
+        other = "sft" if self.pipeline == "rlvr" else "rlvr"
+        unread = [(name, key) for name in UNREAD[self.pipeline] if (key := _changed(self, name)) is not None]
+        if unread:
+            rest = f"in pipeline {self.pipeline}: remove it, or write pipeline={other}"
+            raise ValueError("\n".join(f"{key} is set, but nothing reads {name} {rest}" for name, key in unread))
+        return self
+
+    @model_validator(mode="after")
+    def _check_sft(self) -> Config:
+        train, data = self.train, self.data
+        if self.pipeline != "sft":
+            return self
+        if train.updates_per_step > 1:
+            raise ValueError(
+                f"train.updates_per_step is {train.updates_per_step}, but an sft step is one update: write a smaller "
+                "data.samples_per_step instead"
+            )
+        if data.epochs and train.steps != TrainConfig().steps:
+            raise ValueError(
+                f"train.steps is {train.steps} and data.epochs is {data.epochs:g}, and each is the length of the run: "
+                "write one of them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_across_fields(self) -> Config:
@@ -334,12 +414,11 @@ class Config(Section):
                 f"rollout.max_staleness is {rollout.max_staleness}, but executor is local, where generation cannot go on "
                 "while training runs: write executor=ray, or rollout.max_staleness=0"
             )
-        if self.deterministic and (
-            rollout.max_staleness or rollout.oversample or rollout.cut == "first" or rollout.end_early
-        ):
+        timed = (rollout.max_staleness, rollout.oversample, rollout.cut == "first", rollout.end_early)
+        if self.deterministic and (any(timed) or rollout.policy != "none"):
             raise ValueError(
-                "rollout.max_staleness, rollout.oversample, rollout.cut=first and rollout.end_early make a batch depend "
-                "on timing: write deterministic=false, or leave them out"
+                "rollout.max_staleness, rollout.oversample, rollout.cut=first, rollout.end_early and rollout.policy make "
+                "a batch depend on timing: write deterministic=false, or leave them out"
             )
         if rollout.max_staleness and rollout.order == "tail_rounds":
             raise ValueError(
@@ -352,9 +431,27 @@ class Config(Section):
                 f"train.updates_per_step is {train.updates_per_step}, but a step has only {rollout.groups_per_step} "
                 f"groups: write train.updates_per_step={rollout.groups_per_step} or less"
             )
-        if train.warmup_steps > train.steps:
+        if train.warmup_steps > train.steps and not self.data.epochs:
             raise ValueError(
                 f"train.warmup_steps is {train.warmup_steps}, more than train.steps={train.steps}: "
                 f"write train.warmup_steps={train.steps} or less"
             )
         return self
+
+
+UNREAD = {
+    "rlvr": ("data",),
+    "sft": (
+        *("tasks", "reward", "env", "rollout", "algorithm", "weights"),
+        *("eval.temperature", "eval.show", "run.save_samples"),
+    ),
+}
+"""The sections and settings that a pipeline has no use for."""
+
+
+def _changed(config: Config, name: str) -> str | None:
+    """The first setting of a section, or the one of that name, that is not as it is where nothing is written."""
+    section, _, field = name.partition(".")
+    value, usual = getattr(config, section), Config.model_fields[section].default
+    fields = [field] if field else type(value).model_fields
+    return next((f"{section}.{key}" for key in fields if getattr(value, key) != getattr(usual, key)), None)

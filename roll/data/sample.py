@@ -22,10 +22,12 @@ class Sample:
     reason: str = ""
     priority: int = 0
     """Those with a higher one go first."""
+    greedy: bool = False
+    """Drawn at temperature 0: its reward is what its siblings' are compared with, and it is not trained on."""
     tries: int = 1
     """Attempts so far: above 1 a worker died or hung under it."""
-    kills: int = 0
-    """Graders and environments it has crashed or hung."""
+    kills: float = 0.0
+    """Graders and environment processes it has crashed or hung; a part of one that several may have crashed."""
     ended: str = ""
     """Why its response was ended early."""
     turns: int = 0
@@ -65,9 +67,15 @@ class Group:
 
     @property
     def oldest(self) -> int | None:
-        """Version of its oldest token; None while none can have been drawn."""
-        return min((sample.oldest for sample in self.samples if sample.oldest is not None), default=None)
+        """Version of the oldest token to train on; None while none can have been drawn."""
+        return min((s.oldest for s in self.samples if s.oldest is not None and not s.greedy), default=None)
 
     @property
     def scored(self) -> list[Sample]:
-        return [sample for sample in self.samples if sample.state == "scored"]
+        """Those to train on."""
+        return [sample for sample in self.samples if sample.state == "scored" and not sample.greedy]
+
+    @property
+    def baseline(self) -> Sample | None:
+        """The greedy one, if the group has one."""
+        return next((sample for sample in self.samples if sample.greedy), None)

@@ -64,7 +64,7 @@ def jsonl(
 ) -> Iterable[Task]:
     """A file of JSON objects, one a line. `question`, `answer` and `id` name its columns; a question may also be a list
     of messages. The last share `held_out` of the lines is held out."""
-    rows = list(_rows(Path(path)))
+    rows = list(json_lines(Path(path), "tasks.source"))
     cut = len(rows) - round(len(rows) * held_out)
     chosen = rows[cut:] if split == "held_out" else rows[:cut]
     for number, row in chosen:
@@ -90,10 +90,10 @@ def load_tasks(config: TasksConfig, source: TaskSource | None = None) -> TaskSet
     options = dict(config.options)
     if source is None:
         source, options = _find_source(config.source, options)
-    _check_options(config.source, source, options)
+    check_options("tasks", config.source, source, options)
     tasks: dict[Split, tuple[Task, ...]] = {}
     for split in ("train", "held_out"):
-        tasks[split] = _tasks_of(config.source, source, split, options)
+        tasks[split] = call_source("tasks", config.source, source, split, options)
         _check_tasks(config.source, split, tasks[split])
     if not tasks["train"]:
         raise UserError(f"tasks: the source {config.source!r} has no tasks to train on")
@@ -109,21 +109,25 @@ def _find_source(name: str, options: dict[str, Any]) -> tuple[TaskSource, dict[s
     return load_user_code(ELSEWHERE.get(name, name), what="tasks.source", known=known), options
 
 
-def _tasks_of(name: str, source: TaskSource, split: Split, options: dict[str, Any]) -> tuple[Task, ...]:
+def call_source(
+    section: str, name: str, source: Callable[..., Iterable[Any]], split: Split, options: dict[str, Any]
+) -> tuple[Any, ...]:
+    """All that a source gives for a split; `section` is the part of the config that names it."""
     try:
         return tuple(source(split, **options))
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"tasks: the source {name!r} raised {type(error).__name__}: {error}") from error
+        raise UserError(f"{section}: the source {name!r} raised {type(error).__name__}: {error}") from error
 
 
-def _check_options(name: str, source: TaskSource, options: dict[str, Any]) -> None:
+def check_options(section: str, name: str, source: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Refuses options that the source does not take."""
     try:
         inspect.signature(source).bind("train", **options)
     except TypeError as error:
         takes = ", ".join(list(inspect.signature(source).parameters)[1:]) or "none"
-        raise UserError(f"tasks.options: {error} (source {name!r} takes: {takes})") from error
+        raise UserError(f"{section}.options: {error} (source {name!r} takes: {takes})") from error
 
 
 def _check_tasks(name: str, split: Split, tasks: tuple[Task, ...]) -> None:
@@ -136,9 +140,10 @@ def _check_tasks(name: str, split: Split, tasks: tuple[Task, ...]) -> None:
         seen.add(task.id)
 
 
-def _rows(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
+def json_lines(path: Path, setting: str) -> Iterable[tuple[int, dict[str, Any]]]:
+    """The objects of a file of JSON lines with the numbers of their lines; `setting` is what names the file."""
     if not path.is_file():
-        raise UserError(f"tasks.source: there is no file {str(path)!r}")
+        raise UserError(f"{setting}: there is no file {str(path)!r}")
     # Not `splitlines`, which also cuts at separators that JSON strings may hold as they are (U+2028, U+0085).
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():

@@ -1,7 +1,8 @@
 """The token log: what happened in one attempt, append-only.
 
 What always holds: segments are never changed or removed once appended; every response token carries the log-probability
-the sampler drew it with and the version of the weights that drew it; the loss mask is exactly the response tokens.
+the sampler drew it with and the version of the weights that drew it (0 and none, where it is somebody else's and only
+imitated); the loss mask is exactly the response tokens.
 Training tensors are views of this log, so what is trained is what was sampled, token for token.
 
 Example: a prompt of 5 tokens, a response of 2 drawn by version 3, an observation of 4 and a response of 1 drawn by
@@ -43,6 +44,34 @@ class TokenLog:
     def __init__(self) -> None:
         self._segments: list[Segment] = []
 
+    @classmethod
+    def of_columns(
+        cls, ids: IntArray, loss_mask: BoolArray, behaviour: FloatArray, versions: IntArray, turn: IntArray
+    ) -> TokenLog:
+        """The log that has these columns; what is not sampled is one segment between two responses."""
+        assert np.array_equal(loss_mask, turn != NO_TURN), "a log's mask is exactly its responses"
+        log, responses = cls(), 0
+        for span in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(turn)) + 1):
+            if not len(span):
+                continue
+            if turn[span[0]] == NO_TURN:
+                (log.observe if log._segments else log.prompt)(ids[span])
+                continue
+            for _ in range(responses, turn[span[0]]):
+                log.respond([], [], [])  # one without tokens leaves no other trace
+            log.respond(ids[span], behaviour[span], versions[span])
+            responses = int(turn[span[0]]) + 1
+        return log
+
+    @classmethod
+    def imitated(cls, ids: Sequence[int] | IntArray, loss_mask: Sequence[bool] | BoolArray) -> TokenLog:
+        """Tokens that nobody sampled: the responses of somebody else, with log-prob 0 and no version."""
+        mask = np.asarray(loss_mask, np.bool_)
+        begins = mask & ~np.concatenate([[False], mask[:-1]])
+        turn = np.where(mask, np.cumsum(begins) - 1, NO_TURN)
+        none = np.full(len(mask), NO_VERSION, np.int32)
+        return cls.of_columns(np.asarray(ids, np.int32), mask, np.zeros(len(mask), np.float32), none, turn)
+
     @property
     def segments(self) -> tuple[Segment, ...]:
         return tuple(self._segments)
@@ -69,6 +98,10 @@ class TokenLog:
             raise ValueError(f"{len(ids)} response tokens with {len(logprobs)} log-probs and {len(versions)} versions")
         segment = Segment("response", _frozen(ids, np.int32), _frozen(logprobs, np.float32), _frozen(versions, np.int32))
         self._segments.append(segment)
+
+    def imitate(self, ids: Sequence[int] | IntArray) -> None:
+        """Appends a response that nobody sampled."""
+        self.respond(ids, np.zeros(len(ids), np.float32), np.full(len(ids), NO_VERSION, np.int32))
 
     @property
     def ids(self) -> IntArray:

@@ -42,7 +42,8 @@ COLUMN_CHARS = 22
 
 def draw(plan: Plan, width: int = 100) -> list[Table | Text]:
     """What `roll plan` shows on a screen so many characters wide."""
-    summary = Text(f"Layout: trainer and engines are {plan.map.kind}. {plan.why}")
+    engines = plan.map.kind != "trainer only"
+    summary = Text((f"Layout: trainer and engines are {plan.map.kind}. " if engines else "") + plan.why)
     return [*draw_map(plan, width), summary, draw_roles(plan), draw_sizes(plan), draw_memory(plan)]
 
 

@@ -32,7 +32,7 @@ LAST = ("reference", "reward_model", "judge")
 """Roles that `auto` puts on the last device: as far from the trainer as there are devices."""
 STRATEGIES = {**dict.fromkeys(TRAIN_ROLES, "single"), **dict.fromkeys(INFER_ROLES, "native")}
 
-Layout = Literal["colocated", "disaggregated", "partly shared"]
+Layout = Literal["colocated", "disaggregated", "partly shared", "trainer only"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,8 @@ class DeviceMap:
     @property
     def kind(self) -> Layout:
         """How the trainer and the engines lie to each other."""
+        if "actor_infer" not in self.roles:
+            return "trainer only"
         train, infer = self.devices("actor_train"), self.devices("actor_infer")
         if train == infer:
             return "colocated"
@@ -76,7 +78,7 @@ class DeviceMap:
     @property
     def one_copy(self) -> bool:
         """Whether the engine uses the trainer's own parameters: in one process, on one GPU or in one memory."""
-        if self.executor != "local":
+        if self.executor != "local" or "actor_infer" not in self.roles:
             return False
         train, infer = self.roles["actor_train"].workers[0][0], self.roles["actor_infer"].workers[0][0]
         return train == infer if train.kind == "gpu" else infer.kind == "cpu"
@@ -93,7 +95,7 @@ def make_map(config: Config, inventory: Inventory, *, roles_in_use: Collection[s
         if role in roles_in_use
     }
     made = DeviceMap(inventory, config.executor, roles)
-    if config.executor == "local" and not made.one_copy:
+    if config.executor == "local" and "actor_infer" in roles and not made.one_copy:
         raise UserError(
             "roles.actor_train and roles.actor_infer are on different devices, but in one process the engine uses the "
             "trainer's own parameters: give both the same devices, or write executor=ray"
@@ -105,7 +107,13 @@ def _refuse_unused(config: Config, roles_in_use: Collection[str]) -> None:
     for role in RolesConfig.model_fields:
         if role in roles_in_use or getattr(config.roles, role) == RoleConfig():
             continue
+        if config.pipeline != "rlvr":
+            raise UserError(f"roles.{role}: pipeline {config.pipeline} has no {role}: remove roles.{role}")
         algorithm = config.algorithm.name
+        if role == "reference" and config.model.lora is not None:
+            raise UserError(
+                "roles.reference: with model.lora the actor without its adapters is the reference: remove roles.reference"
+            )
         if role == "reference":
             raise UserError(
                 f"roles.reference: algorithm {algorithm} with algorithm.kl_coef={config.algorithm.kl_coef:g} has no "

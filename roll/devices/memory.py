@@ -5,18 +5,18 @@ counts wherever it is resident; what it works in (gradients, activations, logits
 pool is the largest sum over stages. On a CPU there is nowhere to go: an offloaded worker gives up its cache and keeps the
 rest. What leaves a GPU lies in its node's memory meanwhile.
 
-The sizes of activations are what autograd keeps for a Llama-like decoder behind ROLL's attention, tensor by tensor;
-tests compare them with what is kept.
+What a pass keeps and works in is `roll.strategy.train.footprint`'s to say.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from roll.config.schema import Config
 from roll.devices.inventory import Inventory, Kind
@@ -25,139 +25,36 @@ from roll.devices.map import DeviceMap
 from roll.devices.stages import Stage, StageTable
 from roll.engine.cache import SlotCache
 from roll.engine.engine import EXACT_ROWS, PROMPT_ROWS
+from roll.model.shape import ModelShape
 from roll.strategy.shelf import Level
-from roll.strategy.train.logprobs import CHUNK_ELEMENTS
+from roll.strategy.train.budget import Budget, Checkpointing, choose, spare
+from roll.strategy.train.footprint import Footprint, PackedSize, Spans
 
 RUNTIME = "interpreter and libraries"
 RUNTIME_BYTES = 700 << 20
 """The interpreter, torch, transformers and their libraries."""
 CACHE = "key-value cache"
+MOMENTS = "optimizer moments, fp32"
 FULL = 0.9
 """The share of a pool that may be planned: the rest is for fragments, contexts and what nobody counts."""
-LOGITS_FORWARD_BYTES, LOGITS_BACKWARD_BYTES = 12, 20
-"""For each logit of a chunk: scaled logits, exponentials and their product; in the backward pass two more gradients."""
 DRAW_BYTES = 28
 """For each logit an engine draws from: logits, scaled, log-probs, probabilities, those padded to blocks, and in fp64."""
-MASK_ALIGNMENT = {"cpu": 1, "gpu": 16}
-"""Keys an attention mask is padded to a multiple of."""
+TORCH_DEVICE: dict[Kind, str] = {"cpu": "cpu", "gpu": "cuda"}
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """What of a model its memory depends on."""
-
-    parameters: int
-    output: int
-    """Parameters of the output layer."""
-    layers: int
-    hidden: int
-    inner: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    normed_heads: bool = False
-    """Whether queries and keys are normalised (Qwen3)."""
-
-    @classmethod
-    def of(cls, config: PretrainedConfig) -> ModelShape:
-        """Counted on a model without storage."""
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        heads = config.num_attention_heads
-        return cls(
-            parameters=sum(p.numel() for p in model.parameters()),
-            output=model.get_output_embeddings().weight.numel(),
-            layers=config.num_hidden_layers,
-            hidden=config.hidden_size,
-            inner=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-            heads=heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            vocab=config.vocab_size,
-            normed_heads=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
-        )
-
-
-@dataclass(frozen=True)
-class Spans:
-    """Attentions of one size: `count` of them, each of `queries` new rows over `keys` rows of its path."""
-
-    count: int
-    queries: int
-    keys: int
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """The size of a packed micro-batch: distinct rows, those a token is predicted from, and the attentions over them."""
-
-    rows: int
-    predicting: int
-    spans: tuple[Spans, ...]
-
-    @property
-    def queries(self) -> int:
-        return sum(span.count * span.queries for span in self.spans)
-
-    @property
-    def keys(self) -> int:
-        return sum(span.count * span.keys for span in self.spans)
-
-    def pairs(self, align: int = 1) -> int:
-        """Query-key pairs, keys padded to a multiple of `align`."""
-        return sum(span.count * span.queries * (ceil(span.keys / align) * align) for span in self.spans)
-
-
-def micro_batch_of(limit: int, prompt: int, response: int, group_size: int, groups: int) -> MicroBatch:
+def micro_batch_of(limit: int, prompt: int, response: int, group_size: int, groups: int) -> PackedSize:
     """The fullest micro-batch of at most `limit` rows where every prompt and response is that long: whole groups first,
     then a part of one. A group's first sample brings its prompt, the others their responses."""
     full = min(limit // (prompt + group_size * response), groups)
     left = limit - full * (prompt + group_size * response)
     openers, siblings = full, full * (group_size - 1)
-    if full < groups and (left >= prompt + response or not full):  # one sample is computed even if it is too long
+    if full < groups and (left >= prompt + response or not full):  # one sample is planned for even if it is too long
         openers += 1
         siblings += min(max(left - prompt - response, 0) // response, group_size - 1)
     path = prompt + response
     spans = [Spans(openers, path, path), Spans(siblings, response, path)]
     rows = openers * path + siblings * response
-    return MicroBatch(rows, (openers + siblings) * response, tuple(span for span in spans if span.count))
-
-
-def saved_bytes(model: ModelShape, dtype: torch.dtype, batch: MicroBatch, kind: Kind = "cpu") -> int:
-    """What the forward pass of a micro-batch keeps for its backward pass, without the logits.
-
-    A row and layer: two norms (their input in fp32, the normalised and the scaled vector), the attention's output, and
-    gate, activation, up and product of the MLP. An attention: padded queries and outputs, keys and values gathered for
-    every sequence, sums of exponentials, and its mask in the serving precision once for each query head of a key head.
-    """
-    size = dtype.itemsize
-    query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    norm = (4 + 2 * size) * model.hidden
-    a_row = 2 * norm + size * (query + 4 * model.inner)
-    if model.normed_heads:
-        a_row += (4 + size) * (query + key)
-    repeats = model.heads // model.kv_heads
-    attention = batch.queries * (2 * size * query + 4 * model.heads) + batch.keys * 2 * size * key
-    mask = batch.pairs(MASK_ALIGNMENT[kind]) * repeats * size
-    ends = batch.rows * (norm + 2 * size * model.head_dim) + batch.predicting * size * model.hidden
-    return model.layers * (batch.rows * a_row + attention + mask) + ends + batch.pairs()
-
-
-def layer_bytes(model: ModelShape, dtype: torch.dtype, batch: MicroBatch, kind: Kind = "cpu") -> int:
-    """What one layer works in without keeping it: hidden states, the larger of attention and MLP."""
-    size = dtype.itemsize
-    query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    repeats = model.heads // model.kv_heads
-    mask = batch.pairs(MASK_ALIGNMENT[kind]) * repeats * (size + 1)
-    attention = batch.queries * 2 * size * query + batch.keys * 2 * size * key + mask
-    return batch.rows * (2 * size + 4) * model.hidden + max(attention, batch.rows * 3 * size * model.inner)
-
-
-def chunk_logits(model: ModelShape, predicting: int) -> tuple[int, bool]:
-    """Logits held at once when tokens are predicted from so many rows, and whether they come in several chunks."""
-    rows = max(1, CHUNK_ELEMENTS // model.vocab)
-    return min(rows, predicting) * model.vocab, predicting > rows
+    return PackedSize(rows, (openers + siblings) * response, tuple(span for span in spans if span.count))
 
 
 Sizes = list[tuple[str, int]]
@@ -175,11 +72,13 @@ class Workload:
     groups: int
     """Groups of one update."""
     limit_rows: int
+    """Of a micro-batch; 0 for as many as fit."""
     running: int
-    """Sequences an engine holds at once."""
+    """Sequences an engine holds at once; 0 without engines."""
     exact: bool
     bucket_bytes: int
     """Size of the pieces in which weights travel, of which a side has two; 0 in one process."""
+    checkpointing: Checkpointing = "auto"
 
     @classmethod
     def of(cls, config: Config, shortest_prompt: int, longest_prompt: int) -> Workload:
@@ -193,53 +92,85 @@ class Workload:
             running=config.rollout.max_running,
             exact=config.deterministic,
             bucket_bytes=config.weights.bucket_mb << 20 if config.executor == "ray" else 0,
+            checkpointing=config.train.activation_checkpointing,
         )
 
-    def micro_batches(self) -> list[MicroBatch]:
+    @classmethod
+    def of_chats(cls, config: Config, longest_tokens: int) -> Workload:
+        """Conversations of at most so many tokens: each a group of its own, any token of which may be an answer's."""
+        return cls(
+            shortest_prompt=1,
+            longest_prompt=1,
+            response=max(longest_tokens - 1, 1),
+            group_size=1,
+            groups=config.data.samples_per_step,
+            limit_rows=config.train.micro_batch_tokens,
+            running=0,
+            exact=config.deterministic,
+            bucket_bytes=0,
+            checkpointing=config.train.activation_checkpointing,
+        )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return self.longest_prompt + self.response
+
+    def budget(self, footprint: Footprint, spare_bytes: int | None = None) -> Budget:
+        """Of a trainer's micro-batches, where its GPU has so much to spare; None on a CPU."""
+        return choose(footprint, self.limit_rows, self.checkpointing, self.longest, spare_bytes)
+
+    def micro_batches(self, limit_rows: int) -> list[PackedSize]:
         """The fullest micro-batches, for responses of the longest size and its halves: long ones make large attentions,
         many short ones many keys."""
         lengths = {max(self.response >> halvings, 1) for halvings in range(self.response.bit_length())}
         return [
-            micro_batch_of(self.limit_rows, self.longest_prompt, length, self.group_size, self.groups)
+            micro_batch_of(limit_rows, self.longest_prompt, length, self.group_size, self.groups)
             for length in sorted(lengths, reverse=True)
         ]
 
-    @property
-    def several(self) -> bool:
+    def several(self, limit_rows: int) -> bool:
         """Whether an update takes more than one micro-batch."""
-        return self.groups * (self.longest_prompt + self.group_size * self.response) > self.limit_rows
+        return self.groups * (self.longest_prompt + self.group_size * self.response) > limit_rows
 
 
-def train_working(model: ModelShape, dtype: torch.dtype, work: Workload, kind: Kind = "cpu") -> Sizes:
+def train_working(footprint: Footprint, work: Workload, budget: Budget) -> Sizes:
     """Gradients, activations and logits of an update at its fullest moment.
 
     With several micro-batches the gradients of all parameters are there while activations are; with one they appear as
     activations go, and the fullest moment is the end of the forward pass or of the backward pass.
     """
-    size = dtype.itemsize
-    batch = max(work.micro_batches(), key=lambda batch: saved_bytes(model, dtype, batch, kind))
-    logits, chunks = chunk_logits(model, batch.predicting)
-    saved = saved_bytes(model, dtype, batch, kind)
-    beside = max(
-        LOGITS_BACKWARD_BYTES * logits + size * model.output * chunks,
-        layer_bytes(model, dtype, batch, kind) + size * model.output,
-    )
-    gradients = 4 * model.parameters
-    last = size * 2 * model.output + (4 * model.output if size < 4 and work.several else 0)
-    if gradients * work.several + saved + beside >= gradients + last:
-        found = [("activations of a micro-batch", saved), ("logits and one layer's gradients", beside)]
-        return [("gradients, fp32", gradients), *found] if work.several else found
+    model, item = footprint.model, footprint.dtype.itemsize
+    sizes = [_activations(footprint, size, budget.checkpointed) for size in work.micro_batches(budget.rows)]
+    kept, beside = max(sizes, key=sum)
+    several = work.several(budget.rows)
+    gradients = 4 * model.trained
+    last = item * 2 * model.output + (4 * model.output if item < 4 and several else 0)
+    if gradients * several + kept + beside >= gradients + last:
+        found = [("activations of a micro-batch", kept), ("logits and one layer's gradients", beside)]
+        return [("gradients, fp32", gradients), *found] if several else found
     return [("gradients, fp32", gradients), ("the output layer's gradient", last)]
 
 
-def forward_working(model: ModelShape, dtype: torch.dtype, work: Workload, kind: Kind = "cpu") -> Sizes:
+def _activations(footprint: Footprint, size: PackedSize, checkpointed: bool) -> tuple[int, int]:
+    """What the layers keep of a micro-batch, and the most there is beside it: the logits at the end of the forward pass,
+    or what the layer at work needs in the backward pass."""
+    logits, chunks = footprint.chunk_logits(size.predicting)
+    output_gradient = footprint.model.output * (4 if chunks else footprint.dtype.itemsize)
+    predicting = footprint.ends_bytes(size) + footprint.logits_bytes(logits) + output_gradient * chunks
+    layer = footprint.layer_bytes(size) if checkpointed else 0
+    going_back = layer + footprint.working_bytes(size) + output_gradient
+    return footprint.kept_bytes(size, checkpointed=checkpointed), max(predicting, going_back)
+
+
+def forward_working(footprint: Footprint, work: Workload, budget: Budget) -> Sizes:
     """What a pass without gradients over a micro-batch works in."""
     needs = []
-    for batch in work.micro_batches():
-        logits, _ = chunk_logits(model, batch.predicting)
-        hidden = dtype.itemsize * model.hidden * (batch.rows + batch.predicting)
-        layer = layer_bytes(model, dtype, batch, kind) + batch.pairs()
-        needs.append(max(layer, LOGITS_FORWARD_BYTES * logits + hidden))
+    for size in work.micro_batches(budget.rows):
+        logits, _ = footprint.chunk_logits(size.predicting)
+        hidden = footprint.dtype.itemsize * footprint.model.hidden * (size.rows + size.predicting)
+        most = max(footprint.working_bytes(size), footprint.logits_bytes(logits) + hidden)
+        needs.append(most + footprint.mask_bytes(size))
     return [("a forward pass", max(needs))]
 
 
@@ -251,13 +182,15 @@ def cache_bytes(shape: PretrainedConfig, dtype: torch.dtype, work: Workload) -> 
     return cache.slots * (largest + smaller) * cache.bytes_a_token
 
 
-def engine_working(model: ModelShape, dtype: torch.dtype, work: Workload, kind: Kind = "cpu") -> Sizes:
-    """What an engine's step works in: the rows of its largest pass, and the logits it draws from."""
+def engine_working(footprint: Footprint, work: Workload) -> Sizes:
+    """What an engine's step works in: the rows of its largest pass, their mask, and the logits it draws from."""
+    model, item = footprint.model, footprint.dtype.itemsize
     rows = EXACT_ROWS if work.exact else max(PROMPT_ROWS, work.running)
-    positions = work.longest_prompt + work.response
-    passed = MicroBatch(rows, 0, (Spans(1, min(rows, positions), positions),))
+    passed = Spans(1, min(rows, work.longest), work.longest)
+    mask = passed.pairs * model.heads // model.kv_heads * (item + 1)
     drawn = (EXACT_ROWS if work.exact else work.running) * model.vocab
-    return [("an engine's step", max(layer_bytes(model, dtype, passed, kind), DRAW_BYTES * drawn))]
+    layer = footprint.working_bytes(PackedSize(rows, 0, (passed,))) + mask
+    return [("an engine's step", max(layer, DRAW_BYTES * drawn))]
 
 
 @dataclass(frozen=True)
@@ -286,6 +219,8 @@ class Estimate:
     """What is in every pool in every stage."""
 
     parts: Mapping[tuple[Pool, Stage], tuple[Part, ...]]
+    budgets: Mapping[str, Budget]
+    """How trainers cut their batches, by worker."""
 
     @property
     def pools(self) -> tuple[Pool, ...]:
@@ -314,34 +249,65 @@ class Model:
     dtypes: Mapping[str, torch.dtype]
     """By role."""
 
+    def sizes_of(self, role: str) -> ModelShape:
+        """The trainer alone has adapters."""
+        return self.sizes if role == "actor_train" else replace(self.sizes, adapters=0)
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """A worker that holds a model, and where."""
+
+    role: str
+    name: str
+    rank: int
+    kind: Kind
+    pool: Pool
+    home: Pool
+    """Its node's memory."""
+
 
 def estimate(map: DeviceMap, table: StageTable, model: Model, work: Workload) -> Estimate:
     """The memory of a mapped run whose workers are resident as the table says."""
     hosts = {number: host(map.inventory, number) for number in range(len(map.inventory.nodes))}
+    workers = _workers(map, hosts)
+    pools = dict.fromkeys([*hosts.values(), *(worker.pool for worker in workers)])
     found: dict[tuple[Pool, Stage], list[Part]] = {}
+    budgets: dict[str, Budget] = {}
     for stage in table.stages:
-        for pool in hosts.values():
-            found[pool, stage] = []
+        found.update({(pool, stage): [] for pool in pools})
         found[hosts[0], stage].append(Part("controller", RUNTIME, RUNTIME_BYTES))
-        for placement in map.roles.values():
-            for devices, place in zip(placement.workers, placement.places, strict=True):
-                home = hosts[devices[0].node]
-                if map.executor == "ray":
-                    found[home, stage].append(Part(place.name, RUNTIME, RUNTIME_BYTES))
-                if not placement.strategy:
-                    continue
-                pool = home
-                if devices[0].kind == "gpu":
-                    pool = gpu(map.inventory, devices[0].node, devices[0].index)
-                    found.setdefault((pool, stage), [])
-                level = table.level(stage, place.role, place.rank)
-                here, away = _resident(map, place.role, level, stage, model, work, devices[0].kind)
-                found[pool, stage].extend(Part(place.name, *size) for size in here)
-                found[home, stage].extend(Part(place.name, *size) for size in away)
+        if map.executor == "ray":
+            for placement in map.roles.values():
+                for devices, place in zip(placement.workers, placement.places, strict=True):
+                    found[hosts[devices[0].node], stage].append(Part(place.name, RUNTIME, RUNTIME_BYTES))
+        for worker in workers:
+            level = table.level(stage, worker.role, worker.rank)
+            here, away = _resident(map, worker, level, model, work)
+            found[worker.pool, stage].extend(Part(worker.name, *size) for size in here)
+            found[worker.home, stage].extend(Part(worker.name, *size) for size in away)
+        resident = {pool: tuple(found[pool, stage]) for pool in pools}
+        for worker in workers:
+            sizes, budget = _working(worker, stage, model, work, resident[worker.pool])
+            found[worker.pool, stage].extend(Part(worker.name, *size) for size in sizes)
+            if budget is not None:
+                budgets[worker.name] = budget
     used = {node for node in hosts if any(found[hosts[node], stage] for stage in table.stages)}
-    return Estimate(
-        {key: tuple(parts) for key, parts in sorted(found.items(), key=_pool_order) if key[0].node in used or parts}
-    )
+    parts = {key: tuple(parts) for key, parts in sorted(found.items(), key=_pool_order) if key[0].node in used or parts}
+    return Estimate(parts, budgets)
+
+
+def _workers(map: DeviceMap, hosts: Mapping[int, Pool]) -> list[_Worker]:
+    workers = []
+    for placement in map.roles.values():
+        for devices, place in zip(placement.workers, placement.places, strict=True):
+            if not placement.strategy:
+                continue
+            device = devices[0]
+            home = hosts[device.node]
+            pool = gpu(map.inventory, device.node, device.index) if device.kind == "gpu" else home
+            workers.append(_Worker(place.role, place.name, place.rank, device.kind, pool, home))
+    return workers
 
 
 def host(inventory: Inventory, node: int) -> Pool:
@@ -360,44 +326,57 @@ def _pool_order(item: tuple[tuple[Pool, Stage], object]) -> tuple[bool, int, int
     return pool.gpu is None, pool.node, pool.gpu or 0
 
 
-def _resident(
-    map: DeviceMap, role: str, level: Level, stage: Stage, model: Model, work: Workload, kind: Kind
-) -> tuple[Sizes, Sizes]:
-    """What a worker has on its device in a stage, and what lies in its node's memory meanwhile."""
-    kept = _kept(map, role, model, work)
+def _resident(map: DeviceMap, worker: _Worker, level: Level, model: Model, work: Workload) -> tuple[Sizes, Sizes]:
+    """What a worker keeps on its device in a stage, and what lies in its node's memory meanwhile."""
+    kept = _kept(map, worker.role, model, work)
     on_device = {"none": (), "weights": ("weights",), "all": tuple(what for what, _ in kept)}[level]
     here = [size for size in kept if size[0] in on_device]
     away = [size for size in kept if size[0] not in on_device and size[0] != CACHE]
-    if kind == "cpu":
+    if worker.kind == "cpu":
         here, away = [*here, *away], []
-    return [*here, *_working(map, role, stage, model, work, kind)], [(f"{what}, offloaded", n) for what, n in away]
+    return here, [(f"{what}, offloaded", n) for what, n in away]
 
 
 def _kept(map: DeviceMap, role: str, model: Model, work: Workload) -> Sizes:
     """What a worker keeps from stage to stage."""
-    dtype, parameters = model.dtypes[role], model.sizes.parameters
-    weights = ("weights", parameters * dtype.itemsize)
+    dtype, sizes = model.dtypes[role], model.sizes_of(role)
+    weights = ("weights", (sizes.parameters + sizes.adapters) * dtype.itemsize)
     if role in ("actor_train", "critic"):
-        masters = [] if dtype == torch.float32 else [("master weights, fp32", parameters * 4)]
-        return [weights, *masters, ("optimizer moments, fp32", parameters * 8)]
+        masters = [] if dtype == torch.float32 else [("master weights, fp32", sizes.trained * 4)]
+        return [weights, *masters, (MOMENTS, sizes.trained * 8)]
     if role in ("actor_infer", "judge"):
         weights = ("weights", 0) if map.one_copy and role == "actor_infer" else weights
         return [weights, (CACHE, cache_bytes(model.shape, dtype, work))]
     return [weights]
 
 
-def _working(map: DeviceMap, role: str, stage: Stage, model: Model, work: Workload, kind: Kind) -> Sizes:
-    """What a worker works in, in the stage that is its own."""
-    arguments = (model.sizes, model.dtypes[role], work, kind)
-    if (role, stage) == ("actor_train", "train"):
-        return train_working(*arguments)
-    if (role, stage) == ("actor_infer", "generate"):
-        return engine_working(*arguments)
+def _working(
+    worker: _Worker, stage: Stage, model: Model, work: Workload, resident: tuple[Part, ...]
+) -> tuple[Sizes, Budget | None]:
+    """What a worker works in, in the stage that is its own, beside what is resident; and how a trainer cuts its batch."""
+    role, dtype, sizes = worker.role, model.dtypes[worker.role], model.sizes_of(worker.role)
+    footprint = Footprint(sizes, dtype, TORCH_DEVICE[worker.kind])
+    if (role, stage) in (("actor_train", "train"), ("critic", "critic")):
+        budget = work.budget(footprint, _spare(worker, resident, footprint, sizes.trained))
+        return train_working(footprint, work, budget), budget
     if (role, stage) == ("reference", "reference"):
-        return forward_working(*arguments)
+        budget = work.budget(footprint, _spare(worker, resident, footprint, 0))
+        return forward_working(footprint, work, budget), budget
+    if (role, stage) == ("actor_infer", "generate"):
+        return engine_working(footprint, work), None
     if stage == "publish" and role in ("actor_train", "actor_infer") and work.bucket_bytes:
-        return [("weights in transit", 2 * min(work.bucket_bytes, model.sizes.parameters * model.dtypes[role].itemsize))]
-    return []
+        return [("weights in transit", 2 * min(work.bucket_bytes, sizes.parameters * dtype.itemsize))], None
+    return [], None
+
+
+def _spare(worker: _Worker, resident: tuple[Part, ...], footprint: Footprint, trained: int) -> int | None:
+    """What a trainer finds to spare on its GPU when it first looks, before it has moments."""
+    if worker.kind == "cpu":
+        return None
+    if not worker.pool.capacity:
+        return sys.maxsize
+    there = sum(part.bytes for part in resident if (part.worker, part.what) != (worker.name, MOMENTS))
+    return spare(footprint, worker.pool.capacity - there, trained)
 
 
 def largest(parts: Iterable[Part]) -> Part:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from roll.config.errors import UserError
 from roll.config.schema import Config
-from roll.data.sources import TaskSet
 from roll.devices.inventory import Inventory, this_machine
+from roll.devices.job import Job
 from roll.devices.map import DeviceMap, RolePlacement, make_map
-from roll.devices.memory import CACHE, FULL, Estimate, Model, ModelShape, Part, Workload, estimate, largest
+from roll.devices.memory import CACHE, FULL, Estimate, Model, Part, Workload, estimate, largest
 from roll.devices.stages import StageTable, residency
-from roll.model.chat import ChatRenderer
-from roll.model.loading import choose_dtype, find_model, load_model_config, load_tokenizer
+from roll.model.loading import choose_dtype, find_model, load_model_config
+from roll.model.shape import ModelShape
+from roll.strategy.train.budget import FEWEST_ROWS, Budget
 
 GIB = 2**30
 
@@ -33,34 +34,20 @@ class Plan:
     memory: Estimate
     roles: list[tuple[str, str]]
     """Role, and how it computes in words."""
-    sizes: list[tuple[str, str]]
+    sizes: tuple[tuple[str, str], ...]
     problem: str | None
     """Why the run cannot start, and what to write instead."""
 
 
-def roles_in_use(config: Config, environments: bool = False) -> frozenset[str]:
-    """The roles the run starts; `environments` if its tasks have some."""
-    roles = {"actor_train", "actor_infer", "rollout", "reward"}
-    if config.algorithm.needs_reference:
-        roles.add("reference")
-    if environments:
-        roles.add("env")
-    return frozenset(roles)
-
-
-def make_plan(config: Config, tasks: TaskSet, inventory: Inventory | None = None) -> Plan:
+def make_plan(config: Config, job: Job, inventory: Inventory | None = None) -> Plan:
     """Maps the roles over the inventory (this machine's if none is given) and estimates what each device will hold."""
-    map = make_map(config, inventory or this_machine(), roles_in_use=roles_in_use(config, tasks.has_environments))
-    source = find_model(config.model.path)
-    shape = load_model_config(source)
-    renderer = ChatRenderer(load_tokenizer(source, config.model), ())
-    prompts = [len(renderer.opening(task.messages)) for task in tasks.train[:256] if task.messages] or [0]
+    map = make_map(config, inventory or this_machine(), roles_in_use=job.roles)
+    shape = load_model_config(find_model(config.model.path))
     dtypes = {role: dtype_of(config, placed) for role, placed in map.roles.items() if placed.strategy}
-    model = Model(shape, ModelShape.of(shape), dtypes)
-    work = Workload.of(config, min(prompts), max(prompts))
-    offload, why = choose_offload(config, map, model, work)
+    model = Model(shape, ModelShape.of(shape, config.model.lora), dtypes)
+    offload, why = choose_offload(config, map, model, job.work)
     stages = residency(map, offload)
-    memory = estimate(map, stages, model, work)
+    memory = estimate(map, stages, model, job.work)
     return Plan(
         model=config.model.path,
         parameters=model.sizes.parameters,
@@ -71,8 +58,8 @@ def make_plan(config: Config, tasks: TaskSet, inventory: Inventory | None = None
         stages=stages,
         memory=memory,
         roles=_roles(config, map),
-        sizes=_sizes(config, tasks, max(prompts)),
-        problem=_problem(config, map, stages, model, memory, work),
+        sizes=(*job.sizes, ("tokens a micro-batch", _micro_batch(memory.budgets["actor_train[0]"]))),
+        problem=_problem(config, map, stages, model, memory, job.work),
     )
 
 
@@ -97,6 +84,7 @@ def choose_offload(config: Config, map: DeviceMap, model: Model, work: Workload)
         return asked, f"offload is {config.offload}: roles {'take turns on' if asked else 'stay on'} shared devices."
     if stay.levels == turns.levels:
         return False, "Nothing is offloaded: no stage needs the devices of a role that is not in it."
+    work = _unhurried(work, map.roles["actor_train"])
     full = estimate(map, stay, model, work).too_full()
     if not full:
         return False, f"Nothing is offloaded: all roles together fit into {FULL:.0%} of every memory."
@@ -110,6 +98,14 @@ def choose_offload(config: Config, map: DeviceMap, model: Model, work: Workload)
         f"Roles take turns and leave shared devices: all together would need {_gib(whole.peak(pool)[1])} of {pool.name}, "
         f"which has {_gib(pool.capacity)}; in turns it is {_gib(turned.peak(pool)[1])}."
     )
+
+
+def _unhurried(work: Workload, trainer: RolePlacement) -> Workload:
+    """The work with micro-batches that keep a GPU busy and compute nothing twice: what roles take turns for."""
+    if not trainer.on_gpus:
+        return work
+    once = "off" if work.checkpointing == "auto" else work.checkpointing
+    return replace(work, limit_rows=work.limit_rows or FEWEST_ROWS, checkpointing=once)
 
 
 def _problem(
@@ -135,28 +131,26 @@ def _remedy(config: Config, map: DeviceMap, stages: StageTable, model: Model, wo
     else where to look."""
     if config.offload == "never" and not estimate(map, residency(map, True), model, work).too_full():
         return "write offload=auto"
-    settings = [("rollout", "max_running"), ("train", "micro_batch_tokens")]
-    for section, field in settings if part.what == CACHE else reversed(settings):
-        value = getattr(getattr(config, section), field)
-        while (value := value // 2) >= 1:
-            smaller = getattr(config, section).model_copy(update={field: value})
-            tried = config.model_copy(update={section: smaller})
-            less = Workload.of(tried, work.shortest_prompt, work.longest_prompt)
-            if not estimate(map, stages, model, less).too_full():
-                return f"write {section}.{field}={value}"
+    settings = [("rollout.max_running", "running"), ("train.micro_batch_tokens", "limit_rows")]
+    now = replace(work, limit_rows=estimate(map, stages, model, work).budgets["actor_train[0]"].rows)
+    for setting, size in settings if part.what == CACHE else reversed(settings):
+        value, least = getattr(now, size), work.longest if size == "limit_rows" else 1
+        while value > least:
+            value = max(value // 2, least)
+            if not estimate(map, stages, model, replace(work, **{size: value})).too_full():
+                return f"write {setting}={value}"
     role = part.worker.partition("[")[0]
     elsewhere = f", or other devices for it in roles.{role}.devices" if role in map.roles else ""
-    return (
-        "choose a smaller model, or smaller rollout.max_running, rollout.max_new_tokens or "
-        f"train.micro_batch_tokens{elsewhere}"
-    )
+    generating = "rollout.max_running, rollout.max_new_tokens or " if "actor_infer" in map.roles else ""
+    return f"choose a smaller model, or smaller {generating}train.micro_batch_tokens{elsewhere}"
 
 
 def _roles(config: Config, map: DeviceMap) -> list[tuple[str, str]]:
     words = {
-        "actor_train": "",
+        "actor_train": "" if config.model.lora is None else f"adapters of rank {config.model.lora.rank}",
         "actor_infer": f"{config.rollout.max_running} at once" + (", the actor's parameters" if map.one_copy else ""),
         "reference": "frozen",
+        "critic": "predicts returns",
         "rollout": "drives samples",
         "env": f"{config.env.processes} processes each",
         "reward": f"{config.reward.name}, {config.reward.workers} grader(s) each",
@@ -164,17 +158,8 @@ def _roles(config: Config, map: DeviceMap) -> list[tuple[str, str]]:
     return [(role, ", ".join(filter(None, [placed.strategy, words.get(role, "")]))) for role, placed in map.roles.items()]
 
 
-def _sizes(config: Config, tasks: TaskSet, prompt_tokens: int) -> list[tuple[str, str]]:
-    rollout, train = config.rollout, config.train
-    samples = rollout.groups_per_step * rollout.group_size
-    return [
-        ("tasks", f"{len(tasks.train)} to train on, {len(tasks.held_out)} held out"),
-        ("samples a step", f"{rollout.groups_per_step} groups × {rollout.group_size} = {samples}"),
-        ("tokens a sample", f"prompt up to {prompt_tokens}, response up to {rollout.max_new_tokens}"),
-        ("tokens a micro-batch", f"up to {train.micro_batch_tokens}, a shared prefix once"),
-        ("updates a step", str(train.updates_per_step)),
-        ("steps", f"{train.steps}, {train.steps * samples} samples in all"),
-    ]
+def _micro_batch(budget: Budget) -> str:
+    return f"up to {budget.rows}, a shared prefix once" + (", activations computed twice" if budget.checkpointed else "")
 
 
 def _gib(count: int) -> str:

@@ -25,15 +25,16 @@ from roll.devices.inventory import Device
 from roll.devices.map import PROCESS_ROLES, DeviceMap
 from roll.strategy.shelf import Level
 
-Stage = Literal["generate", "reference", "train", "publish"]
+Stage = Literal["generate", "reference", "critic", "train", "publish"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 NEEDS: dict[Stage, dict[str, Level]] = {
     "generate": {"actor_infer": "all"},
     "reference": {"reference": "all"},
+    "critic": {"critic": "all"},
     "train": {"actor_train": "all"},
     "publish": {"actor_train": "weights", "actor_infer": "weights"},
 }
-"""The roles that work in a stage, and what of them must be there."""
+"""The roles that work in a stage, and what of them must be there. A run has the stages whose roles it has."""
 
 Name = tuple[str, int]
 """A worker: its role and rank."""
@@ -67,7 +68,7 @@ def residency(map: DeviceMap, offload: bool) -> StageTable:
         if role not in PROCESS_ROLES
         for place, devices in zip(placement.places, placement.workers, strict=True)
     }
-    stages = tuple(stage for stage in get_args(Stage) if any(role in map.roles for role in NEEDS[stage]))
+    stages = tuple(stage for stage in get_args(Stage) if all(role in map.roles for role in NEEDS[stage]))
     if not offload:
         everything: dict[Name, Level] = dict.fromkeys(workers, "all")
         return StageTable(stages, dict.fromkeys(stages, everything))

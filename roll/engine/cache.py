@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PretrainedConfig
 
@@ -97,7 +97,9 @@ class CachePlan:
             self._mask = visible[:, None, None]  # [slots, 1, 1, positions]
         self._causal = [_causal_mask(chunk, cache.keys.device) for chunk in chunks]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        layer = module.layer_idx
+        assert isinstance(layer, int)
         heads, rows, dim = query.shape
         output = query.new_zeros(rows, heads, dim)
         keys, values = self._cache.keys[layer], self._cache.values[layer]

@@ -31,13 +31,14 @@ state. An environment that names its states says which turns of a task's episode
 
 class EnvFailure(Exception):
     """A call on an environment came to nothing, and the episode is over. `reason` is one line; `detail` is the
-    environment's traceback, if it raised."""
+    environment's traceback, if it raised; `suspects` is the number of calls of which one crashed the process."""
 
-    def __init__(self, kind: FailureKind, reason: str, detail: str = "") -> None:
-        super().__init__(kind, reason, detail)
+    def __init__(self, kind: FailureKind, reason: str, detail: str = "", suspects: int = 1) -> None:
+        super().__init__(kind, reason, detail, suspects)
         self.kind: FailureKind = kind
         self.reason = reason
         self.detail = detail
+        self.suspects = suspects
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.reason}"

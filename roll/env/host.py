@@ -5,29 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
-import os
 import pickle
-import signal
-import socket
-import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from roll.child.frames import HEADER
+from roll.child.process import Child
 from roll.config.errors import RunError
 from roll.env import wire
 from roll.env.base import EnvFailure, FailureKind
 from roll.env.process import COMMAND, EXIT_FULL
 
-_log = logging.getLogger(__name__)
-
 _AT_ONCE = 256  # enough for environments that wait, few enough that one which computes is done before its deadline
 _GRACE_S = 1.0
 _LAST_WORDS_S = 0.2
-_REAP_S = 5.0
 
 Reply: TypeAlias = tuple[wire.Result, float]
 """What the process answered, and the seconds the environment took."""
@@ -60,29 +54,16 @@ class Host:
     `_GRACE_S` more, whoever waits for it or no longer does. One environment cannot be ended alone, so a call beyond its
     deadline ends the process: it fails with `deadline`, the others with `lost`. When the process ends by itself, calls
     under way fail with `crashed`: one of them did it. Those that had to wait, or come after the end, fail with `lost`.
-
-    The process leads a group, so that killing it kills what environments started; when it ends by itself, they end too.
     """
 
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        on_end: Callable[[Host], None],
-    ) -> None:
-        self._process = process
-        self._reader = reader
-        self._writer = writer
+    def __init__(self, child: Child, on_end: Callable[[Host], None]) -> None:
+        self._child = child
         self._on_end = on_end
         self._numbers = itertools.count()
         self._calls: dict[int, _Call] = {}
         self._queue: deque[_Call] = deque()
         self._loads: dict[str, asyncio.Future[Reply]] = {}
         self._why = ""
-        self._killed = False
-        # waits: for as long as the process lives
-        self._exit = asyncio.create_task(process.wait())
         self._hearing = asyncio.create_task(self._hear())
         self._watching = asyncio.create_task(self._watch())
 
@@ -92,27 +73,8 @@ class Host:
     ) -> Host:
         """A process that is ready for environments. `RunError` says why there is none. `on_end` is called once, when a
         process that was ready has ended."""
-        ours, theirs = socket.socketpair()
-        with contextlib.ExitStack() as closing:
-            closing.callback(theirs.close)
-            on_error = closing.enter_context(contextlib.ExitStack())
-            on_error.callback(ours.close)
-            # waits: a socket that is connected
-            reader, writer = await asyncio.open_connection(sock=ours)
-            on_error.callback(writer.transport.abort)
-            output = 2 if log is None else closing.enter_context(open(log, "ab"))  # noqa: ASYNC230
-            # waits: the kernel answers
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-c", COMMAND, str(theirs.fileno()), str(os.getpid()), *sys.path),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                env={**os.environ, "PYTHONHASHSEED": "0"},  # the order of a set is the same in every process
-            )
-            on_error.pop_all()
-        host = cls(process, reader, writer, lambda host: None)
+        same_order = {"PYTHONHASHSEED": "0"}  # of a set, in every process
+        host = cls(await Child.start(COMMAND, log, same_order), lambda host: None)
         try:
             await host.ask(wire.SetUp(root, memory_mb), deadline_s, "starting")
         except EnvFailure as failure:
@@ -130,12 +92,12 @@ class Host:
     @property
     def pid(self) -> int:
         """The process's id, also its group's."""
-        return self._process.pid
+        return self._child.pid
 
     @property
     def usable(self) -> bool:
         """Whether it can be given a call."""
-        return not (self._why or self._exit.done() or self._hearing.done())
+        return not (self._why or self._child.exit.done() or self._hearing.done())
 
     def ask(self, request: wire.Request, deadline_s: float, what: str) -> asyncio.Future[Reply]:
         """Sends a request, now or when its turn comes. The future may be left alone: the call stays watched, and ends."""
@@ -157,7 +119,8 @@ class Host:
             # waits: it was asked with a deadline
             result, _ = await asyncio.shield(load)
         except EnvFailure as failure:
-            raise EnvFailure(failure.kind, failure.reason) from None  # each who waits has one of its own
+            # each who waits has one of its own
+            raise EnvFailure(failure.kind, failure.reason, suspects=failure.suspects) from None
         if isinstance(result, wire.Failed):
             if self._loads.get(name) is load:
                 del self._loads[name]  # the next may find the file mended
@@ -166,13 +129,9 @@ class Host:
     async def end(self, why: str) -> None:
         """Ends the process and all it started, and waits until it is gone. Calls under way are lost. Safe to repeat."""
         self._end("lost", why)
-        await asyncio.wait({self._exit}, timeout=_REAP_S)
-        if not self._exit.done():
-            _log.warning("environment process %d is still there %g s after it was killed", self.pid, _REAP_S)
-            self._exit.cancel()
+        await self._child.gone()
         for task in (self._watching, self._hearing):
             task.cancel()
-        self._writer.transport.abort()
 
     def _send_next(self) -> None:
         while self._queue and len(self._calls) < _AT_ONCE:
@@ -182,7 +141,7 @@ class Host:
         number = next(self._numbers)
         self._calls[number] = call
         call.timer = asyncio.get_running_loop().call_later(call.deadline_s, self._late, number)
-        self._writer.write(wire.frame((number, call.request)))
+        self._child.writer.write(wire.frame((number, call.request)))
 
     def _late(self, number: int) -> None:
         """A deadline has passed. What has arrived counts, but it may not have been read yet, if the event loop was held
@@ -206,55 +165,44 @@ class Host:
         if self._why:
             return
         self._why = why
-        self._kill()
+        self._child.kill()
         calls, self._calls = self._calls, {}
+        suspects = max(1, sum(not isinstance(call.request, wire.Ping) for call in calls.values()))
         for call in calls.values():
-            call.settle(EnvFailure(kind, why))
+            call.settle(EnvFailure(kind, why, suspects=suspects))
         while self._queue:
             self._queue.popleft().settle(EnvFailure("lost", why))
         self._on_end(self)
 
-    def _kill(self) -> None:
-        if not self._killed:
-            self._killed = True
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
-
     async def _watch(self) -> None:
         """Waits until the process ends or breaks off, and says how it was."""
         # waits: for as long as the process lives
-        await asyncio.wait({self._hearing, self._exit}, return_when=asyncio.FIRST_COMPLETED)
-        if self._exit.done():
-            self._kill()  # what it started; at once, since later the group's id may be another's
+        await asyncio.wait({self._hearing, self._child.exit}, return_when=asyncio.FIRST_COMPLETED)
+        if self._child.exit.done():
             await asyncio.wait({self._hearing}, timeout=_GRACE_S)  # what it said before it ended counts
-        await asyncio.wait({self._exit}, timeout=_LAST_WORDS_S)
-        full = self._exit.done() and self._exit.result() == EXIT_FULL
-        self._end("lost" if full else "crashed", self._obituary())
+        await asyncio.wait({self._child.exit}, timeout=_LAST_WORDS_S)
+        self._end("lost" if self._exited_full() else "crashed", self._obituary())
 
     async def _hear(self) -> None:
         """Passes replies on until none can come any more."""
         with contextlib.suppress(Exception):  # it ended, or something wrote to its end of the connection
             while True:
                 # waits: who asks has a deadline
-                (size,) = wire.HEADER.unpack(await self._reader.readexactly(wire.HEADER.size))
+                (size,) = HEADER.unpack(await self._child.reader.readexactly(HEADER.size))
                 if size > wire.LIMIT_BYTES:
                     return
                 # waits: who asks has a deadline
-                number, result, seconds = pickle.loads(await self._reader.readexactly(size))
+                number, result, seconds = pickle.loads(await self._child.reader.readexactly(size))
                 self._calls.pop(number).settle((result, seconds))
                 self._send_next()
 
     def _obituary(self) -> str:
-        if not self._exit.done():
-            return "its process broke its connection"
-        status = self._exit.result()
-        if status == EXIT_FULL:
+        if self._exited_full():
             return "its process ended, because the environments in it had taken too much memory"
-        if status >= 0:
-            return f"its process exited with status {status}"
-        with contextlib.suppress(ValueError):
-            return f"its process was killed by {signal.Signals(-status).name}"
-        return f"its process was killed by signal {-status}"
+        return f"its process {self._child.obituary()}"
+
+    def _exited_full(self) -> bool:
+        return self._child.exit.done() and self._child.exit.result() == EXIT_FULL
 
 
 def _seen(reply: asyncio.Future[Reply]) -> None:

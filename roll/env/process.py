@@ -1,69 +1,44 @@
 """An environment process: hosts many environments at once until the pool goes away.
 
-The pool speaks over a socket of its own, so that environments may print and read as they like: what they print goes to
-the log, their standard input is empty. One thread reads requests and is never held up by an environment; environments'
-code is imported in the main thread, where signal handlers can be set; each environment then runs in a thread of its own
-or, if its methods are async, on the event loop. This module imports little, because every replacement of a killed
-process pays for it.
+One thread reads requests and is never held up by an environment; environments' code is imported in the main thread, where
+signal handlers can be set; each environment then runs in a thread of its own or, if its methods are async, on the event
+loop. This module imports little, because every replacement of a killed process pays for it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import os
 import pickle
 import queue
-import signal
 import socket
-import sys
 import threading
 import time
 import traceback
-from typing import TYPE_CHECKING, BinaryIO, NoReturn, TextIO, cast
+from typing import TYPE_CHECKING, BinaryIO, NoReturn, cast
 
+from roll.child.frames import HEADER, read_payload
+from roll.child.inside import command, connect, reason
 from roll.config.errors import UserError
 from roll.env.memory import MemoryLimit
 from roll.env.resolve import Factory, resolve
-from roll.env.tenant import Home, Tenant, ThreadHome, reason
-from roll.env.wire import (
-    HEADER,
-    LIMIT_BYTES,
-    Act,
-    Failed,
-    Load,
-    Ping,
-    Ready,
-    Reset,
-    Result,
-    SetUp,
-    Visit,
-    frame,
-    read_payload,
-)
+from roll.env.tenant import Home, Tenant, ThreadHome
+from roll.env.wire import LIMIT_BYTES, Act, Failed, Load, Ping, Ready, Reset, Result, SetUp, Visit, frame
 
 if TYPE_CHECKING:
     from roll.env.loop import Loop
 
-COMMAND = "import sys; sys.path[:] = sys.argv[3:]; from roll.env.process import main; main()"
-"""Run as `python -P -c COMMAND socket_fd pool_pid *sys.path`: the process imports what the pool's would, and only that
-(`-m` would put the current folder first, where a user's `random.py` would hide the standard one)."""
+COMMAND = command("roll.env.process")
 
 EXIT_FULL = 113
 """The exit status of a process whose environments have left too little memory."""
 
-_PR_SET_PDEATHSIG = 1
-
 
 def main() -> None:
-    """Serve the pool whose socket and process id are on the command line."""
-    _die_with(int(sys.argv[2]))
-    _be_killed_first_when_memory_runs_out()
+    """Serve the pool that started this process."""
+    connection = connect()
     faulthandler.enable(all_threads=False)
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    connection.set_inheritable(False)
-    cast(TextIO, sys.stdout).reconfigure(line_buffering=True)  # type: ignore[attr-defined]
     Server(connection).serve()
 
 
@@ -185,25 +160,3 @@ def _give_up(error: BaseException) -> NoReturn:
     with contextlib.suppress(BaseException):
         traceback.print_exception(error)
     os._exit(EXIT_FULL if isinstance(error, MemoryError) else 1)
-
-
-def _die_with(pool_pid: int) -> None:
-    """End this process when the pool's ends, however that ends and whatever the environments are doing."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    else:
-        threading.Thread(target=_watch, args=(pool_pid,), daemon=True).start()
-    if os.getppid() != pool_pid:  # it ended before the line above
-        os._exit(0)
-
-
-def _watch(pool_pid: int) -> None:
-    while os.getppid() == pool_pid:
-        time.sleep(1)
-    os.killpg(0, signal.SIGKILL)
-
-
-def _be_killed_first_when_memory_runs_out() -> None:
-    """Rather this process than the trainer: an episode can be played again."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
-        score.write("1000")

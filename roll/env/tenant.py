@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import pickle
 import queue
 import threading
@@ -12,15 +11,13 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from roll.child.inside import REASON_CHARS, detail, reason
 from roll.env.base import opened, stepped
 from roll.env.resolve import Factory, Unfit, check_options
 from roll.env.wire import Act, Close, Failed, Ready, Reset, Result, Visit
 
 if TYPE_CHECKING:
     from roll.env.loop import Loop
-
-_REASON_CHARS = 500
-_DETAIL_CHARS = 4000
 
 Answer: TypeAlias = Callable[[int, Result, float], None]
 """Tells the pool what a request came to, and the seconds it took."""
@@ -65,20 +62,20 @@ class Tenant:
                 return Ready()
             return opened(returned) if isinstance(request, Reset) else stepped(returned)
         except ValueError as error:
-            return Failed("invalid", str(error)[:_REASON_CHARS])
+            return Failed("invalid", str(error)[:REASON_CHARS])
         except BaseException as error:
             method = "reset" if isinstance(request, Reset) else "step"
-            return Failed("invalid", f"{method} returned what cannot be read: {reason(error)}", _detail(error))
+            return Failed("invalid", f"{method} returned what cannot be read: {reason(error)}", detail(error))
 
     def fail(self, error: BaseException) -> Failed:
         """What the environment raised; SystemExit too: one that calls sys.exit() has raised."""
         if isinstance(error, Unfit):
-            return Failed("invalid", str(error)[:_REASON_CHARS])
+            return Failed("invalid", str(error)[:REASON_CHARS])
         if isinstance(error, MemoryError):
             self.ran_out = True
             traceback.clear_frames(error.__traceback__)  # what the call had taken
         try:
-            return Failed("raised", reason(error), _detail(error))
+            return Failed("raised", reason(error), detail(error))
         except MemoryError:
             return Failed("raised", "MemoryError")
 
@@ -134,21 +131,3 @@ class ThreadHome:
         except BaseException as error:
             return self._tenant.fail(error)
         return self._tenant.finish(request, returned)
-
-
-def reason(error: BaseException) -> str:
-    """One line: the error, and where it was raised."""
-    try:
-        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    except Exception:
-        text = type(error).__name__
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return " ".join(text[:_REASON_CHARS].split()) + where
-
-
-def _detail(error: BaseException) -> str:
-    try:
-        return "".join(traceback.format_exception(error))[-_DETAIL_CHARS:]
-    except Exception:
-        return ""

@@ -8,13 +8,11 @@ user's ever has to be read by the pool, and none that a request brings is read b
 from __future__ import annotations
 
 import pickle
-import struct
 from dataclasses import dataclass
-from typing import BinaryIO, TypeAlias
+from typing import TypeAlias
 
+from roll.child import frames
 from roll.env.base import FailureKind, Opened, Step
-
-HEADER = struct.Struct("!Q")
 
 LIMIT_BYTES = 64 << 20
 """No frame of a process is larger: what claims to be is none."""
@@ -83,15 +81,4 @@ Result: TypeAlias = Ready | Opened | Step | Failed
 
 def frame(message: tuple[int, Request] | tuple[int, Result, float]) -> bytes:
     """A message, ready to be written."""
-    payload = pickle.dumps(message)
-    return HEADER.pack(len(payload)) + payload
-
-
-def read_payload(stream: BinaryIO) -> bytes | None:
-    """The next payload, waited for as long as it takes, or None when the other side has gone."""
-    header = stream.read(HEADER.size)
-    if len(header) < HEADER.size:
-        return None
-    (size,) = HEADER.unpack(header)
-    payload = stream.read(size)
-    return payload if len(payload) == size else None
+    return frames.frame(pickle.dumps(message))

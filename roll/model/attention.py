@@ -18,8 +18,12 @@ NAME = "roll"
 
 
 class AttentionPlan(Protocol):
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """query [heads, rows, dim], key and value [kv_heads, rows, dim] → output [rows, heads, dim]."""
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """query [heads, rows, dim], key and value [kv_heads, rows, dim] → output [rows, heads, dim].
+
+        `module` is the layer that asks. Only a plan that must tell layers apart reads its number: a compiled layer that
+        reads it is compiled once for every number.
+        """
         ...
 
 
@@ -34,9 +38,7 @@ def _attention(
     roll_plan: AttentionPlan,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    layer = module.layer_idx
-    assert isinstance(layer, int)
-    return roll_plan.attend(layer, query[0], key[0], value[0], scaling).unsqueeze(0), None
+    return roll_plan.attend(module, query[0], key[0], value[0], scaling).unsqueeze(0), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)

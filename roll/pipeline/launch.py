@@ -9,34 +9,28 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-from jinja2 import TemplateError
+from typing import Any, cast
 
 from roll.cluster import Executor
 from roll.cluster.errors import RemoteError
 from roll.config import Config, UserError, changed_keys, dump_config, load_config
 from roll.config.schema import SuperviseConfig
-from roll.data.sources import TaskSet, TaskSource, load_tasks
-from roll.data.task import Task
+from roll.data.chat_sources import ChatSource
+from roll.data.sources import TaskSource
 from roll.devices.plan import Plan, check_memory, make_plan
-from roll.model.chat import ChatRenderer
-from roll.model.loading import find_model, load_model_config, load_tokenizer
+from roll.pipeline.held_out import HeldOut
+from roll.pipeline.prepare import Pipeline, prepare
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.report import PlainReporter, Reporter
-from roll.pipeline.rlvr import RLVR, check_policies
-from roll.pipeline.roles import Roles, executor_of, inventory_of, start_roles
-from roll.pipeline.state import RunState
-from roll.pipeline.supervision import supervised
-from roll.pipeline.turns import Turns
-from roll.reward import RewardFn, RewardSource
-from roll.rollout.evaluate import Evaluation, Evaluator
+from roll.pipeline.roles import TrainRoles, executor_of, inventory_of
+from roll.pipeline.state import State
+from roll.reward import RewardFn
+from roll.rollout.evaluate import Evaluation
 from roll.run import Checkpoint, Checkpoints, RunFolder
-from roll.workers.train import TrainWorker
 
 MAY_CHANGE_ON_RESUME = (
     *("train.steps", "eval.", "run.", "reward.workers", "reward.deadline_s", "reward.tries"),
-    *("executor", "devices", "offload", "roles.", "weights.", "ray.", "supervise.", "env."),
+    *("executor", "devices", "offload", "roles.", "weights.", "ray.", "supervise.", "env.", "data.epochs"),
 )
 
 
@@ -47,87 +41,69 @@ def train(
     restart: bool = False,
     reward: RewardFn | None = None,
     tasks: TaskSource | None = None,
+    chats: ChatSource | None = None,
     reporter: Reporter | None = None,
 ) -> dict[str, Any]:
-    """Trains as the config says and returns the summary. `reward` and `tasks` replace those the config names.
+    """Trains as the config says and returns the summary. `reward`, `tasks` and `chats` replace those the config names.
 
     `resume` goes on from the run folder's newest checkpoint; `restart` moves an existing run folder aside first.
     """
     reporter = reporter or PlainReporter()
-    task_set, judge = check(config, reward=reward, tasks=tasks)
+    pipeline = prepare(config, reward=reward, tasks=tasks, chats=chats)
     with executor_of(config) as executor:
-        plan = make_plan(config, task_set, inventory_of(config, executor))
+        plan = make_plan(pipeline.config, pipeline.job, inventory_of(config, executor))
         check_memory(plan)
         place = Path(config.run.dir)
         if restart and not resume:
             RunFolder.move_aside(place)
         folder = RunFolder.open(place) if resume else RunFolder.create(place, dump_config(config))
-        return _train_in(folder, config, reporter, executor, plan, task_set, judge, resume=resume)
-
-
-def _train_in(
-    folder: RunFolder,
-    config: Config,
-    reporter: Reporter,
-    executor: Executor,
-    plan: Plan,
-    tasks: TaskSet,
-    judge: RewardSource,
-    *,
-    resume: bool,
-) -> dict[str, Any]:
-    try:
-        with folder.lock():
-            checkpoint = _checkpoint_to_resume(config, folder) if resume else None
-            with Recorder.open(config, folder, reporter) as recorder:
-                return asyncio.run(_train(config, recorder, executor, plan, tasks, judge, checkpoint))
-    except UserError:
-        if not resume:
-            shutil.rmtree(folder.path)  # refused while it started: nothing happened in it
-        raise
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
+        try:
+            with folder.lock():
+                checkpoint = _checkpoint_to_resume(config, folder) if resume else None
+                with Recorder.open(pipeline.config, folder, reporter) as recorder:
+                    return asyncio.run(_train(pipeline, recorder, executor, plan, checkpoint))
+        except UserError:
+            if not resume:
+                shutil.rmtree(folder.path)  # refused while it started: nothing happened in it
+            raise
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
 
 
 async def _train(
-    config: Config,
-    recorder: Recorder,
-    executor: Executor,
-    plan: Plan,
-    tasks: TaskSet,
-    judge: RewardSource,
-    checkpoint: Checkpoint | None,
+    pipeline: Pipeline[Any, Any], recorder: Recorder, executor: Executor, plan: Plan, checkpoint: Checkpoint | None
 ) -> dict[str, Any]:
+    config = pipeline.config
     recorder.reporter.phase("loading the model" if config.executor == "local" else "starting the workers")
     executor.connect()  # before signals are ours: Ray would take them
     with _stopping(recorder):
-        run = recorder.folder.path
-        async with start_roles(config, judge, executor=executor, map=plan.map, stages=plan.stages, run=run) as roles:
+        async with pipeline.start(executor, plan, recorder.folder.path) as roles:
             recorder.reporter.started(recorder.folder.path, config.train.steps, checkpoint.step if checkpoint else 0)
-            state = await _train_with(roles, config, recorder, tasks, checkpoint)
-        summary = recorder.finish(state)
+            state = await _train_with(roles, pipeline, recorder, checkpoint)
+        summary = recorder.finish(state, pipeline.panels)
         recorder.reporter.finished(summary)
     return summary
 
 
 async def _train_with(
-    roles: Roles, config: Config, recorder: Recorder, tasks: TaskSet, checkpoint: Checkpoint | None
-) -> RunState:
+    roles: TrainRoles, pipeline: Pipeline[Any, Any], recorder: Recorder, checkpoint: Checkpoint | None
+) -> State:
     """The run, going back to its last checkpoint by itself as often as a trainer dies and may."""
     deaths: list[float] = []
     if checkpoint is not None:
-        await roles.actor.call(TrainWorker.load, checkpoint.path)
+        await roles.load(checkpoint.path)
     while True:
-        state = recorder.resume(checkpoint) if checkpoint is not None else recorder.begin()
-        async with supervised(roles, config, recorder) as (supervision, publisher):
-            run = RLVR(config, roles, publisher, supervision, tasks, recorder, state)
-            try:
-                return await supervision.race(run.run())
-            except RemoteError as error:
-                if not roles.trainer_died(error):
-                    raise
-                _count_death(deaths, config.supervise, error)
-                recorder.reporter.warned(f"{str(error).splitlines()[0]}: going back to the last checkpoint")
+        if checkpoint is None:
+            recorder.begin()
+        state: State = pipeline.state({} if checkpoint is None else recorder.resume(checkpoint))
+        try:
+            folder = None if checkpoint is None else checkpoint.path
+            return cast(State, await pipeline.train(roles, recorder, state, folder))
+        except RemoteError as error:
+            if not roles.trainer_died(error):
+                raise
+            _count_death(deaths, pipeline.config.supervise, error)
+            recorder.reporter.warned(f"{str(error).splitlines()[0]}: going back to the last checkpoint")
         checkpoint = Checkpoints(recorder.folder).latest()
         await roles.restart_trainers(None if checkpoint is None else checkpoint.path)
 
@@ -140,66 +116,25 @@ def _count_death(deaths: list[float], config: SuperviseConfig, error: RemoteErro
         raise error
 
 
-def evaluate(config: Config, *, reward: RewardFn | None = None, tasks: TaskSource | None = None) -> Evaluation:
-    """Measures held-out accuracy of the config's model."""
-    task_set, judge = check(config, reward=reward, tasks=tasks)
-    if not task_set.held_out:
-        raise UserError(f"tasks: the source {config.tasks.source!r} has no held-out tasks to evaluate on")
+def evaluate(
+    config: Config,
+    *,
+    reward: RewardFn | None = None,
+    tasks: TaskSource | None = None,
+    chats: ChatSource | None = None,
+) -> Evaluation | HeldOut:
+    """Measures the config's model on held-out data."""
+    pipeline = prepare(config, reward=reward, tasks=tasks, chats=chats)
     with executor_of(config) as executor:
-        plan = make_plan(config, task_set, inventory_of(config, executor))
+        plan = make_plan(pipeline.config, pipeline.job, inventory_of(config, executor))
         check_memory(plan)
-        return asyncio.run(_evaluate(config, executor, plan, task_set, judge))
+        return asyncio.run(_evaluate(pipeline, executor, plan))
 
 
-async def _evaluate(config: Config, executor: Executor, plan: Plan, tasks: TaskSet, judge: RewardSource) -> Evaluation:
-    async with start_roles(config, judge, executor=executor, map=plan.map, stages=plan.stages) as roles:
-        turns = Turns(roles)
-        async with supervised(roles, config) as (supervision, publisher):
-            await turns.enter("publish")
-            async with publisher.changing():
-                await publisher.publish(0)
-            await turns.enter("generate")
-            evaluator = Evaluator(tasks.held_out, roles.pool, config.eval)
-            evaluation = await supervision.race(evaluator.evaluate(0))
-    assert evaluation is not None
-    return evaluation
-
-
-def check(
-    config: Config, *, reward: RewardFn | None = None, tasks: TaskSource | None = None
-) -> tuple[TaskSet, RewardSource]:
-    """Finds out everything that can be wrong before anything is created or started."""
-    judge = RewardSource.of(reward if reward is not None else config.reward.name)
-    judge.check()
-    task_set = load_tasks(config.tasks, tasks)
-    check_policies(config, task_set)
-    source = find_model(config.model.path)
-    shape = load_model_config(source)
-    tokenizer = load_tokenizer(source, config.model)
-    renderer = ChatRenderer(tokenizer, ())
-    with_prompts = [t for t in (*task_set.train[:256], *task_set.held_out[:256]) if t.environment is None]
-    lengths = [(_prompt_tokens(renderer, task, config), task.id) for task in with_prompts]
-    longest, task = max(lengths, default=(0, ""))  # what an environment begins with is not known before
-    context = int(shape.max_position_embeddings)
-    if longest + config.rollout.max_new_tokens > context:
-        most = context - longest
-        remedy = f"write rollout.max_new_tokens={most} or less" if most > 0 else "leave out such tasks, or shorten them"
-        raise UserError(
-            f"rollout.max_new_tokens is {config.rollout.max_new_tokens} and the prompt of task {task!r} has {longest} "
-            f"tokens, but the context of {config.model.path!r} is {context}: {remedy}"
-        )
-    return task_set, judge
-
-
-def _prompt_tokens(renderer: ChatRenderer, task: Task, config: Config) -> int:
-    try:
-        return len(renderer.opening(task.messages))
-    except (TemplateError, TypeError, ValueError) as error:
-        template = config.model.chat_template or f"the chat template of {config.model.path!r}"
-        raise UserError(
-            f"{template} cannot render task {task.id!r} ({type(error).__name__}: {error}): "
-            "change the task's messages, or write model.chat_template=FILE with a Jinja template that takes them"
-        ) from error
+async def _evaluate(pipeline: Pipeline[Any, Any], executor: Executor, plan: Plan) -> Evaluation | HeldOut:
+    async with pipeline.start(executor, plan) as roles:
+        found: Evaluation | HeldOut = await pipeline.evaluate(roles)
+    return found
 
 
 def _checkpoint_to_resume(config: Config, folder: RunFolder) -> Checkpoint | None:

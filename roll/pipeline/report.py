@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from roll.rollout.evaluate import Evaluation
 from roll.run.stages import StageTable
 
 
@@ -16,16 +16,24 @@ class StepReport:
 
     step: int
     steps: int
-    reward: float
-    accuracy: float | None
-    """Of the newest evaluation."""
-    response_tokens: float
-    tokens_per_s: float
-    """Generated while generating."""
     seconds: float
     seconds_left: float
-    groups_kept: int
-    groups: int
+    measure: str
+    """What says how well it learns: `reward`, `loss`."""
+    value: float
+    facts: tuple[tuple[str, str], ...] = ()
+    """What else is worth a look: names and values in words."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """All numbers of the step, as in metrics.jsonl."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured on held-out data."""
+
+    measure: str
+    value: float
+    detail: str = ""
 
 
 class Reporter(Protocol):
@@ -35,7 +43,7 @@ class Reporter(Protocol):
         """What the run is doing now."""
         ...
 
-    def evaluated(self, step: int, evaluation: Evaluation) -> None: ...
+    def evaluated(self, step: int, measured: Measured) -> None: ...
 
     def stepped(self, report: StepReport) -> None: ...
 
@@ -58,17 +66,15 @@ class PlainReporter:
     def phase(self, text: str) -> None:
         self._say(text)
 
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        self._say(
-            f"step {step}: held-out accuracy {evaluation.accuracy:.3f}, {evaluation.tokens_mean:.1f} tokens a response"
-        )
+    def evaluated(self, step: int, measured: Measured) -> None:
+        detail = f", {measured.detail}" if measured.detail else ""
+        self._say(f"step {step}: {measured.measure} {measured.value:.3f}{detail}")
 
     def stepped(self, report: StepReport) -> None:
-        accuracy = "" if report.accuracy is None else f"  held-out {report.accuracy:.3f}"
+        facts = "".join(f"  {name} {value}" for name, value in report.facts)
         self._say(
-            f"step {report.step}/{report.steps}  reward {report.reward:.3f}{accuracy}  "
-            f"{report.response_tokens:.1f} tokens a response  {report.tokens_per_s:.0f} tok/s  "
-            f"{report.groups_kept}/{report.groups} groups kept  {report.seconds:.1f} s  left {report.seconds_left:.0f} s"
+            f"step {report.step}/{report.steps}  {report.measure} {report.value:.3f}{facts}  "
+            f"{report.seconds:.1f} s  left {report.seconds_left:.0f} s"
         )
 
     def stages(self, table: StageTable) -> None:
@@ -78,9 +84,8 @@ class PlainReporter:
         self._say(f"warning: {text}")
 
     def finished(self, summary: dict[str, Any]) -> None:
-        before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
-        change = "" if before is None else f": held-out accuracy {before:.3f} -> {after:.3f}"
-        self._say(f"finished {summary['steps']} steps in {summary['seconds']:.0f} s{change}")
+        changes = "".join(f": {name} {before:.3f} -> {after:.3f}" for name, before, after in changes_in(summary))
+        self._say(f"finished {summary['steps']} steps in {summary['seconds']:.0f} s{changes}")
 
     def _say(self, text: str) -> None:
         print(text, flush=True)
@@ -89,3 +94,12 @@ class PlainReporter:
 class SilentReporter(PlainReporter):
     def _say(self, text: str) -> None:
         pass
+
+
+def changes_in(summary: Mapping[str, Any]) -> list[tuple[str, float, float]]:
+    """What was measured on held-out data before and after: names and both values."""
+    pairs = [(f"held-out {name}", summary.get(f"{name}_before"), summary.get(f"{name}_after")) for name in MEASURES]
+    return [(name, before, after) for name, before, after in pairs if before is not None and after is not None]
+
+
+MEASURES = ("accuracy", "loss")

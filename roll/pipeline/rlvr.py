@@ -1,11 +1,12 @@
 """Reinforcement learning from verifiable rewards: the whole dataflow on one page.
 
-roll out → reference → credit → update → publish → record
+roll out → reference, critic → credit → update → publish → record
 """
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 from roll.algorithm import make_algorithm
 from roll.cluster.errors import TokensLost
@@ -16,6 +17,7 @@ from roll.data.sources import TaskSet
 from roll.pipeline.publisher import Publisher
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.roles import Roles
+from roll.pipeline.rollout_record import RolloutRecord
 from roll.pipeline.state import RunState
 from roll.pipeline.supervision import Supervision
 from roll.pipeline.turns import Turns
@@ -24,9 +26,12 @@ from roll.rollout.evaluate import Evaluator
 from roll.rollout.filters import Filter, make_filter
 from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.order import TaskOrder
-from roll.rollout.scheduler import Rollout, RolloutScheduler
+from roll.rollout.policy import make_policy
+from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.step import Rollout
 from roll.rollout.tails import make_order
 from roll.strategy.train.base import UpdateStats
+from roll.workers.critic import CriticWorker
 from roll.workers.train import TrainWorker
 
 MOST_IDLE_STEPS = 10
@@ -46,12 +51,17 @@ class RLVR:
         tasks: TaskSet,
         recorder: Recorder,
         state: RunState,
+        checkpoint: Path | None = None,
     ) -> None:
+        """`checkpoint` is the folder that `state` is from."""
         self._config = config
         self._roles = roles
         self._publisher = publisher
         self._recorder = recorder
+        self._record = RolloutRecord(config, roles, recorder)
         self.state = state
+        self._checkpoint = checkpoint
+        self._tasks = tasks
         self._algorithm = make_algorithm(config)
         if state.algorithm:
             self._algorithm.restore(state.algorithm)
@@ -70,6 +80,8 @@ class RLVR:
 
     async def _run(self) -> RunState:
         config, state, recorder = self._config, self.state, self._recorder
+        if state.scheduler:
+            await self._scheduler.restore(state.scheduler, self._tasks.train, self._checkpoint)
         async with self._publisher.changing():
             await self._publish(state.step)
         if state.accuracy_before is None:
@@ -81,10 +93,11 @@ class RLVR:
                 await self._evaluate()
             if config.run.checkpoint_every and state.step % config.run.checkpoint_every == 0 and not last:
                 await self._save()
-        await self._scheduler.finish()
+        await self._scheduler.halt()
         if not recorder.stop_requested and state.accuracy_step != state.step:
             await self._evaluate()
         await self._save()
+        await self._scheduler.finish()
         return state
 
     async def _step(self) -> None:
@@ -101,15 +114,18 @@ class RLVR:
             await self._publish(state.step + 1)
         self._count(rollout)
         times = (generated - started, time.monotonic() - generated)
-        await self._recorder.record(state, rollout, stats, *times, roles=self._roles)
+        await self._record.step(state, rollout, stats, *times)
 
     async def _train(self, rollout: Rollout) -> UpdateStats | None:
         roles, state, algorithm = self._roles, self.state, self._algorithm
         if rollout.batch is None:
             return None
-        batch = algorithm.credit(await self._compared(rollout.batch))
+        batch = algorithm.credit(await self._valued(await self._compared(rollout.batch)))
         if not len(batch):
             return None
+        value_stats = await self._train_critic(batch)
+        if state.step < self._config.algorithm.critic_warmup_steps:
+            return value_stats
         await self._turns.enter("train")
         with self._recorder.stage("train"):
             stats = await roles.actor.call(TrainWorker.update, batch, algorithm.loss, state.step)
@@ -118,18 +134,36 @@ class RLVR:
             self._recorder.reporter.warned(
                 f"step {state.step + 1}: a gradient was not finite; {stats.skipped} updates skipped"
             )
-        return stats
+        return stats if value_stats is None else stats.beside("critic", value_stats)
+
+    async def _valued(self, batch: Batch) -> Batch:
+        """The batch with the critic's predictions."""
+        critic = self._roles.critic
+        if critic is None:
+            return batch
+        await self._turns.enter("critic")
+        return batch.with_columns(values=await critic.call(CriticWorker.values, batch))
+
+    async def _train_critic(self, batch: Batch) -> UpdateStats | None:
+        critic, credit = self._roles.critic, self._algorithm.loss.credit
+        if critic is None:
+            return None
+        with self._recorder.stage("critic"):
+            return await critic.call(CriticWorker.update, batch, credit, self.state.step)
 
     async def _compared(self, batch: Batch) -> Batch:
         """The batch with what the algorithm needs of the reference."""
-        reference = self._roles.reference
-        if reference is None:
+        if not self._algorithm.needs_reference:
             return batch
-        await self._turns.enter("reference")
-        batch = batch.with_columns(ref=await reference.call(TrainWorker.log_probs, batch))
+        actor, reference = self._roles.actor, self._roles.reference
+        await self._turns.enter("train" if reference is None else "reference")
+        if reference is None:  # it is the base of the actor's adapters
+            batch = batch.with_columns(ref=await actor.call(TrainWorker.base_log_probs, batch))
+        else:
+            batch = batch.with_columns(ref=await reference.call(TrainWorker.log_probs, batch))
         if self._algorithm.needs_sample_kl:
-            estimator = self._config.algorithm.kl_estimator
-            batch = batch.with_columns(kl=await reference.call(TrainWorker.sample_kl, batch, estimator))
+            estimator, by = self._config.algorithm.kl_estimator, reference or actor
+            batch = batch.with_columns(kl=await by.call(TrainWorker.sample_kl, batch, estimator))
         return batch
 
     async def _publish(self, version: int) -> None:
@@ -142,7 +176,11 @@ class RLVR:
     async def _save(self) -> None:
         self.state.scheduler, self.state.algorithm = self._scheduler.state(), self._algorithm.state()
         with self._recorder.stage("checkpoint"):
-            await self._recorder.save(self._roles.actor, self.state)
+            await self._recorder.save(self.state, self._write)
+
+    async def _write(self, folder: Path) -> None:
+        await self._scheduler.save(folder, self.state.scheduler)
+        await self._roles.save(folder)
 
     def _count(self, rollout: Rollout) -> None:
         self.state.step += 1
@@ -172,32 +210,32 @@ class RLVR:
             evaluation = await self._evaluator.evaluate(self.state.step)
         if evaluation is not None:
             self.state.evaluated(evaluation)
-            self._recorder.evaluated(self.state.step, evaluation)
+            self._record.evaluated(self.state.step, evaluation)
 
 
 def make_scheduler(
     config: Config, tasks: TaskSet, roles: Roles, lifecycle: Lifecycle, state: RunState
 ) -> RolloutScheduler:
-    """The scheduler a config describes, going on from `state`."""
+    """The scheduler a config describes, for the weights of `state`."""
     order, keep = _policies(config, tasks)
-    scheduler = RolloutScheduler(
+    return RolloutScheduler(
         order,
         roles.pool,
         lifecycle,
         config.rollout,
         keep,
+        policy=make_policy(config.rollout.policy),
         version=state.step,
         siblings_needed=2 if config.algorithm.compares_siblings else 1,
+        greedy_baseline=config.algorithm.baseline == "greedy",
     )
-    if state.scheduler:
-        scheduler.restore(state.scheduler, tasks.train)
-    return scheduler
 
 
 def check_policies(config: Config, tasks: TaskSet) -> None:
-    """Refuses what names no order, filter or early end."""
+    """Refuses what names no order, filter, early end or policy."""
     _policies(config, tasks)
     make_early_end(config.rollout.end_early)
+    make_policy(config.rollout.policy)
 
 
 def _policies(config: Config, tasks: TaskSet) -> tuple[TaskOrder, Filter]:

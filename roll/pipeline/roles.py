@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from roll.cluster import Cluster, Executor, LocalExecutor, Place, Worker
 from roll.cluster.errors import CallTimedOut, RemoteError, WorkerDied
 from roll.config.errors import UserError
 from roll.config.schema import Config
 from roll.devices.inventory import Inventory, Node, this_machine
+from roll.devices.job import SFT_ROLES, rlvr_roles
 from roll.devices.map import DeviceMap, make_map
-from roll.devices.plan import roles_in_use
 from roll.devices.stages import StageTable, residency
 from roll.model.loading import SMOLLM2, TINY
 from roll.reward import RewardSource
@@ -24,28 +24,101 @@ from roll.rollout.pool import RolloutPool
 from roll.rollout.router import Router
 from roll.rollout.worker import RolloutWorker
 from roll.strategy.shelf import Level
+from roll.workers.critic import CriticWorker
 from roll.workers.env import EnvWorker
 from roll.workers.infer import InferWorker
 from roll.workers.reward import RewardWorker
 from roll.workers.train import TrainWorker
 
 _PING_S = 5.0
+_LEAST_SILENT_S = 20.0
+"""Importing libraries may keep a worker that starts from answering for some seconds."""
 
 W = TypeVar("W", bound=Worker)
-M = TypeVar("M", TrainWorker, InferWorker)
+M = TypeVar("M", TrainWorker, InferWorker, CriticWorker)
+
+Models = tuple[Cluster[TrainWorker], Cluster[InferWorker], Cluster[TrainWorker] | None, Cluster[CriticWorker] | None]
+"""Trainer, engines, reference and critic."""
 
 
 @dataclass
-class Roles:
-    """The running roles, and what of each is on its devices in which stage."""
+class TrainRoles:
+    """The running roles that hold a model to train, or one to compare with: all that some pipelines have."""
 
     executor: Executor
     stages: StageTable
+    """What of each worker is on its devices in which stage."""
     actor: Cluster[TrainWorker]
+    reference: Cluster[TrainWorker] | None
+    critic: Cluster[CriticWorker] | None
+
+    @property
+    def trainers(self) -> list[Cluster[TrainWorker] | Cluster[CriticWorker]]:
+        return [cluster for cluster in (self.actor, self.reference, self.critic) if cluster is not None]
+
+    @property
+    def clusters(self) -> list[Cluster[Any]]:
+        """Every role."""
+        return [*self.trainers]
+
+    @property
+    def moves(self) -> int:
+        """Grows whenever a sample moves."""
+        return 0
+
+    def waiting(self) -> list[str]:
+        """Who waits for a role, a sentence each."""
+        return []
+
+    def trainer_died(self, error: RemoteError) -> bool:
+        """Whether an error is that of a trainer, or of the reference, which ended or hung."""
+        names = {place.name for cluster in self.trainers for place in cluster.places}
+        return isinstance(error, WorkerDied | CallTimedOut) and error.worker in names
+
+    async def restart_trainers(self, checkpoint: Path | None) -> None:
+        """Starts trainers that do not answer again, and brings those that learn to a checkpoint, or to where they
+        began."""
+        for cluster in self.trainers:
+            for rank in range(len(cluster)):
+                if cluster is not self.reference or not await _answers(cluster, rank):
+                    await cluster.restart(rank)
+        if checkpoint is not None:
+            await self.load(checkpoint)
+
+    async def load(self, checkpoint: Path) -> None:
+        await self.actor.call(TrainWorker.load, checkpoint)
+        if self.critic is not None:
+            await self.critic.call(CriticWorker.load, checkpoint)
+
+    async def save(self, checkpoint: Path) -> None:
+        await self.actor.call(TrainWorker.save, checkpoint)
+        if self.critic is not None:
+            await self.critic.call(CriticWorker.save, checkpoint)
+
+    async def peak_memory(self) -> dict[str, float]:
+        """GPU memory at its peak since it was asked last, of each role's fullest worker; in one process all roles'
+        together."""
+        calls = self._peak_calls()
+        # waits: calls have deadlines
+        found = await asyncio.gather(*calls.values(), return_exceptions=True)  # who died meanwhile is missed elsewhere
+        peaks = {role: max(peak) for role, peak in zip(calls, found, strict=True) if isinstance(peak, list)}
+        return {f"memory/{role}_gib": peak / 2**30 for role, peak in peaks.items() if peak}
+
+    def _peak_calls(self) -> dict[str, Coroutine[Any, Any, list[int]]]:
+        trainers = [cluster for cluster in (self.actor, self.reference) if cluster is not None]
+        calls = {cluster.role: cluster.call_each(TrainWorker.take_peak_bytes) for cluster in trainers}
+        if self.critic is not None:
+            calls["critic"] = self.critic.call_each(CriticWorker.take_peak_bytes)
+        return calls
+
+
+@dataclass
+class Roles(TrainRoles):
+    """All roles of a run with rollouts."""
+
     engines: Cluster[InferWorker]
     rewards: Cluster[RewardWorker]
     rollouts: Cluster[RolloutWorker]
-    reference: Cluster[TrainWorker] | None
     environments: Cluster[EnvWorker] | None
     router: Router
     pool: RolloutPool
@@ -55,29 +128,33 @@ class Roles:
     def __post_init__(self) -> None:
         self.alive = set(range(len(self.engines)))
 
+    @property
+    def clusters(self) -> list[Cluster[Any]]:
+        others: list[Cluster[Any] | None] = [self.engines, self.rollouts, self.rewards, self.environments]
+        return [*self.trainers, *(cluster for cluster in others if cluster is not None)]
+
+    @property
+    def moves(self) -> int:
+        return self.pool.moves
+
+    def waiting(self) -> list[str]:
+        if not self.router.waiting:
+            return []
+        inside = ", ".join(map(str, sorted(self.router.inside))) or "none"
+        return [f"{self.router.waiting} groups wait for an engine; engines that take some: {inside}"]
+
     def engine_trouble(self, engine: int, reason: str) -> None:
         """An engine does not do what it should: what it had goes elsewhere."""
         self.pool.engine_trouble(engine, reason)
 
-    def trainer_died(self, error: RemoteError) -> bool:
-        """Whether an error is that of a trainer, or of the reference, which ended or hung."""
-        trainers = [cluster for cluster in (self.actor, self.reference) if cluster is not None]
-        names = {place.name for cluster in trainers for place in cluster.places}
-        return isinstance(error, WorkerDied | CallTimedOut) and error.worker in names
-
-    async def restart_trainers(self, checkpoint: Path | None) -> None:
-        """Starts trainers that do not answer again, and brings the actor to a checkpoint, or to where it began."""
-        for cluster in (self.actor, self.reference):
-            for rank in range(len(cluster) if cluster is not None else 0):
-                assert cluster is not None
-                if cluster is self.actor or not await _answers(cluster, rank):
-                    await cluster.restart(rank)
-        if checkpoint is not None:
-            await self.actor.call(TrainWorker.load, checkpoint)
-
     async def connect(self) -> None:
         """Tells the rollout workers whom to go through, as they are now."""
         await self.rollouts.call(RolloutWorker.connect, self.engines, self.rewards, self.environments)
+
+    def _peak_calls(self) -> dict[str, Coroutine[Any, Any, list[int]]]:
+        engines = self.engines.subset(sorted(self.alive)) if self.alive else None
+        alive = {} if engines is None else {engines.role: engines.call_each(InferWorker.take_peak_bytes)}
+        return super()._peak_calls() | alive
 
 
 def make_executor(config: Config) -> Executor:
@@ -91,7 +168,7 @@ def make_executor(config: Config) -> Executor:
             f"executor is ray, but the package {error.name} is not installed: run `pip install 'roll[ray]'`, "
             "or write executor=local"
         ) from error
-    return RayExecutor(config.ray)
+    return RayExecutor(config.ray, silent_s=max(config.supervise.hang_s, _LEAST_SILENT_S))
 
 
 @contextmanager
@@ -130,18 +207,61 @@ async def start_roles(
     run: Path | None = None,
     environments: bool = False,
 ) -> AsyncIterator[Roles]:
-    """Every role of the config, running; all of them closed at the end, whatever happens.
+    """Every role of a run with rollouts, running; all of them closed at the end, whatever happens.
 
     `map` and `stages` are the plan's; without them roles are placed by the config's own words, all resident, with
     workers for environments if there are to be `environments`.
     """
     executor = executor or make_executor(config)
     try:
-        map = map or make_map(config, inventory_of(config, executor), roles_in_use=roles_in_use(config, environments))
+        map = map or make_map(config, inventory_of(config, executor), roles_in_use=rlvr_roles(config, environments))
         stages = stages or residency(map, False)
         yield await _start(_with_absolute_paths(config), reward, executor, map, stages, run)
     finally:
         await asyncio.shield(executor.close())
+
+
+@asynccontextmanager
+async def start_trainer(
+    config: Config,
+    *,
+    executor: Executor | None = None,
+    map: DeviceMap | None = None,
+    stages: StageTable | None = None,
+    run: Path | None = None,
+) -> AsyncIterator[TrainRoles]:
+    """The trainer alone, running; closed at the end, whatever happens."""
+    executor = executor or make_executor(config)
+    try:
+        map = map or make_map(config, inventory_of(config, executor), roles_in_use=SFT_ROLES)
+        stages = stages or residency(map, False)
+        config = _with_absolute_paths(config)
+        _reserve(config, executor, map, run)
+        yield TrainRoles(executor, stages, await _start_actor(config, executor, map, stages), None, None)
+    finally:
+        await asyncio.shield(executor.close())
+
+
+def _reserve(config: Config, executor: Executor, map: DeviceMap, run: Path | None) -> None:
+    """Takes the devices of all roles."""
+    if run is not None:
+        executor.write_logs_to(run / "logs")
+    spares = map.roles["actor_train"].places if config.supervise.spare_trainer else ()
+    executor.reserve([place for placement in map.roles.values() for place in placement.places], spares)
+
+
+async def _start_actor(config: Config, executor: Executor, map: DeviceMap, stages: StageTable) -> Cluster[TrainWorker]:
+    places = map.roles["actor_train"].places
+    actor = await Cluster.start(executor, lambda place: TrainWorker(place, config), places)
+    return await _aside(actor, TrainWorker.hold, stages)
+
+
+async def _aside(cluster: Cluster[M], hold: Callable[[M, Level], None], stages: StageTable) -> Cluster[M]:
+    """Makes room for the others that are to start on the same devices."""
+    levels = [stages.lowest(cluster.role, place.rank) for place in cluster.places]
+    moves = [(rank, level) for rank, level in enumerate(levels) if level != "all"]
+    await asyncio.gather(*(cluster.call_rank(rank, hold, level) for rank, level in moves))
+    return cluster
 
 
 async def _start(
@@ -150,20 +270,10 @@ async def _start(
     graders = None if run is None else run / "graders.log"
     environments_log = None if run is None else run / "environments.log"
     places = {role: placement.places for role, placement in map.roles.items()}
-    if run is not None:
-        executor.write_logs_to(run / "logs")
-    spares = places["actor_train"] if config.supervise.spare_trainer else ()
-    executor.reserve([place for some in places.values() for place in some], spares)
+    _reserve(config, executor, map, run)
 
     async def start(role: str, make: Callable[[Place], W]) -> Cluster[W]:
         return await Cluster.start(executor, make, places[role])
-
-    async def aside(cluster: Cluster[M], hold: Callable[[M, Level], None]) -> Cluster[M]:
-        """Makes room for the others that are to start on the same devices."""
-        levels = [stages.lowest(cluster.role, place.rank) for place in cluster.places]
-        moves = [(rank, level) for rank, level in enumerate(levels) if level != "all"]
-        await asyncio.gather(*(cluster.call_rank(rank, hold, level) for rank, level in moves))
-        return cluster
 
     async def start_rewards() -> Cluster[RewardWorker]:
         cluster = await start("reward", lambda place: RewardWorker(place, config.reward, reward, graders))
@@ -171,10 +281,11 @@ async def _start(
         return cluster
 
     async def start_actor() -> Cluster[TrainWorker]:
-        return await aside(await start("actor_train", lambda place: TrainWorker(place, config)), TrainWorker.hold)
+        return await _start_actor(config, executor, map, stages)
 
     async def start_engines() -> Cluster[InferWorker]:
-        return await aside(await start("actor_infer", lambda place: InferWorker(place, config)), InferWorker.hold)
+        engines = await start("actor_infer", lambda place: InferWorker(place, config))
+        return await _aside(engines, InferWorker.hold, stages)
 
     async def start_environments() -> Cluster[EnvWorker] | None:
         if "env" not in places:
@@ -190,12 +301,18 @@ async def _start(
         if "reference" not in places:
             return None
         frozen = await start("reference", lambda place: TrainWorker(place, config, trainable=False))
-        return await aside(frozen, TrainWorker.hold)
+        return await _aside(frozen, TrainWorker.hold, stages)
 
-    async def start_models() -> tuple[Cluster[TrainWorker], Cluster[InferWorker], Cluster[TrainWorker] | None]:
+    async def start_critic() -> Cluster[CriticWorker] | None:
+        if "critic" not in places:
+            return None
+        critic = await start("critic", lambda place: CriticWorker(place, config))
+        return await _aside(critic, CriticWorker.hold, stages)
+
+    async def start_models() -> Models:
         if stages.takes_turns:  # one after the other, because they may not fit together
-            return await start_actor(), await start_engines(), await start_reference()
-        return await asyncio.gather(start_actor(), start_engines(), start_reference())
+            return await start_actor(), await start_engines(), await start_reference(), await start_critic()
+        return await asyncio.gather(start_actor(), start_engines(), start_reference(), start_critic())
 
     try:
         async with asyncio.TaskGroup() as starts:
@@ -205,7 +322,7 @@ async def _start(
             acting = starts.create_task(start_environments())
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None  # the first; the others were cancelled for it
-    rewards, (actor, engines, reference), rollouts = rewarding.result(), models.result(), rolling.result()
+    rewards, (actor, engines, reference, critic), rollouts = rewarding.result(), models.result(), rolling.result()
     rollout = config.rollout
     router = Router(
         len(engines),
@@ -220,12 +337,12 @@ async def _start(
     pool = RolloutPool(
         rollouts, router, tries=rollout.tries, scoring_most=config.reward.queue, deadline_s=executor.deadline_s
     )
-    roles = Roles(executor, stages, actor, engines, rewards, rollouts, reference, acting.result(), router, pool)
+    roles = Roles(executor, stages, actor, reference, critic, engines, rewards, rollouts, acting.result(), router, pool)
     await roles.connect()
     return roles
 
 
-async def _answers(cluster: Cluster[TrainWorker], rank: int) -> bool:
+async def _answers(cluster: Cluster[Any], rank: int) -> bool:
     try:
         await cluster.ping(rank, _PING_S)
     except RemoteError:

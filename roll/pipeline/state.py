@@ -10,9 +10,32 @@ from roll.rollout.evaluate import Evaluation
 
 
 @dataclass
-class RunState:
+class State:
+    """What every pipeline counts."""
+
     step: int = 0
     """Finished training steps, which is also the version of the weights."""
+    seconds: float = 0.0
+    """Spent since the run began, stops in between left out."""
+    seconds_training: float = 0.0
+    trained_samples: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def summary(self) -> dict[str, Any]:
+        """What came of the run so far."""
+        return {
+            "seconds": round(self.seconds, 3),
+            "seconds_training": round(self.seconds_training, 3),
+            "trained_samples": self.trained_samples,
+        }
+
+
+@dataclass
+class RunState(State):
+    """The state of a run with rollouts."""
+
     scheduler: dict[str, Any] = field(default_factory=dict)
     """Where the rollout scheduler goes on, as it says itself."""
     algorithm: dict[str, Any] = field(default_factory=dict)
@@ -21,12 +44,8 @@ class RunState:
     """Steps in a row that had no group with signal."""
     reward: float = 0.0
     """Mean of the last step."""
-    seconds: float = 0.0
-    """Spent since the run began, stops in between left out."""
     seconds_generating: float = 0.0
-    seconds_training: float = 0.0
     generated_tokens: int = 0
-    trained_samples: int = 0
     accuracy_before: float | None = None
     accuracy: float | None = None
     accuracy_step: int = -1
@@ -39,5 +58,32 @@ class RunState:
             self.accuracy_before, self.answers_before = evaluation.accuracy, answers
         self.accuracy, self.answers, self.accuracy_step = evaluation.accuracy, answers, self.step
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+    def summary(self) -> dict[str, Any]:
+        return super().summary() | {
+            "seconds_generating": round(self.seconds_generating, 3),
+            "generated_tokens": self.generated_tokens,
+            "accuracy_before": self.accuracy_before,
+            "accuracy_after": self.accuracy,
+            "answers_before": self.answers_before,
+            "answers_after": self.answers,
+        }
+
+
+@dataclass
+class SFTState(State):
+    """The state of supervised fine-tuning."""
+
+    corpus: str = ""
+    """Digest of the samples it trains on."""
+    trained_tokens: int = 0
+    loss_before: float | None = None
+    """Held out."""
+    loss: float | None = None
+    evaluated_step: int = -1
+
+    def summary(self) -> dict[str, Any]:
+        return super().summary() | {
+            "trained_tokens": self.trained_tokens,
+            "loss_before": self.loss_before,
+            "loss_after": self.loss,
+        }

@@ -24,7 +24,7 @@ from roll.config.schema import Config, SuperviseConfig
 from roll.model.loading import warm_up
 from roll.pipeline.publisher import Publisher
 from roll.pipeline.recorder import Recorder
-from roll.pipeline.roles import Roles
+from roll.pipeline.roles import Roles, TrainRoles
 from roll.pipeline.watchdog import Watchdog
 from roll.workers.env import EnvWorker
 from roll.workers.infer import InferWorker, Load
@@ -36,15 +36,12 @@ _LOADS_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-class Supervision:
-    def __init__(self, roles: Roles, publisher: Publisher, config: SuperviseConfig, warn: Callable[[str], None]) -> None:
-        self._roles = roles
-        self._publisher = publisher
+class TrainSupervision:
+    """Of the roles that hold a model to train, or one to compare with."""
+
+    def __init__(self, roles: TrainRoles, config: SuperviseConfig, warn: Callable[[str], None]) -> None:
+        self._trainers = roles.trainers
         self._warn = warn
-        self.worker_lost: Callable[[int, str], None] = lambda worker, reason: None
-        """Told when a rollout worker is lost, with the tokens it had."""
-        self.engine_restored: Callable[[int], Awaitable[bool]] = _resident
-        """Told of an engine that was started again; whether it may have its device now."""
         self.restarts = 0
         self.supervisor = Supervisor(
             RestartPolicy(config.ping_s, config.hang_s, config.restarts, config.window_s, config.backoff_s)
@@ -52,24 +49,14 @@ class Supervision:
 
     def start(self) -> None:
         """Watches all roles from now on."""
-        roles, watch = self._roles, self.supervisor.watch
-        watch(roles.engines, self._engine_lost, self._engine_back)
-        watch(roles.rewards, self._told, self._rewards_back)
-        watch(roles.rollouts, self._rollout_lost, self._rollout_back)
-        if roles.environments is not None:
-            watch(roles.environments, self._told, self._environments_back)
-        for trainer in (roles.actor, roles.reference):
-            if trainer is not None:
-                watch(trainer, self._trainer_lost(trainer), _nothing, restart=False)
-        roles.pool.engine_trouble = self._engine_trouble
-        self.supervisor.spawn(self._tell_loads())
-        roles.pool.worker_trouble = lambda worker, reason: self.supervisor.condemn("rollout", worker, reason)
+        for trainer in self._trainers:
+            self.supervisor.watch(trainer, self._trainer_lost(trainer), _nothing, restart=False)
 
     async def keep_spare_trainer(self, config: Config) -> None:
         """Has a process ready for a trainer that dies. A run can do without."""
         warm = partial(warm_up, config.model.path)
         try:
-            await self._roles.actor.keep_spares(warm)
+            await self._trainers[0].keep_spares(warm)
         except RunError as error:
             _log.warning("no spare process for the trainer: %s", str(error).splitlines()[0])
 
@@ -93,6 +80,41 @@ class Supervision:
     async def close(self) -> None:
         await self.supervisor.close()
 
+    def _trainer_lost(self, trainer: Any) -> Callable[[int, str], None]:
+        def lost(rank: int, why: str) -> None:
+            self._warn(f"{why.splitlines()[0]}; the run goes back to its last checkpoint")
+            self.supervisor.spawn(trainer.end(rank))  # one that hangs would keep whoever called it waiting
+
+        return lost
+
+
+class Supervision(TrainSupervision):
+    """Of all roles of a run with rollouts."""
+
+    def __init__(self, roles: Roles, publisher: Publisher, config: SuperviseConfig, warn: Callable[[str], None]) -> None:
+        super().__init__(roles, config, warn)
+        self._roles = roles
+        self._publisher = publisher
+        self.worker_lost: Callable[[int, str], None] = lambda worker, reason: None
+        """Told when a rollout worker is lost, with the tokens it had."""
+        self.engine_restored: Callable[[int], Awaitable[bool]] = _resident
+        """Told of an engine that was started again; whether it may have its device now."""
+
+    def start(self) -> None:
+        super().start()
+        roles, watch = self._roles, self.supervisor.watch
+        watch(roles.engines, self._engine_lost, self._engine_back)
+        watch(roles.rewards, self._told, self._rewards_back)
+        watch(roles.rollouts, self._rollout_lost, self._rollout_back)
+        if roles.environments is not None:
+            watch(roles.environments, self._told, self._environments_back)
+        roles.pool.engine_trouble = self._engine_trouble
+        self.supervisor.spawn(self._tell_loads())
+        roles.pool.worker_trouble = lambda worker, reason: self.supervisor.condemn("rollout", worker, reason)
+
+    def _told(self, rank: int, why: str) -> None:
+        self._warn(f"{why.splitlines()[0]}; it is started again")
+
     async def _tell_loads(self) -> None:
         """Has the router know how full the engines are, for as long as the run lasts."""
         roles = self._roles
@@ -104,9 +126,6 @@ class Supervision:
             for rank, load in zip(ranks, loads, strict=True):
                 if isinstance(load, Load) and rank in roles.alive:
                     roles.router.report(rank, load.cached_tokens)
-
-    def _told(self, rank: int, why: str) -> None:
-        self._warn(f"{why.splitlines()[0]}; it is started again")
 
     def _engine_trouble(self, engine: int, reason: str) -> None:
         """What an engine had is elsewhere by now; whatever is wrong with it, it is started again."""
@@ -157,15 +176,8 @@ class Supervision:
         self.restarts += 1
         self._roles.pool.joined(worker)
 
-    def _trainer_lost(self, trainer: Any) -> Callable[[int, str], None]:
-        def lost(rank: int, why: str) -> None:
-            self._warn(f"{why.splitlines()[0]}; the run goes back to its last checkpoint")
-            self.supervisor.spawn(trainer.end(rank))  # one that hangs would keep whoever called it waiting
 
-        return lost
-
-
-async def _later(recorder: Recorder, supervision: Supervision, config: Config) -> None:
+async def _later(recorder: Recorder, supervision: TrainSupervision, config: Config) -> None:
     """Makes a spare once the run is under way, so that it does not hold up the start."""
     while not recorder.steps:  # noqa: ASYNC110
         await asyncio.sleep(1.0)
@@ -184,18 +196,40 @@ async def _nothing(rank: int) -> None:
 async def supervised(
     roles: Roles, config: Config, recorder: Recorder | None = None
 ) -> AsyncIterator[tuple[Supervision, Publisher]]:
-    """Supervision of the roles while the block runs."""
+    """Supervision of all roles while the block runs."""
     publisher = Publisher(roles, config)
-    warn = _log.warning if recorder is None else recorder.reporter.warned
-    supervision = Supervision(roles, publisher, config.supervise, warn)
+    supervision = Supervision(roles, publisher, config.supervise, _warnings(recorder))
+    async with _watching(supervision, roles, config, recorder):
+        yield supervision, publisher
+
+
+@asynccontextmanager
+async def supervised_trainer(
+    roles: TrainRoles, config: Config, recorder: Recorder | None = None
+) -> AsyncIterator[TrainSupervision]:
+    """Supervision of the trainer while the block runs."""
+    supervision = TrainSupervision(roles, config.supervise, _warnings(recorder))
+    async with _watching(supervision, roles, config, recorder):
+        yield supervision
+
+
+@asynccontextmanager
+async def _watching(
+    supervision: TrainSupervision, roles: TrainRoles, config: Config, recorder: Recorder | None
+) -> AsyncIterator[None]:
     if config.executor != "local":
         supervision.start()
     if config.supervise.spare_trainer and recorder is not None and config.executor != "local":
         supervision.supervisor.spawn(_later(recorder, supervision, config))
+    warn = _warnings(recorder)
     watchdog = Watchdog(roles, supervision.supervisor, recorder, config.supervise.watchdog_s, warn)
     watching = asyncio.create_task(watchdog.run())
     try:
-        yield supervision, publisher
+        yield
     finally:
         watching.cancel()
         await supervision.close()
+
+
+def _warnings(recorder: Recorder | None) -> Callable[[str], None]:
+    return _log.warning if recorder is None else recorder.reporter.warned

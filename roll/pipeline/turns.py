@@ -12,6 +12,7 @@ import asyncio
 from roll.devices.stages import LEVELS, Name, Stage
 from roll.pipeline.roles import Roles
 from roll.strategy.shelf import Level
+from roll.workers.critic import CriticWorker
 from roll.workers.infer import InferWorker
 from roll.workers.train import TrainWorker
 
@@ -52,9 +53,17 @@ class Turns:
             if level == "all":
                 self._roles.router.join(rank)
         else:
-            cluster = self._roles.actor if role == "actor_train" else self._roles.reference
-            assert cluster is not None, f"the plan has a role {role!r} that does not run"
-            await cluster.call_rank(rank, TrainWorker.hold, level)
+            await self._hold_trainer(role, rank, level)
+
+    async def _hold_trainer(self, role: str, rank: int, level: Level) -> None:
+        roles = self._roles
+        if role == "critic":
+            assert roles.critic is not None, "the plan has a critic that does not run"
+            await roles.critic.call_rank(rank, CriticWorker.hold, level)
+            return
+        cluster = roles.actor if role == "actor_train" else roles.reference
+        assert cluster is not None, f"the plan has a role {role!r} that does not run"
+        await cluster.call_rank(rank, TrainWorker.hold, level)
 
 
 def _rank(level: Level) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from roll.cluster.cluster import PendingCall
 from roll.cluster.supervisor import Supervisor
 from roll.pipeline.recorder import Recorder
-from roll.pipeline.roles import Roles
+from roll.pipeline.roles import TrainRoles
 
 _LINES = 12
 """Calls and workers that are named at most."""
@@ -17,7 +17,7 @@ _LINES = 12
 class Watchdog:
     def __init__(
         self,
-        roles: Roles,
+        roles: TrainRoles,
         supervisor: Supervisor,
         recorder: Recorder | None,
         silent_s: float,
@@ -43,7 +43,7 @@ class Watchdog:
                 self._warn(self.who_waits(quiet_s))
 
     def _progress(self) -> tuple[int, ...]:
-        return self._roles.pool.moves, 0 if self._recorder is None else self._recorder.steps
+        return self._roles.moves, 0 if self._recorder is None else self._recorder.steps
 
     def who_waits(self, quiet_s: float) -> str:
         """Samples by state with the one that waits longest, calls without an answer, workers that are not well."""
@@ -53,9 +53,7 @@ class Watchdog:
                 f"  sample {w.sample} has been {w.state} for {w.seconds:.0f} s" + (f" ({w.where})" if w.where else "")
                 for w in self._recorder.clock.open()
             ]
-        if waiting := self._roles.router.waiting:
-            inside = ", ".join(map(str, sorted(self._roles.router.inside))) or "none"
-            lines.append(f"  {waiting} groups wait for an engine; engines that take some: {inside}")
+        lines += [f"  {sentence}" for sentence in self._roles.waiting()]
         lines += [
             f"  the controller waits for {call.worker}.{call.method} since {call.since_s:.0f} s" for call in self._calls()
         ]
@@ -66,7 +64,5 @@ class Watchdog:
         return "\n".join(lines)
 
     def _calls(self) -> list[PendingCall]:
-        roles = self._roles
-        clusters = (roles.actor, roles.engines, roles.rollouts, roles.rewards, roles.reference, roles.environments)
-        calls = [call for cluster in clusters if cluster is not None for call in cluster.pending()]
+        calls = [call for cluster in self._roles.clusters for call in cluster.pending()]
         return sorted(calls, key=lambda call: -call.since_s)[:_LINES]

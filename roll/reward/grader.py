@@ -3,71 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-import os
 import pickle
-import signal
-import socket
-import sys
 from pathlib import Path
 
+from roll.child.frames import HEADER, frame
+from roll.child.process import Child
 from roll.config.errors import RunError, UserError
 from roll.reward import wire
 from roll.reward.base import ScoreFailure
 from roll.reward.process import COMMAND
 from roll.reward.resolve import RewardSource
 
-_log = logging.getLogger(__name__)
-
 _GRACE_S = 0.2
-_REAP_S = 5.0
 
 
 class Grader:
     """A process that has loaded the reward function and judges one job at a time.
 
-    It leads a process group, so that killing it kills what the function started; when it ends by itself, they end too.
     It is `usable` while it lives and owes no answer: a wait that was cut short (deadline, crash, cancellation) leaves
     it unusable for good, and its owner kills it.
     """
 
-    def __init__(
-        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        self._process = process
-        self._reader = reader
-        self._writer = writer
-        # waits: for as long as the process lives
-        self._exit = asyncio.create_task(process.wait())
+    def __init__(self, child: Child) -> None:
+        self._child = child
         self._owes_answer = False
-        self._killed = False
-        # At once, not when someone notices: later the group's id may be another's.
-        self._exit.add_done_callback(lambda _: self.kill())
 
     @classmethod
     async def start(cls, source: RewardSource, deadline_s: float, log: Path | None) -> Grader:
         """A process that is ready for jobs. `UserError` or `RunError` says why there is none."""
-        ours, theirs = socket.socketpair()
-        with contextlib.ExitStack() as closing:
-            closing.callback(theirs.close)
-            on_error = closing.enter_context(contextlib.ExitStack())
-            on_error.callback(ours.close)
-            # waits: a socket that is connected
-            reader, writer = await asyncio.open_connection(sock=ours)
-            on_error.callback(writer.transport.abort)
-            output = 2 if log is None else closing.enter_context(open(log, "ab"))  # noqa: ASYNC230
-            # waits: the kernel answers
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-c", COMMAND, str(theirs.fileno()), str(os.getpid()), *sys.path),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
-            on_error.pop_all()
-        grader = cls(process, reader, writer)
+        grader = cls(await Child.start(COMMAND, log))
         try:
             await grader._load(source, deadline_s)
         except BaseException:
@@ -79,12 +43,12 @@ class Grader:
     @property
     def pid(self) -> int:
         """The process's id, also its group's."""
-        return self._process.pid
+        return self._child.pid
 
     @property
     def usable(self) -> bool:
         """Whether it can be given a job."""
-        return not (self._owes_answer or self._killed or self._exit.done())
+        return not (self._owes_answer or self._child.killed or self._child.exit.done())
 
     async def ask(self, job: bytes, deadline_s: float) -> wire.Scored | wire.Failed:
         """The answer to a job; `ScoreFailure` if the process hangs or dies over it."""
@@ -96,18 +60,11 @@ class Grader:
 
     def kill(self) -> None:
         """End the process and all it started, now. Safe to repeat."""
-        if not self._killed:
-            self._killed = True
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+        self._child.kill()
 
     async def gone(self) -> None:
         """Wait for a killed process's end."""
-        await asyncio.wait({self._exit}, timeout=_REAP_S)
-        if not self._exit.done():
-            _log.warning("grader process %d is still there %g s after it was killed", self.pid, _REAP_S)
-            self._exit.cancel()
-        self._writer.transport.abort()
+        await self._child.gone()
 
     async def _load(self, source: RewardSource, deadline_s: float) -> None:
         try:
@@ -123,7 +80,7 @@ class Grader:
 
     async def _exchange(self, payload: bytes, deadline_s: float) -> wire.Answer:
         self._owes_answer = True
-        self._writer.write(wire.frame(payload))
+        self._child.writer.write(frame(payload))
         answer = await self._receive(deadline_s)
         self._owes_answer = False
         return answer
@@ -131,12 +88,12 @@ class Grader:
     async def _receive(self, deadline_s: float) -> wire.Answer:
         reading = asyncio.create_task(self._read())
         try:
-            await asyncio.wait({reading, self._exit}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({reading, self._child.exit}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
             if not reading.done():
                 # What has arrived counts. It may not have been read yet: the process ended right after it answered, or
                 # the event loop was held up for longer than the deadline.
                 await asyncio.wait({reading}, timeout=_GRACE_S)
-            if not reading.done() and not self._exit.done():
+            if not reading.done() and not self._child.exit.done():
                 raise ScoreFailure("deadline", f"no verdict after {deadline_s:g} s")
             answer = reading.result() if reading.done() else None
         finally:
@@ -149,20 +106,13 @@ class Grader:
         """The next answer, or None if none can come any more."""
         try:
             # waits: who asks has a deadline
-            (size,) = wire.HEADER.unpack(await self._reader.readexactly(wire.HEADER.size))
+            (size,) = HEADER.unpack(await self._child.reader.readexactly(HEADER.size))
             # waits: who asks has a deadline
-            answer: wire.Answer = pickle.loads(await self._reader.readexactly(size))
+            answer: wire.Answer = pickle.loads(await self._child.reader.readexactly(size))
         except Exception:  # it ended, or something wrote to its end of the connection: no answer can be trusted now
             return None
         return answer
 
     async def _obituary(self) -> str:
-        await asyncio.wait({self._exit}, timeout=_GRACE_S)
-        if not self._exit.done():
-            return "the grader process broke its connection"
-        status = self._exit.result()
-        if status >= 0:
-            return f"the grader process exited with status {status}"
-        with contextlib.suppress(ValueError):
-            return f"the grader process was killed by {signal.Signals(-status).name}"
-        return f"the grader process was killed by signal {-status}"
+        await asyncio.wait({self._child.exit}, timeout=_GRACE_S)
+        return f"the grader process {self._child.obituary()}"

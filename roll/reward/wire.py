@@ -8,13 +8,11 @@ type of the user's ever has to be read by the pool.
 from __future__ import annotations
 
 import pickle
-import struct
 from dataclasses import dataclass
 from typing import BinaryIO, TypeAlias
 
+from roll.child.frames import frame
 from roll.reward.base import FailureKind, Verdict
-
-HEADER = struct.Struct("!Q")
 
 
 @dataclass(frozen=True)
@@ -50,22 +48,7 @@ class Failed:
 Answer: TypeAlias = Ready | Refused | Scored | Failed
 
 
-def frame(payload: bytes) -> bytes:
-    """A payload, ready to be written."""
-    return HEADER.pack(len(payload)) + payload
-
-
 def write_answer(stream: BinaryIO, answer: Answer) -> None:
     """Send one answer at once."""
     stream.write(frame(pickle.dumps(answer)))
     stream.flush()
-
-
-def read_payload(stream: BinaryIO) -> bytes | None:
-    """The next payload, waited for as long as it takes, or None when the other side has gone."""
-    header = stream.read(HEADER.size)
-    if len(header) < HEADER.size:
-        return None
-    (size,) = HEADER.unpack(header)
-    payload = stream.read(size)
-    return payload if len(payload) == size else None

@@ -47,6 +47,10 @@ class Books:
     def finish(self, group: Group) -> None:
         del self.open[group.index]
         self._versions[group.version] -= 1
+        self.put_back(group)
+
+    def put_back(self, group: Group) -> None:
+        """A group is ready that was so at a checkpoint."""
         self.ready[group.index] = group
         insort(self._ready_order, group.index)
 

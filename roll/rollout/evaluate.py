@@ -33,7 +33,16 @@ class Evaluation:
     accuracy: float
     tokens_mean: float
     answers: list[Answer]
+    """Some of them, to show."""
     failed: int
+    samples: int
+    temperature: float
+
+    def __str__(self) -> str:
+        return (
+            f"held-out accuracy {self.accuracy:.3f} over {self.samples} answers at temperature {self.temperature:g}, "
+            f"{self.tokens_mean:.1f} tokens an answer, {self.failed} failed"
+        )
 
 
 class Evaluator:
@@ -58,18 +67,22 @@ class Evaluator:
             await run_all(lambda sample: self._pool.run(sample.id, [sample], self._lifecycle, priority=PRIORITY), samples)
             return await self._judged(samples)
         finally:
-            await self._pool.forget(samples)
+            await self._pool.tokens.forget(samples)
 
     async def _judged(self, samples: list[Sample]) -> Evaluation:
         scored = [sample for sample in samples if sample.state == "scored"]
         if not scored:
             raise RunError(f"no held-out answer could be judged; the first reason: {samples[0].reason}")
-        shown = [s for s in samples[: self._config.show] if s.finish is not None and self._pool.home_of(s) is not None]
-        texts = await self._pool.texts(shown)
+        shown = [
+            s for s in samples[: self._config.show] if s.finish is not None and self._pool.tokens.home_of(s) is not None
+        ]
+        texts = await self._pool.tokens.texts(shown)
         answers = [Answer(s.task.question, text, s.reward) for s, text in zip(shown, texts, strict=True)]
         return Evaluation(
             accuracy=sum(s.reward for s in scored) / len(scored),
             tokens_mean=sum(s.response_tokens for s in scored) / len(scored),
             answers=answers,
             failed=len(samples) - len(scored),
+            samples=len(samples),
+            temperature=self._config.temperature,
         )

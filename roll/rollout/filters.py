@@ -18,8 +18,10 @@ Filter = Callable[[Group], str | None]
 
 
 def no_signal(group: Group) -> str | None:
-    """Samples with equal rewards have no advantage over each other."""
+    """Samples with equal rewards have no advantage over each other, nor over a greedy one with the same."""
     rewards = {sample.reward for sample in group.scored}
+    if group.baseline is not None:
+        rewards.add(group.baseline.reward)
     return "no signal: all rewards equal" if len(rewards) < 2 else None
 
 

@@ -22,6 +22,8 @@ class Lease:
     version: int = 0
     """Of the weights, when the lease was given."""
     tries: int = 1
+    greedy: str | None = None
+    """The one of its samples that is drawn at temperature 0."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Outcome:
     newest: int | None = None
     turns: int = 0
     tries: int = 1
-    kills: int = 0
+    kills: float = 0.0
     turn_rewards: list[float] = field(default_factory=list)
     turn_states: list[int] = field(default_factory=list)
 
@@ -72,6 +74,16 @@ class Report:
     moves: list[Transition] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
     done: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Buffered:
+    """A finished group whose samples are in a checkpoint, those that are `scored` at least."""
+
+    lease: str
+    group: int
+    task: Task
+    scored: tuple[str, ...]
 
 
 @dataclass(frozen=True)

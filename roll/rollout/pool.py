@@ -9,22 +9,18 @@ elsewhere, as long as tries are left.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from roll.cluster import Cluster
 from roll.cluster.errors import CallTimedOut, RemoteError, WorkerDied
 from roll.cluster.line import Line
-from roll.data.batch import Batch
-from roll.data.columns import cut_into_blocks
 from roll.data.sample import Sample
 from roll.rollout.lifecycle import ENDS, Lifecycle
-from roll.rollout.messages import Fate, Lease, Order, Outcome, Report, Seat, Stop
+from roll.rollout.messages import Lease, Order, Outcome, Report, Seat, Stop
 from roll.rollout.router import Router, Ticket
+from roll.rollout.tokens import Tokens
 from roll.rollout.worker import RolloutWorker
 from roll.run.ledger import Transition
 
@@ -86,8 +82,7 @@ class RolloutPool:
         self._loads = [0] * len(workers)
         """Samples that are with each worker."""
         self._leases = [0] * len(workers)
-        self._homes: dict[str, tuple[int, str]] = {}
-        """Worker and lease of every sample whose tokens are kept."""
+        self.tokens = Tokens(workers, self._inside)
         self._lines = [self._line(worker) for worker in range(len(workers))]
         self._seating: set[asyncio.Task[None]] = set()
         self.engine_trouble: Callable[[int, str], None] = lambda engine, reason: None
@@ -144,8 +139,8 @@ class RolloutPool:
         )
         for sample in samples:
             self._by_sample[sample.id] = out
-            self._homes[sample.id] = (worker, name)
             sample.oldest = self.version
+        self.tokens.at_home(samples, worker, name)
         self._loads[worker] += len(samples)
         self._leases[worker] += 1
         first = samples[0]
@@ -158,19 +153,20 @@ class RolloutPool:
             tuple(out.samples),
             self.version,
             first.tries,
+            next((sample.id for sample in samples if sample.greedy), None),
         )
         try:
             self._lines[worker].post(lease)
             # waits: every stage of a sample has a deadline, and a lost worker ends it
             await done
         except asyncio.CancelledError:
-            self._unhome(samples)
+            self.tokens.gone(samples)
             if not self._lines[worker].take_back(lease):
                 await self._lines[worker].arrived()
                 await self._tell(worker, [name])
             raise
         except BaseException:
-            self._unhome(samples)
+            self.tokens.gone(samples)
             raise
         finally:
             self._loads[worker] -= len(samples)
@@ -183,10 +179,6 @@ class RolloutPool:
     async def _tell(self, worker: int, keys: list[str]) -> None:
         with suppress(RemoteError):  # then what it held is gone with it
             await self._workers.call_rank(worker, RolloutWorker.cancel, keys)
-
-    def _unhome(self, samples: Sequence[Sample]) -> None:
-        for sample in samples:
-            self._homes.pop(sample.id, None)
 
     async def _least_loaded(self) -> int:
         async with asyncio.timeout(self._deadline_s):
@@ -227,7 +219,7 @@ class RolloutPool:
         self._inside.discard(worker)
         if not self._inside:
             self._joined.clear()
-        self._homes = {sample: home for sample, home in self._homes.items() if home[0] != worker}
+        self.tokens.lost(worker)
         self._fail(worker, WorkerLost(reason))
 
     def joined(self, worker: int) -> None:
@@ -254,67 +246,9 @@ class RolloutPool:
 
     def let_go(self, samples: Sequence[Sample]) -> None:
         """The tokens of these samples are not needed: they start anew."""
-        task = asyncio.create_task(self.forget(samples))
+        task = asyncio.create_task(self.tokens.forget(samples))
         self._seating.add(task)
         task.add_done_callback(self._seating.discard)
-
-    def home_of(self, sample: Sample) -> int | None:
-        """The worker that has a sample's tokens; None if they are lost, or nowhere yet."""
-        home = self._homes.get(sample.id)
-        return None if home is None else home[0]
-
-    # Tokens
-
-    async def batch(self, samples: Sequence[Sample], mask_below: int = 0) -> Batch:
-        """A batch of scored samples, in this order; tokens of versions before `mask_below` are not trained on. Their
-        tokens stay where they are."""
-        lengths = np.array([sample.tokens for sample in samples], np.int64)
-        homes = np.array([self._homes[sample.id][0] for sample in samples], np.int64)
-        which, starts = np.zeros(len(samples), np.int64), np.zeros(len(samples), np.int64)
-        asked: list[tuple[int, list[list[str]]]] = []
-        count = 0
-        for worker in np.unique(homes).tolist():
-            own = np.flatnonzero(homes == worker)
-            members = [own[block] for block in cut_into_blocks(lengths[own])]
-            for block in members:
-                which[block], starts[block] = count, np.cumsum(lengths[block]) - lengths[block]
-                count += 1
-            asked.append((worker, [[samples[i].id for i in block] for block in members]))
-        calls = (self._workers.call_rank(worker, RolloutWorker.columns, names, mask_below) for worker, names in asked)
-        blocks = [block for found in await asyncio.gather(*calls) for block in found]
-        return Batch.from_blocks(samples, lengths, blocks, which, starts)
-
-    async def texts(self, samples: Sequence[Sample]) -> list[str]:
-        """What these samples' responses say: for a few of them, since it brings the text here."""
-        homes = [self._homes[sample.id][0] for sample in samples]
-        calls = (
-            self._workers.call_rank(home, RolloutWorker.texts, [sample.id])
-            for home, sample in zip(homes, samples, strict=True)
-        )
-        return [text for (text,) in await asyncio.gather(*calls)]
-
-    async def write(self, step: int, samples: Sequence[Sample]) -> None:
-        """Has the workers write the samples of a step into the run's folder."""
-        parts: dict[int, list[Fate]] = {worker: [] for worker in self._inside}
-        for sample in samples:
-            home = self.home_of(sample)
-            if home in parts:
-                parts[home].append(Fate(sample.id, sample.state, sample.reason))
-        calls = (self._workers.call_rank(worker, RolloutWorker.write, step, fates) for worker, fates in parts.items())
-        _raise_all_but_remote(await asyncio.gather(*calls, return_exceptions=True))
-
-    async def forget(self, samples: Sequence[Sample] | None = None) -> None:
-        """Lets the workers drop the tokens of these samples, or of all."""
-        keys: dict[int, set[str]] = defaultdict(set)
-        for sample in list(self._homes) if samples is None else [sample.id for sample in samples]:
-            if (home := self._homes.pop(sample, None)) is not None:  # else its lease was cancelled
-                keys[home[0]].add(home[1])
-        calls = [
-            self._workers.call_rank(worker, RolloutWorker.forget, sorted(some))
-            for worker, some in keys.items()
-            if worker in self._inside
-        ]
-        _raise_all_but_remote(await asyncio.gather(*calls, return_exceptions=True))
 
     # What workers say
 
@@ -443,9 +377,3 @@ class RolloutPool:
         for out in self._out.values():
             if out.worker == worker and not out.done.done():
                 out.done.set_exception(error)
-
-
-def _raise_all_but_remote(results: Sequence[object]) -> None:
-    for result in results:
-        if isinstance(result, BaseException) and not isinstance(result, RemoteError):
-            raise result

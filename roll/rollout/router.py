@@ -21,6 +21,8 @@ from roll.config.errors import RunError
 
 _KV_MARGIN = 0.95
 """Share of an engine's cache that is planned for: lengths are only expected."""
+_DRIFT = 0.1
+"""By what share the lengths seen may differ from the one planned with: changing it means to compare all engines anew."""
 
 
 @dataclass(eq=False)
@@ -67,7 +69,8 @@ class Router:
         self._deadline_s = deadline_s
         self._max_running = max_running
         self._kv_tokens = kv_tokens
-        self._expected = expected_tokens
+        self._seen = self._expected = expected_tokens
+        """Tokens of the latest samples, and what is planned with for all engines alike."""
         self._waiting: list[_Want] = []
         self._order = 0
         self._held: set[str] = set()
@@ -130,8 +133,11 @@ class Router:
 
     def learn(self, tokens: int) -> None:
         """A sample ended with so many tokens in all: later ones are expected to need as many as the latest did."""
-        self._expected += (tokens - self._expected) * 0.01
-        self._settle()
+        self._seen += (tokens - self._seen) * 0.01
+        if abs(self._seen - self._expected) > _DRIFT * self._expected:
+            self._expected = self._seen
+            self._rebuild()
+            self._settle()
 
     def report(self, engine: int, cached_tokens: int) -> None:
         """What an engine says of its cache."""

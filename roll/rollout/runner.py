@@ -43,10 +43,10 @@ _WAIT_S = (0.1, 5.0)
 
 
 class _Over(Exception):
-    """The sample ends as failed. `again`: it was a worker's fault, so that it may start anew; `kill`: it took a worker
-    along."""
+    """The sample ends as failed. `again`: it was a worker's fault, so that it may start anew; `kill`: its part in the end
+    of a worker, 1 if nothing else can have been the cause."""
 
-    def __init__(self, reason: str, *, again: bool = False, kill: bool = False) -> None:
+    def __init__(self, reason: str, *, again: bool = False, kill: float = 0.0) -> None:
         super().__init__(reason)
         self.reason = reason
         self.again = again
@@ -130,7 +130,7 @@ class SampleRunner:
         response = await self._respond(sample, conversation, siblings)
         self._scoring(sample, response)
         sample.reward, sample.parts = await self._verdict(sample, response)
-        self._lifecycle.move(sample, "scored", reward=sample.reward)
+        self._scored(sample)
 
     def _open(self, sample: Sample, messages: Sequence[Message]) -> Conversation:
         try:
@@ -227,7 +227,7 @@ class SampleRunner:
                 "grader",
             )
         except ScoreFailure as failure:
-            raise _Over(f"reward {failure}", kill=failure.kind in ("deadline", "crashed")) from None
+            raise _Over(f"reward {failure}", kill=float(failure.kind in ("deadline", "crashed"))) from None
         return verdict.reward, verdict.parts
 
     async def _episode(self, sample: Sample, siblings: Sequence[Sample]) -> None:
@@ -265,7 +265,12 @@ class SampleRunner:
     def _finish_episode(self, sample: Sample, response: Response) -> None:
         self._scoring(sample, response)
         sample.parts = {"turns": float(sample.turns)}
-        self._lifecycle.move(sample, "scored", reward=sample.reward)
+        self._scored(sample)
+
+    def _scored(self, sample: Sample) -> None:
+        """On record a greedy answer's reward is not called one: what is counted there is what training samples earn."""
+        info: dict[str, Any] = {"baseline" if sample.greedy else "reward": sample.reward}
+        self._lifecycle.move(sample, "scored", **info)
 
     async def _acting(self, call: Awaitable[R]) -> R:
         try:
@@ -273,7 +278,8 @@ class SampleRunner:
             return await call
         except EnvFailure as failure:
             culprit = failure.kind in ("deadline", "crashed")
-            raise _Over(f"environment {failure}", again=culprit or failure.kind == "lost", kill=culprit) from None
+            again, kill = culprit or failure.kind == "lost", culprit / failure.suspects
+            raise _Over(f"environment {failure}", again=again, kill=kill) from None
         except RemoteError as error:  # its episodes died with it
             await asyncio.sleep(_WAIT_S[0])
             raise _Over(f"environment worker died: {error.worker}", again=True) from None

@@ -14,69 +14,36 @@ What always holds:
   With 4 groups wanted and groups 1 and 4 without signal: 0 1 2 3 are issued, 4 replaces 1, 5 replaces 4, and the batch is
   0 2 3 5.
 - Every task that was drawn is trained on, dropped with a reason, or drawn again.
+- *Greedy baseline*: each group has one sample more than its size, drawn at temperature 0. Its reward is the `baseline` of
+  those that are trained on; without it the group is of no use. It is dropped, on record, when they are trained on.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from roll.cluster.errors import RemoteError
 from roll.config.errors import RunError
 from roll.config.schema import RolloutConfig
-from roll.data.batch import Batch
 from roll.data.sample import Group, Sample
 from roll.data.task import Task
 from roll.rollout.books import Books
+from roll.rollout.buffer import groups_by_part, samples_by_part, saved, unfinished
+from roll.rollout.carriers import Carriers
+from roll.rollout.closing import Closing
 from roll.rollout.filters import Filter
 from roll.rollout.lifecycle import ENDS, Lifecycle
 from roll.rollout.messages import Stop
 from roll.rollout.order import Draw, StepShape, TaskOrder
+from roll.rollout.policy import AskedPolicy, Control, Policy
 from roll.rollout.pool import RolloutPool
+from roll.rollout.step import Rollout, Tally, baselines, kind_of, refuse_total_failure, too_few
 
 MOST_SKIPS = 100_000
 """Draws in a row that may be skipped."""
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """What one step's rollout gave: the batch (None if no group was kept), all groups that ended since the last one, and
-    why some were dropped."""
-
-    batch: Batch | None
-    kept: list[Group]
-    groups: list[Group]
-    dropped: dict[str, int]
-    version: int = 0
-    """Of the weights it will be trained at."""
-    length_bias: float = 0.0
-    """By how much its responses are longer than all so far, as a share: below 0 where short ones are taken first."""
-
-    @property
-    def samples(self) -> list[Sample]:
-        return [sample for group in self.groups for sample in group.samples]
-
-    @property
-    def trained(self) -> list[Sample]:
-        """The samples of the batch."""
-        return [sample for group in self.kept for sample in group.samples if sample.state in ("kept", "trained")]
-
-    @property
-    def ages(self) -> list[int]:
-        """Versions each sample of the batch is behind, by its oldest token."""
-        return [self.version - sample.oldest for sample in self.trained if sample.oldest is not None]
-
-
-@dataclass
-class _Tally:
-    """What happened since the last step was closed."""
-
-    ended: list[Group] = field(default_factory=list)
-    reasons: Counter[str] = field(default_factory=Counter)
-    rejected: int = 0
 
 
 class RolloutScheduler:
@@ -88,30 +55,30 @@ class RolloutScheduler:
         config: RolloutConfig,
         keep: Filter,
         *,
+        policy: Policy | None = None,
         version: int = 0,
         siblings_needed: int = 2,
+        greedy_baseline: bool = False,
     ) -> None:
         """`siblings_needed`: how many samples of a group must have been judged for it to be of use: two where they are
-        compared with each other, else one."""
+        compared with each other, else one. `greedy_baseline`: groups have a greedy answer that they are compared with."""
         self._order = order
         self._pool = pool
         self._lifecycle = lifecycle
         self._config = config
         self._filter = keep
         self._needed = siblings_needed
+        self._greedy_baseline = greedy_baseline
         self._version = pool.version = version
         self._books = Books()
-        self._tally = _Tally()
+        self._tally = Tally()
         self._shape = StepShape()
+        self._policy = AskedPolicy(policy, config.policy, Control(self, self._closing))
         self._stepping = False
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        """The coroutine of each open group."""
-        self._leaving: set[asyncio.Task[None]] = set()
-        """Coroutines of groups that were abandoned, as long as their workers are being told."""
-        self._closed = False
+        self._carriers = Carriers(self._carry, self._judge, self._over)
         self._changed = asyncio.Event()
         self._error: Exception | None = None
-        self._kills: Counter[str] = Counter()
+        self._kills: dict[str, float] = {}
         """Workers that the samples of a task have killed or hung."""
         self._lengths = [0, 0]
         """Samples judged so far, and their response tokens."""
@@ -127,6 +94,7 @@ class RolloutScheduler:
         try:
             while True:
                 self._fill()
+                self._policy.look()
                 chosen = await self._chosen()
                 rollout = await self._taken(chosen)
                 if rollout is not None:
@@ -138,27 +106,32 @@ class RolloutScheduler:
             self._stepping = False
 
     async def finish(self) -> None:
-        """The run stops here: what is under way is dropped on record, and comes again if the run goes on some day."""
-        for group in self._books.waiting:
+        """The run stops here, after its last checkpoint: what is under way is dropped on record, which is taken back by
+        whoever goes on from the checkpoint."""
+        for group in sorted(self._books.waiting, key=lambda group: group.index):
             self._drop(group, "ended: the run stopped before it was trained on")
             if group.epoch >= 0:
                 self._order.give_back(group.task, group.epoch)
         await self.close()
 
     async def close(self) -> None:
-        """Ends everything that is under way, for good: whatever dies from now on, nothing starts again."""
-        self._closed = True
-        for group in self.open_groups:
-            self._abandon(group)
-        # waits: they were cancelled
-        await asyncio.gather(*self._leaving, return_exceptions=True)
-        await self._pool.forget()
+        """Ends everything that is under way, for good, and lets go of all tokens."""
+        await self.halt()
+        await self._pool.tokens.forget()
+
+    async def halt(self) -> None:
+        """Nothing is generated from now on, whatever dies: what is open stays as it is, what is ready can be saved."""
+        await self._carriers.halt(self.open_groups)
 
     def trained(self, rollout: Rollout, version: int) -> None:
         """The weights of `version` have been trained on it."""
         for sample in rollout.trained:
             self._lifecycle.move(sample, "trained", version=version)
+        for group in rollout.kept:
+            if group.baseline is not None:
+                self._lifecycle.move(group.baseline, "dropped", "baseline: not trained on")
         self._books.trained(rollout.kept)
+        self._fill()
 
     def give_back(self, rollout: Rollout, reason: str) -> None:
         """Its tokens were lost before it was trained on: its groups run again."""
@@ -169,23 +142,30 @@ class RolloutScheduler:
     def before_publish(self, version: int) -> None:
         """Once the engines serve `version`, nothing older than it allows will be trained on: what would be is dropped,
         unless its old tokens are to be masked."""
-        limit = version - self._config.max_staleness
         for group in self._books.waiting:
-            oldest = group.oldest
-            if oldest is None or oldest >= limit:
-                continue
-            newest = max((s.newest for s in group.scored if s.newest is not None), default=version)
-            if self._config.stale != "mask" or newest < limit:
-                self._drop(group, f"stale: {version - oldest} versions old at version {version}")
+            if stale := self._stale(group, version):
+                self._drop(group, stale)
+
+    def _stale(self, group: Group, version: int) -> str:
+        """Why a group is too old to be trained on at a version; empty if it is not. How new the last tokens are is known
+        when the group is finished."""
+        limit, oldest = version - self._config.max_staleness, group.oldest
+        if oldest is None or oldest >= limit:
+            return ""
+        newest = max((s.newest for s in group.scored if s.newest is not None), default=version)
+        if self._config.stale == "mask" and newest >= limit:
+            return ""
+        return f"stale: {version - oldest} versions old at version {version}"
 
     def published(self, version: int) -> None:
         self._version = self._pool.version = version
+        self.before_publish(version)  # again, for what began while the weights were on their way
         self._fill()
 
     def worker_lost(self, worker: int, reason: str) -> None:
         """A rollout worker died: finished groups whose tokens it had run again. Running ones the pool starts anew."""
         for group in list(self._books.ready.values()):
-            if any(self._pool.home_of(sample) in (worker, None) for sample in group.scored):
+            if any(self._pool.tokens.home_of(sample) in (worker, None) for sample in group.scored):
                 self._run_again(group, reason)
 
     # Interfering
@@ -202,7 +182,7 @@ class RolloutScheduler:
         self._fill()
 
     def _drop(self, group: Group, reason: str) -> None:
-        self._abandon(group)
+        self._carriers.abandon(group)
         self._books.drop(group)
         self._record_end(group, reason)
         self._changed.set()
@@ -225,7 +205,7 @@ class RolloutScheduler:
         for sample in group.samples:
             sample.priority = priority
         if group.index in self._books.open and not self._pool.has(str(group.index)):
-            self._start(group, after=self._abandon(group))
+            self._carriers.start(group, after=self._carriers.abandon(group))
 
     @property
     def open_groups(self) -> list[Group]:
@@ -235,29 +215,38 @@ class RolloutScheduler:
     # What a checkpoint needs
 
     def state(self) -> dict[str, Any]:
-        """All that is needed to go on, as JSON. Groups under way are issued again after a restart."""
-        waiting = sorted([*self._books.waiting, *self._books.taken.values()], key=lambda group: group.index)
+        """All that is needed to go on, as JSON, but the tokens of `ready` groups, which `save` writes. Those of which
+        something is missing, `open`, are issued again."""
         return {
             "order": self._order.state(),
             "next_group": self.next_group,
             "kills": dict(self._kills),
             "lengths": list(self._lengths),
-            "open": [
-                {"task": g.task.id, "epoch": g.epoch, "samples": [s.id for s in g.samples if s.state not in ENDS]}
-                for g in waiting
-            ],
+            **saved(self._books, self._pool.tokens.home_of),
         }
 
-    def restore(self, state: dict[str, Any], tasks: Sequence[Task]) -> None:
+    async def save(self, folder: Path, state: dict[str, Any]) -> None:
+        """Writes the tokens of what was ready when `state` was taken, a moment ago, into a checkpoint's folder."""
+        await self._pool.tokens.save(folder, samples_by_part(state))
+
+    async def restore(self, state: dict[str, Any], tasks: Sequence[Task], folder: Path | None = None) -> None:
+        """Goes on from a state and the checkpoint's folder. Groups whose tokens are not there, or whose task is none of
+        these, are closed; those that the order knows are issued again."""
         by_id = {task.id: task for task in tasks}
         self._order.restore(state["order"])
         self.next_group = state["next_group"]
-        self._kills = Counter(state["kills"])
+        self._kills = dict(state["kills"])
         self._lengths = list(state["lengths"])
-        for group in state["open"]:
-            self._lifecycle.close_unfinished(group["samples"], "resumed: its group is issued again")
-            if group["epoch"] >= 0:
-                self._order.give_back(by_id[group["task"]], group["epoch"])
+        parts = groups_by_part(state, by_id)
+        if folder is not None:
+            await self._pool.tokens.load(folder, parts)
+        for group in (group for groups in parts.values() for group in groups):
+            if all(self._pool.tokens.home_of(sample) is not None for sample in group.scored):
+                self._books.put_back(group)
+        for lost in unfinished(state, self._books.ready):
+            self._lifecycle.close_unfinished(lost.samples, "resumed: its group is issued again")
+            if lost.epoch >= 0:
+                self._order.give_back(by_id[lost.task], lost.epoch)
 
     # Issuing
 
@@ -293,14 +282,16 @@ class RolloutScheduler:
             Sample(f"{index}.{i}", draw.task, index, config.temperature, priority=priority)
             for i in range(config.group_size)
         ]
+        if self._greedy_baseline:
+            samples.append(Sample(f"{index}.{config.group_size}", draw.task, index, 0.0, priority=priority, greedy=True))
         group = Group(index, draw.task, samples, draw.epoch, priority, self._version)
         said: dict[str, Any] = {"task": draw.task.id, "group": index, "domain": draw.task.domain}
         if priority:
             said["priority"] = priority
         for sample in samples:
-            self._lifecycle.move(sample, "queued", **said)
+            self._lifecycle.move(sample, "queued", **({**said, "greedy": True} if sample.greedy else said))
         self._books.issue(group)
-        self._start(group)
+        self._carriers.start(group)
         return group
 
     def _skip(self, draw: Draw, reason: str) -> None:
@@ -310,40 +301,19 @@ class RolloutScheduler:
         sample = Sample(f"{index}.0", draw.task, index, self._config.temperature)
         self._lifecycle.move(sample, "queued", task=draw.task.id, group=index, domain=draw.task.domain)
         self._lifecycle.move(sample, "dropped", reason)
-        self._tally.reasons[_kind(reason)] += 1
+        self._tally.count(reason)
 
     def _quarantine(self, task: Task) -> str:
-        kills = self._kills[task.id] if self._kills else 0
-        return f"quarantined: it has killed or hung {kills} workers" if kills >= self._config.quarantine_after else ""
+        kills, most = self._kills.get(task.id, 0.0), self._config.quarantine_after
+        return f"quarantined: it has killed or hung {kills:g} workers" if kills >= most - 1e-6 else ""
 
-    def _start(self, group: Group, after: asyncio.Task[None] | None = None) -> None:
-        if not self._closed:
-            self._tasks[group.index] = asyncio.create_task(self._run(group, after))
+    async def _carry(self, group: Group) -> None:
+        samples = [sample for sample in group.samples if sample.state == "queued"]
+        await self._pool.run(str(group.index), samples, self._lifecycle, priority=group.priority, order=group.index)
 
-    async def _run(self, group: Group, after: asyncio.Task[None] | None) -> None:
-        me = asyncio.current_task()
-        try:
-            if after is not None:
-                await asyncio.wait([after])  # waits: it was cancelled
-            samples = [sample for sample in group.samples if sample.state == "queued"]
-            await self._pool.run(str(group.index), samples, self._lifecycle, priority=group.priority, order=group.index)
-            if self._books.open.get(group.index) is group and self._tasks.get(group.index) is me:
-                self._judge(group)
-        except Exception as error:
-            self._error = self._error or error
-        finally:
-            if self._tasks.get(group.index) is me:
-                del self._tasks[group.index]
-            self._changed.set()
-
-    def _abandon(self, group: Group) -> asyncio.Task[None] | None:
-        """Ends what runs of a group; the task that ends."""
-        task = self._tasks.pop(group.index, None)
-        if task is not None:
-            task.cancel()
-            self._leaving.add(task)
-            task.add_done_callback(self._leaving.discard)
-        return task
+    def _over(self, error: Exception | None) -> None:
+        self._error = self._error or error
+        self._changed.set()
 
     def _run_again(self, group: Group, reason: str) -> None:
         group.version = self._version
@@ -351,7 +321,7 @@ class RolloutScheduler:
         lost = [sample for sample in group.samples if sample.state != "dropped"]
         self._pool.let_go(lost)
         if self._pool.start_anew(lost, self._lifecycle, reason):
-            self._start(group)
+            self._carriers.start(group)
         else:
             self._books.drop(group)
             self._record_end(group, reason)
@@ -362,27 +332,39 @@ class RolloutScheduler:
     def _judge(self, group: Group) -> None:
         """Keeps a group whose samples are all judged, or drops it and issues another."""
         scored = group.scored
-        self._kills.update({group.task.id: kills} if (kills := sum(s.kills for s in group.samples)) else {})
+        if kills := sum(sample.kills for sample in group.samples):
+            self._kills[group.task.id] = self._kills.get(group.task.id, 0.0) + kills
         self._order.judged(group.task, [s.reward for s in scored], [s.response_tokens for s in scored])
         self._lengths[0] += len(scored)
         self._lengths[1] += sum(sample.response_tokens for sample in scored)
-        reason = self._filter(group) if len(scored) >= self._needed else _too_few(self._needed)
-        if reason is None:
+        reason = self._reason_to_drop(group)
+        stale = self._stale(group, self._version) if self._config.stale == "mask" else ""
+        if reason is None and not stale:
             self._books.finish(group)
-            return
-        self._books.drop(group)
-        self._record_end(group, reason)
-        self._tally.rejected += 1
-        self._fill()
+        else:
+            self._books.drop(group)
+            self._record_end(group, reason or stale)
+            self._tally.rejected += reason is not None
+            self._fill()
+        self._policy.judged(group)
+
+    def _reason_to_drop(self, group: Group) -> str | None:
+        if len(group.scored) < self._needed:
+            return too_few(self._needed)
+        if group.baseline is not None and group.baseline.state != "scored":
+            return "no baseline: the greedy answer could not be judged"
+        return self._filter(group)
 
     def _record_end(self, group: Group, reason: str) -> None:
         for sample in group.samples:
             if sample.state not in ENDS:
                 self._lifecycle.move(sample, "dropped", reason)
-        self._tally.ended.append(group)
-        self._tally.reasons[_kind(reason)] += 1
+        self._tally.end(group, reason)
 
     # Closing
+
+    def _closing(self) -> Closing:
+        return Closing(self._books, self._config, self._shape, self._version)
 
     async def _chosen(self) -> list[Group]:
         """The groups of the step, once it can be closed."""
@@ -391,9 +373,10 @@ class RolloutScheduler:
         while True:
             if self._error is not None:
                 raise self._error
-            late = self._waits_for_late()
-            if not self._books.open or (self._enough() and not late):
-                return self._pick()
+            step = self._closing()
+            late = step.waits_for_late()
+            if not self._books.open or (step.enough() and not late):
+                return step.pick()
             left_s = None
             if late and len(self._books.ready) >= self._config.groups_per_step:
                 late_s = late_s or clock.time()
@@ -406,37 +389,19 @@ class RolloutScheduler:
     async def _news(self, limit_s: float | None) -> None:
         """Returns when a group has ended, or after a while. What a group waits for has deadlines of its own."""
         self._changed.clear()
+        look_s = self._policy.left_s
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(min((s for s in (limit_s, look_s) if s is not None), default=None)):
                 await self._changed.wait()
         except TimeoutError:
             pass
-
-    def _waits_for_late(self) -> bool:
-        """Whether an open group must be of this step, because it will be too old for the next."""
-        if not self._config.max_staleness or self._config.stale != "wait":
-            return False
-        oldest = self._books.oldest_open_version
-        return oldest is not None and oldest <= self._version - self._config.max_staleness
+        if self._policy.left_s == 0:
+            self._policy.look()
 
     def _drop_late(self) -> None:
-        limit = self._version - self._config.max_staleness
-        for group in list(self._books.open.values()):
-            if group.version <= limit:
-                self._drop(group, f"stale: not finished {self._config.stale_wait_s:g} s after its step was due")
+        for group in self._closing().late():
+            self._drop(group, f"stale: not finished {self._config.stale_wait_s:g} s after its step was due")
         self._fill()
-
-    def _enough(self) -> bool:
-        wanted = self._config.groups_per_step
-        waits = self._shape.cut == "in_order" and (self._config.stale == "wait" or not self._config.max_staleness)
-        return (self._books.ready_before_any_open() if waits else len(self._books.ready)) >= wanted
-
-    def _pick(self) -> list[Group]:
-        """Those that would get too old first, then by the step's cut."""
-        groups = self._books.oldest_ready() if self._shape.cut == "in_order" else list(self._books.ready.values())
-        limit = self._version - self._config.max_staleness
-        groups.sort(key=lambda group: (old := group.oldest) is not None and old > limit)
-        return sorted(groups[: self._config.groups_per_step], key=lambda group: group.index)
 
     async def _taken(self, chosen: list[Group]) -> Rollout | None:
         """The step's rollout; None if tokens were lost meanwhile, so that some groups run again."""
@@ -444,18 +409,20 @@ class RolloutScheduler:
         samples = [sample for group in chosen for sample in group.scored]
         mask_below = self._version - self._config.max_staleness if self._config.stale == "mask" else 0
         try:
-            batch = await self._pool.batch(samples, mask_below) if samples else None
+            batch = await self._pool.tokens.batch(samples, mask_below) if samples else None
         except (RemoteError, KeyError) as error:
             for group in chosen:
-                self._run_again(group, f"tokens lost: {_kind(str(error))}")
+                self._run_again(group, f"tokens lost: {kind_of(str(error))}")
             return None
+        if batch is not None and self._greedy_baseline:
+            batch = batch.with_columns(baseline=baselines(chosen))
         for sample in samples:
             self._lifecycle.move(sample, "kept")
         if not self._config.max_staleness:
             self._cut_the_rest()
-        tally, self._tally = self._tally, _Tally()
+        tally, self._tally = self._tally, Tally()
         ended = sorted([*tally.ended, *chosen], key=lambda group: group.index)
-        self._refuse_total_failure(ended)
+        refuse_total_failure(ended)
         return Rollout(batch, chosen, ended, dict(tally.reasons), self._version, self._bias(samples))
 
     def _cut_the_rest(self) -> None:
@@ -471,27 +438,3 @@ class RolloutScheduler:
         if not samples or not tokens:
             return 0.0
         return sum(sample.response_tokens for sample in samples) / len(samples) / (tokens / count) - 1
-
-    def _refuse_total_failure(self, groups: list[Group]) -> None:
-        samples = [sample for group in groups for sample in group.samples]
-        reasons = [sample.reason for sample in samples if sample.state == "failed"]
-        if len(reasons) < len(samples) or not samples:
-            return
-        commonest = max(set(reasons), key=reasons.count)
-        raise RunError(
-            f"all {len(samples)} samples of the step failed, so there is nothing to train on; "
-            f"the reason of {reasons.count(commonest)} of them: {commonest}"
-        )
-
-
-def _too_few(needed: int) -> str:
-    if needed == 1:
-        return "no sample could be judged"
-    return f"fewer than {'two' if needed == 2 else needed} samples could be judged"
-
-
-def _kind(reason: str) -> str:
-    """A reason without what differs from group to group."""
-    return (
-        reason.partition(":")[0] if reason.startswith(("stale", "mean reward", "solve rate", "quarantined")) else reason
-    )

@@ -22,10 +22,11 @@ from roll.data.columns import Block
 from roll.data.sample import Sample
 from roll.model.chat import ChatRenderer
 from roll.model.loading import find_model, load_tokenizer, stop_ids_of
+from roll.rollout.buffer import read_part, write_part
 from roll.rollout.door import EngineDoor
 from roll.rollout.early_end import make_early_end
 from roll.rollout.lifecycle import Lifecycle
-from roll.rollout.messages import Fate, Lease, Order, Outcome, Report, Seat, Stop
+from roll.rollout.messages import Buffered, Fate, Lease, Order, Outcome, Report, Seat, Stop
 from roll.rollout.runner import Helpers, SampleRunner, run_all
 from roll.rollout.seats import Seats
 from roll.run import RunFolder, Transition, write_samples
@@ -43,9 +44,9 @@ GATHER_S = 0.25
 
 @dataclass
 class _Held:
-    """A lease, its samples and their runner."""
+    """A lease by its key, its samples and their runner; none of a lease that a checkpoint held."""
 
-    lease: Lease
+    key: str
     samples: list[Sample]
     running: asyncio.Task[None] | None = None
     dropped: dict[str, str] = field(default_factory=dict)
@@ -147,7 +148,10 @@ class RolloutWorker(Worker):
             Sample(id, task, group, lease.temperature, state="queued", tries=lease.tries, entered_s=now)
             for id in lease.samples
         ]
-        held = self._held[lease.key] = _Held(lease, samples)
+        for sample in samples:
+            if sample.id == lease.greedy:
+                sample.greedy, sample.temperature = True, 0.0
+        held = self._held[lease.key] = _Held(lease.key, samples)
         for sample in samples:
             self._home[sample.id] = sample
             self._seats.give(Seat(sample.id, lease.engine, lease.version))
@@ -241,6 +245,23 @@ class RolloutWorker(Worker):
         write_samples(self._run, step, (_row(self._home[fate.sample], fate) for fate in here), part=self._part)
 
     @parallel(Dispatch.ONE)
+    def save(self, folder: Path, samples: Sequence[str]) -> None:
+        """Writes samples with their tokens into a checkpoint's folder; this worker's number names the part."""
+        write_part(folder, self.place.rank, [self._home[sample] for sample in samples if sample in self._home])
+
+    @parallel(Dispatch.ONE)
+    def load(self, folder: Path, part: int, groups: Sequence[Buffered]) -> list[str]:
+        """Takes finished groups from a part of a checkpoint; returns the leases of those that are there whole."""
+        found: dict[int, list[Sample]] = {group.group: [] for group in groups}
+        for sample in read_part(folder, part, {group.group: group.task for group in groups}):
+            found[sample.group].append(sample)
+        whole = [group for group in groups if {*group.scored} <= {sample.id for sample in found[group.group]}]
+        for group in whole:
+            self._held[group.lease] = _Held(group.lease, found[group.group])
+            self._home.update((sample.id, sample) for sample in found[group.group])
+        return [group.lease for group in whole]
+
+    @parallel(Dispatch.ONE)
     def forget(self, keys: Sequence[str]) -> None:
         gone = {key: held for key in keys if (held := self._held.pop(key, None)) is not None}
         samples = {sample.id for held in gone.values() for sample in held.samples}
@@ -260,7 +281,7 @@ class RolloutWorker(Worker):
             self._outbox.news.set()
         else:
             self._outbox.report.outcomes.extend(map(_outcome, held.samples))
-            self._outbox.report.done.append(held.lease.key)
+            self._outbox.report.done.append(held.key)
             self._outbox.news.set()
         self._outbox.urgent.set()
 

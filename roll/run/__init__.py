@@ -7,7 +7,7 @@ they are written aside and renamed.
 """
 
 from roll.run.checkpoint import Checkpoint, Checkpoints
-from roll.run.curve import draw_curve
+from roll.run.curve import Panel, draw_curve
 from roll.run.files import atomic_open, atomic_write, to_json
 from roll.run.folder import RunFolder
 from roll.run.ledger import ROLLED_BACK, Ledger, Transition
@@ -22,6 +22,7 @@ __all__ = [
     "Ledger",
     "LedgerIndex",
     "Metrics",
+    "Panel",
     "RunFolder",
     "Transition",
     "atomic_open",

@@ -1,7 +1,9 @@
-"""The reward curve of a run as a picture: what it learned on the left, how long its answers are on the right."""
+"""The curve of a run as a picture: what it learned on the left, what else changed on the right."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,29 +12,30 @@ from roll.run.files import atomic_open
 _BLUE, _ORANGE, _GREEN, _INK = "#2f6fde", "#e8710a", "#2a9d74", "#3c4043"
 
 
-def draw_curve(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Draw reward, held-out accuracy and answer length over steps as a PNG; what the metrics lack is left out."""
+@dataclass(frozen=True)
+class Panel:
+    """A metric of every step as a line, and one that is measured now and then as dots. Either may be left out."""
+
+    title: str
+    line: str = ""
+    line_label: str = ""
+    dots: str = ""
+    dots_label: str = ""
+
+
+def draw_curve(metrics: list[dict[str, Any]], path: Path, title: str, panels: Sequence[Panel]) -> None:
+    """Draw two panels over steps as a PNG; what the metrics lack is left out."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08, wspace=0.04)
     figure = Figure(figsize=(9, 3.6), dpi=150, layout=layout)
-    learning, length = figure.subplots(1, 2, width_ratios=(3, 2))
     figure.suptitle(title, fontsize=11, fontweight="bold", color=_INK)
-
-    _draw_steps(learning, *series(metrics, "reward/mean"), color=_BLUE, label="training reward")
-    steps, accuracy = series(metrics, "eval/accuracy")
-    if steps:
-        learning.plot(
-            steps, accuracy, color=_ORANGE, linewidth=1.2, linestyle=(0, (4, 2)), marker="o", markersize=5.5,
-            markeredgecolor="white", markeredgewidth=0.8, label="held-out accuracy", zorder=3,
-        )  # fmt: skip
-    _finish(learning, "reward and accuracy", legend=True)
-
-    _draw_steps(length, *series(metrics, "response/tokens_mean"), color=_GREEN, label="")
-    _finish(length, "answer length (tokens)", legend=False)
-
+    for panel, axes, color in zip(panels, figure.subplots(1, 2, width_ratios=(3, 2)), (_BLUE, _GREEN), strict=True):
+        _draw_steps(axes, *series(metrics, panel.line), color=color, label=panel.line_label)
+        _draw_dots(axes, *series(metrics, panel.dots), label=panel.dots_label)
+        _finish(axes, panel.title, legend=bool(panel.line_label))
     with atomic_open(path) as file:
         FigureCanvasAgg(figure).print_png(file)
 
@@ -59,6 +62,15 @@ def _draw_steps(axes: Any, steps: list[int], values: list[float], *, color: str,
         return
     axes.plot(steps, values, color=color, linewidth=1, alpha=0.3)
     axes.plot(steps, smooth(values, max(5, len(values) // 12)), color=color, linewidth=2, label=label)
+
+
+def _draw_dots(axes: Any, steps: list[int], values: list[float], *, label: str) -> None:
+    """A value now and then."""
+    if steps:
+        axes.plot(
+            steps, values, color=_ORANGE, linewidth=1.2, linestyle=(0, (4, 2)), marker="o", markersize=5.5,
+            markeredgecolor="white", markeredgewidth=0.8, label=label, zorder=3,
+        )  # fmt: skip
 
 
 def _finish(axes: Any, quantity: str, *, legend: bool) -> None:

@@ -6,20 +6,30 @@ import shutil
 from pathlib import Path
 
 from roll.config.errors import UserError
+from roll.model.loading import holds_adapters, write_merged
 from roll.run.checkpoint import Checkpoints
 from roll.run.folder import RunFolder
 
 
-def export_model(run: Path, target: Path) -> int:
-    """Copies the newest checkpoint's model, verified, to a folder that does not exist yet; returns the step it is of."""
+def export_model(run: Path, target: Path, *, adapter: bool = False) -> int:
+    """Writes the newest checkpoint's model, verified, to a folder that does not exist yet; returns the step it is of.
+
+    Adapters are merged into the model they belong to, or with `adapter` copied as they are.
+    """
     checkpoint = Checkpoints(RunFolder.open(run)).latest()
     if checkpoint is None:
         raise UserError(f"the run in {run} has no checkpoint yet: there is nothing to export")
     if target.exists():
         raise UserError(f"{target} exists already: write another folder")
+    model = checkpoint.path / "model"
+    if adapter and not holds_adapters(model):
+        raise UserError(f"the run in {run} trained all weights and has no adapters: export it without --adapter")
     checkpoint.verify()
     aside = target.with_name(f".{target.name}.aside")
     shutil.rmtree(aside, ignore_errors=True)
-    shutil.copytree(checkpoint.path / "model", aside)
+    if holds_adapters(model) and not adapter:
+        write_merged(model, aside)
+    else:
+        shutil.copytree(model, aside)
     aside.rename(target)
     return checkpoint.step

@@ -44,3 +44,10 @@ class Shelf:
             if tensor.device.type != "cuda":
                 tensor.data = tensor.detach().to(self._device, non_blocking=True)
         torch.cuda.synchronize(self._device)
+
+    def hold(self, level: Level, weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+        """Keeps what the level says on the device; `own` is what is there beside the weights."""
+        everything = {**weights, **own}
+        kept: Mapping[str, Tensor] = {"all": everything, "weights": dict(weights), "none": {}}[level]
+        self.lay_aside({name: tensor for name, tensor in everything.items() if name not in kept})
+        self.bring_back(kept)

@@ -29,15 +29,17 @@ def digest(tensor: Tensor) -> int:
 
 @torch.no_grad()
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Each tensor's digest, by name. Devices work ahead: the sums are read after the last was asked for."""
-    longest: dict[torch.device, int] = {}
-    for tensor in tensors.values():
+    """Each tensor's digest, by name. Devices work ahead: the sums are read after the last was asked for. Each tensor is
+    asked for once and not kept."""
+    tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+    sums: dict[str, tuple[Tensor, int]] = {}
+    for name, tensor in tensors.items():
         words = min(-(-tensor.nbytes // _WORD), BLOCK_WORDS)
-        longest[tensor.device] = max(longest.get(tensor.device, 0), words)
-    weights = {device: _odd_weights(0, words, device) for device, words in longest.items()}
-    scratch = {device: torch.empty_like(table) for device, table in weights.items()}
-    sums = {n: _weighted_sum(t, weights[t.device], scratch[t.device]) for n, t in tensors.items()}
-    return {name: _finish(int(total), tensors[name].nbytes) for name, total in sums.items()}
+        if tensor.device not in tables or len(tables[tensor.device][0]) < words:
+            weights = _odd_weights(0, words, tensor.device)
+            tables[tensor.device] = weights, torch.empty_like(weights)
+        sums[name] = _weighted_sum(tensor, *tables[tensor.device]), tensor.nbytes
+    return {name: _finish(int(total), nbytes) for name, (total, nbytes) in sums.items()}
 
 
 def _weighted_sum(tensor: Tensor, weights: Tensor, scratch: Tensor) -> Tensor:

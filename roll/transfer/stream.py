@@ -45,10 +45,11 @@ class Manifest:
 
 
 class Sender:
-    """The trainer's side. The tensors must not change between `manifest` and the last `write` of a version."""
+    """The trainer's side. The tensors must not change between `manifest` and the last `write` of a version; they may be
+    made as they are asked for, since none is kept."""
 
     def __init__(self, tensors: Mapping[str, Tensor], bucket_bytes: int) -> None:
-        self._tensors = dict(tensors)
+        self._tensors = tensors
         self.layout = Layout.of(tensors, bucket_bytes)
         self._channel: Channel | None = None
         self._kind: ChannelKind | None = None
@@ -57,7 +58,7 @@ class Sender:
     def rebind(self, tensors: Mapping[str, Tensor]) -> None:
         """The same tensors, whose storage has moved."""
         self.layout.check(tensors)
-        self._tensors = dict(tensors)
+        self._tensors = tensors
 
     def let_go(self) -> None:
         """Keeps no tensor's storage alive until `rebind`."""

@@ -16,17 +16,19 @@ from roll.config.schema import Config
 from roll.data.batch import Batch
 from roll.data.columns import Array, Indices, TokenColumn
 from roll.model.loading import choose_dtype, find_model, load_model, load_tokenizer
+from roll.model.lora import Adapters
 from roll.strategy.shelf import Level
 from roll.strategy.train.base import UpdateStats
 from roll.strategy.train.single import SingleStrategy
 from roll.transfer.broadcast import BroadcastGroup
+from roll.transfer.merged import published_tensors
 from roll.transfer.stream import Sender
-from roll.transfer.weights import Weights, named_tensors
+from roll.transfer.weights import Weights
 from roll.workers.offer import SLOTS, Meeting, Offer, Path
 from roll.workers.setup import set_up_process, take_peak_bytes
 
 
-def _join_tokens(results: Sequence[TokenColumn], parts: Sequence[Indices], whole: Batch) -> TokenColumn:
+def join_tokens(results: Sequence[TokenColumn], parts: Sequence[Indices], whole: Batch) -> TokenColumn:
     return TokenColumn.joined(results, parts)
 
 
@@ -44,15 +46,22 @@ class TrainWorker(Worker):
         source = find_model(config.model.path)
         model = load_model(source, choose_dtype(config.model.dtype, place.device), config.seed).to(place.device)
         tokenizer = load_tokenizer(source, config.model)
-        self._strategy = SingleStrategy(model, tokenizer, config.train, trainable=trainable)
+        lora = config.model.lora if trainable else None
+        adapters = Adapters(model, lora, source.base(config.seed), config.seed) if lora is not None else None
+        self._strategy = SingleStrategy(model, tokenizer, config.train, trainable=trainable, adapters=adapters)
         self._bucket_bytes = config.weights.bucket_mb << 20
         self._sender: Sender | None = None
         self._group: BroadcastGroup | None = None
 
-    @parallel(Dispatch.DATA, join=_join_tokens)
+    @parallel(Dispatch.DATA, join=join_tokens)
     def log_probs(self, batch: Batch) -> TokenColumn:
         """One value a token: the log-prob of each sampled token under the current weights, 0 elsewhere."""
         return TokenColumn.flat(self._strategy.log_probs(batch), batch.offsets)
+
+    @parallel(Dispatch.DATA, join=join_tokens)
+    def base_log_probs(self, batch: Batch) -> TokenColumn:
+        """The same under the weights that the adapters began with: they are off meanwhile."""
+        return TokenColumn.flat(self._strategy.log_probs(batch, base=True), batch.offsets)
 
     @parallel(Dispatch.DATA, join=_join_samples)
     def sample_kl(self, batch: Batch, estimator: Estimator) -> Array:
@@ -72,7 +81,7 @@ class TrainWorker(Worker):
     def offer(self, version: int, path: Path) -> Offer:
         """Announces the weights as they are now; they must stay so until they were sent."""
         sender = self._sending()
-        sender.rebind(named_tensors(self._strategy.model))  # a turn elsewhere moves their storage
+        sender.rebind(published_tensors(self._strategy.model))  # a turn elsewhere moves their storage
         weights = self._strategy.weights(version)
         manifest = sender.manifest(version, weights.probe, weights.log_probs)
         return Offer(manifest, None if path == "broadcast" else sender.open(path, SLOTS))
@@ -123,7 +132,7 @@ class TrainWorker(Worker):
 
     def _sending(self) -> Sender:
         if self._sender is None:
-            self._sender = Sender(named_tensors(self._strategy.model), self._bucket_bytes)
+            self._sender = Sender(published_tensors(self._strategy.model), self._bucket_bytes)
         return self._sender
 
     async def close(self) -> None:

@@ -20,6 +20,7 @@ import pytest
 import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import eventually
 
 from roll.cluster import Cluster, Dispatch, LocalExecutor, Place, Worker, parallel
 from roll.cluster.errors import CallTimedOut, WorkerError
@@ -338,15 +339,6 @@ def test_tokens_that_do_not_come_are_an_error_in_time(roles: Roles) -> None:
 
 def object_store_bytes_free() -> float:
     return float(ray.available_resources().get("object_store_memory", 0))
-
-
-def eventually(holds: Callable[[], bool], within_s: float = 10) -> bool:
-    deadline = time.monotonic() + within_s
-    while not holds():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 # roles that call roles

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import ray
+from processes import alive, eventually
 
 from roll.cluster import Cluster, Dispatch, Place, Worker, parallel, ray_connection
 from roll.cluster import ray_executor as module
@@ -126,26 +127,10 @@ def free_cores() -> float:
     return float(ray.available_resources().get("CPU", 0))
 
 
-def eventually(holds: Callable[[], bool], within_s: float = 10) -> bool:
-    deadline = time.monotonic() + within_s
-    while not holds():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 def are_gone(notes: Path, count: int) -> bool:
     """Whether so many workers have been, and no process of them is."""
     pids = [int(note.read_text()) for note in notes.glob("*.pid")]
-    return len(set(pids)) == count and eventually(lambda: not any(is_alive(pid) for pid in pids))
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return b"State:\tZ" not in Path(f"/proc/{pid}/status").read_bytes()
-    except OSError:
-        return False
+    return len(set(pids)) == count and eventually(lambda: not any(alive(pid) for pid in pids))
 
 
 def closed(notes: Path) -> list[str]:

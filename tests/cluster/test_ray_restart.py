@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import ray
+from processes import alive, eventually
 
 from roll.cluster import Cluster, Dispatch, Place, RestartPolicy, Supervisor, Worker, parallel, ray_actor, ray_executor
 from roll.cluster.errors import CallTimedOut, TokensLost, WorkerDied, WorkerError
@@ -39,6 +40,10 @@ class Mortal(Worker):
         self.notes = notes
         self.memory: list[str] = []
         print(f"{place.name} starts in process {os.getpid()}", flush=True)
+        stopped = notes / f"{place.name}.stopped"
+        if stopped.is_file():
+            stopped.unlink()
+            os.kill(os.getpid(), signal.SIGSTOP)
         broken = notes / f"{place.name}.broken"
         if broken.is_file():
             time.sleep(float(broken.read_text()))
@@ -124,24 +129,8 @@ def roles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Roles]:
             cloudpickle.unregister_pickle_by_value(here)
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return b"State:\tZ" not in Path(f"/proc/{pid}/status").read_bytes()
-    except OSError:
-        return False
-
-
 def pids_in(log: Path) -> list[int]:
     return [int(line.split()[-1]) for line in log.read_text().splitlines() if "starts in process" in line]
-
-
-def eventually(holds: Callable[[], bool], within_s: float = 20) -> bool:
-    deadline = time.monotonic() + within_s
-    while not holds():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 async def lost(pending: Coroutine[Any, Any, Any]) -> str:
@@ -208,7 +197,7 @@ def test_a_worker_is_restarted_behind_the_same_handle(roles: Roles, how: str) ->
         else:
             os.kill(old, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         await mortals.restart(1)
-        assert not is_alive(old)
+        assert not alive(old)
         assert (await pending).startswith("mortal[1] died: ")
         if how == "blocked":
             assert (await blocked).startswith("mortal[1] died: ")
@@ -256,6 +245,24 @@ def test_a_stopped_process_is_ended_on_its_node(roles: Roles, monkeypatch: pytes
         assert sleeper.wait(10) == -signal.SIGKILL
     assert roles.run(Home(home.node, process).clear(10)), "and again"
     assert roles.run(Home("0a" * 28, process).clear(10)), "its node is gone"
+
+
+def test_a_worker_that_falls_silent_while_it_starts_again_is_given_up_and_ended(
+    roles: Roles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def use() -> None:
+        mortals, before = roles.mortals, roles.mortals.incarnation(1)
+        (roles.notes / "mortal[1].stopped").touch()
+        with monkeypatch.context() as patch:
+            patch.setattr(roles.executor, "_silent_s", 2.0)
+            with pytest.raises(CallTimedOut, match=r"^mortal\[1\] has not answered ping for 1 s$"):
+                await mortals.restart(1)
+        assert not alive(pids_in(roles.notes / "logs" / "mortal-1.log")[-1])
+        await mortals.restart(1)
+        assert mortals.incarnation(1) == before + 1
+        await mortals.call_rank(1, Mortal.pid)
+
+    roles.run(use())
 
 
 def test_a_restart_that_fails_leaves_a_dead_worker_that_may_be_restarted_again(
@@ -407,7 +414,7 @@ def test_closing_in_the_middle_of_a_restart_leaves_nothing(roles: Roles, monkeyp
         with pytest.raises((WorkerDied, RunError)):
             await restarting
         assert not ray.is_initialized()
-        assert eventually(lambda: not any(map(is_alive, pids_in(log))))
+        assert eventually(lambda: not any(map(alive, pids_in(log))))
         with pytest.raises(RunError, match=r"^mortal\[0\] cannot be restarted: "):
             await roles.mortals.restart(0)
         for call in (roles.mortals.call_rank(0, Mortal.pid), roles.mortals.ping(0, 5)):

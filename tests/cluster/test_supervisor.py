@@ -254,6 +254,19 @@ def test_one_failure_too_many_of_a_role_ends_it(spread: bool) -> None:
     watching(use)
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_role_of_many_workers_may_lose_each_of_them_once_but_none_too_often(alone: bool) -> None:
+    async def use(watched: Watched) -> None:
+        for rank in range(8) if not alone else [1, 1]:
+            await watched.kill(rank)
+        assert not watched.supervisor.failed.done()
+        await watched.kill(1)
+        who, times, mended = ("toy[1]", 3, 2) if alone else ("it", 9, 8)
+        assert f"{who} has failed {times} times within 300 s, and {mended} are mended" in str(await watched.error())
+
+    watching(use, count=8, policy=RestartPolicy(ping_s=1, restarts=2, window_s=300))
+
+
 def test_failures_within_the_window_count_and_older_ones_do_not() -> None:
     async def use(watched: Watched) -> None:
         for _ in range(10):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import roll
 from roll.config import UserError, dump_config, load_config
 from roll.config.algorithm import _READ_IF, RECIPES, AlgorithmConfig
+from roll.config.section import Section
+from roll.config.shape import known_paths, section_in, type_at
+
+SOURCES = list(Path(roll.__file__).parent.rglob("*.py"))
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -56,3 +62,21 @@ def test_comparing_siblings_takes_two(name: str) -> None:
 
 def test_reading_conditions_are_about_settings() -> None:
     assert set(_READ_IF) <= set(AlgorithmConfig.model_fields)
+
+
+def test_no_setting_exists_that_nothing_reads() -> None:
+    """Every setting's name is read as an attribute somewhere outside the configuration's own description."""
+    read = {
+        node.attr
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+    settings = [path for path in known_paths() if not _is_section(path)]
+    assert len(settings) > 100
+    assert [path for path in settings if path[-1] not in read] == []
+
+
+def _is_section(path: Any) -> bool:
+    section: type[Section] | None = section_in(type_at(path))
+    return section is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,21 +18,17 @@ from roll.config.schema import Config, TrainConfig
 from roll.data import Batch, Sample, Task
 from roll.data.sources import load_tasks
 from roll.devices.inventory import Inventory
+from roll.devices.job import rlvr_job
 from roll.devices.map import make_map
 from roll.devices.memory import (
-    MicroBatch,
     Model,
-    ModelShape,
     Part,
-    Spans,
     Workload,
     cache_bytes,
-    chunk_logits,
     engine_working,
     estimate,
     forward_working,
     micro_batch_of,
-    saved_bytes,
     train_working,
 )
 from roll.devices.plan import Plan, check_memory, make_plan
@@ -40,10 +37,15 @@ from roll.engine.engine import Engine
 from roll.engine.request import Request, Sampling
 from roll.model import attention
 from roll.model.character import character_tokenizer
-from roll.strategy.train.packing import TreePlan, micro_batches, pack
+from roll.model.shape import ModelShape
+from roll.strategy.train.budget import FEWEST_ROWS, MOST_ROWS, Checkpointing
+from roll.strategy.train.footprint import Footprint, PackedSize, Spans
+from roll.strategy.train.logprobs import CHUNK_ELEMENTS
+from roll.strategy.train.packing import cut, pack
 from roll.strategy.train.single import SingleStrategy
+from roll.strategy.train.tree_attention import BucketPlan
 
-LOSS = LossSpec("clipped_ratio", {"clip_low": 0.2, "clip_high": 0.3, "correction_cap": 2.0})
+LOSS = LossSpec("clipped", {"clip_low": 0.2, "clip_high": 0.3})
 GIB = 1 << 30
 
 
@@ -73,13 +75,16 @@ def qwen3() -> Qwen3Config:
     )
 
 
-def trainer(shape: PretrainedConfig, dtype: torch.dtype, limit: int = 1 << 20) -> SingleStrategy:
+def trainer(
+    shape: PretrainedConfig, dtype: torch.dtype, limit: int = 1 << 20, checkpointing: Checkpointing = "auto"
+) -> SingleStrategy:
     kind = Qwen3ForCausalLM if isinstance(shape, Qwen3Config) else LlamaForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: PreTrainedModel = kind(shape).to(dtype).eval()
     model.set_attn_implementation(attention.NAME)
-    return SingleStrategy(model, character_tokenizer(), TrainConfig(micro_batch_tokens=limit))
+    config = TrainConfig(micro_batch_tokens=limit, activation_checkpointing=checkpointing)
+    return SingleStrategy(model, character_tokenizer(), config)
 
 
 def ragged(groups: int, size: int, prompt: int, response: tuple[int, int], vocab: int) -> Batch:
@@ -98,13 +103,21 @@ def ragged(groups: int, size: int, prompt: int, response: tuple[int, int], vocab
     return batch.with_columns(advantage=rng.normal(0, 1, len(batch)))
 
 
-def packed_size(batch: Batch) -> MicroBatch:
+def packed_size(batch: Batch, dtype: torch.dtype) -> PackedSize:
     """The size of a batch packed into one micro-batch, as the trainer's attention pads it."""
     tree = pack(batch.rows("ids"))
-    buckets = TreePlan(tree, torch.device("cpu"))._buckets
-    spans = [Spans(len(b.spans), max(s.fresh for s in b.spans), max(len(s.path) for s in b.spans)) for b in buckets]
+    buckets = BucketPlan(tree, torch.device("cpu"), dtype).buckets
+    spans = tuple(Spans(len(bucket.spans), bucket.queries, bucket.keys) for bucket in buckets)
     rows = [path[np.flatnonzero(mask) - 1] for path, mask in zip(tree.paths, batch.rows("loss_mask"), strict=True)]
-    return MicroBatch(tree.rows, len(np.unique(np.concatenate(rows))), tuple(spans))
+    return PackedSize(tree.rows, len(np.unique(np.concatenate(rows))), spans)
+
+
+def footprint_of(shape: PretrainedConfig, dtype: torch.dtype = torch.float32) -> Footprint:
+    return Footprint(ModelShape.of(shape), dtype, "cpu")
+
+
+def planned_update(footprint: Footprint, work: Workload) -> int:
+    return sum(size for _, size in train_working(footprint, work, work.budget(footprint)))
 
 
 def kept_bytes(strategy: SingleStrategy, batch: Batch) -> int:
@@ -158,8 +171,10 @@ def test_activations_are_what_autograd_keeps(dtype: torch.dtype, shape: str, bat
     config = SHAPES[shape]
     data = ragged(groups, size, prompt, response, config.vocab_size)
     kept = kept_bytes(trainer(config, dtype), data)
-    model, packed = ModelShape.of(config), packed_size(data)
-    expected = saved_bytes(model, dtype, packed) + 4 * packed.predicting * model.vocab  # one chunk keeps its logits
+    packed = packed_size(data, dtype)
+    logits = dtype.itemsize * packed.predicting * config.vocab_size  # of one chunk, they are kept
+    footprint = footprint_of(config, dtype)
+    expected = footprint.kept_bytes(packed) + footprint.ends_bytes(packed) + logits
     assert expected == pytest.approx(kept, rel=0.05)
 
 
@@ -185,33 +200,30 @@ def test_an_update_peaks_where_the_plan_says(dtype: torch.dtype, vocab: int, lim
     strategy.update(batch, LOSS, 0)
     measured = peak_bytes(lambda: strategy.update(batch, LOSS, 1))
     work = Workload(prompt, prompt, response, size, groups, limit, running=1, exact=False, bucket_bytes=0)
-    planned = sum(size for _, size in train_working(ModelShape.of(shape), dtype, work))
-    assert planned == pytest.approx(measured, rel=0.2)
+    assert planned_update(footprint_of(shape, dtype), work) == pytest.approx(measured, rel=0.2)
 
 
 def test_chunks_of_logits_are_held_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("roll.strategy.train.logprobs", "roll.devices.memory"):
-        monkeypatch.setattr(f"{module}.CHUNK_ELEMENTS", 1 << 16)
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 1 << 16)
     shape = llama(64, 160, 2, 4, 2, 1024)
     strategy = trainer(shape, torch.float32)
     batch = ragged(4, 6, 40, (30, 30), 1024)
     strategy.update(batch, LOSS, 0)
     measured = peak_bytes(lambda: strategy.update(batch, LOSS, 1))
-    model = ModelShape.of(shape)
-    assert chunk_logits(model, 700) == (64 * 1024, True)
+    footprint = footprint_of(shape)
+    assert footprint.chunk_logits(700) == (64 * 1024, True)
     work = Workload(40, 40, 30, 6, 4, 1 << 20, running=1, exact=False, bucket_bytes=0)
-    planned = sum(size for _, size in train_working(model, torch.float32, work))
-    assert planned == pytest.approx(measured, rel=0.2)
+    assert planned_update(footprint, work) == pytest.approx(measured, rel=0.2)
 
 
 def test_gradients_meet_activations_only_where_micro_batches_follow_each_other() -> None:
-    model = ModelShape.of(llama(64, 160, 3, 4, 2, 128))
-    gradients = 4 * model.parameters
+    footprint = footprint_of(llama(64, 160, 3, 4, 2, 128))
+    gradients = 4 * footprint.model.parameters
     parts = []
     for limit in (18, 1 << 20):  # one sequence at a time, or a batch of two in one piece
         work = Workload(10, 10, 8, 2, 1, limit, running=1, exact=False, bucket_bytes=0)
-        parts.append(dict(train_working(model, torch.float32, work)))
-        assert saved_bytes(model, torch.float32, work.micro_batches()[0]) < gradients
+        parts.append(dict(train_working(footprint, work, work.budget(footprint))))
+        assert footprint.kept_bytes(work.micro_batches(limit)[0]) < gradients
     several, one = parts
     assert several["gradients, fp32"] == gradients
     assert several["activations of a micro-batch"] > 0
@@ -225,7 +237,8 @@ def test_a_forward_pass_peaks_where_the_plan_says(vocab: int) -> None:
     batch = ragged(4, 6, 40, (30, 30), vocab)
     measured = peak_bytes(lambda: strategy.log_probs(batch))
     work = Workload(40, 40, 30, 6, 4, 1 << 20, running=1, exact=False, bucket_bytes=0)
-    ((_, planned),) = forward_working(ModelShape.of(shape), torch.float32, work)
+    footprint = footprint_of(shape)
+    ((_, planned),) = forward_working(footprint, work, work.budget(footprint))
     assert planned == pytest.approx(measured, rel=0.3)
 
 
@@ -244,7 +257,7 @@ def test_an_engine_peaks_where_the_plan_says() -> None:
 
     measured = peak_bytes(generate)
     work = Workload(40, 40, 20, 6, 4, 4096, running=32, exact=False, bucket_bytes=0)
-    ((_, step),) = engine_working(ModelShape.of(shape), torch.float32, work)
+    ((_, step),) = engine_working(footprint_of(shape), work)
     assert cache_bytes(shape, torch.float32, work) + step == pytest.approx(measured, rel=0.2)
 
 
@@ -276,7 +289,7 @@ def test_a_micro_batch_is_filled_as_the_trainer_fills_it(
     assert sum(span.count for span in made.spans) == samples
     assert made.predicting == samples * response
     sequences = ragged(groups, size, prompt, (response, response), 1 << 15).rows("ids")
-    largest = max(pack([sequences[i] for i in cut]).rows for cut in micro_batches(sequences, limit))
+    largest = max(pack([sequences[i] for i in piece]).rows for piece in cut(sequences, limit))
     assert largest == pytest.approx(rows, rel=0.2)
 
 
@@ -288,6 +301,9 @@ def test_parameters_are_counted_without_making_the_model() -> None:
     assert not ModelShape.of(llama(64, 160, 3, 4, 2, 128)).normed_heads
 
 
+FIXED = {"micro_batch_tokens": 4096, "activation_checkpointing": "off"}
+
+
 def box(*, gpus: int = 0, gpu: float = 0, memory: float = 64, nodes: int = 1) -> Inventory:
     row = {"cores": 8, "gpus": gpus, "memory_bytes": int(memory * GIB), "gpu_bytes": int(gpu * GIB)}
     return Inventory.of([{"id": f"n{n}", **row} for n in range(nodes)])
@@ -296,7 +312,7 @@ def box(*, gpus: int = 0, gpu: float = 0, memory: float = 64, nodes: int = 1) ->
 def planned(inventory: Inventory, **settings: Any) -> Plan:
     base = {"model": {"path": "tiny", "dtype": "bf16"}, "tasks": "echo", "reward": "number"}
     config = Config.model_validate({**base, **settings})
-    return make_plan(config, load_tasks(config.tasks, None), inventory)
+    return make_plan(config, rlvr_job(config, load_tasks(config.tasks, None)), inventory)
 
 
 def parts_of(plan: Plan, pool: str, stage: Any) -> dict[tuple[str, str], int]:
@@ -305,7 +321,7 @@ def parts_of(plan: Plan, pool: str, stage: Any) -> dict[tuple[str, str], int]:
 
 
 def test_the_parts_of_a_gpu() -> None:
-    plan = planned(box(gpus=1, gpu=80), executor="local")
+    plan = planned(box(gpus=1, gpu=80), executor="local", train={"micro_batch_tokens": 4096})
     parts = parts_of(plan, "gpu0", "train")
     count = plan.parameters
     assert parts["actor_train[0]", "weights"] == 2 * count
@@ -352,23 +368,26 @@ def test_a_cpu_gives_up_its_cache_only() -> None:
 
 
 def test_offloading_is_chosen_when_not_everything_fits() -> None:
-    roomy = planned(box(gpus=1, gpu=80), executor="ray")
+    def plan_of(inventory: Inventory, **settings: Any) -> Plan:
+        return planned(inventory, train=FIXED, **settings)
+
+    roomy = plan_of(box(gpus=1, gpu=80), executor="ray")
     assert not roomy.offload
     assert "all roles together fit into 90%" in roomy.why
     (gpu,) = [pool for pool in roomy.memory.pools if pool.gpu is not None]
     whole = roomy.memory.peak(gpu)[1]
-    turns = planned(box(gpus=1, gpu=80), executor="ray", offload="always")
+    turns = plan_of(box(gpus=1, gpu=80), executor="ray", offload="always")
     assert turns.memory.peak(gpu)[1] < whole
     between = (turns.memory.peak(gpu)[1] + whole) / 2 / GIB / 0.9
-    tight = planned(box(gpus=1, gpu=between), executor="ray")
+    tight = plan_of(box(gpus=1, gpu=between), executor="ray")
     assert tight.offload
     assert "Roles take turns and leave shared devices" in tight.why
     check_memory(tight)
-    never = planned(box(gpus=1, gpu=between), executor="ray", offload="never")
+    never = plan_of(box(gpus=1, gpu=between), executor="ray", offload="never")
     assert not never.offload
     with pytest.raises(UserError, match="write offload=auto"):
         check_memory(never)
-    apart = planned(box(gpus=2, gpu=80), executor="ray", roles={"actor_train": "0", "actor_infer": "1"})
+    apart = plan_of(box(gpus=2, gpu=80), executor="ray", roles={"actor_train": "0", "actor_infer": "1"})
     assert "no stage needs the devices" in apart.why
 
 
@@ -386,14 +405,15 @@ def test_what_does_not_fit_is_said_with_what_to_write() -> None:
     value = int(full.rpartition("=")[2])
     check_memory(planned(box(gpus=1, gpu=0.5), executor="ray", rollout={"max_running": value}))
 
-    full = message(box(gpus=1, gpu=0.12), executor="ray", rollout={"max_running": 1, "groups_per_step": 64})
+    rollout = {"max_running": 1, "groups_per_step": 64}
+    full = message(box(gpus=1, gpu=0.12), executor="ray", rollout=rollout, train=FIXED)
     assert "in the stage train" in full
     assert "actor_train[0]'s activations of a micro-batch" in full
     value = int(full.rpartition("train.micro_batch_tokens=")[2])
-    rollout = {"max_running": 1, "groups_per_step": 64}
-    check_memory(planned(box(gpus=1, gpu=0.12), executor="ray", rollout=rollout, train={"micro_batch_tokens": value}))
+    smaller = {**FIXED, "micro_batch_tokens": value}
+    check_memory(planned(box(gpus=1, gpu=0.12), executor="ray", rollout=rollout, train=smaller))
 
-    full = message(box(gpus=1, gpu=0.01), executor="ray")
+    full = message(box(gpus=1, gpu=0.01), executor="ray", train=FIXED)
     assert "choose a smaller model" in full
     assert "other devices for it in roles.actor_train.devices" in full
 
@@ -402,6 +422,43 @@ def test_what_does_not_fit_is_said_with_what_to_write() -> None:
 
     crowded = message(box(memory=3), executor="ray", roles={"rollout": {"replicas": 8}})
     assert "interpreter and libraries" in crowded
+
+
+LONG = {"max_new_tokens": 512, "group_size": 8, "groups_per_step": 64, "max_running": 8}
+
+
+def automatic(gpu: float, **settings: Any) -> tuple[int, bool]:
+    """Tokens of a micro-batch and whether activations are computed twice, on a GPU of so many GiB."""
+    plan = planned(box(gpus=1, gpu=gpu), rollout=LONG, **settings)
+    budget = plan.memory.budgets["actor_train[0]"]
+    assert dict(plan.sizes)["tokens a micro-batch"].startswith(f"up to {budget.rows}, a shared prefix once")
+    check_memory(plan)
+    return budget.rows, budget.checkpointed
+
+
+def test_an_automatic_micro_batch_is_what_fits() -> None:
+    assert automatic(80) == (MOST_ROWS, False)
+    assert automatic(80, train={"micro_batch_tokens": 5000, "activation_checkpointing": "on"}) == (5000, True)
+    sizes = [automatic(gpu, train={"activation_checkpointing": "off"})[0] for gpu in (0.3, 0.4, 0.6)]
+    assert FEWEST_ROWS < sizes[1] < sizes[2] < MOST_ROWS
+    assert sizes[0] < FEWEST_ROWS
+    few, checkpointed = automatic(0.3)
+    assert checkpointed
+    assert few > sizes[0], "computing activations twice makes room for more"
+    cpu = planned(box(), rollout=LONG)
+    assert dict(cpu.sizes)["tokens a micro-batch"] == "up to 4096, a shared prefix once"
+
+
+def test_checkpointing_keeps_the_layers_inputs() -> None:
+    shape = llama(64, 160, 6, 4, 2, 128)
+    footprint = footprint_of(shape)
+    batch = ragged(4, 6, 40, (30, 30), 128)
+    strategy = trainer(shape, torch.float32, checkpointing="on")
+    strategy.update(batch, LOSS, 0)
+    measured = peak_bytes(lambda: strategy.update(batch, LOSS, 1))
+    work = Workload(40, 40, 30, 6, 4, 1 << 20, running=1, exact=False, bucket_bytes=0, checkpointing="on")
+    assert planned_update(footprint, work) == pytest.approx(measured, rel=0.2)
+    assert planned_update(footprint, replace(work, checkpointing="off")) > 2 * measured
 
 
 def test_memory_is_counted_node_by_node() -> None:

@@ -12,6 +12,7 @@ from roll.config.schema import Config
 from roll.data.sources import load_tasks
 from roll.devices.draw import columns, draw, human, title
 from roll.devices.inventory import Inventory
+from roll.devices.job import rlvr_job
 from roll.devices.plan import Plan, make_plan
 
 GIB = 1 << 30
@@ -21,7 +22,8 @@ def planned(nodes: int = 1, cores: int = 8, gpus: int = 0, **settings: Any) -> P
     row = {"cores": cores, "gpus": gpus, "memory_bytes": 64 * GIB, "gpu_bytes": 80 * GIB}
     base = {"model": {"path": "tiny", "dtype": "fp32"}, "tasks": "echo", "reward": "number", "executor": "ray"}
     config = Config.model_validate({**base, **settings})
-    return make_plan(config, load_tasks(config.tasks, None), Inventory.of([{"id": "", **row}] * nodes))
+    job = rlvr_job(config, load_tasks(config.tasks, None))
+    return make_plan(config, job, Inventory.of([{"id": "", **row}] * nodes))
 
 
 def shown(plan: Plan, width: int = 100) -> str:

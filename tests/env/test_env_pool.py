@@ -10,8 +10,6 @@ import random
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -20,7 +18,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from processes import alive, eventually, gone, printed_pids, state
 
+from roll.child.frames import read_payload
 from roll.config.errors import RunError
 from roll.data.task import EnvSpec
 from roll.env import EnvFailure, Opened, Step, wire
@@ -94,29 +94,6 @@ async def told(pool: EnvPool, episode: str, *action: Any) -> tuple[str, str]:
 
 async def process_of(pool: EnvPool, episode: str) -> int:
     return int((await told(pool, episode, "pid"))[1])
-
-
-def state(pid: int) -> str:
-    """Of a process, as the kernel says it; empty if there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return ""
-
-
-def alive(pid: int) -> bool:
-    return state(pid) not in ("", "Z")
-
-
-def within(seconds: float, holds: Callable[[], bool]) -> bool:
-    until = time.monotonic() + seconds
-    while not holds() and time.monotonic() < until:
-        time.sleep(0.02)
-    return holds()
-
-
-def gone_within(pid: int, seconds: float) -> bool:
-    return within(seconds, lambda: not alive(pid))
 
 
 def test_an_episode_from_its_first_message_to_its_last() -> None:
@@ -295,7 +272,7 @@ def test_only_who_hangs_is_to_blame() -> None:
         assert await hanging == ("deadline", f"step of episode 'hangs' took more than {STEP_S} s")
         why = f"its process was killed, because step of episode 'hangs' took more than {STEP_S} s"
         assert await waiting == ("lost", why)
-        assert gone_within(pid, 2)
+        assert gone(pid, 2)
         assert await told(pool, "idle", "tell") == ("lost", why)
         for name in ("hangs", "waits", "idle"):
             assert (await outcome(pool.reset(name, world(3))))[0] == "ok"
@@ -318,6 +295,25 @@ def test_a_process_killed_from_outside_crashes_calls_under_way_and_loses_the_oth
         assert (await outcome(pool.reset("idle", world(4)))) == ("ok", "seed 4")
         stats = pool.stats()
         assert (stats.crashed, stats.lost, stats.restarts, stats.open) == (1, 1, 1, 1)
+
+    with_pool(use)
+
+
+@pytest.mark.parametrize("busy", [1, 3])
+def test_a_crash_says_how_many_calls_may_have_caused_it(busy: int) -> None:
+    async def use(pool: EnvPool) -> None:
+        names = [str(number) for number in range(3)]
+        for name in names:
+            await pool.reset(name, world())
+        pid = await process_of(pool, "0")
+        calls = [asyncio.create_task(pool.step(name, do("sleep", 20))) for name in names[:busy]]
+        await asyncio.sleep(0.1)
+        os.kill(pid, signal.SIGKILL)
+        for call in calls:
+            with pytest.raises(EnvFailure) as caught:
+                await call
+            assert (caught.value.kind, caught.value.suspects) == ("crashed", busy)
+            assert pickle.loads(pickle.dumps(caught.value)).suspects == busy
 
     with_pool(use)
 
@@ -367,10 +363,10 @@ def test_a_stopped_process_is_killed_at_the_first_deadline() -> None:
             await pool.reset(name, world())
         pid = await process_of(pool, "first")
         os.kill(pid, signal.SIGSTOP)
-        assert await asyncio.to_thread(within, 5, lambda: state(pid) == "T")
+        assert await asyncio.to_thread(eventually, lambda: state(pid) == "T")
         outcomes = [asyncio.create_task(told(pool, name, "tell")) for name in ("first", "second")]
         assert [kind for kind, _ in await asyncio.gather(*outcomes)] == ["deadline", "lost"]
-        assert gone_within(pid, 2)
+        assert gone(pid, 2)
         assert (await outcome(pool.reset("first", world())))[0] == "ok"
 
     with_pool(use, HASTY)
@@ -382,7 +378,7 @@ def test_what_an_environment_started_ends_with_its_process(tmp_path: Path, then:
         await pool.reset("a", world())
         kind, _ = await told(pool, "a", "leave child", str(tmp_path / "pid"), then)
         assert kind == {"hang": "deadline", "exit": "crashed"}[then]
-        assert gone_within(int((tmp_path / "pid").read_text()), 2)
+        assert gone(int((tmp_path / "pid").read_text()), 2)
 
     with_pool(use, HASTY)
 
@@ -455,7 +451,7 @@ def test_an_environment_that_does_not_close_is_killed() -> None:
         pid = await process_of(pool, "b")
         await pool.close_episode("a")
         assert await told(pool, "b", "tell") == ("ok", "0:1")
-        assert await asyncio.to_thread(gone_within, pid, STEP_S + 3)
+        assert await asyncio.to_thread(gone, pid, STEP_S + 3)
         await asyncio.sleep(0.1)
         kind, reason = await told(pool, "b", "tell")
         assert (kind, "close of episode 'a' took more than" in reason) == ("lost", True)
@@ -689,7 +685,7 @@ def served(*requests: wire.Visit) -> list[wire.Result]:
         results = []
         for number, request in enumerate(requests):
             server._pass_on(number, request)
-            answered, result, _ = pickle.loads(wire.read_payload(answers) or b"")
+            answered, result, _ = pickle.loads(read_payload(answers) or b"")
             assert answered == number
             results.append(result)
         assert not server._homes
@@ -852,14 +848,10 @@ asyncio.run(main())
 """
     script = tmp_path / "program.py"
     script.write_text(program)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    parent = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=env)
-    assert parent.stdout is not None
-    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    parent, pids = printed_pids(script)
     assert len(pids) == 2
     assert all(alive(pid) for pid in pids)
     os.kill(pids[0], signal.SIGSTOP)  # one that cannot notice by itself
     parent.kill()
     parent.wait()
-    parent.stdout.close()
-    assert all(gone_within(pid, 3) for pid in pids)
+    assert all(gone(pid) for pid in pids)

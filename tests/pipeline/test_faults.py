@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from small_runs import TINY
+from small_runs import TINY, Child, start_roll
 
 from roll.run import Ledger, Metrics, RunFolder
 from roll.run.ledger_index import LedgerIndex
@@ -37,14 +35,12 @@ SETTINGS = (
     "supervise.restarts=100",
 )
 ROLES = ("actor_infer-0", "reward-0", "env-0", "rollout-0", "actor_train-0")
-STEP_S = 150.0
 
 
 @dataclass
 class Run:
     folder: RunFolder
-    process: subprocess.Popen[bytes]
-    output: Path
+    child: Child
 
     @property
     def steps(self) -> int:
@@ -54,14 +50,7 @@ class Run:
         return max((row["step"] for row in Metrics.read(self.folder.metrics_path) if "time/step_s" in row), default=0)
 
     def reach(self, step: int) -> None:
-        self.wait_for(lambda: self.steps >= step)
-
-    def wait_for(self, holds: Callable[[], bool]) -> None:
-        end = time.monotonic() + STEP_S
-        while not holds():
-            assert self.process.poll() is None, self.output.read_text()
-            assert time.monotonic() < end, f"step {self.steps} after {STEP_S} s:\n{self.output.read_text()}"
-            time.sleep(0.05)
+        self.child.wait_for(lambda: self.steps >= step, every_s=0.05)
 
     def pid(self, worker: str) -> int:
         """The process a worker is, or was last when it was ready."""
@@ -70,8 +59,8 @@ class Run:
 
     def finish(self) -> None:
         """Asks it to stop, and holds that it ended well and left nothing open."""
-        self.process.send_signal(signal.SIGINT)
-        assert self.process.wait(STEP_S) == 0, self.output.read_text()
+        os.kill(self.child.pid, signal.SIGINT)
+        assert self.child.end() == 0, self.child.said
         with LedgerIndex.open(self.folder.ledger_path) as index:
             balance = index.balance()
         assert not balance.problems
@@ -84,15 +73,11 @@ class Run:
 
 @contextmanager
 def running(folder: Path, *settings: str) -> Iterator[Run]:
-    output = folder / "output.txt"
-    command = [sys.executable, "-m", "roll.cli", "train", TINY, f"run.dir={folder / 'run'}", *SETTINGS, *settings]
-    with output.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    child = start_roll(["train", TINY, f"run.dir={folder / 'run'}", *SETTINGS, *settings], folder / "output.txt")
     try:
-        yield Run(RunFolder(folder / "run"), process, output)
+        yield Run(RunFolder(folder / "run"), child)
     finally:
-        process.kill()
-        process.wait(10)
+        child.kill()
 
 
 def hurt(run: Run, worker: str, how: signal.Signals, after_s: float) -> None:
@@ -100,7 +85,7 @@ def hurt(run: Run, worker: str, how: signal.Signals, after_s: float) -> None:
     time.sleep(after_s)
     hurt_pid = run.pid(worker)
     os.kill(hurt_pid, how)
-    run.wait_for(lambda: run.pid(worker) != hurt_pid)
+    run.child.wait_for(lambda: run.pid(worker) != hurt_pid, every_s=0.05)
     run.reach(run.steps + 2)
 
 
@@ -139,6 +124,6 @@ def test_a_run_in_one_process_survives_its_graders_and_environments(tmp_path: Pa
         for process in ("roll.reward.process", "roll.env.process"):
             for how in (signal.SIGKILL, signal.SIGSTOP):
                 step = run.steps
-                os.kill(children_of(run.process.pid, process)[0], how)
+                os.kill(children_of(run.child.pid, process)[0], how)
                 run.reach(step + 2)
         run.finish()

@@ -22,6 +22,7 @@ def three_nodes() -> Iterator[str]:
     nodes.shutdown()
 
 
+@pytest.mark.slow
 def test_roles_spread_over_three_nodes_learn(run_small: Callable[..., Remains], three_nodes: str) -> None:
     """The trainer on one node, an engine on each of the others, graders and rollout workers everywhere."""
     run = run_small(

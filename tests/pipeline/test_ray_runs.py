@@ -67,6 +67,7 @@ def colocated(on_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Remains
     return Remains(path)
 
 
+@pytest.mark.slow
 def test_local_and_ray_give_the_same_bits_with_one_engine(colocated: Remains, three_local_steps: Remains) -> None:
     assert_same_bits(colocated, three_local_steps)
 

@@ -25,14 +25,12 @@ def watchdog(said: list[str], silent_s: float) -> tuple[Watchdog, Any]:
     clock = StageClock()
     clock.append(Transition("7.1", "generating", "", 0.0, {"engine": 1, "worker": 0}))
     roles: Any = SimpleNamespace(
-        pool=SimpleNamespace(moves=0),
-        router=SimpleNamespace(waiting=3, inside=frozenset({0})),
-        actor=Cluster(PendingCall("actor_train[0]", "update", 400.0)),
-        engines=Cluster(PendingCall("actor_infer[1]", "results", 2.0)),
-        rollouts=Cluster(),
-        rewards=Cluster(),
-        reference=None,
-        environments=None,
+        moves=0,
+        clusters=[
+            Cluster(PendingCall("actor_train[0]", "update", 400.0)),
+            Cluster(PendingCall("actor_infer[1]", "results", 2.0)),
+        ],
+        waiting=lambda: ["3 groups wait for an engine; engines that take some: 0"],
     )
     sick = WorkerStatus("actor_infer[1]", "restarting", 12.0, 13.0, 1, "it died\nits log")
     well = WorkerStatus("rollout[0]", "well", 100.0, 1.0, 0, "")
@@ -61,11 +59,11 @@ def test_it_speaks_once_a_silence_and_not_while_something_moves() -> None:
         watching = asyncio.create_task(dog.run())
         for _ in range(12):
             await asyncio.sleep(0.02)
-            roles.pool.moves += 1
+            roles.moves += 1
         assert said == []
         await asyncio.sleep(0.4)
         assert len(said) == 1
-        roles.pool.moves += 1
+        roles.moves += 1
         await asyncio.sleep(0.4)
         assert len(said) == 2
         watching.cancel()

@@ -6,8 +6,6 @@ import asyncio
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from processes import alive, gone, printed_pids
 
 from roll.config.errors import RunError, UserError
 from roll.data import Response, Task
@@ -52,21 +51,6 @@ async def outcome(pool: GraderPool, *action: Any) -> tuple[str, Any]:
     except ScoreFailure as failure:
         return failure.kind, failure.reason
     return "scored", verdict.reward
-
-
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
-def gone_within(pid: int, seconds: float) -> bool:
-    until = time.monotonic() + seconds
-    while alive(pid) and time.monotonic() < until:
-        time.sleep(0.02)
-    return not alive(pid)
 
 
 def test_every_way_to_fail_is_named_and_the_next_job_is_judged() -> None:
@@ -152,7 +136,7 @@ def test_a_process_killed_from_outside_costs_a_busy_job_one_try_and_an_idle_pool
     async def use(pool: GraderPool) -> None:
         pid = int((await pool.score(do("pid"), RESPONSE)).reward)
         os.kill(pid, signal.SIGKILL)
-        assert gone_within(pid, 2)
+        assert gone(pid, 2)
         await asyncio.sleep(0.1)
         assert await outcome(pool, "give", 1) == ("scored", 1)
         assert pool.stats().crashed == 0
@@ -172,7 +156,7 @@ def test_what_a_function_started_ends_with_its_process(tmp_path: Path, then: str
     async def use(pool: GraderPool) -> None:
         kind, _ = await outcome(pool, "leave child", str(tmp_path / "pid"), then)
         assert kind == {"hang": "deadline", "exit": "crashed"}[then]
-        assert gone_within(int((tmp_path / "pid").read_text()), 2)
+        assert gone(int((tmp_path / "pid").read_text()), 2)
 
     with_pool(use)
 
@@ -392,13 +376,9 @@ asyncio.run(main())
 """
     script = tmp_path / "program.py"
     script.write_text(program)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    parent = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=env)
-    assert parent.stdout is not None
-    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    parent, pids = printed_pids(script)
     assert len(pids) == 2
     assert all(alive(pid) for pid in pids)
     parent.kill()
     parent.wait()
-    parent.stdout.close()
-    assert all(gone_within(pid, 3) for pid in pids)
+    assert all(gone(pid) for pid in pids)

@@ -679,6 +679,38 @@ def test_a_cancelled_request_of_a_dead_engine_ends_and_a_new_engine_takes_its_pl
     go(main())
 
 
+def test_a_request_that_is_here_already_is_a_leftover_and_gives_way() -> None:
+    async def main() -> None:
+        cluster, (toy,) = await engines(1)
+        for client in ("me", "me", "you"):
+            assert await cluster.call_rank(0, InferWorker.submit, client, [request("a")]) == []
+            toy.draw("a", 11)
+        toy.finish("a", [5])
+        news = await cluster.call_rank(0, InferWorker.results, "you")
+        assert [(c.finish, c.ids.tolist()) for c in news.completions] == [("stop", [11, 5])]
+        assert await cluster.call_rank(0, InferWorker.results, "me") == News([], [])
+        assert toy.aborted == ["a", "a"]
+
+    go(main())
+
+
+def test_the_requests_of_clients_that_died_end_and_nobody_hears_of_them() -> None:
+    async def main() -> None:
+        cluster, (toy,) = await engines(1)
+        for client, id in (("rollout[1]/ab", "a"), ("rollout[1]/cd", "b"), ("rollout[10]/ef", "c")):
+            await cluster.call_rank(0, InferWorker.submit, client, [request(id)])
+            toy.draw(id, 11)
+        await cluster.call(InferWorker.forget_clients, "rollout[1]/")
+        assert (sorted(toy.aborted), list(toy.running)) == (["a", "b"], ["c"])
+        toy.finish("c", [5])
+        news = await cluster.call_rank(0, InferWorker.results, "rollout[10]/ef")
+        assert [c.id for c in news.completions] == ["c"]
+        for client in ("rollout[1]/ab", "rollout[1]/cd"):
+            assert await cluster.call_rank(0, InferWorker.results, client) == News([], [])
+
+    go(main())
+
+
 # ending requests
 
 

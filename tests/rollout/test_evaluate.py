@@ -34,7 +34,7 @@ def evaluate(
         try:
             return await Evaluator(tasks(1, held_out).held_out, pool, EvalConfig(**config)).evaluate(step)
         finally:
-            assert not pool._homes
+            assert not pool.tokens._homes
 
     return go(main()), sorted(seen, key=lambda sample: int(sample.id.rpartition(".")[2]))
 

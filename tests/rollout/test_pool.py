@@ -79,7 +79,7 @@ def test_a_group_is_carried_to_its_verdicts() -> None:
         ]
         assert [s.parts for s in samples] == [{"length": 2.0}, {"length": 5.0}]
         assert [s.tokens for s in samples] == [len(s.log) for s in drawn(run, samples)]
-        assert await run.pool.texts(samples[::-1]) == ["five", "4"]
+        assert await run.pool.tokens.texts(samples[::-1]) == ["five", "4"]
         for sample in samples:
             assert run.moves.of(sample.id) == ["queued", "generating", "scoring", "scored"]
             assert (len(sample.log), sample.response) == (0, None)
@@ -88,7 +88,7 @@ def test_a_group_is_carried_to_its_verdicts() -> None:
         assert infos == [{}, {"engine": 0, "worker": 0, "version": 0}, told, {"reward": 0.0}]
         assert [(s.oldest, s.newest, s.turns, s.tries) for s in samples] == [(3, 3, 1, 1)] * 2
         run.assert_idle()
-        await run.pool.forget(samples)
+        await run.pool.tokens.forget(samples)
         run.assert_empty()
 
     go(main())
@@ -106,7 +106,7 @@ def test_samples_that_fail_say_why_and_have_no_tokens_to_train_on() -> None:
         run.toys[0].context = 1
         await run.start(samples)
         assert {(s.state, s.reason) for s in samples} == {("failed", f"request '0.{i}' is too long") for i in range(3)}
-        assert await run.pool.texts(samples) == ["", "", ""]
+        assert await run.pool.tokens.texts(samples) == ["", "", ""]
         run.toys[0].context = 1000
         more = run.group(1)
         call = run.start(more)
@@ -116,7 +116,7 @@ def test_samples_that_fail_say_why_and_have_no_tokens_to_train_on() -> None:
         await call
         assert [(s.state, s.reason) for s in more] == [("failed", "reward raised: KeyError: 'answer'"), ("scored", "")]
         assert run.moves.of("1.0") == ["queued", "generating", "scoring", "failed"]
-        await run.pool.forget([*samples, *more])
+        await run.pool.tokens.forget([*samples, *more])
         run.assert_empty()
 
     go(main())
@@ -212,7 +212,7 @@ def test_the_ledgers_moves_are_valid_and_in_order_whatever_comes_first(
                 assert path == ["queued", "generating", "scoring", sample.state]
                 assert sample.response_tokens == len(spoken(texts[sample.id]))
         run.assert_idle()
-        await run.pool.forget([sample for group in groups for sample in group])
+        await run.pool.tokens.forget([sample for group in groups for sample in group])
         run.assert_empty()
 
     go(main())
@@ -260,7 +260,7 @@ def test_groups_go_to_the_worker_with_the_fewest_samples_and_graders_take_turns(
         for group in groups:
             calls.append(run.start(group))
             await turns(3)
-        homes = [run.pool._homes[group[0].id][0] for group in groups]
+        homes = [run.pool.tokens._homes[group[0].id][0] for group in groups]
         assert homes == [0, 1, 2, 1, 2]
         assert run.pool._loads == [4, 3, 3]
         assert [run.router.running(engine) for engine in range(2)] == [4 + 1, 1 + 2 + 2]
@@ -335,7 +335,7 @@ def test_a_cancelled_lease_is_nowhere_whenever_it_is_cancelled_and_can_be_given_
         run.answer()
         await asyncio.gather(call, other)
         assert [sample.state for sample in again] == ["scored", "scored"]
-        await run.pool.forget([*again, *run.group(1)])
+        await run.pool.tokens.forget([*again, *run.group(1)])
         run.assert_empty()
 
     go(main())
@@ -520,7 +520,7 @@ def test_a_batch_has_the_tokens_of_its_samples_in_its_order(sizes: list[int], wo
         rng.shuffle(samples)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(columns, "BLOCK_TOKENS", most)
-            batch = await run.pool.batch(samples)
+            batch = await run.pool.tokens.batch(samples)
         assert batch["sample"].tolist() == [sample.id for sample in samples]
         assert batch["reward"].tolist() == [sample.reward for sample in samples]
         for name in ("ids", "loss_mask", "behaviour", "versions", "turn"):
@@ -538,13 +538,13 @@ def test_a_batch_has_the_turns_of_its_episodes() -> None:
         short = run.group(1, 1, task=episode_of(8.0))
         graded = run.group(2)
         await asyncio.gather(*(run.start(group) for group in (played, short, graded)))
-        batch = await run.pool.batch([*short, *played])
+        batch = await run.pool.tokens.batch([*short, *played])
         assert [row.tolist() for row in batch.rows("turn_reward")] == [[8.0], *[[0.5, 1.0, 2.0]] * 2]
         assert batch["reward"].tolist() == [8.0, 3.5, 3.5]
         assert [len(set(row.tolist())) for row in batch.rows("turn_state")] == [1, 2, 2]
         for turn, mask in zip(batch.rows("turn"), batch.rows("loss_mask"), strict=True):
             assert turn[mask].tolist() == sorted([*range(turn.max() + 1)] * 2)  # responses of two tokens
-        alone = await run.pool.batch(graded)
+        alone = await run.pool.tokens.batch(graded)
         assert alone["turns"].tolist() == [1, 1]
         assert "turn_reward" not in alone
 
@@ -563,7 +563,7 @@ def test_the_samples_of_a_step_are_written_whole_by_one_worker_or_several(tmp_pa
         samples = [sample for group in groups for sample in group]
         for sample in samples[:22]:
             run.life.move(sample, "dropped", "no signal")
-        await run.pool.write(7, samples)
+        await run.pool.tokens.write(7, samples)
         names = sorted(path.name for path in folder.samples_dir.iterdir())
         parts = [f"step-000007.part-{rank}.jsonl" for rank in range(workers)]
         assert names == (parts if workers > 1 else ["step-000007.jsonl"])
@@ -580,7 +580,7 @@ def test_the_samples_of_a_step_are_written_whole_by_one_worker_or_several(tmp_pa
         assert {row["state"] for row in rows} == {"dropped", "failed"}
         assert [row["response"] for row in rows] == ["4"] * 22 + [None] * 2
         assert all({"queued", "generating"} <= set(row["seconds"]) for row in rows)
-        await run.pool.write(7, samples[:2])  # a step that is done again
+        await run.pool.tokens.write(7, samples[:2])  # a step that is done again
         assert [row["sample"] for row in read_samples(folder, 7)] == ["0.0", "0.1"]
 
     go(main())
@@ -591,11 +591,11 @@ def test_what_is_forgotten_is_gone_and_the_rest_stays() -> None:
         run = await party(1, 2, says="4")
         groups = [run.group(index) for index in range(4)]
         await asyncio.gather(*(run.start(group) for group in groups))
-        await run.pool.forget([*groups[1], *groups[2]])
+        await run.pool.tokens.forget([*groups[1], *groups[2]])
         kept = {sample.id for group in (groups[0], groups[3]) for sample in group}
-        assert {id for worker in run.workers for id in worker._home} == set(run.pool._homes) == kept
-        assert len(await run.pool.texts(groups[3])) == 2
-        await run.pool.forget([*groups[0], *groups[3]])
+        assert {id for worker in run.workers for id in worker._home} == set(run.pool.tokens._homes) == kept
+        assert len(await run.pool.tokens.texts(groups[3])) == 2
+        await run.pool.tokens.forget([*groups[0], *groups[3]])
         run.assert_empty()
 
     go(main())
@@ -635,9 +635,9 @@ def test_what_passes_through_the_controller_does_not_grow_with_responses(
         groups = [run.group(index, 4) for index in range(4)]
         await asyncio.gather(*(run.start(group) for group in groups))
         samples = [sample for group in groups for sample in group]
-        batch = await run.pool.batch(samples)
+        batch = await run.pool.tokens.batch(samples)
         assert batch.tokens > 16 * tokens
-        await run.pool.forget(samples)
+        await run.pool.tokens.forget(samples)
         return passed
 
     monkeypatch.setattr(LocalHandle, "call", counted)
@@ -706,7 +706,7 @@ def test_samples_of_a_dead_engine_wait_until_another_is_there() -> None:
         assert {sample.state for sample in samples} == {"scored"}
         for sample in samples:
             assert_undisturbed(run, sample)
-        await run.pool.forget(samples)
+        await run.pool.tokens.forget(samples)
         run.assert_empty()
 
     go(main())
@@ -744,7 +744,7 @@ def test_whenever_engines_die_nothing_is_lost_or_doubled(seed: int) -> None:
         for engine in dead:
             await run.revive_engine(engine)
         run.assert_idle()
-        await run.pool.forget(samples)
+        await run.pool.tokens.forget(samples)
         run.assert_empty()
 
     go(main())
@@ -782,7 +782,7 @@ def test_what_a_dead_worker_had_starts_anew_elsewhere() -> None:
         await until(lambda: [s.tries for s in groups[0]] == [2, 2])
         assert [(s.tokens, s.finish, s.newest) for s in groups[0]] == [(0, None, None)] * 2
         await until(lambda: {s.state for s in groups[0]} == {"generating"})
-        assert run.pool._homes["0.0"][0] == 1
+        assert run.pool.tokens._homes["0.0"][0] == 1
         run.answer()
         await asyncio.gather(*calls)
         assert [(s.state, s.reward, s.tries) for s in groups[0]] == [("scored", 1.0, 2)] * 2
@@ -831,7 +831,7 @@ def test_a_worker_that_is_started_again_hears_nothing_of_its_earlier_life() -> N
         run.answer()
         await call
         assert [(s.state, s.reward) for s in samples] == [("scored", 1.0)] * 2
-        assert await run.pool.texts(samples) == ["4", "4"]
+        assert await run.pool.tokens.texts(samples) == ["4", "4"]
 
     go(main())
 
@@ -870,7 +870,7 @@ def test_a_worker_that_does_not_answer_is_reported_and_does_not_get_leases(error
         groups = [run.group(index) for index in range(3)]
         await asyncio.gather(*(run.start(group) for group in groups))
         assert {s.state for group in groups for s in group} == {"scored"}
-        assert {run.pool.home_of(s) for group in groups for s in group} == {1}
+        assert {run.pool.tokens.home_of(s) for group in groups for s in group} == {1}
         assert told
         assert {worker for worker, _ in told} == {0}
         assert ("killed" if error == "died" else "has not answered") in told[0][1]
@@ -951,7 +951,7 @@ def test_whenever_workers_die_every_sample_ends_once(seed: int) -> None:
                     assert_undisturbed(run, sample)
             else:
                 assert (sample.state, sample.reason[:19]) == ("failed", "rollout worker died")
-        await run.pool.forget(samples)
+        await run.pool.tokens.forget(samples)
         await asyncio.sleep(100)  # what dead workers asked of engines ends by itself
         run.assert_empty()
 
@@ -998,7 +998,7 @@ def test_stopping_a_sample_frees_its_place_and_leaves_its_siblings_alone(how: An
         assert samples[1].reward == float(how != "drop")
         assert [(s.state, s.finish) for s in (samples[0], samples[2])] == [("scored", "stop")] * 2
         assert "by hand" in [reason for _, reason in run.moves.reasons("0.1")]
-        await run.pool.forget(samples)
+        await run.pool.tokens.forget(samples)
         run.assert_empty()
 
     go(main())
@@ -1250,7 +1250,7 @@ def test_an_episode_gives_its_place_back_while_it_acts_and_goes_on_where_it_was(
         await call
         assert [(s.state, s.reward, s.turns) for s in samples] == [("scored", 1.0, 2)] * 2
         assert run.moves.of("0.0") == ["queued", "acting", *["generating", "acting"] * 2, "scoring", "scored"]
-        await run.pool.forget(samples)
+        await run.pool.tokens.forget(samples)
         run.assert_empty()
 
     go(main())
@@ -1416,7 +1416,7 @@ def test_whatever_happens_every_sample_ends_and_nothing_is_left(seed: int) -> No
                 assert_undisturbed(run, sample)
         await asyncio.sleep(100)  # what dead workers asked of engines ends by itself
         run.assert_idle()
-        await run.pool.forget(samples)
+        await run.pool.tokens.forget(samples)
         run.assert_empty()
 
     go(main())

@@ -412,7 +412,7 @@ def test_a_sample_is_dropped_whatever_it_is_at_and_its_siblings_go_on(state: str
         assert not run.running
         assert not run.envs[0].episodes
         await worker.close()
-        run.pool._homes.clear()
+        run.pool.tokens._homes.clear()
         assert not worker._held
 
     go(main())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import go, known_bug, turns
+from toys import go, turns
 
 from roll.config.errors import RunError
 from roll.rollout.router import Router, Ticket
@@ -467,7 +467,6 @@ def test_who_waits_hears_that_samples_are_shorter_than_expected() -> None:
     go(main())
 
 
-@known_bug("how full engines are is not looked at again when more or less is expected of samples")
 def test_engines_are_compared_by_what_is_expected_now() -> None:
     async def main() -> None:
         router = Router(2, kv_tokens=1000, expected_tokens=100)

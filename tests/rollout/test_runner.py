@@ -837,6 +837,20 @@ def test_an_episode_fails_when_its_tries_are_used_up_or_it_was_the_environments_
     go(main())
 
 
+def test_a_crash_that_others_may_have_caused_is_blamed_on_all_of_them_in_parts() -> None:
+    def trouble(method: str, episode: str) -> None:
+        raise EnvFailure("crashed", "boom", suspects=4)
+
+    async def main() -> None:
+        run = await setting(tries=3)
+        run.envs[0].trouble = trouble
+        sample = run.sample(episode_of(1.0))
+        await run.runner.run(sample)
+        assert (sample.tries, sample.kills) == (3, 0.75)
+
+    go(main())
+
+
 @pytest.mark.parametrize("at", ["reset", "step"])
 def test_an_environment_worker_that_dies_takes_its_episodes_along_and_they_start_anew(at: str) -> None:
     async def main() -> None:

@@ -24,7 +24,8 @@ from roll.rollout.filters import FILTERS, keep_all, make_filter, no_signal
 from roll.rollout.lifecycle import MOVES, Lifecycle
 from roll.rollout.order import Draw, Epochs, StepShape, Wrapper
 from roll.rollout.pool import RolloutPool
-from roll.rollout.scheduler import Rollout, RolloutScheduler
+from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.step import Rollout
 from roll.rollout.tails import TailRounds
 
 NO_SIGNAL = "no signal: all rewards equal"
@@ -207,7 +208,7 @@ def test_going_on_from_a_saved_state_issues_what_would_have_come() -> None:
     async def main() -> None:
         straight, resumed = [await setting(spread, groups_per_step=3, group_size=2) for _ in range(2)]
         straight.scheduler.trained(await straight.scheduler.next_rollout(), 1)
-        resumed.scheduler.restore(straight.scheduler.state(), TASKS.train)
+        await resumed.scheduler.restore(straight.scheduler.state(), TASKS.train)
         after, again = await straight.scheduler.next_rollout(), await resumed.scheduler.next_rollout()
         assert [(g.index, g.task.id) for g in after.groups] == [(g.index, g.task.id) for g in again.groups]
         assert [g.index for g in after.groups] == [3, 4, 5]
@@ -387,7 +388,7 @@ def test_a_cancelled_step_leaves_nothing_running(after: int) -> None:
         await turns(20)
         assert sorted(run.runner.cancelled) == sorted(run.runner.started)
         assert after < 30 or run.runner.started
-        assert not run.pool._homes
+        assert not run.pool.tokens._homes
 
     go(main())
 
@@ -444,7 +445,7 @@ def test_every_sample_of_a_step_ends_on_the_ledger() -> None:
             assert run.moves.infos(sample.id)[-1] == ("trained", {"version": 7})
         said = {"task": samples[0].task.id, "group": samples[0].group, "domain": "default"}
         assert run.moves.infos(samples[0].id)[0] == ("queued", said)
-        await run.pool.forget(rollout.samples)
+        await run.pool.tokens.forget(rollout.samples)
         run.assert_empty()
 
     go(main())
@@ -583,7 +584,7 @@ def test_a_group_that_is_dropped_is_ended_and_recorded(at: str) -> None:
         assert rollout.dropped == {"by hand: not wanted": 1}
         assert sorted(run.runner.cancelled) == sorted(s.id for s in victim.samples if at == "open")
         await turns(40)
-        assert not {s.id for s in victim.samples} & set(run.pool._homes) or at == "ready"
+        assert not {s.id for s in victim.samples} & set(run.pool.tokens._homes) or at == "ready"
 
     go(main())
 
@@ -637,7 +638,7 @@ def test_groups_may_be_dropped_at_any_moment(seed: int) -> None:
         scheduler.trained(rollout, 1)
         await asyncio.sleep(1)
         run.assert_idle()
-        await run.pool.forget(rollout.samples)
+        await run.pool.tokens.forget(rollout.samples)
         run.assert_empty()
 
     go(main())
@@ -717,7 +718,7 @@ def test_a_group_gets_its_engine_earlier_when_its_priority_is_raised_whenever_th
         if after == 60 and which:
             assert begun == ["0.0", "3.0", "1.0", "2.0"]
         scheduler.trained(rollout, 1)
-        await run.pool.forget(rollout.samples)
+        await run.pool.tokens.forget(rollout.samples)
         run.assert_empty()
 
     go(main())
@@ -750,7 +751,7 @@ def test_a_group_whose_priority_changes_while_it_begins_is_whole(after_s: float)
         assert rollout.batch is not None
         assert rollout.batch["sample"].tolist() == ["0.0", "0.1", "0.2"]
         assert [s.state for s in group.samples] == ["kept"] * 3
-        await run.pool.forget(rollout.samples)
+        await run.pool.tokens.forget(rollout.samples)
         run.assert_empty()
 
     go(main())
@@ -790,10 +791,10 @@ def test_a_run_that_stops_drops_what_is_under_way_on_record_and_it_comes_again()
         )
         first = await run.scheduler.next_rollout()
         await asyncio.sleep(1)
-        run.scheduler.trained(first, 1)
         run.scheduler.add(Task.ask("mine", "?"))
+        run.scheduler.trained(first, 1)
         waiting = {g.index: (g.task.id, g.epoch) for g in run.scheduler._books.waiting}
-        assert set(waiting) == {2, 3, 4}
+        assert set(waiting) == {2, 3, 4, 5}
         await run.scheduler.finish()
         reason = "ended: the run stopped before it was trained on"
         for index in waiting:
@@ -802,10 +803,10 @@ def test_a_run_that_stops_drops_what_is_under_way_on_record_and_it_comes_again()
         state = json.loads(json.dumps(run.scheduler.state()))
         assert state["open"] == []
         resumed = await setting(spread, groups_per_step=2, group_size=2)
-        resumed.scheduler.restore(state, TASKS.train)
+        await resumed.scheduler.restore(state, TASKS.train)
         rollout = await resumed.scheduler.next_rollout()
         assert {(g.task.id, g.epoch) for g in rollout.kept} == {waiting[2], waiting[3]}
-        assert [g.index for g in rollout.kept] == [5, 6]
+        assert [g.index for g in rollout.kept] == [6, 7]
 
     go(main())
 
@@ -902,7 +903,7 @@ def test_what_a_sample_killed_counts_against_its_task_and_is_saved() -> None:
         state = json.loads(json.dumps(run.scheduler.state()))
         assert state["kills"] == {culprit: 4}
         other = await setting(outcome, groups_per_step=4, group_size=2, quarantine_after=3)
-        other.scheduler.restore(state, TASKS.train)
+        await other.scheduler.restore(state, TASKS.train)
         assert other.scheduler._quarantine(TASKS.train[2])
 
     go(main())
@@ -918,7 +919,7 @@ def test_finished_groups_whose_tokens_died_run_again() -> None:
         )
         call = asyncio.create_task(run.scheduler.next_rollout())
         await asyncio.sleep(5)
-        homes = {index: run.pool.home_of(g.samples[0]) for index, g in run.scheduler._books.ready.items()}
+        homes = {index: run.pool.tokens.home_of(g.samples[0]) for index, g in run.scheduler._books.ready.items()}
         assert set(homes) == {0, 1, 2}
         lost = [index for index, home in homes.items() if home == 0]
         assert lost
@@ -940,7 +941,7 @@ def test_finished_groups_whose_tokens_died_run_again() -> None:
 def test_a_worker_that_dies_as_the_batch_is_made_costs_a_repetition_not_the_run() -> None:
     async def main() -> None:
         run = await setting(spread, lambda s: 1.0, workers=2, groups_per_step=2, group_size=2, tries=3)
-        batch = run.pool.batch
+        batch = run.pool.tokens.batch
         times = 0
 
         async def dying(samples: list[Sample], mask_below: int = 0) -> Any:
@@ -950,7 +951,7 @@ def test_a_worker_that_dies_as_the_batch_is_made_costs_a_repetition_not_the_run(
                 run.runner.crew.kill(0)
             return await batch(samples, mask_below)
 
-        run.pool.batch = dying  # type: ignore[method-assign]
+        run.pool.tokens.batch = dying  # type: ignore[method-assign]
         rollout = await run.scheduler.next_rollout()
         assert times == 2
         assert [g.index for g in rollout.kept] == [0, 1]
@@ -1017,7 +1018,7 @@ def test_nothing_is_left_at_workers_of_what_was_made_again() -> None:
         run = await party(2, 2, lambda task, response: random.random(), says="4")
         scheduler = scheduler_of(run, groups_per_step=1, group_size=2)
         rollout = await scheduler.next_rollout()
-        assert run.pool.home_of(rollout.samples[0]) == 0
+        assert run.pool.tokens.home_of(rollout.samples[0]) == 0
         run.judges[0].gate.clear()
         other = run.start(run.group(99))  # so that the other worker has less to do
         await asyncio.sleep(1)
@@ -1026,7 +1027,7 @@ def test_nothing_is_left_at_workers_of_what_was_made_again() -> None:
         rollout = await scheduler.next_rollout()
         await other
         scheduler.trained(rollout, 1)
-        await run.pool.forget([*rollout.samples, *run.group(99)])
+        await run.pool.tokens.forget([*rollout.samples, *run.group(99)])
         await asyncio.sleep(1)
         run.assert_empty()
 
@@ -1085,7 +1086,7 @@ def test_a_resumed_run_trains_drops_or_draws_again_every_task_once(seed: int) ->
 
     async def after(state: str, unfinished: list[str]) -> None:
         run = await setting(flaky, lambda s: rng.choice([0.0, 0.3, 2.0]), **config)
-        run.scheduler.restore(json.loads(state), TASKS.train)
+        await run.scheduler.restore(json.loads(state), TASKS.train)
         closed = [r.sample for r in run.moves.records]
         assert sorted(closed) == sorted(unfinished)
         assert {(r.state, r.reason) for r in run.moves.records} <= {("dropped", "resumed: its group is issued again")}
@@ -1118,7 +1119,10 @@ def test_a_state_is_plain_json_and_says_what_is_under_way() -> None:
         await asyncio.sleep(1)
         state = json.loads(json.dumps(run.scheduler.state()))
         assert state["next_group"] == 2
-        assert [(g["samples"], g["epoch"]) for g in state["open"]] == [(["0.0", "0.1"], 0), (["1.0", "1.1"], 0)]
+        assert [([s["id"] for s in g["samples"]], g["epoch"]) for g in state["open"]] == [
+            (["0.0", "0.1"], 0),
+            (["1.0", "1.1"], 0),
+        ]
         rollout = await call
         taken = json.loads(json.dumps(run.scheduler.state()))
         assert [g["task"] for g in taken["open"]] == [g.task.id for g in rollout.kept]  # not trained on yet

@@ -21,7 +21,8 @@ from roll.rollout.filters import make_filter
 from roll.rollout.lifecycle import ENDS, MOVES, Lifecycle
 from roll.rollout.order import Epochs, StepShape
 from roll.rollout.pool import RolloutPool
-from roll.rollout.scheduler import Rollout, RolloutScheduler
+from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.step import Rollout
 
 TASKS = tasks(11)
 
@@ -95,7 +96,7 @@ class World:
         self.version = new
         if rollout is not None:
             self.scheduler.trained(rollout, new)
-            await self.pool.forget(rollout.samples)
+            await self.pool.tokens.forget(rollout.samples)
 
     async def step(self) -> Rollout:
         rollout = await self.scheduler.next_rollout()
@@ -158,6 +159,20 @@ def test_on_policy_nothing_is_issued_between_steps() -> None:
         await run.publish(rollout)
         await asyncio.sleep(10)
         assert run.scheduler.next_group == 3
+        await run.publish()  # also when nothing is being trained on
+        assert run.scheduler.next_group == 3
+
+    go(main())
+
+
+def test_what_was_trained_on_makes_room_at_once() -> None:
+    async def main() -> None:
+        run = await world(lambda s: 1.0, groups_per_step=3, max_staleness=1)
+        rollout = await run.scheduler.next_rollout()
+        assert run.scheduler.next_group == 6
+        await run.publish(rollout)
+        assert run.scheduler.next_group == 9  # before the next step begins
+        await run.scheduler.close()
 
     go(main())
 
@@ -289,6 +304,20 @@ def test_when_masking_what_has_no_young_token_is_dropped() -> None:
     go(main())
 
 
+def test_when_masking_what_was_drawn_long_before_it_was_judged_is_dropped() -> None:
+    async def main() -> None:
+        run = await world(lambda s: 1.0, groups_per_step=1, max_staleness=1, stale="mask", tries=1)
+        run.runner.judging = lambda s: 50.0 if s.group == 1 else 0.0
+        await run.step()
+        await run.step()
+        assert next(g.index for g in run.scheduler.open_groups) == 1
+        await asyncio.sleep(60)  # its verdict comes at version 2, its tokens are all of version 0
+        assert run.moves.reasons("1.0")[-1] == ("dropped", "stale: 2 versions old at version 2")
+        await run.scheduler.close()
+
+    go(main())
+
+
 @pytest.mark.parametrize("stale", ["wait", "drop", "mask"])
 def test_a_group_that_has_no_engine_yet_cannot_be_old(stale: str) -> None:
     async def main() -> None:
@@ -320,6 +349,25 @@ def test_a_group_that_ran_again_does_not_hide_an_older_one_from_those_who_wait()
         run.scheduler.give_back(rollout, "tokens lost: ?")  # 0 and 1 run again, of version 1
         rollout = await run.scheduler.next_rollout()
         assert 2 in indices(rollout.kept)  # of version 0: now or never
+        await run.scheduler.close()
+
+    go(main())
+
+
+def test_a_group_that_ran_again_is_as_young_as_its_new_beginning() -> None:
+    async def main() -> None:
+        def delay(sample: Sample) -> float:
+            return 500.0 if sample.tries > 1 else 1.0 + sample.group
+
+        run = await world(delay, groups_per_step=1, max_staleness=1, cut="first", tries=3)
+        rollout = await run.scheduler.next_rollout()
+        assert indices(rollout.kept) == [0]
+        await run.publish()
+        run.scheduler.give_back(rollout, "tokens lost: ?")  # it runs again, of version 1
+        began = asyncio.get_running_loop().time()
+        rollout = await run.scheduler.next_rollout()
+        assert indices(rollout.kept) == [1]
+        assert asyncio.get_running_loop().time() - began < 10  # there is time for it in the next step
         await run.scheduler.close()
 
     go(main())
@@ -413,7 +461,7 @@ def test_whatever_happens_there_is_never_too_much_or_too_old_and_every_group_end
         assert [run.pool._router.running(engine) for engine in range(2)] == [0, 0]
         left = {sample.id for index in under_way for sample in run.issued[index].samples}
         left |= {sample.id for group in scheduler._tally.ended for sample in group.samples}
-        assert set(run.pool._homes) <= left
+        assert set(run.pool.tokens._homes) <= left
 
     go(main())
 

@@ -15,7 +15,6 @@ from typing import Any, Generic, TypeVar, cast
 from unittest.mock import patch
 
 import numpy as np
-import pytest
 from hypothesis import Phase, settings
 
 from roll.cluster import Cluster, LocalExecutor, Place, Worker
@@ -113,11 +112,6 @@ async def until(holds: Callable[[], Any], within_s: float = 60.0) -> None:
     async with asyncio.timeout(within_s):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-
-
-def known_bug(reason: str) -> Any:
-    """A test that fails until something is mended."""
-    return pytest.mark.xfail(strict=True, reason=reason)
 
 
 def timings(examples: int) -> settings:
@@ -518,7 +512,7 @@ class Party:
 
     def drawn(self, sample: Sample) -> Sample:
         """A sample as its worker has it, with its tokens."""
-        home = self.pool.home_of(sample)
+        home = self.pool.tokens.home_of(sample)
         assert home is not None
         return self.workers[home]._home[sample.id]
 
@@ -570,7 +564,7 @@ class Party:
     def assert_empty(self) -> None:
         """Nothing is kept of any sample."""
         self.assert_idle()
-        assert not self.pool._homes
+        assert not self.pool.tokens._homes
         for worker in self.workers:
             assert not worker._held
             assert not worker._home
@@ -643,6 +637,8 @@ class ToyRunner:
     delay: Callable[[Sample], float] = lambda sample: 0
     length: Callable[[Sample], int] = lambda sample: 1 + sample.group % 3
     version: Callable[[], int] = lambda: 0
+    judging: Callable[[Sample], float] = lambda sample: 0
+    """Seconds until the verdict."""
     started: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     ended: list[Stop] = field(default_factory=list)
@@ -698,6 +694,8 @@ class _ToyRunnerOf:
         sample.turns = 1
         sample.oldest, sample.newest = min(versions), max(versions)
         self.moves.move(sample, "scoring")
+        if seconds := whole.judging(sample):
+            await asyncio.sleep(seconds)
         sample.reward = result
         self.moves.move(sample, "scored")
 

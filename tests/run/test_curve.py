@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 
-from roll.run import draw_curve
+from roll.run import Panel, draw_curve
 from roll.run.curve import series, smooth
 
+PANELS = (
+    Panel("learning", "reward/mean", "training reward", "eval/accuracy", "held-out accuracy"),
+    Panel("length", "response/tokens_mean"),
+)
 FULL = [
     {"step": step, "reward/mean": step / 20, "response/tokens_mean": 50 - step}
     | ({"eval/accuracy": step / 20} if step % 5 == 0 else {})
@@ -30,7 +34,7 @@ FULL = [
 def test_a_picture_of_the_right_size_is_drawn_of_whatever_there_is(
     metrics: list[dict[str, Any]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    draw_curve(metrics, tmp_path / "curve.png", "title")
+    draw_curve(metrics, tmp_path / "curve.png", "title", PANELS)
     content = (tmp_path / "curve.png").read_bytes()
     assert content.startswith(b"\x89PNG")
     assert struct.unpack(">II", content[16:24]) == (1350, 540)

@@ -19,6 +19,7 @@ What must hold then, by the ledger's file and by which draw each group was issue
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import shutil
 import tempfile
@@ -44,6 +45,7 @@ from roll.config.errors import RunError
 from roll.config.schema import RolloutConfig
 from roll.data.sample import Group, Sample
 from roll.data.task import Task
+from roll.rollout.lifecycle import ENDS
 from roll.rollout.order import BaseOrder, Draw, Wrapper
 from roll.rollout.tails import make_order
 from roll.run.ledger import Ledger
@@ -118,6 +120,8 @@ CONFIGS = st.fixed_dictionaries(
     }
 )
 SHORT_S = st.sampled_from([0.0, 0.1, 0.5, 2.0, 7.0])
+READY_S = st.sampled_from([0.0, 10.0, 100.0])
+"""Until groups of later steps are ready."""
 BACK_S = st.sampled_from([0.5, 5.0, 60.0])
 NUMBER = st.integers(0, 11)
 EXTRA = [Task(f"x{number}", ()) for number in range(12)]
@@ -163,6 +167,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         scoring_most=st.sampled_from([0, 2]),
         way_s=st.sampled_from([0.0, 0.002, 0.2]),
         deadly=st.sampled_from([0.0, 0.0, 0.5]),
+        greedy=st.booleans(),
     )
     def begin(
         self,
@@ -176,6 +181,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         scoring_most: int,
         way_s: float,
         deadly: float,
+        greedy: bool,
     ) -> None:
         self.config = RolloutConfig.model_validate({"groups_per_step": GROUPS, **config, **filling})
         self.tasks = [Task(f"t{number}", ()) for number in range(tasks)]
@@ -205,7 +211,7 @@ class ExactlyOnce(RuleBasedStateMachine):
             return Watched(made, self)  # type: ignore[arg-type]
 
         async def start() -> None:
-            self.training = Training(self.folder / "ledger", self.tasks, self.config, order, make_world)
+            self.training = Training(self.folder / "ledger", self.tasks, self.config, order, make_world, greedy)
             await self.training.begin()
 
         self.run(start())
@@ -277,21 +283,49 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.start_step()
         self.wait(seconds)
 
+    @rule()
+    def wait_for_new_weights(self) -> None:
+        """Until they are on their way to the engines, or the step is over without."""
+        self.start_step()
+
+        async def until_published() -> None:
+            assert self.stepping is not None
+            published = asyncio.create_task(self.training.world.publishing.wait())
+            await asyncio.wait([self.stepping, published], timeout=STEP_S, return_when=asyncio.FIRST_COMPLETED)
+            published.cancel()
+
+        self.run(until_published())
+
     @rule(count=st.integers(1, 3))
     def make_steps(self, count: int) -> None:
         for _ in range(count):
             self.start_step()
             self.finish_step()
 
-    @rule(count=st.integers(0, 2))
-    def take_a_checkpoint(self, count: int) -> None:
+    @rule(count=st.integers(0, 2), after_s=READY_S)
+    def take_a_checkpoint(self, count: int, after_s: float) -> None:
         self.make_steps(count)
         self.finish_step()
-        self.training.save()
-        self.saved_states = balance.Story.read(self.training.path).states()
+        self.wait(after_s)
+        self.run(self.training.save())
+        self.note_checkpoint()
         assert {id: (last.state, last.reason) for id, last in Ledger.lineage(self.training.path).items()} == (
             self.saved_states
         )
+
+    def note_checkpoint(self) -> None:
+        assert self.training.saved is not None
+        self.saved_states = balance.Story.read(self.training.path, until=self.training.saved.position).states()
+
+    @rule(after_s=READY_S)
+    def stop_and_go_on(self, after_s: float) -> None:
+        """Everything has ended on record when a run has stopped; what its checkpoint holds goes on with it."""
+        self.finish_step()
+        self.wait(after_s)
+        self.run(self.training.stop())
+        self.note_checkpoint()
+        assert {state for state, _ in balance.Story.read(self.training.path).states().values()} <= ENDS
+        self.killed(1.0, 1.0)
 
     # Deaths
 
@@ -347,6 +381,15 @@ class ExactlyOnce(RuleBasedStateMachine):
             self.half_undo(undone)
         self.run(self.training.begin())
         self.check_going_back()
+        self.check_buffer()
+
+    def check_buffer(self) -> None:
+        """What was ready at the checkpoint is, without being made again; but for what a dead worker could not write."""
+        saved, books = self.training.saved, self.training.scheduler._books
+        for group in json.loads(saved.scheduler)["ready"] if saved else ():
+            part = saved.buffer / f"part-{group['part']}.json"
+            known = group["task"] in {task.id for task in self.tasks}
+            assert (group["index"] in books.ready) == (part.is_file() and known), group
 
     def half_undo(self, share: float) -> None:
         saved, path = self.training.saved, self.training.path
@@ -438,15 +481,14 @@ class ExactlyOnce(RuleBasedStateMachine):
             self.wait(10.0)
         self.wait(10.0)
         self.check_tokens()
-        self.run(self.training.scheduler.finish())
-        self.take_a_checkpoint(0)
+        self.run(self.training.stop())
         self.wait(10.0)
 
     def check_tokens(self) -> None:
         """Workers keep the tokens of those groups only that may be trained on, or that the next step will forget."""
         scheduler, pool = self.training.scheduler, self.training.world.pool
         known = {group.index for group in (*scheduler._books.waiting, *scheduler._tally.ended)}
-        kept = {*pool._homes, *(sample for rollouts in self.training.world.rollouts for sample in rollouts.home)}
+        kept = {*pool.tokens._homes, *(sample for rollouts in self.training.world.rollouts for sample in rollouts.home)}
         assert {int(sample.partition(".")[0]) for sample in kept} <= known
 
     def check_nothing_left(self) -> None:
@@ -458,7 +500,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         assert world.graders.serving + world.graders.waiting == 0
         assert set().union(*(rollouts.running for rollouts in world.rollouts)) == set()
         assert set().union(*(rollouts.home for rollouts in world.rollouts)) == set()
-        assert world.pool._homes == {}
+        assert world.pool.tokens._homes == {}
 
     def check(self) -> None:
         path = self.training.path
@@ -471,6 +513,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         assert story.volume <= GROUPS * (k + 1) + int(GROUPS * self.config.oversample + 1e-9)
         none(balance.too_old(story, k, self.config.stale == "mask"))
         none(balance.invalid_paths(story))
+        none(balance.wrong_baselines(story))
         none(balance.unbalanced(story, self.training.draws, balance.held_by(order)))
         none(balance.wrong_epochs(self.training.draws, order, [task.id for task in self.tasks]))
 
@@ -479,7 +522,7 @@ def none(wrong: list[str]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-QUICK = 100
+QUICK = 80
 
 
 def check_machine(examples: int) -> None:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import pytest
@@ -32,10 +32,13 @@ def open_files() -> int:
 
 @pytest.fixture(autouse=True)
 def _nothing_stays() -> Iterator[None]:
-    resource_tracker.ensure_running()  # spawning starts it and keeps a descriptor
+    resource_tracker.ensure_running()  # these two are started by the first spawning, and keep descriptors
+    forkserver.ensure_running()
     files = open_files()
+    gc.freeze()  # the collector looks at what the test made only
     yield
     gc.collect()
+    gc.unfreeze()
     assert files_of(os.getpid()) == set()
     assert open_files() <= files
 

@@ -127,8 +127,8 @@ def test_a_byte_flipped_in_a_broadcast_is_named(
 
 
 def test_neither_side_needs_more_than_its_slots(peer: Connection) -> None:
-    sender = Sender(tensors_of(1, "cpu", 128), BUCKET_BYTES)
-    ask(peer, "make", 2, "cpu", 128)
+    sender = Sender(tensors_of(1, "cpu", 64), BUCKET_BYTES)
+    ask(peer, "make", 2, "cpu", 64)
     manifest = manifest_of(sender)
     memory = PeakMemory()
     publish(sender, peer, manifest, sender.open("shared_memory"))

@@ -1,4 +1,4 @@
-"""The other processes of the transfer tests, and what both sides know. Light to import: each process pays for it."""
+"""The other processes of the transfer tests, and what both sides know."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ from roll.transfer.stream import Manifest, Receiver, Sender
 MEGABYTE = 1 << 20
 BUCKET_BYTES = MEGABYTE
 LOCAL = "127.0.0.1"
+
+# Forked off a process that has imported torch once for all of them.
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["roll.transfer.broadcast", "roll.transfer.channel", "roll.transfer.stream"])
 
 
 def tensors_of(seed: int, device: str = "cpu", megabytes: int = 8) -> dict[str, Tensor]:
@@ -123,9 +127,8 @@ def die_in_a_broadcast(pipe: Connection) -> None:
 
 
 def spawn(target: Callable[[Connection], None]) -> tuple[BaseProcess, Connection]:
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=target, args=(there,), daemon=True)
+    here, there = _processes.Pipe()
+    process = _processes.Process(target=target, args=(there,), daemon=True)
     process.start()
     there.close()
     return process, here

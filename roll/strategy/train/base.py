@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -29,10 +29,16 @@ class UpdateStats:
     """Updates whose gradient was not finite; the weights were left as they were."""
     metrics: dict[str, float] = field(default_factory=dict)
 
+    def beside(self, name: str, other: UpdateStats) -> UpdateStats:
+        """These stats with another's loss, gradient and metrics among the metrics, under its name."""
+        theirs = {"loss": other.loss, "grad_norm": other.grad_norm, "skipped": float(other.skipped), **other.metrics}
+        return replace(self, metrics={**self.metrics, **{f"{name}_{key}": value for key, value in theirs.items()}})
+
 
 class TrainStrategy(Protocol):
-    def log_probs(self, batch: Batch) -> FloatArray:
-        """The log-probs of the sampled tokens under the current weights, 0 elsewhere: one value a token."""
+    def log_probs(self, batch: Batch, *, base: bool = False) -> FloatArray:
+        """The log-probs of the sampled tokens under the current weights, 0 elsewhere: one value a token. Of the `base`
+        they are under the weights that adapters began with."""
         ...
 
     def update(self, batch: Batch, loss: LossSpec, step: int) -> UpdateStats:

@@ -1,73 +1,175 @@
-"""Log-probabilities of given tokens, without ever holding [tokens, vocab] for all of them.
+"""Log-probs of given tokens and the entropies of their distributions, without [rows, vocab] ever being held.
 
-The rows a token is predicted from are unique: siblings whose answers begin alike ask the same row for several tokens, and
-its logits are computed once. Rows go through the output layer in chunks; where there are several, a chunk's logits are
-computed again in the backward pass instead of kept.
+Rows go through the output layer in chunks. Of a chunk three numbers a distribution are kept (its normaliser, its entropy,
+the log-probs asked for); the backward pass computes the logits again and turns them into their gradient in place.
+
+With z = logits / T, p = softmax(z) and H the entropy, a chunk's gradient is
+
+    dz_j = Σ g_t [j = token t] - p_j (Σ g_t + e (log p_j + H)),    dlogits = dz / T
+
+for gradients g_t of the log-probs of the distribution's tokens and e of its entropy.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import dataclass
+from typing import Any
+
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from roll.model.attention import logits_of
+from roll.strategy.train.predictions import Chunk, Predictions
+from roll.strategy.train.vocabulary import Kernels, kernels_for
 
-CHUNK_ELEMENTS = 1 << 24
-"""Most logits held at once: 64 MiB in fp32."""
+CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 29}
+"""Most logits held at once: 64 MiB in fp32, 1 GiB in bf16. Large chunks, because each adds to the whole weight's
+gradient."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """The output layer: logits = cap(hidden · weightᵀ + bias)."""
+
+    weight: Tensor
+    bias: Tensor | None
+    cap: float | None
+    """Logits are squeezed into (-cap, cap) by a tanh."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Head:
+        layer = model.get_output_embeddings()
+        if type(layer) is not nn.Linear:
+            raise TypeError(f"the output layer is a {type(layer).__name__}: only a plain linear layer can be trained")
+        return cls(layer.weight, layer.bias, getattr(model.config, "final_logit_softcapping", None))
+
+    def chunk_rows(self) -> int:
+        return max(1, CHUNK_ELEMENTS[self.weight.device.type] // len(self.weight))
 
 
 def token_log_probs(
-    model: PreTrainedModel, hidden: Tensor, rows: Tensor, targets: Tensor, temperatures: Tensor
+    model: PreTrainedModel, hidden: Tensor, predictions: Predictions, *, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of `targets` predicted from `rows` of hidden [rows, dim] under softmax(logits / temperature), and the
-    entropies of those distributions. rows, targets, temperatures [tokens] → two fp32 tensors [tokens], the second
-    without a gradient."""
-    if not len(rows):
+    """Log-probs of the predicted tokens under softmax(logits / temperature), and the entropies of those distributions.
+
+    hidden [rows, dim] → two fp32 tensors [tokens]. The entropies have a gradient only if it is asked for.
+    """
+    if not len(predictions):
         return hidden.new_zeros(0, dtype=torch.float32), hidden.new_zeros(0, dtype=torch.float32)
-    # A distribution is a row at a temperature; tokens are taken in the order of their distributions.
-    levels, level = torch.unique(temperatures, return_inverse=True)
-    distinct, which = torch.unique(rows * len(levels) + level, return_inverse=True)
-    order = torch.argsort(which, stable=True)
-    sources, scales = distinct // len(levels), levels[distinct % len(levels)]
-    counts = torch.bincount(which, minlength=len(sources))
-    ends = torch.cumsum(counts, 0).tolist()
-    chunk = max(1, CHUNK_ELEMENTS // int(model.config.vocab_size))
-    log_probs, entropies = [], []
-    for first in range(0, len(sources), chunk):
-        last = min(first + chunk, len(sources))
-        members = order[ends[first - 1] if first else 0 : ends[last - 1]]
-        picked = hidden.index_select(0, sources[first:last])
-        local, wanted = which[members] - first, targets[members]
-        if torch.is_grad_enabled() and len(sources) > chunk:
-            parts = checkpoint(_chunk, model, picked, scales[first:last], local, wanted, use_reentrant=False)
+    head = Head.of(model)
+    picked = hidden.index_select(0, predictions.rows)
+    log_probs, entropies = _LogProbs.apply(picked, head.weight, head.bias, head, predictions)  # type: ignore[no-untyped-call]
+    if not entropy_gradient:
+        entropies = entropies.detach()
+    tokens = predictions.pair_of
+    return log_probs[tokens], entropies[predictions.sources[tokens]]
+
+
+class _LogProbs(torch.autograd.Function):
+    """hidden [distributions, dim] → log-probs [pairs], entropies [distributions]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, predictions: Predictions
+    ) -> tuple[Tensor, Tensor]:
+        kernels, chunks = kernels_for(hidden.device), predictions.chunks(head.chunk_rows())
+        log_probs = hidden.new_empty(len(predictions.targets), dtype=torch.float32)
+        normalisers, entropies = hidden.new_empty(2, len(predictions), dtype=torch.float32)
+        kept = None
+        for chunk in chunks:
+            view = _View(chunk, predictions)
+            logits = _logits(hidden[view.rows], weight, bias)
+            normalisers[view.rows], entropies[view.rows] = kernels.summarise(logits, view.temperatures, head.cap)
+            chosen = _capped(logits[view.local, view.targets].float(), head.cap) / view.temperatures[view.local]
+            log_probs[view.pairs] = chosen - normalisers[view.rows][view.local]
+            kept = logits if len(chunks) == 1 else None
+        ctx.save_for_backward(hidden, weight, bias, log_probs, normalisers, entropies, kept)
+        ctx.head, ctx.predictions, ctx.chunks = head, predictions, chunks
+        ctx.set_materialize_grads(False)
+        return log_probs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, log_probs, normalisers, entropies, kept = ctx.saved_tensors
+        slope = slopes[0] if slopes[0] is not None else torch.zeros_like(log_probs)
+        entropy_slope = slopes[1]
+        wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        kernels: Kernels = kernels_for(hidden.device)
+        predictions: Predictions = ctx.predictions
+        totals = torch.zeros_like(normalisers).index_add_(0, predictions.sources, slope)
+        to_hidden = torch.empty_like(hidden) if wants_hidden else None
+        to_weight = _Sum(weight, len(ctx.chunks)) if wants_weight else None
+        to_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wants_bias else None
+        for chunk in ctx.chunks:
+            view = _View(chunk, predictions)
+            rows, local = view.rows, view.local
+            logits = kept if kept is not None else _logits(hidden[rows], weight, bias)
+            # A likely token's own slope is the small difference of large terms: taken in fp32 before it is rounded.
+            log_p = log_probs[view.pairs]
+            pulled = totals[rows][local]
+            if entropy_slope is not None:
+                pulled = pulled + entropy_slope[rows][local] * (log_p + entropies[rows][local])
+            own = (slope[view.pairs] - log_p.exp() * pulled) / view.temperatures[local]
+            if ctx.head.cap:
+                own *= 1 - (_capped(logits[local, view.targets].float(), ctx.head.cap) / ctx.head.cap).square()
+            given = (
+                normalisers[rows],
+                entropies[rows],
+                totals[rows],
+                entropy_slope[rows] if entropy_slope is not None else None,
+            )
+            gradient = kernels.differentiate(logits, view.temperatures, ctx.head.cap, *given)
+            gradient[local, view.targets] = own.to(gradient.dtype)
+            if to_hidden is not None:
+                torch.mm(gradient, weight, out=to_hidden[rows])
+            if to_weight is not None:
+                to_weight.add(gradient, hidden[rows])
+            if to_bias is not None:
+                to_bias += gradient.sum(0, dtype=torch.float32)
+        bias_gradient = to_bias.to(bias.dtype) if to_bias is not None else None
+        return to_hidden, to_weight.result() if to_weight is not None else None, bias_gradient, None, None
+
+
+class _View:
+    """A chunk's part of the predictions, its pairs' distributions counted from the chunk's first."""
+
+    def __init__(self, chunk: Chunk, predictions: Predictions) -> None:
+        self.rows = slice(chunk.first, chunk.last)
+        self.pairs = slice(chunk.first_pair, chunk.last_pair)
+        self.local = predictions.sources[self.pairs] - chunk.first
+        self.targets = predictions.targets[self.pairs]
+        self.temperatures = predictions.temperatures[self.rows]
+
+
+class _Sum:
+    """Σ gradientᵀ · hidden over chunks, in fp32 where there are several."""
+
+    def __init__(self, weight: Tensor, chunks: int) -> None:
+        self._weight, self._chunks = weight, chunks
+        self._sum: Tensor | None = None
+
+    def add(self, gradient: Tensor, hidden: Tensor) -> None:
+        if self._chunks == 1:
+            self._sum = gradient.t() @ hidden
+            return
+        if self._sum is None:
+            self._sum = torch.zeros_like(self._weight, dtype=torch.float32)
+        if self._weight.dtype == torch.float32:
+            self._sum.addmm_(gradient.t(), hidden)
+        elif self._weight.device.type == "cuda":
+            torch.addmm(self._sum, gradient.t(), hidden, out_dtype=torch.float32, out=self._sum)
         else:
-            parts = _chunk(model, picked, scales[first:last], local, wanted)
-        log_probs.append(parts[0])
-        entropies.append(parts[1])
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
-    return torch.cat(log_probs)[back], torch.cat(entropies)[back]
+            self._sum += gradient.t() @ hidden
+
+    def result(self) -> Tensor:
+        assert self._sum is not None
+        return self._sum.to(self._weight.dtype)
 
 
-def _chunk(
-    model: PreTrainedModel, hidden: Tensor, temperatures: Tensor, local: Tensor, targets: Tensor
-) -> tuple[Tensor, Tensor]:
-    scaled = logits_of(model, hidden) / temperatures[:, None]
-    normaliser = torch.logsumexp(scaled, dim=-1)
-    log_probs = scaled[local, targets] - normaliser[local]
-    with torch.no_grad():
-        entropy = normaliser - (torch.exp(scaled - normaliser[:, None]) * scaled).sum(dim=-1)
-    return log_probs, entropy[local]
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """In the model's precision, before the cap."""
+    return torch.nn.functional.linear(hidden, weight, bias)
 
 
-def response_positions(
-    loss_mask: np.ndarray[tuple[int], np.dtype[np.bool_]],
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Where a sample's trained tokens are. The first token of a sequence has nothing to be predicted from."""
-    where = np.flatnonzero(loss_mask)
-    if len(where) and where[0] == 0:
-        raise ValueError("the first token of a sample is marked as sampled: a token log begins with a prompt")
-    return where
+def _capped(logits: Tensor, cap: float | None) -> Tensor:
+    return torch.tanh(logits / cap) * cap if cap else logits

@@ -69,6 +69,10 @@ class MasterAdamW:
         self.zero_grad()
         return norm
 
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients summed so far, by parameter."""
+        return {name: master.grad for name, master in self._masters.items() if master.grad is not None}
+
     def zero_grad(self) -> None:
         self._adamw.zero_grad(set_to_none=True)
 

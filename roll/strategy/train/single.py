@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -24,71 +22,66 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from roll.algorithm.correction import Mismatch
 from roll.algorithm.credit import token_credit
 from roll.algorithm.losses import resolve_loss
-from roll.algorithm.streams import LossSpec, Streams, token_weights
+from roll.algorithm.streams import LossSpec, Streams, TokenLoss, token_weights
 from roll.config.errors import RunError
 from roll.config.schema import TrainConfig
 from roll.data.batch import Batch
-from roll.data.columns import Indices
+from roll.data.columns import Array, Indices
 from roll.data.tokenlog import FloatArray
-from roll.model.attention import forward_rows
 from roll.model.loading import quiet
+from roll.model.lora import Adapters
 from roll.strategy.shelf import Level, Shelf
 from roll.strategy.train.base import UpdateStats
-from roll.strategy.train.logprobs import response_positions, token_log_probs
+from roll.strategy.train.logprobs import token_log_probs
+from roll.strategy.train.microbatch import MicroBatch, sequence
 from roll.strategy.train.optimizer import MasterAdamW, learning_rate
-from roll.strategy.train.packing import TreePlan, micro_batches, pack
+from roll.strategy.train.passes import Passes
 from roll.transfer.weights import Weights, probe_ids
-
-
-@dataclass(frozen=True)
-class _Packed:
-    """A micro-batch on the device. One value a sampled token: the row it is predicted from, its id and temperature, its
-    values of the log-prob columns the batch has, and where it lies in the batch's token columns."""
-
-    ids: Tensor
-    positions: Tensor
-    plan: TreePlan
-    rows: Tensor
-    targets: Tensor
-    temperatures: Tensor
-    log_probs: dict[str, Tensor]
-    sample: Tensor
-    turn: Tensor
-    where: Indices
 
 
 class SingleStrategy:
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, config: TrainConfig, *, trainable: bool = True
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        config: TrainConfig,
+        *,
+        trainable: bool = True,
+        adapters: Adapters | None = None,
     ) -> None:
+        """With `adapters` in the model, only they are trained and saved."""
         self.model = model
+        self._adapters = adapters
         self._tokenizer = tokenizer
         self._config = config
         self._device = next(model.parameters()).device
-        model.requires_grad_(trainable)
+        if adapters is None:
+            model.requires_grad_(trainable)
         self._optimizer = MasterAdamW(model, config) if trainable else None
+        self._passes = Passes(model, config)
         self._shelf = Shelf(self._device)
 
     @torch.no_grad()
-    def log_probs(self, batch: Batch) -> FloatArray:
+    def log_probs(self, batch: Batch, *, base: bool = False) -> FloatArray:
+        assert not base or self._adapters is not None, "a model without adapters is no longer its base"
         result = np.zeros(batch.tokens, np.float32)
-        for packed in self._micro_batches(batch):
-            current, _ = self._current(packed)
-            result[packed.where] = current.float().cpu().numpy()
+        with self._adapters.off() if base and self._adapters is not None else nullcontext():
+            done = [(micro.where, self._current(micro)[0]) for micro in self._passes.over(batch)]
+        for where, current in done:  # nothing waits for the device before all is under way
+            result[where] = current.cpu().numpy()
         return result
 
     def update(self, batch: Batch, loss: LossSpec, step: int) -> UpdateStats:
-        """Trains on the batch: one optimizer step, or `updates_per_step` of them over parts with whole groups."""
         if "advantage" not in batch:
-            raise ValueError("the batch has no column 'advantage': call algorithm.credit(batch) before the update")
-        parts = [batch]
-        if self._config.updates_per_step > 1:
-            batch = batch if "proximal" in batch else batch.with_columns(proximal=self.log_probs(batch))
-            parts = [batch.select(indices) for indices in _by_groups(batch, self._config.updates_per_step)]
+            raise ValueError("the batch has no column 'advantage': credit it before an update")
+        if self._config.updates_per_step > 1 and "proximal" not in batch:
+            batch = batch.with_columns(proximal=self.log_probs(batch))
+        parts = [batch.select(part) for part in _by_groups(batch, self._config.updates_per_step)]
         parts = [part for part in parts if part.loss_mask.any()]
         if not parts:
             raise RunError("the batch has no sampled tokens to train on")
-        done = [self._update_once(part, loss, step) for part in parts]
+        with self._adapters.dropping(step) if self._adapters is not None else nullcontext():
+            done = [self._update_once(part, loss, step) for part in parts]
         sampled = [int(part.loss_mask.sum()) for part in parts]
         return _joined(done, sampled, batch, learning_rate(self._config, step))
 
@@ -96,33 +89,20 @@ class SingleStrategy:
         assert self._optimizer is not None, "a frozen model cannot be updated"
         loss_of = resolve_loss(spec)
         weights = token_weights(batch, spec.aggregation, spec.length)
-        sampled = int(batch.loss_mask.sum())
-        advantages = token_credit(batch, spec.credit).advantages
-        total, rows, mismatch = 0.0, 0, Mismatch()
-        sums: dict[str, float] = defaultdict(float)
-        for packed in self._micro_batches(batch):
-            current, entropy = self._current(packed)
-            streams = Streams(
-                current=current,
-                proximal=packed.log_probs.get("proximal", current.detach()),
-                behaviour=packed.log_probs["behaviour"],
-                advantage=self._column(advantages, packed.where),
-                sample=packed.sample,
-                turn=packed.turn,
-                ref=packed.log_probs.get("ref"),
-                entropy=entropy,
-            )
+        columns = {name: batch[name] for name in ("behaviour", "proximal", "ref") if name in batch}
+        columns["advantage"] = token_credit(batch, spec.credit).advantages
+        seen, rows = _Seen(), 0
+        for micro in self._passes.over(batch):
+            current, entropy = self._current(micro, entropy_gradient=spec.wants_entropy)
+            streams = _streams(micro, current, entropy, columns)
             token_loss = loss_of(streams)
-            weighted = (token_loss.values * self._column(weights, packed.where)).sum()
+            weighted = (token_loss.values * micro.column(weights)).sum()
             weighted.backward()  # type: ignore[no-untyped-call]
-            total += float(weighted.detach())
-            rows += len(packed.ids)
-            mismatch.add(streams, spec.correction)
-            for name, values in {**token_loss.metrics, "entropy": entropy}.items():
-                sums[name] += float(values.sum())
+            seen.add(weighted.detach(), streams, token_loss, spec)
+            rows += micro.rows
+        total, metrics = seen.result()
         norm = self._optimizer.step(step) if math.isfinite(total) else math.nan
         self._optimizer.zero_grad()
-        metrics = {name: value / sampled for name, value in sums.items()} | mismatch.metrics()
         return UpdateStats(total, norm, 0.0, rows, batch.tokens, 1, skipped=int(not math.isfinite(norm)), metrics=metrics)
 
     def weights(self, version: int) -> Weights:
@@ -132,94 +112,74 @@ class SingleStrategy:
 
     def hold(self, level: Level) -> None:
         own = self._optimizer.tensors() if self._optimizer is not None else {}
-        weights: dict[str, Tensor] = dict(self.model.named_parameters())
-        aside = {"all": {}, "weights": own, "none": {**weights, **own}}[level]
-        here = {"all": {**weights, **own}, "weights": weights, "none": {}}[level]
-        self._shelf.lay_aside(aside)
-        self._shelf.bring_back(here)
+        self._shelf.hold(level, dict(self.model.named_parameters()), own)
 
     def save(self, folder: Path) -> None:
         assert self._optimizer is not None, "a frozen model has nothing to save"
-        with quiet():
-            self.model.save_pretrained(folder / "model", max_shard_size="1TB")  # one file, whatever the size
+        if self._adapters is not None:
+            self._adapters.save(folder / "model")
+        else:
+            with quiet():
+                self.model.save_pretrained(folder / "model", max_shard_size="1TB")  # one file, whatever the size
         self._tokenizer.save_pretrained(folder / "model")
         self._optimizer.save(folder / "optimizer.safetensors")
 
     def load(self, folder: Path) -> None:
         """Reads what `save` wrote, into the parameters' own storage."""
         assert self._optimizer is not None, "a frozen model is not resumed"
-        saved = load_file(folder / "model" / "model.safetensors")
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(saved[name])
+        if self._adapters is not None:
+            self._adapters.load(folder / "model")
+        else:
+            saved = load_file(folder / "model" / "model.safetensors")
+            with torch.no_grad():
+                for name, parameter in self.model.named_parameters():
+                    parameter.copy_(saved[name])
         self._optimizer.load(folder / "optimizer.safetensors")
 
     @torch.no_grad()
     def _probe(self, prompt: Tensor) -> Tensor:
         """Log-probs of the probe prompt's own tokens after the first."""
-        ids = prompt.numpy().astype(np.int32)
-        plan = TreePlan(pack([ids]), self._device)
-        positions = torch.arange(len(prompt), device=self._device)
-        hidden = forward_rows(self.model, prompt.to(self._device), positions, plan)
-        rows, ones = positions[:-1], torch.ones(len(prompt) - 1, device=self._device)
-        return token_log_probs(self.model, hidden, rows, prompt[1:].to(self._device), ones)[0].float().cpu()
+        micro = sequence(prompt.numpy(), self.model)
+        return token_log_probs(self.model, micro.hidden(self.model), micro.predictions)[0].cpu()
 
-    def _current(self, packed: _Packed) -> tuple[Tensor, Tensor]:
-        hidden = forward_rows(self.model, packed.ids, packed.positions, packed.plan)
-        return token_log_probs(self.model, hidden, packed.rows, packed.targets, packed.temperatures)
-
-    def _micro_batches(self, batch: Batch) -> Iterator[_Packed]:
-        sequences, masks = batch.rows("ids"), batch.rows("loss_mask")
-        watched = {name: batch.rows(name) for name in ("behaviour", "proximal", "ref") if name in batch}
-        wanted = np.flatnonzero([mask.any() for mask in masks])  # a sample without sampled tokens has nothing to compute
-        for cut in micro_batches([sequences[i] for i in wanted], self._config.micro_batch_tokens):
-            members = wanted[cut]
-            tree = pack([sequences[i] for i in members])
-            spots = [response_positions(masks[i]) for i in members]
-            rows = [path[spot - 1] for path, spot in zip(tree.paths, spots, strict=True)]
-            targets = [sequences[i][spot] for i, spot in zip(members, spots, strict=True)]
-            where = [batch.offsets[i] + spot for i, spot in zip(members, spots, strict=True)]
-            heat = [np.full(len(spot), batch["temperature"][i]) for i, spot in zip(members, spots, strict=True)]
-            known = {
-                name: np.concatenate([rows_of[i][spot] for i, spot in zip(members, spots, strict=True)])
-                for name, rows_of in watched.items()
-            }
-            sizes = [len(spot) for spot in spots]
-            turns = [_turns_of(batch, i, spot) for i, spot in zip(members, spots, strict=True)]
-            yield _Packed(
-                ids=self._tensor(tree.ids.astype(np.int64)),
-                positions=self._tensor(tree.positions.astype(np.int64)),
-                plan=TreePlan(tree, self._device),
-                rows=self._tensor(np.concatenate(rows)),
-                targets=self._tensor(np.concatenate(targets).astype(np.int64)),
-                temperatures=self._tensor(np.concatenate(heat)),
-                log_probs={name: self._tensor(values.astype(np.float32)) for name, values in known.items()},
-                sample=self._tensor(np.repeat(np.arange(len(members)), sizes)),
-                turn=self._tensor(_numbered(turns)),
-                where=np.concatenate(where),
-            )
-
-    def _column(self, values: NDArray[Any], where: Indices) -> Tensor:
-        return self._tensor(values[where].astype(np.float32))
-
-    def _tensor(self, values: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(values).to(self._device)
+    def _current(self, micro: MicroBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        hidden = self._passes.hidden(micro)
+        return token_log_probs(self.model, hidden, micro.predictions, entropy_gradient=entropy_gradient)
 
 
-def _turns_of(batch: Batch, sample: int, spots: Indices) -> Indices:
-    """The turn of each sampled token: sampled tokens with others between them are of different turns."""
-    if "turn" in batch:
-        return np.asarray(batch.rows("turn")[sample][spots], np.int64)
-    return np.cumsum(np.diff(spots, prepend=spots[:1]) > 1)
+class _Seen:
+    """Sums over micro-batches, kept on the device: reading one would wait for everything under way."""
+
+    def __init__(self) -> None:
+        self._loss: Tensor | float = 0.0
+        self._sums: dict[str, Tensor | float] = defaultdict(float)
+        self._mismatch = Mismatch()
+
+    def add(self, loss: Tensor, streams: Streams, token_loss: TokenLoss, spec: LossSpec) -> None:
+        assert streams.entropy is not None
+        self._loss = self._loss + loss
+        for name, values in {**token_loss.metrics, "entropy": streams.entropy}.items():
+            self._sums[name] += values.detach().sum()
+        self._mismatch.add(streams, spec.correction)
+
+    def result(self) -> tuple[float, dict[str, float]]:
+        """The loss, and the metrics as means over the sampled tokens."""
+        metrics = {name: float(value) / self._mismatch.tokens for name, value in self._sums.items()}
+        return float(self._loss), {**metrics, **self._mismatch.metrics()}
 
 
-def _numbered(turns: list[Indices]) -> Indices:
-    """Turns of several samples, numbered on: below the number of tokens."""
-    first, numbers = 0, []
-    for own in turns:
-        numbers.append(np.unique(own, return_inverse=True)[1].reshape(-1) + first)
-        first = int(numbers[-1][-1]) + 1
-    return np.concatenate(numbers)
+def _streams(micro: MicroBatch, current: Tensor, entropy: Tensor, columns: Mapping[str, Array]) -> Streams:
+    known = {name: micro.column(values) for name, values in columns.items()}
+    return Streams(
+        current=current,
+        proximal=known.get("proximal", current.detach()),
+        behaviour=known["behaviour"],
+        advantage=known["advantage"],
+        sample=micro.sample,
+        turn=micro.turn,
+        ref=known.get("ref"),
+        entropy=entropy,
+    )
 
 
 def _by_groups(batch: Batch, parts: int) -> list[Indices]:

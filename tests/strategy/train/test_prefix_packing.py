@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import LlamaConfig
 
-from roll.strategy.train import logprobs
-from roll.strategy.train.logprobs import response_positions, token_log_probs
-from roll.strategy.train.packing import PrefixTree, TreePlan, common_prefix, micro_batches, pack, sorted_order
+from roll.model.attention import AttentionPlan
+from roll.strategy.train import tree_attention
+from roll.strategy.train.packing import PrefixTree, common_prefix, cut, pack, sorted_order
+from roll.strategy.train.tree_attention import BucketPlan, VarlenPlan, tree_plan
 
 CASES = settings(max_examples=100, deadline=None, derandomize=True)
 SEQUENCES = st.lists(
@@ -56,13 +57,26 @@ def test_order_is_that_of_the_numbers(sequences: list[NDArray[np.int32]]) -> Non
 @CASES
 @given(SEQUENCES, st.integers(1, 20))
 def test_micro_batches_partition_and_keep_the_limit(sequences: list[NDArray[np.int32]], limit: int) -> None:
-    cuts = micro_batches(sequences, limit)
-    assert sorted(i for cut in cuts for i in cut.tolist()) == list(range(len(sequences)))
-    for cut in cuts:
-        assert len(cut) == 1 or pack([sequences[i] for i in cut]).rows <= limit
-    # No two neighbours would have fitted into one.
-    for one, other in itertools.pairwise(cuts):
-        assert pack([sequences[i] for i in (*one, other[0])]).rows > limit
+    for share in (True, False):
+        pieces = cut(sequences, limit, share)
+        assert sorted(i for piece in pieces for i in piece.tolist()) == list(range(len(sequences)))
+        for piece in pieces:
+            assert len(piece) == 1 or pack([sequences[i] for i in piece], share).rows <= limit
+        # No two neighbours would have fitted into one.
+        for one, other in itertools.pairwise(pieces):
+            assert pack([sequences[i] for i in (*one, other[0])], share).rows > limit
+
+
+@CASES
+@given(SEQUENCES)
+def test_without_sharing_every_sequence_has_rows_of_its_own(sequences: list[NDArray[np.int32]]) -> None:
+    tree = pack(sequences, share=False)
+    assert tree.rows == sum(map(len, sequences))
+    assert tree.new == [len(sequence) for sequence in sequences]
+    assert sorted(row for path in tree.paths for row in path.tolist()) == list(range(tree.rows))
+    for sequence, path in zip(sequences, tree.paths, strict=True):
+        assert tree.ids[path].tolist() == sequence.tolist()
+        assert tree.positions[path].tolist() == list(range(len(sequence)))
 
 
 def test_the_example_of_the_docstring() -> None:
@@ -70,7 +84,7 @@ def test_the_example_of_the_docstring() -> None:
     assert tree.ids.tolist() == [1, 2, 3, 4]
     assert [path.tolist() for path in tree.paths] == [[0, 1, 2], [0, 1, 3], [0, 1]]
     assert tree.positions.tolist() == [0, 1, 2, 2]
-    assert micro_batches([], 8) == []
+    assert cut([], 8) == []
     assert common_prefix(np.array([1, 2], np.int32), np.array([1, 2, 3], np.int32)) == 2
 
 
@@ -97,24 +111,65 @@ def random_tree(seed: int, prompts: int, answers: int, longest: int) -> list[NDA
     return [made[i] for i in rng.permutation(len(made))]
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+def separate_varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, **options: object
+) -> Tensor:
+    """What variable-length flash attention computes, one sequence and head at a time: the last query sees every key."""
+    assert options["window_size"] == (-1, 0)
+    repeats = query.shape[1] // key.shape[1]
+    parts = []
+    for (q0, q1), (k0, k1) in zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()), strict=True):
+        assert 0 < q1 - q0 <= max_q
+        assert q1 - q0 <= k1 - k0 <= max_k
+        seen = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril(k1 - k0 - (q1 - q0))
+        heads = []
+        for head in range(query.shape[1]):
+            q, k, v = query[q0:q1, head], key[k0:k1, head // repeats], value[k0:k1, head // repeats]
+            scores = (q @ k.T * options["scale"]).masked_fill(~seen, -math.inf)
+            heads.append(torch.softmax(scores, dim=-1) @ v)
+        parts.append(torch.stack(heads, dim=1))
+    return torch.cat(parts)
+
+
+PLANS = {
+    "buckets": lambda tree: BucketPlan(tree, torch.device("cpu"), torch.float64),
+    "varlen": lambda tree: VarlenPlan(tree, torch.device("cpu")),
+}
+
+
+@pytest.fixture(params=PLANS)
+def make_plan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[PrefixTree], AttentionPlan]:
+    """Either plan; flash attention, which a CPU has not, is replaced by what it computes."""
+    monkeypatch.setattr(tree_attention, "varlen_attn", separate_varlen)
+    monkeypatch.setattr(tree_attention, "_gathered", lambda tensor, rows: tensor[rows])  # in fp64, not fp32
+    return PLANS[request.param]
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 2**32 - 1),
     prompts=st.integers(1, 3),
     answers=st.integers(1, 4),
     longest=st.sampled_from([2, 5, 40, 90]),
     heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (6, 2), (4, 1)]),
+    share=st.booleans(),
 )
 def test_tree_attention_is_that_of_separate_sequences(
-    seed: int, prompts: int, answers: int, longest: int, heads: tuple[int, int]
+    make_plan: Callable[[PrefixTree], AttentionPlan],
+    seed: int,
+    prompts: int,
+    answers: int,
+    longest: int,
+    heads: tuple[int, int],
+    share: bool,
 ) -> None:
-    tree = pack(random_tree(seed, prompts, answers, longest))
+    tree = pack(random_tree(seed, prompts, answers, longest), share)
     generator = torch.Generator().manual_seed(seed)
     query, key, value = (
         torch.randn(count, tree.rows, 6, dtype=torch.float64, generator=generator).requires_grad_()
         for count in (heads[0], heads[1], heads[1])
     )
-    got = TreePlan(tree, torch.device("cpu")).attend(0, query, key, value, 0.3)
+    got = make_plan(tree).attend(nn.Module(), query, key, value, 0.3)
     expected = separate_attention(tree, query, key, value, 0.3)
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
     outward = torch.randn(got.shape, dtype=torch.float64, generator=generator)
@@ -126,69 +181,51 @@ def test_tree_attention_is_that_of_separate_sequences(
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
 
 
-def test_a_sequence_that_is_anothers_beginning_adds_nothing() -> None:
+def test_a_sequence_that_is_anothers_beginning_adds_nothing(make_plan: Callable[[PrefixTree], AttentionPlan]) -> None:
     tree = pack([np.array(s, np.int32) for s in ([5, 6, 7], [5, 6], [5, 6, 7], [])])
     assert tree.rows == 3
     query, key = torch.randn(2, 3, 4, dtype=torch.float64), torch.randn(2, 3, 4, dtype=torch.float64)
-    got = TreePlan(tree, torch.device("cpu")).attend(0, query, key, key, 1.0)
+    got = make_plan(tree).attend(nn.Module(), query, key, key, 1.0)
     torch.testing.assert_close(got, separate_attention(tree, query, key, key, 1.0))
 
 
-class OutputLayer(nn.Module):
-    """As much of a model as log-probs need."""
+def test_only_what_is_shared_needs_a_mask() -> None:
+    def masks(share: bool) -> list[bool]:
+        plan = BucketPlan(pack(random_tree(0, 3, 4, 30), share), torch.device("cpu"), torch.float32)
+        return [bucket._mask is not None for bucket in plan.buckets]
 
-    def __init__(self, vocab: int, dim: int, cap: float | None) -> None:
-        super().__init__()
-        self.config = LlamaConfig(vocab_size=vocab, final_logit_softcapping=cap)
-        self.head = nn.Linear(dim, vocab, bias=False)
-
-    def get_output_embeddings(self) -> nn.Linear:
-        return self.head
+    assert not any(masks(share=False))
+    assert any(masks(share=True))
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    tokens=st.integers(1, 30),
-    chunk=st.sampled_from([1, 3, 1000]),
-    cap=st.sampled_from([None, 2.0]),
-)
-def test_token_log_probs_are_those_of_a_plain_softmax(seed: int, tokens: int, chunk: int, cap: float | None) -> None:
-    vocab, dim, rows = 11, 5, 7
-    with torch.random.fork_rng(devices=[]), pytest.MonkeyPatch.context() as patch:
-        torch.manual_seed(seed)
-        patch.setattr(logprobs, "CHUNK_ELEMENTS", chunk * vocab)
-        model = OutputLayer(vocab, dim, cap)
-        hidden = torch.randn(rows, dim, requires_grad=True)
-        which, targets = torch.randint(rows, (tokens,)), torch.randint(vocab, (tokens,))
-        temperatures = torch.tensor([0.5, 1.0, 1.7])[torch.randint(3, (tokens,))]
-        got, entropy = token_log_probs(model, hidden, which, targets, temperatures)  # type: ignore[arg-type]
-        outward = torch.randn(tokens)
-    logits = model.head(hidden)[which]
-    logits = logits if cap is None else cap * torch.tanh(logits / cap)
-    everything = torch.log_softmax(logits / temperatures[:, None], dim=-1)
-    expected = everything[torch.arange(tokens), targets]
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(entropy, -(everything.exp() * everything).sum(-1), rtol=1e-5, atol=1e-5)
-    assert not entropy.requires_grad
-    inputs = (hidden, model.head.weight)
+def test_a_cpu_and_fp32_take_the_padded_plan() -> None:
+    tree = pack([np.arange(3, dtype=np.int32)])
+    assert isinstance(tree_plan(tree, torch.device("cpu"), torch.bfloat16), BucketPlan)
+
+
+def random_rows(tree: PrefixTree, dtype: torch.dtype, heads: tuple[int, int], dim: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    counts = (heads[0], heads[1], heads[1])
+    return [torch.randn(n, tree.rows, dim, generator=generator).to("cuda", dtype).requires_grad_() for n in counts]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize(("heads", "dim"), [((9, 3), 64), ((12, 2), 128), ((4, 4), 32)])
+def test_flash_attention_is_that_of_separate_sequences(share: bool, heads: tuple[int, int], dim: int) -> None:
+    tree = pack(random_tree(1, 3, 4, 300), share)
+    rows = random_rows(tree, torch.bfloat16, heads, dim)
+    plan = tree_plan(tree, torch.device("cuda"), torch.bfloat16)
+    assert isinstance(plan, VarlenPlan)
+    got = plan.attend(nn.Module(), *rows, dim**-0.5)
+    exact = [tensor.detach().double().cpu().requires_grad_() for tensor in rows]
+    expected = separate_attention(tree, *exact, dim**-0.5)
+    torch.testing.assert_close(got.double().cpu(), expected, rtol=2e-2, atol=2e-2)
+    outward = torch.randn(got.shape, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
     for one, other in zip(
-        torch.autograd.grad((got * outward).sum(), inputs),
-        torch.autograd.grad((expected * outward).sum(), inputs),
+        torch.autograd.grad((got * outward.cuda()).sum(), rows),
+        torch.autograd.grad((expected * outward.double()).sum(), exact),
         strict=True,
     ):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-def test_no_tokens_have_no_log_probs() -> None:
-    nothing = torch.zeros(0, dtype=torch.int64)
-    got, entropy = token_log_probs(OutputLayer(4, 3, None), torch.zeros(2, 3), nothing, nothing, torch.zeros(0))  # type: ignore[arg-type]
-    assert (got.shape, entropy.shape) == ((0,), (0,))
-
-
-def test_sampled_tokens_have_something_before_them() -> None:
-    assert response_positions(np.array([False, True, False, True])).tolist() == [1, 3]
-    assert response_positions(np.zeros(3, np.bool_)).tolist() == []
-    assert response_positions(np.zeros(0, np.bool_)).tolist() == []
-    with pytest.raises(ValueError, match="a token log begins with a prompt"):
-        response_positions(np.array([True, True]))
+        assert float((one.double().cpu() - other).norm() / other.norm()) < 1e-2

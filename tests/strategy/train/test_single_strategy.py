@@ -403,3 +403,30 @@ def test_published_weights_are_the_trainers_own() -> None:
         logits = make_model()(input_ids=ids[None]).logits[0]
     expected = torch.log_softmax(logits[:-1], dim=-1).gather(1, ids[1:, None])[:, 0]
     torch.testing.assert_close(weights.log_probs, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("checkpointing", ["on", "off"])
+@pytest.mark.parametrize("compiled", ["on", "off"])
+def test_bf16_gradients_on_a_gpu_are_as_near_to_fp32_as_plain_ones(
+    captured: Callable[..., tuple[float, Gradients]], compiled: str, checkpointing: str, share: bool
+) -> None:
+    batch = make_batch(15, groups=6, temperatures=(1.0,), longest=60)
+    exact = make_model(layers=3).to(torch.bfloat16)
+    _, expected = plain_gradients(exact.float(), batch, LOSS)
+    _, plain = plain_gradients(make_model(layers=3, dtype=torch.bfloat16), batch, LOSS)
+    model = make_model(layers=3, dtype=torch.bfloat16).cuda()
+    settings = {"compile": compiled, "activation_checkpointing": checkpointing, "share_prefixes": share}
+    strategy = make_strategy(model, **settings)
+    assert strategy._optimizer is not None
+    got: Gradients = {}
+    strategy._optimizer.step = lambda step: got.update(strategy._optimizer.gradients()) or 1.0  # type: ignore
+    strategy.update(batch, LOSS, 0)
+
+    def error(gradients: Gradients) -> float:
+        off = sum(float((gradients[n].float().cpu() - g).square().sum()) for n, g in expected.items())
+        return math.sqrt(off / sum(float(g.square().sum()) for g in expected.values()))
+
+    assert error(got) <= 1.5 * error(plain)

@@ -1,0 +1,81 @@
+"""An `EngineSpec` from a real engine: which batches to time, and the figures that fit best.
+
+Batches are timed as the workload makes them: from one sequence to `max_running`, each with the context at which a token
+of the workload, picked at random, is drawn; and a few sequences near their greatest length, as at the end of a step. The
+contexts of a batch differ on purpose: an engine may take as long for a short one as for the longest beside it, and the
+fit then finds what a token of context costs in such company.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulation.spec import EngineSpec
+from simulation.workload import Workload
+
+DRAWS = 3
+"""Batches of each size."""
+_GROUPS = 64
+"""Groups whose tokens the contexts are picked from."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A decoding step as it was timed."""
+
+    batch: int
+    cached_tokens: float
+    seconds: float
+
+
+def batches_to_time(workload: Workload) -> list[list[int]]:
+    """Batches, each by the contexts of its sequences, in tokens."""
+    most = workload.engine.max_running
+    sizes = sorted({*(1 << power for power in range(most.bit_length())), most})
+    chance = np.random.default_rng(workload.seed)
+    usual = [_contexts(workload, size, chance) for size in sizes for _ in range(DRAWS)]
+    longest = round(workload.prompts.mean_tokens) + workload.responses.max_tokens
+    return [*usual, *([longest * 3 // 4] * size for size in sizes if size <= most // 4)]
+
+
+def _contexts(workload: Workload, size: int, chance: np.random.Generator) -> list[int]:
+    turns = [workload.episode(s).turns[0] for group in range(_GROUPS) for s in workload.samples_of(group)]
+    lengths = np.array([turn.new_tokens for turn in turns])
+    picked = chance.choice(len(turns), size, p=lengths / lengths.sum())
+    return [turns[number].prompt_tokens + int(chance.integers(turns[number].new_tokens)) for number in picked]
+
+
+def fitted(spec: EngineSpec, timings: Sequence[Timing], prefill_tokens_per_s: float) -> EngineSpec:
+    """The spec with its speeds as timed: no cost is below 0, and the squares of the relative errors are least."""
+    seconds = np.array([timing.seconds for timing in timings])
+    rows = np.array([[1.0, timing.batch, timing.cached_tokens] for timing in timings]) / seconds[:, None]
+    base_s, per_sequence_s, per_cached_token_s = _least_squares(rows)
+    return replace(
+        spec,
+        base_s=base_s,
+        per_sequence_s=per_sequence_s,
+        per_cached_token_s=per_cached_token_s,
+        prefill_tokens_per_s=prefill_tokens_per_s,
+    )
+
+
+def _least_squares(rows: NDArray[np.float64]) -> list[float]:
+    """Costs with which every row gives nearly 1; those that would be below 0 are 0, the worst first."""
+    left = list(range(rows.shape[1]))
+    while True:
+        scales = np.linalg.norm(rows[:, left], axis=0)
+        found = np.linalg.lstsq(rows[:, left] / scales, np.ones(len(rows)), rcond=None)[0]
+        if found.min() >= 0:
+            costs = dict(zip(left, found / scales, strict=True))
+            return [float(costs.get(column, 0.0)) for column in range(rows.shape[1])]
+        del left[int(found.argmin())]
+
+
+def error_of(spec: EngineSpec, timings: Sequence[Timing]) -> float:
+    """By what share the spec is off the timings, on average."""
+    shares = [spec.step_s(t.batch, round(t.cached_tokens)) / t.seconds - 1 for t in timings]
+    return float(np.abs(shares).mean())

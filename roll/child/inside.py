@@ -1,0 +1,81 @@
+"""The child's side: it speaks over a socket of its own, so that users' code may print and read as it likes.
+
+What is printed goes to the log; the standard input is empty. The process ends with its parent, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from typing import TextIO, cast
+
+REASON_CHARS = 500
+DETAIL_CHARS = 4000
+_PR_SET_PDEATHSIG = 1
+
+
+def command(module: str) -> str:
+    """What runs a module's `main` in a child: `python -P -c COMMAND socket_fd parent_pid *sys.path`.
+
+    The process imports what the parent's would, and only that (`-m` would put the current folder first, where a user's
+    `random.py` would hide the standard one).
+    """
+    return f"import sys; sys.path[:] = sys.argv[3:]; from {module} import main; main()"
+
+
+def connect() -> socket.socket:
+    """The connection to the parent, whose socket and process id are on the command line."""
+    _die_with(int(sys.argv[2]))
+    _be_killed_first_when_memory_runs_out()
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)
+    cast(TextIO, sys.stdout).reconfigure(line_buffering=True)  # type: ignore[attr-defined]
+    return connection
+
+
+def reason(error: BaseException) -> str:
+    """One line: the error, and where it was raised."""
+    try:
+        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    except Exception:
+        text = type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return " ".join(text[:REASON_CHARS].split()) + where
+
+
+def detail(error: BaseException) -> str:
+    """The end of the traceback."""
+    try:
+        return "".join(traceback.format_exception(error))[-DETAIL_CHARS:]
+    except Exception:
+        return ""
+
+
+def _die_with(parent_pid: int) -> None:
+    """End this process when its parent ends, whatever users' code is doing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    else:
+        threading.Thread(target=_watch, args=(parent_pid,), daemon=True).start()
+    if os.getppid() != parent_pid:  # it ended before the line above
+        os._exit(0)
+
+
+def _watch(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(1)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _be_killed_first_when_memory_runs_out() -> None:
+    """Rather this process than the trainer: what it did can be done again."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")

@@ -1,0 +1,53 @@
+"""A chat: a conversation whose assistant is to be imitated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from roll.data.task import Message, Task
+from roll.data.tokenlog import TokenLog
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages, or tokens. Its id is unique in its source and stable from run to run."""
+
+    id: str
+    messages: tuple[Message, ...] = ()
+    log: TokenLog | None = None
+    """The conversation in tokens, where it is known so: nothing is rendered then. Its responses are imitated."""
+
+    def __post_init__(self) -> None:
+        if self.log is None:
+            _check_messages(self.messages)
+        elif self.messages:
+            raise ValueError("it has messages and tokens: give one of them")
+        elif not self.log.response_tokens:
+            raise ValueError("no token of it is a response")
+
+    @classmethod
+    def of(cls, id: str, *said: str) -> Chat:
+        """A chat in which the user and the assistant speak by turns."""
+        roles = ("user", "assistant")
+        return cls(id, tuple(Message(role=roles[i % 2], content=text) for i, text in enumerate(said)))
+
+    @classmethod
+    def of_task(cls, task: Task) -> Chat:
+        """A task and its answer."""
+        if task.environment is not None or task.answer is None:
+            raise ValueError("the task has no answer to imitate")
+        return cls(task.id, (*task.messages, Message(role="assistant", content=str(task.answer))))
+
+
+def _check_messages(messages: Sequence[Message]) -> None:
+    for message in messages:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise ValueError(f"{message!r:.100} is no message: write a role and a content")
+        if not isinstance(message["role"], str) or not isinstance(message["content"], str):
+            raise ValueError(f"role and content of a message are text, not {message!r:.100}")
+    said = [message["role"] == "assistant" for message in messages]
+    if not any(said):
+        raise ValueError("no message in it is the assistant's: there is nothing to imitate")
+    if said[0]:
+        raise ValueError("its first message is the assistant's, who needs something to answer")

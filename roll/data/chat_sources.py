@@ -1,0 +1,170 @@
+"""Chat sources: where conversations to imitate come from.
+
+A source is a function `(split, **options)` called with the split `train` and with `held_out`. It gives chats, lists of
+messages, or tasks, whose answers are then what the assistant says: so the tasks that a later run is measured on are the
+ones that were never imitated. What a source gives is the same from call to call.
+
+Example: the line `{"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}` of a
+`.jsonl` file and the line `{"prompt": "2+2?", "response": "4"}` are the same chat.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roll.config.errors import UserError
+from roll.config.schema import DataConfig
+from roll.config.user_code import load_user_code
+from roll.data.chat import Chat
+from roll.data.sources import SOURCES, Split, call_source, check_options, json_lines
+from roll.data.task import Message, Task
+from roll.data.tokenlog import TokenLog
+
+ChatSource = Callable[..., Iterable[Any]]
+FILES = (".jsonl", ".json", ".parquet")
+
+
+@dataclass(frozen=True)
+class ChatSet:
+    """All conversations of a run. Held-out ones are never trained on; there may be none."""
+
+    train: tuple[Chat, ...]
+    held_out: tuple[Chat, ...]
+
+
+def load_chats(config: DataConfig, source: ChatSource | None = None) -> ChatSet:
+    """All conversations of a source; `source` replaces the one the config names."""
+    options = dict(config.options)
+    if source is None:
+        source, options = _find_source(config.source, options)
+    check_options("data", config.source, source, options)
+    chats: dict[Split, tuple[Chat, ...]] = {}
+    for split in ("train", "held_out"):
+        given = call_source("data", config.source, source, split, options)
+        chats[split] = tuple(_as_chat(config.source, split, number, one) for number, one in enumerate(given))
+        _check_ids(config.source, split, chats[split])
+    if not chats["train"]:
+        raise UserError(f"data: the source {config.source!r} has no conversations to train on")
+    return ChatSet(chats["train"], chats["held_out"])
+
+
+def chat_file(
+    split: Split,
+    path: str,
+    messages: str = "messages",
+    prompt: str = "prompt",
+    response: str = "response",
+    ids: str = "ids",
+    loss_mask: str = "loss_mask",
+    id: str = "",
+    held_out: float = 0.05,
+) -> Iterator[Chat]:
+    """A file with a conversation a row. The options name its columns: a list of `messages`; or token `ids` and their
+    `loss_mask`, as runs write them to `samples/`; or a `prompt` (text or messages) and a `response`. A share `held_out`
+    of the rows, at even distances, is held out."""
+    if not 0 <= held_out < 1:
+        raise UserError(f"data.options: held_out is {held_out}: write a share from 0 to below 1")
+    for position, (place, row) in enumerate(_rows(Path(path).expanduser())):
+        if (int((position + 1) * held_out) > int(position * held_out)) != (split == "held_out"):
+            continue
+        name = f"row-{position + 1}"
+        try:
+            if id:
+                name = str(row[id])
+            if messages in row:
+                yield Chat(name, tuple(row[messages]))
+            elif ids in row:
+                yield Chat(name, log=_token_log(row[ids], row[loss_mask]))
+            else:
+                asked, answer = row[prompt], Message(role="assistant", content=row[response])
+                opening = (Message(role="user", content=asked),) if isinstance(asked, str) else tuple(asked)
+                yield Chat(name, (*opening, answer))
+        except KeyError as error:
+            named = f"{messages!r}, {ids!r} and {loss_mask!r}, or {prompt!r} and {response!r}"
+            raise UserError(
+                f"{place}: there is no column {error}; a conversation is in {named}, and the row has {', '.join(row)}: "
+                "write the names of its columns in data.options"
+            ) from error
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{place}: {error}") from error
+
+
+def _find_source(name: str, options: dict[str, Any]) -> tuple[ChatSource, dict[str, Any]]:
+    if name in SOURCES:
+        return SOURCES[name], options
+    if name.endswith(FILES):
+        return chat_file, {"path": name, **options}
+    known = [*SOURCES, f"a {', '.join(FILES)} file"]
+    return load_user_code(name, what="data.source", known=known), options
+
+
+def _as_chat(source: str, split: Split, number: int, given: Any) -> Chat:
+    """A chat as it was given; the id of one without is its position."""
+    try:
+        if isinstance(given, Chat):
+            return given
+        if isinstance(given, Task):
+            return Chat.of_task(given)
+        if isinstance(given, Sequence) and not isinstance(given, str):
+            return Chat(f"{split}-{number}", tuple(given))
+    except ValueError as error:
+        raise UserError(f"data: {split} conversation {number} of the source {source!r}: {error}") from error
+    raise UserError(
+        f"data: the source {source!r} gave {given!r:.100}: write a roll.Chat, a list of messages, or a roll.Task"
+    )
+
+
+def _check_ids(source: str, split: Split, chats: Sequence[Chat]) -> None:
+    seen: set[str] = set()
+    for chat in chats:
+        if chat.id in seen:
+            raise UserError(f"data: the source {source!r} gave two {split} conversations with the id {chat.id!r}")
+        seen.add(chat.id)
+
+
+def _token_log(ids: Sequence[int], loss_mask: Sequence[bool]) -> TokenLog:
+    if len(ids) != len(loss_mask):
+        raise ValueError(f"it has {len(ids)} token ids and {len(loss_mask)} values of the loss mask")
+    if not all(type(i) is int and i >= 0 for i in ids) or not all(m in (0, 1) for m in loss_mask):
+        raise ValueError("token ids are whole numbers from 0 on, and the loss mask is of 0 and 1")
+    return TokenLog.imitated(ids, [bool(m) for m in loss_mask])
+
+
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every row, and where it is."""
+    if not path.is_file():
+        raise UserError(f"data.source: there is no file {str(path)!r}")
+    if path.suffix == ".jsonl":
+        for line, row in json_lines(path, "data.source"):
+            yield f"{path}:{line}", row
+        return
+    rows = _parquet(path) if path.suffix == ".parquet" else _json(path)
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise UserError(f"{path}, row {number}: not an object with columns")
+        yield f"{path}, row {number}", row
+
+
+def _json(path: Path) -> list[Any]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON: {error}") from error
+    if not isinstance(rows, list):
+        raise UserError(f"{path}: it holds one {type(rows).__name__}, but takes a list of objects, one a conversation")
+    return rows
+
+
+def _parquet(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        from pyarrow.parquet import ParquetFile
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"data.source: reading {str(path)!r} needs the package pyarrow: run `pip install pyarrow`"
+        ) from error
+    for group in ParquetFile(path).iter_batches():
+        yield from group.to_pylist()

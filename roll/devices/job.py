@@ -1,0 +1,65 @@
+"""The job of a run: what of a pipeline its plan depends on. Which roles it starts, and the sizes of their work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from roll.config.schema import Config
+from roll.data.sources import TaskSet
+from roll.devices.memory import Workload
+from roll.model.chat import ChatRenderer
+from roll.model.corpus import Corpus, Order
+from roll.model.loading import find_model, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Job:
+    roles: frozenset[str]
+    work: Workload
+    sizes: tuple[tuple[str, str], ...]
+    """What is worth knowing before the run starts: names and values."""
+
+
+def rlvr_job(config: Config, tasks: TaskSet) -> Job:
+    renderer = ChatRenderer(load_tokenizer(find_model(config.model.path), config.model), ())
+    prompts = [len(renderer.opening(task.messages)) for task in tasks.train[:256] if task.messages] or [0]
+    rollout, train = config.rollout, config.train
+    samples = rollout.groups_per_step * rollout.group_size
+    sizes = (
+        ("tasks", f"{len(tasks.train)} to train on, {len(tasks.held_out)} held out"),
+        ("samples a step", f"{rollout.groups_per_step} groups × {rollout.group_size} = {samples}"),
+        ("tokens a sample", f"prompt up to {max(prompts)}, response up to {rollout.max_new_tokens}"),
+        ("updates a step", str(train.updates_per_step)),
+        ("steps", f"{train.steps}, {train.steps * samples} samples in all"),
+    )
+    work = Workload.of(config, min(prompts), max(prompts))
+    return Job(rlvr_roles(config, tasks.has_environments), work, sizes)
+
+
+def rlvr_roles(config: Config, environments: bool = False) -> frozenset[str]:
+    """The roles that a run with rollouts starts; `environments` if its tasks have some."""
+    roles = {"actor_train", "actor_infer", "rollout", "reward"}
+    if config.algorithm.needs_reference and config.model.lora is None:  # adapters off, the actor is the reference
+        roles.add("reference")
+    if config.algorithm.needs_critic:
+        roles.add("critic")
+    if environments:
+        roles.add("env")
+    return frozenset(roles)
+
+
+SFT_ROLES = frozenset({"actor_train"})
+
+
+def sft_job(config: Config, corpus: Corpus, order: Order) -> Job:
+    train, held_out = corpus.train, corpus.held_out
+    learned = int(train.loss_mask.sum())
+    sizes = (
+        ("samples", f"{len(train)} to train on, {0 if held_out is None else len(held_out)} held out"),
+        ("left out", f"{len(corpus.left_out)} too long"),
+        ("tokens a sample", f"{train.tokens / len(train):.0f} in the mean, up to {corpus.longest_tokens}"),
+        ("tokens trained on", f"{learned} of {train.tokens}"),
+        ("samples a step", str(order.samples_per_step)),
+        ("steps", f"{order.steps}, {order.epochs:.3g} epochs, {order.total} samples in all"),
+    )
+    return Job(SFT_ROLES, Workload.of_chats(config, corpus.longest_tokens), sizes)

@@ -1,0 +1,221 @@
+"""Low-rank adapters beside a model's linear layers, through `peft`: y = W x + scale · B (A x), and only A and B learn.
+
+The layers are replaced in place, so the model keeps its class, its parts and the names of its other parameters. Adapters
+are made in the model's own precision, like all parameters; the optimizer keeps fp32 masters of them. B is zero at first:
+a model with fresh adapters is the model without them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roll.config.errors import RunError, UserError
+from roll.config.schema import LoraConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+ADAPTER = "default"
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+BASE_FILE = "roll_base.json"
+_PREFIX = "base_model.model."
+"""What `peft` puts before every name that it saves."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """The model that adapters belong to: what to write as `model` for it, and the seed if it is made from scratch."""
+
+    path: str
+    seed: int | None = None
+
+    @classmethod
+    def of(cls, folder: Path) -> Base:
+        """The base of adapters that were saved, by ROLL or by `peft` alone."""
+        if (folder / BASE_FILE).is_file():
+            return cls(**json.loads((folder / BASE_FILE).read_text()))
+        path = json.loads((folder / CONFIG_FILE).read_text()).get("base_model_name_or_path")
+        if not path:
+            raise UserError(f"model: the adapters in {str(folder)!r} do not say what model they are for")
+        return cls(path)
+
+    def is_now(self, other: Base) -> bool:
+        """Whether the other is the same: a model that was moved is, another checkpoint of the same run is not."""
+        return Path(self.path).parts[-3:] == Path(other.path).parts[-3:] and self.seed == other.seed
+
+
+class Adapters:
+    """The adapters of one model, which are all of it that learns."""
+
+    def __init__(self, model: PreTrainedModel, config: LoraConfig, base: Base, seed: int) -> None:
+        """Puts fresh adapters into the model; their values come from the seed."""
+        import torch
+
+        self._model, self._base, self._seed, self._dropout = model, base, seed, config.dropout
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            inject(model, config)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Meanwhile the model is its base."""
+        layers = list(adapted_layers(self._model).values())
+        try:
+            for layer in layers:
+                layer.enable_adapters(False)
+            yield
+        finally:
+            for layer in layers:
+                layer.enable_adapters(True)
+
+    @contextmanager
+    def dropping(self, step: int) -> Iterator[None]:
+        """Meanwhile adapters drop inputs, if they are to, by noise that comes from the seed and the step alone."""
+        if not self._dropout:
+            yield
+            return
+        import numpy as np
+        import torch
+
+        device = self._model.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(int(np.random.SeedSequence((self._seed, step)).generate_state(1)[0]))
+            try:
+                self._set_dropping(True)
+                yield
+            finally:
+                self._set_dropping(False)
+
+    def _set_dropping(self, on: bool) -> None:
+        for layer in adapted_layers(self._model).values():
+            layer.lora_dropout.train(on)
+
+    def save(self, folder: Path) -> None:
+        """Writes the adapters as `peft` does, and what they belong to."""
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True, exist_ok=True)
+        config: Any = self._model.peft_config[ADAPTER]
+        config.save_pretrained(folder)
+        saved = {_saved_name(name): parameter.detach() for name, parameter in self._parameters().items()}
+        save_file(saved, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        (folder / BASE_FILE).write_text(json.dumps(asdict(self._base), indent=2))
+
+    def load(self, folder: Path) -> None:
+        """Reads what `save` wrote, into the parameters' own storage."""
+        import torch
+        from safetensors.torch import load_file
+
+        base = Base.of(folder)
+        if not base.is_now(self._base):
+            raise RunError(
+                f"the adapters in {folder} belong to {base.path}, but the run's model is now {self._base.path}: bring "
+                "the former back, or begin a new run"
+            )
+        saved = load_file(folder / WEIGHTS_FILE)
+        with torch.no_grad():
+            for name, parameter in self._parameters().items():
+                parameter.copy_(saved[_saved_name(name)])
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self._model.named_parameters() if is_adapter(name)}
+
+
+def inject(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Freezes the model and puts adapters into the layers that the config names."""
+    peft = _peft()
+    known = f"write all-linear, or some of {', '.join(_linear_names(model))}"
+    lora = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.scale * config.rank,
+        lora_dropout=config.dropout,
+        target_modules=config.targets if isinstance(config.targets, str) else list(config.targets),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=model.name_or_path,
+    )
+    model.requires_grad_(False)
+    try:
+        peft.inject_adapter_in_model(lora, model, ADAPTER)
+    except ValueError as error:
+        said = str(error).strip().splitlines()[0]
+        raise UserError(f"model.lora.targets: {said} Instead {known}") from error
+    output = model.get_output_embeddings()
+    for name, layer in adapted_layers(model).items():
+        if layer is output or type(layer).__name__ != "Linear":
+            what = "gives the logits" if layer is output else f"is a {type(layer.base_layer).__name__}"
+            raise UserError(
+                f"model.lora.targets: {name} {what}, and adapters go to the linear layers inside the decoder: {known}"
+            )
+
+
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers with adapters, by name; none where `peft` was never used."""
+    if not hasattr(model, "peft_config"):
+        return {}
+    from peft.tuners.lora import LoraLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def merged_weight(layer: Any) -> Tensor:
+    """W + scale · B A of an adapted layer, as `peft` merges it: a new tensor."""
+    import torch
+
+    with torch.no_grad():
+        merged: Tensor = layer.base_layer.weight + layer.get_delta_weight(ADAPTER)
+    return merged
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name belongs to an adapter."""
+    return ".lora_" in name
+
+
+def merge_saved(model: PreTrainedModel, folder: str) -> PreTrainedModel:
+    """The model with saved adapters merged into its weights, and no trace of them else."""
+    merged: PreTrainedModel = (
+        _peft().PeftModel.from_pretrained(model, folder, autocast_adapter_dtype=False).merge_and_unload()
+    )
+    if hasattr(merged, "peft_config"):
+        del merged.peft_config
+    return merged
+
+
+def saved_dtype(folder: Path) -> torch.dtype:
+    """The precision of saved adapters."""
+    from safetensors import safe_open
+
+    with safe_open(folder / WEIGHTS_FILE, "pt") as file:
+        dtype: torch.dtype = file.get_tensor(next(iter(file.keys()))).dtype
+    return dtype
+
+
+def _saved_name(name: str) -> str:
+    return _PREFIX + name.replace(f".{ADAPTER}.", ".")
+
+
+def _linear_names(model: PreTrainedModel) -> list[str]:
+    """What the linear layers inside the decoder are called."""
+    from torch import nn
+
+    layers = model.get_decoder().named_modules()
+    return sorted({name.rpartition(".")[2] for name, module in layers if isinstance(module, nn.Linear)})
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"model.lora needs the package {error.name}, which is not installed: run `pip install 'roll[lora]'`, or "
+            "remove model.lora to train all weights"
+        ) from error
+    return peft

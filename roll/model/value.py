@@ -1,0 +1,45 @@
+"""A number from a hidden state: the head of a critic, and of a reward model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+class ValueModel(nn.Module):
+    """A decoder with a head of one output, in fp32 and zero at first, so that nothing is predicted before anything was
+    learned. Its layer that gives words is left out of training."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.head = nn.Linear(int(model.config.hidden_size), 1, device=model.device, dtype=torch.float32)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        words = model.get_output_embeddings()
+        tied = words.weight is model.get_input_embeddings().weight
+        if not tied:
+            words.requires_grad_(False)
+
+    def read(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, dim] → fp32 [rows]"""
+        value: Tensor = self.head(hidden.float())[:, 0]
+        return value
+
+    def save(self, folder: Path) -> None:
+        """The decoder as `transformers` writes it in `model`, the head beside it."""
+        self.model.save_pretrained(folder / "model", max_shard_size="1TB")
+        save_file(self.head.state_dict(), folder / "head.safetensors")
+
+    def load(self, folder: Path) -> None:
+        """Reads what `save` wrote, into the parameters' own storage."""
+        saved = load_file(folder / "model" / "model.safetensors")
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(saved[name])
+            for name, parameter in self.head.named_parameters():
+                parameter.copy_(load_file(folder / "head.safetensors")[name])

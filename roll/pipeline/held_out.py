@@ -1,0 +1,43 @@
+"""Held-out conversations: how well a model predicts what their assistants say."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from roll.data.batch import Batch
+from roll.pipeline.roles import TrainRoles
+from roll.workers.train import TrainWorker
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Means over the tokens of the assistants' answers."""
+
+    loss: float
+    """-log p."""
+    token_probability: float
+    """p: how often a token drawn at temperature 1 would be the right one."""
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))
+
+    def __str__(self) -> str:
+        return (
+            f"held-out loss {self.loss:.4f} (perplexity {self.perplexity:.3f}) over {self.tokens} tokens of answers, "
+            f"each of which has a probability of {self.token_probability:.3f} in the mean"
+        )
+
+
+async def measure(roles: TrainRoles, held_out: Batch, samples: int) -> HeldOut:
+    """Measures so many held-out samples, at even distances if there are more."""
+    chosen = np.unique(np.linspace(0, len(held_out) - 1, min(samples, len(held_out))).round().astype(np.int64))
+    batch = held_out.select(chosen)
+    batch = batch.with_columns(proximal=await roles.actor.call(TrainWorker.log_probs, batch))
+    batch = await roles.executor.fetch(batch)
+    log_probs = batch["proximal"][batch.loss_mask].astype(np.float64)
+    return HeldOut(-float(log_probs.mean()), float(np.exp(log_probs).mean()), len(log_probs))

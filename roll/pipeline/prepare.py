@@ -1,0 +1,206 @@
+"""Preparing a run: everything that can be wrong is found out here, before anything is created or started."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from jinja2 import TemplateError
+
+from roll.cluster import Executor
+from roll.config.errors import UserError
+from roll.config.schema import Config
+from roll.data.chat_sources import ChatSource, load_chats
+from roll.data.sources import TaskSet, TaskSource, load_tasks
+from roll.data.task import Task
+from roll.devices.job import Job, rlvr_job, sft_job
+from roll.devices.plan import Plan
+from roll.model.chat import ChatRenderer
+from roll.model.corpus import Corpus, Order, make_corpus
+from roll.model.loading import find_model, load_model_config, load_tokenizer, stop_ids_of
+from roll.pipeline import rollout_record, sft_record
+from roll.pipeline.held_out import HeldOut, measure
+from roll.pipeline.recorder import Recorder
+from roll.pipeline.rlvr import RLVR, check_policies
+from roll.pipeline.roles import Roles, TrainRoles, start_roles, start_trainer
+from roll.pipeline.sft import SFT
+from roll.pipeline.state import RunState, SFTState, State
+from roll.pipeline.supervision import supervised, supervised_trainer
+from roll.pipeline.turns import Turns
+from roll.reward import RewardFn, RewardSource
+from roll.rollout.evaluate import Evaluation, Evaluator
+from roll.run import Panel
+
+R = TypeVar("R", bound=TrainRoles)
+S = TypeVar("S", bound=State)
+
+
+class Pipeline(ABC, Generic[R, S]):
+    """A run that is ready to start: what it needs, how its roles are started, and its loop."""
+
+    config: Config
+    """With every size known."""
+    job: Job
+    panels: Sequence[Panel]
+    """What its curve shows."""
+
+    @abstractmethod
+    def state(self, saved: Mapping[str, Any]) -> S:
+        """The state that a checkpoint holds; without one, that of the beginning."""
+
+    @abstractmethod
+    def start(self, executor: Executor, plan: Plan, run: Path | None = None) -> AbstractAsyncContextManager[R]:
+        """Its roles, running."""
+
+    @abstractmethod
+    async def train(self, roles: R, recorder: Recorder, state: S, checkpoint: Path | None) -> S:
+        """The loop, from a state to the end of the run or to the death of a trainer. `checkpoint` is the folder that the
+        state is from."""
+
+    @abstractmethod
+    async def evaluate(self, roles: R) -> Evaluation | HeldOut:
+        """Measures the model on held-out data."""
+
+
+class RLVRPipeline(Pipeline[Roles, RunState]):
+    panels = rollout_record.PANELS
+
+    def __init__(self, config: Config, tasks: TaskSet, reward: RewardSource) -> None:
+        self.config = config
+        self.job = rlvr_job(config, tasks)
+        self._tasks = tasks
+        self._reward = reward
+
+    def state(self, saved: Mapping[str, Any]) -> RunState:
+        return RunState(**saved)
+
+    def start(self, executor: Executor, plan: Plan, run: Path | None = None) -> AbstractAsyncContextManager[Roles]:
+        return start_roles(self.config, self._reward, executor=executor, map=plan.map, stages=plan.stages, run=run)
+
+    async def train(self, roles: Roles, recorder: Recorder, state: RunState, checkpoint: Path | None) -> RunState:
+        async with supervised(roles, self.config, recorder) as (supervision, publisher):
+            run = RLVR(self.config, roles, publisher, supervision, self._tasks, recorder, state, checkpoint)
+            return await supervision.race(run.run())
+
+    async def evaluate(self, roles: Roles) -> Evaluation:
+        if not self._tasks.held_out:
+            raise UserError(f"tasks: the source {self.config.tasks.source!r} has no held-out tasks to evaluate on")
+        turns = Turns(roles)
+        async with supervised(roles, self.config) as (supervision, publisher):
+            await turns.enter("publish")
+            async with publisher.changing():
+                await publisher.publish(0)
+            await turns.enter("generate")
+            evaluator = Evaluator(self._tasks.held_out, roles.pool, self.config.eval)
+            evaluation = await supervision.race(evaluator.evaluate(0))
+        assert evaluation is not None
+        return evaluation
+
+
+class SFTPipeline(Pipeline[TrainRoles, SFTState]):
+    panels = sft_record.PANELS
+
+    def __init__(self, config: Config, corpus: Corpus) -> None:
+        self._corpus = corpus
+        self._order = Order.of(len(corpus.train), config.data, config.train.steps, config.seed)
+        train = config.train.model_copy(update={"steps": self._order.steps})  # schedules of the learning rate end there
+        self.config = config.model_copy(update={"train": train})
+        self.job = sft_job(self.config, corpus, self._order)
+
+    def state(self, saved: Mapping[str, Any]) -> SFTState:
+        state = SFTState(**{"corpus": self._corpus.digest(), **saved})
+        if state.corpus != self._corpus.digest():
+            raise UserError(
+                f"the conversations of {self.config.data.source!r} are not those that the run in {self.config.run.dir} "
+                "was started with: bring them back, or write run.dir=OTHER model=RUN for a new run from its weights"
+            )
+        return state
+
+    def start(self, executor: Executor, plan: Plan, run: Path | None = None) -> AbstractAsyncContextManager[TrainRoles]:
+        return start_trainer(self.config, executor=executor, map=plan.map, stages=plan.stages, run=run)
+
+    async def train(self, roles: TrainRoles, recorder: Recorder, state: SFTState, checkpoint: Path | None) -> SFTState:
+        async with supervised_trainer(roles, self.config, recorder) as supervision:
+            run = SFT(self.config, roles, self._corpus, self._order, recorder, state)
+            return await supervision.race(run.run())
+
+    async def evaluate(self, roles: TrainRoles) -> HeldOut:
+        if self._corpus.held_out is None:
+            raise UserError(f"data: the source {self.config.data.source!r} has no held-out conversations to measure")
+        async with supervised_trainer(roles, self.config) as supervision:
+            return await supervision.race(measure(roles, self._corpus.held_out, self.config.eval.samples))
+
+
+def prepare(
+    config: Config,
+    *,
+    reward: RewardFn | None = None,
+    tasks: TaskSource | None = None,
+    chats: ChatSource | None = None,
+) -> Pipeline[Any, Any]:
+    """The pipeline that a config names; `reward`, `tasks` and `chats` replace those the config names."""
+    given = {"reward": reward, "tasks": tasks, "chats": chats}
+    unread = {"rlvr": ("chats",), "sft": ("reward", "tasks")}[config.pipeline]
+    for name in unread:
+        if given[name] is not None:
+            raise UserError(f"{name} were given, but nothing reads them in pipeline {config.pipeline}: leave them out")
+    if config.pipeline == "sft":
+        return SFTPipeline(config, check_chats(config, chats))
+    return RLVRPipeline(config, *check(config, reward=reward, tasks=tasks))
+
+
+def check(
+    config: Config, *, reward: RewardFn | None = None, tasks: TaskSource | None = None
+) -> tuple[TaskSet, RewardSource]:
+    """The tasks and the judge of a run with rollouts, found good together with the model."""
+    judge = RewardSource.of(reward if reward is not None else config.reward.name)
+    judge.check()
+    task_set = load_tasks(config.tasks, tasks)
+    check_policies(config, task_set)
+    source = find_model(config.model.path)
+    shape = load_model_config(source)
+    tokenizer = load_tokenizer(source, config.model)
+    renderer = ChatRenderer(tokenizer, ())
+    with_prompts = [t for t in (*task_set.train[:256], *task_set.held_out[:256]) if t.environment is None]
+    lengths = [(_prompt_tokens(renderer, task, config), task.id) for task in with_prompts]
+    longest, task = max(lengths, default=(0, ""))  # what an environment begins with is not known before
+    context = int(shape.max_position_embeddings)
+    if longest + config.rollout.max_new_tokens > context:
+        most = context - longest
+        remedy = f"write rollout.max_new_tokens={most} or less" if most > 0 else "leave out such tasks, or shorten them"
+        raise UserError(
+            f"rollout.max_new_tokens is {config.rollout.max_new_tokens} and the prompt of task {task!r} has {longest} "
+            f"tokens, but the context of {config.model.path!r} is {context}: {remedy}"
+        )
+    return task_set, judge
+
+
+def _prompt_tokens(renderer: ChatRenderer, task: Task, config: Config) -> int:
+    try:
+        return len(renderer.opening(task.messages))
+    except (TemplateError, TypeError, ValueError) as error:
+        template = config.model.chat_template or f"the chat template of {config.model.path!r}"
+        raise UserError(
+            f"{template} cannot render task {task.id!r} ({type(error).__name__}: {error}): "
+            "change the task's messages, or write model.chat_template=FILE with a Jinja template that takes them"
+        ) from error
+
+
+def check_chats(config: Config, chats: ChatSource | None = None) -> Corpus:
+    """The conversations to imitate, in tokens, found good together with the model."""
+    chat_set = load_chats(config.data, chats)
+    source = find_model(config.model.path)
+    tokenizer = load_tokenizer(source, config.model)
+    renderer = ChatRenderer(tokenizer, stop_ids_of(tokenizer, source))
+    context = int(load_model_config(source).max_position_embeddings)
+    corpus = make_corpus(chat_set, renderer, config.data, context)
+    if 0 < config.train.micro_batch_tokens < corpus.longest_tokens:
+        raise UserError(
+            f"data: the longest conversation has {corpus.longest_tokens} tokens, but train.micro_batch_tokens is "
+            f"{config.train.micro_batch_tokens}: write train.micro_batch_tokens={corpus.longest_tokens} or more, or "
+            "data.max_tokens and data.too_long=drop or cut"
+        )
+    return corpus

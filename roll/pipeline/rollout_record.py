@@ -1,0 +1,107 @@
+"""What a step of rollouts leaves behind: its numbers, its samples, and a report."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from roll.config.schema import Config
+from roll.data.sample import Sample
+from roll.pipeline.recorder import Recorder, update_metrics
+from roll.pipeline.report import Measured
+from roll.pipeline.roles import Roles
+from roll.pipeline.state import RunState
+from roll.rollout.evaluate import Evaluation
+from roll.rollout.step import Rollout
+from roll.run import Panel
+from roll.strategy.train.base import UpdateStats
+
+PANELS = (
+    Panel("reward and accuracy", "reward/mean", "training reward", "eval/accuracy", "held-out accuracy"),
+    Panel("answer length (tokens)", "response/tokens_mean"),
+)
+
+
+class RolloutRecord:
+    def __init__(self, config: Config, roles: Roles, recorder: Recorder) -> None:
+        self._config = config
+        self._roles = roles
+        self._recorder = recorder
+        self._bytes_before = roles.executor.controller_bytes
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        values = {"eval/accuracy": evaluation.accuracy, "eval/tokens_mean": evaluation.tokens_mean}
+        self._recorder.evaluated(step, values, measured(evaluation))
+
+    async def step(
+        self, state: RunState, rollout: Rollout, stats: UpdateStats | None, generating_s: float, training_s: float
+    ) -> None:
+        """Puts a finished step on disk and tells the reporter. `state.step` counts it already."""
+        roles, recorder = self._roles, self._recorder
+        seconds = recorder.lap()
+        samples = [s for s in rollout.samples if s.finish is not None and not s.greedy]
+        lengths = [s.response_tokens for s in samples]
+        generated = sum(s.response_tokens for s in rollout.samples)
+        state.seconds += seconds
+        state.seconds_generating += generating_s
+        state.seconds_training += training_s
+        state.generated_tokens += generated
+        state.trained_samples += len(rollout.batch) if rollout.batch is not None else 0
+        values = rollout_metrics(rollout, samples, lengths)
+        state.reward = values["reward/mean"]
+        values |= {"time/step_s": seconds, "time/generate_s": generating_s, "time/train_s": training_s}
+        overlaps = self._config.rollout.max_staleness > 0
+        values["response/tokens_per_s"] = generated / max(seconds if overlaps else generating_s, 1e-9)
+        if stats is not None:
+            values |= update_metrics(stats)
+        if total := roles.executor.controller_bytes:
+            passed, self._bytes_before = total - self._bytes_before, total
+            values["data/controller_bytes_a_sample"] = passed / max(len(rollout.samples), 1)
+        values |= await roles.peak_memory()
+        values |= recorder.clock.take()
+        values |= staleness_metrics(rollout)
+        if overlaps:
+            recorder.age = {f"staleness_{what}": values.get(f"staleness/{what}") for what in ("mean", "max")}
+        values["queue/graders_full_s"] = roles.pool.take_full_s()
+        recorder.log(state.step, values)
+        if self._config.run.save_samples:
+            await roles.pool.tokens.write(state.step, rollout.samples)
+        await roles.pool.tokens.forget(rollout.samples)
+        facts = [
+            ("answer length", f"{values['response/tokens_mean']:.1f} tokens"),
+            ("speed", f"{values['response/tokens_per_s']:.0f} tokens/s generating"),
+            ("groups", f"{len(rollout.kept)} kept of {len(rollout.groups)}"),
+        ]
+        worked_s = generating_s + training_s
+        recorder.report(state.step, "reward", values["reward/mean"], facts, values, worked_s=worked_s)
+
+
+def measured(evaluation: Evaluation) -> Measured:
+    return Measured("held-out accuracy", evaluation.accuracy, f"{evaluation.tokens_mean:.1f} tokens a response")
+
+
+def rollout_metrics(rollout: Rollout, samples: list[Sample], lengths: list[int]) -> dict[str, float]:
+    rewards = [s.reward for s in samples if s.state != "failed"]
+    truncated = [s.finish == "length" for s in samples]
+    values = {
+        "reward/mean": float(np.mean(rewards)) if rewards else 0.0,
+        "response/tokens_mean": float(np.mean(lengths)) if lengths else 0.0,
+        "response/truncated": float(np.mean(truncated)) if truncated else 0.0,
+        "groups/kept": len(rollout.kept),
+        "groups/issued": len(rollout.groups),
+        "samples/failed": sum(s.state == "failed" for s in rollout.samples),
+    }
+    parts: Counter[str] = Counter()
+    for sample in samples:
+        parts.update(sample.parts)
+    values |= {f"reward/{name}": total / len(samples) for name, total in parts.items()}
+    return values
+
+
+def staleness_metrics(rollout: Rollout) -> dict[str, float]:
+    """How old the batch is, and whether its lengths are those of all."""
+    values = {"bias/length": rollout.length_bias}
+    if ages := rollout.ages:
+        values |= {"staleness/mean": float(np.mean(ages)), "staleness/max": max(ages)}
+    return values | {f"dropped/{reason.partition(':')[0]}": count for reason, count in rollout.dropped.items()}

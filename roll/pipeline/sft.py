@@ -1,0 +1,84 @@
+"""Supervised fine-tuning: the whole dataflow on one page.
+
+next samples → update → record
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from roll.algorithm import LossSpec
+from roll.config.schema import Config
+from roll.model.corpus import Corpus, Order
+from roll.pipeline.held_out import measure
+from roll.pipeline.recorder import Recorder
+from roll.pipeline.roles import TrainRoles
+from roll.pipeline.sft_record import SFTRecord
+from roll.pipeline.state import SFTState
+from roll.workers.train import TrainWorker
+
+LOSS = LossSpec("nll")
+
+
+class SFT:
+    """What always holds: the samples of a step are those that the order names, whatever happened before; `state` is what
+    a checkpoint needs beside the weights to go on."""
+
+    def __init__(
+        self, config: Config, roles: TrainRoles, corpus: Corpus, order: Order, recorder: Recorder, state: SFTState
+    ) -> None:
+        self._config = config
+        self._roles = roles
+        self._corpus = corpus
+        self._order = order
+        self._recorder = recorder
+        self._record = SFTRecord(roles, order, recorder)
+        self.state = state
+
+    async def run(self) -> SFTState:
+        """Trains until the last step, or until somebody asks to stop; then evaluates and saves."""
+        config, state, recorder = self._config, self.state, self._recorder
+        if state.evaluated_step < 0:
+            self._record.left_out(self._corpus.left_out)
+            await self._evaluate()
+        while state.step < self._order.steps and not recorder.stop_requested:
+            await self._step()
+            last = state.step == self._order.steps
+            if config.eval.every and state.step % config.eval.every == 0 and not last:
+                await self._evaluate()
+            if config.run.checkpoint_every and state.step % config.run.checkpoint_every == 0 and not last:
+                await self._save()
+        if not recorder.stop_requested and state.evaluated_step != state.step:
+            await self._evaluate()
+        await self._save()
+        return state
+
+    async def _step(self) -> None:
+        state, started = self.state, time.monotonic()
+        batch = self._corpus.train.select(self._order.step(state.step))
+        with self._recorder.stage("train"):
+            stats = await self._roles.actor.call(TrainWorker.update, batch, LOSS, state.step)
+        state.step += 1
+        if stats.skipped:
+            self._recorder.reporter.warned(f"step {state.step}: the gradient was not finite; the update is skipped")
+        await self._record.step(state, batch, stats, time.monotonic() - started)
+
+    async def _evaluate(self) -> None:
+        state = self.state
+        state.evaluated_step = state.step
+        if self._corpus.held_out is None:
+            return
+        self._recorder.reporter.phase("evaluating held-out samples")
+        with self._recorder.stage("evaluate"):
+            found = await measure(self._roles, self._corpus.held_out, self._config.eval.samples)
+        state.loss = found.loss
+        state.loss_before = found.loss if state.loss_before is None else state.loss_before
+        self._record.evaluated(state.step, found)
+
+    async def _save(self) -> None:
+        with self._recorder.stage("checkpoint"):
+            await self._recorder.save(self.state, self._write)
+
+    async def _write(self, folder: Path) -> None:
+        await self._roles.save(folder)

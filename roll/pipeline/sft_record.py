@@ -1,0 +1,72 @@
+"""What a step of supervised fine-tuning leaves behind: its samples on the ledger, its numbers, and a report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from roll.data.batch import Batch
+from roll.model.corpus import LeftOut, Order
+from roll.pipeline.held_out import HeldOut
+from roll.pipeline.recorder import Recorder, update_metrics
+from roll.pipeline.report import Measured
+from roll.pipeline.roles import TrainRoles
+from roll.pipeline.state import SFTState
+from roll.run import Panel, Transition
+from roll.strategy.train.base import UpdateStats
+
+PANELS = (
+    Panel("loss (nats a token)", "train/loss", "training", "eval/loss", "held out"),
+    Panel("mean probability of a held-out token", dots="eval/token_probability"),
+)
+OF_SAMPLING = ("train/mismatch", "train/correction")
+"""What a trainer measures against the sampler of its tokens; here nobody sampled them."""
+
+
+class SFTRecord:
+    def __init__(self, roles: TrainRoles, order: Order, recorder: Recorder) -> None:
+        self._roles = roles
+        self._order = order
+        self._recorder = recorder
+
+    def left_out(self, some: Sequence[LeftOut]) -> None:
+        """Conversations that are not trained on are on the ledger too."""
+        for number, left in enumerate(some):
+            self._life(f"left-out-{number}.0", left.chat, "dropped", left.reason)
+
+    def _life(self, sample: str, chat: str, end: str, reason: str = "", **info: int) -> None:
+        """Nothing happens to a sample before its end."""
+        self._recorder.ledger.append(Transition(sample, "queued", info={"task": chat}))
+        self._recorder.ledger.append(Transition(sample, end, reason, info=info))
+
+    def evaluated(self, step: int, found: HeldOut) -> None:
+        values = {
+            "eval/loss": found.loss,
+            "eval/perplexity": found.perplexity,
+            "eval/token_probability": found.token_probability,
+        }
+        detail = f"a token's probability {found.token_probability:.3f}"
+        self._recorder.evaluated(step, values, Measured("held-out loss", found.loss, detail))
+
+    async def step(self, state: SFTState, batch: Batch, stats: UpdateStats, training_s: float) -> None:
+        """Puts a finished step on disk and tells the reporter. `state.step` counts it already."""
+        recorder, learned = self._recorder, int(batch.loss_mask.sum())
+        seconds = recorder.lap()
+        for position, task in enumerate(batch["task"].tolist(), state.trained_samples):
+            self._life(f"{position}.0", task, "trained", step=state.step)
+        state.seconds += seconds
+        state.seconds_training += training_s
+        state.trained_samples += len(batch)
+        state.trained_tokens += learned
+        epoch = state.trained_samples / self._order.samples
+        values = {name: value for name, value in update_metrics(stats).items() if not name.startswith(OF_SAMPLING)}
+        values |= {"train/epoch": epoch, "train/learned_tokens": learned}
+        values |= {"time/step_s": seconds, "time/train_s": training_s}
+        values["time/tokens_per_s"] = stats.tokens / max(training_s, 1e-9)
+        values |= await self._roles.peak_memory()
+        recorder.log(state.step, values)
+        facts = [
+            ("tokens", f"{stats.tokens} in {len(batch)} samples, {learned} trained on"),
+            ("speed", f"{values['time/tokens_per_s']:.0f} tokens/s"),
+            ("epoch", f"{epoch:.2f} of {self._order.epochs:.3g}"),
+        ]
+        recorder.report(state.step, "loss", stats.loss, facts, values, worked_s=training_s)

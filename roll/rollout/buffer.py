@@ -1,0 +1,128 @@
+"""Finished groups that wait to be trained on, as a checkpoint holds them.
+
+    buffer/part-3.safetensors    tokens of the samples that rollout worker 3 has: columns of their logs, one after another
+    buffer/part-3.jsonl          the same samples, a line each: everything else of them but their tasks
+
+What the controller knows of a group is JSON in the checkpoint's state. What always holds: a file is whole or absent; a
+sample that is read back has the columns, to the bit, and the verdict that it was written with.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import safetensors.numpy
+
+from roll.data.batch import LOGGED, token_block
+from roll.data.sample import Group, Sample
+from roll.data.task import Response, Task
+from roll.data.tokenlog import TokenLog
+from roll.rollout.books import Books
+from roll.rollout.lifecycle import ENDS
+from roll.run.files import atomic_open, atomic_write
+
+_ELSEWHERE = ("task", "log", "response", "entered_s")
+_FIELDS = tuple(field.name for field in fields(Sample) if field.name not in _ELSEWHERE)
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A group that is issued again by whoever goes on from a checkpoint, and its samples that have not ended."""
+
+    task: str
+    epoch: int
+    samples: list[str]
+
+
+def saved(books: Books, home_of: Callable[[Sample], int | None]) -> dict[str, Any]:
+    """The groups under way, as JSON: those that are `ready`, with the part that their tokens will be in, and those of
+    which something is missing, `open`."""
+    parts = {group.index: home_of(group.scored[0]) for group in books.ready.values()}
+    ready = [_state_of(group, part) for group in books.oldest_ready() if (part := parts[group.index]) is not None]
+    lost = [group for group in books.ready.values() if parts[group.index] is None]
+    others = sorted([*books.open.values(), *books.taken.values(), *lost], key=lambda group: group.index)
+    return {"ready": ready, "open": [_state_of(group, None) for group in others]}
+
+
+def samples_by_part(state: dict[str, Any]) -> dict[int, list[str]]:
+    """The samples of ready groups, by the part that they are to be written to."""
+    parts: dict[int, list[str]] = {}
+    for group in state["ready"]:
+        parts.setdefault(group["part"], []).extend(sample["id"] for sample in group["samples"])
+    return parts
+
+
+def groups_by_part(state: dict[str, Any], tasks: Mapping[str, Task]) -> dict[int, list[Group]]:
+    """The ready groups of these tasks, by the part that they are in."""
+    parts: dict[int, list[Group]] = {}
+    for group in state["ready"]:
+        if group["task"] in tasks:
+            parts.setdefault(group["part"], []).append(_group_of(group, tasks[group["task"]]))
+    return parts
+
+
+def unfinished(state: dict[str, Any], ready: Container[int]) -> list[Unfinished]:
+    """All groups of a state that are not `ready` now, in the order they were issued."""
+    groups = sorted([*state["ready"], *state["open"]], key=lambda group: int(group["index"]))
+    return [
+        Unfinished(group["task"], group["epoch"], [s["id"] for s in group["samples"] if s["state"] not in ENDS])
+        for group in groups
+        if group["index"] not in ready
+    ]
+
+
+def write_part(folder: Path, part: int, samples: Sequence[Sample]) -> None:
+    """Writes samples with their tokens into a checkpoint's folder."""
+    tokens, lines = _files(folder, part)
+    tokens.parent.mkdir(exist_ok=True)
+    columns = token_block(samples)
+    atomic_write(tokens, safetensors.numpy.save({name: columns.column(name) for name in LOGGED}))
+    with atomic_open(lines) as file:  # last: where it is, the tokens are
+        for sample in samples:
+            response = None if sample.response is None else asdict(sample.response)
+            said = {**_said_of(sample), "logged": len(sample.log), "response": response}
+            file.write(json.dumps(said).encode() + b"\n")
+
+
+def read_part(folder: Path, part: int, tasks: dict[int, Task]) -> Iterator[Sample]:
+    """The samples of these groups, by the groups' indices; none if nothing was written."""
+    tokens, lines = _files(folder, part)
+    if not lines.is_file():
+        return
+    columns, start = safetensors.numpy.load(tokens.read_bytes()), 0
+    for line in lines.read_bytes().splitlines():
+        said = json.loads(line)
+        span, response = slice(start, start + said.pop("logged")), said.pop("response")
+        start = span.stop
+        if said["group"] in tasks:
+            sample = _sample_of(said, tasks[said["group"]])
+            sample.log = TokenLog.of_columns(**{name: column[span] for name, column in columns.items()})
+            sample.response = None if response is None else Response(**response)
+            yield sample
+
+
+def _state_of(group: Group, part: int | None) -> dict[str, Any]:
+    said = {name: getattr(group, name) for name in ("index", "epoch", "priority", "version")}
+    return {**said, "task": group.task.id, "part": part, "samples": [_said_of(sample) for sample in group.samples]}
+
+
+def _group_of(state: dict[str, Any], task: Task) -> Group:
+    samples = [_sample_of(said, task) for said in state["samples"]]
+    return Group(state["index"], task, samples, state["epoch"], state["priority"], state["version"])
+
+
+def _said_of(sample: Sample) -> dict[str, Any]:
+    return {name: getattr(sample, name) for name in _FIELDS}
+
+
+def _sample_of(said: dict[str, Any], task: Task) -> Sample:
+    return Sample(task=task, **said, entered_s=time.time())  # the time in between is nobody's
+
+
+def _files(folder: Path, part: int) -> tuple[Path, Path]:
+    return folder / "buffer" / f"part-{part}.safetensors", folder / "buffer" / f"part-{part}.jsonl"

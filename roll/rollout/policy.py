@@ -1,0 +1,253 @@
+"""Policies: code that interferes with what is under way, through a narrow handle.
+
+A policy is told of every group that was judged, and looks around when a step begins and every few seconds while the step
+waits for groups. It sees copies; what it does goes through `Control`.
+
+What always holds: a verb does nothing to what has ended or is being trained on, and says so; whatever a policy does, each
+sample ends once, on record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from roll.config.errors import RunError, UserError
+from roll.config.user_code import load_user_code
+from roll.data.sample import Group, Sample
+from roll.data.task import Task
+from roll.rollout.closing import Closing
+
+if TYPE_CHECKING:
+    from roll.rollout.scheduler import RolloutScheduler
+
+LOOK_S = 2.0
+"""How often a policy looks around while a step waits."""
+
+
+@dataclass(frozen=True)
+class SampleView:
+    id: str
+    state: str
+    """As in docs/scheduling.md, *The life of a sample*."""
+    entered_s: float
+    """When it came into its state, in seconds since the epoch."""
+    tries: int
+    oldest: int | None
+    """Version of the weights that drew its first token; None before it has an engine."""
+    tokens: int | None
+    """Of its response; None while it is not finished."""
+    reward: float | None
+    """None before it is judged."""
+
+
+@dataclass(frozen=True)
+class GroupView:
+    index: int
+    task: Task
+    state: Literal["open", "ready", "ended"]
+    """`open`: not all samples are judged; `ready`: waits to be trained on; `ended`: judged, and dropped by the filter."""
+    priority: int
+    version: int
+    """Of the weights, when it was issued."""
+    age: int
+    """Versions since then."""
+    waited_for: bool
+    """The step cannot be closed before it is ready."""
+    samples: tuple[SampleView, ...]
+
+
+class Control:
+    """What a policy may see and do. Groups go by their index, samples by their id."""
+
+    def __init__(self, scheduler: RolloutScheduler, closing: Callable[[], Closing]) -> None:
+        self._scheduler = scheduler
+        self._closing = closing
+
+    @property
+    def version(self) -> int:
+        """Of the weights that engines serve."""
+        return self._closing().version
+
+    @property
+    def max_staleness(self) -> int:
+        return self._closing().config.max_staleness
+
+    @property
+    def groups_per_step(self) -> int:
+        return self._closing().config.groups_per_step
+
+    @property
+    def now_s(self) -> float:
+        """A clock for measuring how long something lasts."""
+        return asyncio.get_running_loop().time()
+
+    @property
+    def groups(self) -> list[GroupView]:
+        """All groups that are open or ready, in the order they were issued."""
+        closing = self._closing()
+        waited_for = {group.index for group in closing.waited_for()}
+        groups = sorted(closing.books.waiting, key=lambda group: group.index)
+        return [self.view(group, group.index in waited_for) for group in groups]
+
+    def view(self, group: Group, waited_for: bool = False) -> GroupView:
+        books = self._closing().books
+        state: Literal["open", "ready", "ended"] = "ready" if group.index in books.ready else "ended"
+        state = "open" if group.index in books.open else state
+        samples = tuple(map(_view, group.samples))
+        age = self.version - group.version
+        return GroupView(group.index, group.task, state, group.priority, group.version, age, waited_for, samples)
+
+    def add(self, task: Task, priority: int = 0) -> int:
+        """Issues a group of a task now, whatever the order says; its index."""
+        return self._scheduler.add(task, priority).index
+
+    def drop(self, group: int, reason: str) -> bool:
+        """Aborts a group that is open or ready; another is issued in its place."""
+        if (found := self._group(group)) is None:
+            return False
+        self._scheduler.drop(found, reason)
+        return True
+
+    def reprioritise(self, group: int, priority: int) -> bool:
+        """Groups with a higher priority get their engine first."""
+        if (found := self._group(group)) is None:
+            return False
+        if found.priority != priority:
+            self._scheduler.reprioritise(found, priority)
+        return True
+
+    def stop(self, sample: str, reason: str) -> bool:
+        """Aborts one sample of a group that goes on without it."""
+        return (found := self._sample(sample)) is not None and self._scheduler.stop(found, reason)
+
+    def end(self, sample: str, reason: str) -> bool:
+        """Ends a response that is being generated; it is judged as it stands."""
+        return (found := self._sample(sample)) is not None and self._scheduler.end(found, reason)
+
+    def requeue(self, sample: str, reason: str) -> bool:
+        """Takes a response off its engine; it resumes from its prefix when it has a place again."""
+        return (found := self._sample(sample)) is not None and self._scheduler.requeue(found, reason)
+
+    def _group(self, index: int) -> Group | None:
+        books = self._closing().books
+        return books.open.get(index) or books.ready.get(index)
+
+    def _sample(self, id: str) -> Sample | None:
+        group = self._group(int(id.partition(".")[0]))
+        return None if group is None else next((sample for sample in group.samples if sample.id == id), None)
+
+
+class Policy:
+    """Does nothing; a policy overrides what it needs. It is made once a run, and anew when the run is resumed."""
+
+    def judged(self, control: Control, group: GroupView) -> None:
+        """A group's last sample was judged: it is ready, or was dropped by the filter and has ended."""
+
+    def look(self, control: Control) -> None:
+        """It is time to look around."""
+
+
+class AskedPolicy:
+    """A policy as a scheduler asks it, or none. One that raises ends the run."""
+
+    def __init__(self, policy: Policy | None, name: str, control: Control) -> None:
+        self._policy = policy
+        self._name = name
+        self.control = control
+        self._next_look_s = 0.0
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until it should look again; None if nobody will."""
+        return None if self._policy is None else max(self._next_look_s - self.control.now_s, 0.0)
+
+    def look(self) -> None:
+        if self._policy is not None:
+            self._next_look_s = self.control.now_s + LOOK_S
+            with self._named("look"):
+                self._policy.look(self.control)
+
+    def judged(self, group: Group) -> None:
+        if self._policy is not None:
+            with self._named("judged"):
+                self._policy.judged(self.control, self.control.view(group))
+
+    @contextmanager
+    def _named(self, method: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise RunError(f"the policy {self._name!r} failed in {method}: {type(error).__name__}: {error}") from error
+
+
+class Stragglers(Policy):
+    """Ends the responses of the last groups that a step waits for.
+
+    When no more than a tenth of a step's groups (at least one) are waited for, each of them has `seconds`; then those of
+    its responses that are being generated are ended and judged as they stand.
+    """
+
+    def __init__(self, seconds: float = 60.0) -> None:
+        self._seconds = seconds
+        self._since: dict[int, float] = {}
+
+    def look(self, control: Control) -> None:
+        now_s, last = control.now_s, [group for group in control.groups if group.waited_for]
+        if len(last) > max(1, control.groups_per_step // 10):
+            last = []
+        self._since = {group.index: self._since.get(group.index, now_s) for group in last}
+        for group in last:
+            if now_s - self._since[group.index] >= self._seconds:
+                for sample in group.samples:
+                    if sample.state == "generating":
+                        control.end(sample.id, f"straggler: its step has waited {self._seconds:g} s for its group")
+
+
+def make_policy(name: str, root: str | os.PathLike[str] | None = None) -> Policy | None:
+    """The policy of that name, None for `none`: `stragglers`, `stragglers=30` (seconds), or a user's class."""
+    kind, equals, value = name.partition("=")
+    if name == "none":
+        return None
+    if kind == "stragglers":
+        return Stragglers(_seconds(name, value)) if equals else Stragglers()
+    make = load_user_code(name, what="rollout.policy", known=["none", "stragglers"], root=root)
+    try:
+        made = make()
+    except Exception as error:
+        raise UserError(f"rollout.policy: {name!r} could not be made: {type(error).__name__}: {error}") from error
+    if not isinstance(made, Policy):
+        raise UserError(
+            f"rollout.policy: {name!r} made a {type(made).__name__}: write a class that inherits from "
+            "roll.rollout.policy.Policy and overrides `judged` or `look`"
+        )
+    return made
+
+
+def _seconds(name: str, value: str) -> float:
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise UserError(f"rollout.policy: {name!r} needs a number of seconds: write 'stragglers=60'")
+    return seconds
+
+
+def _view(sample: Sample) -> SampleView:
+    finished = sample.finish is not None
+    judged = sample.state in ("scored", "kept", "trained")
+    return SampleView(
+        sample.id,
+        sample.state,
+        sample.entered_s,
+        sample.tries,
+        sample.oldest,
+        sample.response_tokens if finished else None,
+        sample.reward if judged else None,
+    )

@@ -1,0 +1,90 @@
+"""What one step's rollout gave, and the tally of groups that ended since the last one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from roll.config.errors import RunError
+from roll.data.batch import Batch
+from roll.data.columns import Array
+from roll.data.sample import Group, Sample
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What one step's rollout gave: the batch (None if no group was kept), all groups that ended since the last one, and
+    why some were dropped."""
+
+    batch: Batch | None
+    kept: list[Group]
+    groups: list[Group]
+    dropped: dict[str, int]
+    version: int = 0
+    """Of the weights it will be trained at."""
+    length_bias: float = 0.0
+    """By how much its responses are longer than all so far, as a share: below 0 where short ones are taken first."""
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for group in self.groups for sample in group.samples]
+
+    @property
+    def trained(self) -> list[Sample]:
+        """The samples of the batch."""
+        return [sample for group in self.kept for sample in group.samples if sample.state in ("kept", "trained")]
+
+    @property
+    def ages(self) -> list[int]:
+        """Versions each sample of the batch is behind, by its oldest token."""
+        return [self.version - sample.oldest for sample in self.trained if sample.oldest is not None]
+
+
+@dataclass
+class Tally:
+    """What happened since the last step was closed."""
+
+    ended: list[Group] = field(default_factory=list)
+    reasons: Counter[str] = field(default_factory=Counter)
+    rejected: int = 0
+
+    def count(self, reason: str) -> None:
+        self.reasons[kind_of(reason)] += 1
+
+    def end(self, group: Group, reason: str) -> None:
+        self.ended.append(group)
+        self.count(reason)
+
+
+def kind_of(reason: str) -> str:
+    """A reason without what differs from group to group."""
+    return (
+        reason.partition(":")[0] if reason.startswith(("stale", "mean reward", "solve rate", "quarantined")) else reason
+    )
+
+
+def baselines(groups: Sequence[Group]) -> Array:
+    """What the greedy answer earned, for each sample to train on."""
+    return np.array([g.baseline.reward for g in groups if g.baseline is not None for _ in g.scored])
+
+
+def too_few(needed: int) -> str:
+    if needed == 1:
+        return "no sample could be judged"
+    return f"fewer than {'two' if needed == 2 else needed} samples could be judged"
+
+
+def refuse_total_failure(groups: list[Group]) -> None:
+    """Raises when no sample at all could be judged."""
+    samples = [sample for group in groups for sample in group.samples if not sample.greedy]
+    reasons = [sample.reason for sample in samples if sample.state == "failed"]
+    if len(reasons) < len(samples) or not samples:
+        return
+    commonest = max(set(reasons), key=reasons.count)
+    raise RunError(
+        f"all {len(samples)} samples of the step failed, so there is nothing to train on; "
+        f"the reason of {reasons.count(commonest)} of them: {commonest}"
+    )

@@ -1,0 +1,131 @@
+"""Where samples' tokens are: with the rollout workers that ran them, until nobody needs them any more.
+
+What always holds: a sample has one home, or none while its lease is not out and after its worker was lost; tokens pass
+from the workers to those who train on them, or into files, and never through here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+
+import numpy as np
+
+from roll.cluster import Cluster
+from roll.cluster.errors import CallTimedOut, WorkerDied
+from roll.data.batch import Batch
+from roll.data.columns import cut_into_blocks
+from roll.data.sample import Group, Sample
+from roll.rollout.messages import Buffered, Fate
+from roll.rollout.worker import RolloutWorker
+
+
+class Tokens:
+    def __init__(self, workers: Cluster[RolloutWorker], inside: AbstractSet[int]) -> None:
+        """`inside` are the workers that are not lost, as the pool keeps them."""
+        self._workers = workers
+        self._inside = inside
+        self._homes: dict[str, tuple[int, str]] = {}
+        """Worker and lease of every sample whose tokens are kept."""
+
+    def at_home(self, samples: Sequence[Sample], worker: int, lease: str) -> None:
+        """These samples are with a worker, by the name of a lease."""
+        for sample in samples:
+            self._homes[sample.id] = (worker, lease)
+
+    def gone(self, samples: Sequence[Sample]) -> None:
+        """The worker has forgotten these samples by itself."""
+        for sample in samples:
+            self._homes.pop(sample.id, None)
+
+    def lost(self, worker: int) -> None:
+        """A worker is gone with all it had."""
+        self._homes = {sample: home for sample, home in self._homes.items() if home[0] != worker}
+
+    def home_of(self, sample: Sample) -> int | None:
+        """The worker that has a sample's tokens; None if they are lost, or nowhere yet."""
+        home = self._homes.get(sample.id)
+        return None if home is None else home[0]
+
+    async def batch(self, samples: Sequence[Sample], mask_below: int = 0) -> Batch:
+        """A batch of scored samples, in this order; tokens of versions before `mask_below` are not trained on. Their
+        tokens stay where they are."""
+        lengths = np.array([sample.tokens for sample in samples], np.int64)
+        homes = np.array([self._homes[sample.id][0] for sample in samples], np.int64)
+        which, starts = np.zeros(len(samples), np.int64), np.zeros(len(samples), np.int64)
+        asked: list[tuple[int, list[list[str]]]] = []
+        count = 0
+        for worker in np.unique(homes).tolist():
+            own = np.flatnonzero(homes == worker)
+            members = [own[block] for block in cut_into_blocks(lengths[own])]
+            for block in members:
+                which[block], starts[block] = count, np.cumsum(lengths[block]) - lengths[block]
+                count += 1
+            asked.append((worker, [[samples[i].id for i in block] for block in members]))
+        calls = (self._workers.call_rank(worker, RolloutWorker.columns, names, mask_below) for worker, names in asked)
+        blocks = [block for found in await asyncio.gather(*calls) for block in found]
+        return Batch.from_blocks(samples, lengths, blocks, which, starts)
+
+    async def texts(self, samples: Sequence[Sample]) -> list[str]:
+        """What these samples' responses say: for a few of them, since it brings the text here."""
+        homes = [self._homes[sample.id][0] for sample in samples]
+        calls = (
+            self._workers.call_rank(home, RolloutWorker.texts, [sample.id])
+            for home, sample in zip(homes, samples, strict=True)
+        )
+        return [text for (text,) in await asyncio.gather(*calls)]
+
+    async def write(self, step: int, samples: Sequence[Sample]) -> None:
+        """Has the workers write the samples of a step into the run's folder."""
+        parts: dict[int, list[Fate]] = {worker: [] for worker in self._inside}
+        for sample in samples:
+            home = self.home_of(sample)
+            if home in parts:
+                parts[home].append(Fate(sample.id, sample.state, sample.reason))
+        calls = (self._workers.call_rank(worker, RolloutWorker.write, step, fates) for worker, fates in parts.items())
+        _raise_all_but_deaths(await asyncio.gather(*calls, return_exceptions=True))
+
+    async def save(self, folder: Path, parts: Mapping[int, Sequence[str]]) -> None:
+        """Has workers write samples into a checkpoint's folder. What a worker that dies has is not in it then."""
+        calls = (
+            self._workers.call_rank(worker, RolloutWorker.save, folder, samples) for worker, samples in parts.items()
+        )
+        _raise_all_but_deaths(await asyncio.gather(*calls, return_exceptions=True))
+
+    async def load(self, folder: Path, parts: Mapping[int, Sequence[Group]]) -> None:
+        """Has workers read finished groups from a checkpoint's folder; one that is not there whole gets no home."""
+        workers = sorted(self._inside)
+        calls = (self._load(workers[part % len(workers)], folder, part, groups) for part, groups in parts.items())
+        # waits: calls have deadlines
+        _raise_all_but_deaths(await asyncio.gather(*(calls if workers else ()), return_exceptions=True))
+
+    async def _load(self, worker: int, folder: Path, part: int, groups: Sequence[Group]) -> None:
+        by_lease = {f"{group.index} of a checkpoint": group for group in groups}
+        wanted = [
+            Buffered(lease, group.index, group.task, tuple(sample.id for sample in group.scored))
+            for lease, group in by_lease.items()
+        ]
+        for lease in await self._workers.call_rank(worker, RolloutWorker.load, folder, part, wanted):
+            self.at_home(by_lease[lease].samples, worker, lease)
+
+    async def forget(self, samples: Sequence[Sample] | None = None) -> None:
+        """Lets the workers drop the tokens of these samples, or of all."""
+        keys: dict[int, set[str]] = defaultdict(set)
+        for sample in list(self._homes) if samples is None else [sample.id for sample in samples]:
+            if (home := self._homes.pop(sample, None)) is not None:  # else its lease was cancelled
+                keys[home[0]].add(home[1])
+        calls = [
+            self._workers.call_rank(worker, RolloutWorker.forget, sorted(some))
+            for worker, some in keys.items()
+            if worker in self._inside
+        ]
+        _raise_all_but_deaths(await asyncio.gather(*calls, return_exceptions=True))
+
+
+def _raise_all_but_deaths(results: Sequence[object]) -> None:
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, WorkerDied | CallTimedOut):
+            raise result

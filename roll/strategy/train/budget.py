@@ -1,0 +1,66 @@
+"""How many rows a micro-batch has, and whether its activations are kept or computed twice.
+
+What a row costs is `footprint`'s to say. What all rows may cost is what the device has free, less gradients and moments
+that are still to come and two chunks of logits; a fifth is left for fragments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from roll.strategy.train.footprint import Footprint
+
+CPU_ROWS = 4096
+MOST_ROWS = 131_072
+"""A large model's memory ends before; a small one's layers are so quick that the host can hardly feed more of them."""
+FEWEST_ROWS = 8192
+"""Below this, activations are rather computed twice."""
+USED_SHARE = 0.8
+GRADIENT_AND_MOMENTS_BYTES = 4 + 8
+"""Of a trained parameter, in fp32."""
+
+Checkpointing = Literal["auto", "on", "off"]
+
+
+@dataclass(frozen=True)
+class Budget:
+    rows: int
+    checkpointed: bool
+
+
+def choose(
+    footprint: Footprint, asked_rows: int, checkpointing: Checkpointing, longest: int, spare_bytes: int | None
+) -> Budget:
+    """The budget for samples of up to `longest` tokens; 0 rows are asked for to have as many as fit. On a CPU free memory
+    is not asked for (None)."""
+    asked = {"on": True, "off": False, "auto": None}[checkpointing]
+    whole = footprint.row_bytes(checkpointed=False)
+    if asked_rows or spare_bytes is None:
+        rows = asked_rows or CPU_ROWS
+        fits = spare_bytes is None or max(rows, longest) * whole <= spare_bytes
+        return Budget(rows, asked if asked is not None else not fits)
+    kept = min(spare_bytes // whole, MOST_ROWS)
+    checkpointed = asked if asked is not None else kept < max(FEWEST_ROWS, longest)
+    rows = min(spare_bytes // footprint.row_bytes(checkpointed=checkpointed), MOST_ROWS)
+    return Budget(max(rows, 1), checkpointed)
+
+
+def spare(footprint: Footprint, free_bytes: int, trained: int) -> int:
+    """What of a GPU's free memory activations may take before the first update of so many trained parameters."""
+    logits = 2 * footprint.logits_bytes(footprint.chunk_logits(MOST_ROWS)[0])
+    return max(int(USED_SHARE * free_bytes) - GRADIENT_AND_MOMENTS_BYTES * trained - logits, 0)
+
+
+def spare_of(model: PreTrainedModel, footprint: Footprint) -> int | None:
+    """What the model's GPU has to spare now; None on a CPU."""
+    device = model.device
+    if device.type != "cuda":
+        return None
+    free: int = torch.cuda.mem_get_info(device)[0]
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    trained: int = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return spare(footprint, free, trained)

@@ -1,0 +1,118 @@
+"""Training a critic in one process on one device: the trainer's micro-batches, a number in place of words.
+
+What always holds: the gradient is that of the mean over the step's sampled tokens, whatever the micro-batches; a
+prediction is made from the state before its token, so it does not know the token.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from roll.algorithm.credit import token_credit
+from roll.algorithm.rewards import Floats
+from roll.algorithm.streams import CreditSpec, token_weights
+from roll.algorithm.value import value_loss
+from roll.config.schema import TrainConfig
+from roll.data.batch import Batch
+from roll.data.tokenlog import FloatArray
+from roll.model.loading import quiet
+from roll.model.value import ValueModel
+from roll.strategy.shelf import Level, Shelf
+from roll.strategy.train.base import UpdateStats
+from roll.strategy.train.microbatch import MicroBatch
+from roll.strategy.train.optimizer import MasterAdamW, learning_rate
+from roll.strategy.train.passes import Passes
+
+
+class CriticStrategy:
+    def __init__(self, model: PreTrainedModel, config: TrainConfig, value_clip: float | None) -> None:
+        model.requires_grad_(True)
+        self.model = ValueModel(model)
+        self._config = config
+        self._clip = value_clip
+        self._passes = Passes(model, config)
+        self._optimizer = MasterAdamW(self.model, config)
+        self._shelf = Shelf(model.device)
+
+    @torch.no_grad()
+    def values(self, batch: Batch) -> FloatArray:
+        """What is predicted from the state before each sampled token; 0 elsewhere."""
+        result = np.zeros(batch.tokens, np.float32)
+        for where, values in [(micro.where, self._values(micro)) for micro in self._passes.over(batch)]:
+            result[where] = values.cpu().numpy()
+        return result
+
+    @torch.no_grad()
+    def scores(self, batch: Batch) -> FloatArray:
+        """What is read from the last token of each sample: a reward model's verdict."""
+        result = np.zeros(len(batch), np.float32)
+        for micro in self._passes.over(_last_tokens(batch)):
+            result[micro.members] = self.model.read(self._passes.hidden(micro)[micro.ends]).cpu().numpy()
+        return result
+
+    def update(self, batch: Batch, credit: CreditSpec, step: int) -> UpdateStats:
+        """Trains on the batch's returns once; its column `values` is what was predicted for it."""
+        returns = token_credit(batch, credit).returns
+        assert returns is not None, "returns are credited where there is a critic"
+        columns = {"before": batch["values"], "returns": returns, "weights": token_weights(batch, "token_mean")}
+        total: Tensor | float = 0.0
+        error: Tensor | float = 0.0
+        rows = 0
+        for micro in self._passes.over(batch):
+            values = self._values(micro)
+            known = {name: micro.column(column) for name, column in columns.items()}
+            losses = value_loss(values, known["before"], known["returns"], self._clip)
+            loss = (losses * known["weights"]).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            total, rows = total + loss.detach(), rows + micro.rows
+            error = error + ((known["before"] - known["returns"]) ** 2 * known["weights"]).sum()
+        norm = self._optimizer.step(step) if math.isfinite(float(total)) else math.nan
+        self._optimizer.zero_grad()
+        return UpdateStats(
+            loss=float(total),
+            grad_norm=norm,
+            lr=learning_rate(self._config, step),
+            rows=rows,
+            tokens=batch.tokens,
+            updates=1,
+            skipped=int(not math.isfinite(norm)),
+            metrics={"explained": _explained(returns[batch.loss_mask], float(error))},
+        )
+
+    def hold(self, level: Level) -> None:
+        self._shelf.hold(level, dict(self.model.named_parameters()), self._optimizer.tensors())
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        with quiet():
+            self.model.save(folder)
+        self._optimizer.save(folder / "optimizer.safetensors")
+
+    def load(self, folder: Path) -> None:
+        self.model.load(folder)
+        self._optimizer.load(folder / "optimizer.safetensors")
+
+    def _values(self, micro: MicroBatch) -> Tensor:
+        """[tokens]"""
+        predictions = micro.predictions
+        distinct = self.model.read(self._passes.hidden(micro).index_select(0, predictions.rows))
+        return distinct[predictions.sources[predictions.pair_of]]
+
+
+def _last_tokens(batch: Batch) -> Batch:
+    """The batch with its samples' last tokens marked, whoever said them."""
+    mask = np.zeros(batch.tokens, np.bool_)
+    mask[batch.offsets[1:] - 1] = True
+    return batch.with_columns(loss_mask=mask)
+
+
+def _explained(returns: Floats, error: float) -> float:
+    """The share of the returns' variance that the predictions had explained before the update."""
+    spread = float(np.var(returns)) if len(returns) else 0.0
+    return 1 - error / spread if spread > 0 else 0.0

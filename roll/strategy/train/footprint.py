@@ -1,0 +1,132 @@
+"""What a trainer's pass keeps and works in, for a decoder of the Llama kind, tensor by tensor.
+
+A row is a token of a packed micro-batch. In every layer it keeps two norms (the input in fp32, the normalised and the
+scaled vector), the attention's output, and gate, activation, up and product of the MLP. An attention keeps its queries
+and outputs, the keys and values gathered along every sequence's path, and the sums of its exponentials. Where attention
+is padded, the spans that share a prefix have a mask, once for all layers. With checkpointing a row keeps each layer's
+input, and one layer at a time is there in full. Compiled layers keep less than that.
+
+Tests compare the sizes with what autograd keeps on a CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from roll.model.shape import ModelShape
+from roll.strategy.train.logprobs import CHUNK_ELEMENTS
+from roll.strategy.train.tree_attention import attends_varlen
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Attentions of one size: `count` of them, each of `queries` new rows over `keys` rows of its path."""
+
+    count: int
+    queries: int
+    keys: int
+
+    @property
+    def pairs(self) -> int:
+        return self.count * self.queries * self.keys
+
+
+@dataclass(frozen=True)
+class PackedSize:
+    """The size of a packed micro-batch: distinct rows, those a token is predicted from, and the attentions over them."""
+
+    rows: int
+    predicting: int
+    spans: tuple[Spans, ...]
+
+    @property
+    def queries(self) -> int:
+        return sum(span.count * span.queries for span in self.spans)
+
+    @property
+    def keys(self) -> int:
+        return sum(span.count * span.keys for span in self.spans)
+
+    @property
+    def masked_pairs(self) -> int:
+        """Query-key pairs of the spans that share a prefix."""
+        return sum(span.pairs for span in self.spans if span.queries < span.keys)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    model: ModelShape
+    dtype: torch.dtype
+    device: str
+    """`cpu` or `cuda`."""
+
+    @property
+    def varlen(self) -> bool:
+        return attends_varlen(self.device, self.dtype)
+
+    def row_bytes(self, *, checkpointed: bool) -> int:
+        """What a row that shares nothing keeps until its backward pass, and its part of the layer at work."""
+        layer = self._row_in_a_layer() + self._query_bytes() + self._key_bytes()
+        if checkpointed:
+            return self.model.layers * self._input_bytes() + 2 * layer
+        return (self.model.layers + 1) * layer
+
+    def kept_bytes(self, size: PackedSize, *, checkpointed: bool = False) -> int:
+        """What the decoder's layers keep in the forward pass of a micro-batch for its backward pass."""
+        layer = size.rows * self._input_bytes() if checkpointed else self.layer_bytes(size)
+        return self.model.layers * layer + self.mask_bytes(size)
+
+    def layer_bytes(self, size: PackedSize) -> int:
+        """What one layer keeps in full."""
+        kept = size.rows * self._row_in_a_layer()
+        return kept + size.queries * self._query_bytes() + size.keys * self._key_bytes()
+
+    def ends_bytes(self, size: PackedSize) -> int:
+        """What is kept before and after the layers, without the logits: angles, the last norm and the rows it is read
+        from."""
+        model, item = self.model, self.dtype.itemsize
+        return size.rows * (self._norm_bytes() + 2 * item * model.head_dim) + size.predicting * item * model.hidden
+
+    def mask_bytes(self, size: PackedSize) -> int:
+        return 0 if self.varlen else size.masked_pairs * self.dtype.itemsize
+
+    def working_bytes(self, size: PackedSize) -> int:
+        """What one layer works in without keeping it: hidden states, the larger of attention and MLP."""
+        model, item = self.model, self.dtype.itemsize
+        gathered = 4 if self.varlen and size.masked_pairs else item
+        attention = size.queries * 2 * item * model.queries + size.keys * 2 * gathered * model.keys
+        return size.rows * (2 * item + 4) * model.hidden + max(attention, size.rows * 3 * item * model.inner)
+
+    def chunk_logits(self, predicting: int) -> tuple[int, bool]:
+        """Logits held at once when tokens are predicted from so many rows, and whether they come in several chunks."""
+        rows = max(1, CHUNK_ELEMENTS[self.device] // self.model.vocab)
+        return min(rows, predicting) * self.model.vocab, predicting > rows
+
+    def logits_bytes(self, logits: int) -> int:
+        """What so many logits take while they become log-probs: in plain torch they are scaled in fp32, and their
+        exponentials are beside them."""
+        return logits * (self.dtype.itemsize + (0 if self.device == "cuda" else 8))
+
+    def _row_in_a_layer(self) -> int:
+        """Without the attention's own queries, keys and outputs."""
+        model, item = self.model, self.dtype.itemsize
+        row = 2 * self._norm_bytes() + item * 4 * model.inner
+        if not self.varlen:  # padded outputs are picked from: what the next matrix takes is a copy
+            row += item * model.queries
+        if model.normed_heads:
+            row += (4 + item) * (model.queries + model.keys)
+        return row
+
+    def _norm_bytes(self) -> int:
+        return (4 + 2 * self.dtype.itemsize) * self.model.hidden
+
+    def _query_bytes(self) -> int:
+        return 2 * self.dtype.itemsize * self.model.queries + 4 * self.model.heads
+
+    def _key_bytes(self) -> int:
+        return 2 * self.dtype.itemsize * self.model.keys
+
+    def _input_bytes(self) -> int:
+        return self.dtype.itemsize * self.model.hidden

@@ -1,0 +1,49 @@
+"""How the decoder's layers run in the trainer's passes: as they are, compiled, with their activations computed twice.
+
+The model may be the engine's too, whose passes are of another kind: so layers are changed only while a pass of the
+trainer runs. One compiled function serves all layers of a decoder, with any number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+Forward = Callable[..., Any]
+
+
+class Layers:
+    def __init__(self, model: PreTrainedModel, *, compiled: bool) -> None:
+        self._layers: list[nn.Module] = list(model.get_decoder().layers)
+        kinds = {type(layer): type(layer).forward for layer in self._layers} if compiled else {}
+        # What is computed twice must be dropped alike.
+        self._noisy = any(isinstance(part, nn.Dropout) and part.p > 0 for part in model.modules())
+        self._compiled: dict[type[nn.Module], Forward] = {k: torch.compile(f, dynamic=True) for k, f in kinds.items()}
+
+    @contextmanager
+    def running(self, *, checkpointed: bool) -> Iterator[None]:
+        """A pass of the trainer."""
+        if not (self._compiled or checkpointed):
+            yield
+            return
+        for layer in self._layers:
+            forward: Forward = partial(self._compiled.get(type(layer), type(layer).forward), layer)
+            layer.forward = partial(_checkpointed, forward, self._noisy) if checkpointed else forward
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                del layer.forward
+
+
+def _checkpointed(forward: Forward, noisy: bool, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=noisy, **kwargs)

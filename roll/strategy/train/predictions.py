@@ -1,0 +1,82 @@
+"""Which tokens are predicted from which rows, each distribution over the vocabulary and each of its tokens once.
+
+A distribution is a row of hidden states at a temperature; a pair is a token of a distribution. Siblings whose answers
+begin alike ask for the same pair several times: its log-prob is computed once.
+
+Example: the tokens 7, 8, 7 predicted from the rows 4, 4, 4 at one temperature are one distribution and two pairs, (0, 7)
+and (0, 8); `pair_of` is `[0 1 0]`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from roll.data.columns import Indices
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Distributions `first:last` and their pairs."""
+
+    first: int
+    last: int
+    first_pair: int
+    last_pair: int
+
+
+@dataclass(frozen=True)
+class Predictions:
+    rows: Tensor
+    """[distributions] the row each is made from."""
+    temperatures: Tensor
+    """[distributions]"""
+    sources: Tensor
+    """[pairs] the distribution of each pair, never falling."""
+    targets: Tensor
+    """[pairs] the token of each pair."""
+    pair_of: Tensor
+    """[tokens]"""
+    pair_starts: Indices
+    """[distributions + 1] on the host: distribution i has the pairs `pair_starts[i]:pair_starts[i + 1]`."""
+
+    @classmethod
+    def of(
+        cls, rows: NDArray[Any], targets: NDArray[Any], temperatures: NDArray[Any], device: torch.device
+    ) -> Predictions:
+        """rows, targets, temperatures [tokens]"""
+        levels, level = np.unique(temperatures, return_inverse=True)
+        distinct, which = np.unique(rows.astype(np.int64) * len(levels) + level, return_inverse=True)
+        span = int(targets.max(initial=0)) + 1
+        pairs, pair_of = np.unique(which * span + targets, return_inverse=True)
+        sources = pairs // span
+        return cls(
+            rows=on_device(distinct // max(len(levels), 1), device),
+            temperatures=on_device(levels[distinct % max(len(levels), 1)].astype(np.float32), device),
+            sources=on_device(sources, device),
+            targets=on_device(pairs % span, device),
+            pair_of=on_device(pair_of, device),
+            pair_starts=np.searchsorted(sources, np.arange(len(distinct) + 1)),
+        )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def chunks(self, distributions: int) -> list[Chunk]:
+        """All of it in pieces of at most so many distributions."""
+        found = []
+        for first in range(0, len(self), distributions):
+            last = min(first + distributions, len(self))
+            found.append(Chunk(first, last, int(self.pair_starts[first]), int(self.pair_starts[last])))
+        return found
+
+
+def on_device(values: NDArray[Any], device: torch.device) -> Tensor:
+    """A copy to the device that nobody waits for."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,0 +1,115 @@
+"""A child process: what it says arrives, how it ended is told, and what it started ends with it.
+
+The pools' tests have what users' code can do to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from processes import gone
+
+from roll.child.frames import HEADER, frame, read_payload
+from roll.child.inside import command, detail, reason
+from roll.child.process import Child
+
+ECHO = """
+from roll.child.frames import frame, read_payload
+from roll.child.inside import connect
+
+def main():
+    stream = connect().makefile("rwb")
+    print("in the log")
+    while (payload := read_payload(stream)) is not None:
+        exec(payload.decode(), {"say": lambda value: (stream.write(frame(str(value).encode())), stream.flush())})
+"""
+
+
+def with_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[Child], Awaitable[None]]) -> None:
+    (tmp_path / "echo_child.py").write_text(ECHO)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def run() -> None:
+        child = await Child.start(command("echo_child"), tmp_path / "log", {"GREETING": "hello"})
+        try:
+            await asyncio.wait_for(use(child), 30)
+        finally:
+            child.kill()
+            await child.gone()
+
+    asyncio.run(run())
+
+
+async def said(child: Child, code: str) -> str:
+    child.writer.write(frame(code.encode()))
+    (size,) = HEADER.unpack(await child.reader.readexactly(HEADER.size))
+    return (await child.reader.readexactly(size)).decode()
+
+
+def test_it_answers_in_its_environment_and_prints_to_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(child: Child) -> None:
+        assert await said(child, "import os; say(os.environ['GREETING'])") == "hello"
+        assert await said(child, "import os; say(os.getpid())") == str(child.pid)
+        assert child.obituary() == "broke its connection"
+        assert "in the log" in (tmp_path / "log").read_text()
+
+    with_child(tmp_path, monkeypatch, use)
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("os._exit(3)", "exited with status 3"),
+        ("os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+        (f"os.kill(os.getpid(), {signal.SIGRTMIN + 1})", f"was killed by signal {signal.SIGRTMIN + 1}"),
+    ],
+)
+def test_how_it_ended_is_told_and_what_it_started_ends_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, says: str
+) -> None:
+    async def use(child: Child) -> None:
+        grandchild = int(await said(child, "import subprocess; say(subprocess.Popen(['sleep', '60']).pid)"))
+        child.writer.write(frame(f"import os; {code}".encode()))
+        await child.exit
+        assert child.obituary() == says
+        assert await asyncio.to_thread(gone, grandchild)
+
+    with_child(tmp_path, monkeypatch, use)
+
+
+@given(st.lists(st.binary(max_size=50)), st.integers(0, 5000))
+def test_frames_come_out_as_they_went_in_and_a_cut_one_not_at_all(payloads: list[bytes], cut: int) -> None:
+    content = b"".join(map(frame, payloads))
+    stream = io.BytesIO(content[:cut])
+    whole = list(iter(lambda: read_payload(stream), None))
+    assert whole == payloads[: len(whole)]
+    assert len(b"".join(map(frame, whole))) <= cut
+    assert cut < len(content) or whole == payloads
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [(ValueError("two\nlines"), "ValueError: two lines"), (KeyError(), "KeyError"), (Mute(), "Mute")],
+)
+def test_an_error_is_one_line_with_where_it_was_raised(error: Exception, says: str) -> None:
+    assert reason(error) == says
+    with pytest.raises(type(error)) as caught:
+        raise error
+    assert reason(caught.value).startswith(f"{says} (test_child.py:")
+
+
+def test_a_long_traceback_is_cut_at_its_beginning() -> None:
+    assert detail(ValueError("x" * 10_000 + "the end")).endswith("the end\n")
+    assert len(detail(ValueError("x" * 10_000))) == 4000
