@@ -1,0 +1,159 @@
+"""Every algorithm learns, as its example is written: single answers in echo, episodes behind doors.
+
+The model is one layer of the tiny one, so that a run takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import pytest
+from doors import Doors
+from small_runs import EXAMPLES, Remains
+from transformers import LlamaForCausalLM
+
+from roll import load_config, train
+from roll.algorithm import make_algorithm
+from roll.config.algorithm import RECIPES
+from roll.data.batch import Batch
+from roll.data.sample import Sample
+from roll.data.task import EnvSpec, Task
+from roll.env.base import opened, stepped
+from roll.env.state import state_of
+from roll.model.character import character_tokenizer, tiny_config, tiny_model
+from roll.pipeline.report import SilentReporter
+
+HERE = Path(__file__).parent
+FOLDER = EXAMPLES / "algorithms"
+OF_EPISODES = ("starpo", "gigpo")
+OF_OTHERS_PIECES = ("dapo", "dr_grpo", "reinforce_pp_baseline", "lite_ppo", "starpo")
+"""Made of pieces that the others have as well: those are enough for every edit."""
+BEHIND_DOORS = (
+    f"tasks.options={{name: '{HERE / 'doors.py'}:Doors', count: 4, held_out: 4}}",
+    "rollout.group_size=12",
+    "train.lr=4e-3",
+    "train.steps=10",
+)
+QUICK = (
+    "threads=1",
+    "deterministic=true",
+    "train.steps=12",
+    "eval.samples=2",
+    "run.checkpoint_every=0",
+    "run.tensorboard=false",
+    "run.trace=false",
+    "run.save_samples=false",
+)
+Rewards = Callable[..., list[float]]
+
+
+def each(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in OF_OTHERS_PIECES)) for name in names]
+
+
+@pytest.fixture(scope="module")
+def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("one_layer")
+    config = tiny_config()
+    config.num_hidden_layers = 1
+    model = LlamaForCausalLM(config)
+    model.load_state_dict(tiny_model(seed=0).state_dict(), strict=False)
+    model.save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def rewards_of(one_layer: Path, tmp_path: Path) -> Rewards:
+    """Trains an example and returns the mean reward of each step."""
+
+    def run(name: str, *overrides: str) -> list[float]:
+        path, place = str(FOLDER / f"{name}.yaml"), tmp_path / "run"
+        config = load_config(path, [*QUICK, f"model={one_layer}", f"run.dir={place}", *overrides])
+        train(config, reporter=SilentReporter())
+        return [row["reward/mean"] for row in Remains(place).metrics() if "reward/mean" in row]
+
+    return run
+
+
+def test_every_algorithm_has_an_example() -> None:
+    assert {path.stem for path in FOLDER.glob("*.yaml")} == set(RECIPES)
+    for name in RECIPES:
+        config = load_config(FOLDER / f"{name}.yaml")
+        assert (config.algorithm.name, config.run.dir) == (name, f"runs/algorithms/{name}")
+
+
+@pytest.mark.parametrize("name", each(name for name in RECIPES if name not in OF_EPISODES))
+def test_it_learns_single_answers(rewards_of: Rewards, name: str) -> None:
+    rewards = rewards_of(name)
+    assert rewards[0] < 0.1
+    assert fmean(rewards[-3:]) > 0.4, rewards
+
+
+@pytest.mark.parametrize("name", each(OF_EPISODES))
+def test_it_learns_episodes_of_three_turns(rewards_of: Rewards, name: str) -> None:
+    rewards = rewards_of(name, *BEHIND_DOORS)
+    assert rewards[0] < 0.1
+    assert fmean(rewards[-3:]) > 0.5, rewards
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo", "starpo"])
+def test_it_does_not_learn_from_shuffled_rewards(rewards_of: Rewards, name: str) -> None:
+    """The control: nothing but whose rewards they are has changed."""
+    own = f"algorithm={{name: '{HERE / 'shuffled_rewards.py'}:Shuffled'}}"
+    world = BEHIND_DOORS if name in OF_EPISODES else ()
+    rewards = rewards_of(name, own, "rollout.filter=none", *world)
+    assert max(rewards) < 0.15, rewards
+
+
+@cache
+def row_of_doors(seed: int) -> tuple[str, str]:
+    """The words that open the two doors."""
+    world = Doors()
+    first, _ = world.reset(seed)
+    return first, str(world.step(first).observation)
+
+
+def episode(number: int, *words: str) -> Sample:
+    """What became of saying these words, one a turn."""
+    world = Doors()
+    seen, rewards, states = opened(world.reset(0)), [], []
+    for word in words:
+        states.append(state_of(seen))
+        seen = stepped(world.step(word))
+        rewards.append(seen.reward)
+    assert seen.terminated
+    task = Task("doors#0", (), environment=EnvSpec("doors", 0))
+    sample = Sample(str(number), task, 0, 1.0, reward=sum(rewards), turns=len(words))
+    sample.turn_rewards, sample.turn_states = rewards, states
+    sample.log.prompt([1])
+    for _ in words:
+        sample.log.respond([2], [-1.0], [0])
+        sample.log.observe([3])
+    return sample
+
+
+def test_gigpo_credits_the_turn_that_opened_the_door_and_starpo_the_episode() -> None:
+    first, second = row_of_doors(0)
+    straight, late, half = (first, second), ("x", first, second), ("x", "x", first)
+    batch = Batch.from_samples([episode(n, *words) for n, words in enumerate((straight, late, half, ("x", "x", "x")))])
+    starpo = make_algorithm(load_config({"algorithm": "starpo"})).credit(batch)
+    gigpo = make_algorithm(load_config({"algorithm": "gigpo"})).credit(batch)
+
+    whole = starpo["advantage"]
+    assert "turn_advantage" not in starpo
+    assert np.array_equal(whole, gigpo["advantage"])
+    assert whole[0] == whole[1] > whole[2] > whole[3]
+
+    of_turns = np.split(gigpo["turn_advantage"], gigpo.turn_offsets[1:-1])
+    over_episode = [turns - advantage for turns, advantage in zip(of_turns, whole, strict=True)]
+    for turns, opening in ((over_episode[1], 1), (over_episode[2], 2)):  # they stood before the first door till then
+        assert turns[opening] > max(turns[:opening]), "the word that opened it is worth more than those that did not"
+    assert over_episode[0][1] == over_episode[1][2] == 0, "before the second door both did the same"
+    assert over_episode[0][0] > 0 > over_episode[3].max()
