@@ -71,6 +71,7 @@ async def started(roles: dict[str, Any], *, offload: bool = True) -> tuple[Turns
         rewards=unused,
         rollouts=unused,
         reference=clusters["reference"],
+        critic=None,
         environments=None,
         router=router,
         pool=pool,

@@ -14,7 +14,7 @@ from toys import Moves, Party, ToyRunner, episode_of, go, party, spoken, tasks, 
 
 from roll.config.schema import RolloutConfig
 from roll.data import Group, Sample
-from roll.pipeline.recorder import rollout_metrics
+from roll.pipeline.rollout_record import rollout_metrics
 from roll.rollout.filters import make_filter, no_signal
 from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.order import Epochs
