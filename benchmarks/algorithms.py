@@ -1,8 +1,8 @@
 """Every algorithm on its example under `examples/algorithms/`: what it reaches, and how long that takes.
 
-All of them train the same model from scratch, with the same learning rate; StarPO and GiGPO play episodes of three turns,
-the others give single answers. `reward` is the mean of the last three steps, `accuracy` that of held-out tasks at the
-end, `half_at` the first step whose mean reward was a half or more, `seconds` the whole run.
+All of them train the same model from scratch, at about the same learning rate; StarPO and GiGPO play episodes of three
+turns, the others give single answers. `reward` is the mean of the last three steps, `accuracy` that of held-out tasks at
+the end, `half_at` the first step whose mean reward was a half or more, `seconds` the whole run.
 
 The task is a toy: it shows that each of them learns, not which of them is best.
 `--svg docs/images/algorithms.svg` also draws the curves.
@@ -81,18 +81,21 @@ def outcome(name: str, seed: int, threads: int) -> Outcome:
 
 
 def draw(outcomes: Sequence[Outcome]) -> str:
-    """A panel for each curve, with those of all others behind it, as SVG."""
+    """A panel for each curve, with those of all behind it, as SVG."""
     width = LEFT + COLUMNS * PANEL_W
     height = TOP + -(-len(outcomes) // COLUMNS) * PANEL_H
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         'font-family="sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
+        '<defs><g id="all">',
+        *(_curve(each, FAINT, 0.7) for each in outcomes),
+        "</g></defs>",
     ]
     for number, own in enumerate(outcomes):
         x, y = LEFT + number % COLUMNS * PANEL_W, TOP + number // COLUMNS * PANEL_H
-        others = [_curve(other, FAINT, 0.7) for other in outcomes if other is not own]
-        lines += [f'<g transform="translate({x} {y})">', *_axes(own), *others, _curve(own, LINE, 2.0), "</g>"]
+        panel = [*_axes(own), '<use href="#all"/>', _curve(own, LINE, 2.0)]
+        lines += [f'<g transform="translate({x} {y})">', *panel, "</g>"]
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 

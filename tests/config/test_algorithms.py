@@ -60,6 +60,17 @@ def test_comparing_siblings_takes_two(name: str) -> None:
         load_config({"algorithm": name, "rollout": {"group_size": 1}})
 
 
+@pytest.mark.parametrize("name", sorted(n for n in RECIPES if not AlgorithmConfig(name=n).compares_siblings))
+def test_a_group_of_one_has_no_signal_of_its_own(name: str) -> None:
+    alone = {"algorithm": name, "rollout": {"group_size": 1}}
+    assert load_config(alone, ["rollout.filter=none"]).rollout.group_size == 1
+    if name == "remax":  # which is compared with the greedy answer
+        load_config(alone)
+    else:
+        with pytest.raises(UserError, match="drops groups whose rewards are all equal"):
+            load_config(alone)
+
+
 def test_reading_conditions_are_about_settings() -> None:
     assert set(_READ_IF) <= set(AlgorithmConfig.model_fields)
 

@@ -42,6 +42,7 @@ QUICK = (
     "threads=1",
     "deterministic=true",
     "train.steps=12",
+    "train.lr=3e-3",
     "eval.samples=2",
     "run.checkpoint_every=0",
     "run.tensorboard=false",
@@ -132,7 +133,7 @@ def episode(number: int, words: str) -> Sample:
 
 
 def test_gigpo_credits_the_turn_that_opened_the_door_and_starpo_the_episode() -> None:
-    said = ("aa", "?aa", "??a", "???")  # both doors of this task open to it; the last says nothing that opens the first
+    said = ("aa", "?aa", "??a", "???")  # a letter opens both doors of this task
     batch = Batch.from_samples([episode(number, words) for number, words in enumerate(said)])
     starpo = make_algorithm(load_config({"algorithm": "starpo"})).credit(batch)
     gigpo = make_algorithm(load_config({"algorithm": "gigpo"})).credit(batch)
