@@ -33,7 +33,9 @@ class Mortal(Worker):
     def __init__(self, place: Place, notes: Path, broken: str = "") -> None:
         super().__init__(place)
         self._notes, self._broken = notes, broken
-        (notes / f"{place.name}.pid").write_text(str(os.getpid()))
+        note = notes / f"{place.name}.pid"
+        note.with_suffix(".part").write_text(str(os.getpid()))
+        note.with_suffix(".part").rename(note)  # whole or not at all: this process may be ended here
         print(f"{place.name} prints as it starts")
         if broken == "start":
             raise OSError(f"{place.name} does not start")
