@@ -1,96 +1,255 @@
-"""Tokens a second of the embedded engine beside `transformers.generate`, on the CPU, in one run.
+"""Tokens a second of the embedded engine, vLLM and `transformers.generate` on the same requests, in one run.
 
-Two workloads, the same requests for both engines, lengths forced by ignoring the end-of-text token:
+Two workloads of prompts of equal length and log-normal numbers of new tokens; ends of text are ignored, so that lengths
+are forced:
 
-- `distinct`: prompts that share nothing but the chat template's frame, so that no work can be shared;
-- `siblings`: groups of equal prompts, as in GRPO, where the engine computes a prompt once.
+- `distinct`: prompts that share nothing;
+- `siblings`: groups of 8 equal prompts, as in GRPO. Prompts are random tokens, so siblings share nothing after them.
 
-`generate` runs one static batch, sorted by nothing: every request has the same length, which suits it best.
+On CUDA 256 requests of 128 tokens, the longest answer 1,024; on a CPU 64 requests of 32, the longest 192. Engines take
+turns, and each repeat has prompts of its own, so that nothing cached is of use to the next. The best of the repeats is
+taken, after a short warm-up. Sampling at temperature 1 with log-probs (`generate` without them).
+
+`of_floor` is the share of the least time this machine can take for the workload (see `engine_work.Floor`). vLLM is used
+if this interpreter has it, or that of `--vllm-python`.
 """
 
 from __future__ import annotations
 
-import random
+import copy
+import importlib.util
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import parser, report
+from engine_peers import Generate, Vllm
+from engine_work import Floor, Outcome, Sizes, Workload, make_workload
 
-from roll.config import ModelConfig
 from roll.engine.engine import Engine
 from roll.engine.request import Request, Sampling, seed_of
-from roll.model.chat import ChatRenderer
-from roll.model.loading import choose_dtype, find_model, load_model, load_tokenizer, stop_ids_of
+from roll.model import attention
+from roll.model.character import character_tokenizer
+from roll.model.loading import choose_dtype, find_model, load_model
 
-WORDS = ("river", "stone", "cloud", "paper", "garden", "winter", "copper", "music", "engine", "window", "silver")
+SIZES = {"cpu": Sizes(64, 32, 192), "cuda": Sizes(256, 128, 1024)}
+PROFILED_STEPS = 20
+
+
+class Runner(Protocol):
+    def run(self, work: Workload) -> Outcome: ...
 
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--model", default="smollm2-135m")
-    options.add_argument("--sequences", type=int, default=32)
-    options.add_argument("--new-tokens", type=int, default=32)
-    options.add_argument("--repeats", type=int, default=2, help="the best of so many is taken")
+    options.add_argument("--device", choices=SIZES, default="cuda" if torch.cuda.is_available() else "cpu")
+    options.add_argument(
+        "--model", default="smollm2-135m", help="or shape:smollm2-135m, shape:qwen2.5-1.5b: random weights"
+    )
+    options.add_argument("--dtype", choices=["auto", "bf16", "fp32"], default="auto")
+    options.add_argument("--sequences", type=int)
+    options.add_argument("--prompt", type=int, help="tokens of a prompt")
+    options.add_argument("--longest", type=int, help="most new tokens")
+    options.add_argument("--engines", default="native,vllm,generate")
+    options.add_argument("--workloads", default="distinct,siblings")
+    options.add_argument("--repeats", type=int, default=2)
+    options.add_argument("--vllm-python", help="an interpreter that has vLLM (default: this one, if it has)")
+    options.add_argument("--vllm-compile", action="store_true", help="let vLLM compile on a CPU (on CUDA it always does)")
+    options.add_argument("--profile", action="store_true", help="print where the native engine's steps spend their time")
     args = options.parse_args()
     torch.set_num_threads(args.threads)
 
-    source = find_model(args.model)
-    dtype = choose_dtype("auto")
-    tokenizer = load_tokenizer(source, ModelConfig())
-    renderer = ChatRenderer(tokenizer, stop_ids_of(tokenizer, source))
-    ours = load_model(source, dtype, 0)
-    theirs = AutoModelForCausalLM.from_pretrained(source.location, dtype=dtype, attn_implementation="sdpa").eval()
+    default = SIZES[args.device]
+    sizes = Sizes(args.sequences or default.sequences, args.prompt or default.prompt, args.longest or default.longest)
+    dtype = choose_dtype(args.dtype, args.device)
+    model = build_model(args.model, args.device, dtype)
+    works = args.workloads.split(",")
+    if args.profile:
+        profile(Native(model, sizes.sequences), make_workload(works[0], sizes, model.config.vocab_size, 0), args.device)
+        return
 
+    engines: dict[str, Runner] = {}
+    for name in args.engines.split(","):
+        if name == "native":
+            engines[name] = Native(model, sizes.sequences)
+        elif name == "generate":
+            engines[name] = Generate(plain(model))
+        elif python := args.vllm_python or (sys.executable if importlib.util.find_spec("vllm") else None):
+            engines[name] = vllm(python, args, model, sizes)
+        else:
+            print("vLLM is not here: --vllm-python names an interpreter that has it", file=sys.stderr)
     result: dict[str, object] = {"model": args.model, "dtype": str(dtype), "threads": args.threads}
-    for workload, distinct in (("distinct", args.sequences), ("siblings", max(args.sequences // 8, 1))):
-        prompts = make_prompts(renderer, distinct, args.sequences)
-        tokens = args.sequences * args.new_tokens
-        native = min(run_native(ours, tokenizer, prompts, args.new_tokens) for _ in range(args.repeats))
-        generate = min(run_generate(theirs, tokenizer, prompts, args.new_tokens) for _ in range(args.repeats))
-        result[f"{workload}_native_tokens_per_s"] = tokens / native
-        result[f"{workload}_generate_tokens_per_s"] = tokens / generate
-        result[f"{workload}_native_over_generate"] = generate / native
-    report(result, args.json)
+    result |= measure(engines, works, sizes, model, args.repeats)
+    for engine in engines.values():
+        if isinstance(engine, Vllm):
+            engine.close()
+    if args.json:
+        report(result, True)
 
 
-def make_prompts(renderer: ChatRenderer, distinct: int, sequences: int) -> list[list[int]]:
-    rng = random.Random(0)
-    texts = [" ".join(rng.choices(WORDS, k=rng.randint(8, 24))) for _ in range(distinct)]
-    texts = [texts[i * distinct // sequences] for i in range(sequences)]
-    return [renderer.opening([{"role": "user", "content": f"Write a story about {text}."}]) for text in texts]
+def measure(engines: dict[str, Runner], works: list[str], sizes: Sizes, model: Any, repeats: int) -> dict[str, object]:
+    vocab = model.config.vocab_size
+    floor = Floor(model)
+    result: dict[str, object] = {"copy_gb_per_s": floor.copy_bandwidth / 1e9}
+    for engine in engines.values():
+        engine.run(make_workload("distinct", Sizes(sizes.sequences, sizes.prompt, 8), vocab, 10_000))
+    for name in works:
+        work = make_workload(name, sizes, vocab, 0)
+        best: dict[str, Outcome] = {}
+        for repeat in range(repeats):
+            for engine, runner in engines.items():
+                outcome = runner.run(make_workload(name, sizes, vocab, repeat))
+                print(
+                    f"{name} {repeat} {engine}: {work.tokens / outcome.seconds:.1f} tokens/s", file=sys.stderr, flush=True
+                )
+                if engine not in best or outcome.seconds < best[engine].seconds:
+                    best[engine] = outcome
+        floor_s = floor.seconds(work)
+        rows = {engine: outcome.row(work, floor_s, floor.bytes_a_token) for engine, outcome in best.items()}
+        print_table(work, rows, floor_s)
+        prefix = "" if name == "distinct" else f"{name}_"
+        result |= {f"{name}_{e}_{key}": value for e, row in rows.items() for key, value in row.items()}
+        if "native" in rows:
+            result[f"{prefix}of_floor"] = rows["native"]["of_floor"]
+            for other in rows.keys() - {"native"}:
+                ratio = rows["native"]["tokens_per_s"] / rows[other]["tokens_per_s"]
+                result[f"{prefix}native_over_{other}"] = ratio
+                print(f"native over {other}: {ratio:.2f}")
+    return result
 
 
-def run_native(model: object, tokenizer: object, prompts: list[list[int]], new_tokens: int) -> float:
-    engine = Engine(model, tokenizer, max_running=len(prompts))  # type: ignore[arg-type]
-    for i, prompt in enumerate(prompts):
-        engine.add(Request(str(i), np.array(prompt, np.int32), Sampling(new_tokens, seed=seed_of(i))))
-    started, finished = time.perf_counter(), 0
-    while engine.has_work:
-        finished += len(engine.step())
-    assert finished == len(prompts)
-    return time.perf_counter() - started
-
-
-@torch.inference_mode()
-def run_generate(model: object, tokenizer: object, prompts: list[list[int]], new_tokens: int) -> float:
-    longest = max(map(len, prompts))
-    ids = torch.full((len(prompts), longest), tokenizer.pad_token_id or 0)  # type: ignore[attr-defined]
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-        mask[row, longest - len(prompt) :] = 1
-    started = time.perf_counter()
-    out = model.generate(  # type: ignore[attr-defined]
-        ids, attention_mask=mask, do_sample=True, top_k=0, min_new_tokens=new_tokens, max_new_tokens=new_tokens
+def print_table(work: Workload, rows: dict[str, dict[str, float]], floor_s: float) -> None:
+    count = (
+        f"{len(work.prompts)} requests of {len(work.prompts[0])} tokens, {work.tokens} new ones, longest {work.longest}"
     )
-    assert out.shape[1] == longest + new_tokens
-    return time.perf_counter() - started
+    print(f"\n{work.name}: {count}; at least {floor_s:.2f} s")
+    print(
+        "| engine | tokens/s | step ms, median | step ms, p95 | first token s, mean | KV tokens, peak | MB | of floor |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for engine, row in rows.items():
+        figures = (f"{row['tokens_per_s']:.1f}", f"{row['step_median_ms']:.1f}", f"{row['step_p95_ms']:.1f}",
+                   f"{row['first_token_mean_s']:.2f}", f"{row['peak_cached_tokens']:.0f}", f"{row['peak_cached_mb']:.0f}",
+                   f"{row['of_floor']:.2f}")  # fmt: skip
+        print(f"| {engine} | " + " | ".join(figures).replace("nan", "") + " |", flush=True)
+
+
+def build_engine(model: Any, tokenizer: Any, max_running: int) -> Engine:
+    return Engine(model, tokenizer, max_running=max_running)
+
+
+def build_model(name: str, device: str, dtype: torch.dtype) -> Any:
+    """The model with its attention behind plans, ready for the engine."""
+    if not name.startswith("shape:"):
+        return load_model(find_model(name), dtype, 0).to(device)
+    from train_step import SHAPES
+
+    kind, config = SHAPES[name.removeprefix("shape:")]
+    with torch.device(device):
+        model = kind(config).to(dtype).eval()
+    model.set_attn_implementation(attention.NAME)
+    return model
+
+
+def plain(model: Any) -> Any:
+    """A copy with the attention of `transformers`."""
+    twin = copy.deepcopy(model)
+    twin.set_attn_implementation("sdpa")
+    return twin
+
+
+def vllm(python: str, args: Any, model: Any, sizes: Sizes) -> Vllm:
+    options = {
+        "device": args.device,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "enforce_eager": args.device == "cpu" and not args.vllm_compile,
+        "max_num_seqs": sizes.sequences,
+        "max_model_len": min(model.config.max_position_embeddings, 2 * (sizes.prompt + sizes.longest)),
+    }
+    if args.device == "cuda":
+        options["gpu_memory_utilization"] = 0.4
+    if args.model.startswith("shape:"):
+        folder = tempfile.mkdtemp()
+        model.config.save_pretrained(folder)
+        options |= {"model": folder, "load_format": "dummy"}
+    else:
+        options["model"] = str(find_model(args.model).location)
+    return Vllm(python, options, args.threads)
+
+
+class Native:
+    def __init__(self, model: Any, max_running: int) -> None:
+        self._engine = build_engine(model, character_tokenizer(), max_running)
+        self._served = 0
+
+    def run(self, work: Workload) -> Outcome:
+        started = time.perf_counter()
+        heard = self.start(work)
+        steps: list[float] = []
+        first: list[float] = []
+        peak = tokens = 0
+        while self._engine.has_work:
+            before = time.perf_counter()
+            finished = self._engine.step()
+            steps.append(time.perf_counter() - before)
+            peak = max(peak, self._engine.stats().cached_tokens)
+            if heard:
+                begun = [done.id for done in finished] + [told.id for told in self._engine.progress({})]
+                first += [time.perf_counter() - started] * len(heard.intersection(begun))
+                heard.difference_update(begun)
+            tokens += sum(len(done.ids) for done in finished)
+        assert tokens == work.tokens, f"the engine made {tokens} of {work.tokens} tokens"
+        return Outcome(time.perf_counter() - started, steps, first, peak)
+
+    def start(self, work: Workload) -> set[str]:
+        ids: set[str] = set()
+        for prompt, new in zip(work.prompts, work.new_tokens, strict=True):
+            self._served += 1
+            ids.add(str(self._served))
+            sampling = Sampling(new, seed=seed_of(self._served))
+            self._engine.add(Request(str(self._served), np.array(prompt, np.int32), sampling))
+        return ids
+
+    def step(self) -> None:
+        self._engine.step()
+
+
+def profile(native: Native, work: Workload, device: str) -> None:
+    """Where the steps after the first, with all requests running, spend their time: by kernel on CUDA, by op on a CPU."""
+    cuda = device == "cuda"
+    native.start(work)
+    for _ in range(3):
+        native.step()
+    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * cuda
+    for profiled in (False, True):
+        with torch.profiler.profile(activities=activities) if profiled else _Nothing() as found:
+            started = time.perf_counter()
+            for _ in range(PROFILED_STEPS):
+                native.step()
+            if cuda:
+                torch.cuda.synchronize()
+            wall = time.perf_counter() - started
+        if not profiled:
+            print(f"a step without the profiler: {1e3 * wall / PROFILED_STEPS:.2f} ms")
+            continue
+        events = found.key_averages()
+        inside = sum(e.self_device_time_total if cuda else e.self_cpu_time_total for e in events) / 1e6
+        step_ms, inside_ms = 1e3 * wall / PROFILED_STEPS, 1e3 * inside / PROFILED_STEPS
+        where = "kernels" if cuda else "ops"
+        print(f"a step: {step_ms:.2f} ms, {inside_ms:.2f} of it in {where}, {step_ms - inside_ms:.2f} between them")
+        print(events.table(sort_by="self_device_time_total" if cuda else "self_cpu_time_total", row_limit=25))
+
+
+class _Nothing:
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 if __name__ == "__main__":
