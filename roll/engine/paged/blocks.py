@@ -7,8 +7,8 @@ What always holds: every block is either used (by one sequence or several) or sp
 contents until it is given away, the one that became spare first going first; block 0 is nobody's (padding writes there).
 
 Example, blocks of 2: A = [5 6 7 8 9] is computed, its first two blocks get the keys of [5 6] and [5 6 7 8]. Then
-B = [5 6 7 8 1] finds both and computes only its last token, in a block of its own. A leaves: its third block has no key and
-is given away first; the other two are still B's.
+B = [5 6 7 8 1] finds both and computes only its last token, in a block of its own. A leaves: its third block has no key
+and is given away first; the other two are still B's.
 """
 
 from __future__ import annotations
