@@ -32,7 +32,9 @@ F = TypeVar("F", bound=Factory)
 GROUP = "roll.environments"
 BUILT_IN = {
     "echo_turns": "roll.env.builtin",
+    "frozen_lake": "roll.env.frozen_lake",
     "guess": "roll.env.builtin",
+    "sokoban": "roll.env.sokoban",
 }
 """ROLL's own environments, and the modules that register them."""
 LIBRARIES: dict[str, str] = {}
