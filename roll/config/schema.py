@@ -92,8 +92,8 @@ class DataConfig(Section):
     short: ClassVar[str | None] = "source"
 
     source: str = "addition"
-    """A `.jsonl`, `.json` or `.parquet` file, a source of tasks with answers (`addition`, `echo`), or a function:
-    `module:name` or `file.py:name`."""
+    """A `.jsonl`, `.json` or `.parquet` file, a source of tasks with answers (`addition`, `echo`), `demonstrations` or
+    `dagger` (an environment's expert), or a function: `module:name` or `file.py:name`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the source; of a file: the names of its columns, and the share `held_out`."""
     samples_per_step: Count = 32
