@@ -144,7 +144,7 @@ class ActingEnvironment(Environment):
         done = self._do(action)
         if isinstance(done, Invalid):
             self._invalid += 1
-            done = Step(f"Invalid action: {done.reason}\n\n{self.view()}", -self._invalid_penalty)
+            done = Step(f"Invalid action: {done.reason}\n\n{self.view()}", 0.0 - self._invalid_penalty)
         last = self._turn == self._turns and not done.done
         if last:
             done = replace(done, observation=f"{done.observation}\n\nYou have no turns left.", truncated=True)
