@@ -34,6 +34,7 @@ BUILT_IN = {
     "echo_turns": "roll.env.builtin",
     "frozen_lake": "roll.env.frozen_lake",
     "guess": "roll.env.builtin",
+    "maths_retries": "roll.env.maths_retries",
     "sokoban": "roll.env.sokoban",
 }
 """ROLL's own environments, and the modules that register them."""
