@@ -21,8 +21,9 @@ from roll.config.schema import Config
 from roll.data.batch import token_block
 from roll.data.columns import Block
 from roll.data.sample import Sample
+from roll.data.tokenlog import branches
 from roll.model.chat import ChatRenderer
-from roll.model.loading import find_model, load_tokenizer, stop_ids_of
+from roll.model.loading import context_of, find_model, load_tokenizer, stop_ids_of
 from roll.rollout.buffer import read_part, write_part
 from roll.rollout.door import EngineDoor
 from roll.rollout.early_end import make_early_end
@@ -30,6 +31,7 @@ from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.messages import Buffered, Fate, Lease, Order, Outcome, Report, Seat, Stop
 from roll.rollout.runner import Helpers, SampleRunner
 from roll.rollout.seats import Seats
+from roll.rollout.transcript import Transcript, transcript_of
 from roll.run import RunFolder, Transition, write_samples
 from roll.workers.env import EnvWorker
 from roll.workers.infer import InferWorker
@@ -91,6 +93,7 @@ class RolloutWorker(Worker):
         self._config = config
         self._stop_ids = stop_ids_of(tokenizer, source)
         self._renderer = ChatRenderer(tokenizer, self._stop_ids)
+        self._context = context_of(source)
         self._outbox = _Outbox()
         self._lifecycle = Lifecycle(self._outbox)
         self._seats = Seats()
@@ -127,6 +130,7 @@ class RolloutWorker(Worker):
             self._seats,
             self._config,
             stop_ids=self._stop_ids,
+            context=self._context,
             worker=self.place.rank,
             end_early=make_early_end(self._config.rollout.end_early),
         )
@@ -239,6 +243,12 @@ class RolloutWorker(Worker):
         return [response.text if response is not None else "" for response in responses]
 
     @parallel(Dispatch.ONE)
+    def transcripts(self, samples: Sequence[str]) -> list[Transcript]:
+        """What happened in these samples, as text."""
+        decode = self._renderer.tokenizer.decode
+        return [transcript_of(self._home[sample], lambda ids: str(decode(ids.tolist()))) for sample in samples]
+
+    @parallel(Dispatch.ONE)
     def write(self, step: int, fates: Sequence[Fate]) -> None:
         """Writes the samples of a step, whole, into the run's folder: one part of them, where there are more workers."""
         assert self._run is not None, "a worker without a run's folder has nowhere to write samples"
@@ -340,6 +350,7 @@ def _row(sample: Sample, fate: Fate) -> dict[str, Any]:
         "tries": sample.tries,
         "ids": sample.log.ids.tolist(),
         "loss_mask": sample.log.loss_mask.astype(int).tolist(),
+        "branches": [span.start for span in branches(sample.log.turn)],
         "logprobs": [round(float(x), 6) for x in sample.log.behaviour],
         "versions": sample.log.versions.tolist(),
         "seconds": {state: round(seconds, 4) for state, seconds in sample.seconds.items()},
