@@ -53,12 +53,13 @@ def dagger(
     numbers: dict[str, int] = {}
     seen: set[tuple[str, ...]] = set()
     for folder in folders:
+        window = load_config(folder.config_path).env.window
         for task, actions in _played(folder, last_steps):
             number = numbers.setdefault(task.id, len(numbers))
             if (int((number + 1) * held_out) > int(number * held_out)) != (split == "held_out"):
                 continue
             assert task.environment is not None, "it has actions in one"
-            for messages in labels(task.environment, _recorded(actions), task.messages):
+            for messages in labels(task.environment, _recorded(actions), task.messages, window=window):
                 said = tuple(message["content"] for message in messages)
                 if said not in seen:
                     seen.add(said)
@@ -72,10 +73,11 @@ def labels(
     policy: Callable[[Sequence[Message]], str | None],
     opening: tuple[Message, ...] = (),
     max_turns: int = 100,
+    window: int = 0,
 ) -> Iterator[tuple[Message, ...]]:
     """The states that a policy comes to in an episode, each as a conversation that ends with the expert's answer. The
-    policy is given what was said so far and says something, or None to end there."""
-    for turn in turns(spec, lambda turn: policy(turn.messages), opening, max_turns):
+    policy is given what was said so far, as far as the `window` shows it, and says something, or None to end there."""
+    for turn in turns(spec, lambda turn: policy(turn.messages), opening, max_turns, window):
         if turn.advice is not None:
             yield turn.answered(turn.advice)
 
@@ -114,9 +116,7 @@ def _tasks(folder: RunFolder, config: Config) -> dict[str, Task]:
 
 
 def _shown(folder: RunFolder, count: int) -> Iterator[Chat]:
-    found = load_tasks(load_config(folder.config_path).tasks)
-    for task in [task for task in found.train if task.environment is not None][:count]:
+    config = load_config(folder.config_path)
+    for task in [task for task in load_tasks(config.tasks).train if task.environment is not None][:count]:
         assert task.environment is not None
-        messages = demonstration(task.environment, task.messages)
-        if messages is not None:
-            yield Chat(f"{task.id}/shown", messages)
+        yield from demonstration(f"{task.id}/shown", task.environment, task.messages, window=config.env.window)

@@ -22,7 +22,7 @@ class Turn:
     """What the agent answers now, and what the expert would say."""
 
     messages: tuple[Message, ...]
-    """All that was said so far; the last is the environment's."""
+    """What was said so far, as the agent sees it; the last is the environment's."""
     advice: str | None
 
     def answered(self, text: str) -> tuple[Message, ...]:
@@ -42,17 +42,22 @@ def check_expert(spec: EnvSpec) -> None:
         raise _without_expert(spec)
 
 
-def turns(spec: EnvSpec, says: Says, opening: tuple[Message, ...] = (), most: int = 100) -> Iterator[Turn]:
+def turns(
+    spec: EnvSpec, says: Says, opening: tuple[Message, ...] = (), most: int = 100, window: int = 0
+) -> Iterator[Turn]:
     """The turns of an episode in which `says` speaks: to its end, to a turn that nothing is said to, or to turn `most`.
-    `opening` comes before what the environment begins with."""
+    `opening` comes before what the environment begins with; with a `window`, the agent sees the beginning and only so
+    many of the turns before the present one."""
     environment = resolve(spec.name)(**spec.options)
     expert = getattr(environment, "expert", None)
     if not callable(expert):
         raise _without_expert(spec)
     try:
-        messages = (*opening, *opened(_plain(spec, environment.reset(seed=spec.seed))).messages)
+        begun = (*opening, *opened(_plain(spec, environment.reset(seed=spec.seed))).messages)
+        past: list[tuple[Message, ...]] = []
         for _ in range(most):
-            turn = Turn(messages, _plain(spec, expert()))
+            seen = (message for before in past[-window:] for message in before)
+            turn = Turn((*begun, *seen), _plain(spec, expert()))
             yield turn
             said = says(turn)
             if said is None:
@@ -60,7 +65,7 @@ def turns(spec: EnvSpec, says: Says, opening: tuple[Message, ...] = (), most: in
             step = stepped(_plain(spec, environment.step(said)))
             if step.done:
                 return
-            messages = (*turn.answered(said), *step.messages)
+            past.append((Message(role="assistant", content=said), *step.messages))
     finally:
         close = getattr(environment, "close", None)
         if close is not None:

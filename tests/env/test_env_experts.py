@@ -72,7 +72,7 @@ def test_who_has_no_expert_cannot_show_anything() -> None:
     with pytest.raises(UserError, match="did you mean 'size'"):
         load_chats(DataConfig(source="demonstrations", options={"name": "frozen_lake", "sise": 3}))
     spec = EnvSpec(f"{here}Speechless")
-    assert demonstration(spec) is None
+    assert list(demonstration("a", spec)) == []
 
 
 class Mute:
@@ -117,6 +117,25 @@ def test_a_policys_states_are_labelled_with_what_the_expert_would_say_there() ->
         ["1", "what?", "4"],
     ]
     assert found[-1][-1]["content"] == "4"
+
+
+def test_with_a_window_every_answer_follows_what_the_agent_sees() -> None:
+    options = {"name": "guess", "count": 3, "held_out": 0, "low": 1, "high": 9}
+    whole = load_chats(DataConfig(source="demonstrations", options=options)).train
+    parts = load_chats(DataConfig(source="demonstrations", options={**options, "window": 1})).train
+    expected = []
+    for chat in whole:
+        said = list(chat.messages)
+        for turn, end in enumerate(range(1, len(said), 2)):
+            expected.append((f"{chat.id}/{turn}", (said[0], *said[max(1, end - 2) : end + 1])))
+    assert [(chat.id, chat.messages) for chat in parts] == expected
+    assert {chat.learn for chat in parts} == {"last"}
+    assert max(len(chat.messages) for chat in parts) == 4
+
+    seen = []
+    for messages in labels(EnvSpec("guess", 1), lambda seen: "1", window=2, max_turns=5):
+        seen.append(len(messages))
+    assert seen == [2, 4, 6, 6, 6]
 
 
 def test_lost_states_have_no_label() -> None:

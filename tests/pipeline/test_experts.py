@@ -11,6 +11,7 @@ from small_runs import Remains
 from roll.config import UserError, load_config
 from roll.config.schema import DataConfig
 from roll.data.chat_sources import load_chats
+from roll.model.character import character_tokenizer
 from roll.pipeline.launch import train
 from roll.pipeline.report import SilentReporter
 
@@ -71,6 +72,23 @@ def test_every_state_that_the_run_came_to_is_labelled(played: Remains) -> None:
     assert {chat.id.partition("/")[0] for chat in (*last.train, *last.held_out)} == {
         row["task"] for row in played.samples()[2]
     }
+
+
+def test_what_a_run_with_a_window_saw_is_what_is_labelled(tmp_path: Path) -> None:
+    """Its logs fork at every turn."""
+    remains = run(PLAY, tmp_path / "run", "tasks.options.turns=4", "env.window=1", "train.steps=1")
+    rows = remains.samples()[1]
+    assert any(len(row["branches"]) > 2 for row in rows)
+    chats = load_chats(DataConfig(source="dagger", options={"runs": str(remains.path), "held_out": 0}))
+    assert {len(chat.messages) for chat in chats.train} == {2, 4}
+    tokenizer = character_tokenizer()
+    said = {str(tokenizer.decode(row["ids"])) for row in rows}
+    for chat in chats.train:
+        if len(chat.messages) == 4:
+            _, before, now, _ = (message["content"] for message in chat.messages)
+            assert any(f"<|assistant|>{before}" in text and f"<|user|>{now}<|end|>" in text for text in said)
+    for chat in chats.train:
+        assert chat.messages[-1]["content"] == chat.messages[-2]["content"]
 
 
 def test_a_round_of_dagger(played: Remains, tmp_path: Path) -> None:
