@@ -113,3 +113,12 @@ def test_runs_that_teach_nothing_are_refused(played: Remains, tmp_path: Path) ->
     plain = run({**PLAY, "tasks": "echo", "reward": {"name": "number"}}, tmp_path / "plain", "train.steps=1")
     with pytest.raises(UserError, match=r"no task of the run .* is played in an environment"):
         load(runs=str(plain.path))
+
+
+def test_what_an_environment_counts_is_a_metric(tmp_path: Path) -> None:
+    game = {"source": "environment", "options": {"name": "sokoban", "count": 4, "held_out": 2, "turns": 2}}
+    (step,) = [
+        row for row in run({**PLAY, "tasks": game}, tmp_path / "run", "train.steps=1").metrics() if "train/lr" in row
+    ]
+    assert (step["reward/invalid"], step["reward/success"], step["reward/turns"]) == (2.0, 0.0, 2.0)
+    assert "reward/state" not in step
