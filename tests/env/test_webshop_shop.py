@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -284,6 +285,15 @@ def test_training_and_held_out_seeds_share_no_goal() -> None:
 def test_options_that_make_no_sense(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         WebShop(**{**SMALL, **options})
+
+
+def test_the_episode_in_the_docs_is_the_one_that_is_played() -> None:
+    world = WebShop()
+    said = [opened(world.reset(3)).messages[0]["content"]]
+    while (action := world.expert()) is not None:
+        said += [f"> {action}", str(world.step(action).observation)]
+    page = Path(__file__).parents[2] / "docs" / "webshop.md"
+    assert "```text\n" + "\n\n".join(said) + "\n```" in page.read_text(encoding="utf-8")
 
 
 def test_in_processes_of_its_own_the_same_seed_is_the_same_episode() -> None:
