@@ -65,7 +65,7 @@ class WebShop(ActingEnvironment):
         self._place, self._bought = Place(), False
         return (
             "You are shopping in a web store. Find what is asked for, choose its options, then buy it.\n"
-            f"Each turn, say one action: {self.says('search[keywords]')} on the search page, or "
+            f"Each turn, write only one action: {self.says('search[keywords]')} on the search page, or "
             f"{self.says('click[element]')} for something on the page, such as click[Buy Now].\n"
             f"Instruction: {self._goal.instruction}\n\n{self.view()}"
         )

@@ -23,7 +23,7 @@ TITLE_CHARS = 80
 def compact(store: Store, place: Place, instruction: str) -> str:
     """A page in few words."""
     if not place.keywords:
-        return "Search page. Action: search[keywords]"
+        return "Search page. Write search[ and the keywords, for example: search[red wool socks]"
     lines = _compact_product(store, place) if place.product else _compact_results(store, place)
     return "\n".join((*lines, " ".join(f"click[{button}]" for button in store.buttons(place))))
 
