@@ -26,6 +26,8 @@ from roll.data.tokenlog import TokenLog
 
 ChatSource = Callable[..., Iterable[Any]]
 FILES = (".jsonl", ".json", ".parquet")
+ELSEWHERE = {"demonstrations": "roll.env.demonstrations:demonstrations", "dagger": "roll.env.dagger:dagger"}
+"""Sources that other parts bring."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,8 @@ def _find_source(name: str, options: dict[str, Any]) -> tuple[ChatSource, dict[s
         return SOURCES[name], options
     if name.endswith(FILES):
         return chat_file, {"path": name, **options}
-    known = [*SOURCES, f"a {', '.join(FILES)} file"]
-    return load_user_code(name, what="data.source", known=known), options
+    known = [*SOURCES, *ELSEWHERE, f"a {', '.join(FILES)} file"]
+    return load_user_code(ELSEWHERE.get(name, name), what="data.source", known=known), options
 
 
 def _as_chat(source: str, split: Split, number: int, given: Any) -> Chat:

@@ -122,6 +122,10 @@ class ActingEnvironment(Environment):
         """The name of the state the agent is in; None where the view shows all of it."""
         return None
 
+    def facts(self) -> dict[str, float | str]:
+        """What else the info of every step tells."""
+        return {}
+
     def read(self, text: str) -> str | Invalid:
         """The action in free text: all of it, unless a subclass knows better."""
         return text.strip() or Invalid("You said nothing.")
@@ -140,12 +144,12 @@ class ActingEnvironment(Environment):
         done = self._do(action)
         if isinstance(done, Invalid):
             self._invalid += 1
-            done = Step(f"Invalid action: {done.reason}\n\n{self.view()}", -self._invalid_penalty)
+            done = Step(f"Invalid action: {done.reason}\n\n{self.view()}", 0.0 - self._invalid_penalty)
         last = self._turn == self._turns and not done.done
         if last:
             done = replace(done, observation=f"{done.observation}\n\nYou have no turns left.", truncated=True)
         named = {} if done.done else self._named()
-        return replace(done, info={"invalid": float(self._invalid), **named, **done.info})
+        return replace(done, info={"invalid": float(self._invalid), **self.facts(), **named, **done.info})
 
     def _do(self, said: str) -> Step | Invalid:
         parsed = parse(said, self._format, tool=self.tool, parser=self.read)

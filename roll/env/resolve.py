@@ -2,7 +2,7 @@
 
 A name is one of ROLL's own, one that was registered (`@register("guess")`, or an entry point of the group
 `roll.environments` of an installed package), says where the class is (`package.module:Class` or
-`path/to/file.py:Class`), or is another library's (`gymnasium:Taxi-v3`). In place of a class, a function that returns an
+`path/to/file.py:Class`), or is another library's (`gymnasium:Taxi-v4`). In place of a class, a function that returns an
 environment will do.
 
 Only the module of the environment that is asked for is imported, so an environment process starts as fast as its own
@@ -32,11 +32,14 @@ F = TypeVar("F", bound=Factory)
 GROUP = "roll.environments"
 BUILT_IN = {
     "echo_turns": "roll.env.builtin",
+    "frozen_lake": "roll.env.frozen_lake",
     "guess": "roll.env.builtin",
+    "maths_retries": "roll.env.maths_retries",
+    "sokoban": "roll.env.sokoban",
     "webshop": "roll.env.webshop.shop",
 }
 """ROLL's own environments, and the modules that register them."""
-LIBRARIES: dict[str, str] = {}
+LIBRARIES = {"gem": "roll.env.gem", "gymnasium": "roll.env.gymnasium_text"}
 """Libraries whose environments are called by `library:name`, and the modules whose `named(name)` makes them."""
 _REGISTRY: dict[str, Factory] = {}
 

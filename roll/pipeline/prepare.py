@@ -14,6 +14,7 @@ from roll.algorithm import make_algorithm
 from roll.algorithm.losses import resolve_loss
 from roll.cluster import Executor
 from roll.config.errors import UserError
+from roll.config.names import did_you_mean
 from roll.config.schema import Config
 from roll.data.chat_sources import ChatSource, load_chats
 from roll.data.sources import TaskSet, TaskSource, load_tasks
@@ -164,6 +165,7 @@ def check(
     judge.check()
     task_set = load_tasks(config.tasks, tasks)
     check_policies(config, task_set)
+    _check_limits(config, task_set)
     _check_algorithm(config, task_set)
     source = find_model(config.model.path)
     shape = load_model_config(source)
@@ -187,6 +189,15 @@ def check(
             f"sample of {sample} tokens: write train.micro_batch_tokens={sample} or more, or fewer new tokens"
         )
     return task_set, judge
+
+
+def _check_limits(config: Config, tasks: TaskSet) -> None:
+    """Refuses a limit for an environment that no task is played in."""
+    named = {task.environment.name for task in (*tasks.train, *tasks.held_out) if task.environment is not None}
+    for name in config.env.limits:
+        if name not in named:
+            played = f"tasks are played in {', '.join(sorted(named))}" if named else "no task is played in an environment"
+            raise UserError(f"env.limits names {name!r}, but {played}{did_you_mean(name, named)}")
 
 
 def _check_algorithm(config: Config, tasks: TaskSet) -> None:

@@ -131,7 +131,7 @@ def test_an_installed_package_may_offer_environments(folder: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("gess", "environment 'gess' is not known: write echo_turns, guess, .*; did you mean 'guess'"),
+        ("gess", "environment 'gess' is not known: write echo_turns, .*guess, .*; did you mean 'guess'"),
         ("no_such_module:Maze", "environment 'no_such_module:Maze': there is no module"),
         ("my_worlds:Empty", "the class Empty has no method reset"),
         ("my_worlds:Half", "the class Half has no method step"),

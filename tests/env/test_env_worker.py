@@ -15,11 +15,12 @@ from roll.cluster import Cluster, LocalExecutor, Place
 from roll.cluster.host import Answer, Host
 from roll.config import load_config
 from roll.config.document import parse
-from roll.config.errors import RunError
+from roll.config.errors import RunError, UserError
 from roll.config.schema import EnvConfig
 from roll.data.sources import load_tasks
 from roll.data.task import EnvSpec
 from roll.env import EnvFailure, Opened
+from roll.pipeline.prepare import prepare
 from roll.workers.env import EnvWorker
 
 PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
@@ -50,6 +51,37 @@ def test_the_role_plays_episodes() -> None:
             await role.call(EnvWorker.reset, "a", EnvSpec("guess"))
 
     asyncio.run(main())
+
+
+def test_the_role_keeps_the_limits_of_the_config() -> None:
+    async def main() -> None:
+        executor, config = LocalExecutor(), EnvConfig(limits={"guess": 1})
+        role = await Cluster.start(executor, lambda place: EnvWorker(place, config), [Place("env")])
+        await role.call(EnvWorker.start)
+        await role.call(EnvWorker.reset, "a", EnvSpec("guess"))
+        second = asyncio.create_task(role.call(EnvWorker.reset, "b", EnvSpec("guess")))
+        await role.call(EnvWorker.reset, "c", EnvSpec("echo_turns"))
+        assert (await role.call(EnvWorker.stats)).waiting == 1
+        await role.call(EnvWorker.close_episodes, ["a"])
+        assert (await second).messages
+        await executor.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("tasks", "says"),
+    [
+        ({"source": "environment", "options": {"name": "guess"}}, "tasks are played in guess; did you mean 'guess'?"),
+        ({"source": "echo"}, "no task is played in an environment"),
+    ],
+)
+def test_a_limit_for_what_nobody_plays_is_refused(tasks: dict[str, object], says: str) -> None:
+    config = load_config({"model": "tiny", "tasks": tasks, "env": {"limits": {"gess": 8}}})
+    with pytest.raises(UserError, match=re.escape(f"env.limits names 'gess', but {says}")):
+        prepare(config)
+    if tasks["source"] == "environment":
+        prepare(load_config({"model": "tiny", "tasks": tasks, "env": {"limits": {"guess": 8}}}))
 
 
 def test_a_failure_reaches_the_caller_from_another_process_as_itself() -> None:
