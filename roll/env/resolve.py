@@ -36,6 +36,7 @@ BUILT_IN = {
     "guess": "roll.env.builtin",
     "maths_retries": "roll.env.maths_retries",
     "sokoban": "roll.env.sokoban",
+    "webshop": "roll.env.webshop.shop",
 }
 """ROLL's own environments, and the modules that register them."""
 LIBRARIES = {"gem": "roll.env.gem", "gymnasium": "roll.env.gymnasium_text"}
