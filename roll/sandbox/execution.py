@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
+import select
 import selectors
 import signal
 import subprocess
@@ -19,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from roll.sandbox.inside.kernel import descendants
+from roll.sandbox.inside.program import BEGUN, ENDED
 from roll.sandbox.launch import call_filter, command, drops_user, payload, scratch_of, sealed
 from roll.sandbox.level import Sandbox
 from roll.sandbox.program import Kind, Limits, Outcome, Program, SandboxError
@@ -27,8 +30,12 @@ _START_S = 20.0
 """Seconds a sandbox may take to start the program: they are the machine's, not the program's."""
 _TICK_S = 0.05
 _END_S = 5.0
+_CLEAN_S = 20.0
+"""Seconds in which a supervisor has ended and removed what a program left behind."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _READ_BYTES = 1 << 16
+
+_FIRST = re.compile(rb'"child-pid": *([0-9]+)')
 
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
 
@@ -43,6 +50,9 @@ class _Watch:
     """The folder to watch, where the kernel does not limit it."""
     started_s: float = field(default_factory=time.monotonic)
     begun_s: float | None = None
+    ended_s: float | None = None
+    said: bytes = b""
+    """What the sandbox said of itself: the number of the process with which all others end, and that the program began."""
     stdout: bytearray = field(default_factory=bytearray)
     stderr: bytearray = field(default_factory=bytearray)
 
@@ -55,13 +65,25 @@ class _Watch:
             return "output"
         if self.begun_s is None:
             return "killed" if now - self.started_s > _START_S else None
-        if now - self.begun_s > self.limits.wall_s:
+        if self.ended_s is None and now - self.begun_s > self.limits.wall_s:
             return "timeout"
         return None
 
+    def hear(self, data: bytes) -> None:
+        """Takes what the sandbox says of itself."""
+        self.said += data
+        if self.begun_s is None and BEGUN in self.said:
+            self.begun_s = time.monotonic()
+        if self.ended_s is None and ENDED in self.said:
+            self.ended_s = time.monotonic()
+
+    def seconds(self) -> float:
+        """How long the program has taken, or took."""
+        return (self.ended_s or time.monotonic()) - (self.begun_s or self.started_s)
+
     def excess(self) -> Kind | None:
         """Which limit it is beyond that the kernel does not hold."""
-        if self.begun_s is None:
+        if self.begun_s is None or self.ended_s is not None:
             return None
         if memory_bytes(self.process.pid) > self.limits.memory_mb << 20:
             return "memory"
@@ -86,9 +108,12 @@ def execute(
     scratch = scratch_of(sandbox)
     with _started(sandbox, program, limits, scratch, stdin, stdout) as (process, status):
         watch = _Watch(process, limits, scratch if sandbox.level == "plain" else None)
-        kind = _watched(watch, status, stopped)
-        seconds = time.monotonic() - (watch.begun_s or watch.started_s)
-        _end(process, gently=sandbox.level == "plain")
+        try:
+            kind = _watched(watch, status, stopped)
+            seconds = watch.seconds()
+        finally:
+            _end(process, gently=sandbox.level == "plain")
+            _wait_for_last(watch.said)
     if watch.begun_s is None and not stopped():
         raise SandboxError(f"the sandbox ({sandbox.level}) did not start a program: {_said(watch, process)}")
     output, error = (_text(data[: limits.output_bytes]) for data in (watch.stdout, watch.stderr))
@@ -138,16 +163,18 @@ def _started(
         closing.callback(os.close, status)
         ours = closing.enter_context(contextlib.ExitStack())
         ours.callback(os.close, theirs)
+        also_theirs = os.dup(theirs)  # for bubblewrap itself
+        ours.callback(os.close, also_theirs)
         text = payload(sandbox, program, limits, scratch=scratch, status_fd=theirs)
         text_fd = ours.enter_context(sealed(text))
         filter_fd = ours.enter_context(sealed(call_filter(sandbox)))
         stdin_fd = ours.enter_context(sealed(program.stdin)) if stdin is None else stdin
         process = subprocess.Popen(
-            command(sandbox, limits, text_fd, filter_fd),
+            command(sandbox, limits, text_fd, filter_fd, also_theirs),
             stdin=stdin_fd,
             stdout=subprocess.PIPE if stdout is None else stdout,
             stderr=subprocess.PIPE,
-            pass_fds=(theirs, text_fd, *((filter_fd,) if sandbox.level == "bubblewrap" else ())),
+            pass_fds=(theirs, text_fd, *((filter_fd, also_theirs) if sandbox.level == "bubblewrap" else ())),
             env=_ENVIRONMENT,
             cwd="/",
             start_new_session=True,
@@ -158,7 +185,6 @@ def _started(
         for stream in (process.stdout, process.stderr):
             if stream is not None:
                 closing.callback(stream.close)
-        closing.callback(_end, process, sandbox.level == "plain")
         yield process, status
 
 
@@ -169,6 +195,7 @@ def _watched(watch: _Watch, status: int, stopped: Callable[[], bool]) -> Kind | 
         if stream is not None:
             os.set_blocking(stream.fileno(), False)
             streams[stream] = kept
+    os.set_blocking(status, False)
     with selectors.DefaultSelector() as selector:
         selector.register(status, selectors.EVENT_READ)
         for stream in streams:
@@ -183,9 +210,12 @@ def _watched(watch: _Watch, status: int, stopped: Callable[[], bool]) -> Kind | 
                 looked_s = time.monotonic()
                 if (kind := watch.excess()) is not None:
                     return kind
+            if watch.ended_s is not None and time.monotonic() - watch.ended_s > _CLEAN_S:
+                return None
             if watch.process.poll() is not None:
+                watch.hear(_rest(status, _READ_BYTES))
                 for stream, kept in streams.items():  # what was written before the end
-                    kept += _read(stream, watch.limits.output_bytes)
+                    kept += _rest(stream.fileno(), watch.limits.output_bytes)
                 return watch.verdict(stopped) if watch.begun_s is not None else None
 
 
@@ -197,9 +227,10 @@ def _take(
     streams: dict[IO[bytes], bytearray],
 ) -> None:
     if key.fd == status:
-        selector.unregister(status)
-        if os.read(status, 16):
-            watch.begun_s = time.monotonic()
+        data = os.read(status, _READ_BYTES)
+        watch.hear(data)
+        if not data:
+            selector.unregister(status)
         return
     stream = next(each for each in streams if each.fileno() == key.fd)
     data = os.read(key.fd, _READ_BYTES)
@@ -210,10 +241,11 @@ def _take(
     streams[stream] += data
 
 
-def _read(stream: IO[bytes], limit: int) -> bytes:
+def _rest(fd: int, limit: int) -> bytes:
+    """What can be read at once."""
     found = b""
     with contextlib.suppress(BlockingIOError):
-        while len(found) <= limit and (data := os.read(stream.fileno(), _READ_BYTES)):
+        while len(found) <= limit and (data := os.read(fd, _READ_BYTES)):
             found += data
     return found
 
@@ -223,13 +255,27 @@ def _end(process: subprocess.Popen[bytes], gently: bool) -> None:
     if process.poll() is None:
         process.send_signal(signal.SIGTERM if gently else signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=_END_S)
+        process.wait(timeout=_CLEAN_S if gently else _END_S)
         return
     for pid in [*descendants(process.pid), process.pid]:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=_END_S)
+
+
+def _wait_for_last(said: bytes) -> None:
+    """Waits until the first process of the sandbox's own namespace is gone: the kernel ends all others before it."""
+    found = _FIRST.search(said)
+    if found is None:
+        return
+    try:
+        first = os.pidfd_open(int(found[1]))
+    except OSError:  # it is gone
+        return
+    with contextlib.ExitStack() as closing:
+        closing.callback(os.close, first)
+        select.select([first], [], [], _END_S)
 
 
 def _kind(code: int, error: str) -> Kind:

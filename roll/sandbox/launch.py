@@ -19,8 +19,8 @@ SCRATCH = "/scratch"
 _INSIDE = "roll.sandbox.inside"
 _PARTS: Mapping[Level, tuple[str, ...]] = {
     "bubblewrap": ("program",),
-    "namespaces": ("program", "kernel", "supervisor"),
-    "plain": ("program", "kernel", "supervisor"),
+    "namespaces": ("kernel", "program", "supervisor"),
+    "plain": ("kernel", "program", "supervisor"),
 }
 _MAINS: Mapping[Level, str] = {
     "bubblewrap": "program.run(config)",
@@ -61,10 +61,10 @@ def inside(name: str) -> str:
     return f"{_INSIDE}.{name}"
 
 
-def command(sandbox: Sandbox, limits: Limits, payload: int, filter: int) -> list[str]:
+def command(sandbox: Sandbox, limits: Limits, payload: int, filter: int, info: int) -> list[str]:
     """What starts the interpreter, shut in if the level has a tool for that."""
     python = [sandbox.python.path, "-s", "-c", _COMMAND, str(payload)]
-    return [*_bubblewrap(sandbox, limits, filter), *python] if sandbox.level == "bubblewrap" else python
+    return [*_bubblewrap(sandbox, limits, filter, info), *python] if sandbox.level == "bubblewrap" else python
 
 
 def payload(sandbox: Sandbox, program: Program, limits: Limits, *, scratch: str, status_fd: int) -> bytes:
@@ -116,7 +116,8 @@ def scratch_of(sandbox: Sandbox) -> str:
     """Where the scratch folder of an execution is: on the plain level a new folder of the machine's."""
     if sandbox.level != "plain":
         return SCRATCH
-    return os.path.join(tempfile.gettempdir(), f"roll-sandbox-{secrets.token_hex(8)}")
+    place = "/tmp" if "user" in sandbox.guards else tempfile.gettempdir()  # which another user may not reach
+    return os.path.join(place, f"roll-sandbox-{secrets.token_hex(8)}")
 
 
 def _config(sandbox: Sandbox, program: Program, limits: Limits) -> dict[str, Any]:
@@ -141,7 +142,7 @@ def _config(sandbox: Sandbox, program: Program, limits: Limits) -> dict[str, Any
     }
 
 
-def _bubblewrap(sandbox: Sandbox, limits: Limits, filter: int) -> list[str]:
+def _bubblewrap(sandbox: Sandbox, limits: Limits, filter: int, info: int) -> list[str]:
     shown: list[str] = []
     for path in sandbox.python.readable:
         shown += ["--ro-bind", path, path]
@@ -150,6 +151,7 @@ def _bubblewrap(sandbox: Sandbox, limits: Limits, filter: int) -> list[str]:
             shown += ["--symlink", os.readlink(link), link]
     return [
         *(sandbox.tool, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
+        *("--info-fd", str(info)),
         *shown,
         *("--proc", "/proc", "--dev", "/dev"),
         *("--size", str(limits.scratch_bytes), "--tmpfs", SCRATCH),

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 
+BEGUN, ENDED = b"begun", b"ended"
+
+
 def run(config: dict[str, Any]) -> None:
     """Runs the program in this process, in its scratch folder, as a script would run. Does not return."""
     os.chdir(config["scratch"])
@@ -33,7 +36,7 @@ def run(config: dict[str, Any]) -> None:
 def begun(config: dict[str, Any]) -> None:
     """Tells the run that from here on all is the program's."""
     os.close(config["payload"])
-    os.write(config["status"], b"begun")
+    os.write(config["status"], BEGUN)
     os.close(config["status"])
 
 

@@ -11,6 +11,7 @@ import signal
 import sys
 
 from roll.sandbox.inside import kernel
+from roll.sandbox.inside.program import ENDED
 
 TYPE_CHECKING = False  # without importing typing, which takes a while
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def in_namespaces(config: dict[str, Any], program: Callable[[dict[str, Any]], No
     kernel.enter_namespaces()
     first = os.fork()
     if first:
+        os.write(config["status"], b'{"child-pid": %d}' % first)
         _stand_by(config, first)
     kernel.die_with_parent(signal.SIGKILL)
     kernel.enter_new_root(config["readable"], config["scratch"], config["scratch_bytes"])
@@ -88,15 +90,15 @@ def _own_user(config: dict[str, Any], scratch: str) -> int:
 
 def _stand_by(config: dict[str, Any], child: int, clean: bool = False) -> NoReturn:
     """Reaps whatever ends until the child has, and ends as it did."""
-    for fd in (0, 1, 2, config["status"], config["payload"]):
-        if fd > 2 or not clean:
-            os.close(fd)
+    for fd in (0, 1, 2, config["payload"]):
+        os.close(fd)
     while True:
         # waits: the run ends this process when its time is up
         pid, status = os.waitpid(-1, 0)
         if pid == child:
             code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else _SIGNALLED + os.WTERMSIG(status)
             if clean:
+                os.write(config["status"], ENDED)  # what follows takes no time of the program's
                 _finish(config, code)
             os._exit(code)
 
@@ -131,10 +133,9 @@ def end_descendants() -> None:
 
 def remove_tree(folder: str) -> None:
     """Removes a folder that nobody uses any more, however deep it is and whatever its permissions."""
-    os.chdir(folder)
+    _enter(folder)
     inside: list[str] = []
     while True:
-        os.chmod(".", 0o700)
         deeper = ""
         for name in os.listdir("."):
             if os.path.isdir(name) and not os.path.islink(name):
@@ -142,8 +143,7 @@ def remove_tree(folder: str) -> None:
                 break
             os.unlink(name)
         if deeper:
-            os.chmod(deeper, 0o700)
-            os.chdir(deeper)
+            _enter(deeper)
             inside.append(deeper)
         elif inside:
             os.chdir("..")
@@ -152,6 +152,12 @@ def remove_tree(folder: str) -> None:
             break
     os.chdir("/")
     os.rmdir(folder)
+
+
+def _enter(folder: str) -> None:
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        os.chmod(folder, 0o700)
+    os.chdir(folder)
 
 
 def _send(number: int, pids: list[int]) -> None:
