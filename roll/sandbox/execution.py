@@ -52,7 +52,7 @@ class _Watch:
     begun_s: float | None = None
     ended_s: float | None = None
     said: bytes = b""
-    """What the sandbox said of itself: the number of the process with which all others end, and that the program began."""
+    """What the sandbox said of itself: with which process all others end, and that the program began, and ended."""
     stdout: bytearray = field(default_factory=bytearray)
     stderr: bytearray = field(default_factory=bytearray)
 
