@@ -33,6 +33,7 @@ GROUP = "roll.environments"
 BUILT_IN = {
     "echo_turns": "roll.env.builtin",
     "guess": "roll.env.builtin",
+    "python": "roll.env.python_tool",
 }
 """ROLL's own environments, and the modules that register them."""
 LIBRARIES: dict[str, str] = {}
