@@ -35,7 +35,8 @@ class Code:
     """Which fenced block of the text is the program: `last`, `first`, or `all`, one after the other. A text that has
     none is the program itself, and so, with `text`, is every one."""
     seconds: float = 4.0
-    """What one program may take: each input is a run of its own, and all calls and assertions together are one."""
+    """What one program may compute; by the clock it may take twice that, so that a busy machine fails nobody. Each input is
+    a program of its own; all calls of a response, and all its assertions, are one."""
     total_s: float = 8.0
     """What all tests of one response may take; those not begun by then have failed. Keep `reward.deadline_s` above it."""
     memory_mb: int = 512
@@ -88,10 +89,10 @@ class _Trial:
         self._until_s = time.monotonic() + self.code.total_s
 
     def run(self, batch: Sequence[CodeTest]) -> list[bool]:
-        left_s = min(self.code.seconds, self._until_s - time.monotonic())
-        if left_s <= 0:
+        wall_s = min(2 * self.code.seconds, self._until_s - time.monotonic())
+        if wall_s <= 0:
             return [False] * len(batch)
-        limits = Limits(wall_s=left_s, cpu_s=max(1, math.ceil(left_s)), memory_mb=self.code.memory_mb)
+        limits = Limits(wall_s=wall_s, cpu_s=math.ceil(self.code.seconds), memory_mb=self.code.memory_mb)
         calls = [test for test in batch if isinstance(test, CallTest)]
         if calls:
             return self._calls(calls, limits)
