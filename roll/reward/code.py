@@ -35,8 +35,8 @@ class Code:
     """Which fenced block of the text is the program: `last`, `first`, or `all`, one after the other. A text that has
     none is the program itself, and so, with `text`, is every one."""
     seconds: float = 4.0
-    """What one program may compute; by the clock it may take twice that, so that a busy machine fails nobody. Each input is
-    a program of its own; all calls of a response, and all its assertions, are one."""
+    """What one program may compute; by the clock it may take twice that, so that a busy machine fails nobody. Each input
+    is a program of its own; all calls of a response, and all its assertions, are one."""
     total_s: float = 8.0
     """What all tests of one response may take; those not begun by then have failed. Keep `reward.deadline_s` above it."""
     memory_mb: int = 512

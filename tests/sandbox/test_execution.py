@@ -77,6 +77,17 @@ print(subprocess.run([sys.executable, "-c", "print('child')"], capture_output=Tr
 """
         assert run_blocking(Program(source), PATIENT, sandbox).stdout == "thread\n" * 4 + "child\n"
 
+    def test_memory_that_processes_share_counts_once(self, sandbox: Sandbox) -> None:
+        source = """
+import os, time
+held = bytearray(150_000_000)
+for _ in range(4):
+    if os.fork() == 0: time.sleep(1); os._exit(0)
+for _ in range(4): os.wait()
+print("done")
+"""
+        assert run_blocking(Program(source), PATIENT, sandbox).stdout == "done\n"
+
     def test_the_order_of_sets_repeats(self, sandbox: Sandbox) -> None:
         program = Program("print(list({str(n) for n in range(50)}))")
         assert run_blocking(program, PATIENT, sandbox).stdout == run_blocking(program, PATIENT, sandbox).stdout

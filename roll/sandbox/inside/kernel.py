@@ -197,8 +197,10 @@ def filter_calls(filter: bytes) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes that come from this one, children before grandchildren."""
+    """All processes that come from this one, children before grandchildren. Linux only: elsewhere there are none."""
     parents: Any = {}
+    if not os.path.isdir("/proc"):
+        return []
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:

@@ -98,6 +98,7 @@ def _stand_by(config: dict[str, Any], child: int, clean: bool = False) -> NoRetu
         if pid == child:
             code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else _SIGNALLED + os.WTERMSIG(status)
             if clean:
+                _end_group(child)
                 os.write(config["status"], ENDED)  # what follows takes no time of the program's
                 _finish(config, code)
             os._exit(code)
@@ -111,6 +112,14 @@ def _finish(config: dict[str, Any], code: int) -> NoReturn:
     except OSError:
         pass
     os._exit(code)
+
+
+def _end_group(leader: int) -> None:
+    """Where descendants cannot be found, at least those who stayed with the program end with it."""
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
 
 
 def end_descendants() -> None:
