@@ -35,6 +35,7 @@ BUILT_IN = {
     "frozen_lake": "roll.env.frozen_lake",
     "guess": "roll.env.builtin",
     "maths_retries": "roll.env.maths_retries",
+    "python": "roll.env.python_tool",
     "sokoban": "roll.env.sokoban",
     "webshop": "roll.env.webshop.shop",
 }

@@ -53,14 +53,27 @@ def math(task: Task, response: Response) -> float:
     return float(verifier.verify(gold, attempt, timeout_seconds=_MATH_STEP_S))
 
 
-BUILTINS: Mapping[str, RewardFn] = MappingProxyType({"math": math, "number": number})
+def code(task: Task, response: Response) -> Mapping[str, float]:
+    """1 if the program in the text passes all of the task's tests, which run in the sandbox, else 0."""
+    from roll.reward.code import Code
+
+    return Code()(task, response)
+
+
+BUILTINS: Mapping[str, RewardFn] = MappingProxyType({"code": code, "math": math, "number": number})
 
 
 def _warm_up_math() -> None:
     math(Task.ask("warm-up", "", r"\frac{1}{2}"), Response(r"\boxed{0.5}", 1, "stop"))
 
 
-WARM_UPS: Mapping[str, Callable[[], None]] = MappingProxyType({"math": _warm_up_math})
+def _warm_up_code() -> None:
+    from roll.reward.code import Code
+
+    Code().warm_up()
+
+
+WARM_UPS: Mapping[str, Callable[[], None]] = MappingProxyType({"code": _warm_up_code, "math": _warm_up_math})
 """What a grader process does before its first job, so that no verdict's deadline pays for it."""
 
 
