@@ -111,6 +111,13 @@ def _greedy(megabytes: int) -> float:
     return float(len(bytearray(megabytes << 20)))
 
 
+def _raise_if_loaded(names: list[str]) -> float:
+    loaded = [name for name in names if name in sys.modules]
+    if loaded:
+        raise ImportError(f"loaded: {loaded}")
+    return 0.0
+
+
 ACTIONS: dict[str, Any] = {
     "give": lambda value: value,
     "raise": _raise,
@@ -129,6 +136,7 @@ ACTIONS: dict[str, Any] = {
     "greedy": _greedy,
     "pid": lambda: float(os.getpid()),
     "loaded": _loaded,
+    "raise if loaded": _raise_if_loaded,
     "nan": lambda: float("nan"),
     "write garbage": _write_garbage,
     "close connection": lambda: os.closerange(3, 64),

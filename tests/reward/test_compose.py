@@ -178,6 +178,10 @@ def test_users_functions_take_options_and_users_classes_are_made_with_them(tmp_p
     file = tmp_path / "mine.py"
     file.write_text(
         "def score(task, response, *, bonus=1, malus=0): return bonus - malus\n"
+        "def steady(task, response, bonus=1): return bonus\n"
+        "steady.deterministic = True\n"
+        "class Held:\n    def __call__(self, task, response, bonus=1): return bonus\n"
+        "held = Held()\n"
         "class Counts:\n"
         "    deterministic = True\n"
         "    def __init__(self, letter): self.letter = letter\n"
@@ -190,6 +194,8 @@ def test_users_functions_take_options_and_users_classes_are_made_with_them(tmp_p
 
     assert made("score")(TASK, RESPONSE) == 1
     assert made("score", bonus=3)(TASK, RESPONSE) == 3
+    assert is_deterministic(made("steady", bonus=3), TASK)
+    assert made("held", bonus=2)(TASK, RESPONSE) == 2
     assert made("Counts", letter="5")(TASK, RESPONSE) == 1
     assert is_deterministic(made("Counts", letter="5"), TASK)
     assert not is_deterministic(made("score", bonus=3), TASK)

@@ -188,6 +188,24 @@ def test_stats_add_up(a: GraderStats, b: GraderStats) -> None:
 # parts
 
 
+def test_a_process_with_composed_rewards_does_not_import_the_training_stack_or_pydantic() -> None:
+    names = ("number", "choice", "exact", "instructions", "repetition")
+    parts: dict[str, Any] = {name: {"name": name, "weight": 0} for name in names}
+    config = RewardConfig.model_validate({"parts": {"acts": ACT, "judge": {"name": "judge", "options": JUDGE}, **parts}})
+
+    async def main() -> None:
+        source = RewardSource.of_config(config)
+        source.check()
+        async with GraderPool(source) as pool:
+            with pytest.raises(ScoreFailure, match="part 'judge'"):  # after the first part has counted
+                await pool.score(do("raise if loaded", ["torch", "transformers", "pydantic", "asyncio"]), RESPONSE)
+
+    asyncio.run(main())
+
+
+JUDGE = {"url": "http://127.0.0.1:9/v1", "model": "m", "tries": 1, "timeout_s": 0.2}
+
+
 @pytest.mark.parametrize(
     ("action", "says"),
     [
