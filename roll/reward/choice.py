@@ -61,11 +61,16 @@ def _leading(text: str, letters: str) -> str | None:
 
 
 def _said(text: str, letters: str) -> str | None:
-    """Of `The answer is (B)`, `Answer: **B**`, `I choose option c.`: the letter, the last said."""
-    pattern = (
-        r"\b(?:answer|choice|option|choose|pick|select)\b(?:\s{1,4}(?:is|was|(?:would|should|must|to)\s{1,4}be))?"
-        rf"(?:\s{{1,4}}(?:option|choice|letter))?\s{{0,4}}(?:is\b)?\s{{0,4}}[:=→-]{{0,3}}{_WRAP}([{letters}]){_AFTER}"
-    )
+    """Of `The answer is (B)`, `Answer: **B**`, `I choose option c.`: the letter, the last said; only without one, of
+    `Option B holds`."""
+    named, one = r"(?:\s{1,4}(?:option|choice|letter|answer))?", rf"{_WRAP}([{letters}]){_AFTER}"
+    verb = r"(?:\s{1,4}(?:is|was|(?:would|should|must|to)\s{1,4}be)\b[\s:]{0,4}|[\s*_]{0,4}[:=→-]{1,3})"
+    chosen = rf"\b(?:(?:answer|choice|option)\b{verb}|(?:choose|pick|select)\b){named}{one}"
+    mentioned = rf"\b(?:answer|choice|option)\b{one}"
+    return _last_said(chosen, text) or _last_said(mentioned, text)
+
+
+def _last_said(pattern: str, text: str) -> str | None:
     last = None
     for match in re.finditer(pattern, text, re.IGNORECASE):
         letter, before, after = match[1], text[match.start(1) - 1], text[match.end(1) : match.end(1) + 2]
