@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.data import Response, Task
-from roll.reward.builtin import last_box, last_number, math, number
+from roll.reward.maths import Math, last_box
+from roll.reward.numbers import Number, last_number
 
+math, number = Math(), Number()
 decimals = st.decimals(-(10**12), 10**12, places=3) | st.integers(-(10**30), 10**30).map(Decimal)
 
 
@@ -146,6 +148,20 @@ def test_the_last_box_of_a_text(text: str, box: str | None) -> None:
     assert last_box(text) == box
 
 
+inside = st.recursive(
+    st.text("ab1 ", max_size=3) | st.sampled_from([r"\{", r"\}", r"\frac", r"\\"]),
+    lambda inner: inner.map(lambda text: f"{{{text}}}") | st.tuples(inner, inner).map("".join),
+    max_leaves=5,
+)
+
+
+@given(st.lists(st.tuples(inside, inside), min_size=1, max_size=4), st.sampled_from(["", r"\boxed{", r"\boxed{1"]))
+def test_of_all_closed_boxes_the_last_counts(pieces: list[tuple[str, str]], cut_off: str) -> None:
+    text = "".join(rf"{before}\boxed{{{box}}}" for before, box in pieces)
+    assert last_box(text + cut_off) == pieces[-1][1]
+    assert last_box(rf"\boxed{{{text}}}") == pieces[-1][1]
+
+
 @pytest.mark.parametrize(
     ("answer", "text", "reward"),
     [
@@ -175,9 +191,8 @@ def test_math_pairs(answer: Any, text: str, reward: float) -> None:
     assert judged(math, answer, text) == reward
 
 
-def test_mathematics_that_cannot_be_computed_is_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roll.reward.builtin._MATH_STEP_S", 1)
-    assert judged(math, "5", r"\boxed{9^{9^{9^9}}}") == 0.0
+def test_mathematics_that_cannot_be_computed_is_a_wrong_answer() -> None:
+    assert judged(Math(step_s=1), "5", r"\boxed{9^{9^{9^9}}}") == 0.0
 
 
 def test_math_refuses_a_task_without_an_answer() -> None:
