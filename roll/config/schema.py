@@ -77,7 +77,8 @@ class TasksConfig(Section):
     short: ClassVar[str | None] = "source"
 
     source: str = "addition"
-    """`addition`, `echo`, `environment`, a `.jsonl` file, or a function: `module:name` or `file.py:name`."""
+    """`addition`, `echo`, `environment`, `reasoning_gym:family`, a `.jsonl`, `.json` or `.parquet` file, `hf:dataset`, or
+    a function: `module:name` or `file.py:name` (`docs/tasks.md`)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the source."""
     weights: dict[str, Positive] = Field(default_factory=dict)
@@ -92,8 +93,8 @@ class DataConfig(Section):
     short: ClassVar[str | None] = "source"
 
     source: str = "addition"
-    """A `.jsonl`, `.json` or `.parquet` file, a source of tasks with answers (`addition`, `echo`), or a function:
-    `module:name` or `file.py:name`."""
+    """A `.jsonl`, `.json` or `.parquet` file, `hf:dataset`, a source of tasks with answers (`addition`, `echo`,
+    `reasoning_gym:family`), or a function: `module:name` or `file.py:name`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the source; of a file: the names of its columns, and the share `held_out`."""
     samples_per_step: Count = 32
@@ -112,7 +113,8 @@ class RewardConfig(Section):
     short: ClassVar[str | None] = "name"
 
     name: str = "number"
-    """`number` (the last number is right), `math` (math-verify), or a function: `module:name` or `file.py:name`."""
+    """`number` (the last number is right), `math` (math-verify), `reasoning_gym` (the puzzle's own verifier), or a
+    function: `module:name` or `file.py:name`."""
     workers: Count = 1
     """Grader processes."""
     deadline_s: Positive = 10.0

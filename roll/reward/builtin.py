@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from roll.data.task import Response, Task
+from roll.reward import reasoning_gym
 from roll.reward.base import RewardFn
 
 # A minus is a sign unless it follows a digit, a word, a closing bracket or another dash: "3-5" ends in 5, "= -5" in -5.
@@ -53,14 +54,18 @@ def math(task: Task, response: Response) -> float:
     return float(verifier.verify(gold, attempt, timeout_seconds=_MATH_STEP_S))
 
 
-BUILTINS: Mapping[str, RewardFn] = MappingProxyType({"math": math, "number": number})
+BUILTINS: Mapping[str, RewardFn] = MappingProxyType(
+    {"math": math, "number": number, "reasoning_gym": reasoning_gym.reasoning_gym}
+)
 
 
 def _warm_up_math() -> None:
     math(Task.ask("warm-up", "", r"\frac{1}{2}"), Response(r"\boxed{0.5}", 1, "stop"))
 
 
-WARM_UPS: Mapping[str, Callable[[], None]] = MappingProxyType({"math": _warm_up_math})
+WARM_UPS: Mapping[str, Callable[[], None]] = MappingProxyType(
+    {"math": _warm_up_math, "reasoning_gym": reasoning_gym.warm_up}
+)
 """What a grader process does before its first job, so that no verdict's deadline pays for it."""
 
 
