@@ -270,6 +270,11 @@ class EnvConfig(Section):
     """Memory of an environment process, 0 for no limit."""
     max_turns: Count = 16
     """Most actions of an episode."""
+    max_tokens: Whole = 0
+    """Longest conversation of an episode, in tokens, 0 for the model's context: one that reaches it is over."""
+    window: Whole = 0
+    """Turns before the present one that the model sees beside the opening, 0 for all. Where some are left out, each turn
+    is trained in a context of its own."""
 
 
 class Config(Section):

@@ -61,7 +61,8 @@ TOKEN_COLUMNS: Mapping[str, Any] = {
     "advantages": np.float32,
 }
 """Columns with one value a token, and their types. The log-probs are under softmax(logits / temperature); `turn` is the
-number of the sample's response that the token is of, -1 where it was not sampled; `values` is a critic's."""
+number of the sample's response that the token is of, below 0 where it was not sampled (-2 where it begins a branch, see
+`tokenlog.py`); `values` is a critic's."""
 
 _TYPES = {**SAMPLE_COLUMNS, **TURN_COLUMNS, **TOKEN_COLUMNS}
 

@@ -5,15 +5,21 @@ the sampler drew it with and the version of the weights that drew it (0 and none
 imitated); the loss mask is exactly the response tokens.
 Training tensors are views of this log, so what is trained is what was sampled, token for token.
 
+A log may fork: where what comes next cannot follow the tokens before it (a chat template would rewrite them, or the
+conversation is shortened), the log goes on with a new prompt, and what follows attends to that alone. The branches are
+sequences of their own, trained together as one attempt.
+
 Example: a prompt of 5 tokens, a response of 2 drawn by version 3, an observation of 4 and a response of 1 drawn by
 version 4 give `ids` of length 12, a mask true at 5, 6 and 11, versions -1 everywhere but 3, 3 and 4 there, and turns -1
-everywhere but 0, 0 and 1 there.
+everywhere but 0, 0 and 1 there. Had it forked in place of the observation, the turn at 7 would be -2: there a branch
+begins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +32,8 @@ Kind = Literal["prompt", "response", "observation"]
 
 NO_VERSION = -1
 NO_TURN = -1
+FORK = -2
+"""In place of `NO_TURN`: this token begins a branch."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +57,15 @@ class TokenLog:
         cls, ids: IntArray, loss_mask: BoolArray, behaviour: FloatArray, versions: IntArray, turn: IntArray
     ) -> TokenLog:
         """The log that has these columns; what is not sampled is one segment between two responses."""
-        assert np.array_equal(loss_mask, turn != NO_TURN), "a log's mask is exactly its responses"
+        assert np.array_equal(loss_mask, turn >= 0), "a log's mask is exactly its responses"
         log, responses = cls(), 0
-        for span in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(turn)) + 1):
+        forks = turn == FORK
+        begins = np.diff(np.where(forks, NO_TURN, turn), prepend=NO_TURN - 1) != 0
+        for span in np.split(np.arange(len(ids)), np.flatnonzero(begins | forks)):
             if not len(span):
                 continue
-            if turn[span[0]] == NO_TURN:
-                (log.observe if log._segments else log.prompt)(ids[span])
+            if turn[span[0]] < 0:
+                (log.fork if forks[span[0]] else log.observe if log._segments else log.prompt)(ids[span])
                 continue
             for _ in range(responses, turn[span[0]]):
                 log.respond([], [], [])  # one without tokens leaves no other trace
@@ -84,6 +94,12 @@ class TokenLog:
             raise ValueError("a token log begins with its prompt: later input is an observation")
         self._segments.append(Segment("prompt", _frozen(ids, np.int32)))
 
+    def fork(self, ids: Sequence[int] | IntArray) -> None:
+        """Begins a branch with this prompt."""
+        if not self._segments or not len(ids):
+            raise ValueError("a branch begins with its prompt, after the log has begun with one")
+        self._segments.append(Segment("prompt", _frozen(ids, np.int32)))
+
     def observe(self, ids: Sequence[int] | IntArray) -> None:
         if not self._segments:
             raise ValueError("a token log begins with its prompt, not with an observation")
@@ -108,6 +124,12 @@ class TokenLog:
         return _joined([s.ids for s in self._segments], np.int32)
 
     @property
+    def context(self) -> IntArray:
+        """What the next token follows: the tokens of the last branch."""
+        begin = max((i for i, s in enumerate(self._segments) if s.kind == "prompt"), default=0)
+        return _joined([s.ids for s in self._segments[begin:]], np.int32)
+
+    @property
     def loss_mask(self) -> BoolArray:
         return _joined([np.full(len(s.ids), s.kind == "response") for s in self._segments], np.bool_)
 
@@ -127,18 +149,28 @@ class TokenLog:
 
     @property
     def turn(self) -> IntArray:
-        """Which response each token is of, counted from 0; `NO_TURN` where the token was not sampled."""
+        """Which response each token is of, counted from 0; `NO_TURN` where the token was not sampled, `FORK` where it
+        begins a branch."""
         parts: list[IntArray] = []
         responses = 0
         for segment in self._segments:
             sampled = segment.kind == "response"
-            parts.append(np.full(len(segment.ids), responses if sampled else NO_TURN, np.int32))
+            turns = np.full(len(segment.ids), responses if sampled else NO_TURN, np.int32)
+            if segment.kind == "prompt" and parts:
+                turns[0] = FORK
+            parts.append(turns)
             responses += sampled
         return _joined(parts, np.int32)
 
     @property
     def response_tokens(self) -> int:
         return sum(len(s.ids) for s in self._segments if s.kind == "response")
+
+
+def branches(turn: IntArray) -> list[slice]:
+    """Where the branches of a log with this column are."""
+    ends = [0, *np.flatnonzero(turn == FORK).tolist(), len(turn)]
+    return [slice(begin, end) for begin, end in pairwise(ends)]
 
 
 def common_prefix(a: IntArray, b: IntArray) -> int:

@@ -2,8 +2,8 @@
 
 What always holds: a turn's tokens are appended once and never made again. The opening is the template's own text; what
 follows a response is only the text the template puts after it (the end of the turn, the new messages, the start of the
-next answer), tokenised by itself. A template that would rewrite an earlier turn cannot be followed this way: that is
-noticed, and refused by name.
+next answer), tokenised by itself. Where a template would rewrite an earlier turn, or the conversation is shortened, that
+does not do: then the log forks, and the next answer follows the conversation as the template shows it from now on.
 
 Example: after the prompt `<user>2+2?<end><assistant>` and the sampled tokens `4 <end>`, the message `3+3?` appends
 `<user>3+3?<end><assistant>`; had the response been cut off after `4`, it would append `<end><user>3+3?<end><assistant>`.
@@ -11,7 +11,8 @@ Example: after the prompt `<user>2+2?<end><assistant>` and the sampled tokens `4
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -20,9 +21,12 @@ from roll.data.tokenlog import FloatArray, IntArray, TokenLog
 
 _SENTINEL = "x"
 
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
+"""Functions that the model may call, as JSON schemas: templates that know of tools show them."""
+
 
 class HistoryRewritten(Exception):
-    """The chat template changes earlier turns when a new one follows."""
+    """The chat template changes earlier turns when a new one follows, so that its tokens cannot follow theirs."""
 
 
 class NotImitable(Exception):
@@ -36,26 +40,30 @@ class ChatRenderer:
         self.tokenizer = tokenizer
         self.stop_ids = frozenset(stop_ids)
         self._stops = [str(tokenizer.decode([stop])) for stop in sorted(self.stop_ids)]
-        self._last_opening: tuple[list[Message] | None, list[int]] = (None, [])
+        self._last_opening: tuple[object, list[int]] = (None, [])
 
-    def opening(self, messages: Sequence[Message]) -> list[int]:
-        """Tokens of a conversation's start, up to where the model's first answer begins."""
-        if list(messages) != self._last_opening[0]:  # siblings ask for the same one after the other
-            self._last_opening = (list(messages), self._tokens(self._text(messages, generate=True)))
+    def opening(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
+        """Tokens of a conversation's start, up to where the model's next answer begins."""
+        asked = (list(messages), list(tools))
+        if asked != self._last_opening[0]:  # siblings ask for the same one after the other
+            self._last_opening = (asked, self._tokens(self._text(messages, generate=True, tools=tools)))
         return self._last_opening[1]
 
-    def follow_up(self, history: Sequence[Message], ended: int | None, new: Sequence[Message]) -> list[int]:
+    def follow_up(
+        self, history: Sequence[Message], ended: int | None, new: Sequence[Message], tools: Tools = ()
+    ) -> list[int]:
         """Tokens from the end of the last response to the start of the next one.
 
         `history` ends with that response; `ended` is the stop token it was sampled with, None if it was cut off.
+        `HistoryRewritten` if no tokens can follow it.
         """
         if not history or history[-1]["role"] != "assistant":
             raise ValueError("a follow-up comes after an assistant's message")
         marked = [*history[:-1], Message(role="assistant", content=_SENTINEL)]
-        self._check_history_kept(history, new)
-        self._check_history_kept(marked, new)  # an empty response shows nothing of what is put before it
-        opening = self._text(history[:-1], generate=True)
-        rest = self._text([*marked, *new], generate=True)[len(opening) :]
+        self._check_history_kept(history, new, tools)
+        self._check_history_kept(marked, new, tools)  # an empty response shows nothing of what is put before it
+        opening = self._text(history[:-1], generate=True, tools=tools)
+        rest = self._text([*marked, *new], generate=True, tools=tools)[len(opening) :]
         after = rest[rest.index(_SENTINEL) + len(_SENTINEL) :]
         if ended is not None:
             after = after.removeprefix(self.tokenizer.decode([ended]))
@@ -96,9 +104,9 @@ class ChatRenderer:
         decoded: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
         return decoded
 
-    def _check_history_kept(self, history: Sequence[Message], new: Sequence[Message]) -> None:
-        opening = self._text(history[:-1], generate=True)
-        whole = self._text([*history, *new], generate=True)
+    def _check_history_kept(self, history: Sequence[Message], new: Sequence[Message], tools: Tools) -> None:
+        opening = self._text(history[:-1], generate=True, tools=tools)
+        whole = self._text([*history, *new], generate=True, tools=tools)
         kept = whole.startswith(opening) and whole[len(opening) :].strip().startswith(history[-1]["content"].strip())
         if not kept:
             raise HistoryRewritten(
@@ -106,8 +114,10 @@ class ChatRenderer:
                 "would not be the tokens the model sees"
             )
 
-    def _text(self, messages: Sequence[Message], generate: bool) -> str:
-        text: str = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generate)
+    def _text(self, messages: Sequence[Message], generate: bool, tools: Tools = ()) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generate
+        )
         return text
 
     def _tokens(self, text: str) -> list[int]:
@@ -116,14 +126,33 @@ class ChatRenderer:
 
 
 class Conversation:
-    """A token log and the messages it stands for, growing together."""
+    """A token log and the messages it stands for, growing together.
 
-    def __init__(self, renderer: ChatRenderer, messages: Sequence[Message], log: TokenLog | None = None) -> None:
+    With a `window` the model sees the opening and that many of the turns before the present one, a turn being an answer
+    and what the world said to it; without, all of them.
+    """
+
+    def __init__(
+        self,
+        renderer: ChatRenderer,
+        messages: Sequence[Message],
+        log: TokenLog | None = None,
+        *,
+        tools: Tools = (),
+        window: int = 0,
+    ) -> None:
         self._renderer = renderer
+        self._tools = tools
+        self._window = window
         self.messages: list[Message] = list(messages)
+        self._turns: list[int] = []
+        """Where in the messages each answer is."""
+        self._seen = 0
+        """The first turn that the log's last branch shows."""
         self.log = log if log is not None else TokenLog()
         self._ended: int | None = None
-        self.log.prompt(renderer.opening(messages))
+        self._opening = len(self.messages)
+        self.log.prompt(renderer.opening(messages, tools))
 
     def respond(self, ids: IntArray, logprobs: FloatArray, versions: IntArray) -> str:
         """Appends a sampled response and returns its text."""
@@ -131,10 +160,25 @@ class Conversation:
         last = int(ids[-1]) if len(ids) else None
         self._ended = last if last in self._renderer.stop_ids else None
         text = self._renderer.text(ids)
+        self._turns.append(len(self.messages))
         self.messages.append(Message(role="assistant", content=text))
         return text
 
     def observe(self, messages: Sequence[Message]) -> None:
-        """Appends what the world answered, as an observation."""
-        self.log.observe(self._renderer.follow_up(self.messages, self._ended, messages))
+        """Appends what the world answered: as an observation, or, where that cannot follow what was said before, as the
+        beginning of a branch."""
+        first = max(0, len(self._turns) - self._window) if self._window else 0
+        if first == self._seen:
+            try:
+                self.log.observe(self._renderer.follow_up(self._shown(first), self._ended, messages, self._tools))
+                self.messages.extend(messages)
+                return
+            except HistoryRewritten:
+                pass
         self.messages.extend(messages)
+        self.log.fork(self._renderer.opening(self._shown(first), self._tools))
+        self._seen = first
+
+    def _shown(self, first: int) -> list[Message]:
+        """The conversation as the model sees it from that turn on."""
+        return [*self.messages[: self._opening], *self.messages[self._turns[first] :]]

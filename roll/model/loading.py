@@ -173,6 +173,18 @@ def warm_up(path: str) -> None:
     model.set_attn_implementation(attention.NAME)
 
 
+def context_of(source: ModelSource) -> int:
+    """Longest sequence the model was made for, in tokens."""
+    if source.location is None:
+        return int(tiny_config().max_position_embeddings)
+    settings = Path(source.location) / "config.json"
+    if settings.is_file():  # read as it is: `transformers` brings torch along
+        found = json.loads(settings.read_text()).get("max_position_embeddings")
+        if found is not None:
+            return int(found)
+    return int(load_model_config(source).max_position_embeddings)
+
+
 def stop_ids_of(tokenizer: Tokenizer, source: ModelSource) -> tuple[int, ...]:
     """The tokens that end a response: the tokenizer's and those the model's own settings name."""
     ids = {tokenizer.eos_token_id}

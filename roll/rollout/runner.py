@@ -26,7 +26,7 @@ from roll.data.tokenlog import NO_VERSION, TokenLog
 from roll.engine.request import Request, Sampling, seed_of
 from roll.env import EnvFailure, Opened, Step
 from roll.env.state import state_of
-from roll.model.chat import ChatRenderer, Conversation, HistoryRewritten
+from roll.model.chat import ChatRenderer, Conversation
 from roll.reward import ScoreFailure
 from roll.rollout.door import Drawn, EngineDoor, EngineLost, RequestRefused, Watch
 from roll.rollout.early_end import EarlyEnd, Running
@@ -75,10 +75,12 @@ class SampleRunner:
         config: Config,
         *,
         stop_ids: tuple[int, ...],
+        context: int,
         worker: int = 0,
         end_early: EarlyEnd | None = None,
     ) -> None:
-        """`worker` is the number of the rollout worker, which its first grader is chosen by."""
+        """`context`: the most tokens the model takes; `worker`: the number of the rollout worker, which its first grader
+        is chosen by."""
         self._engines = engines
         self._helpers = helpers
         self._renderer = renderer
@@ -86,6 +88,8 @@ class SampleRunner:
         self._seats = seats
         self._sampling = training_sampling(config.rollout, stop_ids)
         self._config = config
+        self._longest = min(config.env.max_tokens or context, context)
+        """Tokens of an episode's conversation, as the model sees it."""
         self._deadline_s = config.rollout.deadline_s
         self._worker = worker
         self._end_early = end_early
@@ -134,7 +138,7 @@ class SampleRunner:
 
     def _open(self, sample: Sample, messages: Sequence[Message]) -> Conversation:
         try:
-            return Conversation(self._renderer, messages, sample.log)
+            return Conversation(self._renderer, messages, sample.log, window=self._config.env.window)
         except TemplateError as error:
             raise _Over(f"the chat template refused the task: {error}") from None
 
@@ -163,8 +167,11 @@ class SampleRunner:
 
     async def _draw(self, sample: Sample, siblings: Sequence[Sample]) -> tuple[Drawn, str]:
         """A whole response, from as many engines as it takes, and how it ended."""
+        prompt, drawn = sample.log.context, Drawn()
         sampling = self.sampling_of(sample)
-        prompt, drawn = sample.log.ids, Drawn()
+        if sample.task.environment is not None:  # a task's prompt that leaves no room for an answer is refused instead
+            room = max(1, self._longest - len(prompt))
+            sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
         while True:
             if sample.state == "acting" and self._seats.must_ask(sample.id):
                 self._lifecycle.move(sample, "queued", "its engine was taken away meanwhile")
@@ -252,6 +259,10 @@ class SampleRunner:
                     self._finish_episode(sample, response)
                     return
                 self._observe(conversation, step)
+                if len(sample.log.context) >= self._longest:
+                    sample.ended = f"the conversation has reached {self._longest} tokens"
+                    self._finish_episode(sample, response)
+                    return
                 seen = step
         finally:
             await self._close(environments, rank, episode)
@@ -259,7 +270,7 @@ class SampleRunner:
     def _observe(self, conversation: Conversation, step: Step) -> None:
         try:
             conversation.observe(step.messages)
-        except (HistoryRewritten, TemplateError) as error:
+        except TemplateError as error:
             raise _Over(f"the chat template cannot follow the conversation: {error}") from None
 
     def _finish_episode(self, sample: Sample, response: Response) -> None:

@@ -21,8 +21,9 @@ from roll.config.schema import Config
 from roll.data.batch import token_block
 from roll.data.columns import Block
 from roll.data.sample import Sample
+from roll.data.tokenlog import branches
 from roll.model.chat import ChatRenderer
-from roll.model.loading import find_model, load_tokenizer, stop_ids_of
+from roll.model.loading import context_of, find_model, load_tokenizer, stop_ids_of
 from roll.rollout.buffer import read_part, write_part
 from roll.rollout.door import EngineDoor
 from roll.rollout.early_end import make_early_end
@@ -91,6 +92,7 @@ class RolloutWorker(Worker):
         self._config = config
         self._stop_ids = stop_ids_of(tokenizer, source)
         self._renderer = ChatRenderer(tokenizer, self._stop_ids)
+        self._context = context_of(source)
         self._outbox = _Outbox()
         self._lifecycle = Lifecycle(self._outbox)
         self._seats = Seats()
@@ -127,6 +129,7 @@ class RolloutWorker(Worker):
             self._seats,
             self._config,
             stop_ids=self._stop_ids,
+            context=self._context,
             worker=self.place.rank,
             end_early=make_early_end(self._config.rollout.end_early),
         )
@@ -340,6 +343,7 @@ def _row(sample: Sample, fate: Fate) -> dict[str, Any]:
         "tries": sample.tries,
         "ids": sample.log.ids.tolist(),
         "loss_mask": sample.log.loss_mask.astype(int).tolist(),
+        "branches": [span.start for span in branches(sample.log.turn)],
         "logprobs": [round(float(x), 6) for x in sample.log.behaviour],
         "versions": sample.log.versions.tolist(),
         "seconds": {state: round(seconds, 4) for state, seconds in sample.seconds.items()},

@@ -8,14 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.data import TokenLog
+from roll.data.batch import LOGGED
+from roll.data.tokenlog import branches
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=6)
-TURNS = st.lists(st.tuples(st.sampled_from(["response", "observation"]), IDS, st.integers(0, 9)), max_size=6)
+KINDS = ["response", "observation", "fork"]
+TURNS = st.lists(st.tuples(st.sampled_from(KINDS), IDS, st.integers(0, 9)), max_size=6)
 
 
 def grow(log: TokenLog, kind: str, ids: list[int], version: int) -> None:
     if kind == "response":
         log.respond(ids, [-0.5 - i for i in range(len(ids))], [version] * len(ids))
+    elif kind == "fork":
+        log.fork(ids or [5])
     else:
         log.observe(ids)
 
@@ -34,11 +39,14 @@ def test_columns_follow_from_the_segments_and_only_grow(
         grow(log, kind, tokens, version)
         assert log.segments[:-1] == before  # the very same objects
         sampled = kind == "response"
+        tokens = tokens or [5] * (kind == "fork")
         ids += tokens
         mask += [sampled] * len(tokens)
         behaviour += [-0.5 - i if sampled else 0.0 for i in range(len(tokens))]
         versions += [version if sampled else -1] * len(tokens)
         turn += [responses if sampled else -1] * len(tokens)
+        if kind == "fork":
+            turn[-len(tokens)] = -2
         responses += sampled
     assert len(log) == len(ids)
     assert log.response_tokens == sum(mask)
@@ -51,6 +59,13 @@ def test_columns_follow_from_the_segments_and_only_grow(
     ):
         assert column.dtype == dtype
         assert column.tolist() == expected
+    begins = [0, *(i for i, number in enumerate(turn) if number == -2)]
+    assert [span.start for span in branches(log.turn)] == begins
+    assert log.context.tolist() == ids[begins[-1] :]
+    if not prompt:
+        return
+    again = TokenLog.of_columns(**{name: getattr(log, name) for name in LOGGED})
+    assert all(np.array_equal(getattr(again, name), getattr(log, name)) for name in LOGGED)
 
 
 def test_the_example_of_the_docstring() -> None:

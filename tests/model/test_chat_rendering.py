@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from roll.data.task import Message
+from roll.data.tokenlog import branches
 from roll.model.character import CHARACTERS, character_tokenizer
 from roll.model.chat import ChatRenderer, Conversation, HistoryRewritten
 
@@ -215,18 +216,69 @@ def converse(template: str, responses: Sequence[str]) -> Conversation:
     return conversation
 
 
-def test_a_template_that_forgets_thoughts_is_refused() -> None:
-    with pytest.raises(HistoryRewritten, match="rewrites earlier turns when a new message follows"):
-        converse(FORGETS_THOUGHTS, ["<think>hm</think>42"])
-    with pytest.raises(HistoryRewritten):
-        converse(FORGETS_THOUGHTS, ["no thought", "<think>hm</think>42"])
-    assert len(converse(FORGETS_THOUGHTS, ["no thought", "none here"]).messages) == 5
+def branch_texts(conversation: Conversation) -> list[str]:
+    """The text of each branch, special tokens and all."""
+    ids, turn = conversation.log.ids, conversation.log.turn
+    return [conversation._renderer.tokenizer.decode(ids[span]) for span in branches(turn)]
+
+
+def chatml(*turns: tuple[str, str]) -> str:
+    return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns) + "<|im_start|>assistant\n"
+
+
+def test_a_template_that_forgets_thoughts_forks_the_log() -> None:
+    conversation = converse(FORGETS_THOUGHTS, ["<think>hm</think>42", "plain", "<think>oh</think>43"])
+    asked, again = ("user", "question"), ("user", "go on")
+    assert branch_texts(conversation) == [
+        chatml(asked) + "<think>hm</think>42<|im_end|>",
+        # a plain answer is kept as it is, so the next turn follows it; the one after it does not
+        chatml(asked, ("assistant", "42"), again, ("assistant", "plain"), again) + "<think>oh</think>43<|im_end|>",
+        chatml(asked, ("assistant", "42"), again, ("assistant", "plain"), again, ("assistant", "43"), again),
+    ]
+    log = conversation.log
+    assert list(log.turn[log.loss_mask]) == sorted(log.turn[log.loss_mask]), "turns are counted through branches"
+    assert conversation._renderer.tokenizer.decode(log.context) == branch_texts(conversation)[-1]
+    responses = [conversation._renderer.tokenizer.decode(s.ids) for s in log.segments if s.kind == "response"]
+    assert responses == ["<think>hm</think>42<|im_end|>", "plain<|im_end|>", "<think>oh</think>43<|im_end|>"]
 
 
 @pytest.mark.parametrize("response", ["42", "", " "])
-def test_a_template_that_adds_to_the_past_is_refused(response: str) -> None:
-    with pytest.raises(HistoryRewritten):
-        converse(ANNOTATES_THE_PAST, [response])
+def test_a_template_that_adds_to_the_past_forks_the_log(response: str) -> None:
+    conversation = converse(ANNOTATES_THE_PAST, [response, "next"])
+    assert len(branch_texts(conversation)) == 3
+    assert branch_texts(conversation)[-1].count("<extra>") == 2
+    tokenizer = conversation._renderer.tokenizer
+    with pytest.raises(HistoryRewritten, match="rewrites earlier turns when a new message follows"):
+        ChatRenderer(tokenizer, [0]).follow_up([*said(["q"]), *said([response], "assistant")], None, said(["next"]))
+
+
+def test_a_window_shows_the_opening_and_the_last_turns_in_branches_of_their_own() -> None:
+    tokenizer = bpe_tokenizer(CHATML)
+    stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    conversation = Conversation(ChatRenderer(tokenizer, [stop]), said(["question"]), window=1)
+    for number in range(4):
+        respond(conversation, [*tokenizer(f"a{number}")["input_ids"], stop])
+        conversation.observe(said([f"o{number}"]))
+    asked = ("user", "question")
+    shown = [chatml(asked, ("assistant", f"a{i}"), ("user", f"o{i}")) for i in range(4)]
+    assert branch_texts(conversation) == [
+        shown[0] + "a1<|im_end|>",  # nothing was left out yet
+        shown[1] + "a2<|im_end|>",
+        shown[2] + "a3<|im_end|>",
+        shown[3],
+    ]
+
+
+def test_tools_are_shown_where_the_template_knows_of_them() -> None:
+    template = "{% for t in tools or [] %}<tool>{{ t['name'] }}</tool>{% endfor %}" + CHATML
+    tokenizer = bpe_tokenizer(template)
+    chat = ChatRenderer(tokenizer, tokenizer.convert_tokens_to_ids(["<|im_end|>"]))
+    conversation = Conversation(chat, said(["question"]), tools=[{"name": "add"}])
+    respond(conversation, [*tokenizer("call")["input_ids"], *chat.stop_ids])
+    conversation.observe([Message(role="tool", content="3")])
+    expected = "<tool>add</tool>" + chatml(("user", "question"), ("assistant", "call"), ("tool", "3"))
+    assert branch_texts(conversation) == [expected]
+    assert chat.opening(said(["question"])) != chat.opening(said(["question"]), [{"name": "add"}])
 
 
 def test_a_template_that_trims_is_not_refused() -> None:

@@ -40,6 +40,7 @@ from toys import (
 from roll.config.errors import RunError
 from roll.config.schema import Config, RolloutConfig
 from roll.data import Message, Response, Sample, Task
+from roll.data.tokenlog import branches
 from roll.engine.request import Request, Sampling, seed_of
 from roll.env import EnvFailure, Opened, Step
 from roll.env.state import state_of
@@ -106,10 +107,12 @@ async def setting(
     worker: int = 0,
     end_early: EarlyEnd | None = None,
     max_turns: int = 16,
+    env: dict[str, Any] | None = None,
     **rollout: Any,
 ) -> Setting:
     drawn = {"max_new_tokens": 8, "stop": ("!",), "top_k": 5, "top_p": 0.9, "train_on_truncated": True, "deadline_s": 20}
-    config = Config.model_validate({"rollout": {**drawn, **rollout}, "env": {"max_turns": max_turns}, "seed": 11})
+    acting = {"max_turns": max_turns, **(env or {})}
+    config = Config.model_validate({"rollout": {**drawn, **rollout}, "env": acting, "seed": 11})
     cluster, toys = await engines(engine_count)
     for toy in toys:
         if says is not None:
@@ -128,6 +131,7 @@ async def setting(
         seats,
         config,
         stop_ids=(END,),
+        context=1024,
         worker=worker,
         end_early=end_early,
     )
@@ -907,11 +911,61 @@ def test_an_episode_is_always_closed(after_s: float, how: str) -> None:
     go(main())
 
 
-def test_a_template_that_cannot_follow_a_conversation_fails_the_sample_by_name() -> None:
+def test_a_template_that_rewrites_the_past_forks_and_engines_see_the_last_branch_alone() -> None:
     async def main() -> None:
         run = await setting()
         tokenizer = character_tokenizer()
         tokenizer.chat_template = "{{ messages[-1]['content'] }}<|assistant|>"
+        run.runner._renderer = ChatRenderer(tokenizer, (END,))
+        sample = run.sample(episode_of(0.5, 0.5))
+        await run.runner.run(sample)
+        assert (sample.state, sample.turns, sample.reward) == ("scored", 2, 1.0)
+        shown = [TOKENIZER(f"{text}<|assistant|>")["input_ids"] for text in ("begin", "you said 4")]
+        assert [asked.ids.tolist() for asked in run.toy.asked] == shown
+        spans = branches(sample.log.turn)
+        assert [sample.log.ids[span].tolist() for span in spans] == [[*ids, *spoken("4")] for ids in shown]
+
+    go(main())
+
+
+def test_a_window_leaves_old_turns_out() -> None:
+    async def main() -> None:
+        run = await setting(env={"window": 1})
+        sample = run.sample(episode_of(*[0.5] * 4))
+        await run.runner.run(sample)
+        opening, turn = "<|user|>begin<|end|><|assistant|>", "4<|end|><|user|>you said 4<|end|><|assistant|>"
+        shown = [TOKENIZER(opening + turn * seen)["input_ids"] for seen in (0, 1, 1, 1)]
+        assert [asked.ids.tolist() for asked in run.toy.asked] == shown
+        assert len(branches(sample.log.turn)) == 3, "the first two turns are one"
+        assert sample.log.turn[sample.log.loss_mask].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+
+    go(main())
+
+
+def test_an_episode_ends_where_its_context_does() -> None:
+    async def main() -> None:
+        opening = len(TOKENIZER("<|user|>begin<|end|><|assistant|>")["input_ids"])
+        follow_up = len(TOKENIZER("<|user|>you said 4<|end|><|assistant|>")["input_ids"])
+        longest = opening + 2 * (2 + follow_up)
+        run = await setting(env={"max_tokens": longest})
+        sample = run.sample(episode_of(*[0.5] * 9))
+        await run.runner.run(sample)
+        assert (sample.state, sample.turns, sample.reward) == ("scored", 2, 1.0)
+        assert sample.ended == f"the conversation has reached {longest} tokens"
+        assert [asked.sampling.max_new_tokens for asked in run.toy.asked] == [8, min(8, 2 + follow_up)]
+        assert not run.envs[0].episodes
+
+    go(main())
+
+
+def test_a_template_that_cannot_follow_a_conversation_fails_the_sample_by_name() -> None:
+    async def main() -> None:
+        run = await setting()
+        tokenizer = character_tokenizer()
+        tokenizer.chat_template = (
+            "{% if messages | length > 1 %}{{ raise_exception('one turn only') }}{% endif %}"
+            "{{ messages[-1]['content'] }}<|assistant|>"
+        )
         run.runner._renderer = ChatRenderer(tokenizer, (END,))
         sample = run.sample(episode_of(0.5, 0.5))
         await run.runner.run(sample)

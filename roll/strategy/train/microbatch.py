@@ -4,6 +4,8 @@ What always holds: a sample is in one micro-batch or, without a sampled token, i
 Everything that depends on the data's values (sorting, unique rows) is settled on the host, so that a device never has to
 be waited for to make one.
 
+A sample that forks has a path through the rows for each of its branches: they are sequences of one sample.
+
 Example: of the samples `[1 2 | 3 4]` and `[1 2 | 5]` (sampled tokens after the bar) the rows are `1 2 3 4 5`, and the
 sampled tokens 3, 4, 5 are predicted from the rows 1, 2, 1; `sample` is `[0 0 1]`.
 """
@@ -21,6 +23,7 @@ from transformers import PreTrainedModel
 
 from roll.data.batch import Batch
 from roll.data.columns import Indices
+from roll.data.tokenlog import branches
 from roll.model.attention import AttentionPlan, forward_rows
 from roll.strategy.train.packing import cut, pack
 from roll.strategy.train.predictions import Predictions, on_device
@@ -65,17 +68,20 @@ def micro_batches(batch: Batch, limit_rows: int, model: PreTrainedModel, share: 
     """
     device, dtype = model.device, model.dtype
     sequences, masks = batch.rows("ids"), batch.rows("loss_mask")
+    spans = [branches(turn) for turn in batch.rows("turn")] if "turn" in batch else [[slice(None)]] * len(batch)
     turns, heat = _turns(batch), batch["temperature"]
     wanted = np.flatnonzero([mask.any() for mask in masks])
     for piece in cut([sequences[i] for i in wanted], limit_rows, share):
         members = wanted[piece]
-        tree = pack([sequences[i] for i in members], share)
+        tree = pack([sequences[i][span] for i in members for span in spans[i]], share)
+        found = iter(tree.paths)
+        paths = [np.concatenate([next(found) for _ in spans[i]]) for i in members]
         spots = [response_positions(masks[i]) for i in members]
         counts = [len(spot) for spot in spots]
         where = np.concatenate([batch.offsets[i] + spot for i, spot in zip(members, spots, strict=True)])
         sample = np.repeat(np.arange(len(members)), counts)
         predictions = Predictions.of(
-            rows=np.concatenate([path[spot - 1] for path, spot in zip(tree.paths, spots, strict=True)]),
+            rows=np.concatenate([path[spot - 1] for path, spot in zip(paths, spots, strict=True)]),
             targets=np.concatenate([sequences[i][spot] for i, spot in zip(members, spots, strict=True)]),
             temperatures=np.repeat(heat[members], counts),
             device=device,
@@ -89,7 +95,7 @@ def micro_batches(batch: Batch, limit_rows: int, model: PreTrainedModel, share: 
             turn=on_device(_numbered(sample, turns[where]), device),
             where=where,
             members=members,
-            ends=on_device(np.array([path[-1] for path in tree.paths]), device),
+            ends=on_device(np.array([path[-1] for path in paths]), device),
         )
 
 

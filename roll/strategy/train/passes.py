@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from roll.config.errors import UserError
 from roll.config.schema import TrainConfig
 from roll.data.batch import Batch
+from roll.data.tokenlog import branches
 from roll.model.lora import adapted_layers
 from roll.model.shape import ModelShape
 from roll.strategy.train.budget import Budget, choose, spare_of
@@ -46,7 +47,8 @@ class Passes:
         lengths = np.where(batch.sum_tokens(batch.loss_mask) > 0, batch.lengths, 0)
         tokens, name = int(lengths.max()), sample_name(batch, int(lengths.argmax()))
         context, asked = int(self._model.config.max_position_embeddings), self._config.micro_batch_tokens
-        if tokens > context:
+        if tokens > context and (longest := _longest_branch(batch, context)) is not None:
+            name, tokens = sample_name(batch, longest[0]), longest[1]
             raise UserError(
                 f"sample {name} has {tokens} tokens, but the model's context is {context}: write a smaller "
                 f"rollout.max_new_tokens, or in pipeline sft data.max_tokens={context} and data.too_long=drop or cut"
@@ -66,3 +68,11 @@ class Passes:
             rows, checkpointing = asked.micro_batch_tokens, asked.activation_checkpointing
             self._budget = choose(footprint, rows, checkpointing, longest, spare_of(model, footprint, asked.optimizer))
         return self._budget
+
+
+def _longest_branch(batch: Batch, limit: int) -> tuple[int, int] | None:
+    """The sample whose sequence of tokens is longer than the limit, and how long that is, if there is one."""
+    turns = batch.rows("turn") if "turn" in batch else [np.zeros(length, np.int32) for length in batch.lengths]
+    longest = [max(span.stop - span.start for span in branches(turn)) if len(turn) else 0 for turn in turns]
+    index = int(np.argmax(longest))
+    return (index, longest[index]) if longest[index] > limit else None

@@ -15,6 +15,7 @@ from roll.algorithm.credit import token_credit
 from roll.algorithm.value import value_loss
 from roll.config.schema import TrainConfig
 from roll.data import Batch
+from roll.data.tokenlog import branches
 from roll.model import attention
 from roll.strategy.train.critic import CriticStrategy
 from roll.strategy.train.optimizer import Step
@@ -37,11 +38,12 @@ def make_critic(micro_batch_tokens: int = 64, clip: float | None = 0.2, lr: floa
 
 
 def plain_values(critic: CriticStrategy, batch: Batch) -> torch.Tensor:
-    """Each sample alone through the model; the value before a token is read at the token before it."""
+    """Each branch alone through the model; the value before a token is read at the token before it."""
     model = critic.model.model
     model.set_attn_implementation("sdpa")
     found = []
-    for ids in batch.rows("ids"):
+    logs = zip(batch.rows("ids"), batch.rows("turn"), strict=True)
+    for ids in (ids[span] for ids, turn in logs for span in branches(turn)):
         hidden = model.get_decoder()(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).last_hidden_state[0]
         values = critic.model.head(hidden.float())[:, 0]
         found.append(torch.cat([torch.zeros(1), values[:-1]]))
@@ -49,7 +51,7 @@ def plain_values(critic: CriticStrategy, batch: Batch) -> torch.Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("rows", [24, 64, 4096])
+@pytest.mark.parametrize("rows", [32, 64, 4096])
 def test_values_are_read_from_the_state_before_each_token(rows: int) -> None:
     critic, batch = make_critic(rows), make_batch()
     got = critic.values(batch)
@@ -63,7 +65,7 @@ def test_scores_are_read_at_the_last_token() -> None:
     model = critic.model.model
     model.set_attn_implementation("sdpa")
     wanted = []
-    for ids in batch.rows("ids"):
+    for ids in (ids[branches(turn)[-1]] for ids, turn in zip(batch.rows("ids"), batch.rows("turn"), strict=True)):
         hidden = model.get_decoder()(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).last_hidden_state[0, -1]
         wanted.append(float(critic.model.head(hidden)[0].detach()))
     model.set_attn_implementation(attention.NAME)
@@ -71,7 +73,7 @@ def test_scores_are_read_at_the_last_token() -> None:
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("rows", [24, 4096])
+@pytest.mark.parametrize("rows", [32, 4096])
 def test_gradients_are_those_of_plain_autograd(rows: int, clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     critic, batch = make_critic(rows, clip), make_batch()
     batch = batch.with_columns(values=critic.values(batch) + 0.1 * batch.loss_mask)

@@ -23,6 +23,7 @@ from roll.algorithm.streams import Aggregation
 from roll.config.errors import RunError, UserError
 from roll.config.schema import TrainConfig
 from roll.data import Batch, Sample, Task
+from roll.data.tokenlog import branches
 from roll.model import attention
 from roll.model.character import character_tokenizer
 from roll.strategy.train.base import NotFinite
@@ -63,7 +64,7 @@ def make_strategy(model: LlamaForCausalLM | None = None, **settings: Any) -> Sin
 
 
 def make_batch(seed: int = 0, groups: int = 3, temperatures: tuple[float, ...] = (1.0, 0.7), longest: int = 8) -> Batch:
-    """Groups with a common prompt; answers of every length, some of two turns, the last group's all empty."""
+    """Groups with a common prompt; answers of every length, some of two turns, some forked; the last group has none."""
     rng = np.random.default_rng(seed)
 
     def tokens(count: int) -> list[int]:
@@ -81,15 +82,19 @@ def make_batch(seed: int = 0, groups: int = 3, temperatures: tuple[float, ...] =
             if n == 2 and size:
                 sample.log.observe(tokens(3))
                 sample.log.respond(tokens(2), -rng.exponential(2.0, 2), [0, 0])
+            if n == 1 and size:
+                sample.log.fork([*prompt, *tokens(2)])
+                sample.log.respond(tokens(2), -rng.exponential(2.0, 2), [0, 0])
             samples.append(sample)
     batch = Batch.from_samples(samples)
     return batch.with_columns(advantage=rng.normal(0, 1, len(batch)))
 
 
 def plain_log_probs(model: LlamaForCausalLM, batch: Batch) -> Tensor:
-    """[tokens]: each sequence in a batch of one through the model's own forward and `transformers`' own attention."""
+    """[tokens]: each branch in a batch of one through the model's own forward and `transformers`' own attention."""
     parts = []
-    for ids, temperature in zip(batch.rows("ids"), batch["temperature"], strict=True):
+    logs = zip(batch.rows("ids"), batch.rows("turn"), batch["temperature"], strict=True)
+    for ids, temperature in ((ids[span], heat) for ids, turn, heat in logs for span in branches(turn)):
         wanted = torch.from_numpy(ids.astype(np.int64))
         logits = model(input_ids=wanted[None]).logits[0].float() / float(temperature)
         following = torch.log_softmax(logits[:-1], dim=-1).gather(1, wanted[1:, None])[:, 0]
@@ -231,7 +236,8 @@ def test_an_update_says_what_it_did() -> None:
     assert stats.metrics["mismatch_max"] == pytest.approx(gap.max(), rel=1e-4)
     assert 0 < stats.metrics["entropy"] <= math.log(VOCAB)
     assert stats.metrics["clipped"] == 0.0
-    trained = [ids for ids, sampled in zip(batch.rows("ids"), batch.rows("loss_mask"), strict=True) if sampled.any()]
+    logs = zip(batch.rows("ids"), batch.rows("turn"), batch.rows("loss_mask"), strict=True)
+    trained = [ids[span] for ids, turn, sampled in logs if sampled.any() for span in branches(turn)]
     prefixes = {tuple(ids[: i + 1].tolist()) for ids in trained for i in range(len(ids))}
     assert stats.rows == len(prefixes) < batch.tokens
     assert stats.grad_norm > 0
