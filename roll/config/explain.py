@@ -53,7 +53,7 @@ def unknown(path: Path) -> str:
         kind = shape.type_at(path[:end])
         if kind is shape.UNKNOWN:
             break
-        if shape.section_in(kind) is None:
+        if shape.section_in(kind) is None and shape.named_section_in(kind) is None:
             leaf = shape.dotted(path[:end])
             return f"{text}: {leaf} takes {shape.words(kind)}, which has no parts"
         above = path[:end]

@@ -53,8 +53,8 @@ def render_reference() -> str:
 def _sections(section: type[Section], path: Path) -> Iterator[str]:
     yield _section(section, path)
     for name, info in section.model_fields.items():
-        if inner := shape.section_in(info.annotation):
-            yield from _sections(inner, (*path, name))
+        if inner := shape.inner_section(name, info.annotation):
+            yield from _sections(inner[0], (*path, *inner[1]))
 
 
 def _section(section: type[Section], path: Path) -> str:
@@ -68,9 +68,12 @@ def _section(section: type[Section], path: Path) -> str:
         key = f"`{shape.dotted(here)}`"
         if shape.section_in(info.annotation):
             cells = [f"[{key}](#{shape.dotted(here).replace('.', '')})", "a section", "", shape.describe(info)]
+        elif shape.named_section_in(info.annotation):
+            link = shape.dotted((*here, shape.ANY_NAME))
+            cells = [key, f"[sections by name](#{link.replace('.', '').lower()})", "`{}`", shape.describe(info)]
         else:
             takes = shape.words(info.rebuild_annotation()).removeprefix("a ")
-            default = f"`{bare(info.get_default(call_default_factory=True))}`"
+            default = "required" if info.is_required() else f"`{bare(info.get_default(call_default_factory=True))}`"
             cells = [key, takes, default, shape.describe(info)]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from roll.config.algorithm import AlgorithmConfig
 from roll.config.checks import UNREAD, check
+from roll.config.reward import RewardConfig, RewardPart, RewardRule
 from roll.config.section import Count, Devices, Names, NonNegative, Positive, Section, Share, Whole
 from roll.config.workers import RayConfig, RoleConfig, RolesConfig, SuperviseConfig, WeightsConfig
 
@@ -19,6 +20,9 @@ __all__ = [
     "UNREAD",
     "AlgorithmConfig",
     "RayConfig",
+    "RewardConfig",
+    "RewardPart",
+    "RewardRule",
     "RoleConfig",
     "RolesConfig",
     "Section",
@@ -105,24 +109,6 @@ class DataConfig(Section):
     """Longest conversation, in tokens; 0 for the model's context."""
     too_long: Literal["refuse", "drop", "cut"] = "refuse"
     """What is done about a longer one: `refuse` the run, `drop` it, or `cut` off its end."""
-
-
-class RewardConfig(Section):
-    """How an attempt is judged."""
-
-    short: ClassVar[str | None] = "name"
-
-    name: str = "number"
-    """`number` (the last number is right), `math` (math-verify), `reasoning_gym` (the puzzle's own verifier), or a
-    function: `module:name` or `file.py:name`."""
-    workers: Count = 1
-    """Grader processes."""
-    deadline_s: Positive = 10.0
-    """Seconds one verdict may take; then its process is killed and replaced."""
-    tries: Count = 2
-    """Attempts at a verdict when the grader's process hangs or dies."""
-    queue: Count = 4096
-    """Samples that may wait for verdicts; while there are more, no new ones begin."""
 
 
 class RolloutConfig(Section):

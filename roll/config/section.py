@@ -10,6 +10,7 @@ Count = Annotated[int, Field(ge=1)]
 Whole = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Devices = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
 """Device numbers as text; a single number may be written as one."""

@@ -16,6 +16,8 @@ from roll.config.schema import Config, Section
 
 UNKNOWN = object()
 """What `type_at` answers for a path that leads nowhere."""
+ANY_NAME = "NAME"
+"""Stands for the names a user chooses."""
 
 
 def dotted(path: Path) -> str:
@@ -38,6 +40,21 @@ def section_in(annotation: Any) -> type[Section] | None:
     """The section this type is, if it is one."""
     kind = plain(annotation)
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def named_section_in(annotation: Any) -> type[Section] | None:
+    """The section that stands under each name, if this type is a mapping of names to sections."""
+    kind = plain(annotation)
+    return section_in(get_args(kind)[1]) if get_origin(kind) is dict else None
+
+
+def inner_section(name: str, annotation: Any) -> tuple[type[Section], Path] | None:
+    """The section that a field holds, once or under names, and its path from there."""
+    if section := section_in(annotation):
+        return section, (name,)
+    if section := named_section_in(annotation):
+        return section, (name, ANY_NAME)
+    return None
 
 
 def child(annotation: Any, part: str | int) -> Any:
@@ -88,8 +105,8 @@ def known_paths(section: type[Section] = Config, above: Path = ()) -> Iterator[P
     """Every setting and section, in field order."""
     for name, info in section.model_fields.items():
         yield (*above, name)
-        if inner := section_in(info.annotation):
-            yield from known_paths(inner, (*above, name))
+        if inner := inner_section(name, info.annotation):
+            yield from known_paths(inner[0], (*above, *inner[1]))
 
 
 def words(annotation: Any) -> str:

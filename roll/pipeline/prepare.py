@@ -160,7 +160,7 @@ def check(
 ) -> tuple[TaskSet, RewardSource]:
     """The tasks and the judge of a run with rollouts, found good together with the model."""
     check_optimizer(config.train.optimizer)
-    judge = RewardSource.of(reward if reward is not None else config.reward.name)
+    judge = RewardSource.of(reward) if reward is not None else RewardSource.of_config(config.reward)
     judge.check()
     task_set = load_tasks(config.tasks, tasks)
     check_policies(config, task_set)

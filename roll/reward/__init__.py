@@ -11,6 +11,8 @@ a `ScoreFailure` that says why.
 """
 
 from roll.reward.base import RewardFn, ScoreFailure, Verdict
-from roll.reward.resolve import RewardSource, resolve
+from roll.reward.compose import compose
+from roll.reward.make import make
+from roll.reward.resolve import RewardSource
 
-__all__ = ["RewardFn", "RewardSource", "ScoreFailure", "Verdict", "resolve"]
+__all__ = ["RewardFn", "RewardSource", "ScoreFailure", "Verdict", "compose", "make"]

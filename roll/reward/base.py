@@ -37,6 +37,32 @@ class ScoreFailure(Exception):
         return f"{self.kind}: {self.reason}"
 
 
+class Result(dict[str, float]):
+    """Named values, `reward` among them, and the seconds each part took."""
+
+    def __init__(self, values: Mapping[str, float], seconds: Mapping[str, float]) -> None:
+        super().__init__(values)
+        self.seconds = dict(seconds)
+
+
+class PartFailure(Exception):
+    """A part of a composed reward raised, or returned what is not a reward; why is its cause."""
+
+    def __init__(self, part: str, kind: FailureKind) -> None:
+        super().__init__(part, kind)
+        self.part = part
+        self.kind: FailureKind = kind
+
+
+def is_deterministic(reward: RewardFn, task: Task) -> bool:
+    """Whether a reward says that it judges the same response to this task the same every time.
+
+    It says so by an attribute or a method `deterministic`; one that says nothing may draw lots, or ask others.
+    """
+    said = getattr(reward, "deterministic", False)
+    return bool(said(task) if callable(said) else said)
+
+
 def normalise(result: object) -> Verdict:
     """What a reward function returned, as a verdict; `ValueError` says what is wrong with it.
 

@@ -15,7 +15,7 @@ from typing import BinaryIO, cast
 from roll.child.frames import read_payload
 from roll.child.inside import REASON_CHARS, command, connect, detail, reason
 from roll.config.errors import UserError
-from roll.reward.base import RewardFn, normalise
+from roll.reward.base import PartFailure, RewardFn, normalise
 from roll.reward.resolve import RewardSource
 from roll.reward.wire import Answer, Failed, Ready, Refused, Scored, write_answer
 
@@ -58,6 +58,8 @@ def judge(function: RewardFn, job: bytes) -> Answer:
     started = time.perf_counter()
     try:
         result = function(task, response)
+    except PartFailure as failure:
+        return _part_failed(failure)
     except BaseException as error:  # SystemExit too: a grader that calls sys.exit() has raised
         return Failed("raised", reason(error), detail(error))
     try:
@@ -66,6 +68,17 @@ def judge(function: RewardFn, job: bytes) -> Answer:
         return Failed("invalid", str(error)[:REASON_CHARS])
     except BaseException as error:
         return Failed("invalid", f"the reward function returned what cannot be read: {reason(error)}", detail(error))
+
+
+def _part_failed(failure: PartFailure) -> Failed:
+    causes = [failure.part]
+    error = failure.__cause__
+    while isinstance(error, PartFailure):
+        causes.append(error.part)
+        failure, error = error, error.__cause__
+    assert error is not None
+    why = str(error)[:REASON_CHARS] if failure.kind == "invalid" else reason(error)
+    return Failed(failure.kind, f"part {'/'.join(causes)!r}: {why}", detail(error))
 
 
 def _refusal(error: BaseException) -> Refused:

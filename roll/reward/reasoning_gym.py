@@ -1,9 +1,10 @@
-"""The verifiers of `reasoning-gym`, for the tasks of that source."""
+"""`reasoning_gym`: the verifiers of that package, for the tasks of its source."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -11,25 +12,35 @@ from roll.data.reasoning_gym import make_puzzles
 from roll.data.task import Response, Task
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-WRONG = 0.01
-"""What many families give an answer that is wrong, for being one."""
 
 
-def reasoning_gym(task: Task, response: Response) -> float:
-    """What the puzzle's own verifier gives the answer, partial credit included; what it gives a wrong one, 0.01 and less,
-    is 0, and so is an answer that it cannot read. The answer is in the last `<answer>` of the text; without one it is
-    the text."""
-    entry = _entry(*_made_by(task))
-    tagged = _TAGGED.findall(response.text)
-    answer = (tagged[-1] if tagged else response.text).strip()
-    if not answer:
-        return 0.0
-    puzzles = _puzzles(*_made_by(task)[:-1])
-    try:
-        score = float(puzzles.score_answer(answer, entry))
-    except Exception:  # verifiers parse answers as they come; what breaks one is no solution
-        return 0.0
-    return score if score > WRONG else 0.0
+@dataclass(frozen=True)
+class ReasoningGym:
+    """What the puzzle's own verifier gives the answer: the last `<answer>…</answer>` of the text, or the text. An answer
+    that the verifier cannot read is worth 0."""
+
+    wrong: float = 0.01
+    """Scores up to this are 0: what many families give an answer for being one."""
+    partial: bool = True
+    """Whether an answer that is partly right is worth something; else all but a score of 1 is 0."""
+    deterministic = True
+
+    def __call__(self, task: Task, response: Response) -> float:
+        made_by = _made_by(task)
+        tagged = _TAGGED.findall(response.text)
+        answer = (tagged[-1] if tagged else response.text).strip()
+        puzzles, entry = _puzzles(*made_by[:-1]), _entry(*made_by)
+        if not answer:
+            return 0.0
+        try:
+            score = float(puzzles.score_answer(answer, entry))
+        except Exception:  # verifiers parse answers as they come; what breaks one is no solution
+            return 0.0
+        return score if score > self.wrong and (self.partial or score >= 1) else 0.0
+
+    def warm_up(self) -> None:
+        """Loads the package, which takes a second or more."""
+        make_puzzles("chain_sum", {}, 0, 1)
 
 
 def _made_by(task: Task) -> tuple[str, str, int, int, int]:
@@ -53,8 +64,3 @@ def _puzzles(family: str, parameters: str, seed: int, size: int) -> Any:
 def _entry(family: str, parameters: str, seed: int, size: int, index: int) -> Any:
     """Some puzzles take long to make, and siblings are judged one after the other."""
     return _puzzles(family, parameters, seed, size)[index]
-
-
-def warm_up() -> None:
-    """Importing the package takes a second or more."""
-    import reasoning_gym  # noqa: F401

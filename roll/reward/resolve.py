@@ -1,82 +1,69 @@
-"""From what the user wrote to a reward function: a built-in's name, `package.module:function` or `file.py:function`."""
+"""A reward in a form that travels to grader processes."""
 
 from __future__ import annotations
 
-import inspect
 import os
 import pickle
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 from roll.config.errors import UserError
-from roll.config.user_code import load_user_code
 from roll.reward.base import RewardFn
-from roll.reward.builtin import BUILTINS, WARM_UPS
+from roll.reward.compose import Rule, check_rule, compose, warm_up
+from roll.reward.make import callable_reward
 
-
-def resolve(name: str, root: str | os.PathLike[str] | None = None) -> RewardFn:
-    """The reward function of that name: a built-in, or a user's, looked for from `root`. `UserError` if it is neither."""
-    if name in BUILTINS:
-        return BUILTINS[name]
-    return _checked(name, load_user_code(name, what="reward", known=BUILTINS, root=root))
+if TYPE_CHECKING:
+    from roll.config.reward import RewardRule
 
 
 @dataclass(frozen=True)
 class RewardSource:
-    """A reward function in a form that travels to a process: its name, or itself, pickled by value where it must be.
+    """A reward in a form that travels to a process: its rule, or a function itself, pickled by value where it must be.
 
     A function of `__main__` or of a notebook can only travel pickled; it takes along the variables it uses.
     """
 
     label: str
     root: str
+    rule: Rule | None = None
     pickled: bytes | None = None
 
     @classmethod
     def of(cls, reward: str | RewardFn) -> RewardSource:
         """The source of a name or of a function. Names are looked at by `check`, not here."""
         if isinstance(reward, str):
-            return cls(reward, os.getcwd())
+            return cls(reward, os.getcwd(), Rule(reward))
         import cloudpickle
 
         label = getattr(reward, "__qualname__", type(reward).__qualname__)
-        _checked(label, reward)
+        callable_reward(label, reward)
         try:
-            return cls(label, os.getcwd(), cast(bytes, cloudpickle.dumps(reward)))
+            return cls(label, os.getcwd(), pickled=cast(bytes, cloudpickle.dumps(reward)))
         except Exception as error:
             raise UserError(
                 f"reward function {label!r} cannot be sent to a grader process ({type(error).__name__}: {error}): "
                 "let it create files, locks and connections when it is called"
             ) from error
 
+    @classmethod
+    def of_config(cls, config: RewardRule) -> RewardSource:
+        """The source of what a configuration says. Names and options are looked at by `check`, not here."""
+        return cls(config.label, os.getcwd(), Rule.of(config))
+
     def check(self) -> None:
-        """Load the function here and now: a wrong name then costs a second, not a started run."""
+        """Load the reward here and now: a wrong name or option then costs a second, not a started run."""
+        if self.rule is not None:
+            check_rule(self.rule)
         self._function()
 
     def load(self) -> RewardFn:
-        """The function, ready for its first job: a grader process calls this once."""
+        """The reward, ready for its first job: a grader process calls this once."""
         function = self._function()
-        if self.pickled is None and self.label in WARM_UPS:
-            WARM_UPS[self.label]()
+        warm_up(function)
         return function
 
     def _function(self) -> RewardFn:
-        if self.pickled is None:
-            return resolve(self.label, self.root)
+        if self.rule is not None:
+            return compose(self.rule, root=self.root)
+        assert self.pickled is not None
         return cast(RewardFn, pickle.loads(self.pickled))
-
-
-def _checked(name: str, function: Any) -> RewardFn:
-    if not callable(function):
-        raise UserError(f"reward {name!r} is a {type(function).__name__}, not a function (task, response) -> float")
-    if inspect.iscoroutinefunction(function):
-        raise UserError(f"reward {name!r} is an `async def`: a reward is a plain `def` (it runs in its own process)")
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some callables written in C have none
-        return cast(RewardFn, function)
-    try:
-        signature.bind(None, None)
-    except TypeError as error:
-        raise UserError(f"reward {name!r} takes {signature}, but is called as (task, response): {error}") from error
-    return cast(RewardFn, function)

@@ -15,7 +15,7 @@ from roll.config.schema import DataConfig, TasksConfig
 from roll.data.chat_sources import load_chats
 from roll.data.sources import TaskSet, load_tasks
 from roll.data.task import Response, Task
-from roll.reward import RewardSource, resolve
+from roll.reward import RewardSource, make
 from roll.reward.pool import GraderPool
 
 rg = pytest.importorskip("reasoning_gym")
@@ -31,8 +31,8 @@ def refusal(source: str, **options: Any) -> str:
     return str(refused.value)
 
 
-def judge(task: Task, text: str) -> Any:
-    return resolve("reasoning_gym")(task, Response(text, 1, "stop"))
+def judge(task: Task, text: str, **options: Any) -> Any:
+    return make("reasoning_gym", options)(task, Response(text, 1, "stop"))
 
 
 def test_a_family_by_name_with_its_parameters() -> None:
@@ -112,7 +112,10 @@ def test_what_a_verifier_cannot_read_is_wrong() -> None:
 
 def test_partial_credit_stays() -> None:
     (task, *_) = load("reasoning_gym:spell_backward", count=1, held_out=0, min_word_len=4).train
-    assert 0 < judge(task, task.answer[:-1]) < 1
+    score = judge(task, task.answer[:-1])
+    assert 0 < score < 1
+    assert judge(task, task.answer[:-1], partial=False) == judge(task, task.answer[:-1], wrong=score) == 0
+    assert judge(task, task.answer, partial=False) == 1
 
 
 def test_only_tasks_of_that_source_can_be_judged() -> None:

@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.data import Response, Task
-from roll.reward.builtin import last_box, last_number, math, number
+from roll.reward.maths import Math, last_box
+from roll.reward.numbers import Number, last_number
 
+math, number = Math(), Number()
 decimals = st.decimals(-(10**12), 10**12, places=3) | st.integers(-(10**30), 10**30).map(Decimal)
 
 
@@ -175,9 +177,8 @@ def test_math_pairs(answer: Any, text: str, reward: float) -> None:
     assert judged(math, answer, text) == reward
 
 
-def test_mathematics_that_cannot_be_computed_is_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roll.reward.builtin._MATH_STEP_S", 1)
-    assert judged(math, "5", r"\boxed{9^{9^{9^9}}}") == 0.0
+def test_mathematics_that_cannot_be_computed_is_a_wrong_answer() -> None:
+    assert judged(Math(step_s=1), "5", r"\boxed{9^{9^{9^9}}}") == 0.0
 
 
 def test_math_refuses_a_task_without_an_answer() -> None:

@@ -12,8 +12,9 @@ import pytest
 
 from roll.config.errors import UserError
 from roll.data import Response, Task
-from roll.reward import RewardSource, resolve
-from roll.reward.builtin import math, number
+from roll.reward import RewardSource, make
+from roll.reward.maths import Math
+from roll.reward.numbers import Number
 
 TASK, RESPONSE = Task.ask("t", "?", 5), Response("5", 1, "stop")
 
@@ -36,14 +37,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_built_ins() -> None:
-    assert resolve("number") is number
-    assert resolve("math") is math
+    assert make("number") == Number()
+    assert make("number", {"tolerance": 1}) == Number(tolerance=1)
+    assert make("math", {"boxed": True}) == Math(boxed=True)
 
 
 @pytest.mark.parametrize("place", ["my_rewards", "my_rewards.py", "./my_rewards.py", "{}/my_rewards.py"])
 def test_a_function_by_module_or_file(folder: Path, place: str) -> None:
-    assert resolve(f"{place.format(folder)}:score")(TASK, RESPONSE) == 0.5
-    assert resolve(f"{place.format(folder)}:Judge.score")(TASK, RESPONSE) == 2.0
+    assert make(f"{place.format(folder)}:score")(TASK, RESPONSE) == 0.5
+    assert make(f"{place.format(folder)}:Judge.score")(TASK, RESPONSE) == 2.0
 
 
 def test_a_source_is_bound_to_the_folder_it_was_made_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +57,7 @@ def test_a_source_is_bound_to_the_folder_it_was_made_in(folder: Path, monkeypatc
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("nubmer", "reward 'nubmer' is not known: write math, number, .*; did you mean 'number'"),
+        ("nubmer", "reward 'nubmer' is not known: write .*math.*; did you mean 'number'"),
         ("no_such_module:score", "reward 'no_such_module:score': there is no module"),
         ("my_rewards:needs_three", r"takes \(a, b, c\)"),
         ("my_rewards:later", "`async def`"),

@@ -1,0 +1,119 @@
+"""Rewards made of rewards: a weighted sum of named parts, behind gates.
+
+With parts `right` (weight 1) and `form` (weight 0.2, a gate), an attempt that is right and in form is worth 1.2; one that
+is right out of form is worth `gate_value`, whatever the sum says. Every part's own value stands beside the reward, gates
+open or closed; what a part returns beside its value stands there as `part/name`.
+
+What always holds: the reward does not depend on the order of the parts, and a part that fails is named.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from roll.data.task import Response, Task
+from roll.reward.base import PartFailure, Result, RewardFn, is_deterministic, normalise
+from roll.reward.make import check_types, make
+
+if TYPE_CHECKING:
+    from roll.config.reward import RewardRule
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a rule, as `roll.config.reward.RewardPart` says it."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    weight: float = 1.0
+    gate: bool = False
+    gate_at: float | None = None
+    gate_value: float = 0.0
+
+    def closes(self, value: float) -> bool:
+        """Whether the part is a gate, closed at this value of it."""
+        return self.gate and (value <= 0 if self.gate_at is None else value < self.gate_at)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What an attempt is worth, in plain types: grader processes read it without the configuration's library."""
+
+    name: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    parts: Mapping[str, Part] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: RewardRule) -> Rule:
+        """The rule of a configuration."""
+        return cls(config.name, config.options, {name: Part(**part.model_dump()) for name, part in config.parts.items()})
+
+
+def compose(config: RewardRule | Rule, *, root: str | os.PathLike[str] | None = None, where: str = "reward") -> RewardFn:
+    """The reward that a configuration or a rule describes. `UserError` names the setting that is wrong, under `where`."""
+    rule = config if isinstance(config, Rule) else Rule.of(config)
+    if not rule.parts:
+        return make(rule.name, rule.options, root=root, where=where)
+    parts = {name: make(p.name, p.options, root=root, where=f"{where}.parts.{name}") for name, p in rule.parts.items()}
+    return Composed(rule.parts, parts)
+
+
+def check_rule(rule: Rule, where: str = "reward") -> None:
+    """`UserError` where an option is of the wrong type."""
+    if not rule.parts:
+        check_types(rule.name, rule.options, where)
+    for name, part in rule.parts.items():
+        check_types(part.name, part.options, f"{where}.parts.{name}")
+
+
+def warm_up(reward: RewardFn) -> None:
+    """Has a reward do before its first job what no verdict's deadline should pay for."""
+    prepare = getattr(reward, "warm_up", None)
+    if callable(prepare):
+        prepare()
+
+
+class Composed:
+    """A weighted sum of rewards behind gates."""
+
+    def __init__(self, parts: Mapping[str, Part], rewards: Mapping[str, RewardFn]) -> None:
+        self._parts = parts
+        self._rewards = rewards
+
+    def __call__(self, task: Task, response: Response) -> Result:
+        values: dict[str, float] = {}
+        seconds: dict[str, float] = {}
+        terms: list[float] = []
+        closed: list[float] = []
+        for name, part in self._parts.items():
+            started = time.perf_counter()
+            try:
+                returned = self._rewards[name](task, response)
+            except BaseException as error:
+                raise PartFailure(name, "raised") from error
+            seconds[name] = time.perf_counter() - started
+            try:
+                verdict = normalise(returned)
+            except Exception as error:
+                raise PartFailure(name, "invalid") from error
+            values[name] = verdict.reward
+            values |= {f"{name}/{inner}": value for inner, value in verdict.parts.items()}
+            terms.append(part.weight * verdict.reward)
+            if part.closes(verdict.reward):
+                closed.append(part.gate_value)
+        reward = min(closed) if closed else math.fsum(terms)
+        return Result({"reward": reward, **values}, seconds)
+
+    def deterministic(self, task: Task) -> bool:
+        """Whether all parts give the same verdict every time."""
+        return all(is_deterministic(reward, task) for reward in self._rewards.values())
+
+    def warm_up(self) -> None:
+        """Warms all parts up."""
+        for reward in self._rewards.values():
+            warm_up(reward)

@@ -1,0 +1,118 @@
+"""From what the user wrote to a reward: a built-in's name, `package.module:name` or `file.py:name`, and options.
+
+What a user names is a function, whose options are its arguments after `(task, response)`, or a class, whose options make
+an instance that is called with `(task, response)`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, cast, get_type_hints
+
+from roll.config.errors import UserError
+from roll.config.names import did_you_mean
+from roll.config.user_code import load_user_code
+from roll.reward.base import RewardFn
+from roll.reward.builtin import BUILTINS
+
+
+def make(
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    root: str | os.PathLike[str] | None = None,
+    where: str = "reward",
+) -> RewardFn:
+    """The reward of that name with these options; users' code is looked for from `root`. `UserError` says what is wrong
+    with the setting `where`."""
+    options = options or {}
+    if name not in BUILTINS:
+        found = load_user_code(name, what=where, known=BUILTINS, root=root)
+        if not inspect.isclass(found):
+            return _of_function(name, found, options, where)
+        _bind(name, found, (), options, where)
+        return callable_reward(name, _made(found, options, where), where)
+    factory = _factory(name)
+    _bind(name, factory, (), options, where)
+    return cast(RewardFn, _made(factory, options, where))
+
+
+def check_types(name: str, options: Mapping[str, Any], where: str = "reward") -> None:
+    """`UserError` where an option of a built-in is of the wrong type. Loads pydantic: grader processes do without."""
+    if name not in BUILTINS:
+        return
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+    from roll.config.explain import shown
+    from roll.config.names import near
+    from roll.config.shape import choices, words
+
+    factory: Any = _factory(name)
+    hints = get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
+    for option in (option for option in options if option in hints):
+        kind, value = hints[option], options[option]
+        try:
+            TypeAdapter(kind, config=ConfigDict(strict=True)).validate_python(value)
+        except ValidationError:
+            text = f"{where}.options.{option} is {shown(value)}, but takes {words(kind)}"
+            meant = near(str(value), choices(kind))
+            raise UserError(text + (f"; did you mean `{meant[0]}`?" if meant else "")) from None
+
+
+def callable_reward(name: str, function: Any, where: str = "reward") -> RewardFn:
+    """The function, if it can be called as a reward."""
+    if not callable(function):
+        raise UserError(f"{where} {name!r} is a {type(function).__name__}, not a function (task, response) -> float")
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        raise UserError(f"{where} {name!r} is an `async def`: a reward is a plain `def` (it runs in its own process)")
+    _bind(name, function, (None, None), {}, where)
+    return cast(RewardFn, function)
+
+
+def _of_function(name: str, function: Any, options: Mapping[str, Any], where: str) -> RewardFn:
+    if not options:
+        return callable_reward(name, function, where)
+    if inspect.iscoroutinefunction(function):
+        return callable_reward(name, function, where)
+    _bind(name, function, (None, None), options, where)
+    reward = functools.partial(function, **options)
+    reward.__dict__.update(vars(function))  # what it says of itself
+    return cast(RewardFn, reward)
+
+
+def _factory(name: str) -> Callable[..., Any]:
+    module, _, attribute = BUILTINS[name].partition(":")
+    return cast(Callable[..., Any], getattr(importlib.import_module(module), attribute))
+
+
+def _made(factory: Callable[..., Any], options: Mapping[str, Any], where: str) -> Any:
+    try:
+        return factory(**options)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{where}.options: {error}") from error
+
+
+def _bind(name: str, function: Any, arguments: tuple[Any, ...], options: Mapping[str, Any], where: str) -> None:
+    """Holds that the function takes these arguments and options."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some callables written in C have none
+        return
+    try:
+        signature.bind(*arguments, **options)
+    except TypeError as error:
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        known = [key for key, of in signature.parameters.items() if of.kind in named][len(arguments) :]
+        odd = next((option for option in options if option not in known), None)
+        if odd is not None:
+            takes = f"; it takes: {', '.join(known)}" if known else "; it takes none"
+            raise UserError(
+                f"{where}.options.{odd} is not an option of {name!r}{did_you_mean(odd, known) or takes}"
+            ) from error
+        if not arguments:
+            raise UserError(f"{where}.options: {name!r} is made with {signature}: {error}") from error
+        raise UserError(f"{where} {name!r} takes {signature}, but is called as (task, response): {error}") from error
