@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from roll.config.errors import UserError
-from roll.config.schema import TasksConfig
+from roll.config.schema import SourceConfig, TasksConfig
 from roll.config.user_code import load_user_code
 from roll.data.reasoning_gym import PREFIX, reasoning_gym
 from roll.data.rows import TABLES, is_table
@@ -30,6 +30,11 @@ class TaskSet:
 
     train: tuple[Task, ...]
     held_out: tuple[Task, ...]
+
+    @property
+    def domains(self) -> list[str]:
+        """Of all tasks, in the order of their names."""
+        return sorted({task.domain for task in (*self.train, *self.held_out)})
 
     @property
     def has_environments(self) -> bool:
@@ -67,6 +72,14 @@ ELSEWHERE = {"environment": "roll.env.tasks:environment_tasks"}
 
 def load_tasks(config: TasksConfig, source: TaskSource | None = None) -> TaskSet:
     """All tasks of a source; `source` replaces the one the config names."""
+    tasks = load_splits(config, source)
+    if not tasks.train:
+        raise UserError(f"tasks: the source {config.source!r} has no tasks to train on")
+    return tasks
+
+
+def load_splits(config: SourceConfig, source: TaskSource | None = None) -> TaskSet:
+    """As `load_tasks`, but there may be none to train on."""
     options = dict(config.options)
     if source is None:
         source, options = _find_source(config.source, options)
@@ -75,8 +88,6 @@ def load_tasks(config: TasksConfig, source: TaskSource | None = None) -> TaskSet
     for split in ("train", "held_out"):
         tasks[split] = call_source("tasks", config.source, source, split, options)
         _check_tasks(config.source, split, tasks[split])
-    if not tasks["train"]:
-        raise UserError(f"tasks: the source {config.source!r} has no tasks to train on")
     return TaskSet(tasks["train"], tasks["held_out"])
 
 
