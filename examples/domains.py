@@ -4,6 +4,5 @@ from roll import Response, Task
 
 
 def letter(task: Task, response: Response) -> dict[str, float]:
-    """1 where the text begins with the letter that was asked for, and a little for any letter. Each is a metric."""
-    first = response.text[:1]
-    return {"right": float(first == task.answer), "any": 0.1 * first.isalpha()}
+    """1 where the text begins with the letter that was asked for; whether it says more is a metric beside it."""
+    return {"reward": float(response.text[:1] == task.answer), "says_more": float(len(response.text) > 1)}
