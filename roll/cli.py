@@ -1,4 +1,4 @@
-"""The command line: `roll train`, `eval`, `plan`, `ledger`, `export`, `doctor`.
+"""The command line: `roll train`, `eval`, `rollout`, `plan`, `ledger`, `export`, `doctor`.
 
 Exit status 0: done. 1: the run failed. 2: the user's error, one message and nothing else.
 """
@@ -110,6 +110,26 @@ def evaluate(
             table.add_row(Text(answer.question), Text(answer.answer.strip()), f"{answer.reward:g}")
         _console.print(table)
     _console.print(str(result))
+
+
+@app.command()
+def rollout(
+    target: Annotated[str, typer.Argument(metavar="CONFIG|RUN", help="A YAML file, or the folder of a run.")],
+    overrides: Overrides = None,
+    episodes: Annotated[int, typer.Option(min=1, metavar="N", help="Attempts to make.")] = 4,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON list, with every passage.")] = False,
+) -> None:
+    """Make rollouts without training and show them: who said what, rewards, and which tokens would be trained on."""
+    settings = _config_of(target, overrides or [])
+    _quiet_libraries()
+    from roll.pipeline.launch import play
+    from roll.transcript_view import print_json, print_transcripts
+
+    transcripts = play(settings, episodes)
+    if as_json:
+        print_json(transcripts)
+    else:
+        print_transcripts(_console, transcripts)
 
 
 @app.command()

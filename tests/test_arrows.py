@@ -21,7 +21,7 @@ import roll
 ROOT = Path(roll.__file__).parent
 
 TIERS = [
-    {"__init__", "cli", "display", "doctor", "ledger_view"},
+    {"__init__", "cli", "display", "doctor", "ledger_view", "transcript_view"},
     {"pipeline"},
     {"rollout", "workers", "devices"},
     {"algorithm", "strategy", "env", "reward", "transfer"},
@@ -35,6 +35,7 @@ WITHIN_A_TIER = {
     ("cli", "display"): "the command line shows runs",
     ("cli", "doctor"): "`roll doctor`",
     ("cli", "ledger_view"): "`roll ledger`",
+    ("cli", "transcript_view"): "`roll rollout`",
     ("rollout", "workers"): "the router and the runner call roles by their workers' methods",
     ("strategy", "algorithm"): "a trainer computes the loss it is sent",
     ("strategy", "transfer"): "weights leave a trainer and enter an engine",

@@ -224,7 +224,7 @@ def test_version_and_help(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().out == f"roll {importlib.metadata.version('roll')}\n"
     assert main(["--help"]) == 0
     shown = capfd.readouterr().out
-    assert all(command in shown for command in ("train", "eval", "plan", "export", "doctor"))
+    assert all(command in shown for command in ("train", "eval", "rollout", "plan", "export", "doctor"))
     assert main(["train", "--help"]) == 0
     shown = capfd.readouterr().out
     assert all(option in shown for option in ("--resume", "--restart", "--plain", "CONFIG"))

@@ -19,13 +19,14 @@ from roll.data.chat_sources import ChatSource
 from roll.data.sources import TaskSource
 from roll.devices.plan import Plan, check_memory, make_plan
 from roll.pipeline.held_out import HeldOut
-from roll.pipeline.prepare import Pipeline, prepare
+from roll.pipeline.prepare import Pipeline, RLVRPipeline, prepare
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.report import PlainReporter, Reporter
 from roll.pipeline.roles import TrainRoles, executor_of, inventory_of
 from roll.pipeline.state import State
 from roll.reward import RewardFn
 from roll.rollout.evaluate import Evaluation
+from roll.rollout.transcript import Transcript
 from roll.run import Checkpoint, Checkpoints, RunFolder
 
 MAY_CHANGE_ON_RESUME = (
@@ -135,6 +136,24 @@ async def _evaluate(pipeline: Pipeline[Any, Any], executor: Executor, plan: Plan
     async with pipeline.start(executor, plan) as roles:
         found: Evaluation | HeldOut = await pipeline.evaluate(roles)
     return found
+
+
+def play(
+    config: Config, episodes: int, *, reward: RewardFn | None = None, tasks: TaskSource | None = None
+) -> list[Transcript]:
+    """Attempts at the config's tasks with its model, to be looked at; nothing is trained."""
+    pipeline = prepare(config, reward=reward, tasks=tasks)
+    if not isinstance(pipeline, RLVRPipeline):
+        raise UserError(f"pipeline {config.pipeline} makes no rollouts: write pipeline=rlvr")
+    with executor_of(config) as executor:
+        plan = make_plan(pipeline.config, pipeline.job, inventory_of(config, executor))
+        check_memory(plan)
+        return asyncio.run(_play(pipeline, executor, plan, episodes))
+
+
+async def _play(pipeline: RLVRPipeline, executor: Executor, plan: Plan, episodes: int) -> list[Transcript]:
+    async with pipeline.start(executor, plan) as roles:
+        return await pipeline.play(roles, episodes)
 
 
 def _checkpoint_to_resume(config: Config, folder: RunFolder) -> Checkpoint | None:

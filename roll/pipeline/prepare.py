@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -35,6 +35,8 @@ from roll.pipeline.supervision import supervised, supervised_trainer
 from roll.pipeline.turns import Turns
 from roll.reward import RewardFn, RewardSource
 from roll.rollout.evaluate import Evaluation, Evaluator
+from roll.rollout.play import play
+from roll.rollout.transcript import Transcript
 from roll.run import Panel
 from roll.strategy.train.optimizer import check_optimizer
 
@@ -43,6 +45,7 @@ LOOKED_AT = 256
 
 R = TypeVar("R", bound=TrainRoles)
 S = TypeVar("S", bound=State)
+T = TypeVar("T")
 
 
 class Pipeline(ABC, Generic[R, S]):
@@ -94,18 +97,30 @@ class RLVRPipeline(Pipeline[Roles, RunState]):
 
     async def evaluate(self, roles: Roles) -> Evaluation:
         if not self._tasks.held_out:
-            source = f"tasks: the source {self.config.tasks.source!r}"
-            raise UserError(f"{'domains' if self.config.domains else source}: there are no held-out tasks to evaluate on")
-        turns = Turns(roles)
-        async with supervised(roles, self.config) as (supervision, publisher):
-            await turns.enter("publish")
-            async with publisher.changing():
-                await publisher.publish(0)
-            await turns.enter("generate")
-            evaluator = Evaluator(self._tasks.held_out, roles.pool, self.config.eval, bool(self.config.domains))
-            evaluation = await supervision.race(evaluator.evaluate(0))
+            source = f"the source {self.config.tasks.source!r} has"
+            whose = "domains: they have" if self.config.domains else f"tasks: {source}"
+            raise UserError(f"{whose} no held-out tasks to evaluate on")
+        evaluator = Evaluator(self._tasks.held_out, roles.pool, self.config.eval, bool(self.config.domains))
+        evaluation = await self._with_weights(roles, evaluator.evaluate(0))
         assert evaluation is not None
         return evaluation
+
+    async def play(self, roles: Roles, episodes: int) -> list[Transcript]:
+        """Attempts at tasks that it would train on."""
+        return await self._with_weights(roles, play(self._tasks.train, roles.pool, self.config.rollout, episodes))
+
+    async def _with_weights(self, roles: Roles, work: Coroutine[Any, Any, T]) -> T:
+        """What the work finds, with the engines serving the model as it is."""
+        turns = Turns(roles)
+        try:
+            async with supervised(roles, self.config) as (supervision, publisher):
+                await turns.enter("publish")
+                async with publisher.changing():
+                    await publisher.publish(0)
+                await turns.enter("generate")
+                return await supervision.race(work)
+        finally:
+            work.close()
 
 
 class SFTPipeline(Pipeline[TrainRoles, SFTState]):

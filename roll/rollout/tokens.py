@@ -20,6 +20,7 @@ from roll.data.batch import Batch
 from roll.data.columns import cut_into_blocks
 from roll.data.sample import Group, Sample
 from roll.rollout.messages import Buffered, Fate
+from roll.rollout.transcript import Transcript
 from roll.rollout.worker import RolloutWorker
 
 
@@ -77,6 +78,12 @@ class Tokens:
             for home, sample in zip(homes, samples, strict=True)
         )
         return [text for (text,) in await asyncio.gather(*calls)]
+
+    async def transcripts(self, samples: Sequence[Sample]) -> list[Transcript]:
+        """What happened in these samples, of a few: those whose worker is not lost."""
+        here = [(home, sample) for sample in samples if (home := self.home_of(sample)) is not None]
+        calls = (self._workers.call_rank(home, RolloutWorker.transcripts, [sample.id]) for home, sample in here)
+        return [transcript for (transcript,) in await asyncio.gather(*calls)]
 
     async def write(self, step: int, samples: Sequence[Sample]) -> None:
         """Has the workers write the samples of a step into the run's folder."""

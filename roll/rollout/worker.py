@@ -31,6 +31,7 @@ from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.messages import Buffered, Fate, Lease, Order, Outcome, Report, Seat, Stop
 from roll.rollout.runner import Helpers, SampleRunner
 from roll.rollout.seats import Seats
+from roll.rollout.transcript import Transcript, transcript_of
 from roll.run import RunFolder, Transition, write_samples
 from roll.workers.env import EnvWorker
 from roll.workers.infer import InferWorker
@@ -240,6 +241,12 @@ class RolloutWorker(Worker):
         """What the samples' responses say."""
         responses = [self._home[sample].response for sample in samples]
         return [response.text if response is not None else "" for response in responses]
+
+    @parallel(Dispatch.ONE)
+    def transcripts(self, samples: Sequence[str]) -> list[Transcript]:
+        """What happened in these samples, as text."""
+        decode = self._renderer.tokenizer.decode
+        return [transcript_of(self._home[sample], lambda ids: str(decode(ids.tolist()))) for sample in samples]
 
     @parallel(Dispatch.ONE)
     def write(self, step: int, fates: Sequence[Fate]) -> None:

@@ -1,0 +1,26 @@
+"""Playing: attempts at tasks with the weights as they are, to be looked at and not trained on."""
+
+from __future__ import annotations
+
+from roll.child.together import together
+from roll.config.schema import RolloutConfig
+from roll.data.sample import Sample
+from roll.data.task import Task
+from roll.engine.request import seed_of
+from roll.rollout.lifecycle import Lifecycle
+from roll.rollout.pool import RolloutPool
+from roll.rollout.transcript import Transcript
+
+
+async def play(tasks: tuple[Task, ...], pool: RolloutPool, config: RolloutConfig, episodes: int) -> list[Transcript]:
+    """So many attempts, drawn as training samples are, each at another task as far as there are enough."""
+    order = sorted(tasks, key=lambda task: seed_of("play", task.id))
+    samples = [Sample(f"play.{i}", order[i % len(order)], i, config.temperature) for i in range(episodes)]
+    lifecycle = Lifecycle(None)
+    for sample in samples:
+        lifecycle.move(sample, "queued")
+    try:
+        await together(pool.run(sample.id, [sample], lifecycle) for sample in samples)
+        return await pool.tokens.transcripts(samples)
+    finally:
+        await pool.tokens.forget(samples)
