@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from roll.config.section import Count, Finite, Positive, Section
+from roll.config.section import Count, Finite, Positive, Section, Whole
 
 
 class RewardPart(Section):
@@ -82,3 +82,8 @@ class RewardConfig(RewardRule):
     """Attempts at a verdict when the grader's process hangs or dies."""
     queue: Count = 4096
     """Samples that may wait for verdicts; while there are more, no new ones begin."""
+    memory_mb: Whole = 0
+    """Memory of a grader process beyond what it starts with, 0 for no limit."""
+    cache: Whole = 4096
+    """Verdicts kept, so that the same response to the same task is judged once; 0 for none. Only of rewards that say they
+    are deterministic, as built-in ones do."""

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, BinaryIO, NoReturn, cast
 
 from roll.child.frames import HEADER, read_payload
 from roll.child.inside import command, connect, reason
+from roll.child.memory import MemoryLimit
 from roll.config.errors import UserError
-from roll.env.memory import MemoryLimit
 from roll.env.resolve import Factory, resolve
 from roll.env.tenant import Home, Tenant, ThreadHome
 from roll.env.wire import LIMIT_BYTES, Act, Failed, Load, Ping, Ready, Reset, Result, SetUp, Visit, frame

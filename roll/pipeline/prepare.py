@@ -107,7 +107,7 @@ class RLVRPipeline(Pipeline[Roles, RunState]):
 
     async def play(self, roles: Roles, episodes: int) -> list[Transcript]:
         """Attempts at tasks that it would train on."""
-        return await self._with_weights(roles, play(self._tasks.train, roles.pool, self.config.rollout, episodes))
+        return await self._with_weights(roles, play(self._tasks.train, roles.pool, self.config, episodes))
 
     async def _with_weights(self, roles: Roles, work: Coroutine[Any, Any, T]) -> T:
         """What the work finds, with the engines serving the model as it is."""

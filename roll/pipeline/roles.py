@@ -20,6 +20,7 @@ from roll.devices.map import DeviceMap, make_map
 from roll.devices.stages import StageTable, residency
 from roll.model.loading import SMOLLM2, TINY
 from roll.reward import RewardSource
+from roll.reward.stats import GraderStats
 from roll.rollout.pool import RolloutPool
 from roll.rollout.router import Router
 from roll.rollout.worker import RolloutWorker
@@ -142,6 +143,14 @@ class Roles(TrainRoles):
             return []
         inside = ", ".join(map(str, sorted(self.router.inside))) or "none"
         return [f"{self.router.waiting} groups wait for an engine; engines that take some: {inside}"]
+
+    async def take_grader_stats(self) -> GraderStats:
+        """What all graders did since this was asked last."""
+        ranks = range(len(self.rewards))
+        calls = [self.rewards.call_rank(rank, RewardWorker.take_stats) for rank in ranks]
+        # waits: calls have deadlines
+        found = await asyncio.gather(*calls, return_exceptions=True)  # who died meanwhile is missed elsewhere
+        return sum((stats for stats in found if isinstance(stats, GraderStats)), GraderStats())
 
     def engine_trouble(self, engine: int, reason: str) -> None:
         """An engine does not do what it should: what it had goes elsewhere."""

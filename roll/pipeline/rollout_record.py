@@ -65,6 +65,7 @@ class RolloutRecord:
             passed, self._bytes_before = total - self._bytes_before, total
             values["data/controller_bytes_a_sample"] = passed / max(len(rollout.samples), 1)
         values |= await roles.peak_memory()
+        values |= (await roles.take_grader_stats()).metrics()
         values |= recorder.clock.take()
         values |= staleness_metrics(rollout)
         if overlaps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import CoroutineType
 from typing import Any, Literal, SupportsFloat, TypeAlias
@@ -52,6 +53,10 @@ class PartFailure(Exception):
         super().__init__(part, kind)
         self.part = part
         self.kind: FailureKind = kind
+
+
+entering: ContextVar[Callable[[str], None] | None] = ContextVar("entering")
+"""Told by a composed reward which part is about to judge, so that one that hangs or dies can be named."""
 
 
 def is_deterministic(reward: RewardFn, task: Task) -> bool:

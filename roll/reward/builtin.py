@@ -7,9 +7,18 @@ from types import MappingProxyType
 
 BUILTINS: Mapping[str, str] = MappingProxyType(
     {
+        "choice": "roll.reward.choice:Choice",
+        "exact": "roll.reward.match:Exact",
+        "format": "roll.reward.form:Format",
+        "fuzzy": "roll.reward.match:Fuzzy",
+        "http": "roll.reward.service:Service",
+        "instructions": "roll.reward.instructions:Instructions",
+        "judge": "roll.reward.judge:judge",
+        "length": "roll.reward.length:Length",
         "math": "roll.reward.maths:Math",
         "number": "roll.reward.numbers:Number",
         "reasoning_gym": "roll.reward.reasoning_gym:ReasoningGym",
+        "repetition": "roll.reward.repetition:Repetition",
     }
 )
 """What each name calls with the reward's options: a class whose instances are rewards, or a function that returns one."""

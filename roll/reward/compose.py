@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from roll.data.task import Response, Task
-from roll.reward.base import PartFailure, Result, RewardFn, is_deterministic, normalise
+from roll.reward.base import PartFailure, Result, RewardFn, entering, is_deterministic, normalise
 from roll.reward.make import check_types, make
 
 if TYPE_CHECKING:
@@ -90,7 +90,10 @@ class Composed:
         seconds: dict[str, float] = {}
         terms: list[float] = []
         closed: list[float] = []
+        watcher = entering.get(None)
         for name, part in self._parts.items():
+            if watcher is not None:
+                watcher(name)
             started = time.perf_counter()
             try:
                 returned = self._rewards[name](task, response)

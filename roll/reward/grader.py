@@ -27,13 +27,14 @@ class Grader:
     def __init__(self, child: Child) -> None:
         self._child = child
         self._owes_answer = False
+        self._part = ""
 
     @classmethod
-    async def start(cls, source: RewardSource, deadline_s: float, log: Path | None) -> Grader:
+    async def start(cls, source: RewardSource, deadline_s: float, log: Path | None, memory_mb: int = 0) -> Grader:
         """A process that is ready for jobs. `UserError` or `RunError` says why there is none."""
         grader = cls(await Child.start(COMMAND, log))
         try:
-            await grader._load(source, deadline_s)
+            await grader._load(source, memory_mb, deadline_s)
         except BaseException:
             grader.kill()
             await asyncio.shield(grader.gone())
@@ -56,6 +57,8 @@ class Grader:
         if not isinstance(answer, wire.Scored | wire.Failed):
             self.kill()
             raise ScoreFailure("crashed", "the grader process sent something that is not an answer")
+        if isinstance(answer, wire.Failed) and answer.is_last:
+            self.kill()
         return answer
 
     def kill(self) -> None:
@@ -66,9 +69,9 @@ class Grader:
         """Wait for a killed process's end."""
         await self._child.gone()
 
-    async def _load(self, source: RewardSource, deadline_s: float) -> None:
+    async def _load(self, source: RewardSource, memory_mb: int, deadline_s: float) -> None:
         try:
-            answer = await self._exchange(pickle.dumps(source), deadline_s)
+            answer = await self._exchange(pickle.dumps(wire.SetUp(source, memory_mb)), deadline_s)
         except ScoreFailure as failure:
             if failure.kind == "deadline":
                 raise RunError(f"loading reward {source.label!r} took more than {deadline_s:g} s") from None
@@ -80,6 +83,7 @@ class Grader:
 
     async def _exchange(self, payload: bytes, deadline_s: float) -> wire.Answer:
         self._owes_answer = True
+        self._part = ""
         self._child.writer.write(frame(payload))
         answer = await self._receive(deadline_s)
         self._owes_answer = False
@@ -94,7 +98,7 @@ class Grader:
                 # the event loop was held up for longer than the deadline.
                 await asyncio.wait({reading}, timeout=_GRACE_S)
             if not reading.done() and not self._child.exit.done():
-                raise ScoreFailure("deadline", f"no verdict after {deadline_s:g} s")
+                raise ScoreFailure("deadline", f"no verdict after {deadline_s:g} s{self._where()}")
             answer = reading.result() if reading.done() else None
         finally:
             reading.cancel()
@@ -103,16 +107,22 @@ class Grader:
         return answer
 
     async def _read(self) -> wire.Answer | None:
-        """The next answer, or None if none can come any more."""
-        try:
-            # waits: who asks has a deadline
-            (size,) = HEADER.unpack(await self._child.reader.readexactly(HEADER.size))
-            # waits: who asks has a deadline
-            answer: wire.Answer = pickle.loads(await self._child.reader.readexactly(size))
-        except Exception:  # it ended, or something wrote to its end of the connection: no answer can be trusted now
-            return None
-        return answer
+        """The next answer, or None if none can come any more. Says along the way which part it is about."""
+        while True:
+            try:
+                # waits: who asks has a deadline
+                (size,) = HEADER.unpack(await self._child.reader.readexactly(HEADER.size))
+                # waits: who asks has a deadline
+                answer: wire.Answer = pickle.loads(await self._child.reader.readexactly(size))
+            except Exception:  # it ended, or something wrote to its end of the connection: no answer can be trusted now
+                return None
+            if not isinstance(answer, wire.Entered):
+                return answer
+            self._part = answer.part
+
+    def _where(self) -> str:
+        return f", in part {self._part!r}" if self._part else ""
 
     async def _obituary(self) -> str:
         await asyncio.wait({self._child.exit}, timeout=_GRACE_S)
-        return f"the grader process {self._child.obituary()}"
+        return f"the grader process {self._child.obituary()}{self._where()}"

@@ -80,7 +80,9 @@ def _of_function(name: str, function: Any, options: Mapping[str, Any], where: st
         return callable_reward(name, function, where)
     _bind(name, function, (None, None), options, where)
     reward = functools.partial(function, **options)
-    reward.__dict__.update(vars(function))  # what it says of itself
+    for said in ("deterministic", "warm_up"):
+        if hasattr(function, said):
+            setattr(reward, said, getattr(function, said))
     return cast(RewardFn, reward)
 
 

@@ -8,11 +8,9 @@ every process belongs to another call or is being replaced, and each of those ta
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import os
-from collections import deque
-from dataclasses import dataclass
+from collections import Counter, defaultdict, deque
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,35 +20,26 @@ from roll.config.errors import RunError
 from roll.data.task import Response, Task
 from roll.reward import wire
 from roll.reward.base import ScoreFailure, Verdict
+from roll.reward.cache import VerdictCache
 from roll.reward.grader import Grader
 from roll.reward.resolve import RewardSource
+from roll.reward.stats import GraderStats, Latency
+from roll.reward.turns import Turns
 
 _log = logging.getLogger(__name__)
 
 _START_TRIES = 3
 
 
-@dataclass(frozen=True)
-class GraderStats:
-    """Attempts at verdicts by how they ended (a retried job counts each time), and processes replaced."""
-
-    scored: int = 0
-    raised: int = 0
-    deadline: int = 0
-    crashed: int = 0
-    invalid: int = 0
-    restarts: int = 0
-    mean_s: float = 0.0
-    """Mean seconds of the verdicts given, inside the reward function."""
-
-
 class GraderPool:
-    """Judges attempts in `workers` processes, first come, first served.
+    """Judges attempts in `workers` processes. Domains take turns; within a domain, first come, first served.
 
     A function that hangs beyond `deadline_s`, or whose process dies, is killed with all it started and tried again, up
-    to `tries` times in all, ahead of the queue; its process is replaced meanwhile. An exception or an invalid result is
-    the same the second time and fails at once. The deadline counts from when a process has the job. What the function
-    prints goes to the file `log`, or to standard error.
+    to `tries` times in all, ahead of its domain's queue; its process is replaced meanwhile. An exception or an invalid
+    result is the same the second time and fails at once. The deadline counts from when a process has the job. What the
+    function prints goes to the file `log`, or to standard error. One that takes `memory_mb` beyond what its process
+    started with gets a `MemoryError`, and the process is replaced if that leaves it short. Of rewards that are
+    deterministic, `cache` verdicts are kept.
 
     The processes end with the thread that runs the event loop, even when that is killed.
 
@@ -65,6 +54,8 @@ class GraderPool:
         workers: int = 1,
         deadline_s: float = 10.0,
         tries: int = 2,
+        memory_mb: int = 0,
+        cache: int = 0,
         start_deadline_s: float = 60.0,
         log: Path | None = None,
     ) -> None:
@@ -72,16 +63,20 @@ class GraderPool:
         self._workers = workers
         self._deadline_s = deadline_s
         self._tries = tries
+        self._memory_mb = memory_mb
+        self._cache = VerdictCache(cache)
         self._start_deadline_s = start_deadline_s
         self._log = log
         self._graders: set[Grader] = set()
         self._idle: deque[Grader] = deque()
-        self._waiting: deque[asyncio.Future[Grader]] = deque()
+        self._turns: Turns[Grader] = Turns()
         self._replacing: set[asyncio.Task[None]] = set()
         self._starts = asyncio.Semaphore(os.cpu_count() or 1)  # more at once would only eat each other's deadline
         self._ended: RunError | None = RunError("the grader pool was not started")
-        self._stats = GraderStats()
-        self._scored_s = 0.0
+        self._counts: Counter[str] = Counter()
+        self._latency: defaultdict[str, Latency] = defaultdict(Latency)
+        self._verdicts = Latency()
+        self._taken = GraderStats()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -105,31 +100,43 @@ class GraderPool:
 
     async def score(self, task: Task, response: Response) -> Verdict:
         """Judge an attempt. May be cancelled at any time; the pool stays whole."""
+        self._raise_if_ended()
         job = _pack(task, response)
+        kept = self._cache.get(job)
+        if kept is not None:
+            self._counts["hits"] += 1
+            return kept
         for tries_left in reversed(range(self._tries)):
-            grader = await self._take(ahead=tries_left < self._tries - 1)
+            grader = await self._take(task.domain, ahead=tries_left < self._tries - 1)
             try:
                 answer = await grader.ask(job, self._deadline_s)
             except ScoreFailure as failure:
                 self._raise_if_ended()
-                self._count(failure.kind)
+                self._counts[failure.kind] += 1
                 if tries_left:
                     continue
                 times = f" ({self._tries} tries)" if self._tries > 1 else ""
                 raise ScoreFailure(failure.kind, f"{failure.reason}{times}") from None
             finally:
-                self._give_back(grader)
+                self._give_back(grader, task.domain)
             if isinstance(answer, wire.Failed):
-                self._count(answer.kind)
+                self._counts[answer.kind] += 1
                 raise ScoreFailure(answer.kind, answer.reason, answer.detail)
-            self._count("scored")
-            self._scored_s += answer.seconds
+            self._scored(task.domain, answer)
+            if answer.deterministic:
+                self._cache.put(job, answer.verdict)
             return answer.verdict
         raise AssertionError("tries is at least 1")
 
     def stats(self) -> GraderStats:
         """Counts since the pool was made."""
-        return dataclasses.replace(self._stats, mean_s=self._scored_s / max(self._stats.scored, 1))
+        return GraderStats(**self._counts, verdicts=self._verdicts, latency=dict(self._latency))
+
+    def take_stats(self) -> GraderStats:
+        """Counts since this was asked last."""
+        now = self.stats()
+        since, self._taken = now - self._taken, now
+        return since
 
     async def close(self) -> None:
         """Kill all processes and wait until they are gone. Calls still waiting get a `RunError`. Safe to repeat."""
@@ -142,44 +149,52 @@ class GraderPool:
         graders = list(self._graders)
         await asyncio.gather(*(self._retire(grader) for grader in graders))
 
-    async def _take(self, ahead: bool) -> Grader:
-        """A grader for one job: the longest idle, or the next to become free (`ahead`: before all who wait)."""
+    async def _take(self, domain: str, ahead: bool) -> Grader:
+        """A grader for one job of the domain: the longest idle, or one when it is the domain's turn (`ahead`: before all
+        of the domain who wait)."""
+        started = asyncio.get_running_loop().time()
         while True:
             self._raise_if_ended()
-            grader = self._idle.popleft() if self._idle else await self._wait_turn(ahead)
+            if self._idle:
+                grader = self._idle.popleft()
+                self._turns.begin(domain)
+            else:
+                grader = await self._wait_turn(domain, ahead)
             if grader.usable:
+                self._took(f"{domain}/wait", asyncio.get_running_loop().time() - started)
                 return grader
+            self._turns.end(domain)
             self._replace(grader)  # it died while idle, which is no job's fault
             ahead = True
 
-    async def _wait_turn(self, ahead: bool) -> Grader:
-        turn: asyncio.Future[Grader] = asyncio.get_running_loop().create_future()
-        if ahead:
-            self._waiting.appendleft(turn)
-        else:
-            self._waiting.append(turn)
+    async def _wait_turn(self, domain: str, ahead: bool) -> Grader:
+        turn = self._turns.wait(domain, ahead)
         try:
             # waits: every process belongs to a call with a deadline, or is being replaced in bounded time
             return await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and turn.exception() is None:  # it was our turn already
-                self._give_back(turn.result())
+                self._give_back(turn.result(), domain)
             raise
 
-    def _give_back(self, grader: Grader) -> None:
+    def _give_back(self, grader: Grader, domain: str) -> None:
+        self._turns.end(domain)
         if grader.usable:
             self._hand_on(grader)
         else:
             self._replace(grader)
 
     def _hand_on(self, grader: Grader) -> None:
-        """Give a free grader to who waits longest, or let it be idle."""
-        while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(grader)
-                return
-        self._idle.append(grader)
+        """Give a free grader to whose turn it is, or let it be idle."""
+        if self._ended is not None:
+            return
+        following = self._turns.next()
+        if following is None:
+            self._idle.append(grader)
+            return
+        domain, turn = following
+        self._turns.begin(domain)
+        turn.set_result(grader)
 
     def _replace(self, grader: Grader) -> None:
         """Kill a grader at once; in the background, start another in its place."""
@@ -200,13 +215,13 @@ class GraderPool:
                 if not tries_left:
                     self._end(RunError(f"no grader process starts any more ({_START_TRIES} tries): {error}"))
             else:
-                self._count("restarts")
+                self._counts["restarts"] += 1
                 self._hand_on(fresh)
                 return
 
     async def _start_grader(self) -> Grader:
         async with self._starts:
-            grader = await Grader.start(self._source, self._start_deadline_s, self._log)
+            grader = await Grader.start(self._source, self._start_deadline_s, self._log, self._memory_mb)
         self._graders.add(grader)
         return grader
 
@@ -219,17 +234,22 @@ class GraderPool:
         """From now on every call fails with the error, those that wait included. The first error stands."""
         self._ended = self._ended or error
         self._idle.clear()
-        while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_exception(RunError(str(self._ended)))
+        for turn in self._turns.clear():
+            turn.set_exception(RunError(str(self._ended)))
 
     def _raise_if_ended(self) -> None:
         if self._ended is not None:
             raise RunError(str(self._ended))
 
-    def _count(self, what: str) -> None:
-        self._stats = dataclasses.replace(self._stats, **{what: getattr(self._stats, what) + 1})
+    def _scored(self, domain: str, answer: wire.Scored) -> None:
+        self._counts["scored"] += 1
+        self._verdicts += Latency(1, answer.seconds)
+        self._took(f"{domain}/verdict", answer.seconds)
+        for part, seconds in answer.parts_s.items():
+            self._took(f"{domain}/part/{part}", seconds)
+
+    def _took(self, what: str, seconds: float) -> None:
+        self._latency[what] += Latency(1, seconds)
 
 
 def _pack(task: Task, response: Response) -> bytes:

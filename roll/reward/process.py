@@ -10,14 +10,16 @@ import contextlib
 import os
 import pickle
 import time
+import traceback
+from dataclasses import replace
 from typing import BinaryIO, cast
 
 from roll.child.frames import read_payload
 from roll.child.inside import REASON_CHARS, command, connect, detail, reason
+from roll.child.memory import MemoryLimit
 from roll.config.errors import UserError
-from roll.reward.base import PartFailure, RewardFn, normalise
-from roll.reward.resolve import RewardSource
-from roll.reward.wire import Answer, Failed, Ready, Refused, Scored, write_answer
+from roll.reward.base import FailureKind, PartFailure, Result, RewardFn, entering, is_deterministic, normalise
+from roll.reward.wire import Answer, Entered, Failed, Ready, Refused, Scored, SetUp, write_answer
 
 COMMAND = command("roll.reward.process")
 
@@ -30,55 +32,65 @@ def main() -> None:
 
 
 def serve(stream: BinaryIO) -> None:
-    """Load the function the first frame names, then answer jobs until the other side has gone."""
+    """Load the reward that the first frame names, then answer jobs until the other side has gone."""
     payload = read_payload(stream)
     if payload is None:
         return
     try:
-        source: RewardSource = pickle.loads(payload)
-        function = source.load()
+        setup: SetUp = pickle.loads(payload)
+        function = setup.source.load()
+        memory = MemoryLimit(setup.memory_mb)
     except BaseException as error:
         write_answer(stream, _refusal(error))
         return
     write_answer(stream, Ready())
+    entering.set(lambda part: write_answer(stream, Entered(part)))
     pid = os.getpid()
     while (job := read_payload(stream)) is not None:
-        answer = judge(function, job)
+        answer, ran_out = judge(function, job)
         if os.getpid() != pid:  # the function forked, and its copy of this process came back from it
             return
+        if ran_out and isinstance(answer, Failed):
+            why = f"it took more memory than reward.memory_mb={setup.memory_mb} allows: {answer.reason}"
+            answer = replace(answer, reason=why if setup.memory_mb else answer.reason, is_last=memory.is_short())
         write_answer(stream, answer)
 
 
-def judge(function: RewardFn, job: bytes) -> Answer:
-    """What the function makes of a job, whatever it raises or returns."""
+def judge(function: RewardFn, job: bytes) -> tuple[Answer, bool]:
+    """What the function makes of a job, whatever it raises or returns, and whether it ran out of memory."""
     try:
         task, response = pickle.loads(job)
     except BaseException as error:
-        return Failed("raised", f"the task cannot be read in the grader process: {reason(error)}", detail(error))
+        return Failed("raised", f"the task cannot be read in the grader process: {reason(error)}", detail(error)), False
     started = time.perf_counter()
     try:
         result = function(task, response)
-    except PartFailure as failure:
-        return _part_failed(failure)
+        seconds = time.perf_counter() - started
+        parts_s = dict(result.seconds) if isinstance(result, Result) else {}
+        deterministic = is_deterministic(function, task)
     except BaseException as error:  # SystemExit too: a grader that calls sys.exit() has raised
-        return Failed("raised", reason(error), detail(error))
+        return _failed(error)
     try:
-        return Scored(normalise(result), time.perf_counter() - started)
+        return Scored(normalise(result), seconds, parts_s, deterministic), False
     except ValueError as error:
-        return Failed("invalid", str(error)[:REASON_CHARS])
+        return Failed("invalid", str(error)[:REASON_CHARS]), False
     except BaseException as error:
-        return Failed("invalid", f"the reward function returned what cannot be read: {reason(error)}", detail(error))
+        what = f"the reward function returned what cannot be read: {reason(error)}"
+        return Failed("invalid", what, detail(error)), False
 
 
-def _part_failed(failure: PartFailure) -> Failed:
-    causes = [failure.part]
-    error = failure.__cause__
-    while isinstance(error, PartFailure):
-        causes.append(error.part)
-        failure, error = error, error.__cause__
-    assert error is not None
-    why = str(error)[:REASON_CHARS] if failure.kind == "invalid" else reason(error)
-    return Failed(failure.kind, f"part {'/'.join(causes)!r}: {why}", detail(error))
+def _failed(error: BaseException) -> tuple[Failed, bool]:
+    """What was raised, named by the part that raised it, and whether that was for want of memory."""
+    kind: FailureKind = "raised"
+    part = ""
+    if isinstance(error, PartFailure):
+        kind, part = error.kind, f"part {error.part!r}: "
+        assert error.__cause__ is not None
+        error = error.__cause__
+    if isinstance(error, MemoryError):
+        traceback.clear_frames(error.__traceback__)  # what the call had taken
+    why = str(error)[:REASON_CHARS] if kind == "invalid" else reason(error)
+    return Failed(kind, f"{part}{why}", detail(error)), isinstance(error, MemoryError)
 
 
 def _refusal(error: BaseException) -> Refused:

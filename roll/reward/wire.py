@@ -1,18 +1,28 @@
 """What the pool and a grader process say to each other: pickled frames, each after its length.
 
-The process first says `Ready` or `Refused`. Then the pool sends a job, a pickled `(task, response)`, and the process
-answers `Scored` or `Failed`: one job at a time, so answers need no names. Answers hold only numbers and strings; no
-type of the user's ever has to be read by the pool.
+The pool sends a `SetUp`, and the process says `Ready` or `Refused`. Then the pool sends a job, a pickled `(task,
+response)`, and the process answers `Scored` or `Failed`, after an `Entered` for each part of a composed reward: one job
+at a time, so answers need no names. Answers hold only numbers and strings; no type of the user's ever has to be read by
+the pool.
 """
 
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import BinaryIO, TypeAlias
 
 from roll.child.frames import frame
 from roll.reward.base import FailureKind, Verdict
+from roll.reward.resolve import RewardSource
+
+
+@dataclass(frozen=True)
+class SetUp:
+    """The reward, and the memory limit, 0 for none."""
+
+    source: RewardSource
+    memory_mb: int
 
 
 @dataclass(frozen=True)
@@ -29,11 +39,20 @@ class Refused:
 
 
 @dataclass(frozen=True)
+class Entered:
+    """A part of a composed reward is about to judge."""
+
+    part: str
+
+
+@dataclass(frozen=True)
 class Scored:
-    """The function's verdict, and the seconds it took."""
+    """The function's verdict, the seconds it and its parts took, and whether it would be the same another time."""
 
     verdict: Verdict
     seconds: float
+    parts_s: dict[str, float] = field(default_factory=dict)
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,9 +62,11 @@ class Failed:
     kind: FailureKind
     reason: str
     detail: str = ""
+    is_last: bool = False
+    """Whether the process ends after this answer."""
 
 
-Answer: TypeAlias = Ready | Refused | Scored | Failed
+Answer: TypeAlias = Ready | Refused | Entered | Scored | Failed
 
 
 def write_answer(stream: BinaryIO, answer: Answer) -> None:

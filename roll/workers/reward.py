@@ -8,13 +8,22 @@ from roll.cluster import Dispatch, Place, Worker, parallel
 from roll.config.schema import RewardConfig
 from roll.data.task import Response, Task
 from roll.reward import RewardSource, ScoreFailure, Verdict
-from roll.reward.pool import GraderPool, GraderStats
+from roll.reward.pool import GraderPool
+from roll.reward.stats import GraderStats
 
 
 class RewardWorker(Worker):
     def __init__(self, place: Place, config: RewardConfig, source: RewardSource, log: Path | None = None) -> None:
         super().__init__(place)
-        self._pool = GraderPool(source, workers=config.workers, deadline_s=config.deadline_s, tries=config.tries, log=log)
+        self._pool = GraderPool(
+            source,
+            workers=config.workers,
+            deadline_s=config.deadline_s,
+            tries=config.tries,
+            memory_mb=config.memory_mb,
+            cache=config.cache,
+            log=log,
+        )
 
     @parallel(Dispatch.ALL)
     async def start(self) -> None:
@@ -27,8 +36,9 @@ class RewardWorker(Worker):
         return await self._pool.score(task, response)
 
     @parallel(Dispatch.ONE)
-    def stats(self) -> GraderStats:
-        return self._pool.stats()
+    def take_stats(self) -> GraderStats:
+        """What the graders did since this was asked last."""
+        return self._pool.take_stats()
 
     async def close(self) -> None:
         await self._pool.close()

@@ -170,5 +170,5 @@ class Remains:
 
 def _timeless(row: dict[str, Any]) -> dict[str, Any]:
     clocks = ("time_s", "seconds", "response/tokens_per_s")
-    timed = ("time/", "stage/", "queue/graders_full_s")
+    timed = ("time/", "stage/", "queue/graders_full_s", "graders/")
     return {key: value for key, value in row.items() if key not in clocks and not key.startswith(timed)}

@@ -15,6 +15,21 @@ from typing import Any
 from roll.data import Response, Task
 
 
+class Steady:
+    """A reward that says it is deterministic, and returns each time how often it was called in this process."""
+
+    deterministic = True
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, task: Task, response: Response) -> Any:
+        if task.answer == "raise":
+            raise KeyError("again")
+        self.calls += 1
+        return {"calls": self.calls}
+
+
 def act(task: Task, response: Response) -> Any:
     action, *arguments = task.answer
     return ACTIONS[action](*arguments)
@@ -80,6 +95,29 @@ def _loaded(names: list[str]) -> float:
     return float(sum(name in sys.modules for name in names))
 
 
+_KEPT: list[bytearray] = []
+
+
+def _take_memory(megabytes: int, keep: bool) -> float:
+    for _ in range(megabytes):
+        block = bytearray(1 << 20)
+        _KEPT.append(block)
+    if not keep:
+        _KEPT.clear()
+    return float(megabytes)
+
+
+def _greedy(megabytes: int) -> float:
+    return float(len(bytearray(megabytes << 20)))
+
+
+def _raise_if_loaded(names: list[str]) -> float:
+    loaded = [name for name in names if name in sys.modules]
+    if loaded:
+        raise ImportError(f"loaded: {loaded}")
+    return 0.0
+
+
 ACTIONS: dict[str, Any] = {
     "give": lambda value: value,
     "raise": _raise,
@@ -94,8 +132,11 @@ ACTIONS: dict[str, Any] = {
     "leave child": _leave_child,
     "fork": _fork_and_return,
     "leave thread": _leave_thread,
+    "take memory": _take_memory,
+    "greedy": _greedy,
     "pid": lambda: float(os.getpid()),
     "loaded": _loaded,
+    "raise if loaded": _raise_if_loaded,
     "nan": lambda: float("nan"),
     "write garbage": _write_garbage,
     "close connection": lambda: os.closerange(3, 64),

@@ -46,7 +46,7 @@ def test_every_part_stands_beside_the_reward_gates_open_or_closed(rule: dict[str
 
 
 @given(rules)
-def test_the_reward_is_the_lowest_closed_gates_value_or_else_the_weighted_sum(
+def test_the_reward_is_the_lowest_closed_gates_value_or_the_weighted_sum(
     rule: dict[str, tuple[Part, float]],
 ) -> None:
     closed = []
@@ -143,13 +143,13 @@ def refusal(reward: Any, *overrides: str) -> str:
         ({"parts": {"right": "maht"}}, "reward.parts.right 'maht' is not known"),
         (
             {"parts": {"right": {"name": "number", "wieght": 2}}},
-            "wieght is not a setting; did you mean reward.parts.right.w",
+            "wieght is not a setting; did you mean reward.parts.r",
         ),
         ({"parts": {"right": {"name": "number", "zzzzz": 2}}}, "reward.parts.right has: name, options, weight"),
         ({"parts": {"right": {"weight": 2}}}, "reward.parts.right.name must be set"),
         (
             {"name": "number", "options": {"tolerence": 1}},
-            "reward.options.tolerence is not an option of 'number'; did you m",
+            "reward.options.tolerence is not an option of 'number'; did",
         ),
         ({"name": "number", "options": {"zzz": 1}}, "is not an option of 'number'; it takes: tolerance, relative"),
         ({"name": "number", "options": {"tolerance": "a"}}, 'reward.options.tolerance is "a", but takes a number'),
@@ -178,6 +178,10 @@ def test_users_functions_take_options_and_users_classes_are_made_with_them(tmp_p
     file = tmp_path / "mine.py"
     file.write_text(
         "def score(task, response, *, bonus=1, malus=0): return bonus - malus\n"
+        "def steady(task, response, bonus=1): return bonus\n"
+        "steady.deterministic = True\n"
+        "class Held:\n    def __call__(self, task, response, bonus=1): return bonus\n"
+        "held = Held()\n"
         "class Counts:\n"
         "    deterministic = True\n"
         "    def __init__(self, letter): self.letter = letter\n"
@@ -190,10 +194,12 @@ def test_users_functions_take_options_and_users_classes_are_made_with_them(tmp_p
 
     assert made("score")(TASK, RESPONSE) == 1
     assert made("score", bonus=3)(TASK, RESPONSE) == 3
+    assert is_deterministic(made("steady", bonus=3), TASK)
+    assert made("held", bonus=2)(TASK, RESPONSE) == 2
     assert made("Counts", letter="5")(TASK, RESPONSE) == 1
     assert is_deterministic(made("Counts", letter="5"), TASK)
     assert not is_deterministic(made("score", bonus=3), TASK)
-    with pytest.raises(UserError, match="reward.options.bouns is not an option of .*; did you mean 'bonus'"):
+    with pytest.raises(UserError, match=r"reward.options.bouns is not an option of .*; did you mean 'bonus'"):
         made("score", bouns=3)
     with pytest.raises(UserError, match="missing a required argument: 'letter'"):
         made("Counts")

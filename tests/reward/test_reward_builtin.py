@@ -148,6 +148,20 @@ def test_the_last_box_of_a_text(text: str, box: str | None) -> None:
     assert last_box(text) == box
 
 
+inside = st.recursive(
+    st.text("ab1 ", max_size=3) | st.sampled_from([r"\{", r"\}", r"\frac", r"\\"]),
+    lambda inner: inner.map(lambda text: f"{{{text}}}") | st.tuples(inner, inner).map("".join),
+    max_leaves=5,
+)
+
+
+@given(st.lists(st.tuples(inside, inside), min_size=1, max_size=4), st.sampled_from(["", r"\boxed{", r"\boxed{1"]))
+def test_of_all_closed_boxes_the_last_counts(pieces: list[tuple[str, str]], cut_off: str) -> None:
+    text = "".join(rf"{before}\boxed{{{box}}}" for before, box in pieces)
+    assert last_box(text + cut_off) == pieces[-1][1]
+    assert last_box(rf"\boxed{{{text}}}") == pieces[-1][1]
+
+
 @pytest.mark.parametrize(
     ("answer", "text", "reward"),
     [

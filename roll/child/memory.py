@@ -1,7 +1,7 @@
-"""The memory limit of an environment process.
+"""The memory limit of a process that runs users' code.
 
-The kernel holds it (RLIMIT_DATA): an environment that asks for more gets a `MemoryError`, and its neighbours do not
-notice. It counts what the process takes beyond what it had at the start, without the stacks of environments' threads,
+The kernel holds it (RLIMIT_DATA): an environment or reward that asks for more gets a `MemoryError`, and its neighbours do
+not notice. It counts what the process takes beyond what it had at the start, without the stacks of environments' threads,
 of which next to nothing is ever used. Linux only.
 """
 

@@ -1,0 +1,52 @@
+"""A language model behind an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from roll.data.task import Message
+from roll.reward.posting import Post
+
+
+@dataclass(frozen=True)
+class ChatServer:
+    """Answers conversations. `url` is the server's, up to `/v1`."""
+
+    url: str
+    model: str
+    temperature: float = 0.0
+    max_tokens: int = 512
+    token_env: str = ""
+    timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        self._post()
+        if self.temperature < 0:
+            raise ValueError(f"temperature is {self.temperature:g}, but takes a number ≥ 0")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens is {self.max_tokens}, but takes a whole number ≥ 1")
+
+    def ask(self, messages: Sequence[Message]) -> str:
+        """The model's reply."""
+        asked = {
+            "model": self.model,
+            "messages": list(messages),
+            "temperature": self.temperature,
+            "max_tokens": self.max_tokens,
+        }
+        reply: str = self._post().send(asked, _reply)
+        return reply
+
+    def _post(self) -> Post:
+        address = f"{self.url.rstrip('/')}/chat/completions"
+        return Post(address, token_env=self.token_env, deadline_s=self.timeout_s)
+
+
+def _reply(answer: Any) -> str:
+    try:
+        content = answer["choices"][0]["message"]["content"]
+    except (LookupError, TypeError):
+        raise ValueError(f"not a chat completion: {str(answer)[:200]}") from None
+    return content or ""

@@ -1,0 +1,121 @@
+"""`choice`: the letter of the right answer among several."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from roll.data.task import Response, Task
+from roll.reward.extract import last_tag
+from roll.reward.maths import last_box
+
+_ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_WRAP = r"(?:[\s*_$(\[{\"'`]|\\text|\\mathrm|\\textbf|\\boxed|\\\(){0,8}"
+"""What may stand around a letter: brackets, quotes, emphasis, LaTeX. So much and no more: searches must end."""
+_AFTER = r"(?![\w])(?!['’](?:s|m|d|ll|ve|re)\b)"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """1 if the letter chosen is the task's answer, else 0.
+
+    The answer is a letter, however written (`B`, `(b)`, `B.`), or, for tasks whose info has `choices`, the number of the
+    right one, counted from 0, or its text. What the text chose is looked for in this order, the last of a kind counts: a
+    box, an `<answer>` tag, a sentence such as `The answer is (B)`, a text or line that is a letter and its choice, a
+    letter in brackets, a capital letter standing alone; at last, where `texts` allows it, the text of exactly one choice.
+    """
+
+    letters: str = ""
+    """The letters there are; empty: as many as the task's `choices`, without those A to J."""
+    texts: bool = True
+    """Whether the text of a choice counts in place of its letter."""
+    deterministic = True
+
+    def __post_init__(self) -> None:
+        if self.letters and (not self.letters.isalpha() or len(set(self.letters.upper())) < len(self.letters)):
+            raise ValueError(f"letters is {self.letters!r}, but takes letters, each once: ABCD")
+
+    def __call__(self, task: Task, response: Response) -> float:
+        choices = [str(choice) for choice in task.info.get("choices") or ()]
+        letters = self.letters.upper() or _ALPHABET[: len(choices) or 10]
+        answer = _answer(task, letters, choices)
+        chosen = chosen_letter(response.text, letters)
+        if chosen is None and self.texts:
+            chosen = _by_text(response.text, letters, choices)
+        return float(chosen == answer)
+
+
+def chosen_letter(text: str, letters: str = "ABCDEFGHIJ") -> str | None:
+    """The letter that a text chooses, in upper case, or None."""
+    for inside in (last_box(text), last_tag(text, "answer")):
+        if inside is not None and (found := _leading(inside, letters) or _said(inside, letters)):
+            return found
+    return _said(text, letters) or _leading(text, letters) or _line(text, letters) or _alone(text, letters)
+
+
+def _leading(text: str, letters: str) -> str | None:
+    """Of `(b) Paris`, `B.` or `b`: the letter. A letter that begins a sentence (`A cat`) is no choice."""
+    match = re.match(rf"{_WRAP}([{letters}])(?:[\s*_)\]}}\"'`$.:,]*\Z|[*_]*[)\]}}.:]|\s*[-–:])", text, re.IGNORECASE)
+    return match[1].upper() if match else None
+
+
+def _said(text: str, letters: str) -> str | None:
+    """Of `The answer is (B)`, `Answer: **B**`, `I choose option c.`: the letter, the last said; only without one, of
+    `Option B holds`."""
+    named, one = r"(?:\s{1,4}(?:option|choice|letter|answer))?", rf"{_WRAP}([{letters}]){_AFTER}"
+    verb = r"(?:\s{1,4}(?:is|was|(?:would|should|must|to)\s{1,4}be)\b[\s:]{0,4}|[\s*_]{0,4}[:=→-]{1,3})"
+    chosen = rf"\b(?:(?:answer|choice|option)\b{verb}|(?:choose|pick|select)\b){named}{one}"
+    mentioned = rf"\b(?:answer|choice|option)\b{one}"
+    return _last_said(chosen, text) or _last_said(mentioned, text)
+
+
+def _last_said(pattern: str, text: str) -> str | None:
+    last = None
+    for match in re.finditer(pattern, text, re.IGNORECASE):
+        letter, before, after = match[1], text[match.start(1) - 1], text[match.end(1) : match.end(1) + 2]
+        is_word = re.match(r"\s[\w]", after) and before not in "([{*\"'`"
+        if not (is_word and (letter.islower() or letter == "I")):  # "the answer is a dog"
+            last = letter.upper()
+    return last
+
+
+def _line(text: str, letters: str) -> str | None:
+    """The letter of the last line that is nothing but a letter."""
+    lines = (line for line in reversed(text.splitlines()) if line.strip())
+    matches = (re.fullmatch(rf"{_WRAP}([{letters}])[\s*_)\]}}\"'`$.:,]*", line, re.IGNORECASE) for line in lines)
+    return next((match[1].upper() for match in matches if match), None)
+
+
+def _alone(text: str, letters: str) -> str | None:
+    """The last letter in brackets; without one, the last capital letter that is a word and no article or pronoun."""
+    if bracketed := re.findall(rf"[(\[]([{letters}])[)\]]", text, re.IGNORECASE):
+        return str(bracketed[-1]).upper()
+    alone = re.findall(rf"(?<![\w'’-])(?!(?:A|I)\s+\w)([{letters}])(?![\w'’-])", text)
+    return str(alone[-1]) if alone else None
+
+
+def _by_text(text: str, letters: str, choices: Sequence[str]) -> str | None:
+    """The letter of the one choice whose text is in the text."""
+    said, texts = _words(text), [_words(choice) for choice in choices]
+    found = [letter for letter, words in zip(letters, texts, strict=False) if words.strip() and words in said]
+    return found[0] if len(found) == 1 else None
+
+
+def _answer(task: Task, letters: str, choices: Sequence[str]) -> str:
+    answer = task.answer
+    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
+        return letters[answer]
+    if isinstance(answer, str):
+        if answer in choices:
+            return letters[list(choices).index(answer)]
+        letter = answer.strip().strip("()[].:").upper()
+        if len(letter) == 1 and letter in letters:
+            return letter
+    among = f"one of {letters}" + (", or one of its choices" if choices else "")
+    raise ValueError(f"the answer of task {task.id!r}, {answer!r}, is not {among}")
+
+
+def _words(text: str) -> str:
+    found = re.findall(r"[^\W_]+", text.casefold())
+    return f" {' '.join(found)} "

@@ -1,0 +1,94 @@
+"""`format`: a text of the right form, whatever it says."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from roll.data.task import Response, Task
+from roll.reward.extract import compiled
+from roll.reward.json_shape import check_shape, fits
+
+_FENCE = re.compile(r"\s*```[\w-]*\n(.*?)\n?```\s*", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Format:
+    """1 if the text is of the form that the options describe, all of them, else 0; or the share of them that hold."""
+
+    pattern: str | None = None
+    """Regular expression the text must match; a point matches line ends too."""
+    search: bool = False
+    """Whether it is enough that the pattern matches somewhere; else it must match the whole text, white space around it
+    aside."""
+    tags: list[str] = field(default_factory=list)
+    """Tags that must stand in the text in this order, each opened and closed once: `[think, answer]`."""
+    only_tags: bool = False
+    """Whether there may be nothing but white space outside the tags."""
+    json: bool = False
+    """Whether the text must be JSON, in a code fence or not."""
+    schema: dict[str, Any] = field(default_factory=dict)
+    """JSON schema of it: type, enum, const, properties, required, additionalProperties, items, minItems, maxItems,
+    minLength, maxLength, pattern, minimum, maximum."""
+    share: bool = False
+    """Whether the value is the share of the conditions that hold."""
+    deterministic = True
+
+    def __post_init__(self) -> None:
+        if self.pattern is not None:
+            compiled(self.pattern)
+        if self.only_tags and not self.tags:
+            raise ValueError("only_tags is true, but there are no tags: write tags: [think, answer]")
+        if self.search and self.pattern is None:
+            raise ValueError("search is true, but there is no pattern")
+        if not (self.pattern is not None or self.tags or self.json or self.schema):
+            raise ValueError("format takes at least one of pattern, tags, json and schema")
+        check_shape(self.schema)
+
+    def __call__(self, task: Task, response: Response) -> float:
+        held = list(self._conditions(response.text).values())
+        return sum(held) / len(held) if self.share else float(all(held))
+
+    def _conditions(self, text: str) -> Mapping[str, bool]:
+        held: dict[str, bool] = {}
+        if self.pattern is not None:
+            regex = compiled(self.pattern)
+            held["pattern"] = bool(regex.search(text) if self.search else regex.fullmatch(text.strip()))
+        if self.tags:
+            held["tags"] = has_tags(text, self.tags, self.only_tags)
+        if self.json or self.schema:
+            is_json, value = read_json(text)
+            held["json"] = is_json
+            if self.schema:
+                held["schema"] = is_json and fits(value, self.schema)
+        return held
+
+
+def has_tags(text: str, tags: list[str], only: bool = False) -> bool:
+    """Whether the text has these tags in this order, each opened and closed once; nothing else, if `only` they may be."""
+    at = 0
+    for tag in tags:
+        opening, closing = f"<{tag}>", f"</{tag}>"
+        if text.count(opening) != 1 or text.count(closing) != 1:
+            return False
+        start, end = text.index(opening), text.index(closing)
+        if not at <= start < end or (only and text[at:start].strip()):
+            return False
+        at = end + len(closing)
+    return not (only and text[at:].strip())
+
+
+def read_json(text: str) -> tuple[bool, Any]:
+    """Whether the text, or what its one code fence holds, is JSON, and its value. `NaN` is not JSON."""
+    fenced = _FENCE.fullmatch(text)
+    try:
+        return True, json.loads(fenced[1] if fenced else text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False, None
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")

@@ -1,0 +1,57 @@
+"""Words, sentences and paragraphs of a text."""
+
+from __future__ import annotations
+
+import re
+
+_ABBREVIATIONS = re.compile(
+    r"mr|mrs|ms|dr|prof|st|sr|jr|vs|etc|e\.?g|i\.?e|al|fig|no|vol|dept|inc|ltd|co|corp|est|approx|ca|cf|a\.m|p\.m|u\.[sk]|ph\.d"
+    r"|jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec"
+)
+_END = re.compile(r"[.!?…。！？]+[\"'”’)\]*_]*(?=\s|\Z)|[。！？]")
+
+
+def words(text: str) -> list[str]:
+    """Runs of letters, digits and underscores."""
+    return re.findall(r"\w+", text)
+
+
+def capital_words(text: str) -> int:
+    """Words in capitals throughout; `A` and `I` are."""
+    return sum(word.isupper() for word in re.findall(r"[^\W\d_][\w'’-]*", text))
+
+
+def sentences(text: str) -> list[str]:
+    """Texts up to a full stop, exclamation or question mark before a space; abbreviations, initials and the numbers of
+    lists do not end one."""
+    found, start = [], 0
+    for end in _END.finditer(text):
+        if end[0] == "." and _goes_on(text[start : end.start()], text[end.end() :]):
+            continue
+        found.append(text[start : end.end()])
+        start = end.end()
+    found.append(text[start:])
+    return [sentence.strip() for sentence in found if re.search(r"\w", sentence)]
+
+
+def paragraphs(text: str) -> list[str]:
+    """Texts between empty lines."""
+    return [paragraph.strip() for paragraph in re.split(r"\n[ \t]*\n", text) if paragraph.strip()]
+
+
+def divided(text: str, divider: str) -> list[str]:
+    """Texts between dividers. A divider at the beginning or the end divides nothing."""
+    found = [part.strip() for part in re.split(divider, text)]
+    return found[bool(not found[0]) : len(found) - bool(len(found) > 1 and not found[-1])]
+
+
+def _goes_on(before: str, after: str) -> bool:
+    """Whether a sentence goes on behind this point."""
+    last = re.search(r"(\S+)\Z", before)
+    if last is None:
+        return False
+    word = last[1].lstrip("(\"'“‘[*_").casefold()
+    if _ABBREVIATIONS.fullmatch(word) or re.fullmatch(r"[^\W\d_]", word):  # "e.g." or "J. S. Bach"
+        return bool(after.strip())
+    is_item = re.fullmatch(r"\s*(?:\d+|[a-z])", before.rpartition("\n")[2], re.IGNORECASE)
+    return is_item is not None  # "1. First"

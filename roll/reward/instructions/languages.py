@@ -1,0 +1,54 @@
+"""Languages, as far as their script tells: no language of the Latin script can be told from another this way.
+
+Languages that share a script (Hindi, Marathi and Nepali, say) are not told apart.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+
+_SCRIPTS = {
+    "am": "ETHIOPIC",
+    "ar": "ARABIC",
+    "be": "CYRILLIC",
+    "bg": "CYRILLIC",
+    "bn": "BENGALI",
+    "el": "GREEK",
+    "fa": "ARABIC",
+    "gu": "GUJARATI",
+    "he": "HEBREW",
+    "hi": "DEVANAGARI",
+    "hy": "ARMENIAN",
+    "ja": "HIRAGANA",
+    "ka": "GEORGIAN",
+    "kn": "KANNADA",
+    "ko": "HANGUL",
+    "ml": "MALAYALAM",
+    "mr": "DEVANAGARI",
+    "my": "MYANMAR",
+    "ne": "DEVANAGARI",
+    "pa": "GURMUKHI",
+    "ru": "CYRILLIC",
+    "si": "SINHALA",
+    "sr": "CYRILLIC",
+    "ta": "TAMIL",
+    "te": "TELUGU",
+    "th": "THAI",
+    "uk": "CYRILLIC",
+    "ur": "ARABIC",
+    "zh": "CJK",
+}
+_BESIDE = {"ja": ("HIRAGANA", "KATAKANA", "CJK")}
+"""Scripts that a language is written in besides."""
+
+
+def is_written_in(text: str, language: str) -> bool:
+    """Whether more than half of the letters are of the language's script. `ValueError` if the script does not tell it."""
+    if language not in _SCRIPTS:
+        raise ValueError(f"language {language!r} cannot be told by its script; those that can: {', '.join(_SCRIPTS)}")
+    letters = [unicodedata.name(character, "") for character in text if character.isalpha()]
+    own = _SCRIPTS[language]
+    scripts = _BESIDE.get(language, (own,))
+    return any(name.startswith(own) for name in letters) and (
+        sum(name.startswith(scripts) for name in letters) * 2 > len(letters)
+    )

@@ -1,0 +1,59 @@
+"""`length`: a response as long as it should be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from roll.data.task import Response, Task
+
+Unit: TypeAlias = Literal["tokens", "words", "characters"]
+
+
+@dataclass(frozen=True)
+class Length:
+    """Shaping by length, in one of three ways.
+
+    `target`: 1 at that length, less on both sides, 0 where `ramp` away. `budget`: 1 up to that length, then less, 0 where
+    `ramp` beyond it. `overlong`: 0 while `ramp` or more is left to that length, then less, -1 there and beyond. With
+    `overlong: 100, ramp: 20` a response of 80 tokens gets 0, one of 90 gets -0.5, one of 100 or 300 gets -1.
+    """
+
+    target: int = 0
+    """Length that is best."""
+    budget: int = 0
+    """Length up to which all are equally good."""
+    overlong: int = 0
+    """Length that is as bad as any beyond it."""
+    ramp: int = 0
+    """Over what length the value changes; 0: at once, for `target` the target itself."""
+    unit: Unit = "tokens"
+    """What is counted: `tokens`, `words` or `characters`."""
+    deterministic = True
+
+    def __post_init__(self) -> None:
+        for name in ("target", "budget", "overlong", "ramp"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, but takes a whole number ≥ 0")
+        ways = [name for name in ("target", "budget", "overlong") if getattr(self, name)]
+        if len(ways) != 1:
+            raise ValueError(f"length takes one of target, budget and overlong, and got {' and '.join(ways) or 'none'}")
+        if self.overlong and self.ramp > self.overlong:
+            raise ValueError(f"ramp is {self.ramp}, more than overlong={self.overlong}: write a shorter ramp")
+
+    def __call__(self, task: Task, response: Response) -> float:
+        size = measure(response, self.unit)
+        if self.target:
+            return max(0.0, 1 - abs(size - self.target) / (self.ramp or self.target))
+        if self.budget:
+            beyond = size - self.budget
+            return 1.0 if beyond <= 0 else max(0.0, 1 - beyond / self.ramp) if self.ramp else 0.0
+        left = self.overlong - size
+        return -1.0 if left <= 0 else min(0.0, left / self.ramp - 1) if self.ramp else 0.0
+
+
+def measure(response: Response, unit: Unit) -> int:
+    """How long a response is."""
+    if unit == "tokens":
+        return response.tokens
+    return len(response.text.split()) if unit == "words" else len(response.text)

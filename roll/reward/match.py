@@ -1,0 +1,98 @@
+"""`exact` and `fuzzy`: the text is the answer, or is like it.
+
+A task's answer is text, a number, or a list of answers of which any will do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Literal
+
+from roll.data.task import Response, Task
+from roll.reward.extract import Place, check_place, extract, plain
+
+
+@dataclass(frozen=True)
+class Exact:
+    """1 if the text is the task's answer, else 0. White space around it, and how much of it stands between words, does
+    not matter."""
+
+    find: Place = "text"
+    """Where the answer stands: `text` (all of it), `last_line`, `boxed`, `answer` (the last `<answer>…</answer>`)."""
+    pattern: str | None = None
+    """Regular expression whose last match there, or its first group, is the answer."""
+    ignore_case: bool = False
+    """Whether capital letters are the same as small ones."""
+    ignore_punctuation: bool = False
+    """Whether what is no letter, digit or space is left out."""
+    deterministic = True
+
+    def __post_init__(self) -> None:
+        check_place(self.find, self.pattern)
+
+    def __call__(self, task: Task, response: Response) -> float:
+        answers = [plain(answer, self.ignore_case, self.ignore_punctuation) for answer in answers_of(task)]
+        found = extract(response.text, self.find, self.pattern)
+        return float(found is not None and plain(found, self.ignore_case, self.ignore_punctuation) in answers)
+
+
+@dataclass(frozen=True)
+class Fuzzy:
+    """How like the task's answer the text is, from 0 to 1; of several answers, the likest."""
+
+    by: Literal["words", "characters"] = "words"
+    """`words`: F1 of the words in common, in any order. `characters`: share of the characters that match in order."""
+    threshold: float = 0.0
+    """Likeness below this is 0."""
+    all_or_nothing: bool = False
+    """Whether likeness at or above the threshold is 1."""
+    find: Place = "text"
+    """As in `exact`."""
+    pattern: str | None = None
+    """As in `exact`."""
+    ignore_case: bool = True
+    """Whether capital letters are the same as small ones."""
+    ignore_punctuation: bool = True
+    """Whether what is no letter, digit or space is left out."""
+    deterministic = True
+
+    def __post_init__(self) -> None:
+        check_place(self.find, self.pattern)
+        if not 0 <= self.threshold <= 1:
+            raise ValueError(f"threshold is {self.threshold:g}, but takes a number from 0 to 1")
+        if self.all_or_nothing and not self.threshold:
+            raise ValueError("all_or_nothing is true, but threshold is 0, which everything reaches: write a threshold")
+
+    def __call__(self, task: Task, response: Response) -> float:
+        answers = [plain(answer, self.ignore_case, self.ignore_punctuation) for answer in answers_of(task)]
+        found = extract(response.text, self.find, self.pattern)
+        if found is None:
+            return 0.0
+        text = plain(found, self.ignore_case, self.ignore_punctuation)
+        measure = likeness_by_words if self.by == "words" else likeness_by_characters
+        likeness = max(measure(answer, text) for answer in answers)
+        if likeness < self.threshold:
+            return 0.0
+        return 1.0 if self.all_or_nothing else likeness
+
+
+def answers_of(task: Task) -> list[str]:
+    """The task's answers as text."""
+    answers = task.answer if isinstance(task.answer, list | tuple) else [task.answer]
+    if not answers or any(answer is None for answer in answers):
+        raise ValueError(f"task {task.id!r} has no answer to compare with")
+    return [str(answer) for answer in answers]
+
+
+def likeness_by_words(a: str, b: str) -> float:
+    """F1 of two bags of words; two texts without words are alike."""
+    left, right = Counter(a.split()), Counter(b.split())
+    total = left.total() + right.total()
+    return 2 * (left & right).total() / total if total else 1.0
+
+
+def likeness_by_characters(a: str, b: str) -> float:
+    """Twice the matching characters over all characters (difflib)."""
+    return SequenceMatcher(None, a, b, autojunk=False).ratio()

@@ -1,0 +1,100 @@
+"""JSON posted to a server, with tries and a deadline: what the `http` and `judge` rewards ask others with."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+_MOST_BYTES = 16 << 20
+_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""Statuses after which the same question may have an answer."""
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirected POST would become a GET, and take its token to a server nobody named."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirect)
+
+
+class PostFailure(Exception):
+    """The server gave no answer that can be used."""
+
+
+@dataclass(frozen=True)
+class Post:
+    """Where JSON is posted to, and how often and how long it is tried.
+
+    A server that cannot be reached, or says that it is busy or broken, is asked again after `backoff_s`, doubled each
+    time, as long as the deadline allows; another refusal is final.
+    """
+
+    url: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+    token_env: str = ""
+    tries: int = 3
+    backoff_s: float = 0.2
+    deadline_s: float = 8.0
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise ValueError(f"url is {self.url!r}, but takes an address such as http://localhost:8000/score")
+        if self.tries < 1:
+            raise ValueError(f"tries is {self.tries}, but takes a whole number ≥ 1")
+        for name in ("backoff_s", "deadline_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name):g}, but takes a number > 0")
+
+    def send(self, payload: Any, read: Callable[[Any], Any] = lambda answer: answer) -> Any:
+        """What `read` makes of the server's answer; a `ValueError` of it counts as a broken server."""
+        body = json.dumps(payload, default=str).encode()
+        ends_s = time.monotonic() + self.deadline_s
+        wait_s = self.backoff_s
+        for tries_left in reversed(range(self.tries)):
+            try:
+                return read(self._once(body, max(ends_s - time.monotonic(), 0.01)))
+            except urllib.error.HTTPError as error:
+                problem = f"status {error.code}: {_told(error)}"
+                if error.code not in _AGAIN:
+                    raise PostFailure(f"{self.url} answered with {problem}") from None
+            except (OSError, ValueError) as error:  # not reached, not in time, not JSON, not what was asked for
+                problem = f"{type(error).__name__}: {error}"
+            if not tries_left or time.monotonic() + wait_s >= ends_s:
+                break
+            time.sleep(wait_s)
+            wait_s *= 2
+        tried = self.tries - tries_left
+        raise PostFailure(f"{self.url} gave no answer in {tried} {'try' if tried == 1 else 'tries'}: {problem}")
+
+    def _once(self, body: bytes, timeout_s: float) -> Any:
+        request = urllib.request.Request(self.url, body, {"Content-Type": "application/json", **self._headers()})
+        with _OPENER.open(request, timeout=timeout_s) as answer:
+            content = answer.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ValueError(f"the answer is longer than {_MOST_BYTES >> 20} MiB")
+        return json.loads(content)
+
+    def _headers(self) -> dict[str, str]:
+        if not self.token_env:
+            return dict(self.headers)
+        if self.token_env not in os.environ:
+            raise PostFailure(f"the environment variable {self.token_env!r}, named by token_env, is not set")
+        return {"Authorization": f"Bearer {os.environ[self.token_env]}", **self.headers}
+
+
+def _told(error: urllib.error.HTTPError) -> str:
+    try:
+        return error.read(500).decode(errors="replace").strip() or str(error.reason)
+    except OSError:
+        return str(error.reason)

@@ -1,0 +1,39 @@
+"""`repetition`: a penalty for saying the same again."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from roll.data.task import Response, Task
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """0 for a text that never repeats itself, down to -1: minus the share of its n-grams that stood before in it."""
+
+    n: int = 4
+    """Words or characters in an n-gram; a text with fewer is 0."""
+    allowed: float = 0.0
+    """Share of repeated n-grams that costs nothing; above it, all of the share counts."""
+    unit: Literal["words", "characters"] = "words"
+    """What n-grams are of: `words`, or `characters` for languages without spaces."""
+    deterministic = True
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ValueError(f"n is {self.n}, but takes a whole number ≥ 1")
+        if not 0 <= self.allowed <= 1:
+            raise ValueError(f"allowed is {self.allowed:g}, but takes a number from 0 to 1")
+
+    def __call__(self, task: Task, response: Response) -> float:
+        text = response.text.casefold()
+        share = repeated_share(re.findall(r"\w+", text) if self.unit == "words" else list("".join(text.split())), self.n)
+        return -share if share > self.allowed else 0.0
+
+
+def repeated_share(items: list[str], n: int) -> float:
+    """Share of the n-grams that stood before: of `a b a b a`, with n = 2, two of four."""
+    grams = [tuple(items[i : i + n]) for i in range(len(items) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0

@@ -1,0 +1,72 @@
+"""What graders did, in numbers that can be added up over workers and taken apart by time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Seconds that something took, and how often it was done."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+    @property
+    def mean_s(self) -> float:
+        return self.seconds / max(self.count, 1)
+
+    def __add__(self, other: Latency) -> Latency:
+        return Latency(self.count + other.count, self.seconds + other.seconds)
+
+    def __sub__(self, other: Latency) -> Latency:
+        return Latency(self.count - other.count, self.seconds - other.seconds)
+
+
+@dataclass(frozen=True)
+class GraderStats:
+    """Attempts at verdicts by how they ended (a retried job counts each time), verdicts kept that were asked for again,
+    and processes replaced."""
+
+    scored: int = 0
+    raised: int = 0
+    deadline: int = 0
+    crashed: int = 0
+    invalid: int = 0
+    hits: int = 0
+    restarts: int = 0
+    verdicts: Latency = Latency()
+    """Inside the reward function."""
+    latency: Mapping[str, Latency] = field(default_factory=dict)
+    """Of each domain: `DOMAIN/verdict` inside the reward function, `DOMAIN/wait` for a grader, `DOMAIN/part/PART`."""
+
+    @property
+    def mean_s(self) -> float:
+        """Mean seconds of the verdicts given, inside the reward function."""
+        return self.verdicts.mean_s
+
+    def __add__(self, other: GraderStats) -> GraderStats:
+        names = {**self.latency, **other.latency}
+        latency = {name: self.latency.get(name, Latency()) + other.latency.get(name, Latency()) for name in names}
+        return GraderStats(**{name: a + b for name, a, b in self._beside(other)}, latency=latency)
+
+    def __sub__(self, earlier: GraderStats) -> GraderStats:
+        latency = {name: took - earlier.latency.get(name, Latency()) for name, took in self.latency.items()}
+        return GraderStats(**{name: a - b for name, a, b in self._beside(earlier)}, latency=latency)
+
+    def metrics(self) -> dict[str, float]:
+        """As a run records them; latencies only of what was done."""
+        asked = self.scored + self.hits
+        values: dict[str, float] = {
+            "graders/verdict_s": self.mean_s,
+            "graders/failed": self.raised + self.deadline + self.crashed + self.invalid,
+            "graders/restarts": self.restarts,
+            "graders/cache_hits": self.hits / asked if asked else 0.0,
+        }
+        return values | {f"graders/{name}_s": took.mean_s for name, took in self.latency.items() if took.count}
+
+    def _beside(self, other: GraderStats) -> list[tuple[str, Any, Any]]:
+        names = [each.name for each in fields(self) if each.name != "latency"]
+        return [(name, getattr(self, name), getattr(other, name)) for name in names]
