@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,8 @@ class Algorithm:
     def __init__(self, config: AlgorithmConfig, max_new_tokens: int) -> None:
         self.config = config
         self._longest = max_new_tokens
+        self.longest_of: Mapping[str, int] = {}
+        """The longest responses of domains that have a limit of their own."""
         self._kl = KLWeight(config.kl_coef, config.kl_target, config.kl_horizon)
         self._running = RunningScores()
 
@@ -111,8 +114,9 @@ class Algorithm:
         config = self.config
         scores = shaped_alone(batch["reward"], config)
         if config.overlong_share > 0:
-            buffer = config.overlong_share * self._longest
-            scores = scores + config.overlong_penalty * overlong(batch["response_tokens"], self._longest, buffer)
+            longest = np.array([self.longest_of.get(domain, self._longest) for domain in batch["domain"].tolist()])
+            buffer = config.overlong_share * longest
+            scores = scores + config.overlong_penalty * overlong(batch["response_tokens"], longest, buffer)
         if self.needs_sample_kl:
             scores = scores - self._kl.value * batch["kl"]
         return scores
@@ -202,9 +206,13 @@ def loss_params(config: AlgorithmConfig) -> dict[str, Any]:
 def make_algorithm(config: Config) -> Algorithm:
     """The algorithm a run's configuration names."""
     longest, own = config.rollout.max_new_tokens, config.algorithm
-    if ":" not in own.name:
-        return Algorithm(own, longest)
-    made = load_user_code(own.name, what="algorithm.name")(own, longest)
+    made = Algorithm(own, longest) if ":" not in own.name else _users_algorithm(own, longest)
+    made.longest_of = {domain: config.rollout_of(domain).max_new_tokens for domain in config.domains}
+    return made
+
+
+def _users_algorithm(config: AlgorithmConfig, longest: int) -> Algorithm:
+    made = load_user_code(config.name, what="algorithm.name")(config, longest)
     if not isinstance(made, Algorithm):
-        raise UserError(f"algorithm.name: {own.name!r} is no roll.algorithm.Algorithm: make it a subclass")
+        raise UserError(f"algorithm.name: {config.name!r} is no roll.algorithm.Algorithm: make it a subclass")
     return made

@@ -16,7 +16,7 @@ def shaped(rewards: NDArray[Any], bounds: tuple[float, float] | None, scale: flo
     return np.asarray(scale * (values if bounds is None else np.clip(values, *bounds)) + shift)
 
 
-def overlong(lengths: NDArray[Any], longest: int, buffer: float) -> Floats:
+def overlong(lengths: NDArray[Any], longest: int | NDArray[Any], buffer: float | NDArray[Any]) -> Floats:
     """0 up to `longest - buffer` tokens, then falling linearly to -1 at `longest`.
 
     With `longest` 100 and a buffer of 20, responses of 80, 90 and 100 tokens get 0, -0.5 and -1.

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from roll.config.schema import Config
+    from roll.config.schema import Config, RolloutConfig
 
 UNREAD = {
     "rlvr": ("data",),
     "sft": (
-        *("tasks", "reward", "env", "rollout", "algorithm", "weights"),
+        *("tasks", "domains", "reward", "env", "rollout", "algorithm", "weights"),
         *("eval.temperature", "eval.show", "run.save_samples"),
     ),
 }
 """The sections and settings that a pipeline has no use for."""
+REPLACED = ("tasks.source", "tasks.options", "tasks.weights", "reward.name", "reward.options", "reward.parts")
+"""The settings that a run with domains has no use for."""
+_NAME = re.compile(r"[\w-]+")
 
 
 def check(config: Config) -> None:
     """`ValueError` where the sections do not go together."""
     _check_all_is_read(config)
+    if config.domains:
+        _check_domains(config)
     if config.pipeline == "sft":
         _check_sft(config)
     _check_across_fields(config)
@@ -48,6 +54,43 @@ def _check_sft(config: Config) -> None:
         )
 
 
+def _check_domains(config: Config) -> None:
+    """Each domain has all that a run without domains has once."""
+    for name in REPLACED:
+        if (key := _changed(config, name)) is not None:
+            what = key.partition(".")[0]
+            raise ValueError(f"{key} is set, and so are domains, each with its own {what}: remove {key}, or domains")
+    for name, domain in config.domains.items():
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"domains has {name!r}: a name is of letters, digits, - and _")
+        own = domain.rollout(config.rollout)
+        _check_groups(config, own, f"domains.{name}.filter" if domain.filter is not None else "rollout.filter")
+        if domain.filter_range is not None and own.filter != "mean_range":
+            raise ValueError(
+                f"domains.{name}.filter_range is set, but nothing reads it: write domains.{name}.filter=mean_range"
+            )
+        _check_range(f"domains.{name}.filter_range", own.filter_range)
+    if not any(domain.weight for domain in config.domains.values()):
+        raise ValueError(
+            f"domains.{next(iter(config.domains))}.weight is 0, and so are all others: nothing is trained on"
+        )
+    if not any(domain.tasks.source for domain in config.domains.values()):
+        raise ValueError(f"domains.{next(iter(config.domains))}.tasks has no source, and no other domain has one")
+
+
+def _check_groups(config: Config, rollout: RolloutConfig, setting: str) -> None:
+    if rollout.group_size == 1 and rollout.filter == "no_signal" and config.algorithm.baseline != "greedy":
+        raise ValueError(
+            f"rollout.group_size is 1, and {setting}=no_signal drops groups whose rewards are all equal: write "
+            f"{setting}=none"
+        )
+
+
+def _check_range(setting: str, bounds: tuple[float, float]) -> None:
+    if bounds[0] > bounds[1]:
+        raise ValueError(f"{setting} is {bounds}: write the lower bound first")
+
+
 def _check_across_fields(config: Config) -> None:
     rollout, train, algorithm = config.rollout, config.train, config.algorithm
     if config.executor == "local" and config.ray.address is not None:
@@ -59,11 +102,8 @@ def _check_across_fields(config: Config) -> None:
             f"rollout.group_size is 1, but {algorithm.name} compares samples of one task: write "
             "rollout.group_size=2 or more"
         )
-    if rollout.group_size == 1 and rollout.filter == "no_signal" and algorithm.baseline != "greedy":
-        raise ValueError(
-            "rollout.group_size is 1, and rollout.filter=no_signal drops groups whose rewards are all equal: write "
-            "rollout.filter=none"
-        )
+    if not config.domains:
+        _check_groups(config, rollout, "rollout.filter")
     if (rollout.top_p < 1 or rollout.top_k > 0) and not rollout.train_on_truncated:
         raise ValueError(
             "rollout.top_p < 1 or rollout.top_k > 0 samples from a truncated distribution, which biases training: "
@@ -82,8 +122,7 @@ def _check_across_fields(config: Config) -> None:
         )
     if rollout.max_staleness and rollout.order == "tail_rounds":
         raise ValueError("rollout.order=tail_rounds closes a round before the next begins: write rollout.max_staleness=0")
-    if rollout.filter_range[0] > rollout.filter_range[1]:
-        raise ValueError(f"rollout.filter_range is {rollout.filter_range}: write the lower bound first")
+    _check_range("rollout.filter_range", rollout.filter_range)
     if train.updates_per_step > rollout.groups_per_step:
         raise ValueError(
             f"train.updates_per_step is {train.updates_per_step}, but a step has only {rollout.groups_per_step} "
@@ -99,6 +138,8 @@ def _check_across_fields(config: Config) -> None:
 def _changed(config: Config, name: str) -> str | None:
     """The first setting of a section, or the one of that name, that is not as it is where nothing is written."""
     section, _, field = name.partition(".")
-    value, usual = getattr(config, section), type(config).model_fields[section].default
+    value, usual = getattr(config, section), type(config).model_fields[section].get_default(call_default_factory=True)
+    if isinstance(value, dict):
+        return section if value != usual else None
     fields = [field] if field else type(value).model_fields
     return next((f"{section}.{key}" for key in fields if getattr(value, key) != getattr(usual, key)), None)

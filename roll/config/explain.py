@@ -83,11 +83,18 @@ def mistakes_of(error: ValidationError, origins: Mapping[Path, Origin], whole: O
     for detail in error.errors(include_url=False):
         path = _path_of(detail)
         if "error" in detail.get("ctx", {}):
-            for text in str(detail["ctx"]["error"]).splitlines():
+            for text in _placed(str(detail["ctx"]["error"]), path).splitlines():
                 found[text] = Mistake(_origin_of_mentioned(text, origins, whole), text)
         elif path not in found:
             found[path] = Mistake(origin_at(path, origins, whole), _text_of(detail, path))
     return list(found.values())
+
+
+def _placed(text: str, path: Path) -> str:
+    """What a section says of its settings, by the name it usually has, where it stands in another."""
+    if len(path) < 2:
+        return text
+    return re.sub(rf"(?<![\w.]){re.escape(str(path[-1]))}\.", f"{shape.dotted(path)}.", text)
 
 
 def origin_at(path: Path, origins: Mapping[Path, Origin], whole: Origin) -> Origin:

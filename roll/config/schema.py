@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from roll.config.algorithm import AlgorithmConfig
 from roll.config.checks import UNREAD, check
+from roll.config.domains import DomainConfig, SourceConfig, Stops
 from roll.config.reward import RewardConfig, RewardPart, RewardRule
 from roll.config.section import Count, Devices, Names, NonNegative, Positive, Section, Share, Whole
 from roll.config.workers import RayConfig, RoleConfig, RolesConfig, SuperviseConfig, WeightsConfig
@@ -19,6 +20,7 @@ from roll.config.workers import RayConfig, RoleConfig, RolesConfig, SuperviseCon
 __all__ = [
     "UNREAD",
     "AlgorithmConfig",
+    "DomainConfig",
     "RayConfig",
     "RewardConfig",
     "RewardPart",
@@ -26,6 +28,7 @@ __all__ = [
     "RoleConfig",
     "RolesConfig",
     "Section",
+    "SourceConfig",
     "SuperviseConfig",
     "WeightsConfig",
 ]
@@ -75,15 +78,12 @@ class ModelConfig(Section):
         return self.lora if self.lora.rank else None
 
 
-class TasksConfig(Section):
+class TasksConfig(SourceConfig):
     """What to solve."""
 
-    short: ClassVar[str | None] = "source"
-
     source: str = "addition"
-    """`addition`, `echo`, `environment`, a `.jsonl` file, or a function: `module:name` or `file.py:name`."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the source."""
+    """`addition`, `echo`, `environment`, `reasoning_gym:family`, a `.jsonl`, `.json` or `.parquet` file, `hf:dataset`, or
+    a function: `module:name` or `file.py:name` (`docs/tasks.md`)."""
     weights: dict[str, Positive] = Field(default_factory=dict)
     """Share of each domain among the groups, by name; empty: every task equally often."""
     sample_by: Literal["epochs", "solve_rate"] = "epochs"
@@ -96,8 +96,9 @@ class DataConfig(Section):
     short: ClassVar[str | None] = "source"
 
     source: str = "addition"
-    """A `.jsonl`, `.json` or `.parquet` file, a source of tasks with answers (`addition`, `echo`), `demonstrations` or
-    `dagger` (an environment's expert), or a function: `module:name` or `file.py:name`."""
+    """A `.jsonl`, `.json` or `.parquet` file, `hf:dataset`, a source of tasks with answers (`addition`, `echo`,
+    `reasoning_gym:family`), `demonstrations` or `dagger` (an environment's expert), or a function: `module:name` or
+    `file.py:name`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the source; of a file: the names of its columns, and the share `held_out`."""
     samples_per_step: Count = 32
@@ -127,7 +128,7 @@ class RolloutConfig(Section):
     """Sample from the k likeliest tokens, 0 for all; above 0 needs `train_on_truncated`."""
     train_on_truncated: bool = False
     """Allow training on samples of a truncated distribution (top_p, top_k)."""
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    stop: Stops = ()
     """Strings that end a response (their tokens stay in it)."""
     filter: str = "no_signal"
     """Which finished groups are dropped and replaced: `no_signal` (rewards all equal), `mean_range`, `none`, or a
@@ -284,6 +285,9 @@ class Config(Section):
     """CPU threads of the numeric work, 0 for one a core."""
     run: RunConfig = RunConfig()
     tasks: TasksConfig = TasksConfig()
+    domains: dict[str, DomainConfig] = Field(default_factory=dict)
+    """Kinds of tasks by name, in place of `tasks` and `reward`: each with its own tasks, weight, reward, limits and
+    filter (`docs/domains.md`)."""
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
     env: EnvConfig = EnvConfig()
@@ -295,6 +299,29 @@ class Config(Section):
     weights: WeightsConfig = WeightsConfig()
     ray: RayConfig = RayConfig()
     supervise: SuperviseConfig = SuperviseConfig()
+
+    def rollout_of(self, domain: str) -> RolloutConfig:
+        """How samples of a domain's tasks are made."""
+        return self.domains[domain].rollout(self.rollout) if domain in self.domains else self.rollout
+
+    @property
+    def longest_response(self) -> int:
+        """The most new tokens of a response in any domain."""
+        return max(
+            (self.rollout_of(domain).max_new_tokens for domain in self.domains), default=self.rollout.max_new_tokens
+        )
+
+    @property
+    def mix(self) -> dict[str, float]:
+        """Weights of the domains that are trained on; empty where they have none."""
+        own = {name: domain.weight for name, domain in self.domains.items() if domain.weight > 0}
+        return own or self.tasks.weights
+
+    @property
+    def judges(self) -> str:
+        """What the rewards are called where one line must do."""
+        own = ", ".join(f"{domain.reward.label} ({name})" for name, domain in self.domains.items())
+        return own or self.reward.label
 
     @model_validator(mode="after")
     def _check_across_sections(self) -> Config:

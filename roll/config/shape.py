@@ -180,6 +180,7 @@ def suggestions(path: Path) -> list[Path]:
 
     last = spelling(str(path[-1]))
     found = [known for known in everything if spelling(str(known[-1])) == last and known != path]
+    found = [known for known in found if ANY_NAME not in known] or found
     for match in near(name, siblings):
         longer = (*above, match, *rest)
         found.append((*above, match) if type_at(longer) is UNKNOWN else longer)

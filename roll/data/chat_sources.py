@@ -10,22 +10,20 @@ Example: the line `{"messages": [{"role": "user", "content": "2+2?"}, {"role": "
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from roll.config.errors import UserError
 from roll.config.schema import DataConfig
 from roll.config.user_code import load_user_code
 from roll.data.chat import Chat
-from roll.data.sources import SOURCES, Split, call_source, check_options, json_lines
+from roll.data.rows import TABLES, is_table, read_rows
+from roll.data.sources import SOURCES, Split, call_source, check_options, find_generator
 from roll.data.task import Message, Task
 from roll.data.tokenlog import TokenLog
 
 ChatSource = Callable[..., Iterable[Any]]
-FILES = (".jsonl", ".json", ".parquet")
 ELSEWHERE = {"demonstrations": "roll.env.demonstrations:demonstrations", "dagger": "roll.env.dagger:dagger"}
 """Sources that other parts bring."""
 
@@ -64,13 +62,16 @@ def chat_file(
     loss_mask: str = "loss_mask",
     id: str = "",
     held_out: float = 0.05,
+    subset: str = "",
+    part: str = "",
 ) -> Iterator[Chat]:
     """A file with a conversation a row. The options name its columns: a list of `messages`; or token `ids` and their
     `loss_mask`, as runs write them to `samples/`; or a `prompt` (text or messages) and a `response`. A share `held_out`
-    of the rows, at even distances, is held out."""
+    of the rows, at even distances, is held out. `subset` and `part` are a dataset's configuration and split."""
     if not 0 <= held_out < 1:
         raise UserError(f"data.options: held_out is {held_out}: write a share from 0 to below 1")
-    for position, (place, row) in enumerate(_rows(Path(path).expanduser())):
+    for position, found in enumerate(read_rows(path, "data.source", subset=subset, part=part)):
+        place, row = found.place, found.values
         if (int((position + 1) * held_out) > int(position * held_out)) != (split == "held_out"):
             continue
         name = f"row-{position + 1}"
@@ -96,11 +97,11 @@ def chat_file(
 
 
 def _find_source(name: str, options: dict[str, Any]) -> tuple[ChatSource, dict[str, Any]]:
-    if name in SOURCES:
-        return SOURCES[name], options
-    if name.endswith(FILES):
+    if (found := find_generator(name, options)) is not None:
+        return found
+    if is_table(name):
         return chat_file, {"path": name, **options}
-    known = [*SOURCES, *ELSEWHERE, f"a {', '.join(FILES)} file"]
+    known = [*SOURCES, *ELSEWHERE, *TABLES]
     return load_user_code(ELSEWHERE.get(name, name), what="data.source", known=known), options
 
 
@@ -134,39 +135,3 @@ def _token_log(ids: Sequence[int], loss_mask: Sequence[bool]) -> TokenLog:
     if not all(type(i) is int and i >= 0 for i in ids) or not all(m in (0, 1) for m in loss_mask):
         raise ValueError("token ids are whole numbers from 0 on, and the loss mask is of 0 and 1")
     return TokenLog.imitated(ids, [bool(m) for m in loss_mask])
-
-
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every row, and where it is."""
-    if not path.is_file():
-        raise UserError(f"data.source: there is no file {str(path)!r}")
-    if path.suffix == ".jsonl":
-        for line, row in json_lines(path, "data.source"):
-            yield f"{path}:{line}", row
-        return
-    rows = _parquet(path) if path.suffix == ".parquet" else _json(path)
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict):
-            raise UserError(f"{path}, row {number}: not an object with columns")
-        yield f"{path}, row {number}", row
-
-
-def _json(path: Path) -> list[Any]:
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON: {error}") from error
-    if not isinstance(rows, list):
-        raise UserError(f"{path}: it holds one {type(rows).__name__}, but takes a list of objects, one a conversation")
-    return rows
-
-
-def _parquet(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        from pyarrow.parquet import ParquetFile
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"data.source: reading {str(path)!r} needs the package pyarrow: run `pip install pyarrow`"
-        ) from error
-    for group in ParquetFile(path).iter_batches():
-        yield from group.to_pylist()

@@ -7,17 +7,18 @@ tasks are the same from call to call: what a run saw can be found again by a tas
 from __future__ import annotations
 
 import inspect
-import json
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from roll.config.errors import UserError
-from roll.config.schema import TasksConfig
+from roll.config.schema import SourceConfig, TasksConfig
 from roll.config.user_code import load_user_code
-from roll.data.task import Message, Task
+from roll.data.reasoning_gym import PREFIX, reasoning_gym
+from roll.data.rows import TABLES, is_table
+from roll.data.table import table
+from roll.data.task import Task
 
 Split = Literal["train", "held_out"]
 TaskSource = Callable[..., Iterable[Task]]
@@ -29,6 +30,11 @@ class TaskSet:
 
     train: tuple[Task, ...]
     held_out: tuple[Task, ...]
+
+    @property
+    def domains(self) -> list[str]:
+        """Of all tasks, in the order of their names."""
+        return sorted({task.domain for task in (*self.train, *self.held_out)})
 
     @property
     def has_environments(self) -> bool:
@@ -59,34 +65,21 @@ def echo(split: Split, symbols: str = "0123456789") -> Iterable[Task]:
         yield Task.ask(symbol, symbol, symbol, domain="echo")
 
 
-def jsonl(
-    split: Split, path: str, question: str = "question", answer: str = "answer", id: str = "", held_out: float = 0.1
-) -> Iterable[Task]:
-    """A file of JSON objects, one a line. `question`, `answer` and `id` name its columns; a question may also be a list
-    of messages. The last share `held_out` of the lines is held out."""
-    rows = list(json_lines(Path(path), "tasks.source"))
-    cut = len(rows) - round(len(rows) * held_out)
-    chosen = rows[cut:] if split == "held_out" else rows[:cut]
-    for number, row in chosen:
-        for column in (question, answer, *([id] if id else [])):
-            if column not in row:
-                have = ", ".join(row)
-                raise UserError(f"{path}:{number}: there is no column {column!r}; the line has {have}")
-        asked = row[question]
-        messages = tuple(asked) if isinstance(asked, list) else (Message(role="user", content=str(asked)),)
-        if not messages or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages):
-            raise UserError(f"{path}:{number}: {question!r} is a list, but not one of messages with role and content")
-        rest = {key: value for key, value in row.items() if key not in (question, answer)}
-        yield Task(str(row[id]) if id else f"line-{number}", messages, row[answer], info=rest)
-
-
-SOURCES: dict[str, TaskSource] = {"addition": addition, "echo": echo}
+SOURCES: dict[str, TaskSource] = {"addition": addition, "echo": echo, "reasoning_gym": reasoning_gym}
 ELSEWHERE = {"environment": "roll.env.tasks:environment_tasks"}
 """Sources that other parts bring."""
 
 
 def load_tasks(config: TasksConfig, source: TaskSource | None = None) -> TaskSet:
     """All tasks of a source; `source` replaces the one the config names."""
+    tasks = load_splits(config, source)
+    if not tasks.train:
+        raise UserError(f"tasks: the source {config.source!r} has no tasks to train on")
+    return tasks
+
+
+def load_splits(config: SourceConfig, source: TaskSource | None = None) -> TaskSet:
+    """As `load_tasks`, but there may be none to train on."""
     options = dict(config.options)
     if source is None:
         source, options = _find_source(config.source, options)
@@ -95,18 +88,23 @@ def load_tasks(config: TasksConfig, source: TaskSource | None = None) -> TaskSet
     for split in ("train", "held_out"):
         tasks[split] = call_source("tasks", config.source, source, split, options)
         _check_tasks(config.source, split, tasks[split])
-    if not tasks["train"]:
-        raise UserError(f"tasks: the source {config.source!r} has no tasks to train on")
     return TaskSet(tasks["train"], tasks["held_out"])
 
 
 def _find_source(name: str, options: dict[str, Any]) -> tuple[TaskSource, dict[str, Any]]:
-    if name in SOURCES:
-        return SOURCES[name], options
-    if name.endswith(".jsonl"):
-        return jsonl, {"path": name, **options}
-    known = [*SOURCES, *ELSEWHERE, "a .jsonl file"]
+    if (found := find_generator(name, options)) is not None:
+        return found
+    if is_table(name):
+        return table, {"path": name, **options}
+    known = [*SOURCES, *ELSEWHERE, *TABLES]
     return load_user_code(ELSEWHERE.get(name, name), what="tasks.source", known=known), options
+
+
+def find_generator(name: str, options: dict[str, Any]) -> tuple[TaskSource, dict[str, Any]] | None:
+    """The generator of that name, one of those that come with ROLL, and its options; None if there is none."""
+    if name.startswith(PREFIX):
+        return reasoning_gym, {"families": name.removeprefix(PREFIX), **options}
+    return (SOURCES[name], options) if name in SOURCES else None
 
 
 def call_source(
@@ -138,20 +136,3 @@ def _check_tasks(name: str, split: Split, tasks: tuple[Task, ...]) -> None:
         if task.id in seen:
             raise UserError(f"tasks: the source {name!r} gave two {split} tasks with the id {task.id!r}")
         seen.add(task.id)
-
-
-def json_lines(path: Path, setting: str) -> Iterable[tuple[int, dict[str, Any]]]:
-    """The objects of a file of JSON lines with the numbers of their lines; `setting` is what names the file."""
-    if not path.is_file():
-        raise UserError(f"{setting}: there is no file {str(path)!r}")
-    # Not `splitlines`, which also cuts at separators that JSON strings may hold as they are (U+2028, U+0085).
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{path}:{number}: not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{path}:{number}: not a JSON object")
-        yield number, row

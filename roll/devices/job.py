@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from roll.config.schema import Config
+from roll.data.domains import first_of_each
 from roll.data.sources import TaskSet
 from roll.devices.memory import Workload
 from roll.model.chat import ChatRenderer
@@ -22,18 +23,25 @@ class Job:
 
 def rlvr_job(config: Config, tasks: TaskSet) -> Job:
     renderer = ChatRenderer(load_tokenizer(find_model(config.model.path), config.model), ())
-    prompts = [len(renderer.opening(task.messages)) for task in tasks.train[:256] if task.messages] or [0]
+    prompts = [len(renderer.opening(task.messages)) for task in first_of_each(tasks.train, 256) if task.messages] or [0]
     rollout, train = config.rollout, config.train
     samples = rollout.groups_per_step * rollout.group_size
     sizes = (
         ("tasks", f"{len(tasks.train)} to train on, {len(tasks.held_out)} held out"),
+        *((f"domain {name}", _share(name, config, tasks)) for name in config.domains),
         ("samples a step", f"{rollout.groups_per_step} groups × {rollout.group_size} = {samples}"),
-        ("tokens a sample", f"prompt up to {max(prompts)}, response up to {rollout.max_new_tokens}"),
+        ("tokens a sample", f"prompt up to {max(prompts)}, response up to {config.longest_response}"),
         ("updates a step", str(train.updates_per_step)),
         ("steps", f"{train.steps}, {train.steps * samples} samples in all"),
     )
     work = Workload.of(config, min(prompts), max(prompts))
     return Job(rlvr_roles(config, tasks.has_environments), work, sizes)
+
+
+def _share(domain: str, config: Config, tasks: TaskSet) -> str:
+    train, held_out = (sum(task.domain == domain for task in part) for part in (tasks.train, tasks.held_out))
+    share = config.mix.get(domain, 0) / sum(config.mix.values())
+    return f"{share:.3g} of the groups, {train} tasks, {held_out} held out"
 
 
 def rlvr_roles(config: Config, environments: bool = False) -> frozenset[str]:

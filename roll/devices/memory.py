@@ -86,7 +86,7 @@ class Workload:
         return cls(
             shortest_prompt=shortest_prompt,
             longest_prompt=longest_prompt,
-            response=config.rollout.max_new_tokens,
+            response=config.longest_response,
             group_size=config.rollout.group_size,
             groups=ceil(config.rollout.groups_per_step / config.train.updates_per_step),
             limit_rows=config.train.micro_batch_tokens,

@@ -156,7 +156,7 @@ def _roles(config: Config, map: DeviceMap) -> list[tuple[str, str]]:
         "critic": "predicts returns",
         "rollout": "drives samples",
         "env": f"{config.env.processes} processes each",
-        "reward": f"{config.reward.label}, {config.reward.workers} grader(s) each",
+        "reward": f"{config.judges}, {config.reward.workers} grader(s) each",
     }
     return [(role, ", ".join(filter(None, [placed.strategy, words.get(role, "")]))) for role, placed in map.roles.items()]
 

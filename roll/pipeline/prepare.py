@@ -17,6 +17,7 @@ from roll.config.errors import UserError
 from roll.config.names import did_you_mean
 from roll.config.schema import Config
 from roll.data.chat_sources import ChatSource, load_chats
+from roll.data.domains import first_of_each, load_domains
 from roll.data.sources import TaskSet, TaskSource, load_tasks
 from roll.data.task import Task
 from roll.devices.job import Job, rlvr_job, sft_job
@@ -39,6 +40,9 @@ from roll.rollout.play import play
 from roll.rollout.transcript import Transcript
 from roll.run import Panel
 from roll.strategy.train.optimizer import check_optimizer
+
+LOOKED_AT = 256
+"""Tasks of each domain whose prompts are looked at before a run."""
 
 R = TypeVar("R", bound=TrainRoles)
 S = TypeVar("S", bound=State)
@@ -94,15 +98,17 @@ class RLVRPipeline(Pipeline[Roles, RunState]):
 
     async def evaluate(self, roles: Roles) -> Evaluation:
         if not self._tasks.held_out:
-            raise UserError(f"tasks: the source {self.config.tasks.source!r} has no held-out tasks to evaluate on")
-        evaluator = Evaluator(self._tasks.held_out, roles.pool, self.config.eval)
+            source = f"the source {self.config.tasks.source!r} has"
+            whose = "domains: they have" if self.config.domains else f"tasks: {source}"
+            raise UserError(f"{whose} no held-out tasks to evaluate on")
+        evaluator = Evaluator(self._tasks.held_out, roles.pool, self.config.eval, bool(self.config.domains))
         evaluation = await self._with_weights(roles, evaluator.evaluate(0))
         assert evaluation is not None
         return evaluation
 
     async def play(self, roles: Roles, episodes: int) -> list[Transcript]:
         """Attempts at tasks that it would train on."""
-        return await self._with_weights(roles, play(self._tasks.train, roles.pool, self.config.rollout, episodes))
+        return await self._with_weights(roles, play(self._tasks.train, roles.pool, self.config, episodes))
 
     async def _with_weights(self, roles: Roles, work: Coroutine[Any, Any, T]) -> T:
         """What the work finds, with the engines serving the model as it is."""
@@ -175,9 +181,8 @@ def check(
 ) -> tuple[TaskSet, RewardSource]:
     """The tasks and the judge of a run with rollouts, found good together with the model."""
     check_optimizer(config.train.optimizer)
-    judge = RewardSource.of(reward) if reward is not None else RewardSource.of_config(config.reward)
+    task_set, judge = _tasks_and_judge(config, reward, tasks)
     judge.check()
-    task_set = load_tasks(config.tasks, tasks)
     check_policies(config, task_set)
     _check_limits(config, task_set)
     _check_algorithm(config, task_set)
@@ -185,24 +190,52 @@ def check(
     shape = load_model_config(source)
     tokenizer = load_tokenizer(source, config.model)
     renderer = ChatRenderer(tokenizer, ())
-    with_prompts = [t for t in (*task_set.train[:256], *task_set.held_out[:256]) if t.environment is None]
-    lengths = [(_prompt_tokens(renderer, task, config), task.id) for task in with_prompts]
-    longest, task = max(lengths, default=(0, ""))  # what an environment begins with is not known before
-    context = int(shape.max_position_embeddings)
-    if longest + config.rollout.max_new_tokens > context:
-        most = context - longest
-        remedy = f"write rollout.max_new_tokens={most} or less" if most > 0 else "leave out such tasks, or shorten them"
+    some = (*first_of_each(task_set.train, LOOKED_AT), *first_of_each(task_set.held_out, LOOKED_AT))
+    with_prompts = [task for task in some if task.environment is None]  # what one begins with is not known before
+    prompts = [_Prompt(task, _prompt_tokens(renderer, task, config), config) for task in with_prompts]
+    if prompts:
+        _check_longest(max(prompts, key=lambda prompt: prompt.sample), config, int(shape.max_position_embeddings))
+    return task_set, judge
+
+
+def _tasks_and_judge(config: Config, reward: RewardFn | None, tasks: TaskSource | None) -> tuple[TaskSet, RewardSource]:
+    if not config.domains:
+        judge = RewardSource.of(reward) if reward is not None else RewardSource.of_config(config.reward)
+        return load_tasks(config.tasks, tasks), judge
+    for name, given in (("reward", reward), ("tasks", tasks)):
+        if given is not None:
+            raise UserError(f"{name} was given, but each of the config's domains has its own: leave it out, or domains")
+    judge = RewardSource.of_domains({name: domain.reward for name, domain in config.domains.items()})
+    return load_domains(config.domains), judge
+
+
+class _Prompt:
+    """A task's prompt, and the longest sample it may become."""
+
+    def __init__(self, task: Task, tokens: int, config: Config) -> None:
+        self.task, self.tokens = task, tokens
+        self.response = config.rollout_of(task.domain).max_new_tokens
+        self.sample = tokens + self.response
+        own = task.domain in config.domains and config.domains[task.domain].max_new_tokens is not None
+        self.setting = f"domains.{task.domain}.max_new_tokens" if own else "rollout.max_new_tokens"
+
+
+def _check_longest(prompt: _Prompt, config: Config, context: int) -> None:
+    """Refuses samples that the model, or a micro-batch, has no room for."""
+    if prompt.sample > context:
+        most = context - prompt.tokens
+        remedy = f"write {prompt.setting}={most} or less" if most > 0 else "leave out such tasks, or shorten them"
         raise UserError(
-            f"rollout.max_new_tokens is {config.rollout.max_new_tokens} and the prompt of task {task!r} has {longest} "
+            f"{prompt.setting} is {prompt.response} and the prompt of task {prompt.task.id!r} has {prompt.tokens} "
             f"tokens, but the context of {config.model.path!r} is {context}: {remedy}"
         )
-    asked, sample = config.train.micro_batch_tokens, longest + config.rollout.max_new_tokens
-    if 0 < asked < sample:
+    asked = config.train.micro_batch_tokens
+    if 0 < asked < prompt.sample:
         raise UserError(
-            f"train.micro_batch_tokens is {asked}, but the prompt of task {task!r} and rollout.max_new_tokens may make a "
-            f"sample of {sample} tokens: write train.micro_batch_tokens={sample} or more, or fewer new tokens"
+            f"train.micro_batch_tokens is {asked}, but the prompt of task {prompt.task.id!r} and {prompt.setting} may "
+            f"make a sample of {prompt.sample} tokens: write train.micro_batch_tokens={prompt.sample} or more, or fewer "
+            "new tokens"
         )
-    return task_set, judge
 
 
 def _check_limits(config: Config, tasks: TaskSet) -> None:

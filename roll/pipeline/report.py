@@ -84,7 +84,7 @@ class PlainReporter:
         self._say(f"warning: {text}")
 
     def finished(self, summary: dict[str, Any]) -> None:
-        changes = "".join(f": {name} {before:.3f} -> {after:.3f}" for name, before, after in changes_in(summary))
+        changes = "".join(f": {name.strip()} {before:.3f} -> {after:.3f}" for name, before, after in changes_in(summary))
         self._say(f"finished {summary['steps']} steps in {summary['seconds']:.0f} s{changes}")
 
     def _say(self, text: str) -> None:
@@ -99,6 +99,8 @@ class SilentReporter(PlainReporter):
 def changes_in(summary: Mapping[str, Any]) -> list[tuple[str, float, float]]:
     """What was measured on held-out data before and after: names and both values."""
     pairs = [(f"held-out {name}", summary.get(f"{name}_before"), summary.get(f"{name}_after")) for name in MEASURES]
+    before = summary.get("domains_before", {})
+    pairs += [(f"  {name}", before.get(name), after) for name, after in summary.get("domains_after", {}).items()]
     return [(name, before, after) for name, before, after in pairs if before is not None and after is not None]
 
 

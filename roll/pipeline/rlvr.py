@@ -24,7 +24,7 @@ from roll.pipeline.supervision import Supervision
 from roll.pipeline.turns import Turns
 from roll.rollout.early_end import make_early_end
 from roll.rollout.evaluate import Evaluator
-from roll.rollout.filters import Filter, make_filter
+from roll.rollout.filters import Filter, by_domain, make_filter
 from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.order import TaskOrder
 from roll.rollout.policy import make_policy
@@ -59,7 +59,7 @@ class RLVR:
         self._roles = roles
         self._publisher = publisher
         self._recorder = recorder
-        self._record = RolloutRecord(config, roles, recorder)
+        self._record = RolloutRecord(config, roles, recorder, tasks.domains)
         self._health = Health(recorder.reporter, config.train.max_skipped_in_a_row)
         self.state = state
         self._checkpoint = checkpoint
@@ -71,7 +71,7 @@ class RLVR:
         supervision.engine_restored = self._turns.engine_restored
         self._scheduler = make_scheduler(config, tasks, roles, Lifecycle(recorder), state)
         supervision.worker_lost = self._scheduler.worker_lost
-        self._evaluator = Evaluator(tasks.held_out, roles.pool, config.eval)
+        self._evaluator = Evaluator(tasks.held_out, roles.pool, config.eval, bool(config.domains))
 
     async def run(self) -> RunState:
         """Trains until the last step, or until somebody asks to stop; then evaluates and saves."""
@@ -232,6 +232,7 @@ def make_scheduler(
         version=state.step,
         siblings_needed=2 if config.algorithm.compares_siblings else 1,
         greedy_baseline=config.algorithm.baseline == "greedy",
+        temperatures={domain: config.rollout_of(domain).temperature for domain in config.domains},
     )
 
 
@@ -249,10 +250,20 @@ def _policies(config: Config, tasks: TaskSet) -> tuple[TaskOrder, Filter]:
         config.seed,
         order=rollout.order,
         sample_by=config.tasks.sample_by,
-        weights=config.tasks.weights,
+        weights=config.mix,
         oversample=rollout.oversample,
         cut=rollout.cut,
         window=rollout.lookahead,
         groups_per_step=rollout.groups_per_step,
     )
-    return order, make_filter(rollout.filter, *rollout.filter_range)
+    return order, _filter(config)
+
+
+def _filter(config: Config) -> Filter:
+    own: dict[str, Filter] = {}
+    for name, domain in config.domains.items():
+        rollout = domain.rollout(config.rollout)
+        setting = "rollout.filter" if domain.filter is None else f"domains.{name}.filter"
+        own[name] = make_filter(rollout.filter, *rollout.filter_range, setting=setting)
+    common = make_filter(config.rollout.filter, *config.rollout.filter_range)
+    return by_domain(own, common) if own else common

@@ -338,7 +338,7 @@ async def _start(
         executor.deadline_s,
         max_running=rollout.max_running,
         kv_tokens=rollout.kv_tokens,
-        expected_tokens=rollout.max_new_tokens / 2,
+        expected_tokens=config.longest_response / 2,
     )
     for place in engines.places:
         if stages.lowest("actor_infer", place.rank) != "all":

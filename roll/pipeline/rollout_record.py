@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 import numpy as np
 
@@ -24,14 +25,17 @@ PANELS = (
 
 
 class RolloutRecord:
-    def __init__(self, config: Config, roles: Roles, recorder: Recorder) -> None:
+    def __init__(self, config: Config, roles: Roles, recorder: Recorder, domains: Sequence[str] = ()) -> None:
         self._config = config
+        self._domains = domains if config.domains or len(domains) > 1 else ()
         self._roles = roles
         self._recorder = recorder
         self._bytes_before = roles.executor.controller_bytes
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         values = {"eval/accuracy": evaluation.accuracy, "eval/tokens_mean": evaluation.tokens_mean}
+        for name, score in evaluation.domains.items():
+            values |= {f"eval/{name}/accuracy": score.accuracy, f"eval/{name}/tokens_mean": score.tokens_mean}
         self._recorder.evaluated(step, values, measured(evaluation))
 
     async def step(
@@ -49,6 +53,8 @@ class RolloutRecord:
         state.generated_tokens += generated
         state.trained_samples += len(rollout.batch) if rollout.batch is not None else 0
         values = rollout_metrics(rollout, samples, lengths)
+        for domain in self._domains:
+            values |= domain_metrics(domain, rollout, samples)
         state.reward = values["reward/mean"]
         values |= {"time/step_s": seconds, "time/generate_s": generating_s, "time/train_s": training_s}
         overlaps = self._config.rollout.max_staleness > 0
@@ -79,7 +85,8 @@ class RolloutRecord:
 
 
 def measured(evaluation: Evaluation) -> Measured:
-    return Measured("held-out accuracy", evaluation.accuracy, f"{evaluation.tokens_mean:.1f} tokens a response")
+    each = "".join(f", {name} {score.accuracy:.3f}" for name, score in evaluation.domains.items())
+    return Measured("held-out accuracy", evaluation.accuracy, f"{evaluation.tokens_mean:.1f} tokens a response{each}")
 
 
 def rollout_metrics(rollout: Rollout, samples: list[Sample], lengths: list[int]) -> dict[str, float]:
@@ -93,11 +100,37 @@ def rollout_metrics(rollout: Rollout, samples: list[Sample], lengths: list[int])
         "groups/issued": len(rollout.groups),
         "samples/failed": sum(s.state == "failed" for s in rollout.samples),
     }
-    parts: Counter[str] = Counter()
-    for sample in samples:
-        parts.update(sample.parts)
-    values |= {f"reward/{name}": total / len(samples) for name, total in parts.items()}
+    values |= {f"reward/{name}": mean for name, mean in part_means(samples).items()}
     return values
+
+
+def part_means(samples: Sequence[Sample]) -> dict[str, float]:
+    """Each part of the rewards, over the samples that have it: parts may be of some domains only."""
+    parts: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.parts.items():
+            parts.setdefault(name, []).append(value)
+    return {name: fmean(values) for name, values in parts.items()}
+
+
+def domain_metrics(domain: str, rollout: Rollout, samples: Sequence[Sample]) -> dict[str, float]:
+    """What the step was like in a domain. A mean is there where it is of something."""
+    groups = [group for group in rollout.groups if group.task.domain == domain]
+    own = [sample for sample in samples if sample.task.domain == domain]
+    values: dict[str, float] = {
+        "groups_kept": sum(group.task.domain == domain for group in rollout.kept),
+        "groups_issued": len(groups),
+        "failed": sum(sample.state == "failed" for group in groups for sample in group.samples),
+    }
+    if rewards := [s.reward for s in own if s.state != "failed"]:
+        values["reward"] = fmean(rewards)
+    if own:
+        values["tokens_mean"] = fmean(s.response_tokens for s in own)
+        values["truncated"] = fmean(s.finish == "length" for s in own)
+    values |= {f"reward/{name}": mean for name, mean in part_means(own).items()}
+    dropped: Mapping[str, int] = rollout.dropped_by_domain.get(domain, {})
+    values |= {f"dropped/{reason.partition(':')[0]}": count for reason, count in dropped.items()}
+    return {f"domain/{domain}/{name}": value for name, value in values.items()}
 
 
 def staleness_metrics(rollout: Rollout) -> dict[str, float]:

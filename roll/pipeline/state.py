@@ -49,24 +49,34 @@ class RunState(State):
     accuracy_before: float | None = None
     accuracy: float | None = None
     accuracy_step: int = -1
+    domains_before: dict[str, float] = field(default_factory=dict)
+    """Accuracies by domain, where there are several."""
+    domains: dict[str, float] = field(default_factory=dict)
     answers_before: list[dict[str, Any]] = field(default_factory=list)
     answers: list[dict[str, Any]] = field(default_factory=list)
 
     def evaluated(self, evaluation: Evaluation) -> None:
         answers = [dataclasses.asdict(answer) for answer in evaluation.answers]
+        self.domains = {name: score.accuracy for name, score in evaluation.domains.items()}
         if self.accuracy_before is None:
             self.accuracy_before, self.answers_before = evaluation.accuracy, answers
+            self.domains_before = self.domains
         self.accuracy, self.answers, self.accuracy_step = evaluation.accuracy, answers, self.step
 
     def summary(self) -> dict[str, Any]:
-        return super().summary() | {
-            "seconds_generating": round(self.seconds_generating, 3),
-            "generated_tokens": self.generated_tokens,
-            "accuracy_before": self.accuracy_before,
-            "accuracy_after": self.accuracy,
-            "answers_before": self.answers_before,
-            "answers_after": self.answers,
-        }
+        by_domain = {"domains_before": self.domains_before, "domains_after": self.domains} if self.domains else {}
+        return (
+            super().summary()
+            | by_domain
+            | {
+                "seconds_generating": round(self.seconds_generating, 3),
+                "generated_tokens": self.generated_tokens,
+                "accuracy_before": self.accuracy_before,
+                "accuracy_after": self.accuracy,
+                "answers_before": self.answers_before,
+                "answers_after": self.answers,
+            }
+        )
 
 
 @dataclass

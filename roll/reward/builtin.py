@@ -18,6 +18,7 @@ BUILTINS: Mapping[str, str] = MappingProxyType(
         "length": "roll.reward.length:Length",
         "math": "roll.reward.maths:Math",
         "number": "roll.reward.numbers:Number",
+        "reasoning_gym": "roll.reward.reasoning_gym:ReasoningGym",
         "repetition": "roll.reward.repetition:Repetition",
     }
 )

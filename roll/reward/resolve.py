@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from roll.config.errors import UserError
 from roll.reward.base import RewardFn
 from roll.reward.compose import Rule, check_rule, compose, warm_up
+from roll.reward.domains import ByDomain
 from roll.reward.make import callable_reward
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ class RewardSource:
     root: str
     rule: Rule | None = None
     pickled: bytes | None = None
+    domains: Mapping[str, Rule] | None = None
+    """The rule of each domain."""
 
     @classmethod
     def of(cls, reward: str | RewardFn) -> RewardSource:
@@ -50,10 +54,18 @@ class RewardSource:
         """The source of what a configuration says. Names and options are looked at by `check`, not here."""
         return cls(config.label, os.getcwd(), Rule.of(config))
 
+    @classmethod
+    def of_domains(cls, configs: Mapping[str, RewardRule]) -> RewardSource:
+        """The source of one reward that judges each task by its own domain's rule."""
+        label = ", ".join(f"{config.label} ({domain})" for domain, config in configs.items())
+        return cls(label, os.getcwd(), domains={domain: Rule.of(config) for domain, config in configs.items()})
+
     def check(self) -> None:
         """Load the reward here and now: a wrong name or option then costs a second, not a started run."""
         if self.rule is not None:
             check_rule(self.rule)
+        for domain, rule in (self.domains or {}).items():
+            check_rule(rule, _setting(domain))
         self._function()
 
     def load(self) -> RewardFn:
@@ -65,5 +77,12 @@ class RewardSource:
     def _function(self) -> RewardFn:
         if self.rule is not None:
             return compose(self.rule, root=self.root)
+        if self.domains is not None:
+            rules = self.domains.items()
+            return ByDomain({domain: compose(rule, root=self.root, where=_setting(domain)) for domain, rule in rules})
         assert self.pickled is not None
         return cast(RewardFn, pickle.loads(self.pickled))
+
+
+def _setting(domain: str) -> str:
+    return f"domains.{domain}.reward"

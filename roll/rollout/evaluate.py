@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
 
 from roll.child.together import together
 from roll.config.errors import RunError
@@ -27,8 +29,29 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Score:
+    """What answers to some tasks were worth."""
+
+    accuracy: float
+    """The mean reward, which is the accuracy where a reward is 0 or 1."""
+    tokens_mean: float
+    samples: int
+    failed: int
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> Score | None:
+        """None if not one of them could be judged."""
+        scored = [sample for sample in samples if sample.state == "scored"]
+        if not scored:
+            return None
+        accuracy = sum(s.reward for s in scored) / len(scored)
+        tokens = sum(s.response_tokens for s in scored) / len(scored)
+        return cls(accuracy, tokens, len(samples), len(samples) - len(scored))
+
+
+@dataclass(frozen=True)
 class Evaluation:
-    """The mean reward over held-out answers, which is the accuracy where a reward is 0 or 1."""
+    """The mean reward over held-out answers; of a run with domains, the mean over its domains."""
 
     accuracy: float
     tokens_mean: float
@@ -37,28 +60,39 @@ class Evaluation:
     failed: int
     samples: int
     temperature: float
+    domains: dict[str, Score] = field(default_factory=dict)
+    """Where there are several, and for each that could be judged."""
 
     def __str__(self) -> str:
-        return (
+        whole = (
             f"held-out accuracy {self.accuracy:.3f} over {self.samples} answers at temperature {self.temperature:g}, "
             f"{self.tokens_mean:.1f} tokens an answer, {self.failed} failed"
         )
+        each = (
+            f"{name}: {s.accuracy:.3f} over {s.samples} answers, {s.failed} failed" for name, s in self.domains.items()
+        )
+        return "\n  ".join([whole, *each])
 
 
 class Evaluator:
-    def __init__(self, tasks: tuple[Task, ...], pool: RolloutPool, config: EvalConfig) -> None:
-        self._tasks = tasks
+    def __init__(self, tasks: tuple[Task, ...], pool: RolloutPool, config: EvalConfig, by_domain: bool = False) -> None:
+        """`by_domain`: every domain gets as many questions, and counts as much."""
         self._pool = pool
         self._config = config
         self._lifecycle = Lifecycle(None)
+        self._by_domain = by_domain
+        pools: dict[str, list[Task]] = {}
+        for task in sorted(tasks, key=lambda task: seed_of("eval", task.id)):
+            pools.setdefault(task.domain if by_domain else "", []).append(task)
+        self._pools = [pools[name] for name in sorted(pools)]
 
     async def evaluate(self, step: int) -> Evaluation | None:
-        """Answers `samples` questions, every task equally often give or take one. None without held-out tasks."""
-        if not self._tasks:
+        """Answers `samples` questions, every task (of a domain) equally often give or take one. None without held-out
+        tasks."""
+        if not self._pools:
             return None
-        order = sorted(self._tasks, key=lambda task: seed_of("eval", task.id))
         samples = [
-            Sample(f"eval.{step}.{i}", order[i % len(order)], i, self._config.temperature)
+            Sample(f"eval.{step}.{i}", self._question(i), i, self._config.temperature)
             for i in range(self._config.samples)
         ]
         for sample in samples:
@@ -69,20 +103,35 @@ class Evaluator:
         finally:
             await self._pool.tokens.forget(samples)
 
+    def _question(self, number: int) -> Task:
+        """Domain by domain, and in each task by task."""
+        turn, which = divmod(number, len(self._pools))
+        return self._pools[which][turn % len(self._pools[which])]
+
     async def _judged(self, samples: list[Sample]) -> Evaluation:
-        scored = [sample for sample in samples if sample.state == "scored"]
-        if not scored:
+        whole = Score.of(samples)
+        if whole is None:
             raise RunError(f"no held-out answer could be judged; the first reason: {samples[0].reason}")
         shown = [
             s for s in samples[: self._config.show] if s.finish is not None and self._pool.tokens.home_of(s) is not None
         ]
         texts = await self._pool.tokens.texts(shown)
         answers = [Answer(s.task.question, text, s.reward) for s, text in zip(shown, texts, strict=True)]
+        domains = _by_domain(samples)
         return Evaluation(
-            accuracy=sum(s.reward for s in scored) / len(scored),
-            tokens_mean=sum(s.response_tokens for s in scored) / len(scored),
+            accuracy=fmean(s.accuracy for s in domains.values()) if self._by_domain else whole.accuracy,
+            tokens_mean=whole.tokens_mean,
             answers=answers,
-            failed=len(samples) - len(scored),
+            failed=whole.failed,
             samples=len(samples),
             temperature=self._config.temperature,
+            domains=domains if self._by_domain or len(domains) > 1 else {},
         )
+
+
+def _by_domain(samples: Sequence[Sample]) -> dict[str, Score]:
+    domains: dict[str, list[Sample]] = {}
+    for sample in samples:
+        domains.setdefault(sample.task.domain, []).append(sample)
+    scores = {name: Score.of(domains[name]) for name in sorted(domains)}
+    return {name: score for name, score in scores.items() if score is not None}

@@ -6,7 +6,7 @@ A user's filter is a function of a group that gives a reason or None, or says wh
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Any
 
@@ -44,13 +44,25 @@ def mean_range(low: float, high: float) -> Filter:
 FILTERS: dict[str, Filter] = {"no_signal": no_signal, "none": keep_all}
 
 
-def make_filter(name: str, low: float = 0.0, high: float = 1.0, root: str | os.PathLike[str] | None = None) -> Filter:
-    """The filter of that name: one of `FILTERS`, `mean_range` with these bounds, or a user's function."""
+def by_domain(filters: Mapping[str, Filter], otherwise: Filter) -> Filter:
+    """Each group by the filter of its task's domain."""
+    return lambda group: filters.get(group.task.domain, otherwise)(group)
+
+
+def make_filter(
+    name: str,
+    low: float = 0.0,
+    high: float = 1.0,
+    root: str | os.PathLike[str] | None = None,
+    setting: str = "rollout.filter",
+) -> Filter:
+    """The filter of that name: one of `FILTERS`, `mean_range` with these bounds, or a user's function. `setting` is what
+    names it."""
     if name in FILTERS:
         return FILTERS[name]
     if name == "mean_range":
         return mean_range(low, high)
-    return _users_filter(name, load_user_code(name, what="rollout.filter", known=[*FILTERS, "mean_range"], root=root))
+    return _users_filter(name, load_user_code(name, what=setting, known=[*FILTERS, "mean_range"], root=root))
 
 
 def _users_filter(name: str, function: Callable[[Group], Any]) -> Filter:

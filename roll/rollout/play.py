@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from roll.child.together import together
-from roll.config.schema import RolloutConfig
+from roll.config.schema import Config
 from roll.data.sample import Sample
 from roll.data.task import Task
 from roll.engine.request import seed_of
@@ -12,10 +12,11 @@ from roll.rollout.pool import RolloutPool
 from roll.rollout.transcript import Transcript
 
 
-async def play(tasks: tuple[Task, ...], pool: RolloutPool, config: RolloutConfig, episodes: int) -> list[Transcript]:
+async def play(tasks: tuple[Task, ...], pool: RolloutPool, config: Config, episodes: int) -> list[Transcript]:
     """So many attempts, drawn as training samples are, each at another task as far as there are enough."""
     order = sorted(tasks, key=lambda task: seed_of("play", task.id))
-    samples = [Sample(f"play.{i}", order[i % len(order)], i, config.temperature) for i in range(episodes)]
+    chosen = [order[i % len(order)] for i in range(episodes)]
+    samples = [Sample(f"play.{i}", t, i, config.rollout_of(t.domain).temperature) for i, t in enumerate(chosen)]
     lifecycle = Lifecycle(None)
     for sample in samples:
         lifecycle.move(sample, "queued")

@@ -88,6 +88,7 @@ class SampleRunner:
         self._lifecycle = lifecycle
         self._seats = seats
         self._sampling = training_sampling(config.rollout, stop_ids)
+        self._domains = {domain: training_sampling(config.rollout_of(domain), stop_ids) for domain in config.domains}
         self._config = config
         self._longest = min(config.env.max_tokens or context, context)
         """Tokens of an episode's conversation, as the model sees it."""
@@ -163,8 +164,9 @@ class SampleRunner:
         return Response(text, drawn.tokens, finish)
 
     def sampling_of(self, sample: Sample) -> Sampling:
-        """How a sample's tokens are drawn: by the config, with noise of its own."""
-        return replace(self._sampling, temperature=sample.temperature, seed=seed_of(self._config.seed, sample.id))
+        """How a sample's tokens are drawn: as its domain has it, with noise of its own."""
+        sampling = self._domains.get(sample.task.domain, self._sampling)
+        return replace(sampling, temperature=sample.temperature, seed=seed_of(self._config.seed, sample.id))
 
     async def _draw(self, sample: Sample, siblings: Sequence[Sample]) -> tuple[Drawn, str]:
         """A whole response, from as many engines as it takes, and how it ended."""

@@ -21,7 +21,7 @@ What always holds:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,11 @@ class RolloutScheduler:
         version: int = 0,
         siblings_needed: int = 2,
         greedy_baseline: bool = False,
+        temperatures: Mapping[str, float] | None = None,
     ) -> None:
         """`siblings_needed`: how many samples of a group must have been judged for it to be of use: two where they are
-        compared with each other, else one. `greedy_baseline`: groups have a greedy answer that they are compared with."""
+        compared with each other, else one. `greedy_baseline`: groups have a greedy answer that they are compared with.
+        `temperatures`: of domains that have one of their own."""
         self._order = order
         self._pool = pool
         self._lifecycle = lifecycle
@@ -69,6 +71,7 @@ class RolloutScheduler:
         self._filter = keep
         self._needed = siblings_needed
         self._greedy_baseline = greedy_baseline
+        self._temperatures = temperatures or {}
         self._version = pool.version = version
         self._books = Books()
         self._tally = Tally()
@@ -279,7 +282,7 @@ class RolloutScheduler:
         self.next_group += 1
         config = self._config
         samples = [
-            Sample(f"{index}.{i}", draw.task, index, config.temperature, priority=priority)
+            Sample(f"{index}.{i}", draw.task, index, self._temperature(draw.task), priority=priority)
             for i in range(config.group_size)
         ]
         if self._greedy_baseline:
@@ -298,10 +301,13 @@ class RolloutScheduler:
         """Puts on record that a task is not tried this time."""
         index = self.next_group
         self.next_group += 1
-        sample = Sample(f"{index}.0", draw.task, index, self._config.temperature)
+        sample = Sample(f"{index}.0", draw.task, index, self._temperature(draw.task))
         self._lifecycle.move(sample, "queued", task=draw.task.id, group=index, domain=draw.task.domain)
         self._lifecycle.move(sample, "dropped", reason)
-        self._tally.count(reason)
+        self._tally.count(reason, draw.task.domain)
+
+    def _temperature(self, task: Task) -> float:
+        return self._temperatures.get(task.domain, self._config.temperature)
 
     def _quarantine(self, task: Task) -> str:
         kills, most = self._kills.get(task.id, 0.0), self._config.quarantine_after
@@ -423,7 +429,7 @@ class RolloutScheduler:
         tally, self._tally = self._tally, Tally()
         ended = sorted([*tally.ended, *chosen], key=lambda group: group.index)
         refuse_total_failure(ended)
-        return Rollout(batch, chosen, ended, dict(tally.reasons), self._version, self._bias(samples))
+        return Rollout(batch, chosen, ended, dict(tally.reasons), tally.by_domain, self._version, self._bias(samples))
 
     def _cut_the_rest(self) -> None:
         """On-policy, what a full step does not need is of no use: its tasks come again."""

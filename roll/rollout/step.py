@@ -23,6 +23,7 @@ class Rollout:
     kept: list[Group]
     groups: list[Group]
     dropped: dict[str, int]
+    dropped_by_domain: dict[str, Counter[str]] = field(default_factory=dict)
     version: int = 0
     """Of the weights it will be trained at."""
     length_bias: float = 0.0
@@ -49,14 +50,17 @@ class Tally:
 
     ended: list[Group] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
+    by_domain: dict[str, Counter[str]] = field(default_factory=dict)
     rejected: int = 0
 
-    def count(self, reason: str) -> None:
-        self.reasons[kind_of(reason)] += 1
+    def count(self, reason: str, domain: str) -> None:
+        kind = kind_of(reason)
+        self.reasons[kind] += 1
+        self.by_domain.setdefault(domain, Counter())[kind] += 1
 
     def end(self, group: Group, reason: str) -> None:
         self.ended.append(group)
-        self.count(reason)
+        self.count(reason, group.task.domain)
 
 
 def kind_of(reason: str) -> str:

@@ -88,10 +88,10 @@ def test_parquet_files(folder: Path) -> None:
     assert [chat.messages for chat in load("a.parquet").train] == [tuple(TALK)] * 2
 
 
-def test_a_missing_reader_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_reader_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    (folder / "a.parquet").touch()
-    assert "pip install pyarrow" in refusal("a.parquet")
+    (tmp_path / "a.parquet").touch()
+    assert "pip install pyarrow" in refusal(str(tmp_path / "a.parquet"))
 
 
 @pytest.mark.parametrize(("rows", "share", "held"), [(10, 0.1, 1), (100, 0.05, 5), (7, 0, 0), (9, 0.5, 4), (3, 0.1, 0)])
@@ -159,7 +159,12 @@ def test_a_bad_row_is_named_with_its_line(folder: Path, row: Any, message: str) 
     ("source", "given", "options", "message"),
     [
         ("nowhere.jsonl", None, {}, "data.source: there is no file 'nowhere.jsonl'"),
-        ("hmm", None, {}, "data.source 'hmm' is not known: write addition, echo, a .jsonl, .json, .parquet file, `"),
+        (
+            "hmm",
+            None,
+            {},
+            "data.source 'hmm' is not known: write addition, echo, reasoning_gym, a .jsonl, .json, .parquet file, `",
+        ),
         ("nowhere:f", None, {}, "data.source 'nowhere:f': there is no module 'nowhere'"),
         ("addition", None, {"lower": 1}, "data.options: got an unexpected keyword argument 'lower'"),
         ("x", lambda split: [], {}, "has no conversations to train on"),

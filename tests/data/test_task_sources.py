@@ -200,7 +200,11 @@ def test_a_function_of_the_users(folder: Path, place: str) -> None:
         ("my_tasks.py:twins", {"number": 3}, "(source 'my_tasks.py:twins' takes: none)"),
         ("my_tasks.py:twins", {"split": "test"}, "tasks.options: multiple values for argument 'split'"),
         ("other.py:riddles", {}, "tasks.source 'other.py:riddles': there is no file"),
-        ("additon", {}, "tasks.source 'additon' is not known: write addition, echo, environment, a .jsonl file, "),
+        (
+            "additon",
+            {},
+            "tasks.source 'additon' is not known: write addition, echo, reasoning_gym, environment, a .jsonl, ",
+        ),
         ("addition", {"hihg": 3}, "takes: low, high, held_out, seed, question"),
         ("addition", {"low": 9, "high": 3}, "the source 'addition' has no tasks to train on"),
     ],

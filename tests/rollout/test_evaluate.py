@@ -14,7 +14,7 @@ from toys import ToyRunner, go, party, tasks, turns, until
 
 from roll.config.errors import RunError
 from roll.config.schema import EvalConfig
-from roll.data import Sample
+from roll.data import Sample, Task
 from roll.rollout.evaluate import Evaluation, Evaluator
 
 Outcome = Callable[[Sample], float | str | Exception]
@@ -167,3 +167,58 @@ def test_answers_that_died_with_their_worker_are_not_shown() -> None:
         assert evaluation.failed == 1
 
     go(main())
+
+
+# by domain
+
+
+def of_domains(sizes: dict[str, int]) -> tuple[Task, ...]:
+    return tuple(Task.ask(f"{domain}{i}", "?", domain=domain) for domain, size in sizes.items() for i in range(size))
+
+
+def evaluate_domains(
+    sizes: dict[str, int], outcome: Outcome, by_domain: bool = True, **config: Any
+) -> tuple[Evaluation, list[Sample]]:
+    seen: list[Sample] = []
+
+    def note(sample: Sample) -> float | str | Exception:
+        seen.append(sample)
+        return outcome(sample)
+
+    async def main() -> Evaluation | None:
+        pool = await ToyRunner(note).pool(1)
+        return await Evaluator(of_domains(sizes), pool, EvalConfig(**config), by_domain).evaluate(0)
+
+    evaluation = go(main())
+    assert evaluation is not None
+    return evaluation, seen
+
+
+@given(sizes=st.dictionaries(st.sampled_from("abcd"), st.integers(1, 9), min_size=1), samples=st.integers(4, 40))
+@settings(max_examples=30, derandomize=True, deadline=None)
+def test_every_domain_is_asked_as_much_and_counts_as_much(sizes: dict[str, int], samples: int) -> None:
+    worth = {"a": 1.0, "b": 0.5, "c": 0.25, "d": 0.0}
+    evaluation, seen = evaluate_domains(sizes, lambda s: worth[s.task.domain], samples=samples)
+    asked = Counter(sample.task.domain for sample in seen)
+    assert set(asked) == set(sizes)
+    assert max(asked.values()) - min(asked.values()) <= 1
+    for domain, size in sizes.items():
+        tasks_asked = Counter(sample.task.id for sample in seen if sample.task.domain == domain)
+        assert len(tasks_asked) == min(size, asked[domain])
+        assert max(tasks_asked.values()) - min(tasks_asked.values()) <= 1
+    assert {name: score.accuracy for name, score in evaluation.domains.items()} == {name: worth[name] for name in sizes}
+    assert evaluation.accuracy == pytest.approx(sum(worth[name] for name in sizes) / len(sizes))
+
+
+def test_labels_alone_are_measured_but_every_task_counts_the_same() -> None:
+    evaluation, seen = evaluate_domains({"a": 1, "b": 3}, lambda s: float(s.task.domain == "a"), False, samples=8)
+    assert Counter(sample.task.domain for sample in seen) == {"a": 2, "b": 6}
+    assert evaluation.accuracy == 0.25
+    assert {name: score.accuracy for name, score in evaluation.domains.items()} == {"a": 1.0, "b": 0.0}
+    assert "\n  a: 1.000 over 2 answers, 0 failed\n  b: 0.000 over 6 answers" in str(evaluation)
+    assert evaluate_domains({"a": 3}, lambda s: 1.0, False, samples=3)[0].domains == {}
+
+
+def test_a_domain_nobody_could_judge_is_left_out_of_the_mean() -> None:
+    evaluation, _ = evaluate_domains({"a": 2, "b": 2}, lambda s: 0.5 if s.task.domain == "a" else "broken", samples=4)
+    assert (evaluation.accuracy, evaluation.failed, set(evaluation.domains)) == (0.5, 2, {"a"})

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from roll.config.errors import RunError, UserError
 from roll.data import Sample, Task
 from roll.data.sample import Group
-from roll.rollout.filters import FILTERS, keep_all, make_filter, mean_range, no_signal
+from roll.rollout.filters import FILTERS, by_domain, keep_all, make_filter, mean_range, no_signal
 
 rewards_of = st.lists(st.floats(-10, 10), min_size=1, max_size=8)
 
@@ -133,3 +133,16 @@ def test_filters_that_are_not_there_are_refused(file: str, name: str, says: str)
 def test_a_range_the_wrong_way_round_is_refused(bounds: tuple[float, float]) -> None:
     with pytest.raises(UserError, match=r"rollout.filter_range is .*: write the lower bound first"):
         make_filter("mean_range", *bounds)
+
+
+def test_a_group_is_filtered_as_its_domain_has_it() -> None:
+    keep = by_domain({"a": keep_all, "b": mean_range(0.9, 1.0)}, no_signal)
+    flat, mixed = group_of(0.5, 0.5), group_of(0.0, 0.5)
+    for group, domain, kept in [(flat, "a", True), (flat, "b", False), (flat, "c", False), (mixed, "c", True)]:
+        group.task = Task.ask("t", "?", domain=domain)
+        assert (keep(group) is None) == kept
+
+
+def test_a_domains_filter_is_refused_by_its_own_name() -> None:
+    with pytest.raises(UserError, match=r"domains\.a\.filter 'non_signal' is not known.*did you mean 'no_signal'"):
+        make_filter("non_signal", setting="domains.a.filter")

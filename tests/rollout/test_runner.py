@@ -108,11 +108,13 @@ async def setting(
     end_early: EarlyEnd | None = None,
     max_turns: int = 16,
     env: dict[str, Any] | None = None,
+    domains: dict[str, Any] | None = None,
     **rollout: Any,
 ) -> Setting:
     drawn = {"max_new_tokens": 8, "stop": ("!",), "top_k": 5, "top_p": 0.9, "train_on_truncated": True, "deadline_s": 20}
     acting = {"max_turns": max_turns, **(env or {})}
-    config = Config.model_validate({"rollout": {**drawn, **rollout}, "env": acting, "seed": 11})
+    sections = {"rollout": {**drawn, **rollout}, "env": acting, "domains": domains or {}}
+    config = Config.model_validate({**sections, "seed": 11})
     cluster, toys = await engines(engine_count)
     for toy in toys:
         if says is not None:
@@ -178,6 +180,18 @@ def test_noise_comes_from_the_runs_seed_and_the_samples_id_and_nothing_else_chan
             assert rest == (8, 5, 0.9, ("!",))
             run.toy.finish(id, [END])
             await call
+
+    go(main())
+
+
+def test_a_domain_has_limits_of_its_own() -> None:
+    domains = {"short": {"tasks": "echo", "max_new_tokens": 3, "stop": ["?"]}, "plain": {"tasks": "echo"}}
+
+    async def main() -> None:
+        run = await setting(says=None, domains=domains)
+        for domain, limits in {"short": (3, ("?",)), "plain": (8, ("!",)), "nobody's": (8, ("!",))}.items():
+            sampling = run.runner.sampling_of(run.sample(Task.ask("t", "2+2", domain=domain), engine=None))
+            assert (sampling.max_new_tokens, sampling.stop, sampling.temperature) == (*limits, 0.7)
 
     go(main())
 

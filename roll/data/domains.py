@@ -1,0 +1,79 @@
+"""The tasks of a run with domains, from as many sources as they have.
+
+What always holds: every task is of a domain that has a section; its id begins with the section whose source it is from,
+so that ids of two sources never meet; a domain of weight 0 has nothing to train on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from roll.config.domains import DomainConfig, SourceConfig
+from roll.config.errors import UserError
+from roll.config.names import did_you_mean
+from roll.data.sources import ELSEWHERE, TaskSet, find_generator, load_splits
+from roll.data.task import Task
+
+UNLABELLED = Task.domain
+"""The domain of a task whose source says nothing of it."""
+
+
+def load_domains(domains: Mapping[str, DomainConfig]) -> TaskSet:
+    """All tasks of all domains, those of one after those of another."""
+    train: list[Task] = []
+    held_out: list[Task] = []
+    for name, domain in domains.items():
+        if domain.tasks.source:
+            found = _load(name, domain.tasks)
+            train += _of_domains(name, domain.tasks, found.train, domains)
+            held_out += _of_domains(name, domain.tasks, found.held_out, domains)
+    train = [task for task in train if domains[task.domain].weight > 0]
+    trained, measured = {task.domain for task in train}, {task.domain for task in held_out}
+    for name, domain in domains.items():
+        if domain.weight > 0 and name not in trained:
+            raise UserError(f"domains.{name} has no tasks to train on: {_remedy(name, domain)}")
+        if domain.weight == 0 and name not in measured:
+            raise UserError(f"domains.{name} has weight 0 and no held-out tasks, so it is of no use: remove it")
+    return TaskSet(tuple(train), tuple(held_out))
+
+
+def first_of_each(tasks: Sequence[Task], count: int) -> list[Task]:
+    """The first tasks of every domain, to look at in place of all."""
+    seen: dict[str, int] = {}
+    found: list[Task] = []
+    for task in tasks:
+        seen[task.domain] = seen.get(task.domain, 0) + 1
+        if seen[task.domain] <= count:
+            found.append(task)
+    return found
+
+
+def _load(name: str, config: SourceConfig) -> TaskSet:
+    try:
+        return load_splits(config)
+    except UserError as error:
+        within = "." if str(error).startswith("tasks") else ": "
+        raise UserError(f"domains.{name}{within}{error}") from error.__cause__
+
+
+def _of_domains(
+    section: str, config: SourceConfig, tasks: Sequence[Task], domains: Mapping[str, DomainConfig]
+) -> Iterator[Task]:
+    """The tasks of a section's source under their domains: the section's, unless the source says another."""
+    labelled = find_generator(config.source, {}) is None and config.source not in ELSEWHERE
+    for task in tasks:
+        domain = task.domain if labelled and task.domain != UNLABELLED else section
+        if domain not in domains:
+            raise UserError(
+                f"domains.{section}: its source gave the task {task.id!r} of the domain {domain!r}, which nobody handles"
+                f"{did_you_mean(domain, domains)}: write domains.{domain} with a reward, or leave the task's domain out "
+                f"for it to be of {section!r}"
+            )
+        yield replace(task, id=f"{section}/{task.id}", domain=domain)
+
+
+def _remedy(name: str, domain: DomainConfig) -> str:
+    if domain.tasks.source:
+        return f"the source {domain.tasks.source!r} gave none"
+    return f"write domains.{name}.tasks, or let another domain's source give tasks of the domain {name!r}"

@@ -1,0 +1,54 @@
+"""What docs/tasks.md and docs/domains.md show can be pasted."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from roll.config import load_config
+from roll.config.document import parse
+from roll.data.domains import load_domains
+from roll.data.sources import load_tasks
+from roll.reward import RewardSource
+
+ROOT = Path(__file__).parents[2]
+REAL = ROOT.parent / "shared" / "data"
+TASKS, DOMAINS = ((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in ("tasks", "domains"))
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+
+
+EXAMPLES = [*blocks(TASKS, "yaml"), *blocks(DOMAINS, "yaml")]
+
+
+@pytest.mark.parametrize("text", EXAMPLES, ids=lambda text: text.splitlines()[0][:40])
+def test_every_example_is_a_configuration_with_rewards_that_are_there(text: str) -> None:
+    config = load_config(parse(text).data)
+    RewardSource.of_config(config.reward).check()
+    RewardSource.of_domains({name: domain.reward for name, domain in config.domains.items()}).check()
+
+
+def test_the_function_of_the_page_is_a_source() -> None:
+    names: dict[str, object] = {}
+    (text,) = blocks(TASKS, "python")
+    exec(text, names)
+    tasks = load_tasks(load_config({"tasks": {"options": {"high": 20}}}).tasks, names["doubling"])  # type: ignore[arg-type]
+    assert [task.id for task in tasks.held_out] == ["double-7", "double-17"]
+    assert (len(tasks.train), tasks.train[0].answer) == (18, 2)
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="the real files are not here")
+@pytest.mark.parametrize("text", EXAMPLES, ids=lambda text: text.splitlines()[0][:40])
+def test_the_examples_hold_on_the_real_files(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(parse(text).data)
+    monkeypatch.chdir(REAL)
+    if config.domains:
+        assert load_domains(config.domains).domains == sorted(config.domains)
+    elif not config.tasks.source.startswith("hf:"):
+        tasks = load_tasks(config.tasks)
+        assert tasks.train
+        assert tasks.held_out
