@@ -35,6 +35,7 @@ from roll.pipeline.turns import Turns
 from roll.reward import RewardFn, RewardSource
 from roll.rollout.evaluate import Evaluation, Evaluator
 from roll.run import Panel
+from roll.strategy.infer.vllm_args import check_vllm
 from roll.strategy.train.optimizer import check_optimizer
 
 R = TypeVar("R", bound=TrainRoles)
@@ -160,6 +161,7 @@ def check(
 ) -> tuple[TaskSet, RewardSource]:
     """The tasks and the judge of a run with rollouts, found good together with the model."""
     check_optimizer(config.train.optimizer)
+    check_vllm(config)
     judge = RewardSource.of(reward if reward is not None else config.reward.name)
     judge.check()
     task_set = load_tasks(config.tasks, tasks)

@@ -1,0 +1,39 @@
+"""What ROLL adds to vLLM's workers: the class that `worker_extension_cls` names. Loaded inside vLLM's own processes."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from roll.transfer.host_copy import read
+
+
+class _Worker(Protocol):
+    """As far as a worker of vLLM is known here."""
+
+    def reload_weights(self, *, weights_iterator: Iterable[tuple[str, Tensor]]) -> None: ...
+
+
+class RollWorker:
+    """Its methods are called by name, on every worker of an engine; their names begin with `roll_` because vLLM refuses
+    to add what a worker of its own has already."""
+
+    def roll_follow(self, owner: int) -> None:
+        """Ends this process when its owner does, however that ends: vLLM outlives the process that started it otherwise,
+        and keeps the device."""
+        descriptor = os.pidfd_open(owner)
+
+        def follow() -> None:
+            select.select([descriptor], [], [])
+            os._exit(1)
+
+        threading.Thread(target=follow, name="follow the owner", daemon=True).start()
+
+    def roll_load(self: _Worker, path: str, inode: int, nbytes: int, pieces: Sequence[Sequence[Any]]) -> None:
+        """Loads the tensors at an address, under the names they have in checkpoints, in place of those it has."""
+        self.reload_weights(weights_iterator=read(path, inode, nbytes, pieces))
