@@ -50,7 +50,7 @@ _ANSWER_S = 600.0
 """For the engine to do what it is told: to take in weights, say."""
 _LOOK_S = 0.5
 """How often whoever waits looks whether the engine lives."""
-_CLOSE_S = 5.0
+_CLOSE_S = 1.0
 _QUIET_TURNS = 50
 """Turns of the event loop without a token after which everything that had been drawn has arrived."""
 
@@ -396,7 +396,9 @@ class VllmStrategy:
             if running.task is not None:
                 running.task.cancel()
         self._running.clear()
-        await asyncio.to_thread(self._llm.shutdown, timeout=_CLOSE_S)
+        self._following.cancel()
+        self._llm.shutdown(timeout=_CLOSE_S)
+        self._llm = None
         if self._copy is not None:
             self._copy.close()
         self._folder.cleanup()
