@@ -198,7 +198,12 @@ def trainers_log_probs(trainer: SingleStrategy, asked: Request, done: Completion
 def logits_after(model: LlamaForCausalLM, ids: Sequence[int], drawn: Sequence[int]) -> Tensor:
     """fp32 logits that each drawn token was drawn from. [drawn, vocab]"""
     whole = torch.tensor([[*ids, *drawn]], device=DEVICE)
-    plain = LlamaForCausalLM(model.config).to(DEVICE, model.dtype).eval()
-    plain.load_state_dict(model.state_dict())
-    plain.set_attn_implementation("eager")
-    return plain(whole).logits[0, len(ids) - 1 : -1].float().cpu()
+    return plain(model)(whole).logits[0, len(ids) - 1 : -1].float().cpu()
+
+
+def plain(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """A copy with the attention of `transformers`."""
+    copy = LlamaForCausalLM(model.config).to(DEVICE, model.dtype).eval()
+    copy.load_state_dict(model.state_dict())
+    copy.set_attn_implementation("eager")
+    return copy
