@@ -7,52 +7,43 @@ writes when is the users' agreement. The memory goes with the copy, however its 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from roll.config.errors import RunError
 from roll.transfer.channel import SharedMemoryChannel, SharedMemoryHandle
 from roll.transfer.layout import ALIGNMENT, TensorSpec
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Where one tensor lies, in plain values that any wire carries."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
 
 
 class HostCopy:
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self.specs = tuple(specs)
-        offsets: list[int] = []
-        end = 0
-        for spec in specs:
-            offsets.append(end)
-            end += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
-        self._channel = SharedMemoryChannel.create(1, max(end, ALIGNMENT))
-        self._pieces = [
-            Piece(spec.name, str(spec.dtype).removeprefix("torch."), spec.shape, offset)
-            for spec, offset in zip(specs, offsets, strict=True)
-        ]
+        sizes = [-(-spec.nbytes // ALIGNMENT) * ALIGNMENT for spec in specs]
+        self._channel = SharedMemoryChannel.create(1, max(sum(sizes), ALIGNMENT))
         memory = self._channel.slot(0)
-        self.tensors: Mapping[str, Tensor] = {piece.name: _view(memory, piece) for piece in self._pieces}
+        self.tensors: Mapping[str, Tensor] = {}
+        start = 0
+        for spec, size in zip(specs, sizes, strict=True):
+            self.tensors[spec.name] = memory[start : start + spec.nbytes].view(spec.dtype).view(spec.shape)
+            start += size
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Copies the values of the tensors, each of which is asked for once."""
         for name, own in self.tensors.items():
             own.copy_(tensors[name])
 
-    @property
-    def address(self) -> dict[str, Any]:
-        """What a reader finds the tensors by: plain values, the arguments of `read`."""
-        handle = self._channel.handle
-        pieces = [(piece.name, piece.dtype, list(piece.shape), piece.offset) for piece in self._pieces]
+    def address(self, views: Mapping[str, Tensor]) -> dict[str, Any]:
+        """What a reader finds these views of the tensors by, under the names given: plain values, those of `read`."""
+        handle, memory = self._channel.handle, self._channel.slot(0)
+        pieces = []
+        for name, view in views.items():
+            offset = view.data_ptr() - memory.data_ptr()
+            if not 0 <= offset < handle.slot_bytes:
+                raise RunError(f"the tensor {name!r} is no part of those that were received: it cannot be read in place")
+            dtype = str(view.dtype).removeprefix("torch.")
+            pieces.append((name, dtype, list(view.shape), list(view.stride()), offset))
         return {"path": handle.path, "inode": handle.inode, "nbytes": handle.slot_bytes, "pieces": pieces}
 
     def close(self) -> None:
@@ -63,11 +54,7 @@ class HostCopy:
 def read(path: str, inode: int, nbytes: int, pieces: Sequence[Sequence[Any]]) -> Iterator[tuple[str, Tensor]]:
     """The tensors at an address, by name, in the memory they lie in."""
     memory = SharedMemoryChannel.attach(SharedMemoryHandle(path, inode, 1, nbytes)).slot(0)
-    for name, dtype, shape, offset in pieces:
-        yield name, _view(memory, Piece(name, dtype, tuple(shape), offset))
-
-
-def _view(memory: Tensor, piece: Piece) -> Tensor:
-    dtype: torch.dtype = getattr(torch, piece.dtype)
-    size = dtype.itemsize * torch.Size(piece.shape).numel()
-    return memory[piece.offset : piece.offset + size].view(dtype).view(piece.shape)
+    for name, kind, shape, stride, offset in pieces:
+        dtype: torch.dtype = getattr(torch, kind)
+        whole = memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
+        yield name, whole.as_strided(shape, stride, offset // dtype.itemsize)

@@ -29,7 +29,7 @@ def _native(place: Place, config: Config) -> InferStrategy:
 
 def _vllm(place: Place, config: Config) -> InferStrategy:
     from roll.strategy.infer.vllm import VllmSettings, VllmStrategy
-    from roll.strategy.infer.vllm_args import check_vllm, environment, memory_args
+    from roll.strategy.infer.vllm_args import check_vllm, environment, memory_args, speed_args
 
     check_vllm(config)  # also where the worker's machine is not the one the run was started on
     source, role = find_model(config.model.path), config.roles.actor_infer
@@ -39,10 +39,11 @@ def _vllm(place: Place, config: Config) -> InferStrategy:
         shape=shape,
         dtype=dtype,
         max_running=config.rollout.max_running,
+        device=place.device,
         tensor_parallel=role.tensor_parallel,
         sleeps=place.device != "cpu" and config.offload != "never",
         seed=config.seed,
-        args={**memory_args(shape, dtype.itemsize, config, place), **role.engine_args},
+        args={**speed_args(place), **memory_args(shape, dtype.itemsize, config, place), **role.engine_args},
         environment=environment(place, config),
     )
     return VllmStrategy(load_tokenizer(source, config.model), settings, place.name)

@@ -34,6 +34,7 @@ from roll.config.errors import RunError
 from roll.engine.engine import EngineStats
 from roll.engine.request import Completion, Finish, Progress, Request, Sampling, seed_of
 from roll.engine.stopping import hits_stop_string
+from roll.model.checkpoint_form import checkpoint_form, with_tied
 from roll.strategy.shelf import Level
 from roll.transfer.digest import digests
 from roll.transfer.host_copy import HostCopy
@@ -91,6 +92,7 @@ class VllmSettings:
     shape: PretrainedConfig
     dtype: torch.dtype
     max_running: int
+    device: str = "cpu"
     tensor_parallel: int = 1
     sleeps: bool = False
     """Whether it may leave its device; a GPU's engine alone can."""
@@ -100,6 +102,12 @@ class VllmSettings:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that the engine's processes are started with."""
 
+    @property
+    def untied(self) -> bool:
+        """Whether the engine's output layer is made a tensor of its own: on a CPU vLLM packs a copy of it when it starts,
+        and would go on with that copy of a tied one."""
+        return self.device == "cpu" and bool(self.shape.tie_word_embeddings)
+
 
 class VllmStrategy:
     def __init__(self, tokenizer: Tokenizer, settings: VllmSettings, name: str = "the engine") -> None:
@@ -107,13 +115,15 @@ class VllmStrategy:
         dies."""
         self._tokenizer = tokenizer
         self._name = name
-        self._sleeps = settings.sleeps
+        self._settings = settings
         self._folder = tempfile.TemporaryDirectory(prefix="roll-vllm-")
         with _environment(settings.environment):
             self._llm = _start(settings, self._folder.name)
         self.context = int(self._llm.model_config.max_model_len)
         """Longest sequence it takes, in tokens."""
         self._copy: HostCopy | None = None
+        self._address: dict[str, Any] = {}
+        """Where the engine's workers find the tensors, as they would be in a checkpoint."""
         self._served: int | None = None
         """The version that was verified last."""
         self._version = -1
@@ -296,14 +306,17 @@ class VllmStrategy:
         """Host memory for the tensors, from which the engine's workers read them."""
         if self._copy is None or self._copy.specs != tuple(specs):
             self._copy = HostCopy(specs)
+            views = checkpoint_form(self._settings.shape, self._copy.tensors)
+            if self._settings.untied:
+                views = with_tied(self._settings.shape, views)
+            self._address = self._copy.address(views)
         return self._copy
 
     async def _serve(self, weights: Weights | Manifest) -> None:
-        assert self._copy is not None
         async with self._turn:
             if self._level == "all":
                 await self._stand_still()
-            await self._ask(self._llm.collective_rpc("roll_load", kwargs=self._copy.address))
+            await self._ask(self._llm.collective_rpc("roll_load", kwargs=self._address))
             self._salt += 1
             self._version = weights.version
             self._unproven = weights
@@ -358,7 +371,7 @@ class VllmStrategy:
     async def hold(self, level: Level) -> None:
         if level != "all" and self._running:
             raise RunError(f"the engine cannot leave its device: {len(self._running)} requests are running")
-        if not self._sleeps or level == self._level:
+        if not self._settings.sleeps or level == self._level:
             return
         async with self._turn:
             before, self._level = self._level, level
@@ -498,16 +511,24 @@ def _start(settings: VllmSettings, folder: str) -> Any:
         worker_extension_cls="roll.strategy.infer.vllm_worker.RollWorker",
         enable_sleep_mode=settings.sleeps,
         disable_log_stats=True,
-        **settings.args,
+        **_arguments(settings),
     )
     return AsyncLLM.from_engine_args(args)
+
+
+def _arguments(settings: VllmSettings) -> dict[str, Any]:
+    """The user's, and how the output layer is held."""
+    given = dict(settings.args)
+    if settings.untied:
+        given["hf_overrides"] = {**given.get("hf_overrides", {}), "tie_word_embeddings": False}
+    return given
 
 
 @contextmanager
 def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
     """Variables of this process while the engine's processes are started, which inherit them."""
     defaults = {
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are shared with roles that take turns
         "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it is compiled on first use

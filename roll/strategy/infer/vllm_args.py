@@ -103,6 +103,11 @@ def memory_args(shape: PretrainedConfig, itemsize: int, config: Config, place: P
     return {"kv_cache_memory_bytes": cache, **share}
 
 
+def speed_args(place: Place) -> dict[str, Any]:
+    """On a CPU compiling takes minutes and is not repaid by a run of minutes."""
+    return {"enforce_eager": True} if place.device == "cpu" else {}
+
+
 def environment(place: Place, config: Config) -> dict[str, str]:
     """Variables of an engine's processes: their threads, and the devices they see."""
     threads = {"OMP_NUM_THREADS": str(place.threads)} if place.threads else {}

@@ -35,5 +35,5 @@ class RollWorker:
         threading.Thread(target=follow, name="follow the owner", daemon=True).start()
 
     def roll_load(self: _Worker, path: str, inode: int, nbytes: int, pieces: Sequence[Sequence[Any]]) -> None:
-        """Loads the tensors at an address, under the names they have in checkpoints, in place of those it has."""
+        """Loads the tensors at an address, which have the names of a checkpoint's, in place of those it has."""
         self.reload_weights(weights_iterator=read(path, inode, nbytes, pieces))

@@ -80,7 +80,7 @@ def vllm(dtype: torch.dtype) -> InferStrategy:
     cache = {"kv_cache_memory_bytes": 4 << 20, "enforce_eager": True}
     memory = {} if DEVICE == "cpu" else {"gpu_memory_utilization": 0.02}
     settings = VllmSettings(
-        None, shape(), dtype, MAX_RUNNING, sleeps=DEVICE == "cuda", args={**cache, **memory}, environment=THREADS
+        None, shape(), dtype, MAX_RUNNING, DEVICE, sleeps=DEVICE == "cuda", args={**cache, **memory}, environment=THREADS
     )
     return VllmStrategy(TOKENIZER, settings)
 
