@@ -6,7 +6,9 @@ others read what is in files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,16 +16,22 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def checkpoint_form(shape: PretrainedConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors as they would be saved, without a copy where that is possible. Tied ones stay as they are given."""
+def checkpoint_form(shape: PretrainedConfig, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors as they would be saved, layer by layer: beside what is given there is a copy of one layer at most."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape)
-    saved: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
-    return saved
+    for _, some in groupby(tensors, key=lambda item: _layer(item[0])):
+        yield from revert_weight_conversion(model, dict(some)).items()
+
+
+def _layer(name: str) -> str:
+    """The part of a tensor's name that all of its layer's have."""
+    found = re.match(r".*?\.\d+\.", name)
+    return found[0] if found is not None else ""
 
 
 def with_tied(shape: PretrainedConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roll.config.errors import RunError
 from roll.transfer.channel import SharedMemoryChannel, SharedMemoryHandle
 from roll.transfer.layout import ALIGNMENT, TensorSpec
 
@@ -34,16 +33,14 @@ class HostCopy:
         for name, own in self.tensors.items():
             own.copy_(tensors[name])
 
-    def address(self, views: Mapping[str, Tensor]) -> dict[str, Any]:
-        """What a reader finds these views of the tensors by, under the names given: plain values, those of `read`."""
+    def address(self, named: Mapping[str, Tensor]) -> dict[str, Any]:
+        """What a reader finds some of the tensors by, under the names given: plain values, those of `read`."""
         handle, memory = self._channel.handle, self._channel.slot(0)
         pieces = []
-        for name, view in views.items():
+        for name, view in named.items():
             offset = view.data_ptr() - memory.data_ptr()
-            if not 0 <= offset < handle.slot_bytes:
-                raise RunError(f"the tensor {name!r} is no part of those that were received: it cannot be read in place")
             dtype = str(view.dtype).removeprefix("torch.")
-            pieces.append((name, dtype, list(view.shape), list(view.stride()), offset))
+            pieces.append((name, dtype, list(view.shape), offset))
         return {"path": handle.path, "inode": handle.inode, "nbytes": handle.slot_bytes, "pieces": pieces}
 
     def close(self) -> None:
@@ -54,7 +51,7 @@ class HostCopy:
 def read(path: str, inode: int, nbytes: int, pieces: Sequence[Sequence[Any]]) -> Iterator[tuple[str, Tensor]]:
     """The tensors at an address, by name, in the memory they lie in."""
     memory = SharedMemoryChannel.attach(SharedMemoryHandle(path, inode, 1, nbytes)).slot(0)
-    for name, kind, shape, stride, offset in pieces:
+    for name, kind, shape, offset in pieces:
         dtype: torch.dtype = getattr(torch, kind)
-        whole = memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
-        yield name, whole.as_strided(shape, stride, offset // dtype.itemsize)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        yield name, memory[offset : offset + size].view(dtype).view(shape)

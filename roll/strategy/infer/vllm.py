@@ -34,7 +34,7 @@ from roll.config.errors import RunError
 from roll.engine.engine import EngineStats
 from roll.engine.request import Completion, Finish, Progress, Request, Sampling, seed_of
 from roll.engine.stopping import hits_stop_string
-from roll.model.checkpoint_form import checkpoint_form, with_tied
+from roll.model.checkpoint_form import with_tied
 from roll.strategy.shelf import Level
 from roll.transfer.digest import digests
 from roll.transfer.host_copy import HostCopy
@@ -123,7 +123,7 @@ class VllmStrategy:
         """Longest sequence it takes, in tokens."""
         self._copy: HostCopy | None = None
         self._address: dict[str, Any] = {}
-        """Where the engine's workers find the tensors, as they would be in a checkpoint."""
+        """Where the engine's workers find the tensors."""
         self._served: int | None = None
         """The version that was verified last."""
         self._version = -1
@@ -306,10 +306,9 @@ class VllmStrategy:
         """Host memory for the tensors, from which the engine's workers read them."""
         if self._copy is None or self._copy.specs != tuple(specs):
             self._copy = HostCopy(specs)
-            views = checkpoint_form(self._settings.shape, self._copy.tensors)
-            if self._settings.untied:
-                views = with_tied(self._settings.shape, views)
-            self._address = self._copy.address(views)
+            tensors = self._copy.tensors
+            untied = with_tied(self._settings.shape, tensors) if self._settings.untied else tensors
+            self._address = self._copy.address(untied)
         return self._copy
 
     async def _serve(self, weights: Weights | Manifest) -> None:

@@ -8,13 +8,19 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from roll.model.checkpoint_form import checkpoint_form
 from roll.transfer.host_copy import read
 
 
 class _Worker(Protocol):
     """As far as a worker of vLLM is known here."""
+
+    device: torch.device
+    model_config: Any
+    model_runner: Any
 
     def reload_weights(self, *, weights_iterator: Iterable[tuple[str, Tensor]]) -> None: ...
 
@@ -35,5 +41,17 @@ class RollWorker:
         threading.Thread(target=follow, name="follow the owner", daemon=True).start()
 
     def roll_load(self: _Worker, path: str, inode: int, nbytes: int, pieces: Sequence[Sequence[Any]]) -> None:
-        """Loads the tensors at an address, which have the names of a checkpoint's, in place of those it has."""
-        self.reload_weights(weights_iterator=read(path, inode, nbytes, pieces))
+        """Loads the tensors at an address in place of those it has."""
+        tensors = read(path, inode, nbytes, pieces)
+        self.reload_weights(weights_iterator=checkpoint_form(self.model_config.hf_config, tensors))
+        if self.device.type == "cpu":
+            _pack_experts(self.model_runner.get_model())
+
+
+def _pack_experts(model: torch.nn.Module) -> None:
+    """Brings experts into the order that vLLM's kernels for CPUs read: so they are once a model is loaded, but to load them
+    again leaves them as they came (vLLM 0.32). Were it otherwise, the probe would say so."""
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(layer)
