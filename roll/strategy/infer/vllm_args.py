@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +97,7 @@ def memory_args(shape: PretrainedConfig, itemsize: int, config: Config, place: P
     if "kv_cache_memory_bytes" in given or "gpu_memory_utilization" in given:
         return {}
     context = int(given.get("max_model_len") or shape.max_position_embeddings)
-    running = min(context, config.rollout.max_new_tokens + _SPARE_PROMPT_TOKENS)
-    tokens = max(context, config.rollout.max_running * running)
-    cache = int(_MARGIN * tokens * bytes_a_token(shape, itemsize))
+    cache = cache_bytes(shape, itemsize, context, config.rollout.max_running, config.rollout.max_new_tokens)
     share = {} if place.device == "cpu" else {"gpu_memory_utilization": _LEAST_SHARE}
     return {"kv_cache_memory_bytes": cache, **share}
 
@@ -113,7 +112,15 @@ def environment(place: Place, config: Config) -> dict[str, str]:
     threads = {"OMP_NUM_THREADS": str(place.threads)} if place.threads else {}
     if config.executor != "local" or place.device == "cpu":  # a worker in a process of its own sees its devices alone
         return threads
-    return {**threads, "CUDA_VISIBLE_DEVICES": ",".join(map(str, place.gpus))}
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = [seen[number] if number < len(seen) and seen[0] else str(number) for number in place.gpus]
+    return {**threads, "CUDA_VISIBLE_DEVICES": ",".join(names)}
+
+
+def cache_bytes(shape: PretrainedConfig, itemsize: int, context: int, running: int, response: int) -> int:
+    """Keys and values of so many sequences with responses of that length, at least of the longest sequence there is."""
+    tokens = max(context, running * min(context, response + _SPARE_PROMPT_TOKENS))
+    return int(_MARGIN * tokens * bytes_a_token(shape, itemsize))
 
 
 def bytes_a_token(shape: PretrainedConfig, itemsize: int) -> int:

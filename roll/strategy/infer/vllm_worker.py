@@ -49,7 +49,7 @@ class RollWorker:
 
 
 def _pack_experts(model: torch.nn.Module) -> None:
-    """Brings experts into the order that vLLM's kernels for CPUs read: so they are once a model is loaded, but to load them
+    """Brings experts into the order that vLLM's kernels for CPUs read: so they are once a model is loaded, but loading it
     again leaves them as they came (vLLM 0.32). Were it otherwise, the probe would say so."""
     for layer in model.modules():
         kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
