@@ -453,7 +453,7 @@ class VllmStrategy:
     async def _follow(self) -> None:
         """Has the engine's processes end with this one."""
         with suppress(Exception):
-            await self._llm.collective_rpc("roll_follow", args=(os.getpid(),))
+            await asyncio.wait_for(self._llm.collective_rpc("roll_follow", args=(os.getpid(),)), _ANSWER_S)
 
 
 def _params(sampling: Sampling, prompt_tokens: int) -> Any:

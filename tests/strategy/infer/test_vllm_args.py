@@ -81,7 +81,7 @@ def test_an_argument_that_is_rolls_to_set_is_refused_with_what_to_write(pretende
 
 
 def test_the_same_bits_every_time_are_not_vllms_to_give(pretended: None) -> None:
-    with pytest.raises(UserError, match="write roles.actor_infer.strategy=native, or deterministic=false"):
+    with pytest.raises(UserError, match=r"write roles\.actor_infer\.strategy=native, or deterministic=false"):
         check_vllm(config(deterministic=True))
 
 
