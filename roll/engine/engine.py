@@ -28,6 +28,7 @@ from roll.data.tokenlog import IntArray, common_prefix
 from roll.engine.cache import CachePlan, Chunk, SlotCache
 from roll.engine.request import Completion, Finish, Progress, Request
 from roll.engine.sampling import draw
+from roll.engine.stopping import hits_stop_string
 from roll.model.attention import forward_rows, logits_of
 
 EXACT_ROWS = 16
@@ -385,16 +386,9 @@ class Engine:
 
     def _finish_of(self, sequence: _Sequence, member: _Member) -> Finish | None:
         sampling = member.request.sampling
-        if sequence.ids[-1] in sampling.stop_ids or (sampling.stop and self._hit_stop_string(sequence, sampling.stop)):
+        if sequence.ids[-1] in sampling.stop_ids or hits_stop_string(self._tokenizer, sequence.ids, sampling.stop):
             return "stop"
         return "length" if len(sequence.ids) >= sampling.max_new_tokens else None
-
-    def _hit_stop_string(self, sequence: _Sequence, stop: tuple[str, ...]) -> bool:
-        """Whether the last token completed a stop string. A token is at least a byte, which bounds how far to look; one
-        more is decoded because some tokenizers drop the space before the first."""
-        longest = max(len(text.encode()) for text in stop)
-        tail = self._tokenizer.decode(sequence.ids[-longest - 1 :])
-        return any(text in tail for text in stop)
 
     @torch.inference_mode()
     def _leave(self, slot: int, member: _Member) -> None:

@@ -39,6 +39,7 @@ from roll.rollout.evaluate import Evaluation, Evaluator
 from roll.rollout.play import play
 from roll.rollout.transcript import Transcript
 from roll.run import Panel
+from roll.strategy.infer.vllm_args import check_vllm
 from roll.strategy.train.optimizer import check_optimizer
 
 LOOKED_AT = 256
@@ -181,6 +182,7 @@ def check(
 ) -> tuple[TaskSet, RewardSource]:
     """The tasks and the judge of a run with rollouts, found good together with the model."""
     check_optimizer(config.train.optimizer)
+    check_vllm(config)
     task_set, judge = _tasks_and_judge(config, reward, tasks)
     judge.check()
     check_policies(config, task_set)
