@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from roll.config.errors import RunError
 from roll.data.tokenlog import IntArray, common_prefix
 from roll.engine.cache import CachePlan, Chunk, SlotCache
+from roll.engine.columns import column_logits, forward_columns, supported
 from roll.engine.request import Completion, Finish, Progress, Request
 from roll.engine.sampling import draw
 from roll.model.attention import forward_rows, logits_of
@@ -109,6 +110,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._max_running = max_running
         self._exact = exact
+        self._columns = not exact and supported(model)
         self._device = next(model.parameters()).device
         self._cache = SlotCache(model.config, max_running, next(model.parameters()).dtype, self._device)
         self._waiting: deque[Request] = deque()
@@ -199,7 +201,7 @@ class Engine:
             chunk = ids[start : start + rows]
             plan = CachePlan(cache, [Chunk(0, start, len(chunk))], [], self._exact)
             hidden = self._forward(chunk, np.arange(start, start + len(chunk)), plan)
-            parts.append(torch.log_softmax(logits_of(self.model, hidden), dim=-1)[: len(chunk)])
+            parts.append(torch.log_softmax(self._logits(hidden), dim=-1)[: len(chunk)])
         targets = torch.from_numpy(ids[1:].astype(np.int64)).to(self._device)
         return torch.cat(parts)[:-1].gather(1, targets[:, None])[:, 0].cpu()
 
@@ -331,7 +333,10 @@ class Engine:
         padding = EXACT_ROWS - len(ids) if self._exact else 0
         rows = torch.from_numpy(np.pad(ids.astype(np.int64), (0, padding))).to(self._device)
         where = torch.from_numpy(np.pad(positions.astype(np.int64), (0, padding))).to(self._device)
-        return forward_rows(self.model, rows, where, plan)
+        return (forward_columns if self._columns else forward_rows)(self.model, rows, where, plan)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return (column_logits if self._columns else logits_of)(self.model, hidden)
 
     def _sample(self) -> None:
         """Draws a token for every request; a sequence whose requests drew different ones splits."""
@@ -342,7 +347,7 @@ class Engine:
             hidden = torch.stack([h for slot in slots if (h := self._running[slot].hidden) is not None])
             if self._exact:
                 hidden = torch.nn.functional.pad(hidden, (0, 0, 0, rows - len(slots)))
-            logits = logits_of(self.model, hidden)
+            logits = self._logits(hidden)
             drawn = [(row, slot, m) for row, slot in enumerate(slots) for m in self._running[slot].members]
             tokens, logprobs = draw(
                 logits,
