@@ -32,7 +32,7 @@ from common import parser, report
 from engine_peers import Generate, Vllm
 from engine_work import Floor, Outcome, Sizes, Workload, make_workload
 
-from roll.engine.engine import Engine
+from roll.engine.make import make_engine
 from roll.engine.request import Request, Sampling, seed_of
 from roll.model import attention
 from roll.model.character import character_tokenizer
@@ -140,10 +140,6 @@ def print_table(work: Workload, rows: dict[str, dict[str, float]], floor_s: floa
         print(f"| {engine} | " + " | ".join(figures).replace("nan", "") + " |", flush=True)
 
 
-def build_engine(model: Any, tokenizer: Any, max_running: int) -> Engine:
-    return Engine(model, tokenizer, max_running=max_running)
-
-
 def build_model(name: str, device: str, dtype: torch.dtype) -> Any:
     """The model with its attention behind plans, ready for the engine."""
     if not name.startswith("shape:"):
@@ -185,7 +181,7 @@ def vllm(python: str, args: Any, model: Any, sizes: Sizes) -> Vllm:
 
 class Native:
     def __init__(self, model: Any, max_running: int) -> None:
-        self._engine = build_engine(model, character_tokenizer(), max_running)
+        self._engine = make_engine(model, character_tokenizer(), max_running=max_running)
         self._served = 0
 
     def run(self, work: Workload) -> Outcome:

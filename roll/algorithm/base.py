@@ -163,6 +163,10 @@ class Algorithm:
         step = turn_relative(returns, batch["turn_state"], groups, config.scale != "none")
         return batch.with_columns(turn_advantage=np.repeat(advantage, turns) + config.turn_weight * step)
 
+    def metrics(self) -> dict[str, float]:
+        """What the next step is trained with, of what changes from step to step; they become metrics of that step."""
+        return {"kl_coef": self._kl.value} if self.config.kl_coef > 0 else {}
+
     def observe(self, metrics: dict[str, float], samples: int) -> None:
         """A step was trained, with these means over its tokens."""
         if "kl" in metrics:

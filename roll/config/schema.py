@@ -11,9 +11,20 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from roll.config.algorithm import AlgorithmConfig
+from roll.config.checks import UNREAD, check
 from roll.config.section import Count, Devices, Names, NonNegative, Positive, Section, Share, Whole
+from roll.config.workers import RayConfig, RoleConfig, RolesConfig, SuperviseConfig, WeightsConfig
 
-__all__ = ["AlgorithmConfig", "Section"]
+__all__ = [
+    "UNREAD",
+    "AlgorithmConfig",
+    "RayConfig",
+    "RoleConfig",
+    "RolesConfig",
+    "Section",
+    "SuperviseConfig",
+    "WeightsConfig",
+]
 
 
 class LoraConfig(Section):
@@ -259,94 +270,6 @@ class EnvConfig(Section):
     """Most actions of an episode."""
 
 
-class SuperviseConfig(Section):
-    """What happens when workers die or hang."""
-
-    ping_s: Positive = 1.0
-    """Seconds between two looks at a worker."""
-    hang_s: Positive = 60.0
-    """A worker that has not answered for so many seconds is killed and started again."""
-    restarts: Whole = 5
-    """Deaths within `window_s` that are mended, of one worker and of a role; a role of more workers may have one each."""
-    window_s: Positive = 600.0
-    """Seconds over which `restarts` counts."""
-    spare_trainer: bool = True
-    """Keep a process ready for a trainer that dies, with its libraries loaded (some hundred megabytes of memory)."""
-    backoff_s: Positive = 0.5
-    """Seconds before a worker is started again; doubled each time."""
-    watchdog_s: Positive = 300.0
-    """When no sample has moved and no step has ended for so many seconds, the run says who waits on whom."""
-
-
-class RoleConfig(Section):
-    """Where a role runs and how it computes."""
-
-    short: ClassVar[str | None] = "devices"
-
-    devices: Devices = "auto"
-    """`auto`, `cpu`, or device numbers: `0-7`, `0,2,4`, on other nodes `node1:0-3`. A machine without GPUs numbers its
-    cores."""
-    cpus: Whole = 0
-    """CPU cores of each worker, 0 for as many as suit the role."""
-    replicas: Whole = 0
-    """Workers, 0 for as many as the devices give."""
-    strategy: Literal["auto", "single", "native"] = "auto"
-    """How the role computes: `single` trains on one device, `native` is the embedded engine."""
-    tensor_parallel: Count = 1
-    """Devices that hold one copy of the weights together."""
-
-
-class RolesConfig(Section):
-    """Where each role runs. Roles that share devices take turns; roles on other devices overlap."""
-
-    actor_train: RoleConfig = RoleConfig()
-    """Trains the model."""
-    actor_infer: RoleConfig = RoleConfig()
-    """Generates with the model; several workers are several engines."""
-    reference: RoleConfig = RoleConfig()
-    """The initial model, for a KL penalty."""
-    critic: RoleConfig = RoleConfig()
-    """Predicts returns, for algorithms with a value function."""
-    reward_model: RoleConfig = RoleConfig()
-    """A model that scores responses."""
-    judge: RoleConfig = RoleConfig()
-    """A model that judges responses in words."""
-    rollout: RoleConfig = RoleConfig()
-    """Drives samples through engines and graders."""
-    reward: RoleConfig = RoleConfig()
-    """Judges responses, each worker in `reward.workers` processes."""
-    env: RoleConfig = RoleConfig()
-    """Runs environments, each worker in `env.processes` processes; only where tasks have environments."""
-
-
-class WeightsConfig(Section):
-    """How weights get from the trainer to engines in other processes."""
-
-    short: ClassVar[str | None] = "path"
-
-    path: Literal["auto", "shared_memory", "broadcast", "cuda_ipc"] = "auto"
-    """`auto` is `cuda_ipc` on one GPU, `shared_memory` on one machine, else `broadcast` (NCCL or gloo)."""
-    bucket_mb: Count = 64
-    """Size of the pieces they travel in; two of them are the extra memory a side needs."""
-
-
-class RayConfig(Section):
-    """The cluster, for `executor: ray`."""
-
-    short: ClassVar[str | None] = "address"
-
-    address: str | None = None
-    """`null` starts Ray on this machine for the run; `auto` or `host:port` joins a running cluster."""
-    object_store_gb: NonNegative = 0.0
-    """Memory for data between workers on this machine, 0 for Ray's own choice."""
-    start_deadline_s: Positive = 300.0
-    """Seconds in which all workers of a role must have started."""
-    call_deadline_s: Positive = 1800.0
-    """Seconds one call on a worker may take."""
-    runtime_env: dict[str, Any] = Field(default_factory=dict)
-    """Ray's description of the workers' environment, added to the one ROLL makes."""
-
-
 class Config(Section):
     """A whole run."""
 
@@ -380,97 +303,6 @@ class Config(Section):
     supervise: SuperviseConfig = SuperviseConfig()
 
     @model_validator(mode="after")
-    def _check_all_is_read(self) -> Config:
-        """What the pipeline does not read must be left alone."""
-        other = "sft" if self.pipeline == "rlvr" else "rlvr"
-        unread = [(name, key) for name in UNREAD[self.pipeline] if (key := _changed(self, name)) is not None]
-        if unread:
-            rest = f"in pipeline {self.pipeline}: remove it, or write pipeline={other}"
-            raise ValueError("\n".join(f"{key} is set, but nothing reads {name} {rest}" for name, key in unread))
+    def _check_across_sections(self) -> Config:
+        check(self)
         return self
-
-    @model_validator(mode="after")
-    def _check_sft(self) -> Config:
-        train, data = self.train, self.data
-        if self.pipeline != "sft":
-            return self
-        if train.updates_per_step > 1:
-            raise ValueError(
-                f"train.updates_per_step is {train.updates_per_step}, but an sft step is one update: write a smaller "
-                "data.samples_per_step instead"
-            )
-        if data.epochs and train.steps != TrainConfig().steps:
-            raise ValueError(
-                f"train.steps is {train.steps} and data.epochs is {data.epochs:g}, and each is the length of the run: "
-                "write one of them"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_across_fields(self) -> Config:
-        rollout, train, algorithm = self.rollout, self.train, self.algorithm
-        if self.executor == "local" and self.ray.address is not None:
-            raise ValueError(
-                f"ray.address is {self.ray.address!r}, but executor is local, which uses no Ray: write executor=ray"
-            )
-        if algorithm.compares_siblings and rollout.group_size < 2:
-            raise ValueError(
-                f"rollout.group_size is 1, but {algorithm.name} compares samples of one task: write "
-                "rollout.group_size=2 or more"
-            )
-        if rollout.group_size == 1 and rollout.filter == "no_signal" and algorithm.baseline != "greedy":
-            raise ValueError(
-                "rollout.group_size is 1, and rollout.filter=no_signal drops groups whose rewards are all equal: write "
-                "rollout.filter=none"
-            )
-        if (rollout.top_p < 1 or rollout.top_k > 0) and not rollout.train_on_truncated:
-            raise ValueError(
-                "rollout.top_p < 1 or rollout.top_k > 0 samples from a truncated distribution, which biases training: "
-                "write rollout.top_p=1 rollout.top_k=0, or rollout.train_on_truncated=true to train on it all the same"
-            )
-        if rollout.max_staleness and self.executor == "local":
-            raise ValueError(
-                f"rollout.max_staleness is {rollout.max_staleness}, but executor is local, where generation cannot go on "
-                "while training runs: write executor=ray, or rollout.max_staleness=0"
-            )
-        timed = (rollout.max_staleness, rollout.oversample, rollout.cut == "first", rollout.end_early)
-        if self.deterministic and (any(timed) or rollout.policy != "none"):
-            raise ValueError(
-                "rollout.max_staleness, rollout.oversample, rollout.cut=first, rollout.end_early and rollout.policy make "
-                "a batch depend on timing: write deterministic=false, or leave them out"
-            )
-        if rollout.max_staleness and rollout.order == "tail_rounds":
-            raise ValueError(
-                "rollout.order=tail_rounds closes a round before the next begins: write rollout.max_staleness=0"
-            )
-        if rollout.filter_range[0] > rollout.filter_range[1]:
-            raise ValueError(f"rollout.filter_range is {rollout.filter_range}: write the lower bound first")
-        if train.updates_per_step > rollout.groups_per_step:
-            raise ValueError(
-                f"train.updates_per_step is {train.updates_per_step}, but a step has only {rollout.groups_per_step} "
-                f"groups: write train.updates_per_step={rollout.groups_per_step} or less"
-            )
-        if train.warmup_steps > train.steps and not self.data.epochs:
-            raise ValueError(
-                f"train.warmup_steps is {train.warmup_steps}, more than train.steps={train.steps}: "
-                f"write train.warmup_steps={train.steps} or less"
-            )
-        return self
-
-
-UNREAD = {
-    "rlvr": ("data",),
-    "sft": (
-        *("tasks", "reward", "env", "rollout", "algorithm", "weights"),
-        *("eval.temperature", "eval.show", "run.save_samples"),
-    ),
-}
-"""The sections and settings that a pipeline has no use for."""
-
-
-def _changed(config: Config, name: str) -> str | None:
-    """The first setting of a section, or the one of that name, that is not as it is where nothing is written."""
-    section, _, field = name.partition(".")
-    value, usual = getattr(config, section), Config.model_fields[section].default
-    fields = [field] if field else type(value).model_fields
-    return next((f"{section}.{key}" for key in fields if getattr(value, key) != getattr(usual, key)), None)

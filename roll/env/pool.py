@@ -25,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from roll.child.together import together
 from roll.config.errors import RunError
 from roll.data.task import EnvSpec
 from roll.env import wire
@@ -136,14 +137,9 @@ class EnvPool:
     async def start(self) -> None:
         """Start all processes; `RunError` if that does not work."""
         self._ended = None
-        starting = [asyncio.create_task(self._start_host()) for _ in range(self._workers)]
         try:
-            await asyncio.gather(*starting)
+            await together(self._start_host() for _ in range(self._workers))
         except BaseException:
-            for start in starting:
-                if not start.cancelling():  # else it is cleaning up, which a second cancellation would cut short
-                    start.cancel()
-            await asyncio.gather(*starting, return_exceptions=True)
             await self.close()
             raise
 

@@ -125,15 +125,17 @@ class RLVR:
         batch = algorithm.credit(await self._valued(await self._compared(rollout.batch)))
         if not len(batch):
             return None
+        used = algorithm.metrics()  # before it learns from the step
         value_stats = await self._train_critic(batch)
         if value_stats is not None and state.step < self._config.algorithm.critic_warmup_steps:
-            return UpdateStats.nothing(batch.tokens).beside("critic", value_stats)
+            return UpdateStats.nothing(batch.tokens).beside("critic", value_stats).with_metrics(used)
         await self._turns.enter("train")
         with self._recorder.stage("train"):
             stats = await roles.actor.call(TrainWorker.update, batch, algorithm.loss, state.step)
         if not stats.skipped:
             algorithm.observe(stats.metrics, len(batch))
         self._health.judge(state.step + 1, stats)
+        stats = stats.with_metrics(used)
         return stats if value_stats is None else stats.beside("critic", value_stats)
 
     async def _valued(self, batch: Batch) -> Batch:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from roll.child.together import together
 from roll.config.errors import RunError
 from roll.data.task import Response, Task
 from roll.reward import wire
@@ -94,17 +95,13 @@ class GraderPool:
     async def start(self) -> None:
         """Start all processes and load the reward function in each. `UserError` if it cannot be loaded."""
         self._ended = None
-        starting = [asyncio.create_task(self._start_grader()) for _ in range(self._workers)]
         try:
-            await asyncio.gather(*starting)
+            graders = await together(self._start_grader() for _ in range(self._workers))
         except BaseException:
-            for start in starting:
-                start.cancel()
-            await asyncio.gather(*starting, return_exceptions=True)
             await self.close()
             raise
-        for start in starting:
-            self._hand_on(start.result())
+        for grader in graders:
+            self._hand_on(grader)
 
     async def score(self, task: Task, response: Response) -> Verdict:
         """Judge an attempt. May be cancelled at any time; the pool stays whole."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from roll.child.together import together
 from roll.config.errors import RunError
 from roll.config.schema import EvalConfig
 from roll.data.sample import Sample
@@ -11,7 +12,6 @@ from roll.data.task import Task
 from roll.engine.request import seed_of
 from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.pool import RolloutPool
-from roll.rollout.runner import run_all
 
 PRIORITY = 1
 """Held-out samples go before those to train on, so that they are of one version as far as can be."""
@@ -64,7 +64,7 @@ class Evaluator:
         for sample in samples:
             self._lifecycle.move(sample, "queued")
         try:
-            await run_all(lambda sample: self._pool.run(sample.id, [sample], self._lifecycle, priority=PRIORITY), samples)
+            await together(self._pool.run(s.id, [s], self._lifecycle, priority=PRIORITY) for s in samples)
             return await self._judged(samples)
         finally:
             await self._pool.tokens.forget(samples)

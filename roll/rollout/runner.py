@@ -10,7 +10,7 @@ does to a sample is bounded: by deadlines, and by tries where it was the worker'
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -303,18 +303,6 @@ class SampleRunner:
     def _next(self, cluster: Cluster[Any]) -> int:
         self._turn += 1
         return (self._turn - 1) % len(cluster)
-
-
-async def run_all(run: Callable[[Sample], Coroutine[Any, Any, None]], samples: Sequence[Sample]) -> None:
-    """Runs samples side by side. An error that is no sample's own fault, or being cancelled, ends all of them."""
-    tasks = [asyncio.create_task(run(sample)) for sample in samples]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            if not task.cancelling():  # else it is cleaning up, which a second cancellation would cut short
-                task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def training_sampling(config: RolloutConfig, stop_ids: tuple[int, ...]) -> Sampling:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from roll.child.together import together
 from roll.cluster import Cluster, Dispatch, Place, Worker, parallel
 from roll.config.schema import Config
 from roll.data.batch import token_block
@@ -27,7 +28,7 @@ from roll.rollout.door import EngineDoor
 from roll.rollout.early_end import make_early_end
 from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.messages import Buffered, Fate, Lease, Order, Outcome, Report, Seat, Stop
-from roll.rollout.runner import Helpers, SampleRunner, run_all
+from roll.rollout.runner import Helpers, SampleRunner
 from roll.rollout.seats import Seats
 from roll.run import RunFolder, Transition, write_samples
 from roll.workers.env import EnvWorker
@@ -275,7 +276,7 @@ class RolloutWorker(Worker):
 
     async def _carry(self, held: _Held) -> None:
         try:
-            await run_all(lambda sample: self._carry_one(held, sample), held.samples)
+            await together(self._carry_one(held, sample) for sample in held.samples)
         except Exception as error:  # the engines' or the graders' end: the controller must hear of it, whoever asks next
             self._error = self._error or error
             self._outbox.news.set()

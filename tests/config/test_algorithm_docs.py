@@ -103,6 +103,12 @@ def test_every_metric_of_the_mismatch_is_on_the_page() -> None:
     assert metrics == [f"train/{name}" for name in Mismatch().metrics()]
 
 
+def test_every_metric_of_the_penalty_is_on_the_page() -> None:
+    metrics = [cell.strip("`") for cell, *_ in rows("metric", "what it is")]
+    algorithm = make_algorithm(load_config({"algorithm": {"kl_coef": 0.5}}))
+    assert metrics == ["train/kl", *(f"train/{name}" for name in algorithm.metrics())]
+
+
 def test_links_lead_somewhere() -> None:
     headings = re.findall(r"^#+ (.*)$", PAGE, re.MULTILINE)
     anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from roll.data.tokenlog import IntArray
 from roll.engine.engine import Engine
+from roll.engine.paged.engine import PagedEngine
 from roll.engine.request import Completion, Request, Sampling
 from roll.model import attention
 from roll.model.character import character_tokenizer
@@ -99,7 +100,7 @@ def request(id: str, prompt: Sequence[int] | IntArray, max_new_tokens: int = 8, 
     return Request(id, np.asarray(prompt, np.int32), Sampling(max_new_tokens, **sampling))  # type: ignore[arg-type]
 
 
-def run(engine: Engine, requests: Iterable[Request] = ()) -> dict[str, Completion]:
+def run(engine: Engine | PagedEngine, requests: Iterable[Request] = ()) -> dict[str, Completion]:
     """Adds the requests and steps until nothing is left. Every request may finish once only."""
     for each in requests:
         engine.add(each)

@@ -317,6 +317,29 @@ def test_a_function_that_does_not_load_is_refused_at_the_start(tmp_path: Path) -
         started(f"{tmp_path}/hangs.py:score", start_deadline_s=0.5)
 
 
+def test_a_start_that_is_cancelled_even_twice_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+
+    async def main() -> None:
+        pool = GraderPool(RewardSource.of(f"{tmp_path}/hangs.py:score"), workers=2, log=tmp_path / "log")
+        starting = asyncio.create_task(pool.start())
+        async with asyncio.timeout(20):
+            while len(pids()) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        for _ in range(2):
+            starting.cancel()
+            await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    def pids() -> list[int]:
+        return [int(pid) for pid in (tmp_path / "log").read_text().split()] if (tmp_path / "log").exists() else []
+
+    asyncio.run(main())
+    assert not any(alive(pid) for pid in pids())
+
+
 def test_when_no_process_starts_any_more_calls_fail_instead_of_waiting(tmp_path: Path) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text("import os\ndef score(task, response): os._exit(1)\n")

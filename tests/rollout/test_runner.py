@@ -50,7 +50,7 @@ from roll.rollout.door import EngineDoor
 from roll.rollout.early_end import EarlyEnd, Running
 from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.messages import Seat, Stop
-from roll.rollout.runner import Helpers, SampleRunner, run_all, training_sampling
+from roll.rollout.runner import Helpers, SampleRunner, training_sampling
 from roll.rollout.seats import Seats
 from roll.workers.infer import PROGRESS_S
 
@@ -280,34 +280,6 @@ def test_a_task_the_chat_template_refuses_fails_its_samples() -> None:
         await run.runner.run(sample)
         assert sample.state == "failed"
         assert "system messages are not supported" in sample.reason
-
-    go(main())
-
-
-@pytest.mark.parametrize("error", [None, KeyError("one of them")])
-def test_samples_run_side_by_side_are_cancelled_once_and_clean_up_in_peace(error: Exception | None) -> None:
-    cleaned: list[str] = []
-
-    async def run(sample: Sample) -> None:
-        number = int(sample.id)
-        try:
-            await turns(5 if number == 3 else 1000)
-            if error is not None:
-                raise error
-            await turns(1000)
-        finally:
-            await turns(number)
-            cleaned.append(sample.id)
-
-    async def main() -> None:
-        samples = [Sample(str(number), Task.ask("t", "?"), 0, 1.0) for number in range(8)]
-        call = asyncio.create_task(run_all(run, samples))
-        await turns(20 if error is None else 0)
-        if error is None:
-            call.cancel()
-        with pytest.raises(asyncio.CancelledError if error is None else KeyError):
-            await call
-        assert sorted(cleaned) == [str(number) for number in range(8)]
 
     go(main())
 

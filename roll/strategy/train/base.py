@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -36,7 +37,7 @@ def _some(names: tuple[str, ...], most: int = 3) -> str:
 
 @dataclass(frozen=True)
 class UpdateStats:
-    """What an update did. `metrics` are means over the step's sampled tokens."""
+    """What an update did. `metrics`, as a trainer gives them, are means over the step's sampled tokens."""
 
     loss: float
     grad_norm: float
@@ -60,7 +61,11 @@ class UpdateStats:
     def beside(self, name: str, other: UpdateStats) -> UpdateStats:
         """These stats with another's loss, gradient and metrics among the metrics, under its name."""
         theirs = {"loss": other.loss, "grad_norm": other.grad_norm, "skipped": float(other.skipped), **other.metrics}
-        return replace(self, metrics={**self.metrics, **{f"{name}_{key}": value for key, value in theirs.items()}})
+        return self.with_metrics({f"{name}_{key}": value for key, value in theirs.items()})
+
+    def with_metrics(self, metrics: Mapping[str, float]) -> UpdateStats:
+        """These stats, with more among their metrics."""
+        return replace(self, metrics={**self.metrics, **metrics})
 
 
 class TrainStrategy(Protocol):

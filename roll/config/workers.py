@@ -1,0 +1,97 @@
+"""The settings of workers: where roles run, how weights reach engines, the cluster, and what happens when workers die."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from roll.config.section import Count, Devices, NonNegative, Positive, Section, Whole
+
+
+class RoleConfig(Section):
+    """Where a role runs and how it computes."""
+
+    short: ClassVar[str | None] = "devices"
+
+    devices: Devices = "auto"
+    """`auto`, `cpu`, or device numbers: `0-7`, `0,2,4`, on other nodes `node1:0-3`. A machine without GPUs numbers its
+    cores."""
+    cpus: Whole = 0
+    """CPU cores of each worker, 0 for as many as suit the role."""
+    replicas: Whole = 0
+    """Workers, 0 for as many as the devices give."""
+    strategy: Literal["auto", "single", "native"] = "auto"
+    """How the role computes: `single` trains on one device, `native` is the embedded engine."""
+    tensor_parallel: Count = 1
+    """Devices that hold one copy of the weights together."""
+
+
+class RolesConfig(Section):
+    """Where each role runs. Roles that share devices take turns; roles on other devices overlap."""
+
+    actor_train: RoleConfig = RoleConfig()
+    """Trains the model."""
+    actor_infer: RoleConfig = RoleConfig()
+    """Generates with the model; several workers are several engines."""
+    reference: RoleConfig = RoleConfig()
+    """The initial model, for a KL penalty."""
+    critic: RoleConfig = RoleConfig()
+    """Predicts returns, for algorithms with a value function."""
+    reward_model: RoleConfig = RoleConfig()
+    """A model that scores responses."""
+    judge: RoleConfig = RoleConfig()
+    """A model that judges responses in words."""
+    rollout: RoleConfig = RoleConfig()
+    """Drives samples through engines and graders."""
+    reward: RoleConfig = RoleConfig()
+    """Judges responses, each worker in `reward.workers` processes."""
+    env: RoleConfig = RoleConfig()
+    """Runs environments, each worker in `env.processes` processes; only where tasks have environments."""
+
+
+class WeightsConfig(Section):
+    """How weights get from the trainer to engines in other processes."""
+
+    short: ClassVar[str | None] = "path"
+
+    path: Literal["auto", "shared_memory", "broadcast", "cuda_ipc"] = "auto"
+    """`auto` is `cuda_ipc` on one GPU, `shared_memory` on one machine, else `broadcast` (NCCL or gloo)."""
+    bucket_mb: Count = 64
+    """Size of the pieces they travel in; two of them are the extra memory a side needs."""
+
+
+class RayConfig(Section):
+    """The cluster, for `executor: ray`."""
+
+    short: ClassVar[str | None] = "address"
+
+    address: str | None = None
+    """`null` starts Ray on this machine for the run; `auto` or `host:port` joins a running cluster."""
+    object_store_gb: NonNegative = 0.0
+    """Memory for data between workers on this machine, 0 for Ray's own choice."""
+    start_deadline_s: Positive = 300.0
+    """Seconds in which all workers of a role must have started."""
+    call_deadline_s: Positive = 1800.0
+    """Seconds one call on a worker may take."""
+    runtime_env: dict[str, Any] = Field(default_factory=dict)
+    """Ray's description of the workers' environment, added to the one ROLL makes."""
+
+
+class SuperviseConfig(Section):
+    """What happens when workers die or hang."""
+
+    ping_s: Positive = 1.0
+    """Seconds between two looks at a worker."""
+    hang_s: Positive = 60.0
+    """A worker that has not answered for so many seconds is killed and started again."""
+    restarts: Whole = 5
+    """Deaths within `window_s` that are mended, of one worker and of a role; a role of more workers may have one each."""
+    window_s: Positive = 600.0
+    """Seconds over which `restarts` counts."""
+    spare_trainer: bool = True
+    """Keep a process ready for a trainer that dies, with its libraries loaded (some hundred megabytes of memory)."""
+    backoff_s: Positive = 0.5
+    """Seconds before a worker is started again; doubled each time."""
+    watchdog_s: Positive = 300.0
+    """When no sample has moved and no step has ended for so many seconds, the run says who waits on whom."""

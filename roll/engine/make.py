@@ -1,0 +1,24 @@
+"""Which engine serves a model."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from roll.engine.engine import Engine
+from roll.engine.paged.engine import PagedEngine
+
+
+def make_engine(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    *,
+    max_running: int,
+    exact: bool = False,
+    kv_tokens: int = 0,
+    version: int = 0,
+) -> Engine | PagedEngine:
+    """On a GPU a paged cache and captured steps; on a CPU, and where bits must not depend on neighbours, slots."""
+    if next(model.parameters()).is_cuda and not exact:
+        return PagedEngine(model, tokenizer, max_running=max_running, kv_tokens=kv_tokens, version=version)
+    return Engine(model, tokenizer, max_running=max_running, exact=exact, version=version)

@@ -1,0 +1,468 @@
+"""The embedded engine over a paged cache: continuous batching that the host runs a step or two ahead of.
+
+A step has a row for every sequence that draws, and rows of prompts that are not in the cache yet; long prompts have a
+pass of their own before it. Steps are launched before the one before is known: a sequence that has ended by then draws a
+token or two that nobody reads. Beginnings are shared by blocks: siblings, and the turns of a conversation, compute what
+they have in common once. When blocks run out, the youngest sequence gives its own up and waits; it is computed again
+when there is room, and goes on where it was, because the noise of a token depends on seed and position alone.
+
+What always holds: a token carries the version of the weights that drew it; everything that changes what a step would
+compute (weights, aborted requests, blocks taken away) happens when no step is in flight.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from roll.config.errors import RunError
+from roll.data.tokenlog import IntArray
+from roll.engine.engine import EngineStats
+from roll.engine.paged.blocks import BlockPool, Key, keys_of
+from roll.engine.paged.decoder import log_probs_of, make_decoder
+from roll.engine.paged.pages import BLOCK, Pages
+from roll.engine.paged.rows import (
+    DRAWS,
+    HEADER,
+    LAST_DRAWN,
+    PLACE,
+    POSITION,
+    SEED_HIGH,
+    SEED_LOW,
+    SLOT,
+    TEMPERATURE,
+    TOKEN,
+    Sheet,
+)
+from roll.engine.paged.sequences import Sequence, Slots
+from roll.engine.paged.steps import Drawn, Steps
+from roll.engine.request import Completion, Finish, Progress, Request
+from roll.model.attention import logits_of
+from roll.model.shape import ModelShape
+
+FILL_ROWS = 8192
+"""Most rows of prompts in a pass of their own."""
+_PASSED_OVER = 64
+"""Most waiting sequences that others overtake in one step."""
+IN_FLIGHT = 2
+"""Steps that may be launched and not read."""
+_NO_VERSION = -1
+MEMORY_SHARE = 0.6
+"""Of the free memory of a GPU, what the cache may take."""
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A launched step: the rows that draw, and whose they were."""
+
+    drawn: Drawn
+    rows: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    reigns: NDArray[np.int64]
+
+
+class PagedEngine:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        *,
+        max_running: int,
+        kv_tokens: int = 0,
+        version: int = 0,
+    ) -> None:
+        """`kv_tokens`: what the cache holds; 0 for what `max_running` of the longest request so far need, as far as
+        memory goes."""
+        self.model = model
+        self.version = version
+        self._tokenizer = tokenizer
+        self._kv_tokens = kv_tokens
+        self._shape = ModelShape.of_model(model)
+        self._parameter = next(model.parameters())
+        self._slots = Slots(max_running)
+        self._waiting: deque[Sequence] = deque()
+        self._filling: list[Sequence] = []
+        """Running, with a prompt that is not all in the cache; oldest first."""
+        self._by_id: dict[str, Sequence] = {}
+        self._flights: deque[_Flight] = deque()
+        self._finished: list[Completion] = []
+        self._pool: BlockPool | None = None
+        self._steps: Steps | None = None
+        self._longest = 0
+        self._limit: int | None = None
+        """Tokens that memory had room for when it was last asked."""
+        self._decoder = make_decoder(model, self.context)
+        self._generated = self._computed = self._shared = self._decoded = self._count = self._given_up = 0
+
+    @property
+    def context(self) -> int:
+        """Longest sequence the model was made for, in tokens."""
+        return int(self.model.config.max_position_embeddings)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._slots.running or self._flights or self._finished)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            waiting=len(self._waiting),
+            running=self._slots.running,
+            cached_tokens=self._pool.used * BLOCK if self._pool is not None else 0,
+            generated_tokens=self._generated,
+            decoded_rows=self._decoded,
+            computed_prompt_tokens=self._computed,
+            shared_prompt_tokens=self._shared,
+            steps=self._count,
+        )
+
+    def add(self, request: Request) -> None:
+        wanted = len(request.ids) + request.sampling.max_new_tokens
+        if not len(request.ids):
+            raise ValueError(f"request {request.id!r} has no tokens to continue")
+        if request.sampling.max_new_tokens < 1:
+            raise ValueError(f"request {request.id!r} asks for {request.sampling.max_new_tokens} new tokens")
+        if request.id in self._by_id:
+            raise ValueError(f"request {request.id!r} is here already")
+        need = f"request {request.id!r} may need {wanted} tokens ({len(request.ids)} of prompt and "
+        need += f"{request.sampling.max_new_tokens} new)"
+        if wanted > self.context:
+            raise ValueError(f"{need}, but the model's context is {self.context}")
+        if (self._pool is None or wanted > self._pool.tokens) and wanted > self._most_tokens():
+            raise ValueError(f"{need}, but the engine's cache holds {self._most_tokens()}")
+        self._longest = max(self._longest, wanted)
+        sequence = Sequence(request)
+        self._by_id[request.id] = sequence
+        self._waiting.append(sequence)
+
+    def abort(self, id: str) -> Completion | None:
+        """Ends a request; returns what it has so far, None if it is not here."""
+        self._land_all()
+        sequence = self._by_id.get(id)
+        if sequence is None:
+            for index, completion in enumerate(self._finished):  # it ended in a step that was still in flight
+                if completion.id == id:
+                    return self._finished.pop(index)
+            return None
+        if sequence.slot >= 0:
+            self._let_go(sequence)
+        else:
+            self._waiting.remove(sequence)
+        del self._by_id[id]
+        return sequence.completion("abort")
+
+    def progress(self, heard: Mapping[str, int]) -> list[Progress]:
+        """What running requests have drawn beyond the number of tokens that was heard of each."""
+        found: list[Progress] = []
+        for id, sequence in self._by_id.items():
+            if sequence.slot >= 0:
+                self._slots.bring_up(sequence)
+            if len(sequence.tokens) > heard.get(id, 0):
+                found.append(sequence.since(heard.get(id, 0)))
+        return found
+
+    def set_version(self, version: int) -> None:
+        """Tells the engine that the parameters it uses have changed. Prefixes of older versions are not shared on."""
+        self._land_all()
+        if version == self.version:
+            return
+        self.version = version
+        if self._pool is not None:
+            self._pool.forget_all()
+        for sequence in self._slots.sequences:
+            if sequence is not None:
+                sequence.draws_under(version, int(self._slots.drawn[sequence.slot]))
+
+    def release(self) -> None:
+        """Frees the cache's memory until the next request; nothing may be running."""
+        self._land_all()
+        if self._slots.running:
+            raise RunError(f"the engine cannot free its cache: {self._slots.running} requests are running")
+        self._pool = self._steps = self._limit = None
+        if self._parameter.is_cuda:
+            torch.cuda.empty_cache()
+
+    def log_probs_of(self, ids: IntArray) -> Tensor:
+        """fp32 log-probs of a sequence's tokens after the first, computed as a prompt is; nothing running is touched."""
+        return log_probs_of(
+            self._decoder, lambda hidden: logits_of(self.model, hidden), self._shape, ids, self._parameter
+        )
+
+    def step(self) -> list[Completion]:
+        """Launches a step, after admitting what fits, and reads an earlier one. Returns what finished."""
+        self._count += 1
+        self._admit()
+        launched = False
+        if self._slots.running:
+            self._make_room()
+            self._fill_long()
+            launched = self._launch()
+        while len(self._flights) > (IN_FLIGHT if launched else 0):
+            self._land()
+        finished, self._finished = self._finished, []
+        return finished
+
+    # what comes in
+
+    def _admit(self) -> None:
+        """Gives waiting sequences slots and blocks, oldest first, while there are both. One whose next block is about to
+        be computed by another waits until that is launched, and shares it then."""
+        if not self._waiting:
+            return
+        pool = self._room()
+        coming = {key for other in self._filling for key in self._unfilled(other)}
+        passed: list[Sequence] = []
+        while self._waiting and self._slots.running < self._slots.count and len(passed) < _PASSED_OVER:
+            sequence = self._waiting[0]
+            self._key(sequence)
+            shared = pool.find(sequence.keys)
+            if len(shared) < len(sequence.keys) and sequence.keys[len(shared)] in coming:
+                passed.append(self._waiting.popleft())
+                continue
+            fresh = -(-len(sequence.known) // BLOCK) - len(shared)
+            reserve = self._slots.running  # they may each need a block soon
+            if self._slots.running and fresh + pool.spare_among(shared) > pool.spare - reserve:
+                break
+            self._waiting.popleft()
+            pool.use(shared)
+            sequence.blocks = shared + pool.take(fresh)
+            sequence.filled = len(shared) * BLOCK
+            sequence.draws_under(self.version, len(sequence.tokens))
+            self._shared += sequence.filled
+            self._slots.enter(sequence)
+            self._filling.append(sequence)
+            coming.update(self._unfilled(sequence))
+        self._waiting.extendleft(reversed(passed))
+
+    def _key(self, sequence: Sequence) -> None:
+        """What it would share with others. Its last token is computed in any case, for what follows it."""
+        if sequence.version != self.version:
+            sequence.version = self.version
+            sequence.known = np.concatenate([sequence.request.ids, sequence.tokens]).astype(np.int32)
+            sequence.keys = keys_of(sequence.known[:-1], BLOCK, self.version)
+
+    def _unfilled(self, sequence: Sequence) -> list[Key]:
+        return sequence.keys[sequence.filled // BLOCK :] if sequence.version == self.version else []
+
+    def _room(self) -> BlockPool:
+        """The blocks; made, or made anew, where there are too few for the longest request."""
+        wanted = self._wanted_blocks()
+        if self._pool is None or (self._pool.count < wanted and not self._slots.running and not self._flights):
+            self._steps = None
+            if self._parameter.is_cuda:
+                torch.cuda.empty_cache()
+            self._pool = None
+            blocks = min(wanted, self._most_tokens() // BLOCK + 1)
+            self._pool = BlockPool(blocks, BLOCK)
+            pages = Pages(self._shape, blocks, self._parameter.dtype, self._parameter.device)
+            width = min(-(-self.context // BLOCK), blocks)
+            self._steps = Steps(self.model, self._decoder, pages, self._slots.count, width)
+        return self._pool
+
+    def _wanted_blocks(self) -> int:
+        if self._kv_tokens:
+            return max(2, self._kv_tokens // BLOCK + 1)
+        longest = min(self.context, max(256, 1 << (self._longest - 1).bit_length()))
+        return self._slots.count * -(-longest // BLOCK) + 1
+
+    def _most_tokens(self) -> int:
+        """What the cache could hold at most."""
+        if self._kv_tokens:
+            return max(1, self._kv_tokens // BLOCK) * BLOCK
+        if not self._parameter.is_cuda:
+            return self._slots.count * -(-self.context // BLOCK) * BLOCK
+        if self._limit is None:
+            device, block = self._parameter.device, Pages.bytes_a_block(self._shape, self._parameter.dtype)
+            free, _ = torch.cuda.mem_get_info(device)
+            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            own = 0 if self._pool is None else self._pool.count * block
+            self._limit = max(1, int(MEMORY_SHARE * (free + own)) // block - 1) * BLOCK
+        return self._limit
+
+    # what is launched
+
+    def _fill_long(self) -> None:
+        """A pass for prompts alone, where they would not fit into the next step."""
+        assert self._steps is not None
+        drawing = int(self._slots.draws.sum())
+        pending = sum(sequence.left_to_fill + 1 for sequence in self._filling)
+        if drawing + pending <= self._steps.most_rows:
+            return
+        room = FILL_ROWS
+        parts: list[Sheet] = []
+        spans: list[tuple[int, int]] = []
+        places: list[NDArray[np.int64]] = []
+        for sequence in self._filling:
+            count = min(room, sequence.left_to_fill)
+            if count > 0:
+                keys = np.arange(sequence.filled + count)
+                parts.append(self._filled(sequence, count, lines=0))
+                spans.append((count, len(keys)))
+                places.append(self._slots.places(np.full(len(keys), sequence.slot), keys))
+                room -= count
+            if sequence.left_to_fill:
+                break
+        if parts:
+            self._steps.fill(np.concatenate(parts, axis=1), spans, np.concatenate(places))
+
+    def _filled(self, sequence: Sequence, count: int, lines: int) -> Sheet:
+        """The next `count` rows of a prompt, which from now on count as computed."""
+        positions = np.arange(sequence.filled, sequence.filled + count)
+        slots = np.full(count, sequence.slot)
+        sheet = np.zeros((HEADER + lines, count), np.int32)
+        sheet[SLOT] = slots
+        sheet[POSITION] = positions
+        sheet[TOKEN] = sequence.known[positions]
+        sheet[PLACE] = self._slots.places(slots, positions)
+        sheet[HEADER:] = self._slots.table[:lines, [sequence.slot]]
+        named = sequence.filled // BLOCK
+        sequence.filled += count
+        self._computed += count
+        self._name(sequence, named, sequence.filled // BLOCK)
+        return sheet
+
+    def _name(self, sequence: Sequence, start: int, end: int) -> None:
+        """Others may go on from these blocks of its, unless the weights have changed since it began."""
+        assert self._pool is not None
+        if sequence.version == self.version:
+            for block, key in zip(sequence.blocks[start:end], sequence.keys[start:end], strict=False):
+                self._pool.name(block, key)
+
+    def _launch(self) -> bool:
+        """A row for every sequence that draws, and for prompts as far as there is room; whether there was any."""
+        assert self._steps is not None
+        slots = self._slots
+        lines = int(slots.held.max())
+        room = self._steps.most_rows - int(slots.draws.sum())
+        parts: list[Sheet] = []
+        while self._filling:
+            sequence = self._filling[0]
+            count = min(room - 1, sequence.left_to_fill)  # its last token has a row too
+            if count > 0:
+                parts.append(self._filled(sequence, count, lines))
+                room -= count
+            if sequence.left_to_fill or room < 1:
+                break
+            slots.draws[sequence.slot] = True
+            room -= 1
+            self._filling.pop(0)
+        drawing = np.flatnonzero(slots.draws & (slots.launched < slots.limit))
+        if not len(drawing) and not parts:
+            return False
+        sheet = np.concatenate([self._drawing(drawing, lines), *parts], axis=1)
+        truncated = {
+            row: self._sequence(slot).request.sampling for row, slot in enumerate(drawing) if slots.truncates[slot]
+        }
+        drawn = self._steps.draw(sheet, truncated)
+        self._flights.append(_Flight(drawn, np.arange(len(drawing)), drawing, slots.reign[drawing]))
+        slots.launched[drawing] += 1
+        slots.given[drawing] = LAST_DRAWN
+        self._decoded += len(drawing)
+        return True
+
+    def _drawing(self, drawing: NDArray[np.int64], lines: int) -> Sheet:
+        slots = self._slots
+        positions = slots.positions[drawing]
+        sheet = np.zeros((HEADER + lines, len(drawing)), np.int32)
+        sheet[SLOT] = drawing
+        sheet[POSITION] = positions
+        sheet[TOKEN] = slots.given[drawing]
+        sheet[PLACE] = slots.places(drawing, positions)
+        sheet[DRAWS] = 1
+        seeds = slots.seeds[drawing]
+        sheet[SEED_LOW] = (seeds & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32)
+        sheet[SEED_HIGH] = (seeds >> np.uint64(32)).astype(np.uint32).view(np.int32)
+        sheet[TEMPERATURE] = slots.temperatures[drawing].view(np.int32)
+        sheet[HEADER:] = slots.table[:lines, drawing]
+        return sheet
+
+    def _make_room(self) -> None:
+        """Gives every sequence that draws next the block its row goes into; the youngest gives up where there is none."""
+        assert self._pool is not None
+        while True:
+            slots = self._slots
+            next_rows = slots.draws & (slots.launched < slots.limit)
+            short = np.flatnonzero(next_rows & (slots.positions // BLOCK >= slots.held))
+            if len(short) <= self._pool.spare:
+                break
+            if self._flights:
+                self._land_all()  # some may have ended
+            else:
+                self._give_up()
+        for slot in short:
+            slots.hold(self._sequence(slot), self._pool.take(1))
+
+    def _give_up(self) -> None:
+        """The youngest running sequence goes back to wait, first in line."""
+        running = [sequence for sequence in self._slots.sequences if sequence is not None]
+        youngest = max(running, key=lambda sequence: self._slots.reign[sequence.slot])
+        self._let_go(youngest)
+        youngest.version = _NO_VERSION  # it has more tokens now
+        self._waiting.appendleft(youngest)
+        self._given_up += 1
+
+    # what comes back
+
+    def _land_all(self) -> None:
+        while self._flights:
+            self._land()
+
+    def _land(self) -> None:
+        """Reads the oldest step in flight."""
+        flight = self._flights.popleft()
+        tokens, log_probs = flight.drawn.read()
+        slots = self._slots
+        here = slots.reign[flight.slots] == flight.reigns
+        rows, where = flight.rows[here], flight.slots[here]
+        if not len(where):
+            return
+        if (tokens[rows] < 0).any():
+            raise RunError("the model's logits are not numbers: the weights are damaged, or the temperature is near 0")
+        ended = slots.record(where, tokens[rows], log_probs[rows])
+        self._generated += len(where)
+        for slot in where[slots.has_strings[where] & ~ended]:
+            if self._hit_stop_string(int(slot)):
+                self._finish(self._sequence(slot), "stop")
+        for slot in where[ended]:
+            self._finish(self._sequence(slot), slots.finish_of(int(slot)))
+
+    def _hit_stop_string(self, slot: int) -> bool:
+        """Whether the last token completed a stop string. A token is at least a byte, which bounds how far to look; one
+        more is decoded because some tokenizers drop the space before the first."""
+        stop = self._sequence(slot).request.sampling.stop
+        longest = max(len(text.encode()) for text in stop)
+        drawn = int(self._slots.drawn[slot])
+        tail = self._tokenizer.decode(self._slots.tokens[slot, max(0, drawn - longest - 1) : drawn].tolist())
+        return any(text in tail for text in stop)
+
+    def _finish(self, sequence: Sequence, finish: Finish) -> None:
+        self._let_go(sequence)
+        del self._by_id[sequence.request.id]
+        self._finished.append(sequence.completion(finish))
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """Takes a running sequence out. Its blocks stay as beginnings for others while nobody else needs them."""
+        assert self._pool is not None
+        filled = sequence.left_to_fill <= 0
+        self._slots.leave(sequence)
+        if sequence in self._filling:
+            self._filling.remove(sequence)
+        if filled and sequence.version == self.version:
+            tokens = np.concatenate([sequence.request.ids, sequence.tokens])[:-1]  # the last one may not be computed
+            sequence.keys = keys_of(tokens, BLOCK, self.version, sequence.keys)
+            self._name(sequence, 0, len(sequence.keys))
+        self._pool.release(sequence.blocks)
+        sequence.blocks = []
+
+    def _sequence(self, slot: int | np.integer[Any]) -> Sequence:
+        sequence = self._slots.sequences[int(slot)]
+        assert sequence is not None
+        return sequence

@@ -1,0 +1,195 @@
+"""The paged cache's tensors, and attention over them.
+
+What always holds: position p of a sequence is in its block p // BLOCK at offset p % BLOCK; a pass puts keys and values of
+all its rows there before any of them is read, layer by layer, so rows of one pass may read each other's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+
+from roll.engine.paged.rows import Rows
+from roll.model.shape import ModelShape
+
+BLOCK = 16
+"""Positions of a block."""
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+"""Before torch 2.13 heads that share keys need no asking for."""
+
+
+class Pages:
+    """Keys and values: [layers, blocks, kv_heads, BLOCK, dim] each."""
+
+    def __init__(self, shape: ModelShape, blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+        size = (shape.layers, blocks, shape.kv_heads, BLOCK, shape.head_dim)
+        self.keys = torch.zeros(size, dtype=dtype, device=device)
+        self.values = torch.zeros(size, dtype=dtype, device=device)
+
+    @property
+    def blocks(self) -> int:
+        return self.keys.shape[1]
+
+    @staticmethod
+    def bytes_a_block(shape: ModelShape, dtype: torch.dtype) -> int:
+        return 2 * shape.layers * shape.kv_heads * BLOCK * shape.head_dim * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a layer reads: its scale, how far back it looks, and the cap of its scores."""
+
+    scale: float
+    window: int | None = None
+    cap: float | None = None
+
+
+def reading_of(module: nn.Module, scale: float) -> Reading:
+    """As the layer's own code has it."""
+    config = module.config
+    window = getattr(module, "sliding_window", None)
+    if getattr(config, "model_type", "") == "mistral":  # its layers do not have it themselves
+        window = getattr(config, "sliding_window", None)
+    cap = getattr(module, "attn_logit_softcapping", None)
+    return Reading(scale, int(window) if window else None, float(cap) if cap else None)
+
+
+class PagedPlan:
+    """What both kinds of passes share. As an `AttentionPlan` it serves any decoder's own code."""
+
+    def __init__(self, pages: Pages, rows: Rows) -> None:
+        self.pages = pages
+        self.rows = rows
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        layer = module.layer_idx
+        assert isinstance(layer, int)
+        self._keep(layer, key.transpose(0, 1), value.transpose(0, 1))
+        heads, rows, dim = query.shape
+        flat = query.transpose(0, 1).reshape(rows, heads * dim)
+        return self.read(layer, flat, heads, reading_of(module, scale)).view(rows, heads, dim)
+
+    def read(self, layer: int, query: Tensor, heads: int, reading: Reading) -> Tensor:
+        """Every row's heads, the first of its line in `query`, over the positions up to its own. → [rows, heads · dim]"""
+        raise NotImplementedError
+
+    def _keep(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """key, value [rows, kv_heads, dim]"""
+        if key.is_cuda:
+            from roll.engine.paged import kernels
+
+            kernels.keep(key, value, self.rows, self.pages.keys[layer], self.pages.values[layer])
+            return
+        places = self.rows.places.long()
+        self.pages.keys[layer][places // BLOCK, :, places % BLOCK] = key
+        self.pages.values[layer][places // BLOCK, :, places % BLOCK] = value
+
+
+class RowPlan(PagedPlan):
+    """Every row by itself: for rows of many sequences, one or few of each."""
+
+    def read(self, layer: int, query: Tensor, heads: int, reading: Reading) -> Tensor:
+        keys, values = self.pages.keys[layer], self.pages.values[layer]
+        if query.is_cuda:
+            from roll.engine.paged import kernels
+
+            splits = _splits(self.rows.count * keys.shape[1])
+            return kernels.attend(
+                query,
+                self.rows,
+                keys,
+                values,
+                reading.scale,
+                heads=heads,
+                splits=splits,
+                window=reading.window,
+                cap=reading.cap,
+            )
+        dim = keys.shape[-1]
+        out = query.new_empty(self.rows.count, heads, dim)
+        for row, position in enumerate(self.rows.positions.tolist()):
+            blocks = self.rows.table[: position // BLOCK + 1, row].long()
+            key, value = (_positions(pages[blocks])[: position + 1] for pages in (keys, values))
+            out[row] = _attend(query[row : row + 1, : heads * dim].view(1, heads, dim), key, value, reading)[0]
+        return out.view(self.rows.count, heads * dim)
+
+
+class SpanPlan(PagedPlan):
+    """Many rows of few sequences: prompts. A sequence's rows follow each other; the keys of each are all its positions so
+    far, gathered from its blocks."""
+
+    def __init__(self, pages: Pages, rows: Rows, spans: list[tuple[int, int]], key_places: Tensor) -> None:
+        """`spans`: rows and keys of each sequence; `key_places`: where all these keys are, in order."""
+        super().__init__(pages, rows)
+        self._spans = spans
+        self._blocks, self._offsets = key_places // BLOCK, key_places % BLOCK
+        queries, keys = [rows for rows, _ in spans], [keys for _, keys in spans]
+        self._query_ends, self._key_ends = (_ends(sizes, rows.data.device) for sizes in (queries, keys))
+        self._most = (max(queries), max(keys))
+
+    def read(self, layer: int, query: Tensor, heads: int, reading: Reading) -> Tensor:
+        dim = self.pages.keys.shape[-1]
+        asked = query[:, : heads * dim].reshape(-1, heads, dim)
+        key = self.pages.keys[layer][self._blocks, :, self._offsets]
+        value = self.pages.values[layer][self._blocks, :, self._offsets]
+        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and reading.cap is None:
+            back = -1 if reading.window is None else reading.window - 1
+            out = varlen_attn(
+                asked,
+                key,
+                value,
+                self._query_ends,
+                self._key_ends,
+                *self._most,
+                scale=reading.scale,
+                window_size=(back, 0),
+                **_GROUPED,
+            )
+            assert isinstance(out, Tensor)
+            return out.view(-1, heads * dim)
+        parts: list[Tensor] = []
+        row = place = 0
+        for rows, keys in self._spans:
+            ours = slice(place, place + keys)
+            parts.append(_attend(asked[row : row + rows], key[ours], value[ours], reading))
+            row, place = row + rows, place + keys
+        return torch.cat(parts).view(-1, heads * dim)
+
+
+def _splits(programs: int) -> int:
+    """Into how many a row's positions are cut so that a GPU has enough to do at once."""
+    return 1 if programs >= 200 else 4 if programs >= 50 else 16
+
+
+def _positions(blocks: Tensor) -> Tensor:
+    """[blocks, kv_heads, BLOCK, dim] → [positions, kv_heads, dim]"""
+    return blocks.transpose(1, 2).flatten(0, 1)
+
+
+def _ends(sizes: list[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, reading: Reading) -> Tensor:
+    """The last rows of one sequence over all its positions. query [rows, heads, dim], key [keys, kv_heads, dim]"""
+    rows, keys = query.shape[0], key.shape[0]
+    repeats = query.shape[1] // key.shape[1]
+    asked = query.transpose(0, 1)
+    key, value = (tensor.transpose(0, 1).repeat_interleave(repeats, 0) for tensor in (key, value))
+    ends = torch.arange(keys - rows, keys, device=query.device)[:, None]
+    at = torch.arange(keys, device=query.device)[None]
+    seen = at <= ends
+    if reading.window is not None:
+        seen &= at > ends - reading.window
+    if reading.cap is None:
+        out = scaled_dot_product_attention(asked[None], key[None], value[None], attn_mask=seen, scale=reading.scale)[0]
+        return out.transpose(0, 1)
+    scores = asked @ key.transpose(1, 2) * reading.scale
+    scores = (torch.tanh(scores / reading.cap) * reading.cap).masked_fill(~seen, -torch.inf)
+    return (scores.float().softmax(-1).to(value.dtype) @ value).transpose(0, 1)

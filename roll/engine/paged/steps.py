@@ -1,0 +1,203 @@
+"""Steps: a pass over rows that draws tokens, launched without waiting for the one before.
+
+On CUDA a step is a captured graph: its inputs are one copy to the device, its results one copy back, and what happens
+between is decided before the host knows what the step before has drawn. Graphs exist for certain numbers of rows; a step
+is padded to the next. Elsewhere a step is computed at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from roll.engine.paged.decoder import Decoder
+from roll.engine.paged.pages import Pages, RowPlan, SpanPlan
+from roll.engine.paged.rows import (
+    DRAWS,
+    HEADER,
+    POSITION,
+    SEED_HIGH,
+    SEED_LOW,
+    SLOT,
+    TEMPERATURE,
+    Rows,
+    Sheet,
+    padding,
+)
+from roll.engine.request import Sampling
+from roll.engine.sampling import draw
+from roll.model.attention import logits_of
+
+_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+_STAGES = 4
+"""Pinned buffers that inputs go through in turn."""
+
+
+@dataclass
+class Drawn:
+    """What a step will have drawn: a token and a log-prob a row."""
+
+    results: Tensor
+    """On the host: [2, rows] int32, the second line the bits of the log-probs."""
+    count: int
+    done: torch.cuda.Event | None
+
+    def read(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Waits for it."""
+        if self.done is not None:
+            self.done.synchronize()
+        tokens, bits = self.results.numpy()[:, : self.count]
+        return tokens.copy(), bits.view(np.float32).copy()
+
+
+@dataclass
+class _Stage:
+    """Pinned memory, free again once what it held is on the device."""
+
+    memory: Tensor
+    copied: torch.cuda.Event
+
+
+class _Graph:
+    """One number of rows, captured."""
+
+    def __init__(self, rows: Rows, compute: Mapping[str, Tensor], graph: torch.cuda.CUDAGraph) -> None:
+        self.rows, self.results, self.logits, self.graph = rows, compute["results"], compute["logits"], graph
+
+
+class Steps:
+    def __init__(self, model: PreTrainedModel, decoder: Decoder, pages: Pages, slots: int, width: int) -> None:
+        """`slots` sequences of at most `width` blocks each."""
+        self._model = model
+        self._decoder = decoder
+        self._pages = pages
+        self._slots = slots
+        self._width = width
+        self._device = pages.keys.device
+        self._last = torch.zeros(slots + 1, dtype=torch.int32, device=self._device)
+        """Every slot's last drawn token; the one past them is padding's."""
+        self._cap = getattr(model.config, "final_logit_softcapping", None)
+        self._graphs: dict[int, _Graph] = {}
+        self._memory = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+        self._stages: deque[_Stage] = deque()
+
+    @property
+    def most_rows(self) -> int:
+        """The largest step there is a graph for."""
+        return _sizes(self._slots)[-1]
+
+    @torch.inference_mode()
+    def fill(self, sheet: Sheet, spans: list[tuple[int, int]], key_places: NDArray[np.int64]) -> None:
+        """Computes prompts' rows, drawing nothing."""
+        rows = Rows(self._to_device(sheet))
+        places = torch.from_numpy(key_places)
+        if self._device.type == "cuda":
+            places = places.pin_memory().to(self._device, non_blocking=True)
+        self._decoder.hidden(rows, self._last, SpanPlan(self._pages, rows, spans, places))
+
+    @torch.inference_mode()
+    def draw(self, sheet: Sheet, truncated: Mapping[int, Sampling]) -> Drawn:
+        """Launches a step. `truncated`: rows that draw from a truncated distribution, which takes a wait."""
+        count = sheet.shape[1]
+        if self._device.type != "cuda":
+            return self._draw_at_once(sheet, truncated)
+        size = next(size for size in _sizes(self._slots) if size >= count)
+        graph = self._graphs.get(size)
+        if graph is None:
+            graph = self._graphs[size] = self._capture(size)
+        self._copy_in(padding(sheet, size, self._slots), graph.rows.data)
+        graph.graph.replay()
+        if truncated:
+            self._redraw(graph.logits, graph.results, sheet, truncated)
+        results = torch.empty(2, size, dtype=torch.int32, pin_memory=True)
+        results.copy_(graph.results, non_blocking=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        return Drawn(results, count, done)
+
+    def _copy_in(self, sheet: Sheet, data: Tensor) -> None:
+        """Copies the sheet over the first lines of the rows' table, without waiting."""
+        numbers = sheet.size
+        stage = self._stages.popleft() if len(self._stages) == _STAGES else None
+        if stage is not None:
+            stage.copied.synchronize()
+        if stage is None or stage.memory.numel() < numbers:
+            memory = torch.empty(1 << (numbers - 1).bit_length(), dtype=torch.int32, pin_memory=True)
+            stage = _Stage(memory, torch.cuda.Event())  # type: ignore[no-untyped-call]
+        stage.memory.numpy()[:numbers] = sheet.reshape(-1)
+        data.view(-1)[:numbers].copy_(stage.memory[:numbers], non_blocking=True)
+        stage.copied.record()
+        self._stages.append(stage)
+
+    def _to_device(self, sheet: Sheet) -> Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(sheet))
+        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
+
+    def _capture(self, size: int) -> _Graph:
+        rows = Rows(torch.zeros(HEADER + self._width, size, dtype=torch.int32, device=self._device))
+        rows.slots.fill_(self._slots)
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            self._compute(rows)  # compiles kernels and opens libraries, which a capture may not
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
+            computed = self._compute(rows)
+        return _Graph(rows, computed, graph)
+
+    def _compute(self, rows: Rows) -> dict[str, Tensor]:
+        from roll.engine.paged import kernels
+
+        hidden = self._decoder.hidden(rows, self._last, RowPlan(self._pages, rows))
+        logits: Tensor = self._model.get_output_embeddings()(hidden)
+        results = torch.empty(2, rows.count, dtype=torch.int32, device=self._device)
+        kernels.sample(logits, rows, self._last, results, self._cap)
+        return {"results": results, "logits": logits}
+
+    def _redraw(self, logits: Tensor, results: Tensor, sheet: Sheet, truncated: Mapping[int, Sampling]) -> None:
+        rows = sorted(truncated)
+        wide = logits[rows].float()
+        if self._cap:
+            wide = torch.tanh(wide / self._cap) * self._cap
+        lengths = [int(sheet[POSITION, row]) + 1 for row in rows]
+        tokens, log_probs = draw(wide, list(range(len(rows))), [truncated[row] for row in rows], lengths)
+        drawn = torch.tensor(tokens, dtype=torch.int32, device=self._device)
+        results[0, rows] = drawn
+        results[1, rows] = torch.tensor(log_probs, device=self._device).view(torch.int32)
+        self._last[torch.from_numpy(sheet[SLOT, rows].astype(np.int64)).to(self._device)] = drawn
+
+    def _draw_at_once(self, sheet: Sheet, truncated: Mapping[int, Sampling]) -> Drawn:
+        rows = Rows(self._to_device(sheet))
+        logits = logits_of(self._model, self._decoder.hidden(rows, self._last, RowPlan(self._pages, rows)))
+        wanted = np.flatnonzero(sheet[DRAWS])
+        samplings = [truncated.get(int(row)) or _sampling(sheet[:, row]) for row in wanted]
+        tokens, log_probs = draw(logits, wanted.tolist(), samplings, (sheet[POSITION, wanted] + 1).tolist())
+        results = torch.zeros(2, rows.count, dtype=torch.int32)
+        results[0, wanted] = torch.tensor(tokens, dtype=torch.int32)
+        results[1, wanted] = torch.tensor(log_probs, dtype=torch.float32).view(torch.int32)
+        self._last[torch.from_numpy(sheet[SLOT, wanted].astype(np.int64))] = results[0, wanted]
+        return Drawn(results, rows.count, None)
+
+
+def _sampling(column: NDArray[np.int32]) -> Sampling:
+    low, high = (int(column[line]) & 0xFFFFFFFF for line in (SEED_LOW, SEED_HIGH))
+    return Sampling(
+        1, temperature=float(column[TEMPERATURE : TEMPERATURE + 1].view(np.float32)[0]), seed=high << 32 | low
+    )
+
+
+def _sizes(slots: int) -> list[int]:
+    """Numbers of rows there are graphs for: enough for every slot and some rows of prompts beside them."""
+    most = slots + 256
+    sizes = [size for size in _SIZES if size < most]
+    while sizes[-1] < most:
+        sizes.append(sizes[-1] + 128)
+    return sizes

@@ -1,0 +1,38 @@
+"""Matrices side by side: several parameters as one, for products that are computed together.
+
+The queries', keys' and values' weights of a layer are multiplied with the same rows, so one product over all of them is
+faster than three. Their parameters become views of one storage: whoever writes them in place writes the whole, and
+nothing is copied again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+def adjoin(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """One tensor of all of them, joined along their first dimension. They stay the same objects with the same values,
+    and are moved into a common storage where they do not share one yet."""
+    whole = _whole(parameters)
+    if whole is not None:
+        return whole
+    whole = torch.cat([parameter.detach() for parameter in parameters])
+    for parameter, part in zip(parameters, torch.split(whole, [len(parameter) for parameter in parameters]), strict=True):
+        parameter.data = part
+    return whole
+
+
+def _whole(parameters: Sequence[nn.Parameter]) -> Tensor | None:
+    """The tensor they are the parts of, if they are."""
+    first = parameters[0].detach()
+    offset = first.storage_offset()
+    for parameter in parameters:
+        same = parameter.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or parameter.storage_offset() != offset or not parameter.is_contiguous():
+            return None
+        offset += parameter.numel()
+    rows = sum(len(parameter) for parameter in parameters)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
