@@ -56,6 +56,13 @@ class SlotCache:
         for tensor in (self.keys, self.values):
             tensor[:, target, :, :length] = tensor[:, source, :, :length]
 
+    def swap(self, a: int, b: int, a_length: int, b_length: int) -> None:
+        """Exchanges the first positions of two slots."""
+        for tensor in (self.keys, self.values):
+            held = tensor[:, a, :, :a_length].clone()
+            tensor[:, a, :, :b_length] = tensor[:, b, :, :b_length]
+            tensor[:, b, :, :a_length] = held
+
     def release(self) -> None:
         """Frees the memory; nothing may be running."""
         self.keys = self.values = torch.empty(0)

@@ -4,11 +4,13 @@ A CPU's matrix libraries copy the right operand of a product into an order of th
 tokens on the left, as in `transformers`, that is the weight, every time; with columns it is the small hidden state. The
 weights are the model's own, read where they lie, and outputs of several products land beside each other without a copy.
 
-What always holds: the result is that of the model's own forward pass up to rounding. A model whose layers are not known to
-be of the plain kind is not taken (`supported`), and goes through its own code.
+What always holds: the result is that of the model's own forward pass up to rounding. A model whose layers are not known
+to be of the plain kind is not taken (`supported`), and goes through its own code.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +31,7 @@ def supported(model: PreTrainedModel) -> bool:
     return all(type(m) is nn.Linear and not m._forward_hooks and not m._forward_pre_hooks for m in linears)
 
 
-def _linears(layer: nn.Module) -> list[nn.Module]:
+def _linears(layer: Any) -> list[nn.Module]:
     attention, mlp = layer.self_attn, layer.mlp
     names = [(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
     names += [(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")]
@@ -38,7 +40,7 @@ def _linears(layer: nn.Module) -> list[nn.Module]:
 
 def forward_columns(model: PreTrainedModel, ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
     """The last hidden state of every row. ids, positions [rows] → [rows, hidden], a view of the columns."""
-    decoder = model.get_decoder()
+    decoder: Any = model.get_decoder()
     embedded = decoder.embed_tokens(ids)
     cos, sin = decoder.rotary_emb(embedded, positions[None])
     half = cos.shape[-1] // 2
@@ -55,31 +57,31 @@ def column_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     return _product(model.get_output_embeddings(), hidden.t().contiguous()).t().contiguous().float()
 
 
-def _attend(attention: nn.Module, normed: Tensor, hidden: Tensor, turn: tuple[Tensor, Tensor], plan: AttentionPlan) -> None:
+def _attend(attention: Any, normed: Tensor, hidden: Tensor, turn: tuple[Tensor, Tensor], plan: AttentionPlan) -> None:
     """Adds the attention's output to the hidden state. Queries, keys and values are computed into one buffer."""
     dim, rows = attention.head_dim, normed.shape[1]
     parts = (attention.q_proj, attention.k_proj, attention.v_proj)
     sizes = [part.out_features for part in parts]
     joint = normed.new_empty(sum(sizes), rows)
-    for part, out in zip(parts, joint.split(sizes), strict=True):
+    for part, out in zip(parts, torch.split(joint, sizes), strict=True):
         _product(part, normed, out)
     heads = joint.view(-1, dim, rows)
     turning, counts = heads[: sum(sizes[:2]) // dim], [size // dim for size in sizes]
     if hasattr(attention, "q_norm"):
-        for norm, part in zip((attention.q_norm, attention.k_norm), turning.split(counts[:2]), strict=True):
+        for norm, part in zip((attention.q_norm, attention.k_norm), torch.split(turning, counts[:2]), strict=True):
             part.copy_(_normed(norm, part))
     _rotate(turning, *turn)
-    query, key, value = heads.permute(0, 2, 1).contiguous().split(counts)  # [heads, rows, dim]
+    query, key, value = torch.split(heads.permute(0, 2, 1).contiguous(), counts)  # [heads, rows, dim]
     attended = plan.attend(attention, query, key, value, attention.scaling)  # [rows, heads, dim]
     _add_product(attention.o_proj, attended.flatten(1).t().contiguous(), hidden)
 
 
-def _gate(mlp: nn.Module, normed: Tensor, hidden: Tensor) -> None:
+def _gate(mlp: Any, normed: Tensor, hidden: Tensor) -> None:
     gate = mlp.act_fn(_product(mlp.gate_proj, normed))
     _add_product(mlp.down_proj, gate.mul_(_product(mlp.up_proj, normed)), hidden)
 
 
-def _normed(norm: nn.Module, columns: Tensor) -> Tensor:
+def _normed(norm: Any, columns: Tensor) -> Tensor:
     """RMS norm over the features. [..., features, rows]"""
     wide = columns.float()
     scale = torch.rsqrt(wide.square().mean(-2, keepdim=True) + norm.variance_epsilon)

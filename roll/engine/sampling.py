@@ -82,16 +82,16 @@ def truncate(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
 
 def _block_sums(mass: Tensor) -> Tensor:
     """What is in each block of tokens and all before it, in fp64. [rows, vocab] → [rows, blocks]"""
-    vocab = mass.shape[1]
+    rows, vocab = mass.shape
     whole = vocab - vocab % _BLOCK
-    sums = mass[:, :whole].unflatten(1, (-1, _BLOCK)).sum(dim=-1)
+    sums = mass[:, :whole].view(rows, whole // _BLOCK, _BLOCK).sum(dim=-1)
     if whole < vocab:
         sums = torch.cat([sums, mass[:, whole:].sum(dim=-1, keepdim=True)], dim=1)
     return sums.double().cumsum(dim=-1)
 
 
 def _invert(mass: Tensor, blocks: Tensor, which: Tensor, noise: Tensor) -> Tensor:
-    """Where the cumulative mass of row `which[i]` passes `noise[i]` of its whole: first the block, then the token in it."""
+    """Where the cumulative mass of row `which[i]` passes `noise[i]` of the whole: first the block, then the token."""
     blocks = blocks[which]
     target = noise * blocks[:, -1]
     block = _first_above(blocks, target)
