@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from roll.config.errors import RunError
 from roll.data.tokenlog import IntArray, common_prefix
-from roll.engine.cache import CachePlan, Chunk, SlotCache
+from roll.engine.cache import CachePlan, Chunk, Decoding, SlotCache
 from roll.engine.columns import column_logits, forward_columns, supported
 from roll.engine.request import Completion, Finish, Progress, Request
 from roll.engine.sampling import draw
@@ -36,8 +36,8 @@ from roll.model.attention import forward_rows, logits_of
 
 EXACT_ROWS = 16
 """Rows of every forward pass under `exact`: fixed, because a linear layer's bits depend on their number."""
-PROMPT_ROWS = 512
-"""Most rows of prompts in one forward pass otherwise."""
+PROMPT_ROWS = 256
+"""Rows of one forward pass otherwise, as far as there are prompts to fill it: so much a long prompt delays the others."""
 SHORTEST_SHARED = 8
 """A shared beginning shorter than this is computed again rather than waited for."""
 
@@ -69,6 +69,7 @@ class Engine:
         self._cache = SlotCache(model.config, max_running, next(model.parameters()).dtype, self._device)
         self._slots = Slots(self._cache, EXACT_ROWS if exact else 1)
         self._waiting: deque[Request] = deque()
+        self._beginning: list[Sequence] = []  # those whose prompts are not all computed, oldest first
         self._ids: set[str] = set()
         self._generated = self._computed = self._shared = self._decoded = self._steps = 0
 
@@ -163,35 +164,19 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """One token for every running request, after admitting what fits. Returns what finished."""
+        """One token for every request whose prompt is computed, after admitting what fits. Returns what finished."""
         self._steps += 1
         self._admit()
-        self._decode()
+        if self._exact:
+            self._compute_in_tiles()
+        else:
+            self._compute_mixed()
         self._sample()
         return self._collect()
 
     def _admit(self) -> None:
-        """Gives waiting requests slots and computes their prompts, in waves: a sequence whose beginning is being
-        computed by another one of this wave waits for the next, and copies it then."""
-        running, pending = self._slots.running, self._place_waiting()
-        while pending:
-            wave: list[int] = []
-            later: list[int] = []
-            for slot in pending:
-                self._shared += self._slots.share(slot)
-                sequence = running[slot]
-                soon = max((common_prefix(running[s].prompt, sequence.prompt) for s in wave), default=0)
-                if soon >= max(sequence.cached + 1, SHORTEST_SHARED):
-                    later.append(slot)
-                elif sequence.hidden is None:
-                    wave.append(slot)
-            self._prefill(wave)
-            pending = later
-
-    def _place_waiting(self) -> list[int]:
-        """Takes in as many waiting requests as may run; those with equal prompts become one sequence. New slots."""
+        """Gives as many waiting requests slots as may run; those with equal prompts become one sequence."""
         room = self._max_running - self.stats().running
-        first = len(self._slots.running)
         fresh: dict[bytes, Sequence] = {}
         for _ in range(min(room, len(self._waiting))):
             request = self._waiting.popleft()
@@ -204,57 +189,78 @@ class Engine:
                 self._shared += len(request.ids)
             sequence.members.append(Member(request))
         self._shared += self._slots.place(list(fresh.values()))
-        return list(range(first, len(self._slots.running)))
+        self._beginning += fresh.values()
 
-    def _prefill(self, slots: list[int]) -> None:
-        """Computes the prompts of these slots, as many rows at once as allowed, each from where its cache ends."""
-        todo = deque(slots)
-        limit = EXACT_ROWS if self._exact else PROMPT_ROWS
-        while todo:
-            chunks: list[Chunk] = []
-            room = limit
-            while todo and room and not (self._exact and chunks):
-                slot = todo[0]
-                sequence = self._slots.running[slot]
+    def _decoding(self) -> list[Decoding]:
+        """The last token of every sequence that has drawn one since its hidden state was made."""
+        running = enumerate(self._slots.running)
+        return [Decoding(slot, each.length) for slot, each in running if each.ids and each.hidden is None]
+
+    def _compute_mixed(self) -> None:
+        """Prompts as far as there is room, and the decoding rows with the first of them. There are further passes only
+        for prompts that begin as one in an earlier pass does."""
+        decoding = self._decoding()
+        room = max(PROMPT_ROWS - len(decoding), PROMPT_ROWS // 4)
+        while (chunks := self._chunks(room)) or decoding:
+            self._compute(chunks, decoding)
+            room -= sum(chunk.rows for chunk in chunks)
+            decoding = []
+
+    def _chunks(self, room: int) -> list[Chunk]:
+        """Rows of prompts for the next pass, oldest request first. A sequence whose beginning is being computed by
+        another one waits for the pass after it, and copies it then."""
+        slots = {id(sequence): slot for slot, sequence in enumerate(self._slots.running)}
+        chunks: list[Chunk] = []
+        begun: list[Sequence] = []
+        for sequence in self._beginning:
+            if not room or sequence.hidden is not None:
+                continue
+            slot = slots[id(sequence)]
+            self._shared += self._slots.share(slot)
+            soon = max((common_prefix(other.prompt, sequence.prompt) for other in begun), default=0)
+            if sequence.hidden is None and soon < max(sequence.cached + 1, SHORTEST_SHARED):
                 rows = min(room, len(sequence.prompt) - sequence.cached)
                 chunks.append(Chunk(slot, sequence.cached, rows))
+                begun.append(sequence)
                 room -= rows
-                if sequence.cached + rows < len(sequence.prompt):
-                    break
-                todo.popleft()
-            self._compute(chunks)
+        return chunks
 
-    def _compute(self, chunks: list[Chunk]) -> None:
-        ids = np.concatenate([self._slots.running[c.slot].prompt[c.start : c.start + c.rows] for c in chunks])
-        positions = np.concatenate([np.arange(c.start, c.start + c.rows) for c in chunks])
-        hidden = self._forward(ids, positions, CachePlan(self._cache, chunks, [], self._exact))
-        self._computed += len(ids)
+    def _compute_in_tiles(self) -> None:
+        """The same, in passes of a fixed number of rows: whole prompts in chunks counted from their own start, then the
+        decoding rows."""
+        for slot, sequence in enumerate(self._slots.running):
+            if not sequence.ids and sequence.hidden is None:
+                self._shared += self._slots.share(slot)
+                for start in range(sequence.cached, len(sequence.prompt), EXACT_ROWS):
+                    self._compute([Chunk(slot, start, min(EXACT_ROWS, len(sequence.prompt) - start))], [])
+        decoding = self._decoding()
+        for first in range(0, len(decoding), EXACT_ROWS):
+            self._compute([], decoding[first : first + EXACT_ROWS])
+
+    def _compute(self, chunks: list[Chunk], decoding: list[Decoding]) -> None:
+        """One forward pass: chunks of prompts and one row for each decoding slot."""
+        if not chunks and not decoding:
+            return
+        running = self._slots.running
+        spans = [(chunk.slot, chunk.start, chunk.start + chunk.rows) for chunk in chunks]
+        ids = [running[slot].prompt[start:end] for slot, start, end in spans]
+        ids.append(np.array([running[each.slot].ids[-1] for each in decoding], np.int32))
+        positions = [np.arange(start, end) for _, start, end in spans]
+        positions.append(np.array([each.length - 1 for each in decoding], np.int64))
+        plan = CachePlan(self._cache, chunks, decoding, self._exact)
+        hidden = self._forward(np.concatenate(ids), np.concatenate(positions), plan)
         row = 0
-        for chunk in chunks:
-            sequence = self._slots.running[chunk.slot]
-            row += chunk.rows
-            sequence.cached = chunk.start + chunk.rows
-            if sequence.cached == len(sequence.prompt):
+        for slot, start, end in spans:
+            row += end - start
+            sequence = running[slot]
+            sequence.cached = end
+            if end == len(sequence.prompt):
                 sequence.hidden = sequence.prompt_hidden = hidden[row - 1].clone()
-
-    def _decode(self) -> None:
-        """Computes the last token of every sequence that has drawn one since its hidden state was made.
-
-        Sequences that hold a hidden state already came in this step, so they are in the last slots.
-        """
-        count = sum(sequence.hidden is None for sequence in self._slots.running)
-        assert all(sequence.hidden is None for sequence in self._slots.running[:count])
-        rows = EXACT_ROWS if self._exact else max(count, 1)
-        for first in range(0, count, rows):
-            batch = self._slots.running[first : min(first + rows, count)]
-            ids = np.array([sequence.ids[-1] for sequence in batch])
-            lengths = [sequence.length for sequence in batch]
-            plan = CachePlan(self._cache, [], lengths, self._exact, first)
-            hidden = self._forward(ids, np.array(lengths) - 1, plan)
-            for row, sequence in enumerate(batch):
-                sequence.hidden = hidden[row]
-                sequence.cached = sequence.length
-        self._decoded += count
+        for number, each in enumerate(decoding, row):
+            running[each.slot].hidden = hidden[number]
+            running[each.slot].cached = each.length
+        self._computed += row
+        self._decoded += len(decoding)
 
     def _forward(self, ids: NDArray[Any], positions: NDArray[Any], plan: CachePlan) -> Tensor:
         """Hidden states of the rows; under `exact` the pass is filled up to its fixed number of rows."""
@@ -267,29 +273,32 @@ class Engine:
         return (column_logits if self._columns else logits_of)(self.model, hidden)
 
     def _sample(self) -> None:
-        """Draws a token for every request; a sequence whose requests drew different ones splits."""
-        count = len(self._slots.running)
-        rows = EXACT_ROWS if self._exact else max(count, 1)
-        for first in range(0, count, rows):
-            slots = range(first, min(first + rows, count))
-            hidden = torch.stack([h for slot in slots if (h := self._slots.running[slot].hidden) is not None])
-            if self._exact:
-                hidden = torch.nn.functional.pad(hidden, (0, 0, 0, rows - len(slots)))
-            logits = self._logits(hidden)
-            drawn = [(row, slot, m) for row, slot in enumerate(slots) for m in self._slots.running[slot].members]
-            tokens, logprobs = draw(
-                logits,
-                [row for row, _, _ in drawn],
-                [member.request.sampling for _, _, member in drawn],
-                [self._slots.running[slot].length for _, slot, _ in drawn],
-            )
-            chosen: dict[int, dict[int, list[Member]]] = {slot: {} for slot in slots}
-            for (_, slot, member), token, logprob in zip(drawn, tokens, logprobs, strict=True):
-                member.logprobs.append(logprob)
-                chosen[slot].setdefault(token, []).append(member)
-            for slot, branches in chosen.items():
-                self._extend(slot, branches)
-            self._generated += len(drawn)
+        """Draws a token for every request that can have one; a sequence whose requests drew different ones splits."""
+        self._beginning = [sequence for sequence in self._beginning if sequence.hidden is None]
+        ready = [(slot, each.hidden) for slot, each in enumerate(self._slots.running) if each.hidden is not None]
+        rows = EXACT_ROWS if self._exact else max(len(ready), 1)
+        for first in range(0, len(ready), rows):
+            self._draw([slot for slot, _ in ready[first : first + rows]], [h for _, h in ready[first : first + rows]])
+
+    def _draw(self, slots: list[int], states: list[Tensor]) -> None:
+        running, hidden = self._slots.running, torch.stack(states)
+        if self._exact:
+            hidden = torch.nn.functional.pad(hidden, (0, 0, 0, EXACT_ROWS - len(slots)))
+        logits = self._logits(hidden)
+        drawn = [(row, slot, member) for row, slot in enumerate(slots) for member in running[slot].members]
+        tokens, logprobs = draw(
+            logits,
+            [row for row, _, _ in drawn],
+            [member.request.sampling for _, _, member in drawn],
+            [running[slot].length for _, slot, _ in drawn],
+        )
+        chosen: dict[int, dict[int, list[Member]]] = {slot: {} for slot in slots}
+        for (_, slot, member), token, logprob in zip(drawn, tokens, logprobs, strict=True):
+            member.logprobs.append(logprob)
+            chosen[slot].setdefault(token, []).append(member)
+        for slot, branches in chosen.items():
+            self._extend(slot, branches)
+        self._generated += len(drawn)
 
     def _extend(self, slot: int, branches: dict[int, list[Member]]) -> None:
         """Appends the drawn tokens: the first to the sequence itself, each other one to a copy of it in a new slot."""
@@ -307,7 +316,7 @@ class Engine:
         finished: list[Completion] = []
         for slot in reversed(range(len(self._slots.running))):
             sequence = self._slots.running[slot]
-            for member in list(sequence.members):
+            for member in list(sequence.members) if sequence.ids else []:
                 finish = self._finish_of(sequence, member)
                 if finish is not None:
                     finished.append(sequence.completion(member, finish))
@@ -334,4 +343,6 @@ class Engine:
         sequence = self._slots.running[slot]
         sequence.members.remove(member)
         if not sequence.members:
+            if sequence in self._beginning:
+                self._beginning.remove(sequence)
             self._slots.retire(slot, keep=sequence.version == self.version)

@@ -186,3 +186,46 @@ def test_a_long_prompt_is_computed_in_several_passes(monkeypatch: pytest.MonkeyP
     finished = run(engine(5), [request(str(i), p, 6, temperature=0.0) for i, p in enumerate(prompts)])
     for i, prompt in enumerate(prompts):
         assert finished[str(i)].ids.tolist() == generated(plain_llama(), prompt)[:6]
+
+
+def test_requests_draw_a_token_every_step_while_a_long_prompt_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roll.engine.engine.PROMPT_ROWS", 20)
+    rng = np.random.default_rng(11)
+    short, long = random_ids(rng, 5), random_ids(rng, 100)
+    served = engine(2)
+    served.add(request("short", short, NEW_TOKENS, temperature=0.0))
+    served.step()
+    served.add(request("long", long, 3, temperature=0.0))
+    for step in range(1, 6):
+        served.step()
+        assert {told.id: len(told.ids) for told in served.progress({})} == {"short": 1 + step}
+        assert served.stats().computed_prompt_tokens == 5 + 19 * step  # one row of the pass decodes
+    finished = run(served)
+    assert finished["short"].ids.tolist() == generated(plain_llama(), short)
+    assert finished["long"].ids.tolist() == generated(plain_llama(), long)[:3]
+
+
+def test_a_prompt_aborted_half_way_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roll.engine.engine.PROMPT_ROWS", 20)
+    long = random_ids(np.random.default_rng(12), 70)
+    served = engine(2)
+    served.add(request("a", long, 4, temperature=0.0))
+    served.step()
+    aborted = served.abort("a")
+    assert aborted is not None
+    assert (aborted.finish, len(aborted.ids)) == ("abort", 0)
+    assert not served.has_work
+    finished = run(served, [request("b", long, 4, temperature=0.0)])["b"]
+    assert served.stats().computed_prompt_tokens == 70
+    assert finished.ids.tolist() == generated(plain_llama(), long)[:4]
+
+
+@pytest.mark.parametrize("call", [0, 5, 10_000])
+def test_sequences_of_any_lengths_decode_together(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the attention is cut: each slot by itself, in runs, all in one."""
+    monkeypatch.setattr("roll.engine.cache._CALL", call)
+    prompts = prompts_of(5, 12)
+    served = engine(6)
+    finished = run(served, [request(str(i), p, 2 + i, temperature=0.0) for i, p in enumerate(prompts)])
+    for i, prompt in enumerate(prompts):
+        assert finished[str(i)].ids.tolist() == generated(plain_llama(), prompt)[: 2 + i]
