@@ -191,7 +191,7 @@ def cache_bytes(shape: PretrainedConfig, dtype: torch.dtype, work: Workload) -> 
 def engine_working(footprint: Footprint, work: Workload) -> Sizes:
     """What an engine's step works in: the rows of its largest pass, their mask, and the logits it draws from."""
     model, item = footprint.model, footprint.dtype.itemsize
-    rows = EXACT_ROWS if work.exact else max(PROMPT_ROWS, work.running)
+    rows = EXACT_ROWS if work.exact else max(PROMPT_ROWS, work.running + PROMPT_ROWS // 4)
     passed = Spans(1, min(rows, work.longest), work.longest)
     mask = passed.pairs * model.heads // model.kv_heads * (item + 1)
     drawn = (EXACT_ROWS if work.exact else work.running) * model.vocab
