@@ -1,8 +1,8 @@
 """Executions a second in the sandbox, on each level that this machine has, beside what starting Python alone costs.
 
-`floor` is `python -c pass`, by the same interpreter, without a sandbox; `…_of_floor` is a rate over that one, which holds on
-a busy machine too. `calls` is the reward `code` on functions: one
-execution. `asserts` is the same reward on tests that are code, which take two executions. All run on `--threads` threads.
+`floor` is `python -c pass`, by the same interpreter, without a sandbox; `…_of_floor` is a rate over that one, which holds
+on a busy machine too. `calls` is the reward `code` on functions: one execution. `asserts` is the same reward on tests
+that are code, which take two executions. All run on `--threads` threads.
 """
 
 from __future__ import annotations
