@@ -1,7 +1,8 @@
 """Executions a second in the sandbox, on each level that this machine has, beside what starting Python alone costs.
 
-`floor` is `python -c pass`, by the same interpreter, without a sandbox. `calls` is the reward `code` on functions: one
-execution. `asserts` is the same reward on tests that are code, which take two executions. All run on `--threads` threads.
+`floor` is `python -c pass`, by the same interpreter, without a sandbox; `…_of_floor` is a rate over that one, which holds
+on a busy machine too. `calls` is the reward `code` on functions: one execution. `asserts` is the same reward on tests
+that are code, which take two executions. All run on `--threads` threads.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ def main() -> None:
             print(f"no {level.level}: {level.why}", file=sys.stderr)
         else:
             result |= measured(level, args.threads, args.seconds)
-    report({"floor_per_s": rate(start_python, args.threads, args.seconds), **result}, args.json)
+    floor = rate(start_python, args.threads, args.seconds)
+    of_floor = {name.replace("per_s", "of_floor"): value / floor for name, value in result.items()}
+    report({"floor_per_s": floor, **result, **of_floor}, args.json)
 
 
 if __name__ == "__main__":

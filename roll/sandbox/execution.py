@@ -25,6 +25,7 @@ from roll.sandbox.inside.program import BEGUN, ENDED
 from roll.sandbox.launch import call_filter, command, drops_user, payload, scratch_of, sealed
 from roll.sandbox.level import Sandbox
 from roll.sandbox.program import Kind, Limits, Outcome, Program, SandboxError
+from roll.sandbox.usage import fits, holds_more
 
 _START_S = 20.0
 """Seconds a sandbox may take to start the program: they are the machine's, not the program's."""
@@ -32,7 +33,6 @@ _TICK_S = 0.05
 _END_S = 5.0
 _CLEAN_S = 20.0
 """Seconds in which a supervisor has ended and removed what a program left behind."""
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _READ_BYTES = 1 << 16
 
 _FIRST = re.compile(rb'"child-pid": *([0-9]+)')
@@ -169,18 +169,21 @@ def _started(
         text_fd = ours.enter_context(sealed(text))
         filter_fd = ours.enter_context(sealed(call_filter(sandbox)))
         stdin_fd = ours.enter_context(sealed(program.stdin)) if stdin is None else stdin
-        process = subprocess.Popen(
-            command(sandbox, limits, text_fd, filter_fd, also_theirs),
-            stdin=stdin_fd,
-            stdout=subprocess.PIPE if stdout is None else stdout,
-            stderr=subprocess.PIPE,
-            pass_fds=(theirs, text_fd, *((filter_fd, also_theirs) if sandbox.level == "bubblewrap" else ())),
-            env=_ENVIRONMENT,
-            cwd="/",
-            start_new_session=True,
-            umask=0o077,
-            **drops_user(sandbox),
-        )
+        try:
+            process = subprocess.Popen(
+                command(sandbox, limits, text_fd, filter_fd, also_theirs),
+                stdin=stdin_fd,
+                stdout=subprocess.PIPE if stdout is None else stdout,
+                stderr=subprocess.PIPE,
+                pass_fds=(theirs, text_fd, *((filter_fd, also_theirs) if sandbox.level == "bubblewrap" else ())),
+                env=_ENVIRONMENT,
+                cwd="/",
+                start_new_session=True,
+                umask=0o077,
+                **drops_user(sandbox),
+            )
+        except OSError as error:
+            raise SandboxError(f"the sandbox ({sandbox.level}) did not start: {error}") from error
         ours.close()
         for stream in (process.stdout, process.stderr):
             if stream is not None:
@@ -273,9 +276,12 @@ def _wait_for_last(said: bytes) -> None:
         first = os.pidfd_open(int(found[1]))
     except OSError:  # it is gone
         return
-    with contextlib.ExitStack() as closing:
-        closing.callback(os.close, first)
-        select.select([first], [], [], _END_S)
+    try:
+        poller = select.poll()
+        poller.register(first, select.POLLIN)
+        poller.poll(_END_S * 1000)
+    finally:
+        os.close(first)
 
 
 def _kind(code: int, error: str) -> Kind:
@@ -298,52 +304,3 @@ def _said(watch: _Watch, process: subprocess.Popen[bytes]) -> str:
 
 def _text(data: bytes | bytearray) -> str:
     return data.decode("utf-8", "replace")
-
-
-def holds_more(pid: int, limit_bytes: int) -> bool:
-    """Whether a process and all that come from it hold more memory than that. What they share counts once, if the kernel
-    tells: it takes longer to find out, so it is asked only where it matters."""
-    pids = [pid, *_children(pid)]
-    if sum(map(_resident_bytes, pids)) <= limit_bytes:
-        return False
-    return sum(map(_proportional_bytes, pids)) > limit_bytes
-
-
-def _resident_bytes(pid: int) -> int:
-    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/statm") as sizes:
-        return int(sizes.read().split()[1]) * _PAGE_BYTES
-    return 0
-
-
-def _proportional_bytes(pid: int) -> int:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/smaps_rollup") as sizes:
-        found = re.search(r"^Pss: +([0-9]+) kB$", sizes.read(), re.MULTILINE)
-        if found is not None:
-            return int(found[1]) << 10
-    return _resident_bytes(pid)
-
-
-def _children(pid: int) -> Iterator[int]:
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/children") as numbers:
-                children = [int(number) for number in numbers.read().split()]
-            for child in children:
-                yield child
-                yield from _children(child)
-
-
-def fits(folder: str, limit_bytes: int) -> bool:
-    """Whether the files of a folder take no more than that. Links are not followed; too many files do not fit either."""
-    total, count, folders = 0, 0, [folder]
-    while folders:
-        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                count += 1
-                with contextlib.suppress(OSError):
-                    total += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(entry.path)
-                if total > limit_bytes or count > max(256, limit_bytes >> 12):
-                    return False
-    return True

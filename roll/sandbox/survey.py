@@ -120,12 +120,8 @@ def python(as_nobody: bool) -> Python:
 
 def _readable(path: str, prefix: str) -> tuple[str, ...]:
     """What must be seen inside: the system's programs and libraries, and the interpreter's own where it is elsewhere."""
-    found = [
-        place
-        for place in ("/usr", "/bin", "/lib", "/lib64", "/sbin")
-        if os.path.isdir(place) and not os.path.islink(place)
-    ]
-    found += [place for place in ("/etc/ld.so.cache",) if os.path.isfile(place)]
+    system = ("/usr", "/bin", "/lib", "/lib64", "/sbin", "/etc/ld.so.cache")
+    found = [place for place in system if os.path.exists(place) and not os.path.islink(place)]
     for place in (os.path.realpath(prefix), os.path.dirname(path)):
         if not any(place == shown or place.startswith(shown + "/") for shown in found):
             found.append(place)

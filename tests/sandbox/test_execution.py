@@ -157,6 +157,11 @@ os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(3600)",
         with pytest.raises(SandboxError, match="did not start"):
             run_blocking(Program("pass"), PATIENT, broken)
 
+    def test_a_sandbox_whose_tool_has_gone_is_no_fault_of_the_program(self) -> None:
+        broken = dataclasses.replace(best(), python=dataclasses.replace(best().python, path="/nowhere"), tool="/nowhere")
+        with pytest.raises(SandboxError, match="did not start"):
+            run_blocking(Program("pass"), PATIENT, broken)
+
     def test_side_by_side_in_an_event_loop(self) -> None:
         async def all_of_them() -> list[str]:
             outcomes = await asyncio.gather(*(run(Program(f"print({n})"), PATIENT) for n in range(10)))

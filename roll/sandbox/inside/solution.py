@@ -39,7 +39,7 @@ def _answer(line: bytes, program: dict[str, Any], kept: list[Any]) -> list[Any]:
     made: list[Any] = []
 
     def act() -> None:
-        kind, what, *rest = values.load(line, kept.__getitem__)
+        kind, what, *rest = values.load_trusted(line, kept.__getitem__)
         if isinstance(what, str):
             if what not in program:
                 raise NameError(f"name {what!r} is not defined")

@@ -1,0 +1,99 @@
+"""Plain values cross over as they are, and nothing else does."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll.sandbox.inside import values
+
+NUMBERS = st.integers() | st.floats(allow_nan=False) | st.complex_numbers(allow_nan=False)
+EXACT = st.decimals(allow_nan=False) | st.fractions()
+ODD = st.sampled_from(["\ud800", "😀", "\\ud83d", "\\", '"', "\n\u2028"])
+LEAVES = st.none() | st.booleans() | NUMBERS | EXACT | st.text() | ODD | st.binary()
+KEYS = st.none() | st.integers() | st.text() | st.tuples(st.integers(), st.text())
+PLAIN = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(KEYS, inner)
+        | st.sets(KEYS)
+        | st.frozensets(KEYS)
+        | st.lists(inner).map(deque)
+    ),
+    max_leaves=20,
+)
+
+
+def none_kept(value: Any) -> Any:
+    raise AssertionError(f"{value!r} is plain")
+
+
+@given(PLAIN)
+def test_plain_values_cross_over(value: Any) -> None:
+    line = values.dump(value, none_kept)
+    assert line.count(b"\n") == 1
+    for load in (values.load, values.load_trusted):
+        crossed = load(line, none_kept)
+        assert (crossed, type(crossed)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("value", "crossed"),
+    [
+        (Counter("aab"), {"a": 2, "b": 1}),
+        (OrderedDict(b=1), {"b": 1}),
+        (defaultdict(list, {1: [2]}), {1: [2]}),
+        (namedtuple("Point", "x y")(1, 2), (1, 2)),
+        (range(2, 9, 3), range(2, 9, 3)),
+        (int, int),
+        (Decimal("1.50"), Decimal("1.50")),
+        (Fraction(1, 3), Fraction(1, 3)),
+        (-(2**200), -(2**200)),
+    ],
+)
+def test_of_other_types_the_value_crosses_over(value: Any, crossed: Any) -> None:
+    arrived = values.load(values.dump(value, none_kept), none_kept)
+    assert (arrived, type(arrived)) == (crossed, type(crossed))
+
+
+def test_numbers_that_are_none() -> None:
+    assert math.isnan(values.load(values.dump(math.nan, none_kept), none_kept))
+    assert values.load(values.dump([math.inf, -math.inf], none_kept), none_kept) == [math.inf, -math.inf]
+
+
+def test_what_is_not_plain_stays_and_a_number_stands_for_it() -> None:
+    kept: list[Any] = []
+
+    def keep(value: Any) -> int:
+        kept.append(value)
+        return len(kept) - 1
+
+    loop: list[Any] = []
+    loop.append(loop)
+    thing = object()
+    line = values.dump([thing, loop, print], keep)
+    assert len(kept) == 3
+    first, _, last = values.load(line, kept.__getitem__)
+    assert first is thing
+    assert last is print
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"", b"[", b"nonsense", b'{"a": 1, "b": 2}', b'{"unknown": 1}', b'{"set": [[1]]}', b'{"dict": [[[], 1]]}',
+     b"[" * 100_000,
+     b'{"Fraction": "1/0"}', b'{"Fraction": "1e999999999"}', b'{"Decimal": "x"}', b'{"int": 5}', b'{"type": "eval"}',
+     b'{"range": [1, 2, 0]}', b'{"bytes": "zz"}', b'\xff'],
+)  # fmt: skip
+def test_what_is_no_value_is_refused(line: bytes) -> None:
+    with pytest.raises(ValueError):
+        values.load(line, none_kept)
