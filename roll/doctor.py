@@ -31,7 +31,7 @@ def examine() -> list[Finding]:
     findings = [Finding("python", platform.python_version()), Finding("roll", importlib.metadata.version("roll"))]
     findings += [_package(name, "pip install roll brings it") for name in NEEDED]
     findings += [_package(name, advice) for name, advice in OPTIONAL.items()]
-    return [*findings, *_devices(), *_places()]
+    return [*findings, *_devices(), *_sandbox(), *_places()]
 
 
 def _package(name: str, advice: str) -> Finding:
@@ -60,6 +60,22 @@ def _devices() -> list[Finding]:
     if not torch.cuda.is_available():
         found.append(Finding("cuda", "no device: runs on the cpu"))
     return found
+
+
+def _sandbox() -> list[Finding]:
+    from roll.sandbox import Missing, survey
+
+    levels = survey()
+    missing = [level for level in levels if isinstance(level, Missing)]
+    found = [level for level in levels if not isinstance(level, Missing)]
+    why = "; ".join(f"no {level.level}: {level.why}" for level in missing)
+    if not found:
+        return [Finding("sandbox", "none: programs of the model cannot be run", False, why)]
+    best = found[0]
+    value = f"{best.held_by}, Python {best.python.version} ({best.python.path})"
+    if best.missing:
+        return [Finding("sandbox", value, False, "; ".join([*best.missing, why]))]
+    return [Finding("sandbox", f"{value}; {why}" if why and best is not levels[0] else value)]
 
 
 def _places() -> list[Finding]:

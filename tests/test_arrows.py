@@ -1,7 +1,7 @@
 """Imports go one way: a folder of `roll` may import itself and lower tiers, nothing else.
 
 `cli → pipeline → {rollout, workers, devices} → {algorithm, strategy, env, reward, transfer} → {engine, model, cluster,
-run, child} → data → config`. Imports inside functions count; those for type checkers only do not.
+run, child, sandbox} → data → config`. Imports inside functions count; those for type checkers only do not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TIERS = [
     {"pipeline"},
     {"rollout", "workers", "devices"},
     {"algorithm", "strategy", "env", "reward", "transfer"},
-    {"engine", "model", "cluster", "run", "child"},
+    {"engine", "model", "cluster", "run", "child", "sandbox"},
     {"data"},
     {"config"},
 ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from roll.cluster.errors import CallTimedOut, first_of
 from roll.cluster.executor import Executor, Handle
@@ -128,11 +128,16 @@ class Cluster(Generic[W]):
         assert how.join is not None
         return how.join(await self._together(calls), parts, whole)
 
-    async def call_each(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+    @overload
+    async def call_each(
+        self, method: Callable[Concatenate[W, P], Awaitable[R]], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]: ...
+    @overload
+    async def call_each(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
+    async def call_each(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Calls a `@parallel` method with the same arguments on every worker; one result each, by rank."""
         parallel_of(method)
-        results = await self._together([self._call(h, method, args, kwargs) for h in self._handles])
-        return cast(list[R], results)
+        return await self._together([self._call(h, method, args, kwargs) for h in self._handles])
 
     @overload
     async def call_rank(

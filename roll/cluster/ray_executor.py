@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import ray
 from ray.exceptions import RayError
@@ -25,12 +25,14 @@ from roll.cluster.executor import Handle
 from roll.cluster.ray_actor import RayHandle, Traffic, get_all, new_actor, reason
 from roll.cluster.ray_connection import NodeFacts, connect, node_facts
 from roll.cluster.worker import Place, Worker
-from roll.config.errors import RunError
+from roll.config.errors import RunError, UserError
 from roll.config.schema import RayConfig
 from roll.data.batch import Batch
 from roll.data.columns import Elsewhere
 
 W = TypeVar("W", bound=Worker)
+Seat: TypeAlias = tuple[str, tuple[int, ...]]
+"""A node, and the numbers of some of its GPUs; none for its cores."""
 
 _CLOSE_S = 10.0
 """For all workers to close; then they are ended."""
@@ -54,9 +56,9 @@ class RayExecutor:
         """A warm process for each worker that is to be restarted fast."""
         self._spare_places: set[Place] = set()
         self._group: PlacementGroup | None = None
-        self._bundles: dict[tuple[str, int | None], int] = {}
-        """Bundle number by node and GPU; None for the node's cores."""
-        self._shares: Counter[tuple[str, int | None]] = Counter()
+        self._bundles: dict[Seat, int] = {}
+        """Bundle number by seat."""
+        self._shares: Counter[Seat] = Counter()
         self._owner = False
 
     @property
@@ -88,14 +90,15 @@ class RayExecutor:
         cores_of = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]}
         cores_of[""] = max(cores_of.values())
         self._shares = Counter(_seat(place) for place in (*places, *spares))
+        _check_whole(self._shares)
         self._spare_places = set(spares)
         bundles: list[dict[str, float]] = []
         labels: list[dict[str, str]] = []
-        for node, gpu in self._shares:
-            here = [place for place in places if _seat(place) == (node, gpu)]
+        for node, gpus in self._shares:
+            here = [place for place in places if _seat(place) == (node, gpus)]
             cores = min(max(cores_of.get(node, 1), 1), sum(max(place.threads, 1) for place in here))
-            self._bundles[node, gpu] = len(bundles)
-            bundles.append({"CPU": cores} if gpu is None else {"GPU": 1})
+            self._bundles[node, gpus] = len(bundles)
+            bundles.append({"GPU": len(gpus)} if gpus else {"CPU": cores})
             labels.append({"ray.io/node-id": node} if node else {})
         selectors = labels if any(labels) else None
         self._group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
@@ -224,22 +227,35 @@ class RayExecutor:
         share = int(1e4 / self._shares[seat]) / 1e4
         index = self._bundles[seat]
         cores = self._group.bundle_specs[index].get("CPU", 0)
-        seen = place if seat[1] is None else replace(place, device="cuda:0")  # the only one the actor's process sees
+        gpus = seat[1]
+        # An actor's process sees its own GPUs and no other, counted from 0.
+        seen = replace(place, device="cuda:0", gpus=tuple(range(len(gpus)))) if gpus else place
         actor = new_actor(
             seen,
             log,
             self.deadline_s,
             num_cpus=int(cores * share * 1e4) / 1e4,
-            num_gpus=0 if seat[1] is None else share,
+            num_gpus=len(gpus) if len(gpus) > 1 else share if gpus else 0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
         )
         return RayHandle(place, actor, log, traffic=self._traffic)
 
 
-def _seat(place: Place) -> tuple[str, int | None]:
-    """What a place takes of the cluster: a GPU of a node, or some of its cores."""
-    gpu = int(place.device.removeprefix("cuda:")) if place.device.startswith("cuda") else None
-    return place.node, gpu
+def _seat(place: Place) -> Seat:
+    """What a place takes of the cluster: GPUs of a node, or some of its cores."""
+    one = (int(place.device.removeprefix("cuda:")),) if place.device.startswith("cuda") else ()
+    return place.node, place.gpus or one
+
+
+def _check_whole(shares: Counter[Seat]) -> None:
+    """Ray gives parts of one GPU, but of several GPUs only whole ones: these cannot be shared."""
+    for (node, gpus), workers in shares.items():
+        others = [seat for seat in shares if seat != (node, gpus) and seat[0] == node and set(seat[1]) & set(gpus)]
+        if len(gpus) > 1 and (workers > 1 or others):
+            raise UserError(
+                f"the GPUs {', '.join(map(str, gpus))} hold one engine together, and another worker is on one of them: "
+                "give engines with tensor_parallel above 1 devices of their own"
+            )
 
 
 def _listed(bundles: Sequence[Mapping[str, float]]) -> str:

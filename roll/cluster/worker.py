@@ -77,6 +77,8 @@ class Place:
     """Id of the cluster's node it must be on; empty for any."""
     cores: tuple[int, ...] = ()
     """The cores it is held to; empty for all of its node."""
+    gpus: tuple[int, ...] = ()
+    """Its node's GPUs, by number; empty on a CPU."""
 
     @property
     def name(self) -> str:

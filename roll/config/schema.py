@@ -97,7 +97,8 @@ class DataConfig(Section):
 
     source: str = "addition"
     """A `.jsonl`, `.json` or `.parquet` file, `hf:dataset`, a source of tasks with answers (`addition`, `echo`,
-    `reasoning_gym:family`), or a function: `module:name` or `file.py:name`."""
+    `reasoning_gym:family`), `demonstrations` or `dagger` (an environment's expert), or a function: `module:name` or
+    `file.py:name`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the source; of a file: the names of its columns, and the share `held_out`."""
     samples_per_step: Count = 32
@@ -251,6 +252,8 @@ class EnvConfig(Section):
     """Seconds an environment may take to begin an episode; then its process is killed and replaced."""
     step_deadline_s: Positive = 30.0
     """Seconds an environment may take for one step; then its process is killed and replaced."""
+    limits: dict[str, Count] = Field(default_factory=dict)
+    """Most episodes of an environment at once in a worker, by the environment's name; others are not held up."""
     memory_mb: Whole = 0
     """Memory of an environment process, 0 for no limit."""
     max_turns: Count = 16

@@ -21,10 +21,12 @@ class RoleConfig(Section):
     """CPU cores of each worker, 0 for as many as suit the role."""
     replicas: Whole = 0
     """Workers, 0 for as many as the devices give."""
-    strategy: Literal["auto", "single", "native"] = "auto"
-    """How the role computes: `single` trains on one device, `native` is the embedded engine."""
+    strategy: Literal["auto", "single", "native", "vllm"] = "auto"
+    """How the role computes: `single` trains on one device; `native` is the embedded engine, `vllm` is vLLM."""
     tensor_parallel: Count = 1
-    """Devices that hold one copy of the weights together."""
+    """Devices that hold one copy of the weights together; above 1 needs `strategy: vllm`."""
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """More arguments of a vLLM engine, by vLLM's names, such as `{quantization: fp8}`."""
 
 
 class RolesConfig(Section):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from roll.data.task import Message, Task
 from roll.data.tokenlog import TokenLog
@@ -17,10 +18,14 @@ class Chat:
     messages: tuple[Message, ...] = ()
     log: TokenLog | None = None
     """The conversation in tokens, where it is known so: nothing is rendered then. Its responses are imitated."""
+    learn: Literal["all", "last"] = "all"
+    """Which of the assistant's messages are imitated: all, or the one that the conversation ends with."""
 
     def __post_init__(self) -> None:
         if self.log is None:
             _check_messages(self.messages)
+            if self.learn == "last" and self.messages[-1]["role"] != "assistant":
+                raise ValueError("its last message is to be imitated, but is not the assistant's")
         elif self.messages:
             raise ValueError("it has messages and tokens: give one of them")
         elif not self.log.response_tokens:

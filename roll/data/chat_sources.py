@@ -24,6 +24,8 @@ from roll.data.task import Message, Task
 from roll.data.tokenlog import TokenLog
 
 ChatSource = Callable[..., Iterable[Any]]
+ELSEWHERE = {"demonstrations": "roll.env.demonstrations:demonstrations", "dagger": "roll.env.dagger:dagger"}
+"""Sources that other parts bring."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ def _find_source(name: str, options: dict[str, Any]) -> tuple[ChatSource, dict[s
         return found
     if is_table(name):
         return chat_file, {"path": name, **options}
-    return load_user_code(name, what="data.source", known=[*SOURCES, *TABLES]), options
+    known = [*SOURCES, *ELSEWHERE, *TABLES]
+    return load_user_code(ELSEWHERE.get(name, name), what="data.source", known=known), options
 
 
 def _as_chat(source: str, split: Split, number: int, given: Any) -> Chat:

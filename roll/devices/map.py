@@ -3,8 +3,9 @@
 What always holds: a worker lies on one node; a GPU or core number exists on that node; every role in use has at least one
 worker, and under `executor: local` exactly one.
 
-Model roles take GPUs or cores. A worker on GPUs has one of them; a worker on cores that were written by number is held to
-them (`Place.cores`); a worker on `cpu` may use every core of its node, so it shares all of them with whoever is there.
+Model roles take GPUs or cores. A worker on GPUs has one of them, or as many as hold its weights together; a worker on
+cores that were written by number is held to them (`Place.cores`); a worker on `cpu` may use every core of its node, so it
+shares all of them with whoever is there.
 Process roles (`rollout`, `reward`, `env`) take cores only.
 """
 
@@ -30,7 +31,8 @@ PROCESS_ROLES = ("rollout", "reward", "env")
 """Processes without a model."""
 LAST = ("reference", "reward_model", "judge")
 """Roles that `auto` puts on the last device: as far from the trainer as there are devices."""
-STRATEGIES = {**dict.fromkeys(TRAIN_ROLES, "single"), **dict.fromkeys(INFER_ROLES, "native")}
+STRATEGIES = {**dict.fromkeys(TRAIN_ROLES, ("single",)), **dict.fromkeys(INFER_ROLES, ("native", "vllm"))}
+"""How roles with a model may compute, what `auto` means first."""
 
 Layout = Literal["colocated", "disaggregated", "partly shared", "trainer only"]
 
@@ -78,7 +80,7 @@ class DeviceMap:
     @property
     def one_copy(self) -> bool:
         """Whether the engine uses the trainer's own parameters: in one process, on one GPU or in one memory."""
-        if self.executor != "local" or "actor_infer" not in self.roles:
+        if self.executor != "local" or "actor_infer" not in self.roles or self.roles["actor_infer"].strategy != "native":
             return False
         train, infer = self.roles["actor_train"].workers[0][0], self.roles["actor_infer"].workers[0][0]
         return train == infer if train.kind == "gpu" else infer.kind == "cpu"
@@ -95,7 +97,8 @@ def make_map(config: Config, inventory: Inventory, *, roles_in_use: Collection[s
         if role in roles_in_use
     }
     made = DeviceMap(inventory, config.executor, roles)
-    if config.executor == "local" and "actor_infer" in roles and not made.one_copy:
+    native = "actor_infer" in roles and roles["actor_infer"].strategy == "native"
+    if config.executor == "local" and native and not made.one_copy:
         raise UserError(
             "roles.actor_train and roles.actor_infer are on different devices, but in one process the engine uses the "
             "trainer's own parameters: give both the same devices, or write executor=ray"
@@ -145,6 +148,7 @@ def _place_role(role: str, wanted: RoleConfig, config: Config, inventory: Invent
             threads=threads[rank],
             node=inventory.nodes[worker[0].node].id,
             cores=tuple(device.index for device in worker) if pinned and worker[0].kind == "cpu" else (),
+            gpus=tuple(device.index for device in worker if device.kind == "gpu"),
         )
         for rank, worker in enumerate(workers)
     )
@@ -152,24 +156,38 @@ def _place_role(role: str, wanted: RoleConfig, config: Config, inventory: Invent
 
 
 def _strategy(role: str, wanted: RoleConfig) -> str:
-    strategy = STRATEGIES.get(role, "")
+    possible = STRATEGIES.get(role, ("",))
+    strategy = possible[0] if wanted.strategy == "auto" else wanted.strategy
+    if strategy in possible:
+        _check_vllm_alone(role, wanted, strategy)
+        return strategy
+    if not possible[0]:
+        raise UserError(
+            f"roles.{role}.strategy is {wanted.strategy!r}, but {role} has no model: remove roles.{role}.strategy"
+        )
+    does = "trains" if strategy == "single" else "generates"
+    raise UserError(
+        f"roles.{role}.strategy is {wanted.strategy!r}, which {does}, but {role} does not: "
+        f"write roles.{role}.strategy={either(possible)}"
+    )
+
+
+def _check_vllm_alone(role: str, wanted: RoleConfig, strategy: str) -> None:
+    """Refuses what only vLLM reads where the role computes otherwise."""
+    if strategy == "vllm":
+        return
+    other = f", or roles.{role}.strategy=vllm" if role in INFER_ROLES else ""
     if wanted.tensor_parallel > 1:
         reason = f"strategy {strategy} keeps the whole model on one device" if strategy else f"{role} has no model"
         raise UserError(
             f"roles.{role}.tensor_parallel is {wanted.tensor_parallel}, but {reason}: "
-            f"write roles.{role}.tensor_parallel=1"
+            f"write roles.{role}.tensor_parallel=1{other}"
         )
-    if wanted.strategy in ("auto", strategy):
-        return strategy
-    if not strategy:
+    if wanted.engine_args:
         raise UserError(
-            f"roles.{role}.strategy is {wanted.strategy!r}, but {role} has no model: remove roles.{role}.strategy"
+            f"roles.{role}.engine_args has {next(iter(wanted.engine_args))!r}, but {role} is not computed by vLLM: "
+            f"remove roles.{role}.engine_args{other}"
         )
-    does = "trains" if strategy == "native" else "generates"
-    raise UserError(
-        f"roles.{role}.strategy is {wanted.strategy!r}, which {does}, but {role} does not: "
-        f"write roles.{role}.strategy={strategy}"
-    )
 
 
 Workers = list[tuple[Device, ...]]
@@ -226,12 +244,22 @@ def _gpu_workers(role: str, wanted: RoleConfig, gpus: tuple[Device, ...], invent
                 f"roles.{role}.devices is {wanted.devices!r}, which is {len(gpus)} GPUs, but strategy single computes on "
                 f"one device: write roles.{role}.devices={format_devices(gpus[:1], inventory)}"
             )
-    elif wanted.replicas not in (0, len(gpus)):
+        return [gpus]
+    size = wanted.tensor_parallel
+    workers = _cut(gpus, len(gpus) // size) if len(gpus) % size == 0 else None
+    if workers is None:
         raise UserError(
-            f"roles.{role}.replicas is {wanted.replicas}, but its {len(gpus)} GPU(s) make {len(gpus)} worker(s) of one "
-            f"GPU each: remove roles.{role}.replicas, or write {wanted.replicas} device(s) in roles.{role}.devices"
+            f"roles.{role}.tensor_parallel is {size}, but the GPU(s) {format_devices(gpus, inventory)} do not make "
+            f"workers of {size} on one node: write other roles.{role}.devices, or roles.{role}.tensor_parallel=1"
         )
-    return [(gpu,) for gpu in gpus]
+    if wanted.replicas not in (0, len(workers)):
+        each = "one GPU" if size == 1 else f"{size} GPUs"
+        raise UserError(
+            f"roles.{role}.replicas is {wanted.replicas}, but its {len(gpus)} GPU(s) make {len(workers)} worker(s) of "
+            f"{each} each: remove roles.{role}.replicas, or write {wanted.replicas * size} device(s) in "
+            f"roles.{role}.devices"
+        )
+    return workers
 
 
 def _core_workers(role: str, wanted: RoleConfig, cores: tuple[Device, ...], inventory: Inventory) -> Workers:

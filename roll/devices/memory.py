@@ -26,6 +26,7 @@ from roll.devices.stages import Stage, StageTable
 from roll.engine.cache import SlotCache
 from roll.engine.engine import EXACT_ROWS, PROMPT_ROWS
 from roll.model.shape import ModelShape
+from roll.strategy.infer.vllm_args import cache_bytes as vllm_cache
 from roll.strategy.shelf import Level
 from roll.strategy.train.budget import MOMENT_BYTES, Budget, Checkpointing, choose, spare
 from roll.strategy.train.footprint import Footprint, PackedSize, Spans
@@ -190,7 +191,7 @@ def cache_bytes(shape: PretrainedConfig, dtype: torch.dtype, work: Workload) -> 
 def engine_working(footprint: Footprint, work: Workload) -> Sizes:
     """What an engine's step works in: the rows of its largest pass, their mask, and the logits it draws from."""
     model, item = footprint.model, footprint.dtype.itemsize
-    rows = EXACT_ROWS if work.exact else max(PROMPT_ROWS, work.running)
+    rows = EXACT_ROWS if work.exact else max(PROMPT_ROWS, work.running + PROMPT_ROWS // 4)
     passed = Spans(1, min(rows, work.longest), work.longest)
     mask = passed.pairs * model.heads // model.kv_heads * (item + 1)
     drawn = (EXACT_ROWS if work.exact else work.running) * model.vocab
@@ -270,6 +271,9 @@ class _Worker:
     pool: Pool
     home: Pool
     """Its node's memory."""
+    strategy: str
+    devices: int = 1
+    """That hold its weights together, of which this is one."""
 
 
 def estimate(map: DeviceMap, table: StageTable, model: Model, work: Workload) -> Estimate:
@@ -290,7 +294,7 @@ def estimate(map: DeviceMap, table: StageTable, model: Model, work: Workload) ->
             level = table.level(stage, worker.role, worker.rank)
             here, away = _resident(map, worker, level, model, work)
             found[worker.pool, stage].extend(Part(worker.name, *size) for size in here)
-            found[worker.home, stage].extend(Part(worker.name, *size) for size in away)
+            found[worker.home, stage].extend(Part(worker.name, *size) for size in (*away, *_beside(worker, model)))
         resident = {pool: tuple(found[pool, stage]) for pool in pools}
         for worker in workers:
             sizes, budget = _working(worker, stage, model, work, resident[worker.pool])
@@ -313,10 +317,14 @@ def _workers(map: DeviceMap, hosts: Mapping[int, Pool]) -> list[_Worker]:
         for devices, place in zip(placement.workers, placement.places, strict=True):
             if not placement.strategy:
                 continue
-            device = devices[0]
-            home = hosts[device.node]
-            pool = gpu(map.inventory, device.node, device.index) if device.kind == "gpu" else home
-            workers.append(_Worker(place.role, place.name, place.rank, device.kind, pool, home))
+            for device in devices if placement.on_gpus else devices[:1]:
+                home = hosts[device.node]
+                pool = gpu(map.inventory, device.node, device.index) if device.kind == "gpu" else home
+                together = len(devices) if placement.on_gpus else 1
+                worker = _Worker(
+                    place.role, place.name, place.rank, device.kind, pool, home, placement.strategy, together
+                )
+                workers.append(worker)
     return workers
 
 
@@ -338,7 +346,7 @@ def _pool_order(item: tuple[tuple[Pool, Stage], object]) -> tuple[bool, int, int
 
 def _resident(map: DeviceMap, worker: _Worker, level: Level, model: Model, work: Workload) -> tuple[Sizes, Sizes]:
     """What a worker keeps on its device in a stage, and what lies in its node's memory meanwhile."""
-    kept = _kept(map, worker.role, model, work)
+    kept = [(what, size // worker.devices) for what, size in _kept(map, worker, model, work)]
     on_device = {"none": (), "weights": ("weights",), "all": tuple(what for what, _ in kept)}[level]
     here = [size for size in kept if size[0] in on_device]
     away = [size for size in kept if size[0] not in on_device and size[0] != CACHE]
@@ -347,8 +355,17 @@ def _resident(map: DeviceMap, worker: _Worker, level: Level, model: Model, work:
     return here, [(f"{what}, offloaded", n) for what, n in away]
 
 
-def _kept(map: DeviceMap, role: str, model: Model, work: Workload) -> Sizes:
+def _beside(worker: _Worker, model: Model) -> Sizes:
+    """What an engine in processes of its own takes of its node's memory: for them, and for the weights it reads there."""
+    if worker.strategy != "vllm":
+        return []
+    weights = model.sizes_of(worker.role).parameters * model.dtypes[worker.role].itemsize
+    return [("vLLM's processes", RUNTIME_BYTES), ("weights on their way to vLLM", weights // worker.devices)]
+
+
+def _kept(map: DeviceMap, worker: _Worker, model: Model, work: Workload) -> Sizes:
     """What a worker keeps from stage to stage."""
+    role = worker.role
     dtype, sizes = model.dtypes[role], model.sizes_of(role)
     weights = ("weights", (sizes.parameters + sizes.adapters) * dtype.itemsize)
     if role in ("actor_train", "critic"):
@@ -356,6 +373,9 @@ def _kept(map: DeviceMap, role: str, model: Model, work: Workload) -> Sizes:
         return [weights, *masters, (MOMENTS[work.optimizer], sizes.trained * MOMENT_BYTES[work.optimizer])]
     if role in ("actor_infer", "judge"):
         weights = ("weights", 0) if map.one_copy and role == "actor_infer" else weights
+        if worker.strategy == "vllm":
+            context = int(model.shape.max_position_embeddings)
+            return [weights, (CACHE, vllm_cache(model.shape, dtype.itemsize, context, work.running, work.response))]
         return [weights, (CACHE, cache_bytes(model.shape, dtype, work))]
     return [weights]
 

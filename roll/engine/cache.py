@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PretrainedConfig
 
+_CALL = 128
+"""Positions of one slot that take as long to attend to as a call of the attention takes before it begins."""
+
 
 class SlotCache:
     """Keys and values: [layers, slots, kv_heads, positions, dim], grown when a longer sequence comes."""
@@ -56,6 +59,13 @@ class SlotCache:
         for tensor in (self.keys, self.values):
             tensor[:, target, :, :length] = tensor[:, source, :, :length]
 
+    def swap(self, a: int, b: int, a_length: int, b_length: int) -> None:
+        """Exchanges the first positions of two slots."""
+        for tensor in (self.keys, self.values):
+            held = tensor[:, a, :, :a_length].clone()
+            tensor[:, a, :, :b_length] = tensor[:, b, :, :b_length]
+            tensor[:, b, :, :a_length] = held
+
     def release(self) -> None:
         """Frees the memory; nothing may be running."""
         self.keys = self.values = torch.empty(0)
@@ -71,6 +81,25 @@ class Chunk:
     rows: int
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """One token of a sequence, to be added at the end of its slot; `length` counts it."""
+
+    slot: int
+    length: int
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Consecutive slots that decode together, as rows of the pass; all are read as far as the longest."""
+
+    rows: slice
+    slots: slice
+    longest: int
+    mask: Tensor | None
+    """[slots, 1, 1, longest]; None where all have the same length."""
+
+
 class CachePlan:
     """Attention of one forward pass: chunks of prompts, one after the other, then one row for each decoding slot.
 
@@ -78,24 +107,29 @@ class CachePlan:
     Rows past the last are padding: they attend to nothing and stay zero.
     """
 
-    def __init__(
-        self, cache: SlotCache, chunks: list[Chunk], lengths: list[int], exact: bool = False, first_slot: int = 0
-    ) -> None:
+    def __init__(self, cache: SlotCache, chunks: list[Chunk], decoding: list[Decoding], exact: bool = False) -> None:
         self._cache = cache
         self._chunks = chunks
-        self._lengths = lengths  # of the sequences in slots first_slot …, the new token included; empty if none decodes
+        self._decoding = decoding
         self._exact = exact
-        self._first_slot = first_slot
         self._first = sum(chunk.rows for chunk in chunks)
-        if lengths and not exact:
-            device = cache.keys.device
-            ends = torch.tensor(lengths, device=device)
-            self._slots = torch.arange(first_slot, first_slot + len(lengths), device=device)
-            self._last = ends - 1
-            self._longest = max(lengths)
-            visible = torch.arange(self._longest, device=device)[None] < ends[:, None]
-            self._mask = visible[:, None, None]  # [slots, 1, 1, positions]
-        self._causal = [_causal_mask(chunk, cache.keys.device) for chunk in chunks]
+        device = cache.keys.device
+        if decoding and not exact:
+            self._slots = torch.tensor([each.slot for each in decoding], device=device)
+            self._last = torch.tensor([each.length - 1 for each in decoding], device=device)
+            self._runs = [self._run(some, device) for some in _together(decoding)]
+        self._causal = [_causal_mask(chunk, device) for chunk in chunks]
+
+    def _run(self, rows: range, device: torch.device) -> _Run:
+        """`rows` counted from the first that decodes."""
+        lengths = [self._decoding[row].length for row in rows]
+        longest, first = max(lengths), self._decoding[rows.start].slot
+        mask = None
+        if min(lengths) < longest:
+            visible = torch.arange(longest, device=device)[None] < torch.tensor(lengths, device=device)[:, None]
+            mask = visible[:, None, None]
+        at = slice(self._first + rows.start, self._first + rows.stop)
+        return _Run(at, slice(first, first + len(rows)), longest, mask)
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         layer = module.layer_idx
@@ -112,30 +146,47 @@ class CachePlan:
             attended = _grouped(query[:, span], keys[chunk.slot, :, :end], values[chunk.slot, :, :end], mask, scale)
             output[span] = attended.transpose(0, 1)
             row = span.stop
-        if self._lengths and self._exact:
-            for row, length in enumerate(self._lengths, self._first):
-                slot = self._first_slot + row - self._first
-                keys[slot, :, length - 1] = key[:, row]
-                values[slot, :, length - 1] = value[:, row]
-                one = _grouped(query[:, row : row + 1], keys[slot, :, :length], values[slot, :, :length], None, scale)
-                output[row] = one[:, 0]
-        elif self._lengths:
-            span = slice(self._first, self._first + len(self._lengths))
+        if self._decoding and self._exact:
+            for row, each in enumerate(self._decoding, self._first):
+                keys[each.slot, :, each.length - 1] = key[:, row]
+                values[each.slot, :, each.length - 1] = value[:, row]
+                seen = keys[each.slot, :, : each.length], values[each.slot, :, : each.length]
+                output[row] = _grouped(query[:, row : row + 1], *seen, None, scale)[:, 0]
+        elif self._decoding:
+            span = slice(self._first, self._first + len(self._decoding))
             keys[self._slots, :, self._last] = key[:, span].transpose(0, 1)
             values[self._slots, :, self._last] = value[:, span].transpose(0, 1)
-            output[span] = self._decode(layer, query[:, span], scale)
+            for run in self._runs:
+                seen = keys[run.slots, :, : run.longest], values[run.slots, :, : run.longest]
+                output[run.rows] = _decoded(query[:, run.rows], *seen, run.mask, scale)
         return output
 
-    def _decode(self, layer: int, query: Tensor, scale: float) -> Tensor:
-        """All decoding rows at once. The heads that share keys are the query rows of one attention: nothing is copied."""
-        heads, slots, dim = query.shape
-        span = slice(self._first_slot, self._first_slot + slots)
-        keys = self._cache.keys[layer, span, :, : self._longest]
-        values = self._cache.values[layer, span, :, : self._longest]
-        kv_heads = keys.shape[1]
-        grouped = query.transpose(0, 1).reshape(slots, kv_heads, heads // kv_heads, dim)
-        out = scaled_dot_product_attention(grouped, keys, values, attn_mask=self._mask, scale=scale)
-        return out.reshape(slots, heads, dim)
+
+def _together(decoding: list[Decoding]) -> list[range]:
+    """Cuts the decoding rows into runs of consecutive slots, and further where reading a run as far as its longest would
+    cost more than another call of the attention. Rows are in the order of their slots."""
+    runs: list[range] = []
+    longest = 0
+    for row, each in enumerate(decoding):
+        if runs:
+            joined = max(longest, each.length)
+            wasted = (len(runs[-1]) + 1) * joined - len(runs[-1]) * longest - each.length
+            if decoding[row - 1].slot + 1 == each.slot and wasted <= _CALL:
+                runs[-1], longest = range(runs[-1].start, row + 1), joined
+                continue
+        runs.append(range(row, row + 1))
+        longest = each.length
+    return runs
+
+
+def _decoded(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """One row a slot, all at once: query [heads, slots, dim], keys and values [slots, kv_heads, positions, dim]. The
+    heads that share keys are the query rows of one attention: nothing is copied."""
+    heads, slots, dim = query.shape
+    kv_heads = keys.shape[1]
+    grouped = query.transpose(0, 1).reshape(slots, kv_heads, heads // kv_heads, dim)
+    out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+    return out.reshape(slots, heads, dim)
 
 
 def _causal_mask(chunk: Chunk, device: torch.device) -> Tensor | None:

@@ -2,7 +2,8 @@
 
 A step admits waiting requests, computes their prompts, decodes one token of every running request and returns what
 finished. Requests enter and leave one by one. Nothing is computed twice: requests with the same tokens so far are one
-sequence until they draw different ones, and a beginning that a running sequence has already is copied from its slot.
+sequence until they draw different ones, and a beginning that a running sequence has already, or one that ended not long
+ago, is copied from its slot.
 
 What always holds: a token carries the version of the weights that drew it. With `exact`, every forward pass has the same
 number of rows and every sequence attends by itself, so that a request's tokens and log-probs are the same bits whatever
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,66 +26,21 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from roll.config.errors import RunError
 from roll.data.tokenlog import IntArray, common_prefix
-from roll.engine.cache import CachePlan, Chunk, SlotCache
+from roll.engine.cache import CachePlan, Chunk, Decoding, SlotCache
+from roll.engine.columns import column_logits, forward_columns, supported
 from roll.engine.request import Completion, Finish, Progress, Request
 from roll.engine.sampling import draw
+from roll.engine.sequence import Member, Sequence
+from roll.engine.slots import Slots
+from roll.engine.stopping import hits_stop_string
 from roll.model.attention import forward_rows, logits_of
 
 EXACT_ROWS = 16
 """Rows of every forward pass under `exact`: fixed, because a linear layer's bits depend on their number."""
-PROMPT_ROWS = 512
-"""Most rows of prompts in one forward pass otherwise."""
+PROMPT_ROWS = 256
+"""Rows of one forward pass otherwise, as far as there are prompts to fill it: so much a long prompt delays the others."""
 SHORTEST_SHARED = 8
 """A shared beginning shorter than this is computed again rather than waited for."""
-
-
-@dataclass(eq=False)
-class _Member:
-    """A request while it generates, as far as it differs from others with the same tokens."""
-
-    request: Request
-    logprobs: list[float] = field(default_factory=list)
-
-
-@dataclass
-class _Sequence:
-    """Tokens in a slot (its position in the engine's list) and the requests that have exactly these tokens so far.
-
-    Requests with the same prompt start as one sequence; when they draw different tokens, it splits.
-    """
-
-    prompt: IntArray
-    members: list[_Member]
-    version: int
-    """Of the weights that computed the cached keys and values."""
-    cached: int = 0
-    hidden: Tensor | None = None
-    """The hidden state the next token is drawn from; None until it is computed."""
-    prompt_hidden: Tensor | None = None
-    ids: list[int] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-    @property
-    def length(self) -> int:
-        return len(self.prompt) + len(self.ids)
-
-    def completion(self, member: _Member, finish: Finish) -> Completion:
-        return Completion(
-            member.request.id,
-            np.array(self.ids, np.int32),
-            np.array(member.logprobs, np.float32),
-            np.array(self.versions, np.int32),
-            finish,
-        )
-
-    def since(self, member: _Member, start: int) -> Progress:
-        return Progress(
-            member.request.id,
-            start,
-            np.array(self.ids[start:], np.int32),
-            np.array(member.logprobs[start:], np.float32),
-            np.array(self.versions[start:], np.int32),
-        )
 
 
 @dataclass(frozen=True)
@@ -109,10 +65,12 @@ class Engine:
         self._tokenizer = tokenizer
         self._max_running = max_running
         self._exact = exact
+        self._columns = not exact and supported(model)
         self._device = next(model.parameters()).device
         self._cache = SlotCache(model.config, max_running, next(model.parameters()).dtype, self._device)
+        self._slots = Slots(self._cache, EXACT_ROWS if exact else 1)
         self._waiting: deque[Request] = deque()
-        self._running: list[_Sequence] = []
+        self._beginning: list[Sequence] = []  # those whose prompts are not all computed, oldest first
         self._ids: set[str] = set()
         self._generated = self._computed = self._shared = self._decoded = self._steps = 0
 
@@ -123,13 +81,13 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
+        return bool(self._waiting or self._slots.running)
 
     def stats(self) -> EngineStats:
         return EngineStats(
             waiting=len(self._waiting),
-            running=sum(len(sequence.members) for sequence in self._running),
-            cached_tokens=sum(sequence.cached for sequence in self._running),
+            running=sum(len(sequence.members) for sequence in self._slots.running),
+            cached_tokens=sum(sequence.cached for sequence in self._slots.running),
             generated_tokens=self._generated,
             decoded_rows=self._decoded,
             computed_prompt_tokens=self._computed,
@@ -159,8 +117,8 @@ class Engine:
             if request.id == id:
                 self._waiting.remove(request)
                 self._ids.remove(id)
-                return _Sequence(request.ids, [], self.version).completion(_Member(request), "abort")
-        for slot, sequence in enumerate(self._running):
+                return Sequence(request.ids, [], self.version).completion(Member(request), "abort")
+        for slot, sequence in enumerate(self._slots.running):
             for member in sequence.members:
                 if member.request.id == id:
                     completion = sequence.completion(member, "abort")
@@ -171,7 +129,7 @@ class Engine:
     def progress(self, heard: Mapping[str, int]) -> list[Progress]:
         """What running requests have drawn beyond the number of tokens that was heard of each."""
         found: list[Progress] = []
-        for sequence in self._running:
+        for sequence in self._slots.running:
             for member in sequence.members:
                 start = heard.get(member.request.id, 0)
                 if len(sequence.ids) > start:
@@ -181,11 +139,13 @@ class Engine:
     def set_version(self, version: int) -> None:
         """Tells the engine that the parameters it uses have changed. Prefixes of older versions are not shared on."""
         self.version = version
+        self._slots.forget()
 
     def release(self) -> None:
         """Frees the cache's memory until the next request; nothing may be running."""
-        if self._running:
+        if self._slots.running:
             raise RunError(f"the engine cannot free its cache: {self.stats().running} requests are running")
+        self._slots.forget()
         self._cache.release()
 
     @torch.inference_mode()
@@ -199,174 +159,155 @@ class Engine:
             chunk = ids[start : start + rows]
             plan = CachePlan(cache, [Chunk(0, start, len(chunk))], [], self._exact)
             hidden = self._forward(chunk, np.arange(start, start + len(chunk)), plan)
-            parts.append(torch.log_softmax(logits_of(self.model, hidden), dim=-1)[: len(chunk)])
+            parts.append(torch.log_softmax(self._logits(hidden), dim=-1)[: len(chunk)])
         targets = torch.from_numpy(ids[1:].astype(np.int64)).to(self._device)
         return torch.cat(parts)[:-1].gather(1, targets[:, None])[:, 0].cpu()
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """One token for every running request, after admitting what fits. Returns what finished."""
+        """One token for every request whose prompt is computed, after admitting what fits. Returns what finished."""
         self._steps += 1
         self._admit()
-        self._decode()
+        if self._exact:
+            self._compute_in_tiles()
+        else:
+            self._compute_mixed()
         self._sample()
         return self._collect()
 
     def _admit(self) -> None:
-        """Gives waiting requests slots and computes their prompts, in waves: a sequence whose beginning is being
-        computed by another one of this wave waits for the next, and copies it then."""
-        pending = self._place_waiting()
-        while pending:
-            wave: list[int] = []
-            later: list[int] = []
-            for slot in pending:
-                donor, shared = self._best_donor(slot)
-                soon = max((common_prefix(self._running[s].prompt, self._running[slot].prompt) for s in wave), default=0)
-                if soon >= max(shared + 1, SHORTEST_SHARED):
-                    later.append(slot)
-                    continue
-                self._share(donor, slot, shared)
-                if self._running[slot].hidden is None:
-                    wave.append(slot)
-            self._prefill(wave)
-            pending = later
-
-    def _place_waiting(self) -> list[int]:
-        """Takes in as many waiting requests as may run; those with equal prompts become one sequence. New slots."""
+        """Gives as many waiting requests slots as may run; those with equal prompts become one sequence."""
         room = self._max_running - self.stats().running
-        first = len(self._running)
-        fresh: dict[bytes, _Sequence] = {}
+        fresh: dict[bytes, Sequence] = {}
         for _ in range(min(room, len(self._waiting))):
             request = self._waiting.popleft()
             self._cache.reserve(len(request.ids) + request.sampling.max_new_tokens)
             key = request.ids.astype(np.int64).tobytes()
             sequence = fresh.get(key)
             if sequence is None:
-                sequence = fresh[key] = _Sequence(request.ids, [], self.version)
+                sequence = fresh[key] = Sequence(request.ids, [], self.version)
             else:
                 self._shared += len(request.ids)
-            sequence.members.append(_Member(request))
-        self._running.extend(fresh.values())
-        return list(range(first, len(self._running)))
+            sequence.members.append(Member(request))
+        self._shared += self._slots.place(list(fresh.values()))
+        self._beginning += fresh.values()
 
-    def _best_donor(self, slot: int) -> tuple[int, int]:
-        """The slot with the longest beginning in common, and how many positions may be copied from it."""
-        wanted = self._running[slot].prompt
-        best, most = slot, 0
-        for other, donor in enumerate(self._running):
-            if other == slot or donor.version != self.version or not donor.cached:
+    def _decoding(self) -> list[Decoding]:
+        """The last token of every sequence that has drawn one since its hidden state was made."""
+        running = enumerate(self._slots.running)
+        return [Decoding(slot, each.length) for slot, each in running if each.ids and each.hidden is None]
+
+    def _compute_mixed(self) -> None:
+        """Prompts as far as there is room, and the decoding rows with the first of them. There are further passes only
+        for prompts that begin as one in an earlier pass does."""
+        decoding = self._decoding()
+        room = max(PROMPT_ROWS - len(decoding), PROMPT_ROWS // 4)
+        while (chunks := self._chunks(room)) or decoding:
+            self._compute(chunks, decoding)
+            room -= sum(chunk.rows for chunk in chunks)
+            decoding = []
+
+    def _chunks(self, room: int) -> list[Chunk]:
+        """Rows of prompts for the next pass, oldest request first. A sequence whose beginning is being computed by
+        another one waits for the pass after it, and copies it then."""
+        slots = {id(sequence): slot for slot, sequence in enumerate(self._slots.running)}
+        chunks: list[Chunk] = []
+        begun: list[Sequence] = []
+        for sequence in self._beginning:
+            if not room or sequence.hidden is not None:
                 continue
-            same = common_prefix(donor.prompt[: donor.cached], wanted)
-            whole = same == len(wanted) == len(donor.prompt) and donor.prompt_hidden is not None
-            if not whole:
-                same = min(same, len(wanted) - 1)  # the last token must be computed for its hidden state
-                if self._exact:
-                    same -= same % EXACT_ROWS  # chunks are counted from the request's own start
-            if same > most:
-                best, most = other, same
-        return best, most
-
-    def _share(self, donor: int, slot: int, shared: int) -> None:
-        if shared == 0:
-            return
-        target = self._running[slot]
-        self._cache.copy(donor, slot, shared)
-        self._shared += shared
-        target.cached = shared
-        if shared == len(target.prompt):
-            target.hidden = target.prompt_hidden = self._running[donor].prompt_hidden
-
-    def _prefill(self, slots: list[int]) -> None:
-        """Computes the prompts of these slots, as many rows at once as allowed, each from where its cache ends."""
-        todo = deque(slots)
-        limit = EXACT_ROWS if self._exact else PROMPT_ROWS
-        while todo:
-            chunks: list[Chunk] = []
-            room = limit
-            while todo and room and not (self._exact and chunks):
-                slot = todo[0]
-                sequence = self._running[slot]
+            slot = slots[id(sequence)]
+            self._shared += self._slots.share(slot)
+            soon = max((common_prefix(other.prompt, sequence.prompt) for other in begun), default=0)
+            if sequence.hidden is None and soon < max(sequence.cached + 1, SHORTEST_SHARED):
                 rows = min(room, len(sequence.prompt) - sequence.cached)
                 chunks.append(Chunk(slot, sequence.cached, rows))
+                begun.append(sequence)
                 room -= rows
-                if sequence.cached + rows < len(sequence.prompt):
-                    break
-                todo.popleft()
-            self._compute(chunks)
+        return chunks
 
-    def _compute(self, chunks: list[Chunk]) -> None:
-        ids = np.concatenate([self._running[c.slot].prompt[c.start : c.start + c.rows] for c in chunks])
-        positions = np.concatenate([np.arange(c.start, c.start + c.rows) for c in chunks])
-        hidden = self._forward(ids, positions, CachePlan(self._cache, chunks, [], self._exact))
-        self._computed += len(ids)
+    def _compute_in_tiles(self) -> None:
+        """The same, in passes of a fixed number of rows: whole prompts in chunks counted from their own start, then the
+        decoding rows."""
+        for slot, sequence in enumerate(self._slots.running):
+            if not sequence.ids and sequence.hidden is None:
+                self._shared += self._slots.share(slot)
+                for start in range(sequence.cached, len(sequence.prompt), EXACT_ROWS):
+                    self._compute([Chunk(slot, start, min(EXACT_ROWS, len(sequence.prompt) - start))], [])
+        decoding = self._decoding()
+        for first in range(0, len(decoding), EXACT_ROWS):
+            self._compute([], decoding[first : first + EXACT_ROWS])
+
+    def _compute(self, chunks: list[Chunk], decoding: list[Decoding]) -> None:
+        """One forward pass: chunks of prompts and one row for each decoding slot."""
+        if not chunks and not decoding:
+            return
+        running = self._slots.running
+        spans = [(chunk.slot, chunk.start, chunk.start + chunk.rows) for chunk in chunks]
+        ids = [running[slot].prompt[start:end] for slot, start, end in spans]
+        ids.append(np.array([running[each.slot].ids[-1] for each in decoding], np.int32))
+        positions = [np.arange(start, end) for _, start, end in spans]
+        positions.append(np.array([each.length - 1 for each in decoding], np.int64))
+        plan = CachePlan(self._cache, chunks, decoding, self._exact)
+        hidden = self._forward(np.concatenate(ids), np.concatenate(positions), plan)
         row = 0
-        for chunk in chunks:
-            sequence = self._running[chunk.slot]
-            row += chunk.rows
-            sequence.cached = chunk.start + chunk.rows
-            if sequence.cached == len(sequence.prompt):
+        for slot, start, end in spans:
+            row += end - start
+            sequence = running[slot]
+            sequence.cached = end
+            if end == len(sequence.prompt):
                 sequence.hidden = sequence.prompt_hidden = hidden[row - 1].clone()
-
-    def _decode(self) -> None:
-        """Computes the last token of every sequence that has drawn one since its hidden state was made.
-
-        Sequences that hold a hidden state already came in this step, so they are in the last slots.
-        """
-        count = sum(sequence.hidden is None for sequence in self._running)
-        assert all(sequence.hidden is None for sequence in self._running[:count])
-        rows = EXACT_ROWS if self._exact else max(count, 1)
-        for first in range(0, count, rows):
-            batch = self._running[first : min(first + rows, count)]
-            ids = np.array([sequence.ids[-1] for sequence in batch])
-            lengths = [sequence.length for sequence in batch]
-            plan = CachePlan(self._cache, [], lengths, self._exact, first)
-            hidden = self._forward(ids, np.array(lengths) - 1, plan)
-            for row, sequence in enumerate(batch):
-                sequence.hidden = hidden[row]
-                sequence.cached = sequence.length
-        self._decoded += count
+        for number, each in enumerate(decoding, row):
+            running[each.slot].hidden = hidden[number]
+            running[each.slot].cached = each.length
+        self._computed += row
+        self._decoded += len(decoding)
 
     def _forward(self, ids: NDArray[Any], positions: NDArray[Any], plan: CachePlan) -> Tensor:
         """Hidden states of the rows; under `exact` the pass is filled up to its fixed number of rows."""
         padding = EXACT_ROWS - len(ids) if self._exact else 0
         rows = torch.from_numpy(np.pad(ids.astype(np.int64), (0, padding))).to(self._device)
         where = torch.from_numpy(np.pad(positions.astype(np.int64), (0, padding))).to(self._device)
-        return forward_rows(self.model, rows, where, plan)
+        return (forward_columns if self._columns else forward_rows)(self.model, rows, where, plan)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return (column_logits if self._columns else logits_of)(self.model, hidden)
 
     def _sample(self) -> None:
-        """Draws a token for every request; a sequence whose requests drew different ones splits."""
-        count = len(self._running)
-        rows = EXACT_ROWS if self._exact else max(count, 1)
-        for first in range(0, count, rows):
-            slots = range(first, min(first + rows, count))
-            hidden = torch.stack([h for slot in slots if (h := self._running[slot].hidden) is not None])
-            if self._exact:
-                hidden = torch.nn.functional.pad(hidden, (0, 0, 0, rows - len(slots)))
-            logits = logits_of(self.model, hidden)
-            drawn = [(row, slot, m) for row, slot in enumerate(slots) for m in self._running[slot].members]
-            tokens, logprobs = draw(
-                logits,
-                [row for row, _, _ in drawn],
-                [member.request.sampling for _, _, member in drawn],
-                [self._running[slot].length for _, slot, _ in drawn],
-            )
-            chosen: dict[int, dict[int, list[_Member]]] = {slot: {} for slot in slots}
-            for (_, slot, member), token, logprob in zip(drawn, tokens, logprobs, strict=True):
-                member.logprobs.append(logprob)
-                chosen[slot].setdefault(token, []).append(member)
-            for slot, branches in chosen.items():
-                self._extend(slot, branches)
-            self._generated += len(drawn)
+        """Draws a token for every request that can have one; a sequence whose requests drew different ones splits."""
+        self._beginning = [sequence for sequence in self._beginning if sequence.hidden is None]
+        ready = [(slot, each.hidden) for slot, each in enumerate(self._slots.running) if each.hidden is not None]
+        rows = EXACT_ROWS if self._exact else max(len(ready), 1)
+        for first in range(0, len(ready), rows):
+            self._draw([slot for slot, _ in ready[first : first + rows]], [h for _, h in ready[first : first + rows]])
 
-    def _extend(self, slot: int, branches: dict[int, list[_Member]]) -> None:
+    def _draw(self, slots: list[int], states: list[Tensor]) -> None:
+        running, hidden = self._slots.running, torch.stack(states)
+        if self._exact:
+            hidden = torch.nn.functional.pad(hidden, (0, 0, 0, EXACT_ROWS - len(slots)))
+        logits = self._logits(hidden)
+        drawn = [(row, slot, member) for row, slot in enumerate(slots) for member in running[slot].members]
+        tokens, logprobs = draw(
+            logits,
+            [row for row, _, _ in drawn],
+            [member.request.sampling for _, _, member in drawn],
+            [running[slot].length for _, slot, _ in drawn],
+        )
+        chosen: dict[int, dict[int, list[Member]]] = {slot: {} for slot in slots}
+        for (_, slot, member), token, logprob in zip(drawn, tokens, logprobs, strict=True):
+            member.logprobs.append(logprob)
+            chosen[slot].setdefault(token, []).append(member)
+        for slot, branches in chosen.items():
+            self._extend(slot, branches)
+        self._generated += len(drawn)
+
+    def _extend(self, slot: int, branches: dict[int, list[Member]]) -> None:
         """Appends the drawn tokens: the first to the sequence itself, each other one to a copy of it in a new slot."""
-        sequence = self._running[slot]
+        sequence = self._slots.running[slot]
         sequence.hidden = None
         for token, members in list(branches.items())[1:]:
             ids, versions = [*sequence.ids, token], [*sequence.versions, self.version]
-            copied = replace(sequence, members=members, ids=ids, versions=versions)
-            self._cache.copy(slot, len(self._running), sequence.cached)
-            self._running.append(copied)
+            self._slots.fork(slot, replace(sequence, members=members, ids=ids, versions=versions))
         token, members = next(iter(branches.items()))
         sequence.members = members
         sequence.ids.append(token)
@@ -374,36 +315,28 @@ class Engine:
 
     def _collect(self) -> list[Completion]:
         finished: list[Completion] = []
-        for slot in reversed(range(len(self._running))):
-            sequence = self._running[slot]
-            for member in list(sequence.members):
+        for slot in reversed(range(len(self._slots.running))):
+            sequence = self._slots.running[slot]
+            for member in list(sequence.members) if sequence.ids else []:
                 finish = self._finish_of(sequence, member)
                 if finish is not None:
                     finished.append(sequence.completion(member, finish))
                     self._leave(slot, member)
         return finished[::-1]
 
-    def _finish_of(self, sequence: _Sequence, member: _Member) -> Finish | None:
+    def _finish_of(self, sequence: Sequence, member: Member) -> Finish | None:
         sampling = member.request.sampling
-        if sequence.ids[-1] in sampling.stop_ids or (sampling.stop and self._hit_stop_string(sequence, sampling.stop)):
+        if sequence.ids[-1] in sampling.stop_ids or hits_stop_string(self._tokenizer, sequence.ids, sampling.stop):
             return "stop"
         return "length" if len(sequence.ids) >= sampling.max_new_tokens else None
 
-    def _hit_stop_string(self, sequence: _Sequence, stop: tuple[str, ...]) -> bool:
-        """Whether the last token completed a stop string. A token is at least a byte, which bounds how far to look; one
-        more is decoded because some tokenizers drop the space before the first."""
-        longest = max(len(text.encode()) for text in stop)
-        tail = self._tokenizer.decode(sequence.ids[-longest - 1 :])
-        return any(text in tail for text in stop)
-
     @torch.inference_mode()
-    def _leave(self, slot: int, member: _Member) -> None:
-        """Lets a request go. A slot nobody needs is taken by the last sequence, so that there is no hole."""
+    def _leave(self, slot: int, member: Member) -> None:
+        """Lets a request go. A sequence nobody needs ends, and is kept if all of it is of the present weights."""
         self._ids.remove(member.request.id)
-        self._running[slot].members.remove(member)
-        if self._running[slot].members:
-            return
-        last = self._running.pop()
-        if slot < len(self._running):
-            self._cache.copy(len(self._running), slot, last.cached)
-            self._running[slot] = last
+        sequence = self._slots.running[slot]
+        sequence.members.remove(member)
+        if not sequence.members:
+            if sequence in self._beginning:
+                self._beginning.remove(sequence)
+            self._slots.retire(slot, keep=sequence.version == self.version)

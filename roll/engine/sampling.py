@@ -44,19 +44,28 @@ def draw(
     which = torch.tensor([distinct[key] for key in keys], device=logits.device)
     picked = torch.tensor([key[0] for key in distinct], device=logits.device)
     temperatures = torch.tensor([key[1] for key in distinct], device=logits.device)
-    scaled = logits[picked] / temperatures[:, None]
-    for index, (_, _, top_k, top_p) in enumerate(distinct):
-        if top_k > 0 or top_p < 1:
-            scaled[index] = truncate(scaled[index], top_k, top_p)
-    logprobs = torch.log_softmax(scaled, dim=-1)
-    if bool(torch.isnan(logprobs[:, 0]).any()):
+    every = list(range(len(logits)))
+    scaled = logits if [key[0] for key in distinct] == every else logits[picked]
+    if any(key[1] != 1.0 for key in distinct):
+        scaled = scaled / temperatures[:, None]
+    truncated = {i: key for key, i in distinct.items() if key[2] > 0 or key[3] < 1}
+    if truncated:
+        scaled = scaled.clone()
+    for index, (_, _, top_k, top_p) in truncated.items():
+        scaled[index] = truncate(scaled[index], top_k, top_p)
+    highest = scaled.amax(dim=-1, keepdim=True)
+    mass = (scaled - highest).exp_()
+    blocks = _block_sums(mass)
+    total = blocks[:, -1]
+    if bool(torch.isnan(total).any()):
         raise RunError("the model's logits are not numbers: the weights are damaged, or the temperature is near 0")
     noise = torch.from_numpy(uniforms([s.seed for s in samplings], positions)).to(logits.device)
-    tokens = _invert(logprobs.exp(), which, noise)
+    tokens = _invert(mass, blocks, which, noise)
     greedy = torch.tensor([s.temperature == 0 for s in samplings], device=logits.device)
     if bool(greedy.any()):
         tokens = torch.where(greedy, scaled.argmax(dim=-1)[which], tokens)
-    return tokens.tolist(), logprobs[which, tokens].tolist()
+    logprobs = (scaled[which, tokens] - highest[which, 0]).double() - total[which].log()
+    return tokens.tolist(), logprobs.float().tolist()
 
 
 def truncate(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
@@ -71,15 +80,25 @@ def truncate(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
     return torch.full_like(scaled, -torch.inf).scatter(0, order[keep], ordered[keep])
 
 
-def _invert(probs: Tensor, which: Tensor, noise: Tensor) -> Tensor:
-    """Where the cumulative probability of row `which[i]` passes `noise[i]`: first the block, then the token in it."""
-    rows, vocab = probs.shape
-    padded = torch.nn.functional.pad(probs, (0, -vocab % _BLOCK)).view(rows, -1, _BLOCK)
-    blocks = padded.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)[which]
+def _block_sums(mass: Tensor) -> Tensor:
+    """What is in each block of tokens and all before it, in fp64. [rows, vocab] → [rows, blocks]"""
+    rows, vocab = mass.shape
+    whole = vocab - vocab % _BLOCK
+    sums = mass[:, :whole].view(rows, whole // _BLOCK, _BLOCK).sum(dim=-1)
+    if whole < vocab:
+        sums = torch.cat([sums, mass[:, whole:].sum(dim=-1, keepdim=True)], dim=1)
+    return sums.double().cumsum(dim=-1)
+
+
+def _invert(mass: Tensor, blocks: Tensor, which: Tensor, noise: Tensor) -> Tensor:
+    """Where the cumulative mass of row `which[i]` passes `noise[i]` of the whole: first the block, then the token."""
+    blocks = blocks[which]
     target = noise * blocks[:, -1]
     block = _first_above(blocks, target)
     before = torch.where(block > 0, blocks.gather(1, (block - 1).clamp(min=0)[:, None])[:, 0], 0.0)
-    inside = padded[which, block].double().cumsum(dim=-1)
+    tokens = block[:, None] * _BLOCK + torch.arange(_BLOCK, device=mass.device)
+    there = tokens < mass.shape[1]
+    inside = torch.where(there, mass[which[:, None], tokens.clamp(max=mass.shape[1] - 1)], 0.0).double().cumsum(dim=-1)
     # Rounding may leave the target a hair above the block's own sum: the last token of positive mass is meant then.
     highest = torch.nextafter(inside[:, -1], torch.zeros_like(noise))
     return block * _BLOCK + _first_above(inside, torch.minimum(target - before, highest))

@@ -41,6 +41,10 @@ class Guess(Environment):
         state = f"{self._low} to {self._high}, {self._tries} left"
         return Step(f"{answer} Tries left: {self._tries}.", info={"state": state})
 
+    def expert(self) -> str:
+        """The middle of what is left."""
+        return str((self._low + self._high) // 2)
+
     def _answer(self, guess: int | None) -> str:
         if guess is None:
             return "There is no whole number in what you said."
@@ -69,6 +73,10 @@ class EchoTurns(Environment):
     def step(self, action: str) -> Step:
         reward = float(action.strip() == self._asked.pop(0)) / self._turns
         return Step(self._asked[0], reward) if self._asked else Step("", reward, terminated=True)
+
+    def expert(self) -> str:
+        """The symbol that is shown."""
+        return self._asked[0]
 
 
 def last_integer(text: str) -> int | None:

@@ -18,8 +18,8 @@ import asyncio
 import itertools
 import logging
 import os
-from collections import Counter, deque
-from collections.abc import Coroutine
+from collections import Counter
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +31,7 @@ from roll.data.task import EnvSpec
 from roll.env import wire
 from roll.env.base import EnvFailure, Opened, Step
 from roll.env.host import Host, Reply
+from roll.env.waiting import Waiting
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +81,8 @@ class EnvStats:
 @dataclass(eq=False)
 class _Episode:
     id: str
+    kind: str
+    """The name of its environment."""
     place: int
     """Names its environment to the process: an id may be used again while an environment of it is being closed."""
     busy: bool = False
@@ -93,10 +96,10 @@ class _Episode:
 class EnvPool:
     """Plays episodes in `workers` processes of up to `per_process` environments each.
 
-    A new episode goes to the process with the fewest; when all are full, it waits, first come, first served. `memory_mb`
-    limits what the environments of one process may take together (0: no limit). What environments print goes to the
-    file `log`, or to standard error. The processes end with the thread that runs the event loop, even when that is
-    killed.
+    A new episode goes to the process with the fewest; when all are full, or as many of its environment are open as
+    `limits` has for that name, it waits, first come, first served. `memory_mb` limits what the environments of one
+    process may take together (0: no limit). What environments print goes to the file `log`, or to standard error. The
+    processes end with the thread that runs the event loop, even when that is killed.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class EnvPool:
         deadlines: Deadlines = Deadlines(),  # noqa: B008 (frozen)
         memory_mb: int = 0,
         log: Path | None = None,
+        limits: Mapping[str, int] | None = None,
     ) -> None:
         self._workers = workers
         self._per_process = per_process
@@ -117,7 +121,7 @@ class EnvPool:
         self._rooms: dict[Host, set[_Episode]] = {}
         self._episodes: dict[str, _Episode] = {}
         self._places = itertools.count()
-        self._waiting: deque[_Episode] = deque()
+        self._waiting: Waiting[_Episode] = Waiting(limits or {})
         self._closing: dict[asyncio.Task[None], _Episode] = {}
         self._replacing: set[asyncio.Task[None]] = set()
         self._starts = asyncio.Semaphore(os.cpu_count() or 1)  # more at once would only eat each other's deadline
@@ -147,7 +151,7 @@ class EnvPool:
         """Begin an episode. One that is still open under that id is closed."""
         self._raise_if_ended()
         await self.close_episode(episode_id)
-        episode = self._episodes[episode_id] = _Episode(episode_id, next(self._places))
+        episode = self._episodes[episode_id] = _Episode(episode_id, spec.name, next(self._places))
         opened = await self._ended_by_failure(episode, self._open(episode, spec))
         assert isinstance(opened, Opened)
         return opened
@@ -276,7 +280,7 @@ class EnvPool:
 
     async def _room(self, episode: _Episode) -> Host:
         """The process in which the episode has its part of the room, waited for if all are full."""
-        self._waiting.append(episode)
+        self._waiting.join(episode)
         episode.turn = asyncio.get_running_loop().create_future()
         self._hand_out()
         if not episode.turn.done():
@@ -285,25 +289,25 @@ class EnvPool:
             finally:
                 episode.turn.cancel()
         if episode.turn.cancelled():
-            rooms = self._workers * self._per_process
-            raise EnvFailure("lost", f"there was no room for {self._deadlines.room_s:g} s: all {rooms} places are taken")
+            raise EnvFailure("lost", f"there was no room for {self._deadlines.room_s:g} s: {self._taken(episode.kind)}")
         episode.turn.result()
         assert episode.host is not None
         return episode.host
 
     def _hand_out(self) -> None:
         """Give room to those who wait longest."""
-        while self._waiting:
-            episode = self._waiting[0]
+        while (episode := self._waiting.first()) is not None and (host := self._emptiest()) is not None:
             assert episode.turn is not None
-            if not episode.turn.done():
-                host = self._emptiest()
-                if host is None:
-                    return
-                self._rooms[host].add(episode)
-                episode.host = host
-                episode.turn.set_result(None)
-            self._waiting.popleft()
+            self._waiting.enter(episode)
+            self._rooms[host].add(episode)
+            episode.host = host
+            episode.turn.set_result(None)
+
+    def _taken(self, kind: str) -> str:
+        limit, places = self._waiting.limit(kind), self._workers * self._per_process
+        if limit is not None and limit < places:
+            return f"all {limit} places for {kind!r} are taken"
+        return f"all {places} places are taken"
 
     def _emptiest(self) -> Host | None:
         free = [host for host, inside in self._rooms.items() if host.usable and len(inside) < self._per_process]
@@ -311,12 +315,14 @@ class EnvPool:
 
     def _free(self, episode: _Episode, host: Host) -> None:
         if host in self._rooms:
-            self._rooms[host].discard(episode)
+            self._rooms[host].remove(episode)
+            self._waiting.leave(episode)
             self._hand_out()
 
     def _host_ended(self, host: Host) -> None:
         """Start another in its place, in the background."""
-        self._rooms.pop(host, None)
+        for episode in self._rooms.pop(host, ()):
+            self._waiting.leave(episode)
         if self._ended is None:
             task = asyncio.create_task(self._replace(host))
             self._replacing.add(task)
@@ -355,10 +361,9 @@ class EnvPool:
     def _end(self, error: RunError) -> None:
         """From now on every call fails with the error, those that wait included. The first error stands."""
         self._ended = self._ended or error
-        while self._waiting:
-            turn = self._waiting.popleft().turn
-            if turn is not None and not turn.done():
-                turn.set_exception(RunError(str(self._ended)))
+        for episode in self._waiting.clear():
+            if episode.turn is not None and not episode.turn.done():
+                episode.turn.set_exception(RunError(str(self._ended)))
 
     def _raise_if_ended(self) -> None:
         if self._ended is not None:

@@ -1,12 +1,17 @@
 """From an environment's name to what makes it.
 
-A name is one that was registered (`@register("guess")`, or an entry point of the group `roll.environments` of an
-installed package), or says where the class is: `package.module:Class` or `path/to/file.py:Class`. In place of a class,
-a function that returns an environment will do.
+A name is one of ROLL's own, one that was registered (`@register("guess")`, or an entry point of the group
+`roll.environments` of an installed package), says where the class is (`package.module:Class` or
+`path/to/file.py:Class`), or is another library's (`gymnasium:Taxi-v4`). In place of a class, a function that returns an
+environment will do.
+
+Only the module of the environment that is asked for is imported, so an environment process starts as fast as its own
+environments let it, and a package that one of them needs is needed by nobody else.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -25,6 +30,18 @@ Factory: TypeAlias = Callable[..., Any]
 F = TypeVar("F", bound=Factory)
 
 GROUP = "roll.environments"
+BUILT_IN = {
+    "echo_turns": "roll.env.builtin",
+    "frozen_lake": "roll.env.frozen_lake",
+    "guess": "roll.env.builtin",
+    "maths_retries": "roll.env.maths_retries",
+    "python": "roll.env.python_tool",
+    "sokoban": "roll.env.sokoban",
+    "webshop": "roll.env.webshop.shop",
+}
+"""ROLL's own environments, and the modules that register them."""
+LIBRARIES = {"gem": "roll.env.gem", "gymnasium": "roll.env.gymnasium_text"}
+"""Libraries whose environments are called by `library:name`, and the modules whose `named(name)` makes them."""
 _REGISTRY: dict[str, Factory] = {}
 
 
@@ -32,6 +49,8 @@ def register(name: str) -> Callable[[F], F]:
     """Gives a class, or a function that makes environments, a short name."""
 
     def mark(factory: F) -> F:
+        if name in BUILT_IN and factory.__module__ != BUILT_IN[name]:
+            raise ValueError(f"the environment name {name!r} is taken by {BUILT_IN[name]}")
         if _REGISTRY.setdefault(name, factory) is not factory:
             raise ValueError(f"the environment name {name!r} is taken by {_described(_REGISTRY[name])}")
         return factory
@@ -44,15 +63,18 @@ class Unfit(UserError):
 
 
 def resolve(name: str, root: str | os.PathLike[str] | None = None) -> Factory:
-    """What makes environments of that name: a registered one, or a user's, looked for from `root`. `UserError` if it is
-    neither."""
-    import roll.env.builtin  # noqa: F401 (registers)
-
+    """What makes environments of that name: a registered one, a library's, or a user's, looked for from `root`.
+    `UserError` if it is none of them."""
+    if name in BUILT_IN:
+        _module(name, BUILT_IN[name])
     if name in _REGISTRY:
         return _checked(name, _REGISTRY[name])
+    library, _, inner = name.partition(":")
+    if library in LIBRARIES and inner:
+        return _checked(name, _module(name, LIBRARIES[library]).named(inner))
     offered = {} if ":" in name else _offered()
     what = f"environment {name!r} of an installed package, at" if name in offered else "environment"
-    found = load_user_code(offered.get(name, name), what=what, known=sorted({*_REGISTRY, *offered}), root=root)
+    found = load_user_code(offered.get(name, name), what=what, known=sorted({*BUILT_IN, *_REGISTRY, *offered}), root=root)
     return _checked(name, found)
 
 
@@ -74,6 +96,17 @@ def check_options(name: str, factory: Factory, options: Mapping[str, Any]) -> No
         takes = ", ".join(known) or "none"
         odd = next((option for option in options if option not in known), "")
         raise Unfit(f"environment {name!r}: {error}; its options are: {takes}{did_you_mean(odd, known)}") from error
+
+
+def _module(name: str, module: str) -> Any:
+    """A module of ROLL's own; `UserError` if a package that it needs is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing == "roll":
+            raise
+        raise UserError(f"environment {name!r} needs the package {missing}: run `pip install 'roll[envs]'`") from error
 
 
 def _offered() -> dict[str, str]:

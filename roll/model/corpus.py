@@ -1,7 +1,7 @@
 """The corpus: all conversations of a run as two batches of token logs, one to train on and one held out.
 
-What always holds: the loss mask is exactly what assistants say, with the tokens that end their turns; which samples make
-a step depends on the seed and the step alone, and every epoch has each of them once.
+What always holds: the loss mask is exactly what assistants say that is to be learned, with the tokens that end their
+turns; which samples make a step depends on the seed and the step alone, and every epoch has each of them once.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def _logs(chat: Chat, renderer: ChatRenderer) -> list[TokenLog]:
             )
         return [chat.log]
     try:
-        return renderer.demonstrations(chat.messages)
+        logs = renderer.demonstrations(chat.messages)
+        return [_last_answer(logs[-1])] if chat.learn == "last" else logs
     except NotImitable as error:
         raise UserError(f"data: {error}: write model.chat_template=FILE with a Jinja template that does") from error
     except (TemplateError, TypeError, ValueError) as error:
@@ -100,6 +101,11 @@ def _logs(chat: Chat, renderer: ChatRenderer) -> list[TokenLog]:
             f"data: the chat template cannot render conversation {chat.id!r} ({type(error).__name__}: {error}): change "
             "its messages, or write model.chat_template=FILE with a Jinja template that takes them"
         ) from error
+
+
+def _last_answer(log: TokenLog) -> TokenLog:
+    """The log in which only the last response is one."""
+    return TokenLog.imitated(log.ids, log.loss_mask & (log.turn == log.turn.max()))
 
 
 def _fitting(chat: Chat, log: TokenLog, limit: int, config: DataConfig) -> TokenLog | None:

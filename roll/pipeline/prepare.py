@@ -14,6 +14,7 @@ from roll.algorithm import make_algorithm
 from roll.algorithm.losses import resolve_loss
 from roll.cluster import Executor
 from roll.config.errors import UserError
+from roll.config.names import did_you_mean
 from roll.config.schema import Config
 from roll.data.chat_sources import ChatSource, load_chats
 from roll.data.domains import first_of_each, load_domains
@@ -38,6 +39,7 @@ from roll.rollout.evaluate import Evaluation, Evaluator
 from roll.rollout.play import play
 from roll.rollout.transcript import Transcript
 from roll.run import Panel
+from roll.strategy.infer.vllm_args import check_vllm
 from roll.strategy.train.optimizer import check_optimizer
 
 LOOKED_AT = 256
@@ -180,9 +182,11 @@ def check(
 ) -> tuple[TaskSet, RewardSource]:
     """The tasks and the judge of a run with rollouts, found good together with the model."""
     check_optimizer(config.train.optimizer)
+    check_vllm(config)
     task_set, judge = _tasks_and_judge(config, reward, tasks)
     judge.check()
     check_policies(config, task_set)
+    _check_limits(config, task_set)
     _check_algorithm(config, task_set)
     source = find_model(config.model.path)
     shape = load_model_config(source)
@@ -234,6 +238,15 @@ def _check_longest(prompt: _Prompt, config: Config, context: int) -> None:
             f"make a sample of {prompt.sample} tokens: write train.micro_batch_tokens={prompt.sample} or more, or fewer "
             "new tokens"
         )
+
+
+def _check_limits(config: Config, tasks: TaskSet) -> None:
+    """Refuses a limit for an environment that no task is played in."""
+    named = {task.environment.name for task in (*tasks.train, *tasks.held_out) if task.environment is not None}
+    for name in config.env.limits:
+        if name not in named:
+            played = f"tasks are played in {', '.join(sorted(named))}" if named else "no task is played in an environment"
+            raise UserError(f"env.limits names {name!r}, but {played}{did_you_mean(name, named)}")
 
 
 def _check_algorithm(config: Config, tasks: TaskSet) -> None:

@@ -265,7 +265,7 @@ async def _start_actor(config: Config, executor: Executor, map: DeviceMap, stage
     return await _aside(actor, TrainWorker.hold, stages)
 
 
-async def _aside(cluster: Cluster[M], hold: Callable[[M, Level], None], stages: StageTable) -> Cluster[M]:
+async def _aside(cluster: Cluster[M], hold: Callable[[M, Level], Any], stages: StageTable) -> Cluster[M]:
     """Makes room for the others that are to start on the same devices."""
     levels = [stages.lowest(cluster.role, place.rank) for place in cluster.places]
     moves = [(rank, level) for rank, level in enumerate(levels) if level != "all"]

@@ -8,6 +8,7 @@ from types import MappingProxyType
 BUILTINS: Mapping[str, str] = MappingProxyType(
     {
         "choice": "roll.reward.choice:Choice",
+        "code": "roll.reward.code:Code",
         "exact": "roll.reward.match:Exact",
         "format": "roll.reward.form:Format",
         "fuzzy": "roll.reward.match:Fuzzy",

@@ -74,9 +74,7 @@ def callable_reward(name: str, function: Any, where: str = "reward") -> RewardFn
 
 
 def _of_function(name: str, function: Any, options: Mapping[str, Any], where: str) -> RewardFn:
-    if not options:
-        return callable_reward(name, function, where)
-    if inspect.iscoroutinefunction(function):
+    if not options or inspect.iscoroutinefunction(function):
         return callable_reward(name, function, where)
     _bind(name, function, (None, None), options, where)
     reward = functools.partial(function, **options)

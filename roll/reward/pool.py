@@ -102,13 +102,13 @@ class GraderPool:
         """Judge an attempt. May be cancelled at any time; the pool stays whole."""
         self._raise_if_ended()
         job = _pack(task, response)
-        kept = self._cache.get(job)
-        if kept is not None:
-            self._counts["hits"] += 1
+        if (kept := self._kept(job)) is not None:
             return kept
         for tries_left in reversed(range(self._tries)):
             grader = await self._take(task.domain, ahead=tries_left < self._tries - 1)
             try:
+                if (kept := self._kept(job)) is not None:  # judged while this one waited: siblings often say the same
+                    return kept
                 answer = await grader.ask(job, self._deadline_s)
             except ScoreFailure as failure:
                 self._raise_if_ended()
@@ -240,6 +240,11 @@ class GraderPool:
     def _raise_if_ended(self) -> None:
         if self._ended is not None:
             raise RunError(str(self._ended))
+
+    def _kept(self, job: bytes) -> Verdict | None:
+        verdict = self._cache.get(job)
+        self._counts["hits"] += verdict is not None
+        return verdict
 
     def _scored(self, domain: str, answer: wire.Scored) -> None:
         self._counts["scored"] += 1

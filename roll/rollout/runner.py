@@ -25,6 +25,7 @@ from roll.data.task import Message, Response
 from roll.data.tokenlog import NO_VERSION, TokenLog
 from roll.engine.request import Request, Sampling, seed_of
 from roll.env import EnvFailure, Opened, Step
+from roll.env.base import STATE
 from roll.env.state import state_of
 from roll.model.chat import ChatRenderer, Conversation
 from roll.reward import ScoreFailure
@@ -258,12 +259,12 @@ class SampleRunner:
                 sample.turn_rewards.append(step.reward)
                 sample.turn_states.append(state_of(seen))
                 if step.terminated or step.truncated or sample.turns >= self._config.env.max_turns:
-                    self._finish_episode(sample, response)
+                    self._finish_episode(sample, response, step)
                     return
                 self._observe(conversation, step)
                 if len(sample.log.context) >= self._longest:
                     sample.ended = f"the conversation has reached {self._longest} tokens"
-                    self._finish_episode(sample, response)
+                    self._finish_episode(sample, response, step)
                     return
                 seen = step
         finally:
@@ -275,9 +276,10 @@ class SampleRunner:
         except TemplateError as error:
             raise _Over(f"the chat template cannot follow the conversation: {error}") from None
 
-    def _finish_episode(self, sample: Sample, response: Response) -> None:
+    def _finish_episode(self, sample: Sample, response: Response, last: Step) -> None:
         self._scoring(sample, response)
-        sample.parts = {"turns": float(sample.turns)}
+        facts = {name: value for name, value in last.info.items() if name != STATE and not isinstance(value, str)}
+        sample.parts = {**facts, "turns": float(sample.turns)}
         self._scored(sample)
 
     def _scored(self, sample: Sample) -> None:

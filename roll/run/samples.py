@@ -32,6 +32,11 @@ def drop_samples_after(folder: RunFolder, step: int) -> None:
             path.unlink()
 
 
+def steps_with_samples(folder: RunFolder) -> list[int]:
+    """The steps whose samples can be read."""
+    return sorted({_step(file) for file in folder.samples_dir.glob("step-*.jsonl")})
+
+
 def read_samples(folder: RunFolder, step: int) -> list[dict[str, Any]]:
     """The rows of a step; those in parts in the order of their samples."""
     whole = _path(folder, step)
@@ -46,7 +51,7 @@ def _rows(folder: RunFolder, step: int, path: Path) -> list[dict[str, Any]]:
     try:
         return [json.loads(line) for line in path.read_bytes().splitlines()]
     except FileNotFoundError as error:
-        steps = sorted({_step(file) for file in folder.samples_dir.glob("step-*.jsonl")})
+        steps = steps_with_samples(folder)
         known = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has none; run.save_samples=true writes them"
         raise UserError(f"{folder.path} has no samples of step {step}: {known}") from error
     except ValueError as error:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from roll.cluster import Dispatch, Place, Worker, parallel
 from roll.config.schema import Config
 from roll.engine.request import Completion, Progress, Request
-from roll.model.loading import choose_dtype, find_model, load_model, load_tokenizer
 from roll.workers.setup import set_up_process, take_peak_bytes
 
 if TYPE_CHECKING:  # those who only call an engine do without torch
@@ -69,20 +68,11 @@ class _Box:
 
 class InferWorker(Worker):
     def __init__(self, place: Place, config: Config) -> None:
-        from roll.strategy.infer.native import NativeStrategy
+        from roll.strategy.infer.make import make_engine
 
         super().__init__(place)
         set_up_process(place, config.deterministic)
-        source = find_model(config.model.path)
-        model = None
-        if config.executor != "local":  # in a process of its own it has weights of its own
-            model = load_model(source, choose_dtype(config.model.dtype, place.device), config.seed).to(place.device)
-        self._strategy: InferStrategy = NativeStrategy(
-            load_tokenizer(source, config.model),
-            max_running=config.rollout.max_running,
-            exact=config.deterministic,
-            model=model,
-        )
+        self._strategy: InferStrategy = make_engine(place, config)
         self._receiver: Receiver | None = None
         self._group: BroadcastGroup | None = None
         self._clients_of: dict[str, list[str]] = {}
@@ -93,15 +83,15 @@ class InferWorker(Worker):
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @parallel(Dispatch.ALL)
-    def load_weights(self, weights: Weights) -> None:
-        self._strategy.load_weights(weights)
+    async def load_weights(self, weights: Weights) -> None:
+        await self._strategy.load_weights(weights)
 
     @parallel(Dispatch.ALL)
     def begin_weights(self, offer: Offer) -> None:
         """Prepares to receive a version; nothing is served until `end_weights`."""
         from roll.transfer.stream import Receiver
 
-        tensors = self._strategy.begin_loading()
+        tensors = self._strategy.begin_loading(offer.manifest)
         if self._receiver is None:
             self._receiver = Receiver(tensors)
         self._receiver.rebind(tensors)  # a turn elsewhere moves their storage
@@ -128,12 +118,12 @@ class InferWorker(Worker):
             self._group = None
 
     @parallel(Dispatch.ALL)
-    def end_weights(self, manifest: Manifest) -> list[str]:
+    async def end_weights(self, manifest: Manifest) -> list[str]:
         """Serves the version if every tensor is the trainer's; else the names of those that are not."""
         assert self._receiver is not None
         wrong = self._receiver.finish()
         if not wrong:
-            self._strategy.end_loading(manifest)
+            await self._strategy.end_loading(manifest)
         return wrong
 
     @parallel(Dispatch.ONE)
@@ -235,19 +225,19 @@ class InferWorker(Worker):
         self._strategy.abort(ids)
 
     @parallel(Dispatch.ALL)
-    def pause(self) -> None:
-        self._strategy.pause()
+    async def pause(self) -> None:
+        await self._strategy.pause()
 
     @parallel(Dispatch.ALL)
-    def resume(self) -> None:
-        self._strategy.resume()
+    async def resume(self) -> None:
+        await self._strategy.resume()
 
     @parallel(Dispatch.ALL)
-    def hold(self, level: Level) -> None:
+    async def hold(self, level: Level) -> None:
         """Keeps so much on the device; below `all` nothing may be running."""
         if self._receiver is not None:
             self._receiver.let_go()
-        self._strategy.hold(level)
+        await self._strategy.hold(level)
 
     @parallel(Dispatch.ONE)
     def stats(self) -> EngineStats:
@@ -272,3 +262,4 @@ class InferWorker(Worker):
             self._receiver.close()
         if self._group is not None:
             self._group.close()
+        await self._strategy.close()

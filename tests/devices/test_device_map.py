@@ -94,6 +94,25 @@ def test_one_process_uses_the_trainers_gpu_for_the_engine() -> None:
         mapped(EIGHT, "local", roles={"actor_infer": "1"})
 
 
+def test_engines_of_vllm_hold_their_weights_on_several_gpus_together() -> None:
+    engines = {"devices": "2-7", "strategy": "vllm", "tensor_parallel": 2}
+    made = mapped(EIGHT, roles={"actor_infer": engines})
+    assert numbers(made, "actor_infer") == [[(0, 2), (0, 3)], [(0, 4), (0, 5)], [(0, 6), (0, 7)]]
+    assert [(place.device, place.gpus) for place in made.roles["actor_infer"].places] == [
+        ("cuda:2", (2, 3)),
+        ("cuda:4", (4, 5)),
+        ("cuda:6", (6, 7)),
+    ]
+    assert made.kind == "disaggregated"
+
+
+def test_an_engine_of_vllm_has_weights_of_its_own_also_in_one_process() -> None:
+    made = mapped(EIGHT, "local", roles={"actor_infer": {"strategy": "vllm", "devices": "1"}})
+    assert made.roles["actor_infer"].strategy == "vllm"
+    assert not made.one_copy
+    assert not mapped(CPU, "local", roles={"actor_infer": {"strategy": "vllm"}}).one_copy
+
+
 def test_auto_over_two_nodes() -> None:
     made = mapped(TWO, reference=True)
     assert numbers(made, "actor_train") == [[(0, 0)]]
@@ -226,6 +245,21 @@ def test_process_roles_go_where_their_cores_are() -> None:
         ),
         (CPU, {"roles": {"rollout": {"tensor_parallel": 2}}}, ["rollout has no model"]),
         (
+            EIGHT,
+            {"roles": {"actor_infer": {"devices": "0-4", "strategy": "vllm", "tensor_parallel": 2}}},
+            ["tensor_parallel is 2, but the GPU(s) 0-4 do not make workers of 2 on one node"],
+        ),
+        (
+            EIGHT,
+            {"roles": {"actor_infer": {"devices": "0-3", "strategy": "vllm", "tensor_parallel": 2, "replicas": 4}}},
+            ["replicas is 4, but its 4 GPU(s) make 2 worker(s) of 2 GPUs each", "write 8 device(s)"],
+        ),
+        (
+            CPU,
+            {"roles": {"actor_infer": {"engine_args": {"quantization": "fp8"}}}},
+            ["engine_args has 'quantization'", "not computed by vLLM", "or roles.actor_infer.strategy=vllm"],
+        ),
+        (
             CPU,
             {"roles": {"actor_train": {"strategy": "native"}}},
             ["'native', which generates, but actor_train does not: write roles.actor_train.strategy=single"],
@@ -233,7 +267,7 @@ def test_process_roles_go_where_their_cores_are() -> None:
         (
             CPU,
             {"roles": {"actor_infer": {"strategy": "single"}}},
-            ["'single', which trains, but actor_infer does not: write roles.actor_infer.strategy=native"],
+            ["'single', which trains, but actor_infer does not: write roles.actor_infer.strategy=native or vllm"],
         ),
         (CPU, {"roles": {"reward": {"strategy": "single"}}}, ["reward has no model: remove roles.reward.strategy"]),
         (

@@ -10,15 +10,27 @@ import pytest
 import torch
 from small_models import SHAPE, build, engine, plain_llama, random_ids, request, run, under_plans
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
+from roll.config.errors import RunError
 from roll.data.tokenlog import IntArray
 from roll.engine.request import Completion
 from roll.model.loading import find_model, load_model
@@ -75,18 +87,35 @@ def test_greedy_tokens_are_those_of_generate_however_requests_come_and_go(slots:
 
 def family(name: str) -> PreTrainedModel:
     shape = {**SHAPE, "hidden_size": 48, "num_hidden_layers": 3}
+    full = {"layer_types": ["full_attention"] * 3}
+    softly = {**shape, "initializer_range": 0.1, "head_dim": 16}  # norms that add one make these sharp enough
     if name == "llama":
         return build(LlamaForCausalLM, LlamaConfig(**{**shape, "num_key_value_heads": 4, "attention_bias": True}))
     if name == "llama, scaled rotary, tied":
         rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
-        options = {"num_key_value_heads": 1, "rope_parameters": rope, "tie_word_embeddings": True}
+        options = {"num_key_value_heads": 1, "rope_parameters": rope, "tie_word_embeddings": True, "mlp_bias": True}
         return build(LlamaForCausalLM, LlamaConfig(**{**shape, **options}))
+    if name == "mistral":
+        return build(MistralForCausalLM, MistralConfig(**{**shape, "sliding_window": None, "head_dim": 16}))
+    if name == "smollm3":
+        return build(SmolLM3ForCausalLM, SmolLM3Config(**shape, no_rope_layers=[1, 0, 1]))
+    if name == "gemma":
+        return build(GemmaForCausalLM, GemmaConfig(**softly))
+    if name == "gemma2, capped logits":
+        options = {"attn_logit_softcapping": None, "final_logit_softcapping": 4.0, "query_pre_attn_scalar": 24}
+        return build(Gemma2ForCausalLM, Gemma2Config(**{**softly, **full, **options}))
+    if name == "gemma3":
+        return build(Gemma3ForCausalLM, Gemma3TextConfig(**{**softly, **full, "query_pre_attn_scalar": 24}))
     if name == "qwen2":
         return build(Qwen2ForCausalLM, Qwen2Config(**shape))
     return build(Qwen3ForCausalLM, Qwen3Config(**{**shape, "head_dim": 16}))
 
 
-@pytest.mark.parametrize("name", ["llama", "llama, scaled rotary, tied", "qwen2", "qwen3"])
+FAMILIES = ["llama", "llama, scaled rotary, tied", "mistral", "smollm3", "gemma", "gemma2, capped logits", "gemma3"]
+FAMILIES += ["qwen2", "qwen3"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_other_families_go_through_the_same_door(name: str) -> None:
     model = family(name)
     served = engine(3, model=under_plans(model))
@@ -96,6 +125,23 @@ def test_other_families_go_through_the_same_door(name: str) -> None:
         assert finished[str(i)].ids.tolist() == generated(model, prompt)
         expected = plain_log_probs(model, prompt, finished[str(i)], 1.0)
         torch.testing.assert_close(torch.from_numpy(finished[str(i)].logprobs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "says"),
+    [
+        (MistralForCausalLM, MistralConfig(**SHAPE, sliding_window=8), "sliding_window=8"),
+        (Gemma2ForCausalLM, Gemma2Config(**SHAPE, layer_types=["full_attention"] * 2), "softcap=50.0"),
+        (Gemma3ForCausalLM, Gemma3TextConfig(**SHAPE, sliding_window=8), "sliding_window=8"),
+    ],
+)
+def test_attention_that_plans_do_not_compute_is_refused_by_name(
+    kind: type[PreTrainedModel], config: PretrainedConfig, says: str
+) -> None:
+    served = engine(2, model=under_plans(build(kind, config)))
+    served.add(request("a", [1, 2, 3], 2))
+    with pytest.raises(RunError, match=says):
+        served.step()
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
@@ -140,3 +186,46 @@ def test_a_long_prompt_is_computed_in_several_passes(monkeypatch: pytest.MonkeyP
     finished = run(engine(5), [request(str(i), p, 6, temperature=0.0) for i, p in enumerate(prompts)])
     for i, prompt in enumerate(prompts):
         assert finished[str(i)].ids.tolist() == generated(plain_llama(), prompt)[:6]
+
+
+def test_requests_draw_a_token_every_step_while_a_long_prompt_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roll.engine.engine.PROMPT_ROWS", 20)
+    rng = np.random.default_rng(11)
+    short, long = random_ids(rng, 5), random_ids(rng, 100)
+    served = engine(2)
+    served.add(request("short", short, NEW_TOKENS, temperature=0.0))
+    served.step()
+    served.add(request("long", long, 3, temperature=0.0))
+    for step in range(1, 6):
+        served.step()
+        assert {told.id: len(told.ids) for told in served.progress({})} == {"short": 1 + step}
+        assert served.stats().computed_prompt_tokens == 5 + 19 * step  # one row of the pass decodes
+    finished = run(served)
+    assert finished["short"].ids.tolist() == generated(plain_llama(), short)
+    assert finished["long"].ids.tolist() == generated(plain_llama(), long)[:3]
+
+
+def test_a_prompt_aborted_half_way_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roll.engine.engine.PROMPT_ROWS", 20)
+    long = random_ids(np.random.default_rng(12), 70)
+    served = engine(2)
+    served.add(request("a", long, 4, temperature=0.0))
+    served.step()
+    aborted = served.abort("a")
+    assert aborted is not None
+    assert (aborted.finish, len(aborted.ids)) == ("abort", 0)
+    assert not served.has_work
+    finished = run(served, [request("b", long, 4, temperature=0.0)])["b"]
+    assert served.stats().computed_prompt_tokens == 70
+    assert finished.ids.tolist() == generated(plain_llama(), long)[:4]
+
+
+@pytest.mark.parametrize("call", [0, 5, 10_000])
+def test_sequences_of_any_lengths_decode_together(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the attention is cut: each slot by itself, in runs, all in one."""
+    monkeypatch.setattr("roll.engine.cache._CALL", call)
+    prompts = prompts_of(5, 12)
+    served = engine(6)
+    finished = run(served, [request(str(i), p, 2 + i, temperature=0.0) for i, p in enumerate(prompts)])
+    for i, prompt in enumerate(prompts):
+        assert finished[str(i)].ids.tolist() == generated(plain_llama(), prompt)[: 2 + i]

@@ -56,6 +56,7 @@ def with_pool(
                 await pool.close_episode(episode)
             await settled(pool)
             assert not any(pool._rooms.values())
+            assert not any(pool._waiting.inside.values())
             assert len(pool._rooms) == workers
             pids = {host.pid for host in pool._hosts}
         assert not any((pool._hosts, pool._rooms, pool._episodes, pool._closing, pool._replacing, pool._waiting))
@@ -238,6 +239,57 @@ def test_environments_of_a_process_act_at_once() -> None:
         assert {(kind, len(text)) for kind, text in answers} == {("ok", 2 << 20)}, "answers do not mix"
 
     with_pool(use)
+
+
+def test_a_kind_at_its_limit_waits_and_holds_up_nobody_else() -> None:
+    limited, other = f"{WORLDS}:World", f"{WORLDS}:AsyncWorld"
+
+    async def use(pool: EnvPool) -> None:
+        def begin(name: str, kind: str) -> asyncio.Task[tuple[str, str]]:
+            return asyncio.create_task(outcome(pool.reset(name, EnvSpec(kind, 1))))
+
+        first = [await begin(name, limited) for name in "ab"]
+        waits = [begin(name, limited) for name in "cde"]
+        await asyncio.sleep(0)
+        others = [await asyncio.wait_for(begin(name, other), 10) for name in "vwx"]
+        assert {kind for kind, _ in (*first, *others)} == {"ok"}
+        assert (pool.stats().waiting, pool._waiting.inside[limited]) == (3, 2)
+        await pool.close_episode("d")
+        assert (await waits[1])[0] == "lost"
+        await pool.close_episode("a")
+        assert (await asyncio.wait_for(waits[0], 10))[0] == "ok"
+        assert not waits[2].done(), "b and c are open"
+        await told(pool, "b", "os._exit", 3)
+        assert (await asyncio.wait_for(waits[2], 10))[0] == "ok", "those of a process that died are not open any more"
+
+    with_pool(use, workers=2, limits={limited: 2})
+
+
+def test_who_waits_for_its_kind_too_long_is_told_what_is_taken() -> None:
+    async def use(pool: EnvPool) -> None:
+        await pool.reset("a", world())
+        kind, reason = await outcome(pool.reset("b", world()))
+        assert (kind, reason) == ("lost", f"there was no room for 0.2 s: all 1 places for '{WORLDS}:World' are taken")
+        assert (await outcome(pool.reset("c", world(kind="AsyncWorld"))))[0] == "ok"
+
+    with_pool(use, Deadlines(room_s=0.2), limits={f"{WORLDS}:World": 1})
+
+
+def test_thousands_may_wait_for_a_few_places_and_the_limit_holds_all_the_while() -> None:
+    most = 0
+
+    async def episode(pool: EnvPool, seed: int) -> float:
+        nonlocal most
+        said = (await pool.reset(str(seed), EnvSpec("echo_turns", seed, {"turns": 2}))).messages[0]["content"]
+        most = max(most, pool._waiting.inside["echo_turns"])
+        first = await pool.step(str(seed), said)
+        return first.reward + (await pool.step(str(seed), str(first.observation))).reward
+
+    async def use(pool: EnvPool) -> None:
+        assert set(await asyncio.gather(*(episode(pool, seed) for seed in range(2_000)))) == {1.0}
+
+    with_pool(use, workers=2, per_process=100, limits={"echo_turns": 20})
+    assert most == 20
 
 
 def test_the_same_seed_is_the_same_episode_in_any_process() -> None:

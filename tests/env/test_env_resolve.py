@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -14,6 +15,7 @@ from roll.config.errors import UserError
 from roll.data.task import EnvSpec
 from roll.env import check, register, resolve
 from roll.env.builtin import EchoTurns, Guess
+from roll.env.resolve import BUILT_IN
 
 
 @pytest.fixture
@@ -52,6 +54,34 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_built_ins() -> None:
     assert resolve("guess") is Guess
     assert resolve("echo_turns") is EchoTurns
+
+
+def test_only_what_is_asked_for_is_imported() -> None:
+    script = "import sys; from roll.env import resolve; resolve('guess'); print(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    loaded = {module for module in BUILT_IN.values() if module in done.stdout.split()}
+    assert loaded == {BUILT_IN["guess"]}
+
+
+def test_every_built_in_is_where_the_table_says() -> None:
+    for name, module in BUILT_IN.items():
+        assert resolve(name).__module__ == module
+
+
+def test_a_package_that_is_missing_is_named_with_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "lake_of_nobody.py").write_text("import package_of_nobody.envs\n")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setitem(BUILT_IN, "lake", "lake_of_nobody")
+    with pytest.raises(UserError, match=r"'lake' needs the package package_of_nobody: run `pip install 'roll\[envs\]'`"):
+        resolve("lake")
+
+
+def test_a_built_ins_name_is_not_for_others(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"'guess' is taken by roll\.env\.builtin"):
+
+        @register("guess")
+        class Mine(Guess):
+            pass
 
 
 def test_a_registered_name_is_one_classs(folder: Path) -> None:
@@ -101,7 +131,7 @@ def test_an_installed_package_may_offer_environments(folder: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("gess", "environment 'gess' is not known: write echo_turns, guess, .*; did you mean 'guess'"),
+        ("gess", "environment 'gess' is not known: write echo_turns, .*guess, .*; did you mean 'guess'"),
         ("no_such_module:Maze", "environment 'no_such_module:Maze': there is no module"),
         ("my_worlds:Empty", "the class Empty has no method reset"),
         ("my_worlds:Half", "the class Half has no method step"),

@@ -75,7 +75,7 @@ class Child:
 
     def graders(self) -> list[int]:
         """Living grader processes of this process, whether or not it lives itself."""
-        return [pid for pid, arguments in _commands() if _is_grader(arguments, of=self.pid)]
+        return [pid for pid, arguments in commands() if _is_grader(arguments, of=self.pid)]
 
 
 def start_roll(arguments: list[str], output: Path) -> Child:
@@ -97,7 +97,7 @@ def _roll(arguments: list[str], output: str, folder: str) -> None:
     os._exit(status)
 
 
-def _commands() -> Iterator[tuple[int, list[str]]]:
+def commands() -> Iterator[tuple[int, list[str]]]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             yield int(folder.name), (folder / "cmdline").read_text().split("\0")

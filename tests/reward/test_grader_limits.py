@@ -88,6 +88,17 @@ def test_the_same_response_to_the_same_task_is_judged_once() -> None:
     with_pool(use, reward=STEADY, cache=100, deadline_s=20)
 
 
+def test_the_same_job_many_times_at_once_is_judged_by_the_graders_that_were_free() -> None:
+    async def use(pool: GraderPool) -> None:
+        task = Task.ask("t", "?", "a")
+        verdicts = await asyncio.gather(*(pool.score(task, RESPONSE) for _ in range(50)))
+        assert {verdict.reward for verdict in verdicts} == {1}
+        assert (pool.stats().scored, pool.stats().hits) == (2, 48)
+        assert set(pool._turns._running.values()) == {0}
+
+    with_pool(use, reward=STEADY, cache=100, deadline_s=20, workers=2)
+
+
 def test_verdicts_outlive_the_process_that_gave_them() -> None:
     async def use(pool: GraderPool) -> None:
         task = Task.ask("t", "?", "a")

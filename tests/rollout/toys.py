@@ -297,6 +297,9 @@ class ToyEngine:
             if id in self.running:
                 self.finish(id, [], "abort")
 
+    async def close(self) -> None:
+        """There is nothing to end."""
+
     def step(self) -> None:
         """One token for every request."""
         for id in list(self.running):

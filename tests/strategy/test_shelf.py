@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 import torch
@@ -93,12 +95,13 @@ def test_an_engine_receives_weights_after_it_was_laid_aside(device: str) -> None
     for version in range(3):
         trainer.update(batch_of(version), LOSS, version)
         for level in ORDER:
-            engine.hold(level)
-        tensors = engine.begin_loading()
+            asyncio.run(engine.hold(level))
+        manifest = _manifest(trainer, version)
+        tensors = engine.begin_loading(manifest)
         with torch.no_grad():
             for name, tensor in named_tensors(trainer.model).items():
                 tensors[name].copy_(tensor)
-        engine.end_loading(_manifest(trainer, version))
+        asyncio.run(engine.end_loading(manifest))
         assert engine.engine.version == version
 
 

@@ -46,6 +46,7 @@ from roll.engine.paged.rows import (
 from roll.engine.paged.sequences import Sequence, Slots
 from roll.engine.paged.steps import Drawn, Steps
 from roll.engine.request import Completion, Finish, Progress, Request
+from roll.engine.stopping import hits_stop_string
 from roll.model.attention import logits_of
 from roll.model.shape import ModelShape
 
@@ -429,19 +430,11 @@ class PagedEngine:
         ended = slots.record(where, tokens[rows], log_probs[rows])
         self._generated += len(where)
         for slot in where[slots.has_strings[where] & ~ended]:
-            if self._hit_stop_string(int(slot)):
-                self._finish(self._sequence(slot), "stop")
+            sequence, drawn = self._sequence(slot), int(slots.drawn[slot])
+            if hits_stop_string(self._tokenizer, slots.tokens[slot, :drawn], sequence.request.sampling.stop):
+                self._finish(sequence, "stop")
         for slot in where[ended]:
             self._finish(self._sequence(slot), slots.finish_of(int(slot)))
-
-    def _hit_stop_string(self, slot: int) -> bool:
-        """Whether the last token completed a stop string. A token is at least a byte, which bounds how far to look; one
-        more is decoded because some tokenizers drop the space before the first."""
-        stop = self._sequence(slot).request.sampling.stop
-        longest = max(len(text.encode()) for text in stop)
-        drawn = int(self._slots.drawn[slot])
-        tail = self._tokenizer.decode(self._slots.tokens[slot, max(0, drawn - longest - 1) : drawn].tolist())
-        return any(text in tail for text in stop)
 
     def _finish(self, sequence: Sequence, finish: Finish) -> None:
         self._let_go(sequence)

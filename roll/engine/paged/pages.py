@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,8 @@ def reading_of(module: nn.Module, scale: float) -> Reading:
 
 class PagedPlan:
     """What both kinds of passes share. As an `AttentionPlan` it serves any decoder's own code."""
+
+    reads_windows: ClassVar[bool] = True
 
     def __init__(self, pages: Pages, rows: Rows) -> None:
         self.pages = pages

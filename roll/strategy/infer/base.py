@@ -31,26 +31,30 @@ class InferStrategy(Protocol):
         """Ends requests early; what they have so far arrives among the results, marked `abort`."""
         ...
 
-    def pause(self) -> None:
+    async def pause(self) -> None:
         """Stops generating; requests stay where they are, with what they have, also while weights are loaded."""
         ...
 
-    def resume(self) -> None: ...
+    async def resume(self) -> None: ...
 
-    def load_weights(self, weights: Weights) -> None:
+    async def load_weights(self, weights: Weights) -> None:
         """Serves these weights, which are in this process, from now on, once they are verified."""
         ...
 
-    def begin_loading(self) -> Mapping[str, Tensor]:
-        """The tensors that a version is about to be received into; nothing is served until `end_loading`."""
+    def begin_loading(self, manifest: Manifest) -> Mapping[str, Tensor]:
+        """The tensors that the version is about to be received into; nothing is served until `end_loading`."""
         ...
 
-    def end_loading(self, manifest: Manifest) -> None:
+    async def end_loading(self, manifest: Manifest) -> None:
         """Serves the version whose tensors were received, once the probe agrees."""
         ...
 
-    def hold(self, level: Level) -> None:
+    async def hold(self, level: Level) -> None:
         """Keeps so much on the device and lays the rest aside; below `all` nothing may be running."""
         ...
 
     def stats(self) -> EngineStats: ...
+
+    async def close(self) -> None:
+        """Ends the engine, with whatever it runs."""
+        ...

@@ -80,29 +80,29 @@ class NativeStrategy:
             if completion is not None:
                 self._finished.append(completion)
 
-    def pause(self) -> None:
+    async def pause(self) -> None:
         self._running.clear()
 
-    def resume(self) -> None:
+    async def resume(self) -> None:
         self._running.set()
 
     def _present(self) -> Engine:
         """The engine, whether or not its weights are verified."""
         return self.engine if self._engine is None else self._engine
 
-    def load_weights(self, weights: Weights) -> None:
+    async def load_weights(self, weights: Weights) -> None:
         assert self._own_model is None, "an engine with a model of its own receives weights"
         engine = self._engine or self._make_engine(weights.model, weights.version)
         check_shared(weights, engine.model)
         self._verified = False  # the storage holds other values from here on
         self._serve(engine, weights)
 
-    def begin_loading(self) -> Mapping[str, Tensor]:
+    def begin_loading(self, manifest: Manifest) -> Mapping[str, Tensor]:
         assert self._own_model is not None, "an engine without a model of its own uses the trainer's"
         self._verified = False
         return named_tensors(self._own_model)
 
-    def end_loading(self, manifest: Manifest) -> None:
+    async def end_loading(self, manifest: Manifest) -> None:
         assert self._own_model is not None
         self._serve(self._engine or self._make_engine(self._own_model, manifest.version), manifest)
 
@@ -114,7 +114,7 @@ class NativeStrategy:
     def _make_engine(self, model: PreTrainedModel, version: int) -> Engine:
         return Engine(model, self._tokenizer, max_running=self._max_running, exact=self._exact, version=version)
 
-    def hold(self, level: Level) -> None:
+    async def hold(self, level: Level) -> None:
         if level != "all" and self._engine is not None:
             self._engine.release()
         if self._own_model is not None and self._shelf is not None:
@@ -126,3 +126,6 @@ class NativeStrategy:
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
+
+    async def close(self) -> None:
+        """It lives in this process, and goes with it."""

@@ -42,12 +42,18 @@ TRAINER = trainer()
 
 def strategy(max_running: int = 3, weights: Weights | None = None) -> NativeStrategy:
     served = NativeStrategy(TOKENIZER, max_running=max_running, exact=False)
-    served.load_weights(weights or TRAINER.weights(0))
+    at_once(served.load_weights(weights or TRAINER.weights(0)))
     return served
 
 
 def request(id: str, new_tokens: int = 5, seed: int = 0) -> Request:
     return Request(id, np.array([5, 9, 40], np.int32), Sampling(new_tokens, seed=seed))
+
+
+def at_once(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Runs what never waits, within an event loop or without one."""
+    with pytest.raises(StopIteration):
+        coroutine.send(None)
 
 
 def go(coroutine: Coroutine[Any, Any, None]) -> None:
@@ -87,7 +93,7 @@ def test_nothing_works_before_weights_were_published() -> None:
 def test_another_models_weights_are_refused_and_the_old_ones_go_on() -> None:
     served = strategy()
     with pytest.raises(RunError, match=r"is not the trainer's: version 1"):
-        served.load_weights(trainer().weights(1))  # equal values, other storage
+        at_once(served.load_weights(trainer().weights(1)))  # equal values, other storage
 
     async def main() -> None:
         served.submit([request("a")])
@@ -109,7 +115,7 @@ def foreign(weights: Weights) -> Weights:
 def test_weights_that_fail_a_check_are_never_served(damage: Any) -> None:
     served = NativeStrategy(TOKENIZER, max_running=2, exact=False)
     with pytest.raises(RunError, match="version 2"):
-        served.load_weights(damage(TRAINER.weights(2)))
+        at_once(served.load_weights(damage(TRAINER.weights(2))))
     with pytest.raises(RunError, match="no weights yet"):
         served.submit([request("a")])
 
@@ -117,10 +123,10 @@ def test_weights_that_fail_a_check_are_never_served(damage: Any) -> None:
 def test_after_a_refused_version_nothing_is_served_until_one_is_verified() -> None:
     served = strategy()
     with pytest.raises(RunError, match="probe prompt differ"):
-        served.load_weights(tampered_probe(TRAINER.weights(1)))
+        at_once(served.load_weights(tampered_probe(TRAINER.weights(1))))
     with pytest.raises(RunError, match="after version 0 were refused"):
         served.submit([request("a")])
-    served.load_weights(TRAINER.weights(1))
+    at_once(served.load_weights(TRAINER.weights(1)))
     assert served.engine.version == 1
 
 
@@ -136,8 +142,8 @@ def test_weights_changed_in_place_are_served_as_the_next_version() -> None:
         stale = source.weights(1)
         source.model.load_state_dict(other.model.state_dict())
         with pytest.raises(RunError, match="not the trainer's"):
-            served.load_weights(stale)  # what the probe said of the old values
-        served.load_weights(source.weights(1))
+            at_once(served.load_weights(stale))  # what the probe said of the old values
+        at_once(served.load_weights(source.weights(1)))
         served.submit([request("b", 5)])
         finished = {done.id: done for done in await drain(served)}
         assert finished["a"].versions.tolist() == [0] * 5
@@ -197,14 +203,14 @@ def test_a_pause_stops_generating_and_loses_nothing() -> None:
         served.submit([request("a", 12, seed=4)])
         waiting = asyncio.create_task(served.results())
         await turns(6)
-        served.pause()
+        await served.pause()
         await turns(2)
         tokens = served.stats().generated_tokens
         assert 0 < tokens < 12
         await turns()
         assert served.stats().generated_tokens == tokens
         assert not waiting.done()
-        served.resume()
+        await served.resume()
         (done,) = await waiting
         undisturbed = strategy()
         undisturbed.submit([request("a", 12, seed=4)])
@@ -219,14 +225,14 @@ def test_what_was_aborted_in_a_pause_arrives_before_it_ends_and_nothing_else_is_
         served.submit([request("a", 40), request("b", 40)])
         waiting = asyncio.create_task(served.results())
         await turns(6)
-        served.pause()
+        await served.pause()
         await turns(2)
         tokens = served.stats().generated_tokens
         served.abort(["a"])
         (done,) = await waiting
         assert (done.id, done.finish) == ("a", "abort")
         assert served.stats().generated_tokens == tokens
-        served.resume()
+        await served.resume()
         assert [done.id for done in await drain(served)] == ["b"]
 
     go(main())
@@ -237,14 +243,14 @@ def test_a_paused_engine_takes_requests_while_its_weights_are_not_verified() -> 
 
     async def main() -> None:
         served = strategy()
-        served.pause()
+        await served.pause()
         served._verified = False
         served.submit([request("a")])
         waiting = asyncio.create_task(served.results())
         await turns()
         assert not waiting.done()
-        served.load_weights(TRAINER.weights(1))
-        served.resume()
+        at_once(served.load_weights(TRAINER.weights(1)))
+        await served.resume()
         (done,) = await waiting
         assert done.versions.tolist() == [1] * 5
 
@@ -264,10 +270,10 @@ def test_progress_is_told_of_running_requests_beyond_what_was_heard() -> None:
         assert 0 < len(told.ids) < 12
         assert served.progress({"a": len(told.ids)}) == []
         await turns(3)
-        served.pause()
+        await served.pause()
         (more,) = served.progress({"a": len(told.ids)})  # also of what stands still
         assert more.start == len(told.ids)
-        served.resume()
+        await served.resume()
         (done,) = await waiting
         assert done.ids.tolist()[: len(told.ids) + len(more.ids)] == [*told.ids.tolist(), *more.ids.tolist()]
         await drain(served)
@@ -299,10 +305,10 @@ def test_only_an_idle_engine_lays_its_cache_aside_and_the_next_request_brings_it
         served.submit([request("a", 5, seed=1)])
         served._finished += served.engine.step()
         with pytest.raises(RunError, match="running"):
-            served.hold("weights")
+            at_once(served.hold("weights"))
         (first,) = await drain(served)
-        served.hold("weights")
-        served.hold("all")
+        at_once(served.hold("weights"))
+        at_once(served.hold("all"))
         served.submit([request("a", 5, seed=1)])
         (second,) = await drain(served)
         assert first.ids.tolist() == second.ids.tolist()
@@ -345,8 +351,8 @@ def test_every_submitted_request_ends_in_exactly_one_completion(actions: list[tu
             elif action == "wait":
                 await turns(number)
             else:
-                getattr(served, action)()
-        served.resume()
+                await getattr(served, action)()
+        await served.resume()
         closing = True
         await collector
         assert sorted(ended, key=int) == [str(i) for i in range(submitted)]

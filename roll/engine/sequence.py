@@ -1,0 +1,64 @@
+"""What runs in a slot of the engine: tokens, and the requests that have them so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from roll.data.tokenlog import IntArray
+from roll.engine.request import Completion, Finish, Progress, Request
+
+
+@dataclass(eq=False)
+class Member:
+    """A request while it generates, as far as it differs from others with the same tokens."""
+
+    request: Request
+    logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Tokens in a slot and the requests that have exactly these tokens so far.
+
+    Requests with the same prompt start as one sequence; when they draw different tokens, it splits.
+    """
+
+    prompt: IntArray
+    members: list[Member]
+    version: int
+    """Of the weights that began to compute the cached keys and values."""
+    cached: int = 0
+    hidden: Tensor | None = None
+    """The hidden state the next token is drawn from; None until it is computed."""
+    prompt_hidden: Tensor | None = None
+    ids: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.ids)
+
+    @property
+    def cached_tokens(self) -> IntArray:
+        return np.concatenate([self.prompt, np.array(self.ids, np.int32)])[: self.cached]
+
+    def completion(self, member: Member, finish: Finish) -> Completion:
+        return Completion(
+            member.request.id,
+            np.array(self.ids, np.int32),
+            np.array(member.logprobs, np.float32),
+            np.array(self.versions, np.int32),
+            finish,
+        )
+
+    def since(self, member: Member, start: int) -> Progress:
+        return Progress(
+            member.request.id,
+            start,
+            np.array(self.ids[start:], np.int32),
+            np.array(member.logprobs[start:], np.float32),
+            np.array(self.versions[start:], np.int32),
+        )

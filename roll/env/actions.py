@@ -1,0 +1,213 @@
+"""What an agent says, and the action in it: formats of actions, and environments that take them.
+
+    <think>the goal is below me</think> <answer>down</answer>                         format `answer`: `down`
+    {"name": "move", "arguments": {"action": "down"}}                                 format `json`: `down`
+    I'd go down.                                        format `free`: what the environment reads there, `down`
+
+Where what was said holds several, the last one counts. What `write` writes, `parse` reads back. An `Invalid` says in a
+sentence what is wrong, for the agent to read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
+
+from roll.env.base import STATE, Environment, Step
+
+Format: TypeAlias = Literal["answer", "json", "free"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+
+_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
+_JSON_CHARS = 32_768
+"""How much of the end of what was said is searched for a tool call."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """The tool call that an action is in the format `json`: its name, and the argument that is the action."""
+
+    name: str = "act"
+    argument: str = "action"
+
+
+ACT = Tool()
+
+
+@dataclass(frozen=True)
+class Action:
+    """What the agent wants done, as text, without the format's frame. A tool call also has all its arguments."""
+
+    text: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Invalid:
+    """There is no action, and why."""
+
+    reason: str
+
+
+Parser: TypeAlias = Callable[[str], "str | Invalid"]
+"""Finds the action in free text."""
+
+
+def parse(text: str, format: Format, *, tool: Tool = ACT, parser: Parser | None = None) -> Action | Invalid:
+    """The action that was said. In the format `free` the `parser` finds it; without one it is the whole text."""
+    if format == "answer":
+        return _parse_answer(text)
+    if format == "json":
+        return _parse_call(text, tool)
+    found = parser(text) if parser is not None else text.strip()
+    if isinstance(found, Invalid):
+        return found
+    return Action(found) if found else Invalid("You said nothing.")
+
+
+def write(action: str, format: Format, *, tool: Tool = ACT) -> str:
+    """The action as an agent would say it."""
+    if format == "answer":
+        return f"<answer>{action}</answer>"
+    if format == "json":
+        return json.dumps({"name": tool.name, "arguments": {tool.argument: action}}, ensure_ascii=False)
+    return action
+
+
+def check_format(name: str, format: str) -> None:
+    """`ValueError` if there is no such format."""
+    if format not in FORMATS:
+        raise ValueError(f"{name}: format is {format!r}: write {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
+
+
+class ActingEnvironment(Environment):
+    """An environment whose actions are said in a `format`.
+
+    A subclass has `begin`, which starts the episode, `act`, which does what is asked or says in an `Invalid` why that is
+    no action, and `view`, what the agent sees now; its observations are texts. What is no action changes nothing: the
+    agent is told what is wrong, is shown the view again, and pays `invalid_penalty`. Every step's info has `invalid`, the
+    number of such actions so far. After `turns` actions of either kind the episode is cut off (0: never).
+    """
+
+    tool: ClassVar[Tool] = ACT
+
+    def __init__(self, format: Format = "answer", invalid_penalty: float = 0.0, turns: int = 0) -> None:
+        name = type(self).__name__
+        check_format(name, format)
+        if turns < 0:
+            raise ValueError(f"{name}: turns is {turns}: write 0 for no limit, or a number above")
+        self._format: Format = format
+        self._invalid_penalty = invalid_penalty
+        self._turns = turns
+        self._turn = 0
+        self._invalid = 0
+
+    @abstractmethod
+    def begin(self, seed: int) -> str:
+        """Starts the episode of that seed, and says what it is about and how to act."""
+
+    @abstractmethod
+    def act(self, action: Action) -> Step | Invalid:
+        """Does what is asked, or says why it is nothing that can be done."""
+
+    @abstractmethod
+    def view(self) -> str:
+        """What the agent sees now."""
+
+    def state(self) -> str | float | None:
+        """The name of the state the agent is in; None where the view shows all of it."""
+        return None
+
+    def facts(self) -> dict[str, float | str]:
+        """What else the info of every step tells."""
+        return {}
+
+    def read(self, text: str) -> str | Invalid:
+        """The action in free text: all of it, unless a subclass knows better."""
+        return text.strip() or Invalid("You said nothing.")
+
+    def says(self, action: str) -> str:
+        """An action in this environment's format, as in an example or as an expert says it."""
+        return write(action, self._format, tool=self.tool)
+
+    def reset(self, seed: int) -> tuple[str, dict[str, float | str]]:
+        self._turn = self._invalid = 0
+        opening = self.begin(seed)
+        return opening, self._named()
+
+    def step(self, action: str) -> Step:
+        self._turn += 1
+        done = self._do(action)
+        if isinstance(done, Invalid):
+            self._invalid += 1
+            done = Step(f"Invalid action: {done.reason}\n\n{self.view()}", 0.0 - self._invalid_penalty)
+        last = self._turn == self._turns and not done.done
+        if last:
+            done = replace(done, observation=f"{done.observation}\n\nYou have no turns left.", truncated=True)
+        named = {} if done.done else self._named()
+        return replace(done, info={"invalid": float(self._invalid), **self.facts(), **named, **done.info})
+
+    def _do(self, said: str) -> Step | Invalid:
+        parsed = parse(said, self._format, tool=self.tool, parser=self.read)
+        return parsed if isinstance(parsed, Invalid) else self.act(parsed)
+
+    def _named(self) -> dict[str, float | str]:
+        state = self.state()
+        return {} if state is None else {STATE: state}
+
+
+def _parse_answer(text: str) -> Action | Invalid:
+    found = _ANSWER.findall(text)
+    if not found:
+        return Invalid("there is no <answer>…</answer> in what you said.")
+    return Action(found[-1].strip()) if found[-1].strip() else Invalid("there is nothing between <answer> and </answer>.")
+
+
+def _parse_call(text: str, tool: Tool) -> Action | Invalid:
+    call = _last_call(text[-_JSON_CHARS:])
+    if call is None:
+        example = write("…", "json", tool=tool)
+        return Invalid(f"there is no tool call in what you said. Write one as JSON: {example}")
+    name, arguments = call
+    arguments = json.loads(json.dumps(arguments, ensure_ascii=False).encode(errors="replace"))  # half a character: a `?`
+    if name != tool.name:
+        return Invalid(f"there is no tool {name!r:.40}: the tool is {tool.name!r}.")
+    if tool.argument not in arguments:
+        return Invalid(f"the tool {tool.name!r} needs the argument {tool.argument!r}.")
+    action = arguments[tool.argument]
+    return Action(action.strip() if isinstance(action, str) else json.dumps(action), arguments)
+
+
+def _last_call(text: str) -> tuple[str, dict[str, Any]] | None:
+    """Name and arguments of the last outermost JSON object that is a tool call."""
+    found: tuple[str, dict[str, Any]] | None = None
+    decoder, at = json.JSONDecoder(), text.find("{")
+    while at >= 0:
+        try:
+            value, end = decoder.raw_decode(text, at)
+        except RecursionError:  # no call is that deep, and trying every level of it would take long
+            return found
+        except ValueError:
+            end = at + 1
+        else:
+            found = _as_call(value) or found
+        at = text.find("{", end)
+    return found
+
+
+def _as_call(value: Any) -> tuple[str, dict[str, Any]] | None:
+    """Models write calls in several ways: the arguments may be called parameters or be JSON in a string, and the call may
+    be the `function` of an object."""
+    if isinstance(value.get("function"), dict):
+        value = value["function"]
+    name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return None
+    return (name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None

@@ -1,0 +1,122 @@
+"""DAgger: what the expert would have said in the states that a policy came to.
+
+A policy that imitates demonstrations errs, and then is where the expert never was. So the expert labels the states that
+the policy itself visits, and the policy is trained on these labels; then it plays again.
+
+    the lake: P . .   the policy: up   the lake: You did not move. P . .   the policy: right   …
+
+gives the conversations, of which what is in brackets is learned:
+
+    the lake: P . .   [down]
+    the lake: P . .   the policy: up   the lake: You did not move. P . .   [down]
+
+Every visited state is a conversation of its own, with what the policy really said before, and only its last answer is
+imitated. A state in which the expert has no advice teaches nothing and is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from roll.config.errors import UserError
+from roll.config.load import load_config
+from roll.config.schema import Config
+from roll.data.chat import Chat
+from roll.data.sources import Split, load_tasks
+from roll.data.task import EnvSpec, Message, Task
+from roll.data.tokenlog import TokenLog
+from roll.env.demonstrations import demonstration
+from roll.env.episode import check_expert, turns
+from roll.model.loading import find_model, load_tokenizer
+from roll.run import RunFolder, read_samples
+from roll.run.samples import steps_with_samples
+
+
+def dagger(
+    split: Split, runs: str | Sequence[str], last_steps: int = 0, demonstrations: int = 0, held_out: float = 0.05
+) -> Iterator[Chat]:
+    """A chat source: the expert's labels for the states that the samples of some runs came to, of their `last_steps`
+    steps (0: of all). As many `demonstrations` of the first run's training tasks come with them. A share `held_out` of
+    the tasks, at even distances, is held out with all its states."""
+    if not 0 <= held_out < 1 or last_steps < 0 or demonstrations < 0:
+        raise UserError(
+            f"data.options: held_out={held_out}, last_steps={last_steps}, demonstrations={demonstrations}: write a share "
+            "from 0 to below 1, and numbers not below 0"
+        )
+    folders = [RunFolder.open(Path(run).expanduser()) for run in ([runs] if isinstance(runs, str) else runs)]
+    if not folders:
+        raise UserError("data.options: runs names no run: write the folder of one, or a list of them")
+    numbers: dict[str, int] = {}
+    seen: set[tuple[str, ...]] = set()
+    for folder in folders:
+        window = load_config(folder.config_path).env.window
+        for task, actions in _played(folder, last_steps):
+            number = numbers.setdefault(task.id, len(numbers))
+            if (int((number + 1) * held_out) > int(number * held_out)) != (split == "held_out"):
+                continue
+            assert task.environment is not None, "it has actions in one"
+            for messages in labels(task.environment, _recorded(actions), task.messages, window=window):
+                said = tuple(message["content"] for message in messages)
+                if said not in seen:
+                    seen.add(said)
+                    yield Chat(f"{task.id}/{len(seen)}", messages, learn="last")
+    if split == "train":
+        yield from _shown(folders[0], demonstrations)
+
+
+def labels(
+    spec: EnvSpec,
+    policy: Callable[[Sequence[Message]], str | None],
+    opening: tuple[Message, ...] = (),
+    max_turns: int = 100,
+    window: int = 0,
+) -> Iterator[tuple[Message, ...]]:
+    """The states that a policy comes to in an episode, each as a conversation that ends with the expert's answer. The
+    policy is given what was said so far, as far as the `window` shows it, and says something, or None to end there."""
+    for turn in turns(spec, lambda turn: policy(turn.messages), opening, max_turns, window):
+        if turn.advice is not None:
+            yield turn.answered(turn.advice)
+
+
+def _recorded(actions: Sequence[str]) -> Callable[[Sequence[Message]], str | None]:
+    left = iter(actions)
+    return lambda messages: next(left, None)
+
+
+def _played(folder: RunFolder, last_steps: int) -> Iterator[tuple[Task, list[str]]]:
+    """The episodes of a run: the task of each, and what was said in it."""
+    config = load_config(folder.config_path)
+    tasks = _tasks(folder, config)
+    tokenizer = load_tokenizer(find_model(str(folder.path)), config.model)
+    for step in steps_with_samples(folder)[-last_steps:]:
+        for row in read_samples(folder, step):
+            task = tasks.get(row["task"])
+            if task is not None:
+                yield task, [tokenizer.decode(ids, skip_special_tokens=True) for ids in _responses(row)]
+
+
+def _responses(row: Mapping[str, Any]) -> Iterator[list[int]]:
+    log = TokenLog.imitated(row["ids"], np.asarray(row["loss_mask"], np.bool_))
+    return (segment.ids.tolist() for segment in log.segments if segment.kind == "response")
+
+
+def _tasks(folder: RunFolder, config: Config) -> dict[str, Task]:
+    """The tasks of a run that are played in an environment, by id."""
+    found = load_tasks(config.tasks)
+    tasks = {task.id: task for task in (*found.held_out, *found.train) if task.environment is not None}
+    if not tasks:
+        raise UserError(f"data.options: no task of the run in {folder.path} is played in an environment")
+    for spec in {task.environment.name: task.environment for task in tasks.values() if task.environment}.values():
+        check_expert(spec)
+    return tasks
+
+
+def _shown(folder: RunFolder, count: int) -> Iterator[Chat]:
+    config = load_config(folder.config_path)
+    for task in [task for task in load_tasks(config.tasks).train if task.environment is not None][:count]:
+        assert task.environment is not None
+        yield from demonstration(f"{task.id}/shown", task.environment, task.messages, window=config.env.window)

@@ -1,0 +1,49 @@
+"""Demonstrations: episodes that an environment's expert plays, as conversations to imitate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from roll.config.errors import UserError
+from roll.data.chat import Chat
+from roll.data.sources import Split
+from roll.data.task import EnvSpec, Message
+from roll.env.episode import check_expert, turns
+
+
+def demonstrations(
+    split: Split,
+    name: str,
+    count: int = 1000,
+    held_out: int = 100,
+    first_seed: int = 0,
+    max_turns: int = 100,
+    window: int = 0,
+    **options: Any,
+) -> Iterator[Chat]:
+    """A chat source: the expert's episodes of an environment, one a seed. The seeds of both splits are those of the tasks
+    that `environment` makes of the same options, so what is held out from a later run is not shown here either. `window`
+    is for runs with `env.window`: each answer is then shown after what the agent sees there."""
+    if count < 1 or held_out < 0 or max_turns < 1 or window < 0:
+        raise UserError(
+            f"data.options: count={count}, held_out={held_out}, max_turns={max_turns}, window={window}: write a count "
+            "and turns above 0, the others not below"
+        )
+    check_expert(EnvSpec(name, first_seed, options))
+    begin, size = (first_seed, count) if split == "train" else (first_seed + count, held_out)
+    for seed in range(begin, begin + size):
+        yield from demonstration(f"{name}#{seed}", EnvSpec(name, seed, options), max_turns=max_turns, window=window)
+
+
+def demonstration(
+    id: str, spec: EnvSpec, opening: tuple[Message, ...] = (), max_turns: int = 100, window: int = 0
+) -> Iterator[Chat]:
+    """The expert's episode, to its last answer: one chat or, with a window, one for each answer; none where it has no
+    advice from the beginning."""
+    advised = turns(spec, lambda turn: turn.advice, opening, max_turns, window)
+    answers = [turn.answered(turn.advice) for turn in advised if turn.advice is not None]
+    if window:
+        yield from (Chat(f"{id}/{number}", answer, learn="last") for number, answer in enumerate(answers))
+    elif answers:
+        yield Chat(id, answers[-1])

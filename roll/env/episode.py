@@ -1,0 +1,86 @@
+"""An episode played here, in this process, with the expert's advice at every turn.
+
+An environment that has an expert offers a method `expert() -> str | None`: what it would say now, in the environment's
+own format, or None where it has no advice.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from roll.config.errors import UserError
+from roll.data.task import EnvSpec, Message
+from roll.env.base import opened, stepped
+from roll.env.resolve import check, resolve
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the agent answers now, and what the expert would say."""
+
+    messages: tuple[Message, ...]
+    """What was said so far, as the agent sees it; the last is the environment's."""
+    advice: str | None
+
+    def answered(self, text: str) -> tuple[Message, ...]:
+        """The conversation with an answer to it."""
+        return (*self.messages, Message(role="assistant", content=text))
+
+
+Says: TypeAlias = Callable[[Turn], str | None]
+"""What is said at a turn; None ends the episode."""
+
+
+def check_expert(spec: EnvSpec) -> None:
+    """`UserError` if the spec's environment cannot be made so or has no expert."""
+    check(spec)
+    factory = resolve(spec.name)
+    if inspect.isclass(factory) and not callable(getattr(factory, "expert", None)):
+        raise _without_expert(spec)
+
+
+def turns(
+    spec: EnvSpec, says: Says, opening: tuple[Message, ...] = (), most: int = 100, window: int = 0
+) -> Iterator[Turn]:
+    """The turns of an episode in which `says` speaks: to its end, to a turn that nothing is said to, or to turn `most`.
+    `opening` comes before what the environment begins with; with a `window`, the agent sees the beginning and only so
+    many of the turns before the present one."""
+    environment = resolve(spec.name)(**spec.options)
+    expert = getattr(environment, "expert", None)
+    if not callable(expert):
+        raise _without_expert(spec)
+    try:
+        begun = (*opening, *opened(_plain(spec, environment.reset(seed=spec.seed))).messages)
+        past: list[tuple[Message, ...]] = []
+        for _ in range(most):
+            seen = (message for before in past[-window:] for message in before)
+            turn = Turn((*begun, *seen), _plain(spec, expert()))
+            yield turn
+            said = says(turn)
+            if said is None:
+                return
+            step = stepped(_plain(spec, environment.step(said)))
+            if step.done:
+                return
+            past.append((Message(role="assistant", content=said), *step.messages))
+    finally:
+        close = getattr(environment, "close", None)
+        if close is not None:
+            _plain(spec, close())
+
+
+def _plain(spec: EnvSpec, result: Any) -> Any:
+    if inspect.isawaitable(result):
+        if inspect.iscoroutine(result):
+            result.close()
+        raise UserError(f"environment {spec.name!r} is async, but its expert is asked where nothing can be awaited")
+    return result
+
+
+def _without_expert(spec: EnvSpec) -> UserError:
+    return UserError(
+        f"environment {spec.name!r} has no expert: give it a method `expert()` that returns what to say now, or None"
+    )

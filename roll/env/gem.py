@@ -1,0 +1,99 @@
+"""Environments of the GEM kind, which speak text by themselves: `reset(seed) -> (observation, info)` and
+`step(action) -> (observation, reward, terminated, truncated, info)`.
+
+    gem:game:GuessTheNumber-v0      made by gem.make("game:GuessTheNumber-v0"), of the package gem-llm
+
+In Python, `GemEnvironment` takes a name, an environment, or a function that makes one: nothing else of GEM is needed.
+
+Environments of this kind seed and draw from Python's and NumPy's global generators, which all that live in a process
+share. So each has states of these generators of its own, put in place while it is called, and one is called at a time:
+its episodes come from their seeds alone, whatever its neighbours do.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from roll.config.errors import UserError
+from roll.env.base import Environment, Step
+from roll.env.libraries import check_takes_seed, plain_info
+
+_SUFFIX = "suffix"
+"""Under this name some of them put into the info what the agent is to read after the observation."""
+_TURN = threading.Lock()
+
+
+class GemEnvironment(Environment):
+    """`make` are arguments of the environment, which reads actions and tells what is wrong with them by itself."""
+
+    def __init__(self, environment: Any, make: Mapping[str, Any] | None = None) -> None:
+        if isinstance(environment, str):
+            environment = partial(_gem().make, environment)
+        made = hasattr(environment, "step") and not isinstance(environment, type)
+        self._world = environment if made else environment(**(make or {}))
+        check_takes_seed("gem", self._world)
+        self._noise: Any = None
+
+    def reset(self, seed: int) -> tuple[str, dict[str, float | str]]:
+        with self._own_noise():
+            observation, info = self._world.reset(seed=seed)
+        return _shown(observation, info), plain_info(info)
+
+    def step(self, action: str) -> Step:
+        with self._own_noise():
+            observation, reward, terminated, truncated, info = self._world.step(action)
+        return Step(_shown(observation, info), float(reward), bool(terminated), bool(truncated), plain_info(info))
+
+    def close(self) -> None:
+        close = getattr(self._world, "close", None)
+        if close is not None:
+            close()
+
+    @contextmanager
+    def _own_noise(self) -> Iterator[None]:
+        # waits: for a call, which has a deadline
+        with _TURN:
+            others = _generators()
+            if self._noise is not None:
+                _set_generators(self._noise)
+            try:
+                yield
+            finally:
+                self._noise = _generators()
+                _set_generators(others)
+
+
+def named(name: str) -> Callable[..., GemEnvironment]:
+    """What makes the environment that the package gem-llm knows by that name."""
+    _gem()
+    return partial(GemEnvironment, name)
+
+
+def _generators() -> Any:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def _set_generators(states: Any) -> None:
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy"].random.set_state(states[1])
+
+
+def _gem() -> Any:
+    try:
+        import gem
+    except ModuleNotFoundError as error:
+        raise UserError("environments `gem:…` need the package gem-llm: run `pip install gem-llm`") from error
+    return gem
+
+
+def _shown(observation: object, info: Mapping[str, Any]) -> str:
+    suffix = info.get(_SUFFIX)
+    return f"{observation}\n{suffix}" if isinstance(suffix, str) and suffix else str(observation)

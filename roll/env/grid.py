@@ -1,0 +1,101 @@
+"""Worlds of cells in which an agent moves up, down, left and right."""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import ClassVar, TypeAlias
+
+from roll.env.actions import ActingEnvironment, Action, Format, Invalid, Tool
+from roll.env.base import Step
+
+Cell: TypeAlias = tuple[int, int]
+"""Row and column, from the top left."""
+
+DIRECTIONS: Mapping[str, Cell] = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
+_WORD = re.compile(r"[^\W\d_]+")
+
+
+def beside(cell: Cell, direction: str, steps: int = 1) -> Cell:
+    """The cell that lies so many steps away."""
+    down, right = DIRECTIONS[direction]
+    return cell[0] + steps * down, cell[1] + steps * right
+
+
+def drawn(rows: Iterable[Iterable[str]]) -> str:
+    """A grid as text. Cells are apart, so that tokenizers keep them apart."""
+    return "\n".join(" ".join(row) for row in rows)
+
+
+class GridEnvironment(ActingEnvironment):
+    """An action is one move, or up to `moves` of them in a row, done until one of them ends the episode.
+
+    A subclass has `move`, `over`, `success` and `plan`. The expert says as many moves of the plan as fit in an action.
+    """
+
+    tool: ClassVar[Tool] = Tool("move", "direction")
+
+    def __init__(self, moves: int, format: Format, invalid_penalty: float, turns: int) -> None:
+        super().__init__(format, invalid_penalty, turns)
+        if moves < 1:
+            raise ValueError(f"{type(self).__name__}: moves is {moves}: write how many an action may have, 1 or more")
+        self._moves = moves
+
+    @abstractmethod
+    def move(self, direction: str) -> tuple[float, str]:
+        """Goes there; returns the reward, and what is to be said about it, if anything."""
+
+    @property
+    @abstractmethod
+    def over(self) -> bool:
+        """Whether nothing is left to do."""
+
+    @property
+    @abstractmethod
+    def success(self) -> bool:
+        """Whether what was to be done is done."""
+
+    @abstractmethod
+    def plan(self) -> list[str] | None:
+        """The best moves from here; None where none lead to the end."""
+
+    def expert(self) -> str | None:
+        """What to say now; None where nothing helps any more."""
+        plan = None if self.over else self.plan()
+        return self.says(", ".join(plan[: self._moves])) if plan else None
+
+    def how(self) -> str:
+        """A line on how to act."""
+        listed = ", ".join(list(DIRECTIONS)[:-1]) + f" or {list(DIRECTIONS)[-1]}"
+        if self._moves == 1:
+            return f"Each turn, say one move, {listed}, like this: {self.says('down')}"
+        example = ", ".join(["down", "right", "right", "up"][: min(self._moves, 3)])
+        return f"Each turn, say up to {self._moves} moves, each {listed}, like this: {self.says(example)}"
+
+    def act(self, action: Action) -> Step | Invalid:
+        words = _WORD.findall(action.text.lower())
+        unknown = next((word for word in words if word not in DIRECTIONS), None)
+        if unknown is not None or not words:
+            return Invalid(f"{(unknown or action.text)[:40]!r} is no move. {self.how()}")
+        if len(words) > self._moves:
+            return Invalid(f"these are {len(words)} moves at once. {self.how()}")
+        total, said = 0.0, []
+        for word in words:
+            reward, remark = self.move(word)
+            total += reward
+            said += [remark] * bool(remark)
+            if self.over:
+                break
+        return Step("\n\n".join([*said, self.view()]), total, terminated=self.over)
+
+    def read(self, text: str) -> str | Invalid:
+        """The last move in what was said; where an action may have more of them, those of the last line with any."""
+        lines = [[word for word in _WORD.findall(line.lower()) if word in DIRECTIONS] for line in text.splitlines()]
+        found = next((words for words in reversed(lines) if words), None)
+        if found is None:
+            return Invalid(f"there is no move in what you said. {self.how()}")
+        return found[-1] if self._moves == 1 else ", ".join(found)
+
+    def facts(self) -> dict[str, float | str]:
+        return {"success": float(self.success)}

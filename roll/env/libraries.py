@@ -1,0 +1,46 @@
+"""What other libraries' environments return, as an agent or a run can take it."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from roll.config.errors import UserError
+from roll.config.user_code import load_user_code
+
+_COLOURED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
+_CODES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+def plain_info(info: Mapping[Any, Any]) -> dict[str, float | str]:
+    """The texts and finite numbers of an info; arrays, lists and all else stay behind."""
+    kept: dict[str, float | str] = {}
+    for key, value in info.items():
+        if isinstance(value, str):
+            kept[str(key)] = value
+        elif getattr(value, "ndim", 0) == 0 and hasattr(value, "__float__") and math.isfinite(float(value)):
+            kept[str(key)] = float(value)
+    return kept
+
+
+def plain_text(text: str) -> str:
+    """Terminal output as text: what stands out by its colour stands in brackets."""
+    return _CODES.sub("", _COLOURED.sub(r"[\1]", text)).strip("\n")
+
+
+def user_function(given: Callable[..., Any] | str | None, what: str) -> Callable[..., Any] | None:
+    """A function, or the one that a text names: `module:name` or `file.py:name`."""
+    return load_user_code(given, what=what) if isinstance(given, str) else given
+
+
+def check_takes_seed(name: str, environment: Any) -> None:
+    """`UserError` if episodes of another library's environment cannot be begun with a seed."""
+    try:
+        inspect.signature(environment.reset).bind(seed=0)
+    except TypeError as error:
+        raise UserError(
+            f"{name}: {type(environment).__name__}.reset takes no seed, so that no episode could be played again: {error}"
+        ) from error

@@ -1,0 +1,154 @@
+"""Maths with retries: a question, and after a wrong answer another try, for less."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from fractions import Fraction
+from functools import lru_cache
+from pathlib import Path
+
+from roll.env.actions import ActingEnvironment, Action, Format, Invalid
+from roll.env.base import Step
+from roll.env.resolve import register
+
+# A minus after a word, a digit or a bracket is a dash ("3-5" ends in 5); a point belongs to a number only before a digit.
+_NUMBER = re.compile(r"(?<![\w)\].,])([-−]?)[$€£]?((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?)(?![\d])|(\d+)(?!\d)")
+_LONGEST = 40
+"""Characters of a number; a longer one is no answer."""
+_OPERATIONS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
+
+
+@register("maths_retries")
+class MathsRetries(ActingEnvironment):
+    """Questions about numbers, answered by the last number in what is said: sums of `terms` numbers from `low` to `high`
+    with the `operations` given, or the lines of a JSONL file `problems`, taken in turn by the seed, with the columns
+    `question` and `answer` (whose last number counts).
+
+    There are `tries`. A right answer is worth 1, or `decay` of that for every try before it, and ends the episode; what
+    has no number in it is a try too."""
+
+    def __init__(
+        self,
+        tries: int = 3,
+        decay: float = 0.5,
+        problems: str = "",
+        question: str = "question",
+        answer: str = "answer",
+        low: int = 1,
+        high: int = 20,
+        terms: int = 2,
+        operations: str = "+",
+        format: Format = "free",
+        invalid_penalty: float = 0.0,
+    ) -> None:
+        super().__init__(format, invalid_penalty, turns=tries)
+        if tries < 1 or not 0 <= decay <= 1:
+            raise ValueError(f"maths_retries: tries={tries}, decay={decay}: write 1 or more tries, a decay from 0 to 1")
+        if low > high or terms < 2 or not operations or not set(operations) <= set(_OPERATIONS):
+            raise ValueError(
+                f"maths_retries: low={low}, high={high}, terms={terms}, operations={operations!r}: write low below high, "
+                "2 or more terms, and operations from +-*"
+            )
+        self._tries, self._decay = tries, decay
+        self._problems = _read(problems, question, answer) if problems else ()
+        self._numbers, self._terms, self._operations = (low, high), terms, operations
+        self._question, self._answer = "", Fraction(0)
+        self._wrong: list[str] = []
+
+    def begin(self, seed: int) -> str:
+        if self._problems:
+            self._question, self._answer = self._problems[seed % len(self._problems)]
+        else:
+            self._question, self._answer = self._sum(random.Random(f"maths_retries/{seed}"))
+        self._wrong = []
+        tries = "one try" if self._tries == 1 else f"{self._tries} tries"
+        return f"{self._question}\nYou have {tries}. End with the number, like this: {self.says('7')}"
+
+    def act(self, action: Action) -> Step | Invalid:
+        found = last_number(action.text)
+        if found is None:
+            return Invalid("there is no number in what you said.")
+        if found == self._answer:
+            return Step("Right.", self._decay ** (self._turn - 1), terminated=True)
+        self._wrong.append(shown(found))
+        left = self._tries - self._turn
+        if not left:
+            return Step(f"{shown(found)} is wrong: it was {shown(self._answer)}.", terminated=True)
+        return Step(f"{shown(found)} is wrong. Think again. Tries left: {left}.")
+
+    def view(self) -> str:
+        return self._question
+
+    def state(self) -> str:
+        return f"not {', '.join(sorted(set(self._wrong)))}, {self._tries - self._turn} left"
+
+    def facts(self) -> dict[str, float | str]:
+        return {"tries": float(self._turn)}
+
+    def read(self, text: str) -> str | Invalid:
+        return text  # of any text the last number counts
+
+    def expert(self) -> str:
+        """The right answer."""
+        return self.says(shown(self._answer))
+
+    def _sum(self, noise: random.Random) -> tuple[str, Fraction]:
+        value = noise.randint(*self._numbers)
+        text = str(value)
+        for _ in range(self._terms - 1):
+            operation, number = noise.choice(self._operations), noise.randint(*self._numbers)
+            if operation == "*" and " " in text:
+                text = f"({text})"
+            text = f"{text} {operation} {number if number >= 0 else f'({number})'}"
+            value = _OPERATIONS[operation](value, number)
+        return f"What is {text}?", Fraction(value)
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number written in the text: whole, decimal or a fraction; None if there is none."""
+    last = None
+    for last in _NUMBER.finditer(text):  # noqa: B007 (the last one)
+        pass
+    if last is None or len(last[0]) > _LONGEST:
+        return None
+    try:
+        value = _fraction((last[2] or last[3]).replace(",", ""))
+    except ZeroDivisionError:
+        return None
+    return -value if last[1] else value
+
+
+def shown(number: Fraction) -> str:
+    """A number as people write it: with a point if that is exact, as a fraction if not."""
+    if number.denominator == 1:
+        return str(number.numerator)
+    short = f"{float(number):.10g}"
+    return short if Fraction(short) == number else str(number)
+
+
+def _fraction(digits: str) -> Fraction:
+    above, _, below = digits.partition("/")
+    return Fraction(above) / (Fraction(below) if below else 1)
+
+
+@lru_cache(maxsize=8)
+def _read(path: str, question: str, answer: str) -> tuple[tuple[str, Fraction], ...]:
+    """Questions and answers of a file, read once in a process."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ValueError(f"maths_retries: there is no file {str(file)!r}")
+    found: list[tuple[str, Fraction]] = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
+        if line.strip():
+            row = json.loads(line)
+            missing = [column for column in (question, answer) if column not in row]
+            value = None if missing else last_number(str(row[answer]))
+            if value is None:
+                what = f"there is no column {missing[0]!r}" if missing else f"there is no number in {answer!r}"
+                raise ValueError(f"maths_retries: {file}:{number}: {what}")
+            found.append((str(row[question]), value))
+    if not found:
+        raise ValueError(f"maths_retries: {file} has no problems")
+    return tuple(found)

@@ -1,0 +1,215 @@
+"""`python`: a question to be answered with the help of programs, which run in the sandbox.
+
+The agent writes a program, sees what it printed, and goes on until it answers:
+
+    agent         ```python
+                  print(sum(n for n in range(1000) if n % 7 == 0))
+                  ```
+    environment   71071
+    agent         <answer>71071</answer>
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date, timedelta
+from decimal import Decimal, InvalidOperation
+from types import MappingProxyType
+from typing import Literal, TypeAlias, get_args
+
+from roll.env.actions import Action, Invalid, Tool, parse
+from roll.env.base import Environment, Step
+from roll.env.resolve import register
+from roll.sandbox import Limits, Outcome, Program, run_blocking
+
+Form: TypeAlias = Literal["fence", "json"]
+Kind: TypeAlias = Literal["arithmetic", "sum", "primes", "digits", "sequence", "calendar"]
+
+TOOL = Tool("python", "code")
+_NEITHER = "There is neither a program nor <answer>…</answer> in what you said."
+
+
+@register("python")
+class PythonTool(Environment):
+    """A question whose answer is a number: one of `kinds`, drawn by the seed, or that of `question` and `answer`.
+
+    Every turn is a program, in a fenced block or, with `form` `json`, a call of the tool `python`; or the answer, between
+    `<answer>` and `</answer>`, which ends the episode: a right one is worth 1. After `turns` turns it ends anyway. A turn
+    that is neither costs `invalid_penalty`, and a program that fails `error_penalty`. Every program begins anew, and may
+    take `seconds` and `memory_mb`; of what it prints, `output_chars` are shown.
+    """
+
+    def __init__(
+        self,
+        kinds: Sequence[Kind] = get_args(Kind),
+        question: str = "",
+        answer: float | str | None = None,
+        form: Form = "fence",
+        turns: int = 4,
+        invalid_penalty: float = 0.0,
+        error_penalty: float = 0.0,
+        seconds: float = 5.0,
+        memory_mb: int = 512,
+        output_chars: int = 2000,
+    ) -> None:
+        unknown = [kind for kind in kinds if kind not in QUESTIONS]
+        if unknown or not kinds:
+            raise ValueError(f"python: kinds is {list(kinds)}: choose from {', '.join(QUESTIONS)}")
+        if form not in get_args(Form):
+            raise ValueError(f"python: form is {form!r}: write {' or '.join(get_args(Form))}")
+        if bool(question) != (answer is not None):
+            raise ValueError("python: a question needs an answer, and an answer a question")
+        if answer is not None and _number(str(answer)) is None:
+            raise ValueError(f"python: the answer is {answer!r}, which is not a number")
+        if turns < 1 or seconds <= 0 or memory_mb < 1 or output_chars < 1:
+            raise ValueError("python: turns, seconds, memory_mb and output_chars must be above 0")
+        self._kinds, self._given = list(kinds), (question, answer)
+        self._form, self._turns = form, turns
+        self._penalties = invalid_penalty, error_penalty
+        self._limits = Limits(wall_s=seconds, cpu_s=max(1, round(seconds)), memory_mb=memory_mb)
+        self._output_chars = output_chars
+        self._answer = Decimal(0)
+
+    def reset(self, seed: int) -> str:
+        question, answer = self._given
+        if answer is None:
+            dice = random.Random(f"python/{seed}")
+            question, answer = QUESTIONS[dice.choice(self._kinds)](dice)
+        self._answer = _number(str(answer)) or Decimal(0)
+        how = (
+            "in a ```python block"
+            if self._form == "fence"
+            else f"by calling the tool `{TOOL.name}` with `{TOOL.argument}`"
+        )
+        return (
+            f"{question}\n\nYou may run Python programs {how}; you are shown what they print. "
+            f"Give the answer as <answer>number</answer>. You have {self._turns} turns."
+        )
+
+    def step(self, action: str) -> Step:
+        self._turns -= 1
+        answer = parse(action, "answer")
+        if isinstance(answer, Action):
+            right = _number(answer.text) == self._answer
+            return Step("Right." if right else "Wrong.", float(right), terminated=True)
+        program = self._program(action)
+        if program is None:
+            return self._go_on(_NEITHER, 0.0 - self._penalties[0], {"invalid": 1.0})
+        outcome = run_blocking(Program(shows_last(program)), self._limits)
+        penalty = 0.0 if outcome.ok else self._penalties[1]
+        return self._go_on(self._shown(outcome), 0.0 - penalty, {"program_failed": float(not outcome.ok)})
+
+    def _program(self, action: str) -> str | None:
+        if self._form == "json":
+            call = parse(action, "json", tool=TOOL)
+            return None if isinstance(call, Invalid) else call.text
+        _, opened, rest = action.rpartition("```python")
+        if opened:
+            return rest.partition("```")[0].strip() or None
+        blocks = action.split("```")[1::2]
+        return blocks[-1].strip() or None if blocks else None
+
+    def _go_on(self, observation: str, reward: float, info: Mapping[str, float]) -> Step:
+        if not self._turns:
+            return Step(f"{observation}\nYou have no turns left.", reward, terminated=True, info=info)
+        return Step(f"{observation}\nTurns left: {self._turns}.", reward, info=info)
+
+    def _shown(self, outcome: Outcome) -> str:
+        ends = {
+            "timeout": f"It was stopped: it took more than {self._limits.wall_s:g} s.",
+            "memory": f"It was stopped: it took more than {self._limits.memory_mb} MB of memory.",
+            "output": "It was stopped: it printed too much.",
+            "disk": "It was stopped: it wrote too much.",
+            "killed": "It was stopped.",
+        }
+        said = _shortened(outcome.stdout.rstrip(), self._output_chars)
+        if not outcome.ok:
+            error = outcome.stderr.rstrip()[-self._output_chars :] if outcome.kind == "failed" else ends[outcome.kind]
+            said = f"{said}\n{error}".strip()
+        return said or "It printed nothing."
+
+
+def shows_last(source: str) -> str:
+    """The program; if its last line is a bare expression, its value is printed, as in a notebook."""
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return source
+    if not body or not isinstance(body[-1], ast.Expr):
+        return source
+    last = body[-1]
+    lines = source.encode().splitlines(keepends=True)  # columns count bytes
+    before = b"".join([*lines[: last.lineno - 1], lines[last.lineno - 1][: last.col_offset]]).decode()
+    return f"{before}print(_) if (_ := ({ast.get_source_segment(source, last)})) is not None else None"
+
+
+def _shortened(text: str, limit: int) -> str:
+    """Beginning and end of what is too long."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half} more characters …\n{text[len(text) - half :]}"
+
+
+def _number(text: str) -> Decimal | None:
+    try:
+        value = Decimal(text.replace(",", "").strip())
+    except InvalidOperation:
+        return None
+    return value if value.is_finite() else None
+
+
+def _arithmetic(dice: random.Random) -> tuple[str, int]:
+    a, b, c = dice.randint(100, 9999), dice.randint(100, 9999), dice.randint(10, 99999)
+    return f"What is {a} × {b} − {c}?", a * b - c
+
+
+def _sum(dice: random.Random) -> tuple[str, int]:
+    divisor, most = dice.randint(3, 19), dice.randint(200, 5000)
+    question = f"What is the sum of all whole numbers from 1 to {most} that are divisible by {divisor}?"
+    return question, sum(range(divisor, most + 1, divisor))
+
+
+def _primes(dice: random.Random) -> tuple[str, int]:
+    low = dice.randint(2, 2000)
+    high = low + dice.randint(50, 1000)
+    primes = [n for n in range(low, high + 1) if all(n % d for d in range(2, int(n**0.5) + 1))]
+    return f"How many prime numbers are there from {low} to {high}?", len(primes)
+
+
+def _digits(dice: random.Random) -> tuple[str, int]:
+    base, power = dice.randint(2, 30), dice.randint(10, 80)
+    return f"What is the sum of the decimal digits of {base} to the power of {power}?", sum(map(int, str(base**power)))
+
+
+def _sequence(dice: random.Random) -> tuple[str, int]:
+    first, second, place, modulus = dice.randint(1, 9), dice.randint(1, 9), dice.randint(15, 200), dice.randint(50, 9999)
+    before, now = first, second
+    for _ in range(place - 2):
+        before, now = now, before + now
+    question = (
+        f"A sequence begins with {first}, {second}, and every further number is the sum of the two before it. "
+        f"What is the remainder of its {place}th number divided by {modulus}?"
+    )
+    return question, now % modulus
+
+
+def _calendar(dice: random.Random) -> tuple[str, int]:
+    start = date(dice.randint(1950, 2000), dice.randint(1, 12), dice.randint(1, 28))
+    end = start + timedelta(days=dice.randint(100, 20000))
+    return f"How many days are there from {start} to {end}, not counting the first?", (end - start).days
+
+
+QUESTIONS: Mapping[Kind, Callable[[random.Random], tuple[str, int]]] = MappingProxyType(
+    {
+        "arithmetic": _arithmetic,
+        "sum": _sum,
+        "primes": _primes,
+        "digits": _digits,
+        "sequence": _sequence,
+        "calendar": _calendar,
+    }
+)
+"""What draws a question of each kind, and its answer."""

@@ -1,0 +1,100 @@
+"""Sokoban: push every box onto a target. Boxes can be pushed, one at a time, and never pulled.
+
+# # # # # #        # is a wall, . is floor, T is a target, B is a box, * is a box on a target,
+# . . T # #        P is you, + is you on a target
+# . B . . #
+# . P . . #
+# # . . # #
+# # # # # #
+"""
+
+from __future__ import annotations
+
+from roll.env.actions import Format
+from roll.env.grid import Cell, GridEnvironment, drawn
+from roll.env.resolve import register
+from roll.env.sokoban_room import Room, make_room, solve
+
+
+@register("sokoban")
+class Sokoban(GridEnvironment):
+    """A room of `height` × `width` cells, walls included, with `boxes` boxes, that takes `min_pushes` to `max_pushes`
+    pushes (0: any number). A move costs `step_cost`; a box is worth `box_reward` when it comes onto a target, and as much
+    less when it leaves one; `done_reward` is for all of them."""
+
+    def __init__(
+        self,
+        height: int = 6,
+        width: int = 6,
+        boxes: int = 1,
+        min_pushes: int = 2,
+        max_pushes: int = 0,
+        step_cost: float = 0.1,
+        box_reward: float = 1.0,
+        done_reward: float = 10.0,
+        moves: int = 1,
+        format: Format = "answer",
+        invalid_penalty: float = 0.0,
+        turns: int = 30,
+    ) -> None:
+        super().__init__(moves, format, invalid_penalty, turns)
+        self._shape = (height, width, boxes, min_pushes, max_pushes)
+        self._step_cost, self._box_reward, self._done_reward = step_cost, box_reward, done_reward
+        self._room: Room | None = None
+        self._plan: list[str] | None = None
+
+    @property
+    def room(self) -> Room:
+        """The room as it is now."""
+        assert self._room is not None, "an environment is reset first"
+        return self._room
+
+    def begin(self, seed: int) -> str:
+        self._room, self._plan = make_room(seed, *self._shape), None
+        return (
+            "You are in a warehouse. Push every box onto a target. You can push one box at a time, and pull none.\n"
+            "# is a wall, . is floor, T is a target, B is a box, * is a box on a target, P is you, + is you on a target."
+            f"\n{self.how()}\n\n{self.view()}"
+        )
+
+    def move(self, direction: str) -> tuple[float, str]:
+        before, after = self.room, self.room.moved(direction)
+        self._plan = self._plan[1:] if self._plan and self._plan[0] == direction else None
+        if after is None:
+            return -self._step_cost, "You did not move: there is a wall or a stuck box that way."
+        self._room = after
+        gained = len(after.boxes & after.targets) - len(before.boxes & before.targets)
+        reward = gained * self._box_reward - self._step_cost
+        if after.solved:
+            return reward + self._done_reward, "Every box is on a target."
+        return reward, "The box is on a target." if gained > 0 else "The box is off its target." if gained < 0 else ""
+
+    def view(self) -> str:
+        rows, columns = range(self.room.height), range(self.room.width)
+        return drawn([self._symbol((row, column)) for column in columns] for row in rows)
+
+    def state(self) -> str:
+        return f"{self.room.player} {sorted(self.room.boxes)}"
+
+    @property
+    def over(self) -> bool:
+        return self.room.solved
+
+    @property
+    def success(self) -> bool:
+        return self.room.solved
+
+    def plan(self) -> list[str] | None:
+        self._plan = self._plan or solve(self.room)
+        return self._plan
+
+    def _symbol(self, cell: Cell) -> str:
+        room = self.room
+        if cell not in room.floor:
+            return "#"
+        on_target = cell in room.targets
+        if cell == room.player:
+            return "+" if on_target else "P"
+        if cell in room.boxes:
+            return "*" if on_target else "B"
+        return "T" if on_target else "."

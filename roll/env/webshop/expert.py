@@ -1,0 +1,85 @@
+"""A shopper who knows what is wanted and does what leads there.
+
+It looks at nothing but the place it is called in, so it can go on from wherever another agent has got to. What it
+searches for are words of the goal, and what it buys is the first result that has all that is asked for: an agent can
+learn both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from roll.env.webshop.catalogue import Goal, Product
+from roll.env.webshop.reward import option_fits, score
+from roll.env.webshop.store import BACK, BUY, NEXT, PREV, Place, Store
+from roll.env.webshop.text import words
+
+
+class Expert:
+    """For one goal in one store."""
+
+    def __init__(self, store: Store, goal: Goal) -> None:
+        self._store = store
+        self._goal = goal
+        self._fitting: dict[str, bool] = {}
+
+    def action(self, place: Place) -> str:
+        """What to do there."""
+        return f"click[{self._click(place)}]" if place.keywords else f"search[{self._keywords()}]"
+
+    def _keywords(self) -> str:
+        """The first of some queries that finds what is wanted; the title of a product that is, where none does."""
+        goal = self._goal
+        plain = " ".join((*goal.attributes, goal.product.query))
+        for query in (plain, " ".join((plain, *goal.options)), goal.product.query, goal.instruction):
+            if any(self._fits(product) for product in self._store.catalogue.search(query)):
+                return query
+        return goal.product.title
+
+    def _click(self, place: Place) -> str:
+        if place.tab:
+            return PREV
+        if not place.product:
+            return self._among_results(place)
+        product = self._store.product(place)
+        if not self._fits(product):
+            return PREV
+        plan = plan_of(self._goal, product)
+        missing = next((value for axis, value in plan.items() if place.options.get(axis) != value), None)
+        if missing is not None:
+            return missing
+        harm = score(self._goal, product, place.options).reward < score(self._goal, product, plan).reward
+        return PREV if harm else BUY  # going back takes back a choice that nobody asked for and that costs too much
+
+    def _among_results(self, place: Place) -> str:
+        results = self._store.results(place)
+        number = next((number for number, product in enumerate(results) if self._fits(product)), None)
+        if number is None:
+            return BACK
+        page = number // self._store.page_size + 1
+        if page == place.page:
+            return results[number].id
+        return NEXT if page > place.page else PREV
+
+    def _fits(self, product: Product) -> bool:
+        """Whether it can be bought as wanted, or is the very thing that the goal was made of."""
+        if product.id not in self._fitting:
+            best = score(self._goal, product, plan_of(self._goal, product)).reward
+            self._fitting[product.id] = product is self._goal.product or best == 1.0
+        return self._fitting[product.id]
+
+
+def plan_of(goal: Goal, product: Product) -> Mapping[str, str]:
+    """The options of a product to choose, by axis: those that fit the goal's, the same rather than one like it."""
+    plan: dict[str, str] = {}
+    for wanted in goal.options:
+        fitting = [
+            (words(value) != words(wanted), axis, value)
+            for axis, values in product.options.items()
+            for value in values
+            if axis not in plan and option_fits(axis, value, wanted)
+        ]
+        if fitting:
+            _, axis, value = min(fitting)
+            plan[axis] = value
+    return plan

@@ -1,0 +1,185 @@
+"""A catalogue read from the data files of the original WebShop.
+
+`items_shuffle*.json` is a list of products, `items_ins_v2*.json` has attributes and made-up instructions by product id,
+`items_human_ins*.json` people's instructions; where the last is there, the goals are those. What of a field is not as it
+should be, is as if missing: a product needs an id and a name, a goal an instruction and attributes, nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from itertools import product as combinations
+from pathlib import Path
+from typing import Any
+
+from roll.config.errors import UserError
+from roll.env.webshop.catalogue import Catalogue, Goal, Product
+
+_CHUNK_CHARS = 1 << 20
+_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+_NO_PRICE = 100.0
+"""What a product costs that says no price, as in the original."""
+_COMBINATIONS = 64
+"""How many combinations of a product's options become goals where goals are made up, at most."""
+
+
+def read(folder: Path, products: int, seed: int) -> Catalogue:
+    """The first so many products of the folder's files (0: all), and their goals, in an order that the seed decides."""
+    if not folder.is_dir():
+        raise UserError(f"webshop: data is {str(folder)!r}, which is no folder: write that of items_shuffle.json")
+    attributes = _by_id(_file(folder, "items_ins_v2", products))
+    found: dict[str, Product] = {}
+    for item in _items(_required(folder, "items_shuffle", products)):
+        made = _product(item, attributes.get(_text(item.get("asin")), {}), seed)
+        if made is not None:
+            found.setdefault(made.id, made)
+        if len(found) == products:
+            break
+    rng = random.Random(f"webshop/files/{seed}")
+    human = _file(folder, "items_human_ins", products)
+    every = list(_human_goals(found, _by_id(human), rng) if human else _made_goals(found, attributes, rng))
+    goals = list({goal.instruction: goal for goal in every}.values())
+    if not goals:
+        raise UserError(f"webshop: the files in {str(folder)!r} hold {len(found)} products, but no instruction for any")
+    rng.shuffle(goals)
+    return Catalogue(tuple(found.values()), tuple(goals))
+
+
+def _file(folder: Path, stem: str, products: int) -> Path | None:
+    """The folder's file of that stem. Of several, such as the original's excerpt of 1000 products beside all of them, the
+    smallest that promises enough by the number in its name."""
+    files = sorted(folder.glob(f"{stem}*.json"), key=lambda path: (_promised(path), path.name))
+    enough = [path for path in files if products and _promised(path) >= products]
+    return enough[0] if enough else files[-1] if files else None
+
+
+def _promised(path: Path) -> float:
+    number = re.search(r"_(\d+)$", path.stem)
+    return float(number[1]) if number else math.inf
+
+
+def _required(folder: Path, stem: str, products: int) -> Path:
+    file = _file(folder, stem, products)
+    if file is None:
+        raise UserError(f"webshop: data is {str(folder)!r}, where there is no {stem}.json")
+    return file
+
+
+def _by_id(file: Path | None) -> Mapping[str, Any]:
+    if file is None:
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"webshop: {file} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"webshop: {file} is not an object of JSON, by product id")
+    return value
+
+
+def _items(file: Path) -> Iterator[Mapping[str, Any]]:
+    """The objects of a JSON list, one by one: the original's list takes gigabytes when read as one."""
+    decoder, rest, last = json.JSONDecoder(), "", False
+    with file.open(encoding="utf-8") as source:
+        while not last:
+            chunk = source.read(_CHUNK_CHARS)
+            last = not chunk
+            rest, at = rest + chunk, 0
+            while (begin := rest.find("{", at)) >= 0:
+                try:
+                    value, at = decoder.raw_decode(rest, begin)
+                except ValueError as error:
+                    if last:
+                        raise UserError(f"webshop: {file} is not a list of JSON objects: {error}") from error
+                    break
+                yield value
+            rest = rest[at:]
+
+
+def _product(item: Mapping[str, Any], described: Any, seed: int) -> Product | None:
+    id, title = _text(item.get("asin")), _text(item.get("name"))
+    if not id or not title or id == "nan":
+        return None
+    return Product(
+        id=id,
+        title=title,
+        price=_price(item.get("pricing"), random.Random(f"webshop/price/{seed}/{id}")),
+        query=_text(item.get("query")).lower(),
+        category=_text(item.get("product_category")),
+        attributes=_texts(described.get("attributes") if isinstance(described, dict) else None),
+        options=_options(item.get("customization_options")),
+        features=_texts(item.get("small_description")),
+        description=_text(item.get("full_description")),
+    )
+
+
+def _price(pricing: Any, rng: random.Random) -> float:
+    """`$12.99`, or something within `$10.99$24.99`."""
+    if isinstance(pricing, int | float):
+        return float(pricing)
+    prices = [float(number.replace(",", "")) for number in _NUMBER.findall(_text(pricing))][:2]
+    return round(rng.uniform(*prices), 2) if len(prices) == 2 else (prices or [_NO_PRICE])[0]
+
+
+def _options(value: Any) -> dict[str, tuple[str, ...]]:
+    options: dict[str, tuple[str, ...]] = {}
+    for axis, choices in value.items() if isinstance(value, dict) else ():
+        named = [_text(choice.get("value") if isinstance(choice, dict) else choice) for choice in choices or ()]
+        if any(named):
+            options[_text(axis).lower()] = tuple(dict.fromkeys(name.lower() for name in named if name))
+    return options
+
+
+def _human_goals(products: Mapping[str, Product], said: Mapping[str, Any], rng: random.Random) -> Iterator[Goal]:
+    for id, product in products.items():
+        for one in _sequence(said.get(id)):
+            if isinstance(one, dict):
+                yield from _goal(product, one.get("instruction"), one.get("instruction_attributes"), _chosen(one), rng)
+
+
+def _made_goals(products: Mapping[str, Product], said: Mapping[str, Any], rng: random.Random) -> Iterator[Goal]:
+    """A goal for every combination of a product's options."""
+    for id, product in products.items():
+        one = said.get(id)
+        if not isinstance(one, dict):
+            continue
+        axes = sorted(product.options)
+        for values in islice(combinations(*(product.options[axis] for axis in axes)), _COMBINATIONS):
+            wishes = ", and ".join(f"{axis}: {value}" for axis, value in zip(axes, values, strict=True))
+            text = _text(one.get("instruction"))
+            text = f"{text.rstrip('.')} with {wishes}" if text and wishes else text
+            yield from _goal(product, text, one.get("instruction_attributes"), values, rng)
+
+
+def _goal(product: Product, text: Any, attributes: Any, options: Sequence[str], rng: random.Random) -> Iterator[Goal]:
+    """The goal, if it says anything that can be checked. Its limit is one of the four tens above the price, not the
+    lowest."""
+    text, wanted = _text(text).rstrip("."), _texts(attributes)
+    if text and wanted:
+        limit = (product.price // 10 + rng.choice((2, 3, 3, 4, 4, 4))) * 10.0
+        yield Goal(f"{text}, and price lower than {limit:.2f} dollars", product, wanted, tuple(options), limit)
+
+
+def _chosen(one: Mapping[str, Any]) -> tuple[str, ...]:
+    options = one.get("instruction_options")
+    return _texts(list(options.values()) if isinstance(options, dict) else options)
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    return tuple(filter(None, map(_text, [value] if isinstance(value, str) else _sequence(value))))
+
+
+def _sequence(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _text(value: Any) -> str:
+    """A text on one line. Half a pair of surrogates, which JSON can spell, is no character."""
+    if not isinstance(value, str):
+        return ""
+    return " ".join(value.encode("utf-8", "replace").decode("utf-8").split())

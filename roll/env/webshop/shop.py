@@ -1,0 +1,132 @@
+"""The environment: an episode in a shop."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from functools import cache
+from pathlib import Path
+
+from roll.env.actions import ActingEnvironment, Action, Format, Invalid
+from roll.env.base import Step
+from roll.env.resolve import register
+from roll.env.webshop.catalogue import Catalogue
+from roll.env.webshop.expert import Expert
+from roll.env.webshop.files import read
+from roll.env.webshop.generate import generate
+from roll.env.webshop.reward import score
+from roll.env.webshop.store import Place, Store, is_buy
+from roll.env.webshop.views import PAGE_SIZES, VIEWS, View
+
+# What is in the brackets may hold a pair of them itself. Possessive, so that no text takes long.
+_ACTION = re.compile(r"\b(search|click)\s?\[((?:[^\[\]\n]++|\[[^\[\]\n]*+\])*+)\]", re.IGNORECASE)
+
+_OPENING = threading.Lock()
+
+
+@register("webshop")
+class WebShop(ActingEnvironment):
+    """Buy what an instruction asks for, by `search[keywords]` and `click[element]`.
+
+    The reward comes with the purchase: the paper's, from 0 to 1. The seed is the number of a goal, and no two goals of a
+    catalogue ask for the same. The catalogue has `products` products, generated from `catalogue_seed`, or read from the
+    original's files in the folder `data` (where 0 is all of them). The `view` is `compact` or, as the original's, `full`;
+    a page has `page_size` results (0: 5 of them, or 10).
+    """
+
+    def __init__(
+        self,
+        products: int = 4000,
+        catalogue_seed: int = 0,
+        data: str = "",
+        view: View = "compact",
+        page_size: int = 0,
+        format: Format = "free",
+        invalid_penalty: float = 0.05,
+        turns: int = 15,
+    ) -> None:
+        super().__init__(format, invalid_penalty, turns)
+        if view not in VIEWS:
+            raise ValueError(f"webshop: view is {view!r}: write {' or '.join(VIEWS)}")
+        if products < (0 if data else 1) or page_size < 0:
+            raise ValueError(f"webshop: {products=}, {page_size=}: write how many, above 0")
+        self._store = Store(open_catalogue(products, catalogue_seed, data), page_size or PAGE_SIZES[view])
+        self._view = VIEWS[view]
+        self._place = Place()
+        self._bought = False
+
+    def begin(self, seed: int) -> str:
+        goals = self._store.catalogue.goals
+        if not 0 <= seed < len(goals):
+            raise ValueError(f"webshop: the seed is {seed}, but the goals of this catalogue are 0 to {len(goals) - 1}")
+        self._goal = goals[seed]
+        self._expert = Expert(self._store, self._goal)
+        self._place, self._bought = Place(), False
+        return (
+            "You are shopping in a web store. Find what is asked for, choose its options, then buy it.\n"
+            f"Each turn, write only one action: {self.says('search[keywords]')} on the search page, or "
+            f"{self.says('click[element]')} for something on the page, such as click[Buy Now].\n"
+            f"Instruction: {self._goal.instruction}\n\n{self.view()}"
+        )
+
+    def read(self, text: str) -> str | Invalid:
+        """The last action in what was said."""
+        found = [match[0] for match in _ACTION.finditer(text)]
+        return found[-1] if found else Invalid("there is no search[keywords] or click[element] in what you said.")
+
+    def act(self, action: Action) -> Step | Invalid:
+        said = _ACTION.search(action.text)
+        if said is None:
+            return Invalid("an action is search[keywords] or click[element].")
+        verb, argument = said[1].lower(), said[2].strip()
+        if verb == "click" and is_buy(argument) and self._place.product and not self._place.tab:
+            return self._buy()
+        place = (self._store.search if verb == "search" else self._store.click)(self._place, argument)
+        if place is None:
+            return self._refused(verb, argument)
+        self._place = place
+        return Step(self.view())
+
+    def view(self) -> str:
+        return self._view(self._store, self._place, self._goal.instruction)
+
+    def state(self) -> str:
+        return str(self._place)
+
+    def expert(self) -> str | None:
+        """What leads to the best purchase from here; None once something is bought or no turn is left."""
+        over = self._bought or 0 < self._turns <= self._turn
+        return None if over else self.says(self._expert.action(self._place))
+
+    def _buy(self) -> Step:
+        self._bought = True
+        product, options = self._store.product(self._place), self._place.options
+        judged = score(self._goal, product, options)
+        parts: dict[str, float | str] = {
+            "type": judged.kind,
+            "attributes": judged.attributes / (judged.asked_attributes or 1),
+            "options": judged.options / judged.asked_options if judged.asked_options else 1.0,
+            "price": float(judged.price),
+            "success": float(judged.reward == 1.0),
+        }
+        chosen = f" ({', '.join(options.values())})" if options else ""
+        said = f"You bought {product.title}{chosen} for ${product.price_with(options):.2f}. Score: {judged.reward:.2f}"
+        return Step(said, judged.reward, terminated=True, info=parts)
+
+    def _refused(self, verb: str, argument: str) -> Invalid:
+        if verb == "click":
+            return Invalid(f"there is nothing called {argument[:60]!r} to click here.")
+        return Invalid("the search bar is on the search page." if self._place.keywords else "you searched for nothing.")
+
+
+def open_catalogue(products: int, seed: int, data: str = "") -> Catalogue:
+    """The catalogue of these parameters, made when first asked for in this process and then shared. Episodes begin in
+    many threads at once, and only one of them makes it."""
+    with _OPENING:
+        return _made(products, seed, os.path.abspath(data) if data else "")
+
+
+@cache
+def _made(products: int, seed: int, data: str) -> Catalogue:
+    return read(Path(data), products, seed) if data else generate(products, seed)

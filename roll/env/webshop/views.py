@@ -1,0 +1,97 @@
+"""What an agent sees: pages of a shop as text.
+
+`compact` is for small models: short titles, each axis of options on one line, the instruction in the beginning only; what
+can be clicked is written as the action. `full` is as the original's text mode: all texts of a page in order, the
+instruction on each, then what can be done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, TypeAlias
+
+from roll.env.webshop.catalogue import Product
+from roll.env.webshop.store import BUY, TABS, Place, Store
+from roll.env.webshop.text import shorten
+
+View: TypeAlias = Literal["compact", "full"]
+
+TITLE_CHARS = 80
+"""Titles are not longer in a compact list of results."""
+
+
+def compact(store: Store, place: Place, instruction: str) -> str:
+    """A page in few words."""
+    if not place.keywords:
+        return "Search page. Write search[ and the keywords, for example: search[red wool socks]"
+    lines = _compact_product(store, place) if place.product else _compact_results(store, place)
+    return "\n".join((*lines, " ".join(f"click[{button}]" for button in store.buttons(place))))
+
+
+def full(store: Store, place: Place, instruction: str) -> str:
+    """A page with all that is on it."""
+    texts = ["WebShop", "Instruction:", instruction, "Search"] if not place.keywords else ["Instruction:", instruction]
+    if place.product:
+        texts += _full_product(store, place)
+    elif place.keywords:
+        texts += _full_results(store, place)
+    actions = [f"click[{element}]" for element in store.elements(place)] or ["search[keywords]"]
+    return f"{' [SEP] '.join(texts)}\nAvailable actions: {', '.join(actions)}"
+
+
+VIEWS: dict[View, Callable[[Store, Place, str], str]] = {"compact": compact, "full": full}
+PAGE_SIZES: dict[View, int] = {"compact": 5, "full": 10}
+
+
+def tab_text(product: Product, tab: str) -> list[str]:
+    """What a tab says."""
+    said = {"Description": [product.description], "Features": product.features, "Attributes": product.attributes}[tab]
+    return [text for text in said if text] or ["Nothing is said here."]
+
+
+def _compact_results(store: Store, place: Place) -> list[str]:
+    found, shown = store.results(place), store.shown(place)
+    if not found:
+        return [f"Nothing found for: {place.keywords}"]
+    first = (place.page - 1) * store.page_size + 1
+    lines = [f"click[{product.id}] {shorten(product.title, TITLE_CHARS)}, {_price(product.price)}" for product in shown]
+    return [f"Results {first} to {first + len(shown) - 1} of {len(found)}:", *lines]
+
+
+def _compact_product(store: Store, place: Place) -> list[str]:
+    product = store.product(place)
+    if place.tab:
+        return [f"{place.tab}: {'; '.join(tab_text(product, place.tab))}"]
+    axes = [f"{axis}: {' | '.join(_values(product, axis, place))}" for axis in product.options]
+    return [f"{product.title}, {_price(product.price_with(place.options))}", *axes]
+
+
+def _values(product: Product, axis: str, place: Place) -> list[str]:
+    """The values of an axis, with what they add to the price; the chosen one is marked."""
+    values = []
+    for value in product.options[axis]:
+        extra = product.extra.get((axis, value), 0.0)
+        mark = " (chosen)" if place.options.get(axis) == value else ""
+        values.append(f"{value}{f' +{_price(extra)}' if extra else ''}{mark}")
+    return values
+
+
+def _full_results(store: Store, place: Place) -> list[str]:
+    texts = ["Back to Search", f"Page {place.page} (Total results: {len(store.results(place))})"]
+    texts += [button for button in store.buttons(place) if button not in texts]
+    for product in store.shown(place):
+        texts += [product.id, product.title, _price(product.price)]
+    return texts
+
+
+def _full_product(store: Store, place: Place) -> list[str]:
+    product, texts = store.product(place), ["Back to Search", "< Prev"]
+    if place.tab:
+        return texts + tab_text(product, place.tab)
+    for axis in product.options:
+        texts += [axis, *_values(product, axis, place)]
+    return [*texts, product.title, f"Price: {_price(product.price_with(place.options))}", *TABS, BUY]
+
+
+def _price(dollars: float) -> str:
+    return f"${dollars:.2f}"

@@ -1,0 +1,43 @@
+"""A model's tensors under the names, and in the pieces, that its checkpoints have.
+
+`transformers` holds some models otherwise in memory than in files: the experts of a layer as one tensor, say. Engines of
+others read what is in files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PretrainedConfig
+
+
+def checkpoint_form(shape: PretrainedConfig, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors as they would be saved, layer by layer: beside what is given there is a copy of one layer at most."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape)
+    for _, some in groupby(tensors, key=lambda item: _layer(item[0])):
+        yield from revert_weight_conversion(model, dict(some)).items()
+
+
+def _layer(name: str) -> str:
+    """The part of a tensor's name that all of its layer's have."""
+    found = re.match(r".*?\.\d+\.", name)
+    return found[0] if found is not None else ""
+
+
+def with_tied(shape: PretrainedConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, and those of the model that are tied to one of them, under their own names too."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    tied = getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(shape)], "_tied_weights_keys", None) or {}
+    found = {name: tensors[source] for name, source in tied.items() if source in tensors and name not in tensors}
+    return {**tensors, **found}

@@ -1,0 +1,182 @@
+"""`code`: the program in the text passes the task's tests, which run in the sandbox.
+
+The program never shares a process with what is expected of it: outputs and results are compared here, and tests that are
+code themselves run in a sandbox of their own. So it gains nothing by ending early, by printing what a test would print,
+by changing `assert` or `==`, or by searching its memory and files: it has to give the right answers.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+from roll.data.task import Response, Task
+from roll.reward.code_tests import AssertTest, CallTest, CodeTest, CodeTests, InOut, tests_of
+from roll.sandbox import Limits, Program, Sandbox, best, run_blocking
+from roll.sandbox.calls import Call, Returned, call_all, check_all
+
+Credit: TypeAlias = Literal["all", "share"]
+Block: TypeAlias = Literal["last", "first", "all", "text"]
+
+_FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Code:
+    """What the program in the text is worth: 1 if it passes all tests, else 0; or the share of tests that it passes."""
+
+    credit: Credit = "all"
+    """`all`: all tests or nothing. `share`: the share of tests passed."""
+    block: Block = "last"
+    """Which fenced block of the text is the program: `last`, `first`, or `all`, one after the other. A text that has
+    none is the program itself, and so, with `text`, is every one."""
+    seconds: float = 4.0
+    """What one program may compute; by the clock it may take twice that, so that a busy machine fails nobody. Each input
+    is a program of its own; all calls of a response, and all its assertions, are one."""
+    total_s: float = 8.0
+    """What all tests of one response may take; those not begun by then have failed. Keep `reward.deadline_s` above it."""
+    memory_mb: int = 512
+    """Memory of one program."""
+    tolerance: float = 0.0
+    """How far, relatively, a number may be off (in outputs too) and still be right."""
+
+    def __post_init__(self) -> None:
+        for name, kind in (("credit", Credit), ("block", Block)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name} is {getattr(self, name)!r}, but takes {' or '.join(get_args(kind))}")
+        for name in ("seconds", "total_s", "memory_mb"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, but must be above 0")
+        if self.tolerance < 0:
+            raise ValueError(f"tolerance is {self.tolerance}, but must be 0 or above")
+
+    def __call__(self, task: Task, response: Response) -> Mapping[str, float]:
+        tests = tests_of(task)
+        source = program_in(response.text, self.block)
+        passed = self.passed(source, tests) if source.strip() else [False] * len(tests.tests)
+        share = sum(passed) / len(passed)
+        return {"reward": float(all(passed)) if self.credit == "all" else share, "tests_passed": share}
+
+    def warm_up(self) -> None:
+        """Finds the sandbox, which the first verdict would have to."""
+        best()
+
+    def passed(self, source: str, tests: CodeTests, sandbox: Sandbox | None = None) -> list[bool]:
+        """Of each test, whether the program passes it. Where only all of them count, the first failure ends it."""
+        trial = _Trial(self, f"{tests.prefix}\n{source}" if tests.prefix else source, tests.setup, sandbox or best())
+        passed: list[bool] = []
+        for batch in _batches(tests.tests):
+            if self.credit == "all" and not all(passed):
+                break
+            passed += trial.run(batch)
+        return passed + [False] * (len(tests.tests) - len(passed))
+
+
+@dataclass
+class _Trial:
+    """A program on its way through its tests."""
+
+    code: Code
+    source: str
+    setup: str
+    sandbox: Sandbox
+
+    def __post_init__(self) -> None:
+        self._until_s = time.monotonic() + self.code.total_s
+
+    def run(self, batch: Sequence[CodeTest]) -> list[bool]:
+        wall_s = min(2 * self.code.seconds, self._until_s - time.monotonic())
+        if wall_s <= 0:
+            return [False] * len(batch)
+        limits = Limits(wall_s=wall_s, cpu_s=math.ceil(self.code.seconds), memory_mb=self.code.memory_mb)
+        calls = [test for test in batch if isinstance(test, CallTest)]
+        if calls:
+            return self._calls(calls, limits)
+        asserts = [test for test in batch if isinstance(test, AssertTest)]
+        if asserts:
+            return self._asserts(asserts, limits)
+        return [self._in_out(test, limits) for test in batch if isinstance(test, InOut)]
+
+    def _in_out(self, test: InOut, limits: Limits) -> bool:
+        outcome = run_blocking(Program(self.source, test.stdin.encode()), limits, self.sandbox)
+        return outcome.ok and same_output(test.stdout, outcome.stdout, self.code.tolerance)
+
+    def _calls(self, tests: Sequence[CallTest], limits: Limits) -> list[bool]:
+        calls = [Call(test.name, test.arguments, test.named) for test in tests]
+        results, _ = call_all(self.sandbox, self.source, calls, limits)
+        return [
+            isinstance(result, Returned) and same(test.result, result.value, self.code.tolerance, test.exact)
+            for test, result in zip(tests, results, strict=True)
+        ]
+
+    def _asserts(self, tests: Sequence[AssertTest], limits: Limits) -> list[bool]:
+        names = list(dict.fromkeys(name for test in tests for name in test.names))
+        texts = [test.text for test in tests]
+        failures, _ = check_all(self.sandbox, self.source, self.setup, texts, names, limits)
+        return [not failure for failure in failures]
+
+
+def program_in(text: str, block: Block = "last") -> str:
+    """The program that a text holds. A block that is not closed goes on to the end."""
+    blocks = [found[1] for found in _FENCE.finditer(text)] if block != "text" else []
+    if not blocks:
+        return text
+    if block == "all":
+        return "\n".join(blocks)
+    return blocks[-1] if block == "last" else blocks[0]
+
+
+def same_output(expected: str, got: str, tolerance: float = 0.0) -> bool:
+    """Whether two outputs are the same but for spaces at the ends of lines and empty lines at the end; with a tolerance,
+    words that are numbers may be that far off."""
+    left, right = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (expected, got))
+    if left == right or not tolerance:
+        return left == right
+    if len(left) != len(right):
+        return False
+    words = [(a.split(), b.split()) for a, b in zip(left, right, strict=True)]
+    return all(len(a) == len(b) and all(map(lambda x, y: _same_word(x, y, tolerance), a, b)) for a, b in words)
+
+
+def same(expected: Any, got: Any, tolerance: float = 0.0, exact: bool = False) -> bool:
+    """Whether two plain values are equal; numbers may be that far off, and unless `exact`, a tuple is a list."""
+    if exact and not tolerance:
+        return bool(expected == got)
+    if isinstance(expected, list | tuple) and isinstance(got, list | tuple):
+        alike = not exact or type(expected) is type(got)
+        return alike and len(expected) == len(got) and all(
+            same(a, b, tolerance, exact) for a, b in zip(expected, got, strict=True)
+        )  # fmt: skip
+    if isinstance(expected, dict) and isinstance(got, dict):
+        return expected.keys() == got.keys() and all(same(expected[key], got[key], tolerance, exact) for key in expected)
+    if tolerance and _is_number(expected) and _is_number(got):
+        return math.isclose(expected, got, rel_tol=tolerance, abs_tol=tolerance)
+    return bool(expected == got)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _same_word(left: str, right: str, tolerance: float) -> bool:
+    if left == right:
+        return True
+    try:
+        return math.isclose(float(left), float(right), rel_tol=tolerance, abs_tol=tolerance)
+    except ValueError:
+        return False
+
+
+def _batches(tests: Sequence[CodeTest]) -> list[list[CodeTest]]:
+    """Neighbours of one kind that can share a process; each input has one of its own."""
+    batches: list[list[CodeTest]] = []
+    for test in tests:
+        if batches and type(batches[-1][-1]) is type(test) and not isinstance(test, InOut):
+            batches[-1].append(test)
+        else:
+            batches.append([test])
+    return batches

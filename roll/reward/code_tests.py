@@ -1,0 +1,177 @@
+"""From a task to its tests: what a program has to do to be right.
+
+A task carries tests in its `info`, in one of these forms (docs/sandbox.md):
+
+    tests: [{stdin: "2 3\\n", stdout: "5\\n"}, {call: add, args: [2, 3], result: 5}, {assert: "assert add(2, 3) == 5"}]
+    test_list: ["assert add(2, 3) == 5"], test_setup_code: ""          as in MBPP
+    test: "def check(candidate): …", entry_point: add, prompt: "…"     as in HumanEval
+    inputs: […], outputs: […], fn_name: add                            as in APPS and TACO, also as `input_output`
+
+An assertion that compares a call with a literal becomes a call, so that the comparison is made outside of the sandbox.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from roll.data.task import Task
+
+
+@dataclass(frozen=True)
+class InOut:
+    """The program, given that input, must write that output."""
+
+    stdin: str
+    stdout: str
+
+
+@dataclass(frozen=True)
+class CallTest:
+    """A function, called so, must return that."""
+
+    name: str
+    arguments: Sequence[Any]
+    result: Any
+    named: Mapping[str, Any] = field(default_factory=dict)
+    exact: bool = False
+    """Whether a tuple is no list, as in Python. Results that were written as JSON know no tuples."""
+
+
+@dataclass(frozen=True)
+class AssertTest:
+    """Code that must run without an error, and the names in it that the program must define."""
+
+    text: str
+    names: tuple[str, ...]
+
+
+CodeTest: TypeAlias = InOut | CallTest | AssertTest
+
+
+@dataclass(frozen=True)
+class CodeTests:
+    """What a program is judged by."""
+
+    tests: tuple[CodeTest, ...]
+    setup: str = ""
+    """What comes before every assertion."""
+    prefix: str = ""
+    """What comes before the program."""
+
+
+def tests_of(task: Task) -> CodeTests:
+    """The task's tests; `ValueError` if it has none or they cannot be read."""
+    info = task.info
+    try:
+        found = _tests_of(info)
+    except (KeyError, TypeError, ValueError, SyntaxError) as error:
+        raise ValueError(f"the tests of task {task.id!r} cannot be read: {type(error).__name__}: {error}") from error
+    if found is None or not found.tests:
+        known = "tests, test_list, test with entry_point, inputs with outputs, or input_output"
+        raise ValueError(f"task {task.id!r} has no tests: its info needs {known}")
+    return found
+
+
+def _tests_of(info: Mapping[str, Any]) -> CodeTests | None:
+    if "tests" in info:
+        setup = str(info.get("setup") or "")
+        tests = tuple(_written(test, setup) for test in _sequence(info["tests"]))
+        return CodeTests(tests, setup, str(info.get("prefix") or ""))
+    if "test_list" in info:
+        setup = str(info.get("test_setup_code") or "")
+        return CodeTests(tuple(assertion(text, setup) for text in _sequence(info["test_list"])), setup)
+    if "test" in info and "entry_point" in info:
+        text = f"{info['test']}\n\ncheck({info['entry_point']})"
+        return CodeTests((AssertTest(text, free_names(text)),), prefix=str(info.get("prompt") or ""))
+    if "input_output" in info:
+        return _pairs(json.loads(info["input_output"]) if isinstance(info["input_output"], str) else info["input_output"])
+    return _pairs(info) if "inputs" in info and "outputs" in info else None
+
+
+def assertion(text: str, setup: str = "") -> CallTest | AssertTest:
+    """One assertion: as a call where it compares one with a literal, so that the comparison is made outside."""
+    if not setup.strip() and (call := _as_call(text)) is not None:
+        return call
+    return AssertTest(text, free_names(f"{setup}\n{text}"))
+
+
+def free_names(text: str) -> tuple[str, ...]:
+    """Names that code uses, and that neither it nor Python defines."""
+    bound: set[str] = set()
+    used: dict[str, None] = {}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Name):
+            if isinstance(node.ctx, ast.Load):
+                used[node.id] = None
+            else:
+                bound.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            bound.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            bound |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    return tuple(name for name in used if name not in bound and not hasattr(builtins, name))
+
+
+def _as_call(text: str) -> CallTest | None:
+    try:
+        body = ast.parse(text).body
+    except SyntaxError:
+        return None
+    if len(body) != 1 or not isinstance(body[0], ast.Assert) or not isinstance(body[0].test, ast.Compare):
+        return None
+    compare = body[0].test
+    call = compare.left
+    if len(compare.ops) != 1 or not isinstance(compare.ops[0], ast.Eq) or not isinstance(call, ast.Call):
+        return None
+    if not isinstance(call.func, ast.Name) or any(keyword.arg is None for keyword in call.keywords):
+        return None  # a function of Python's own name is the program's too: nobody tests Python on literals
+    try:
+        arguments = [ast.literal_eval(argument) for argument in call.args]
+        named = {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in call.keywords}
+        result = ast.literal_eval(compare.comparators[0])
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None
+    return CallTest(call.func.id, arguments, result, named, exact=True)
+
+
+def _written(test: Any, setup: str) -> CodeTest:
+    if isinstance(test, str):
+        return assertion(test, setup)
+    if "assert" in test:
+        return assertion(str(test["assert"]), setup)
+    if "call" in test:
+        return CallTest(str(test["call"]), _sequence(test.get("args", [])), test["result"], test.get("kwargs") or {})
+    return InOut(str(test["stdin"]), str(test["stdout"]))
+
+
+def _pairs(info: Mapping[str, Any]) -> CodeTests:
+    inputs, outputs = _sequence(info["inputs"]), _sequence(info["outputs"])
+    if len(inputs) != len(outputs):
+        raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
+    name = info.get("fn_name")
+    pairs = list(zip(inputs, outputs, strict=True))
+    if name:
+        return CodeTests(tuple(CallTest(str(name), _sequence(given), result) for given, result in pairs))
+    return CodeTests(tuple(InOut(_text(given), _text(result)) for given, result in pairs))
+
+
+def _text(value: Any) -> str:
+    """Some data has the lines of a text as a list."""
+    return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _sequence(value: Any) -> Sequence[Any]:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
+        if hasattr(value, "tolist"):  # of NumPy, as Parquet files give them
+            return list(value.tolist())
+        raise TypeError(f"{value!r} is not a list")
+    return value

@@ -1,0 +1,42 @@
+"""The sandbox: untrusted Python programs, run so that they never touch the run.
+
+    outcome = await run(Program("print(6 * 7)"))
+    outcome.kind, outcome.stdout        # "ok", "42\\n"
+
+A program has no network, no environment variables, no files but the system's libraries to read and a small scratch folder
+to write, and limits on time, memory, processes and output. It is ended with all that it started. Which level of this the
+machine offers is found by trying (`survey`); docs/sandbox.md says what each level holds.
+"""
+
+from __future__ import annotations
+
+from roll.sandbox.execution import execute, execute_async
+from roll.sandbox.level import LEVELS, Level, Sandbox
+from roll.sandbox.program import Limits, Outcome, Program, SandboxError
+from roll.sandbox.survey import Missing, best, survey, try_level
+
+__all__ = [
+    "LEVELS",
+    "Level",
+    "Limits",
+    "Missing",
+    "Outcome",
+    "Program",
+    "Sandbox",
+    "SandboxError",
+    "best",
+    "run",
+    "run_blocking",
+    "survey",
+    "try_level",
+]
+
+
+async def run(program: Program, limits: Limits | None = None, sandbox: Sandbox | None = None) -> Outcome:
+    """Runs a program on the given level, else on the best there is. Cancelled, it kills the program."""
+    return await execute_async(sandbox or best(), program, limits or Limits())
+
+
+def run_blocking(program: Program, limits: Limits | None = None, sandbox: Sandbox | None = None) -> Outcome:
+    """The same for plain functions, such as rewards in their grader processes."""
+    return execute(sandbox or best(), program, limits or Limits())

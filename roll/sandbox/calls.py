@@ -1,0 +1,138 @@
+"""Untrusted functions, called and tested from outside: what is expected of them is never where they run.
+
+`call_all` is for calls whose results are compared here. `check_all` is for tests that are code themselves: they run in a
+sandbox of their own, and the functions in another; a pipe joins the two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from roll.sandbox.execution import execute
+from roll.sandbox.inside import values
+from roll.sandbox.launch import inside, source_of
+from roll.sandbox.level import Sandbox
+from roll.sandbox.program import Limits, Outcome, Program, SandboxError
+
+_END_S = 60.0
+
+_MODULES = {inside(name): source_of(name) for name in ("values", "solution")}
+_TEST_MODULES = {inside(name): source_of(name) for name in ("values", "asserts")}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a function that the program defines."""
+
+    name: str
+    arguments: Sequence[Any] = ()
+    named: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What a call returned: plain values only."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A call that returned nothing usable, and why."""
+
+    why: str
+
+
+Result = Returned | Failed
+
+
+def call_all(sandbox: Sandbox, source: str, calls: Sequence[Call], limits: Limits) -> tuple[list[Result], Outcome]:
+    """One result for each call, made in order in one process. After a call that ends the process, the others fail."""
+    requests = [["call", call.name, list(call.arguments), dict(call.named)] for call in calls]
+    stdin = b"".join(values.dump(request, _not_plain) for request in requests)
+    outcome = execute(sandbox, _serving(source, stdin), limits)
+    lines = outcome.stdout.encode().splitlines(keepends=True)
+    results = [_result(line) for line in lines[: len(calls)]]
+    ending = f"the program ended before it answered ({outcome.kind})"
+    return results + [Failed(ending)] * (len(calls) - len(results)), outcome
+
+
+def check_all(
+    sandbox: Sandbox, source: str, setup: str, tests: Sequence[str], names: Sequence[str], limits: Limits
+) -> tuple[list[str], Outcome]:
+    """For each test what went wrong, empty if nothing did; and what became of the program.
+
+    `names` are those that tests use and do not define.
+    """
+    judge = f"from {inside('asserts')} import check\ncheck({setup!r}, {list(tests)!r}, {list(names)!r})"
+    with contextlib.ExitStack() as closing:
+        asks, requests = os.pipe()
+        answers, answered = os.pipe()
+        closing.callback(os.close, requests)
+        closing.callback(os.close, answers)
+        program = _Beside(sandbox, _serving(source), limits, asks, answered)
+        closing.callback(program.end)
+        testing = Program(judge, modules=_TEST_MODULES)
+        tested = execute(sandbox, testing, limits, stdin=answers, stdout=requests)
+        outcome = program.end()
+    verdicts = tested.stderr.splitlines()[: len(tests)]
+    reasons = ["" if verdict == "passed" else verdict for verdict in verdicts]
+    missing = f"the tests ended too early ({tested.kind})"
+    return reasons + [missing] * (len(tests) - len(reasons)), outcome
+
+
+class _Beside:
+    """A program that runs beside this thread until it is ended. It owns its descriptors: they are closed when it is gone,
+    and who waits at their other ends hears of it."""
+
+    def __init__(self, sandbox: Sandbox, program: Program, limits: Limits, stdin: int, stdout: int) -> None:
+        self._stop = threading.Event()
+        self._ended: Outcome | BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(sandbox, program, limits, stdin, stdout), daemon=True)
+        self._thread.start()
+
+    def end(self) -> Outcome:
+        """Ends it, and says how it was. Safe to repeat."""
+        self._stop.set()
+        self._thread.join(timeout=_END_S)
+        if isinstance(self._ended, BaseException):
+            raise self._ended
+        if self._ended is None:
+            raise SandboxError(f"a program is still there {_END_S:g} s after it was killed")
+        return self._ended
+
+    def _run(self, sandbox: Sandbox, program: Program, limits: Limits, stdin: int, stdout: int) -> None:
+        try:
+            self._ended = execute(sandbox, program, limits, stdin=stdin, stdout=stdout, stopped=self._stop.is_set)
+        except BaseException as error:
+            self._ended = error
+        finally:
+            os.close(stdin)
+            os.close(stdout)
+
+
+def _serving(source: str, stdin: bytes = b"") -> Program:
+    return Program(f"from {inside('solution')} import serve\nserve({source!r})", stdin, modules=_MODULES)
+
+
+def _result(line: bytes) -> Result:
+    try:
+        answer = values.load(line, _no_value)
+    except ValueError as error:
+        return Failed(str(error))
+    if isinstance(answer, list) and len(answer) == 2 and answer[0] == "value":
+        return Returned(answer[1])
+    return Failed(": ".join(map(str, answer[1:])) if isinstance(answer, list) else "not an answer")
+
+
+def _not_plain(value: Any) -> NoReturn:
+    raise ValueError(f"a call's arguments must be plain values, and {value!r} is none")
+
+
+def _no_value(number: int) -> NoReturn:
+    raise ValueError("what was returned is not a plain value")

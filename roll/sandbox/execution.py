@@ -1,0 +1,349 @@
+"""One execution, from its start to its outcome.
+
+What always holds: it ends, at most `wall_s` after the program began (and `_START_S` before that) plus the moments that it
+takes to kill it, whatever the program does; and when it has ended, so has every process that the program started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import select
+import selectors
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import IO
+
+from roll.sandbox.inside.kernel import descendants
+from roll.sandbox.inside.program import BEGUN, ENDED
+from roll.sandbox.launch import call_filter, command, drops_user, payload, scratch_of, sealed
+from roll.sandbox.level import Sandbox
+from roll.sandbox.program import Kind, Limits, Outcome, Program, SandboxError
+
+_START_S = 20.0
+"""Seconds a sandbox may take to start the program: they are the machine's, not the program's."""
+_TICK_S = 0.05
+_END_S = 5.0
+_CLEAN_S = 20.0
+"""Seconds in which a supervisor has ended and removed what a program left behind."""
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_READ_BYTES = 1 << 16
+
+_FIRST = re.compile(rb'"child-pid": *([0-9]+)')
+
+_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+@dataclass
+class _Watch:
+    """What is known of an execution while it runs."""
+
+    process: subprocess.Popen[bytes]
+    limits: Limits
+    scratch: str | None
+    """The folder to watch, where the kernel does not limit it."""
+    started_s: float = field(default_factory=time.monotonic)
+    begun_s: float | None = None
+    ended_s: float | None = None
+    said: bytes = b""
+    """What the sandbox said of itself: with which process all others end, and that the program began, and ended."""
+    stdout: bytearray = field(default_factory=bytearray)
+    stderr: bytearray = field(default_factory=bytearray)
+
+    def verdict(self, stopped: Callable[[], bool]) -> Kind | None:
+        """Why it has to be ended now, or None."""
+        now = time.monotonic()
+        if stopped():
+            return "killed"
+        if len(self.stdout) + len(self.stderr) > self.limits.output_bytes:
+            return "output"
+        if self.begun_s is None:
+            return "killed" if now - self.started_s > _START_S else None
+        if self.ended_s is None and now - self.begun_s > self.limits.wall_s:
+            return "timeout"
+        return None
+
+    def hear(self, data: bytes) -> None:
+        """Takes what the sandbox says of itself."""
+        self.said += data
+        if self.begun_s is None and BEGUN in self.said:
+            self.begun_s = time.monotonic()
+        if self.ended_s is None and ENDED in self.said:
+            self.ended_s = time.monotonic()
+
+    def seconds(self) -> float:
+        """How long the program has taken, or took."""
+        return (self.ended_s or time.monotonic()) - (self.begun_s or self.started_s)
+
+    def excess(self) -> Kind | None:
+        """Which limit it is beyond that the kernel does not hold."""
+        if self.begun_s is None or self.ended_s is not None:
+            return None
+        if holds_more(self.process.pid, self.limits.memory_mb << 20):
+            return "memory"
+        if self.scratch is not None and not fits(self.scratch, self.limits.scratch_bytes):
+            return "disk"
+        return None
+
+
+def execute(
+    sandbox: Sandbox,
+    program: Program,
+    limits: Limits,
+    *,
+    stdin: int | None = None,
+    stdout: int | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Runs a program and waits for its end, which comes at once when `stopped` says so.
+
+    Given as descriptors, standard input and output are another's: the outcome has no text of them.
+    """
+    scratch = scratch_of(sandbox)
+    with _started(sandbox, program, limits, scratch, stdin, stdout) as (process, status):
+        watch = _Watch(process, limits, scratch if sandbox.level == "plain" else None)
+        try:
+            kind = _watched(watch, status, stopped)
+            seconds = watch.seconds()
+        finally:
+            _end(process, gently=sandbox.level == "plain")
+            _wait_for_last(watch.said)
+    if watch.begun_s is None and not stopped():
+        raise SandboxError(f"the sandbox ({sandbox.level}) did not start a program: {_said(watch, process)}")
+    output, error = (_text(data[: limits.output_bytes]) for data in (watch.stdout, watch.stderr))
+    code = process.returncode if process.returncode >= 0 else 128 - process.returncode
+    kind = kind or _kind(code, error)
+    return Outcome(kind, None if kind not in ("ok", "failed") else code, output, error, seconds)
+
+
+async def execute_async(sandbox: Sandbox, program: Program, limits: Limits) -> Outcome:
+    """The same in a thread of its own, which must live while the program does: the kernel ends the one with the other."""
+    loop, stop = asyncio.get_running_loop(), threading.Event()
+    done: asyncio.Future[Outcome] = loop.create_future()
+
+    def work() -> None:
+        try:
+            outcome: Outcome | BaseException = execute(sandbox, program, limits, stopped=stop.is_set)
+        except BaseException as error:
+            outcome = error
+        with contextlib.suppress(RuntimeError):  # the loop has gone
+            loop.call_soon_threadsafe(_settle, done, outcome)
+
+    threading.Thread(target=work, name="sandbox", daemon=True).start()
+    try:
+        # waits: the program's limits end it
+        return await asyncio.shield(done)
+    except asyncio.CancelledError:
+        stop.set()
+        await asyncio.wait({done}, timeout=_END_S)
+        raise
+
+
+def _settle(done: asyncio.Future[Outcome], outcome: Outcome | BaseException) -> None:
+    if isinstance(outcome, BaseException):
+        done.set_exception(outcome)
+        done.exception()  # who was cancelled does not ask any more
+    else:
+        done.set_result(outcome)
+
+
+@contextlib.contextmanager
+def _started(
+    sandbox: Sandbox, program: Program, limits: Limits, scratch: str, stdin: int | None, stdout: int | None
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """The process, and the descriptor on which it says that the program begins."""
+    with contextlib.ExitStack() as closing:
+        status, theirs = os.pipe()
+        closing.callback(os.close, status)
+        ours = closing.enter_context(contextlib.ExitStack())
+        ours.callback(os.close, theirs)
+        also_theirs = os.dup(theirs)  # for bubblewrap itself
+        ours.callback(os.close, also_theirs)
+        text = payload(sandbox, program, limits, scratch=scratch, status_fd=theirs)
+        text_fd = ours.enter_context(sealed(text))
+        filter_fd = ours.enter_context(sealed(call_filter(sandbox)))
+        stdin_fd = ours.enter_context(sealed(program.stdin)) if stdin is None else stdin
+        process = subprocess.Popen(
+            command(sandbox, limits, text_fd, filter_fd, also_theirs),
+            stdin=stdin_fd,
+            stdout=subprocess.PIPE if stdout is None else stdout,
+            stderr=subprocess.PIPE,
+            pass_fds=(theirs, text_fd, *((filter_fd, also_theirs) if sandbox.level == "bubblewrap" else ())),
+            env=_ENVIRONMENT,
+            cwd="/",
+            start_new_session=True,
+            umask=0o077,
+            **drops_user(sandbox),
+        )
+        ours.close()
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                closing.callback(stream.close)
+        yield process, status
+
+
+def _watched(watch: _Watch, status: int, stopped: Callable[[], bool]) -> Kind | None:
+    """Collects output until the program has ended, or has to be ended because of what is returned."""
+    streams: dict[IO[bytes], bytearray] = {}
+    for stream, kept in ((watch.process.stdout, watch.stdout), (watch.process.stderr, watch.stderr)):
+        if stream is not None:
+            os.set_blocking(stream.fileno(), False)
+            streams[stream] = kept
+    os.set_blocking(status, False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(status, selectors.EVENT_READ)
+        for stream in streams:
+            selector.register(stream, selectors.EVENT_READ)
+        looked_s = time.monotonic()
+        while True:
+            for key, _ in selector.select(_TICK_S):
+                _take(watch, selector, key, status, streams)
+            if (kind := watch.verdict(stopped)) is not None:
+                return kind
+            if time.monotonic() - looked_s > _TICK_S:
+                looked_s = time.monotonic()
+                if (kind := watch.excess()) is not None:
+                    return kind
+            if watch.ended_s is not None and time.monotonic() - watch.ended_s > _CLEAN_S:
+                return None
+            if watch.process.poll() is not None:
+                watch.hear(_rest(status, _READ_BYTES))
+                for stream, kept in streams.items():  # what was written before the end
+                    kept += _rest(stream.fileno(), watch.limits.output_bytes)
+                return watch.verdict(stopped) if watch.begun_s is not None else None
+
+
+def _take(
+    watch: _Watch,
+    selector: selectors.BaseSelector,
+    key: selectors.SelectorKey,
+    status: int,
+    streams: dict[IO[bytes], bytearray],
+) -> None:
+    if key.fd == status:
+        data = os.read(status, _READ_BYTES)
+        watch.hear(data)
+        if not data:
+            selector.unregister(status)
+        return
+    stream = next(each for each in streams if each.fileno() == key.fd)
+    data = os.read(key.fd, _READ_BYTES)
+    if not data:
+        selector.unregister(stream)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            watch.process.wait(timeout=_TICK_S)  # most programs end when their output does
+    streams[stream] += data
+
+
+def _rest(fd: int, limit: int) -> bytes:
+    """What can be read at once."""
+    found = b""
+    with contextlib.suppress(BlockingIOError):
+        while len(found) <= limit and (data := os.read(fd, _READ_BYTES)):
+            found += data
+    return found
+
+
+def _end(process: subprocess.Popen[bytes], gently: bool) -> None:
+    """Ends the process and, with it, all that it started: on the plain level it does that itself when it is asked to."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM if gently else signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=_CLEAN_S if gently else _END_S)
+        return
+    for pid in [*descendants(process.pid), process.pid]:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=_END_S)
+
+
+def _wait_for_last(said: bytes) -> None:
+    """Waits until the first process of the sandbox's own namespace is gone: the kernel ends all others before it."""
+    found = _FIRST.search(said)
+    if found is None:
+        return
+    try:
+        first = os.pidfd_open(int(found[1]))
+    except OSError:  # it is gone
+        return
+    with contextlib.ExitStack() as closing:
+        closing.callback(os.close, first)
+        select.select([first], [], [], _END_S)
+
+
+def _kind(code: int, error: str) -> Kind:
+    if code == 0:
+        return "ok"
+    if code == 128 + signal.SIGXCPU:
+        return "timeout"
+    if code in (128 + signal.SIGKILL, 128 + signal.SIGTERM):
+        return "killed"
+    last = error.rstrip().rpartition("\n")[2]
+    return "memory" if last.startswith("MemoryError") else "failed"
+
+
+def _said(watch: _Watch, process: subprocess.Popen[bytes]) -> str:
+    if time.monotonic() - watch.started_s > _START_S:
+        return f"nothing happened for {_START_S:g} s"
+    said = _text(bytes(watch.stderr)).strip().splitlines()
+    return said[-1] if said else f"it ended with status {process.returncode}"
+
+
+def _text(data: bytes | bytearray) -> str:
+    return data.decode("utf-8", "replace")
+
+
+def holds_more(pid: int, limit_bytes: int) -> bool:
+    """Whether a process and all that come from it hold more memory than that. What they share counts once, if the kernel
+    tells: it takes longer to find out, so it is asked only where it matters."""
+    pids = [pid, *_children(pid)]
+    if sum(map(_resident_bytes, pids)) <= limit_bytes:
+        return False
+    return sum(map(_proportional_bytes, pids)) > limit_bytes
+
+
+def _resident_bytes(pid: int) -> int:
+    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/statm") as sizes:
+        return int(sizes.read().split()[1]) * _PAGE_BYTES
+    return 0
+
+
+def _proportional_bytes(pid: int) -> int:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/smaps_rollup") as sizes:
+        found = re.search(r"^Pss: +([0-9]+) kB$", sizes.read(), re.MULTILINE)
+        if found is not None:
+            return int(found[1]) << 10
+    return _resident_bytes(pid)
+
+
+def _children(pid: int) -> Iterator[int]:
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as numbers:
+                children = [int(number) for number in numbers.read().split()]
+            for child in children:
+                yield child
+                yield from _children(child)
+
+
+def fits(folder: str, limit_bytes: int) -> bool:
+    """Whether the files of a folder take no more than that. Links are not followed; too many files do not fit either."""
+    total, count, folders = 0, 0, [folder]
+    while folders:
+        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                count += 1
+                with contextlib.suppress(OSError):
+                    total += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                if total > limit_bytes or count > max(256, limit_bytes >> 12):
+                    return False
+    return True

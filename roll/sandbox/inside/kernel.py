@@ -1,0 +1,251 @@
+"""What Linux offers to shut a process in, called without any tool: namespaces, mounts, Landlock, seccomp."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import sys
+
+TYPE_CHECKING = False  # without importing typing, which takes a while
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+_NAMESPACES = 0x20000 | 0x2000000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000
+"""CLONE_NEW…: NS, CGROUP, UTS, IPC, USER, PID, NET."""
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+_MNT_DETACH = 2
+_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
+_ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 4, 22, 24
+_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
+
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_CAPSET = {"x86_64": 126, "aarch64": 91}
+_MOUNT_SETATTR, _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 442, 444, 445, 446
+"""Numbers of system calls; those above 423 are the same on every machine."""
+
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def checked(result: int, what: str) -> int:
+    """`OSError` if a call failed."""
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def machine() -> str:
+    return os.uname().machine
+
+
+def prctl(option: int, value: int) -> None:
+    checked(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl {option}")
+
+
+def die_with_parent(signal: int) -> None:
+    prctl(_PR_SET_PDEATHSIG, signal)
+
+
+def adopt_orphans() -> None:
+    """Descendants whose parents have ended become children of this process, and not of the machine's first one."""
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def hide_memory() -> None:
+    """No process of the same user may trace this one or read its memory."""
+    prctl(_PR_SET_DUMPABLE, 0)
+
+
+def no_new_privileges() -> None:
+    prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def enter_namespaces() -> None:
+    """Users, files, network and so on of its own; processes, from the next fork on. The user's id stays what it was."""
+    uid, gid = os.getuid(), os.getgid()
+    checked(_libc.unshare(_NAMESPACES), "user namespaces are not allowed here: unshare")
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        with open("/proc/self/" + name, "w") as file:
+            file.write(text)
+
+
+def enter_new_root(readable: Sequence[str], scratch: str, scratch_bytes: int) -> None:
+    """A tree of files that has nothing but the folders to read, some devices and an empty scratch folder."""
+    root = "/tmp"  # any folder that is there will do: it is covered, for this process alone
+    _mount("none", "/", None, _MS_REC | _MS_PRIVATE, None)
+    folders = {path: os.open(path, os.O_PATH) for path in readable}
+    nodes = {path: os.open(path, os.O_PATH) for path in _DEVICES}
+    _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
+    for path, opened in folders.items():
+        _show(opened, path, root)
+    for path, opened in nodes.items():
+        _place(root + path, is_folder=False)
+        _mount(f"/proc/self/fd/{opened}", root + path, None, _MS_BIND, None)
+    for opened in (*folders.values(), *nodes.values()):
+        os.close(opened)
+    for link in ("bin", "lib", "lib64", "sbin"):
+        if os.path.islink("/" + link) and not os.path.lexists(root + "/" + link):
+            os.symlink(os.readlink("/" + link), root + "/" + link)
+    os.mkdir(root + "/proc")
+    try:
+        _mount("proc", root + "/proc", "proc", _MS_NOSUID | _MS_NODEV, None)
+    except OSError:  # where the machine's own is partly covered; programs can do without
+        pass
+    os.mkdir(root + scratch)
+    size = f"size={scratch_bytes},nr_inodes={max(256, scratch_bytes >> 12)},mode=700"
+    _mount("tmpfs", root + scratch, "tmpfs", _MS_NOSUID | _MS_NODEV, size)
+    os.chdir(root)
+    if machine() not in _PIVOT_ROOT:
+        raise OSError(f"the numbers of system calls on {machine()} are not known here")
+    checked(_libc.syscall(_PIVOT_ROOT[machine()], b".", b"."), "pivot_root")
+    checked(_libc.umount2(b".", _MNT_DETACH), "umount")
+    _mount("none", "/", None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV, None)
+    os.chdir(scratch)
+
+
+def drop_capabilities() -> None:
+    """Even in its own namespaces the process may do nothing special any more."""
+    for capability in range(64):
+        if _libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) < 0:
+            break
+    no_new_privileges()
+    header = struct.pack("Ii", 0x20080522, 0)
+    checked(_libc.syscall(_CAPSET[machine()], header, bytes(24)), "capset")
+
+
+def landlock_version() -> int:
+    """0 where the kernel has none."""
+    return max(0, int(_libc.syscall(_LANDLOCK_CREATE, None, 0, 1)))
+
+
+def restrict_files(readable: Sequence[str], scratch: str) -> None:
+    """Landlock: no file may be opened but those to read, some devices and what is in scratch. No file of others may be
+    truncated, no TCP connection made and, from version 6 on, no process outside be signalled. Needs no privilege."""
+    version = landlock_version()
+    execute, write, read, folder = 1, 2, 4, 8
+    every = (1 << 13) - 1 | (1 << 13 if version >= 2 else 0) | (1 << 14 if version >= 3 else 0)
+    network, scope = (3 if version >= 4 else 0), (3 if version >= 6 else 0)
+    wanted = struct.pack("QQQ", every, network, scope)[: 24 if version >= 6 else 16 if version >= 4 else 8]
+    rules = checked(_libc.syscall(_LANDLOCK_CREATE, wanted, len(wanted), 0), "landlock")
+    allowed = [(path, execute | read | folder) for path in readable]
+    allowed += [(path, read | write) for path in _DEVICES]
+    for path, access in [*allowed, (scratch, every)]:
+        access &= every if os.path.isdir(path) else execute | write | read
+        opened = os.open(path, os.O_PATH)
+        rule = struct.pack("=Qi", access, opened)
+        checked(_libc.syscall(_LANDLOCK_ADD, rules, 1, rule, 0), "landlock " + path)
+        os.close(opened)
+    no_new_privileges()
+    checked(_libc.syscall(_LANDLOCK_RESTRICT, rules, 0), "landlock")
+    os.close(rules)
+
+
+class _Calls:
+    """Numbers of system calls on one kind of machine."""
+
+    def __init__(self, arch: int, clone: int, forbidden: tuple[int, ...]) -> None:
+        self.arch, self.clone, self.forbidden = arch, clone, forbidden
+
+
+# socket; ptrace, process_vm_readv and _writev; unshare, setns, mount, pivot_root; bpf, perf_event_open, userfaultfd;
+# add_key, request_key, keyctl; memfd_create, shmget, msgget, semget, mq_open (memory that no limit counts)
+_CALLS = {
+    "x86_64": _Calls(
+        0xC000003E, 56, (41, 101, 310, 311, 272, 308, 165, 155, 321, 298, 323, 248, 249, 250, 319, 29, 68, 64, 240)
+    ),
+    "aarch64": _Calls(
+        0xC00000B7, 220, (198, 117, 270, 271, 97, 268, 40, 41, 280, 241, 282, 217, 218, 219, 279, 194, 186, 190, 180)
+    ),
+}
+_EVERYWHERE = (425, 426, 427, 428, 429, 430, 431, 432, 447)  # io_uring_…, mounts of the newer kind, memfd_secret
+_CLONE3 = 435
+
+
+def can_filter_calls() -> bool:
+    return sys.platform == "linux" and machine() in _CALLS
+
+
+def call_filter() -> bytes:
+    """The program by which seccomp refuses what no honest program needs: sockets (a connected pair may be made), looking
+    into other processes, namespaces and mounts, keys, and memory that no limit counts. Such calls fail with EPERM, and
+    so does every one of another machine's numbering; clone3, whose flags cannot be seen, is not there."""
+    calls = _CALLS[machine()]
+    numbers = [*calls.forbidden, *_EVERYWHERE]
+    load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, refuse, absent = 0x7FFF0000, 0x50000 | 1, 0x50000 | 38
+    last = 10 + len(numbers)  # the line that refuses; jumps count from the line after their own
+    lines = [(load, 0, 0, 4), (equal, 0, last - 2, calls.arch), (load, 0, 0, 0)]
+    lines.append((at_least, last - 4, 0, 0x40000000))  # x32, on x86_64
+    lines += [(equal, last - 5 - n, 0, number) for n, number in enumerate(numbers)]
+    lines += [(equal, 0, 1, _CLONE3), (give, 0, 0, absent)]
+    lines += [(equal, 0, 2, calls.clone), (load, 0, 0, 16), (any_bit, 1, 0, _NAMESPACES)]
+    lines += [(give, 0, 0, allow), (give, 0, 0, refuse)]
+    return b"".join(struct.pack("HBBI", *line) for line in lines)
+
+
+def filter_calls(filter: bytes) -> None:
+    """Has seccomp hold what `call_filter` made. Needs no privilege."""
+    text = ctypes.create_string_buffer(filter)
+    head = struct.pack("HxxxxxxP", len(filter) // 8, ctypes.addressof(text))
+    no_new_privileges()
+    checked(_libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(2), head, 0, 0), "seccomp")
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes that come from this one, children before grandchildren. Linux only: elsewhere there are none."""
+    parents: Any = {}
+    if not os.path.isdir("/proc"):
+        return []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    parent = int(file.read().rpartition(b")")[2].split()[1])
+            except OSError:  # it has just ended
+                continue
+            parents.setdefault(parent, []).append(int(name))
+    found = list(parents.get(pid, []))
+    for each in found:  # grows meanwhile
+        found += parents.get(each, [])
+    return found
+
+
+def threads_of_user(uid: int) -> int:
+    """How many threads all processes of a user have."""
+    count = 0
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                if os.stat("/proc/" + name).st_uid == uid:
+                    count += len(os.listdir(f"/proc/{name}/task"))
+            except OSError:
+                continue
+    return count
+
+
+def _mount(source: str, target: str, kind: Any, flags: int, data: Any) -> None:
+    arguments = [None if text is None else text.encode() for text in (source, target, kind, data)]
+    result = _libc.mount(arguments[0], arguments[1], arguments[2], ctypes.c_ulong(flags), arguments[3])
+    checked(result, "mount " + target)
+
+
+def _show(opened: int, path: str, root: str) -> None:
+    """Binds a folder or file, and all that is mounted below it, at the same place under the new root, read-only."""
+    source = f"/proc/self/fd/{opened}"
+    _place(root + path, is_folder=os.path.isdir(source))
+    _mount(source, root + path, None, _MS_BIND | _MS_REC, None)
+    attributes = struct.pack("QQQQ", _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV, 0, 0, 0)
+    target = (root + path).encode()
+    result = _libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, target, _AT_RECURSIVE, attributes, len(attributes))
+    checked(result, "read-only " + path)
+
+
+def _place(path: str, is_folder: bool) -> None:
+    os.makedirs(path if is_folder else os.path.dirname(path), exist_ok=True)
+    if not is_folder:
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))

@@ -1,0 +1,183 @@
+"""Stands above the program where bubblewrap does not: shuts it in, waits for its end and ends all that it started.
+
+In namespaces two processes do this: the one outside has only to live, and the other is the namespace's first, with which
+the kernel ends all others. On the plain level it is one, which descendants cannot leave: it adopts them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from roll.sandbox.inside import kernel
+from roll.sandbox.inside.program import ENDED
+
+TYPE_CHECKING = False  # without importing typing, which takes a while
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, NoReturn
+
+_SIGNALLED = 128
+"""What is added to a signal's number to make an exit status."""
+
+
+def in_namespaces(config: dict[str, Any], program: Callable[[dict[str, Any]], None]) -> None:
+    """Runs the program in namespaces of its own. Only the process that is to be the program returns."""
+    kernel.die_with_parent(signal.SIGKILL)
+    _end_without_parent(config)
+    kernel.enter_namespaces()
+    first = os.fork()
+    if first:
+        os.write(config["status"], b'{"child-pid": %d}' % first)
+        _stand_by(config, first)
+    kernel.die_with_parent(signal.SIGKILL)
+    kernel.enter_new_root(config["readable"], config["scratch"], config["scratch_bytes"])
+    kernel.drop_capabilities()
+    child = os.fork()
+    if child:
+        kernel.hide_memory()
+        _stand_by(config, child)
+    os.setsid()
+    if config["filter"]:
+        kernel.filter_calls(config["filter"])
+    program(config)
+
+
+def in_plain(config: dict[str, Any], program: Callable[[dict[str, Any]], None]) -> None:
+    """Runs the program with what the machine has to hold it. Only the process that is to be the program returns."""
+    if sys.platform == "linux":
+        kernel.adopt_orphans()
+        kernel.hide_memory()
+        signal.signal(signal.SIGTERM, lambda *_: _finish(config, _SIGNALLED + signal.SIGKILL))
+        kernel.die_with_parent(signal.SIGTERM)
+        _end_without_parent(config)
+    os.mkdir(config["scratch"], 0o700)
+    child = os.fork()
+    if child:
+        _stand_by(config, child, clean=True)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.setsid()
+    _shut_in(config)
+    program(config)
+
+
+def _shut_in(config: dict[str, Any]) -> None:
+    guards, scratch = config["guards"], config["scratch"]
+    if "user" in guards:
+        user = _own_user(config, scratch)
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    elif sys.platform == "linux":
+        config["rlimits"]["RLIMIT_NPROC"] += kernel.threads_of_user(os.getuid())  # the limit counts them all
+    if "files" in guards:
+        kernel.restrict_files(config["readable"], scratch)
+    if config["filter"]:
+        kernel.filter_calls(config["filter"])
+
+
+def _own_user(config: dict[str, Any], scratch: str) -> int:
+    """A user whom no other process on the machine has, and who owns the scratch folder."""
+    for user in (config["users"] + os.getpid(), config["nobody"]):
+        try:
+            os.chown(scratch, user, user)
+            return int(user)
+        except OSError:  # in a container that has but a few users
+            continue
+    raise OSError("the scratch folder cannot be given to another user")
+
+
+def _stand_by(config: dict[str, Any], child: int, clean: bool = False) -> NoReturn:
+    """Reaps whatever ends until the child has, and ends as it did."""
+    for fd in (0, 1, 2, config["payload"]):
+        os.close(fd)
+    while True:
+        # waits: the run ends this process when its time is up
+        pid, status = os.waitpid(-1, 0)
+        if pid == child:
+            code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else _SIGNALLED + os.WTERMSIG(status)
+            if clean:
+                _end_group(child)
+                os.write(config["status"], ENDED)  # what follows takes no time of the program's
+                _finish(config, code)
+            os._exit(code)
+
+
+def _finish(config: dict[str, Any], code: int) -> NoReturn:
+    """Ends all descendants, frees the scratch folder and exits."""
+    end_descendants()
+    try:
+        remove_tree(config["scratch"])
+    except OSError:
+        pass
+    os._exit(code)
+
+
+def _end_group(leader: int) -> None:
+    """Where descendants cannot be found, at least those who stayed with the program end with it."""
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def end_descendants() -> None:
+    """Stops them all first, round by round, because one that runs can start another meanwhile; then kills them."""
+    stopped: list[int] = []
+    while True:
+        running = [pid for pid in kernel.descendants(os.getpid()) if pid not in stopped]
+        if not running:
+            break
+        _send(signal.SIGSTOP, running)
+        stopped += running
+    _send(signal.SIGKILL, stopped)
+    while True:
+        try:
+            # waits: all were killed
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def remove_tree(folder: str) -> None:
+    """Removes a folder that nobody uses any more, however deep it is and whatever its permissions."""
+    _enter(folder)
+    inside: list[str] = []
+    while True:
+        deeper = ""
+        for name in os.listdir("."):
+            if os.path.isdir(name) and not os.path.islink(name):
+                deeper = name
+                break
+            os.unlink(name)
+        if deeper:
+            _enter(deeper)
+            inside.append(deeper)
+        elif inside:
+            os.chdir("..")
+            os.rmdir(inside.pop())
+        else:
+            break
+    os.chdir("/")
+    os.rmdir(folder)
+
+
+def _enter(folder: str) -> None:
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        os.chmod(folder, 0o700)
+    os.chdir(folder)
+
+
+def _send(number: int, pids: list[int]) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            pass
+
+
+def _end_without_parent(config: dict[str, Any]) -> None:
+    """The parent may have ended before this process could ask to be told."""
+    if os.getppid() != config["parent"]:
+        os._exit(0)

@@ -1,0 +1,168 @@
+"""How a program is started on each level: the command, and the text that the interpreter inside begins with."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from typing import Any
+
+from roll.sandbox.inside import kernel
+from roll.sandbox.level import FIRST_USER, NOBODY, Level, Sandbox
+from roll.sandbox.program import Limits, Program
+
+SCRATCH = "/scratch"
+_INSIDE = "roll.sandbox.inside"
+_PARTS: Mapping[Level, tuple[str, ...]] = {
+    "bubblewrap": ("program",),
+    "namespaces": ("kernel", "program", "supervisor"),
+    "plain": ("kernel", "program", "supervisor"),
+}
+_MAINS: Mapping[Level, str] = {
+    "bubblewrap": "program.run(config)",
+    "namespaces": "supervisor.in_namespaces(config, program.run)",
+    "plain": "supervisor.in_plain(config, program.run)",
+}
+
+# The interpreter's own command line: short, because every user of the machine may see it.
+_COMMAND = "import sys; exec(compile(open(int(sys.argv[1]), 'rb', closefd=False).read(), 'sandbox', 'exec'))"
+
+_LOADER = """
+import sys
+sys.path[:] = [place for place in sys.path if place]
+def load(sources):
+    module = type(sys)
+    for name, text in sources:
+        parent, _, short = name.rpartition(".")
+        missing = [".".join(parent.split(".")[:n + 1]) for n in range(parent.count(".") + 1)] if parent else []
+        for each in missing:
+            if each not in sys.modules:
+                sys.modules[each] = module(each)
+                sys.modules[each].__path__ = []
+        sys.modules[name] = made = module(name)
+        if parent:
+            setattr(sys.modules[parent], short, made)
+        exec(compile(text, name, "exec"), made.__dict__)
+"""
+
+
+@functools.cache
+def source_of(name: str) -> str:
+    """The text of a module that runs inside."""
+    return resources.files(_INSIDE).joinpath(f"{name}.py").read_text(encoding="utf-8")
+
+
+def inside(name: str) -> str:
+    """What a module that runs inside is called there."""
+    return f"{_INSIDE}.{name}"
+
+
+def command(sandbox: Sandbox, limits: Limits, payload: int, filter: int, info: int) -> list[str]:
+    """What starts the interpreter, shut in if the level has a tool for that."""
+    python = [sandbox.python.path, "-s", "-c", _COMMAND, str(payload)]
+    return [*_bubblewrap(sandbox, limits, filter, info), *python] if sandbox.level == "bubblewrap" else python
+
+
+def payload(sandbox: Sandbox, program: Program, limits: Limits, *, scratch: str, status_fd: int) -> bytes:
+    """The text that the interpreter begins with. It reaches the program by no way that another process could see."""
+    config = _config(sandbox, program, limits) | {"scratch": scratch, "status": status_fd}
+    own = [(inside(part), source_of(part)) for part in _PARTS[sandbox.level]]
+    names = ", ".join(_PARTS[sandbox.level])
+    lines = [
+        _LOADER,
+        f"load({own!r})",
+        f"from {_INSIDE} import {names}",
+        f"config = {config!r}",
+        "config['payload'] = int(sys.argv[1])",
+        f"load({list(program.modules.items())!r})",
+        _MAINS[sandbox.level],
+    ]
+    return "\n".join(lines).encode("utf-8", "surrogatepass")
+
+
+def call_filter(sandbox: Sandbox) -> bytes:
+    """What seccomp refuses; empty where it is not there."""
+    return kernel.call_filter() if "calls" in sandbox.guards else b""
+
+
+@contextlib.contextmanager
+def sealed(content: bytes) -> Iterator[int]:
+    """A file descriptor to read the content from, which no holder can change or make larger."""
+    if not hasattr(os, "memfd_create"):
+        with tempfile.TemporaryFile() as file:
+            file.write(content)
+            file.seek(0)
+            yield file.fileno()
+        return
+    import fcntl
+
+    fd = os.memfd_create("sandbox", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(content)
+        os.lseek(fd, 0, os.SEEK_SET)
+        seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def scratch_of(sandbox: Sandbox) -> str:
+    """Where the scratch folder of an execution is: on the plain level a new folder of the machine's."""
+    if sandbox.level != "plain":
+        return SCRATCH
+    place = "/tmp" if "user" in sandbox.guards else tempfile.gettempdir()  # which another user may not reach
+    return os.path.join(place, f"roll-sandbox-{secrets.token_hex(8)}")
+
+
+def _config(sandbox: Sandbox, program: Program, limits: Limits) -> dict[str, Any]:
+    return {
+        "source": program.source,
+        "files": dict(program.files),
+        "scratch_bytes": limits.scratch_bytes,
+        "readable": list(sandbox.python.readable),
+        "guards": sorted(sandbox.guards),
+        "users": FIRST_USER,
+        "nobody": NOBODY,
+        "filter": call_filter(sandbox),
+        "parent": os.getpid(),
+        "rlimits": {
+            "RLIMIT_CPU": limits.cpu_s,
+            "RLIMIT_AS": limits.memory_mb << 20,
+            "RLIMIT_NPROC": limits.processes,
+            "RLIMIT_FSIZE": limits.scratch_bytes,
+            "RLIMIT_NOFILE": 256,
+            "RLIMIT_CORE": 0,
+        },
+    }
+
+
+def _bubblewrap(sandbox: Sandbox, limits: Limits, filter: int, info: int) -> list[str]:
+    shown: list[str] = []
+    for path in sandbox.python.readable:
+        shown += ["--ro-bind", path, path]
+    for link in ("/bin", "/lib", "/lib64", "/sbin"):
+        if os.path.islink(link):
+            shown += ["--symlink", os.readlink(link), link]
+    return [
+        *(sandbox.tool, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
+        *("--info-fd", str(info)),
+        *shown,
+        *("--proc", "/proc", "--dev", "/dev"),
+        *("--size", str(limits.scratch_bytes), "--tmpfs", SCRATCH),
+        *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", SCRATCH),
+        *(("--seccomp", str(filter)) if call_filter(sandbox) else ()),
+        "--",
+    ]
+
+
+def drops_user(sandbox: Sandbox) -> dict[str, Any]:
+    """How the started process changes its user: on the plain level it does so itself, and stays above the program."""
+    if os.geteuid() != 0 or sandbox.level == "plain":
+        return {}
+    return {"user": NOBODY, "group": NOBODY, "extra_groups": []}

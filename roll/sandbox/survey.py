@@ -1,0 +1,132 @@
+"""Which levels work on this machine, found by trying them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from roll.sandbox.execution import execute
+from roll.sandbox.inside import kernel
+from roll.sandbox.level import LEVELS, NOBODY, Guard, Level, Python, Sandbox
+from roll.sandbox.program import Limits, Program, SandboxError
+
+_log = logging.getLogger(__name__)
+
+_TRY_S = 20.0
+_NEEDED = "import sys, os, ctypes, json, resource; print(sys.version.split()[0], sys.base_prefix, sep='\\n')"
+_OLDEST = (3, 8)
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A level that does not work here, and why."""
+
+    level: Level
+    why: str
+
+
+@functools.cache
+def best() -> Sandbox:
+    """The strongest level that works here. Tried once in a process; a weak one is warned of."""
+    why = ""
+    for level in LEVELS:
+        found = try_level(level)
+        if isinstance(found, Missing):
+            why = found.why
+            continue
+        if found.missing:
+            _log.warning("the sandbox is a %s: %s (`roll doctor` says more)", found.held_by, "; ".join(found.missing))
+        return found
+    raise SandboxError(f"no sandbox works on this machine: {why}")
+
+
+def survey() -> list[Sandbox | Missing]:
+    """Every level, from the strongest."""
+    return [try_level(level) for level in LEVELS]
+
+
+def try_level(level: Level) -> Sandbox | Missing:
+    """A level that has just run a program, or why it did not."""
+    try:
+        sandbox = _made(level)
+        outcome = execute(sandbox, Program("print('here')"), Limits())
+    except (SandboxError, OSError) as error:
+        return Missing(level, str(error))
+    if outcome.stdout != "here\n":
+        return Missing(level, f"a program ended as {outcome.kind}: {outcome.stderr.strip()[-200:]}")
+    return sandbox
+
+
+def _made(level: Level) -> Sandbox:
+    as_nobody = os.geteuid() == 0
+    if level == "plain":
+        return Sandbox(level, python(as_nobody), frozenset(_plain_guards()))
+    if sys.platform != "linux":
+        raise SandboxError("only Linux has it")
+    guards: frozenset[Guard] = frozenset({"user", "files", "network", "signals"})
+    if kernel.can_filter_calls():
+        guards |= {"calls"}
+    if level == "namespaces":
+        return Sandbox(level, python(as_nobody), guards)
+    tool = shutil.which("bwrap", path=os.environ.get("PATH", "") + ":/usr/bin:/bin")
+    if tool is None:
+        raise SandboxError("bwrap is not installed: `apt install bubblewrap`, or your system's package of that name")
+    return Sandbox(level, python(as_nobody), guards, tool)
+
+
+def _plain_guards() -> Iterator[Guard]:
+    if sys.platform != "linux":
+        return
+    own_user = os.geteuid() == 0
+    landlock = kernel.landlock_version()
+    if own_user:
+        yield "user"
+    if landlock >= 3:  # before that files can be emptied
+        yield "files"
+    if kernel.can_filter_calls():
+        yield "calls"
+        yield "network"
+    if own_user or landlock >= 6:
+        yield "signals"
+
+
+@functools.cache
+def python(as_nobody: bool) -> Python:
+    """The interpreter for use inside: the system's, or else the one that runs ROLL if it can be read inside."""
+    as_user: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if as_nobody else {}
+    here = [getattr(sys, "_base_executable", None) or sys.executable]
+    for path in ["/usr/bin/python3", "/usr/local/bin/python3", *here]:
+        real = os.path.realpath(path)
+        try:
+            done = subprocess.run(
+                [real, "-I", "-c", _NEEDED], capture_output=True, text=True, timeout=_TRY_S, env={}, cwd="/", **as_user
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        if done.returncode == 0:
+            version, prefix = done.stdout.splitlines()[:2]
+            if tuple(int(part) for part in version.split(".")[:2]) >= _OLDEST:
+                return Python(real, version, _readable(real, prefix))
+    who = "the user nobody" if as_nobody else "this user"
+    raise SandboxError(f"no Python 3 that {who} can run: install the system's (`apt install python3`)")
+
+
+def _readable(path: str, prefix: str) -> tuple[str, ...]:
+    """What must be seen inside: the system's programs and libraries, and the interpreter's own where it is elsewhere."""
+    found = [
+        place
+        for place in ("/usr", "/bin", "/lib", "/lib64", "/sbin")
+        if os.path.isdir(place) and not os.path.islink(place)
+    ]
+    found += [place for place in ("/etc/ld.so.cache",) if os.path.isfile(place)]
+    for place in (os.path.realpath(prefix), os.path.dirname(path)):
+        if not any(place == shown or place.startswith(shown + "/") for shown in found):
+            found.append(place)
+    return tuple(found)

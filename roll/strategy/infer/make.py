@@ -1,0 +1,49 @@
+"""The engine that a config names, for a worker's place."""
+
+from __future__ import annotations
+
+from roll.cluster.worker import Place
+from roll.config.schema import Config
+from roll.model.loading import choose_dtype, find_model, load_model, load_model_config, load_tokenizer
+from roll.strategy.infer.base import InferStrategy
+
+
+def make_engine(place: Place, config: Config) -> InferStrategy:
+    return _vllm(place, config) if config.roles.actor_infer.strategy == "vllm" else _native(place, config)
+
+
+def _native(place: Place, config: Config) -> InferStrategy:
+    from roll.strategy.infer.native import NativeStrategy
+
+    source = find_model(config.model.path)
+    model = None
+    if config.executor != "local":  # in a process of its own it has weights of its own
+        model = load_model(source, choose_dtype(config.model.dtype, place.device), config.seed).to(place.device)
+    return NativeStrategy(
+        load_tokenizer(source, config.model),
+        max_running=config.rollout.max_running,
+        exact=config.deterministic,
+        model=model,
+    )
+
+
+def _vllm(place: Place, config: Config) -> InferStrategy:
+    from roll.strategy.infer.vllm import VllmSettings, VllmStrategy
+    from roll.strategy.infer.vllm_args import check_vllm, environment, memory_args, speed_args
+
+    check_vllm(config)  # also where the worker's machine is not the one the run was started on
+    source, role = find_model(config.model.path), config.roles.actor_infer
+    shape, dtype = load_model_config(source), choose_dtype(config.model.dtype, place.device)
+    settings = VllmSettings(
+        model=source.location,
+        shape=shape,
+        dtype=dtype,
+        max_running=config.rollout.max_running,
+        device=place.device,
+        tensor_parallel=role.tensor_parallel,
+        sleeps=place.device != "cpu" and config.offload != "never",
+        seed=config.seed,
+        args={**speed_args(place), **memory_args(shape, dtype.itemsize, config, place), **role.engine_args},
+        environment=environment(place, config),
+    )
+    return VllmStrategy(load_tokenizer(source, config.model), settings, place.name)

@@ -1,0 +1,545 @@
+"""vLLM as an inference strategy: its engine in processes of its own, its client in this process's event loop.
+
+What always holds: nothing leaves here that was drawn by weights that are not verified; every submitted request ends in
+exactly one completion, or in the error of the engine's death; a token carries the version that drew it. That last is so
+because weights change only while the engine stands still and everything it had drawn has arrived.
+
+    pause ─► the engine keeps what it has and draws nothing ─► weights into its workers ─► go on ─► probe ─► verified
+
+The probe is a request like others, so others go on beside it: what they draw meanwhile is told only once it has agreed.
+Stop strings are looked for here, so that they mean what they mean for the embedded engine.
+
+vLLM is imported when an engine is started, in this file alone; `vllm_worker` is what its workers load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from roll.cluster.errors import WorkerDied
+from roll.config.errors import RunError
+from roll.engine.engine import EngineStats
+from roll.engine.request import Completion, Finish, Progress, Request, Sampling, seed_of
+from roll.engine.stopping import hits_stop_string
+from roll.model.checkpoint_form import with_tied
+from roll.strategy.shelf import Level
+from roll.transfer.digest import digests
+from roll.transfer.host_copy import HostCopy
+from roll.transfer.layout import TensorSpec
+from roll.transfer.merged import published_tensors
+from roll.transfer.stream import Manifest
+from roll.transfer.weights import Weights, check_probe
+
+T = TypeVar("T")
+
+LEAST_TEMPERATURE = 0.01
+"""vLLM draws at this temperature where a smaller one above 0 is asked for."""
+_ANSWER_S = 600.0
+"""For the engine to do what it is told: to take in weights, say."""
+_LOOK_S = 0.5
+"""How often whoever waits looks whether the engine lives."""
+_CLOSE_S = 1.0
+_QUIET_TURNS = 50
+"""Turns of the event loop without a token after which everything that had been drawn has arrived."""
+
+
+@dataclass(eq=False)
+class _Running:
+    """A request and what it has drawn. Of its tokens, the first `known` were drawn by verified weights."""
+
+    request: Request
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    known: int = 0
+    finish: Finish | None = None
+    task: asyncio.Task[None] | None = None
+
+    def completion(self, finish: Finish) -> Completion:
+        told = self.since(0)
+        return Completion(told.id, told.ids, told.logprobs, told.versions, finish)
+
+    def since(self, start: int) -> Progress:
+        part = slice(start, self.known)
+        return Progress(
+            self.request.id,
+            start,
+            np.array(self.ids[part], np.int32),
+            np.array(self.logprobs[part], np.float32),
+            np.array(self.versions[part], np.int32),
+        )
+
+
+@dataclass(frozen=True)
+class VllmSettings:
+    """What an engine is started with."""
+
+    model: str | None
+    """Folder or hub id of the model's shape; None to write `shape` to a folder."""
+    shape: PretrainedConfig
+    dtype: torch.dtype
+    max_running: int
+    device: str = "cpu"
+    tensor_parallel: int = 1
+    sleeps: bool = False
+    """Whether it may leave its device; a GPU's engine alone can."""
+    seed: int = 0
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """More arguments of vLLM's engine, by its own names."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the engine's processes are started with."""
+
+    @property
+    def untied(self) -> bool:
+        """Whether the engine's output layer is made a tensor of its own: on a CPU vLLM packs a copy of it when it starts,
+        and would go on with that copy of a tied one."""
+        return self.device == "cpu" and bool(self.shape.tie_word_embeddings)
+
+
+class VllmStrategy:
+    def __init__(self, tokenizer: Tokenizer, settings: VllmSettings, name: str = "the engine") -> None:
+        """Starts the engine, within a running event loop: returns once it can take weights. `name` is said of it when it
+        dies."""
+        self._tokenizer = tokenizer
+        self._name = name
+        self._settings = settings
+        self._folder = tempfile.TemporaryDirectory(prefix="roll-vllm-")
+        with _environment(settings.environment):
+            self._llm = _start(settings, self._folder.name)
+        self.context = int(self._llm.model_config.max_model_len)
+        """Longest sequence it takes, in tokens."""
+        self._copy: HostCopy | None = None
+        self._address: dict[str, Any] = {}
+        """Where the engine's workers find the tensors."""
+        self._served: int | None = None
+        """The version that was verified last."""
+        self._version = -1
+        """The version that draws."""
+        self._verified = False
+        self._probing = False
+        self._unproven: Weights | Manifest | None = None
+        """Weights that were loaded while the engine slept: the probe waits until it is awake."""
+        self._paused = False
+        self._level: Level = "all"
+        self._turn = asyncio.Lock()
+        """Held while the engine stands still or its weights change."""
+        self._salt = 0
+        """Prefixes are shared among requests of the same one: of the same weights."""
+        self._running: dict[str, _Running] = {}
+        self._held: list[_Running] = []
+        """Those that ended while the weights that draw were being probed."""
+        self._finished: list[Completion] = []
+        self._news = asyncio.Event()
+        self._death: WorkerDied | None = None
+        self._count = self._generated = self._computed = self._shared = 0
+        self._following = asyncio.create_task(self._follow())
+
+    # requests
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._check_serving(allow_paused=True)
+        for request in requests:
+            self._check(request)
+            running = self._running[request.id] = _Running(request)
+            running.task = asyncio.create_task(self._carry(running))
+
+    def _check(self, request: Request) -> None:
+        sampling = request.sampling
+        wanted = len(request.ids) + sampling.max_new_tokens
+        if not len(request.ids):
+            raise ValueError(f"request {request.id!r} has no tokens to continue")
+        if sampling.max_new_tokens < 1:
+            raise ValueError(f"request {request.id!r} asks for {sampling.max_new_tokens} new tokens")
+        if request.id in self._running:
+            raise ValueError(f"request {request.id!r} is here already")
+        if wanted > self.context:
+            raise ValueError(
+                f"request {request.id!r} may need {wanted} tokens ({len(request.ids)} of prompt and "
+                f"{sampling.max_new_tokens} new), but the engine's context is {self.context}"
+            )
+        if 0 < sampling.temperature < LEAST_TEMPERATURE:
+            raise ValueError(
+                f"request {request.id!r} asks for temperature {sampling.temperature:g}: vLLM draws at 0 or at "
+                f"{LEAST_TEMPERATURE:g} and above"
+            )
+
+    async def results(self) -> list[Completion]:
+        while True:
+            if self._finished:
+                finished, self._finished = self._finished, []
+                return finished
+            if not self._paused and not self._turn.locked():
+                self._check_serving()
+                if not self._running:
+                    return []
+            self._check_alive()
+            self._news.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), _LOOK_S)
+
+    def progress(self, heard: Mapping[str, int]) -> list[Progress]:
+        found = [(running, heard.get(id, 0)) for id, running in self._running.items()]
+        return [running.since(start) for running, start in found if running.known > start]
+
+    def abort(self, ids: Sequence[str]) -> None:
+        for id in ids:
+            if (running := self._running.get(id)) is not None:
+                self._end(running, "abort")
+
+    def _end(self, running: _Running, finish: Finish) -> None:
+        """The request leaves with what it has of verified weights."""
+        self._running.pop(running.request.id)
+        if running.task is not None:
+            running.task.cancel()
+        self._finished.append(running.completion(finish))
+        self._news.set()
+
+    async def _carry(self, running: _Running) -> None:
+        """Has the engine go on with a request until it ends or is cancelled."""
+        self._count += 1
+        prompt = {"prompt_token_ids": running.request.ids.tolist(), "cache_salt": str(self._salt)}
+        params = _params(running.request.sampling, len(running.request.ids))
+        try:
+            async with aclosing(self._llm.generate(prompt, params, f"{self._count}")) as outputs:
+                async for output in outputs:
+                    if self._take(running, output):
+                        break
+        except Exception as error:
+            self._died(error)
+            return
+        if running.finish is None:
+            self._died(RunError(f"it ended request {running.request.id!r} without a reason"))
+        elif self._probing:
+            self._held.append(running)
+        else:
+            running.task = None
+            self._end(running, running.finish)
+
+    def _take(self, running: _Running, output: Any) -> bool:
+        """Adds what was drawn; whether the request has ended."""
+        (drawn,) = output.outputs
+        if not running.ids:
+            shared = output.num_cached_tokens or 0
+            self._shared += shared
+            self._computed += len(running.request.ids) - shared
+        sampling = running.request.sampling
+        for token, found in zip(drawn.token_ids, drawn.logprobs or (), strict=True):
+            running.ids.append(token)
+            running.logprobs.append(found[token].logprob)
+            running.versions.append(self._version)
+            self._generated += 1
+            if token not in sampling.stop_ids and hits_stop_string(self._tokenizer, running.ids, sampling.stop):
+                running.finish = "stop"
+                break
+        if not self._probing:
+            running.known = len(running.ids)
+        if running.finish is None and drawn.finish_reason in ("stop", "length"):
+            running.finish = drawn.finish_reason
+        return running.finish is not None
+
+    # standing still
+
+    async def pause(self) -> None:
+        self._paused = True
+        async with self._turn:
+            await self._stand_still()
+
+    async def resume(self) -> None:
+        self._paused = False
+        async with self._turn:
+            await self._go_on()
+        self._news.set()
+
+    async def _stand_still(self) -> None:
+        """Returns when nothing is being drawn and everything that was has arrived.
+
+        The engine answers after all it had drawn, by the same way; what is left is to let the event loop pass it on.
+        """
+        self._salt += 1  # what is submitted from now on may meet other weights
+        await self._ask(self._llm.pause_generation(mode="keep", clear_cache=False))
+        seen, quiet = self._generated, 0
+        while quiet < _QUIET_TURNS:
+            await asyncio.sleep(0)
+            quiet = quiet + 1 if self._generated == seen else 0
+            seen = self._generated
+
+    async def _go_on(self) -> None:
+        if not self._paused and self._level == "all":
+            await self._ask(self._llm.resume_generation())
+
+    # weights
+
+    async def load_weights(self, weights: Weights) -> None:
+        self._check_alive()
+        self._verified = False
+        tensors = published_tensors(weights.model)
+        copy = self._copy or self._copy_of([TensorSpec.of(name, tensor) for name, tensor in tensors.items()])
+        copy.fill(tensors)
+        sent, arrived = digests(tensors), digests(copy.tensors)
+        wrong = [name for name in sent if sent[name] != arrived[name]]
+        if wrong:
+            raise RunError(f"the engine's tensor {wrong[0]!r} is not the trainer's: version {weights.version} not loaded")
+        await self._serve(weights)
+
+    def begin_loading(self, manifest: Manifest) -> Mapping[str, Tensor]:
+        self._check_alive()
+        self._verified = False
+        return self._copy_of(manifest.layout.tensors).tensors
+
+    async def end_loading(self, manifest: Manifest) -> None:
+        await self._serve(manifest)
+
+    def _copy_of(self, specs: Sequence[TensorSpec]) -> HostCopy:
+        """Host memory for the tensors, from which the engine's workers read them."""
+        if self._copy is None or self._copy.specs != tuple(specs):
+            self._copy = HostCopy(specs)
+            tensors = self._copy.tensors
+            untied = with_tied(self._settings.shape, tensors) if self._settings.untied else tensors
+            self._address = self._copy.address(untied)
+        return self._copy
+
+    async def _serve(self, weights: Weights | Manifest) -> None:
+        async with self._turn:
+            if self._level == "all":
+                await self._stand_still()
+            await self._ask(self._llm.collective_rpc("roll_load", kwargs=self._address))
+            self._salt += 1
+            self._version = weights.version
+            self._unproven = weights
+            if self._level == "all":
+                await self._prove()
+
+    async def _prove(self) -> None:
+        """Verifies what was loaded, then draws with it; or lets go of all that was drawn with it."""
+        weights, self._unproven = self._unproven, None
+        if weights is None:
+            return
+        self._probing = True
+        try:
+            self._begin_anew()
+            await self._ask(self._llm.resume_generation())
+            check_probe(weights, await self._log_probs_of(weights.probe.tolist()))
+            self._verified, self._served = True, weights.version
+        finally:
+            self._probing = False
+            held, self._held = self._held, []
+            if self._verified:
+                self._tell(held)
+            else:
+                self.abort(list(self._running))
+        if self._paused:
+            await self._stand_still()
+
+    def _tell(self, held: Sequence[_Running]) -> None:
+        """What was drawn while the weights were probed was drawn by verified ones."""
+        for running in self._running.values():
+            running.known = len(running.ids)
+        for running in held:
+            if self._running.get(running.request.id) is running:  # else it was aborted meanwhile
+                self._end(running, running.finish or "abort")
+
+    def _begin_anew(self) -> None:
+        """Requests that have drawn nothing yet share no prefix that older weights have computed."""
+        for running in self._running.values():
+            if not running.ids and running.task is not None:
+                running.task.cancel()
+                running.task = asyncio.create_task(self._carry(running))
+
+    async def _log_probs_of(self, ids: list[int]) -> Tensor:
+        self._count += 1
+        outputs = self._llm.generate({"prompt_token_ids": ids}, _probe_params(), f"probe {self._count}")
+        found = await self._ask(_last(outputs))
+        pairs = zip(ids[1:], found.prompt_logprobs[1:], strict=True)
+        return torch.tensor([given[token].logprob for token, given in pairs])
+
+    # life
+
+    async def hold(self, level: Level) -> None:
+        if level != "all" and self._running:
+            raise RunError(f"the engine cannot leave its device: {len(self._running)} requests are running")
+        if not self._settings.sleeps or level == self._level:
+            return
+        async with self._turn:
+            before, self._level = self._level, level
+            if level == "none":
+                if before == "weights":  # it sleeps whole or not at all
+                    await self._ask(self._llm.wake_up())
+                await self._ask(self._llm.sleep(level=1))
+            elif level == "weights":
+                if before == "all":
+                    await self._ask(self._llm.sleep(level=1))
+                await self._ask(self._llm.wake_up(tags=["weights"]))
+            else:
+                await self._ask(self._llm.wake_up(tags=["kv_cache"] if before == "weights" else None))
+                if self._unproven is not None:
+                    await self._prove()
+                elif self._paused:
+                    await self._stand_still()
+
+    def stats(self) -> EngineStats:
+        self._check_serving(allow_paused=True)
+        drawing = [running for running in self._running.values() if running.ids]
+        return EngineStats(
+            waiting=len(self._running) - len(drawing),
+            running=len(drawing),
+            cached_tokens=sum(len(running.request.ids) + len(running.ids) for running in drawing),
+            generated_tokens=self._generated,
+            decoded_rows=self._generated,
+            computed_prompt_tokens=self._computed,
+            shared_prompt_tokens=self._shared,
+            steps=0,
+        )
+
+    async def close(self) -> None:
+        for running in self._running.values():
+            if running.task is not None:
+                running.task.cancel()
+        self._running.clear()
+        self._following.cancel()
+        self._llm.shutdown(timeout=_CLOSE_S)
+        self._llm = None
+        if self._copy is not None:
+            self._copy.close()
+        self._folder.cleanup()
+
+    def _check_serving(self, allow_paused: bool = False) -> None:
+        """Raises where nothing may be served; one that is paused may be about to get its weights."""
+        self._check_alive()
+        if self._served is None:
+            raise RunError("the engine has no weights yet: publish a version before generating")
+        if not self._verified and not (allow_paused and self._paused):
+            raise RunError(f"the engine's weights after version {self._served} were refused: publish again")
+
+    def _check_alive(self) -> None:
+        if self._death is None and self._llm.errored:
+            self._died(RunError("its process ended"))
+        if self._death is not None:
+            raise self._death
+
+    def _died(self, error: Exception) -> None:
+        if self._death is None:
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            self._death = WorkerDied(self._name, f"its vLLM engine failed: {said}")
+        self._news.set()
+
+    async def _ask(self, answer: Awaitable[T]) -> T:
+        """The engine's answer, which is not waited for once it is dead."""
+        asked = asyncio.ensure_future(answer)
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                while not asked.done():
+                    await asyncio.wait({asked}, timeout=_LOOK_S)
+                    if not asked.done():
+                        self._check_alive()
+            return asked.result()
+        except TimeoutError:
+            raise RunError(f"{self._name} has not answered for {_ANSWER_S:g} s") from None
+        finally:
+            asked.cancel()
+
+    async def _follow(self) -> None:
+        """Has the engine's processes end with this one."""
+        with suppress(Exception):
+            await asyncio.wait_for(self._llm.collective_rpc("roll_follow", args=(os.getpid(),)), _ANSWER_S)
+
+
+def _params(sampling: Sampling, prompt_tokens: int) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_token_ids=list(sampling.stop_ids),
+        ignore_eos=True,  # what ends a response is said by its request
+        seed=seed_of(sampling.seed, prompt_tokens) >> 1,  # a resumed request draws new noise; vLLM's seeds are signed
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _probe_params() -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, ignore_eos=True, detokenize=False)
+
+
+async def _last(outputs: Any) -> Any:
+    """The last of a stream."""
+    last = None
+    async for output in outputs:
+        last = output
+    return last
+
+
+def _start(settings: VllmSettings, folder: str) -> Any:
+    """An engine whose weights are noise."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    if settings.model is None:
+        shape = settings.shape
+        shape.architectures = shape.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[shape.model_type]]
+        shape.save_pretrained(folder)
+    args = AsyncEngineArgs(
+        model=settings.model or folder,
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype=str(settings.dtype).removeprefix("torch."),
+        seed=settings.seed,
+        max_num_seqs=settings.max_running,
+        tensor_parallel_size=settings.tensor_parallel,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+        worker_extension_cls="roll.strategy.infer.vllm_worker.RollWorker",
+        enable_sleep_mode=settings.sleeps,
+        disable_log_stats=True,
+        **_arguments(settings),
+    )
+    return AsyncLLM.from_engine_args(args)
+
+
+def _arguments(settings: VllmSettings) -> dict[str, Any]:
+    """The user's, and how the output layer is held."""
+    given = dict(settings.args)
+    if settings.untied:
+        given["hf_overrides"] = {**given.get("hf_overrides", {}), "tie_word_embeddings": False}
+    return given
+
+
+@contextmanager
+def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Variables of this process while the engine's processes are started, which inherit them."""
+    defaults = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are shared with roles that take turns
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it is compiled on first use
+    }
+    forced = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", **wanted}  # a forked process has no threads of its parent's
+    before = dict(os.environ)
+    os.environ.update({name: value for name, value in defaults.items() if name not in os.environ} | forced)
+    try:
+        yield
+    finally:
+        for name in (*defaults, *forced):
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                os.environ.pop(name, None)

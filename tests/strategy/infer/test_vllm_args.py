@@ -1,0 +1,115 @@
+"""Arguments of vLLM in a config: checked by its own list before anything starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from roll.cli import main
+from roll.cluster import Place
+from roll.config import Config
+from roll.config.errors import UserError
+from roll.strategy.infer.vllm_args import OWN, argument_names, check_vllm, environment, memory_args
+
+INSTALLED = importlib.util.find_spec("vllm") is not None
+SOURCE = """
+class EngineArgs:
+    model: str = ""
+    quantization: str | None = None
+    max_model_len: int | None = None
+    gpu_memory_utilization: float = 0.9
+    limit = 3
+
+class AsyncEngineArgs(EngineArgs):
+    enable_log_requests: bool = False
+
+class Other:
+    nothing: int = 0
+"""
+
+
+def config(args: dict[str, Any] | None = None, **settings: Any) -> Config:
+    role = {"strategy": "vllm", "engine_args": args or {}}
+    return Config.model_validate({"model": "tiny", "roles": {"actor_infer": role}, **settings})
+
+
+@pytest.fixture
+def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package vllm with these arguments, found in place of any other."""
+    folder = tmp_path / "vllm" / "engine"
+    folder.mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('it is looked at, not imported')")
+    (folder / "arg_utils.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.skipif(INSTALLED, reason="vLLM is installed")
+def test_without_vllm_the_user_is_told_what_to_install(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.yaml").write_text("model: tiny\ntasks: echo\nroles: {actor_infer: {strategy: vllm}}\n")
+    assert main(["train", "x.yaml"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "vLLM is not installed" in said
+    assert "pip install vllm" in said
+    assert "roles.actor_infer.strategy=native" in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_names_are_read_and_nothing_is_imported(pretended: None) -> None:
+    names = {"model", "quantization", "max_model_len", "gpu_memory_utilization", "enable_log_requests"}
+    assert argument_names() == names
+    assert "vllm" not in sys.modules or INSTALLED
+
+
+def test_an_argument_that_vllm_does_not_have_is_refused_with_the_nearest(pretended: None) -> None:
+    check_vllm(config({"quantization": "fp8", "max_model_len": 100}))
+    with pytest.raises(UserError, match=r"no argument 'quantisation'; did you mean 'quantization'\?"):
+        check_vllm(config({"quantisation": "fp8"}))
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_an_argument_that_is_rolls_to_set_is_refused_with_what_to_write(pretended: None, name: str) -> None:
+    with pytest.raises(UserError, match=rf"engine_args\.{name} is set by ROLL: .+"):
+        check_vllm(config({name: 1}))
+
+
+def test_the_same_bits_every_time_are_not_vllms_to_give(pretended: None) -> None:
+    with pytest.raises(UserError, match=r"write roles\.actor_infer\.strategy=native, or deterministic=false"):
+        check_vllm(config(deterministic=True))
+
+
+def test_the_cache_holds_what_may_run_unless_the_user_says_how_much() -> None:
+    shape = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=64)
+    shape.max_position_embeddings = 4096
+    place = Place("actor_infer")
+    few = memory_args(shape, 2, config(rollout={"max_running": 1, "max_new_tokens": 10}), place)
+    many = memory_args(shape, 2, config(rollout={"max_running": 64, "max_new_tokens": 88}), place)
+    token = 2 * 2 * 2 * 16 * 2
+    assert few == {"kv_cache_memory_bytes": int(1.25 * 4096 * token)}  # the longest sequence must fit
+    assert many == {"kv_cache_memory_bytes": int(1.25 * 64 * 600 * token)}
+    assert memory_args(shape, 2, config({"kv_cache_memory_bytes": 1}), place) == {}
+    assert memory_args(shape, 2, config({"gpu_memory_utilization": 0.5}), place) == {}
+    assert "gpu_memory_utilization" in memory_args(shape, 2, config(), Place("actor_infer", device="cuda:0"))
+
+
+def test_an_engine_started_from_the_controllers_process_sees_its_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place("actor_infer", device="cuda:1", gpus=(1, 2), threads=3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert environment(place, config()) == {"OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "1,2"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
+    assert environment(place, config())["CUDA_VISIBLE_DEVICES"] == "5,7"
+    assert environment(place, config(executor="ray")) == {"OMP_NUM_THREADS": "3"}
+
+
+@pytest.mark.vllm
+def test_the_arguments_that_roll_sets_are_vllms() -> None:
+    known = argument_names()
+    assert {"quantization", "max_model_len", "enforce_eager", "kv_cache_memory_bytes"} <= known
+    assert OWN.keys() <= known
