@@ -38,6 +38,11 @@ def load_domains(domains: Mapping[str, DomainConfig]) -> TaskSet:
     return TaskSet(tuple(train), tuple(held_out))
 
 
+def domains_of(tasks: Sequence[Task]) -> list[str]:
+    """In the order of their names."""
+    return sorted({task.domain for task in tasks})
+
+
 def first_of_each(tasks: Sequence[Task], count: int) -> list[Task]:
     """The first tasks of every domain, to look at in place of all."""
     seen: dict[str, int] = {}

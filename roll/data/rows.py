@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +87,18 @@ def _numbered(table: object, rows: Iterator[Any]) -> Iterator[Row]:
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise UserError(f"{table}, row {number}: not an object with columns")
-        yield Row(f"{table}, row {number}", f"row-{number}", row)
+        yield Row(f"{table}, row {number}", f"row-{number}", {name: _plain(value) for name, value in row.items()})
+
+
+def _plain(value: Any) -> Any:
+    """Days, times and decimal numbers of columns that have such types as text: as other tables, and JSON, have them."""
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, Decimal | timedelta):
+        return str(value)
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _json(path: Path) -> list[Any]:

@@ -32,11 +32,6 @@ class TaskSet:
     held_out: tuple[Task, ...]
 
     @property
-    def domains(self) -> list[str]:
-        """Of all tasks, in the order of their names."""
-        return sorted({task.domain for task in (*self.train, *self.held_out)})
-
-    @property
     def has_environments(self) -> bool:
         """Whether some tasks are played in an environment."""
         return any(task.environment is not None for task in (*self.train, *self.held_out))

@@ -13,6 +13,7 @@ from roll.cluster.errors import TokensLost
 from roll.config.errors import RunError
 from roll.config.schema import Config
 from roll.data.batch import Batch
+from roll.data.domains import domains_of
 from roll.data.sources import TaskSet
 from roll.pipeline.health import Health
 from roll.pipeline.publisher import Publisher
@@ -59,7 +60,7 @@ class RLVR:
         self._roles = roles
         self._publisher = publisher
         self._recorder = recorder
-        self._record = RolloutRecord(config, roles, recorder, tasks.domains)
+        self._record = RolloutRecord(config, roles, recorder, domains_of(tasks.train))
         self._health = Health(recorder.reporter, config.train.max_skipped_in_a_row)
         self.state = state
         self._checkpoint = checkpoint

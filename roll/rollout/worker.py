@@ -336,6 +336,7 @@ def _row(sample: Sample, fate: Fate) -> dict[str, Any]:
     return {
         "sample": sample.id,
         "task": sample.task.id,
+        "domain": sample.task.domain,
         "group": sample.group,
         "state": fate.state,
         "reason": fate.reason,

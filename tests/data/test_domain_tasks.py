@@ -11,7 +11,7 @@ import pytest
 
 from roll.config import UserError, load_config
 from roll.data import Task
-from roll.data.domains import first_of_each, load_domains
+from roll.data.domains import domains_of, first_of_each, load_domains
 from roll.data.sources import TaskSet
 
 SOURCE = """
@@ -50,7 +50,7 @@ def test_a_sections_tasks_are_of_its_domain_and_their_ids_never_meet() -> None:
         letters={"tasks": {"source": "echo", "options": {"symbols": "ab0"}}},
         game={"tasks": {"source": "environment", "options": {"name": "echo_turns", "count": 2, "held_out": 1}}},
     )
-    assert tasks.domains == ["digits", "game", "letters"]
+    assert domains_of(tasks.train) == domains_of(tasks.held_out) == ["digits", "game", "letters"]
     assert [task.id for task in tasks.train if task.domain == "letters"] == ["letters/a", "letters/b", "letters/0"]
     assert [task.id for task in tasks.train if task.domain == "game"] == ["game/echo_turns#0", "game/echo_turns#1"]
     assert len({task.id for task in tasks.train}) == len(tasks.train) == 15

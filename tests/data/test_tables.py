@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,12 @@ def test_the_last_match_is_the_answer_and_lists_are_lines_in_a_prompt(tmp_path: 
     assert (task.answer, task.question) == ("1,024", "q\na\nb")
     (task,) = load(jsonl(tmp_path / "b.jsonl", [row]), answer_pattern="1,?0", held_out=0).train
     assert task.answer == "1,0"
+
+
+def test_days_and_decimals_are_text_as_everywhere_else(tmp_path: Path) -> None:
+    row = {"question": date(2020, 1, 2), "answer": Decimal("1.50"), "at": [{"time": datetime(2020, 1, 2, 3, 4)}]}
+    (task,) = load(write("parquet", tmp_path, [row]), held_out=0).train
+    assert (task.question, task.answer, task.info) == ("2020-01-02", "1.50", {"at": [{"time": "2020-01-02T03:04:00"}]})
 
 
 def test_tasks_without_answers_and_questions_in_messages(tmp_path: Path) -> None:

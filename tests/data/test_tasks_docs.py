@@ -9,7 +9,7 @@ import pytest
 
 from roll.config import load_config
 from roll.config.document import parse
-from roll.data.domains import load_domains
+from roll.data.domains import domains_of, load_domains
 from roll.data.sources import load_tasks
 from roll.reward import RewardSource
 
@@ -47,7 +47,8 @@ def test_the_examples_hold_on_the_real_files(text: str, monkeypatch: pytest.Monk
     config = load_config(parse(text).data)
     monkeypatch.chdir(REAL)
     if config.domains:
-        assert load_domains(config.domains).domains == sorted(config.domains)
+        tasks = load_domains(config.domains)
+        assert domains_of(tasks.train) == domains_of(tasks.held_out) == sorted(config.domains)
     elif not config.tasks.source.startswith("hf:"):
         tasks = load_tasks(config.tasks)
         assert tasks.train

@@ -65,7 +65,8 @@ def samples(remains: Remains) -> list[dict[str, Any]]:
 
 
 def domain_of(row: dict[str, Any]) -> str:
-    return str(row["task"]).partition("/")[0]
+    assert row["task"].startswith(f"{row['domain']}/")
+    return str(row["domain"])
 
 
 def test_nothing_failed_so_every_task_met_its_own_reward(finished: tuple[Remains, dict[str, Any]]) -> None:
@@ -109,6 +110,7 @@ def test_each_domain_has_its_own_metrics(finished: tuple[Remains, dict[str, Any]
         assert letters["groups_issued"] == letters["groups_kept"] + dropped
         assert digits["groups_issued"] + letters["groups_issued"] == row["groups/issued"]
         assert not any(key.startswith("dropped/") for key in digits)
+        assert not any(key.startswith("domain/sums/") for key in row)
     evaluations = [row for row in remains.metrics() if "eval/accuracy" in row]
     assert len(evaluations) == 2
     for row in evaluations:
