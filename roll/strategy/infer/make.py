@@ -28,8 +28,9 @@ def _native(place: Place, config: Config) -> InferStrategy:
 
 
 def _vllm(place: Place, config: Config) -> InferStrategy:
-    from roll.strategy.infer.vllm import VllmSettings, VllmStrategy
+    from roll.strategy.infer.vllm import VllmStrategy
     from roll.strategy.infer.vllm_args import check_vllm, environment, memory_args, speed_args
+    from roll.strategy.infer.vllm_engine import VllmSettings
 
     check_vllm(config)  # also where the worker's machine is not the one the run was started on
     source, role = find_model(config.model.path), config.roles.actor_infer

@@ -9,7 +9,7 @@ because weights change only while the engine stands still and everything it had 
 The probe is a request like others, so others go on beside it: what they draw meanwhile is told only once it has agreed.
 Stop strings are looked for here, so that they mean what they mean for the embedded engine.
 
-vLLM is imported when an engine is started, in this file alone; `vllm_worker` is what its workers load.
+`vllm_engine` is how an engine is started and asked, `vllm_worker` is what its own workers load.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from roll.cluster.errors import WorkerDied
 from roll.config.errors import RunError
 from roll.engine.engine import EngineStats
-from roll.engine.request import Completion, Finish, Progress, Request, Sampling, seed_of
+from roll.engine.request import Completion, Finish, Progress, Request
 from roll.engine.stopping import hits_stop_string
 from roll.model.checkpoint_form import with_tied
+from roll.strategy.infer.vllm_engine import VllmSettings, drawing, environment_of, probing, start
 from roll.strategy.shelf import Level
 from roll.transfer.digest import digests
 from roll.transfer.host_copy import HostCopy
@@ -83,32 +82,6 @@ class _Running:
         )
 
 
-@dataclass(frozen=True)
-class VllmSettings:
-    """What an engine is started with."""
-
-    model: str | None
-    """Folder or hub id of the model's shape; None to write `shape` to a folder."""
-    shape: PretrainedConfig
-    dtype: torch.dtype
-    max_running: int
-    device: str = "cpu"
-    tensor_parallel: int = 1
-    sleeps: bool = False
-    """Whether it may leave its device; a GPU's engine alone can."""
-    seed: int = 0
-    args: Mapping[str, Any] = field(default_factory=dict)
-    """More arguments of vLLM's engine, by its own names."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that the engine's processes are started with."""
-
-    @property
-    def untied(self) -> bool:
-        """Whether the engine's output layer is made a tensor of its own: on a CPU vLLM packs a copy of it when it starts,
-        and would go on with that copy of a tied one."""
-        return self.device == "cpu" and bool(self.shape.tie_word_embeddings)
-
-
 class VllmStrategy:
     def __init__(self, tokenizer: Tokenizer, settings: VllmSettings, name: str = "the engine") -> None:
         """Starts the engine, within a running event loop: returns once it can take weights. `name` is said of it when it
@@ -117,8 +90,8 @@ class VllmStrategy:
         self._name = name
         self._settings = settings
         self._folder = tempfile.TemporaryDirectory(prefix="roll-vllm-")
-        with _environment(settings.environment):
-            self._llm = _start(settings, self._folder.name)
+        with environment_of(settings):
+            self._llm = start(settings, self._folder.name)
         self.context = int(self._llm.model_config.max_model_len)
         """Longest sequence it takes, in tokens."""
         self._copy: HostCopy | None = None
@@ -211,7 +184,7 @@ class VllmStrategy:
         """Has the engine go on with a request until it ends or is cancelled."""
         self._count += 1
         prompt = {"prompt_token_ids": running.request.ids.tolist(), "cache_salt": str(self._salt)}
-        params = _params(running.request.sampling, len(running.request.ids))
+        params = drawing(running.request.sampling, len(running.request.ids))
         try:
             async with aclosing(self._llm.generate(prompt, params, f"{self._count}")) as outputs:
                 async for output in outputs:
@@ -360,7 +333,7 @@ class VllmStrategy:
 
     async def _log_probs_of(self, ids: list[int]) -> Tensor:
         self._count += 1
-        outputs = self._llm.generate({"prompt_token_ids": ids}, _probe_params(), f"probe {self._count}")
+        outputs = self._llm.generate({"prompt_token_ids": ids}, probing(), f"probe {self._count}")
         found = await self._ask(_last(outputs))
         pairs = zip(ids[1:], found.prompt_logprobs[1:], strict=True)
         return torch.tensor([given[token].logprob for token, given in pairs])
@@ -456,90 +429,9 @@ class VllmStrategy:
             await asyncio.wait_for(self._llm.collective_rpc("roll_follow", args=(os.getpid(),)), _ANSWER_S)
 
 
-def _params(sampling: Sampling, prompt_tokens: int) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        max_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        stop_token_ids=list(sampling.stop_ids),
-        ignore_eos=True,  # what ends a response is said by its request
-        seed=seed_of(sampling.seed, prompt_tokens) >> 1,  # a resumed request draws new noise; vLLM's seeds are signed
-        logprobs=0,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-    )
-
-
-def _probe_params() -> Any:
-    from vllm import SamplingParams
-
-    return SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, ignore_eos=True, detokenize=False)
-
-
 async def _last(outputs: Any) -> Any:
     """The last of a stream."""
     last = None
     async for output in outputs:
         last = output
     return last
-
-
-def _start(settings: VllmSettings, folder: str) -> Any:
-    """An engine whose weights are noise."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    if settings.model is None:
-        shape = settings.shape
-        shape.architectures = shape.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[shape.model_type]]
-        shape.save_pretrained(folder)
-    args = AsyncEngineArgs(
-        model=settings.model or folder,
-        skip_tokenizer_init=True,
-        load_format="dummy",
-        dtype=str(settings.dtype).removeprefix("torch."),
-        seed=settings.seed,
-        max_num_seqs=settings.max_running,
-        tensor_parallel_size=settings.tensor_parallel,
-        logprobs_mode="processed_logprobs",
-        generation_config="vllm",
-        worker_extension_cls="roll.strategy.infer.vllm_worker.RollWorker",
-        enable_sleep_mode=settings.sleeps,
-        disable_log_stats=True,
-        **_arguments(settings),
-    )
-    return AsyncLLM.from_engine_args(args)
-
-
-def _arguments(settings: VllmSettings) -> dict[str, Any]:
-    """The user's, and how the output layer is held."""
-    given = dict(settings.args)
-    if settings.untied:
-        given["hf_overrides"] = {**given.get("hf_overrides", {}), "tie_word_embeddings": False}
-    return given
-
-
-@contextmanager
-def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Variables of this process while the engine's processes are started, which inherit them."""
-    defaults = {
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are shared with roles that take turns
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it is compiled on first use
-    }
-    forced = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", **wanted}  # a forked process has no threads of its parent's
-    before = dict(os.environ)
-    os.environ.update({name: value for name, value in defaults.items() if name not in os.environ} | forced)
-    try:
-        yield
-    finally:
-        for name in (*defaults, *forced):
-            if name in before:
-                os.environ[name] = before[name]
-            else:
-                os.environ.pop(name, None)

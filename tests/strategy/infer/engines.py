@@ -74,7 +74,8 @@ def native_receiving(engine: InferStrategy) -> InferStrategy:
 
 
 def vllm(dtype: torch.dtype) -> InferStrategy:
-    from roll.strategy.infer.vllm import VllmSettings, VllmStrategy
+    from roll.strategy.infer.vllm import VllmStrategy
+    from roll.strategy.infer.vllm_engine import VllmSettings
 
     # Room for four of the longest sequences, so that many requests wait for blocks and not only for seats.
     cache = {"kv_cache_memory_bytes": 4 << 20, "enforce_eager": True}

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from engines import DEVICE, MAX_RUNNING, THREADS, TOKENIZER, Served, model, plain, request
+from engines import DEVICE, MAX_RUNNING, THREADS, TOKENIZER, Served, model, plain, request, shape
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
+from roll.config.errors import UserError
 from roll.engine.request import Completion
 from roll.model.loading import cpu_multiplies_bf16
 from roll.transfer.weights import Weights, probe_ids
@@ -62,6 +63,17 @@ def test_bf16_log_probs_are_as_near_to_a_forward_pass_as_a_decoder_of_transforme
         served.close()
 
 
+def test_an_argument_with_a_value_that_vllm_refuses_is_the_users_to_mend() -> None:
+    from roll.strategy.infer.vllm import VllmStrategy
+    from roll.strategy.infer.vllm_engine import VllmSettings
+
+    async def main() -> None:
+        VllmStrategy(TOKENIZER, VllmSettings(None, shape(), torch.float32, 4, DEVICE, args={"quantization": "gzip"}))
+
+    with pytest.raises(UserError, match=r"vLLM refuses its arguments \{'quantization': 'gzip'\}"):
+        asyncio.run(main())
+
+
 def mixture() -> Qwen2MoeForCausalLM:
     config = Qwen2MoeConfig(
         vocab_size=len(TOKENIZER),
@@ -84,7 +96,8 @@ def mixture() -> Qwen2MoeForCausalLM:
 
 
 def test_a_mixture_of_experts_is_served_from_tensors_as_transformers_holds_them() -> None:
-    from roll.strategy.infer.vllm import VllmSettings, VllmStrategy
+    from roll.strategy.infer.vllm import VllmStrategy
+    from roll.strategy.infer.vllm_engine import VllmSettings
 
     experts = mixture()
     assert "model.layers.0.mlp.experts.gate_up_proj" in experts.state_dict()  # fused, as no checkpoint has them
