@@ -1,9 +1,9 @@
 """A decoder's matrix products on this CPU: rows of tokens left of a weight, columns right of it, or weights packed.
 
-`rows` is `linear(x, W)`, as `transformers` computes it; `columns` is `W @ x.T`, as the engine does (`roll.engine.columns`);
-`packed` is oneDNN's linear over weights that were brought into its own order before (a copy of all weights, once for
-every version of them), where this build and CPU have it. Milliseconds of all of a model's products for so many tokens,
-and GFLOP/s of the best. The weights are as many as the model's, so that they come from memory.
+`rows` is `linear(x, W)`, as `transformers` computes it; `columns` is `W @ x.T`, as `roll.engine.columns` does; `packed` is
+oneDNN's linear over weights that were brought into its own order before (a copy of all weights, once for every version
+of them), where this build and CPU have it. Milliseconds of all of a model's products for so many tokens, and GFLOP/s of
+the best. The weights are as many as the model's, so that they come from memory.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ def main() -> None:
     ]
 
     result: dict[str, object] = {"shape": args.shape, "dtype": args.dtype, "threads": args.threads}
-    print(
-        "| tokens | rows ms | columns ms | packed ms | rows over columns | GFLOP/s |\n| --- | --- | --- | --- | --- | --- |"
-    )
+    print("| tokens | rows ms | columns ms | packed ms | rows over columns | GFLOP/s |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for count in map(int, args.rows.split(",")):
         found = measure(weights, count, args.repeats)
         flops = 2 * count * sum(weight.numel() for weight in weights)

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from roll.config.errors import RunError
-
 NAME = "roll"
 
 
@@ -38,12 +36,8 @@ def _attention(
     scaling: float,
     *,
     roll_plan: AttentionPlan,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    if sliding_window is not None or softcap is not None:
-        raise RunError(f"attention with {sliding_window=} and {softcap=} is not computed: it needs full attention")
     return roll_plan.attend(module, query[0], key[0], value[0], scaling).unsqueeze(0), None
 
 
