@@ -38,8 +38,8 @@ CACHE = "key-value cache"
 MOMENTS = {"adamw": "optimizer moments, fp32", "adamw_8bit": "optimizer moments, 8 bits"}
 FULL = 0.9
 """The share of a pool that may be planned: the rest is for fragments, contexts and what nobody counts."""
-DRAW_BYTES = 28
-"""For each logit an engine draws from: logits, scaled, log-probs, probabilities, those padded to blocks, and in fp64."""
+DRAW_BYTES = 12
+"""For each logit an engine draws from: logits, scaled, and the mass of each."""
 TORCH_DEVICE: dict[Kind, str] = {"cpu": "cpu", "gpu": "cuda"}
 
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PretrainedConfig
 
+from roll.engine.reading import Reading, reading_of
+
 _CALL = 128
 """Positions of one slot that take as long to attend to as a call of the attention takes before it begins."""
 
@@ -95,9 +97,17 @@ class _Run:
 
     rows: slice
     slots: slice
-    longest: int
-    mask: Tensor | None
-    """[slots, 1, 1, longest]; None where all have the same length."""
+    lengths: list[int]
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    def mask(self, window: int | None, device: torch.device) -> Tensor | None:
+        """[slots, 1, 1, longest]; None where everything is seen."""
+        if min(self.lengths) == self.longest and (window is None or window >= self.longest):
+            return None
+        return _seen(torch.tensor(self.lengths, device=device), self.longest, window)[:, None, None]
 
 
 class CachePlan:
@@ -113,53 +123,58 @@ class CachePlan:
         self._decoding = decoding
         self._exact = exact
         self._first = sum(chunk.rows for chunk in chunks)
-        device = cache.keys.device
+        self._masks: dict[int | None, tuple[list[Tensor | None], list[Tensor | None]]] = {}  # by window
+        self._device = cache.keys.device
         if decoding and not exact:
-            self._slots = torch.tensor([each.slot for each in decoding], device=device)
-            self._last = torch.tensor([each.length - 1 for each in decoding], device=device)
-            self._runs = [self._run(some, device) for some in _together(decoding)]
-        self._causal = [_causal_mask(chunk, device) for chunk in chunks]
+            self._slots = torch.tensor([each.slot for each in decoding], device=self._device)
+            self._last = torch.tensor([each.length - 1 for each in decoding], device=self._device)
+        self._runs = [self._run(rows) for rows in _together(decoding)] if not exact else []
 
-    def _run(self, rows: range, device: torch.device) -> _Run:
+    def _run(self, rows: range) -> _Run:
         """`rows` counted from the first that decodes."""
-        lengths = [self._decoding[row].length for row in rows]
-        longest, first = max(lengths), self._decoding[rows.start].slot
-        mask = None
-        if min(lengths) < longest:
-            visible = torch.arange(longest, device=device)[None] < torch.tensor(lengths, device=device)[:, None]
-            mask = visible[:, None, None]
+        first = self._decoding[rows.start].slot
         at = slice(self._first + rows.start, self._first + rows.stop)
-        return _Run(at, slice(first, first + len(rows)), longest, mask)
+        return _Run(at, slice(first, first + len(rows)), [self._decoding[row].length for row in rows])
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         layer = module.layer_idx
         assert isinstance(layer, int)
+        reading = reading_of(module, scale)
+        of_chunks, of_runs = self._masks_of(reading.window)
         heads, rows, dim = query.shape
         output = query.new_zeros(rows, heads, dim)
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         row = 0
-        for chunk, mask in zip(self._chunks, self._causal, strict=True):
+        for chunk, mask in zip(self._chunks, of_chunks, strict=True):
             span = slice(row, row + chunk.rows)
             end = chunk.start + chunk.rows
             keys[chunk.slot, :, chunk.start : end] = key[:, span]
             values[chunk.slot, :, chunk.start : end] = value[:, span]
-            attended = _grouped(query[:, span], keys[chunk.slot, :, :end], values[chunk.slot, :, :end], mask, scale)
+            attended = _alone(query[:, span], keys[chunk.slot, :, :end], values[chunk.slot, :, :end], mask, reading)
             output[span] = attended.transpose(0, 1)
             row = span.stop
         if self._decoding and self._exact:
             for row, each in enumerate(self._decoding, self._first):
                 keys[each.slot, :, each.length - 1] = key[:, row]
                 values[each.slot, :, each.length - 1] = value[:, row]
-                seen = keys[each.slot, :, : each.length], values[each.slot, :, : each.length]
-                output[row] = _grouped(query[:, row : row + 1], *seen, None, scale)[:, 0]
+                seen = slice(max(each.length - reading.window, 0) if reading.window else 0, each.length)
+                one = _alone(query[:, row : row + 1], keys[each.slot, :, seen], values[each.slot, :, seen], None, reading)
+                output[row] = one[:, 0]
         elif self._decoding:
             span = slice(self._first, self._first + len(self._decoding))
             keys[self._slots, :, self._last] = key[:, span].transpose(0, 1)
             values[self._slots, :, self._last] = value[:, span].transpose(0, 1)
-            for run in self._runs:
-                seen = keys[run.slots, :, : run.longest], values[run.slots, :, : run.longest]
-                output[run.rows] = _decoded(query[:, run.rows], *seen, run.mask, scale)
+            for run, mask in zip(self._runs, of_runs, strict=True):
+                seen_keys, seen_values = keys[run.slots, :, : run.longest], values[run.slots, :, : run.longest]
+                output[run.rows] = _decoded(query[:, run.rows], seen_keys, seen_values, mask, reading)
         return output
+
+    def _masks_of(self, window: int | None) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Of the chunks and the runs, for layers that look so far back."""
+        if window not in self._masks:
+            of_chunks = [_causal_mask(chunk, window, self._device) for chunk in self._chunks]
+            self._masks[window] = of_chunks, [run.mask(window, self._device) for run in self._runs]
+        return self._masks[window]
 
 
 def _together(decoding: list[Decoding]) -> list[range]:
@@ -179,26 +194,41 @@ def _together(decoding: list[Decoding]) -> list[range]:
     return runs
 
 
-def _decoded(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _causal_mask(chunk: Chunk, window: int | None, device: torch.device) -> Tensor | None:
+    """Which keys each row of the chunk sees: itself and those before it. [rows, start + rows]"""
+    end = chunk.start + chunk.rows
+    if chunk.rows == 1 and (window is None or window >= end):
+        return None
+    return _seen(torch.arange(chunk.start + 1, end + 1, device=device), end, window)
+
+
+def _seen(lengths: Tensor, longest: int, window: int | None) -> Tensor:
+    """Which positions the last token of each length sees. [lengths, longest]"""
+    at = torch.arange(longest, device=lengths.device)[None]
+    seen = at < lengths[:, None]
+    return seen if window is None else seen & (at >= lengths[:, None] - window)
+
+
+def _decoded(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, reading: Reading) -> Tensor:
     """One row a slot, all at once: query [heads, slots, dim], keys and values [slots, kv_heads, positions, dim]. The
     heads that share keys are the query rows of one attention: nothing is copied."""
     heads, slots, dim = query.shape
     kv_heads = keys.shape[1]
     grouped = query.transpose(0, 1).reshape(slots, kv_heads, heads // kv_heads, dim)
-    out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
-    return out.reshape(slots, heads, dim)
+    return _attended(grouped, keys, values, mask, reading).reshape(slots, heads, dim)
 
 
-def _causal_mask(chunk: Chunk, device: torch.device) -> Tensor | None:
-    """Which keys each row of the chunk sees: all before it and itself. [rows, start + rows]"""
-    if chunk.rows == 1:
-        return None
-    ends = torch.arange(chunk.start, chunk.start + chunk.rows, device=device)
-    return torch.arange(chunk.start + chunk.rows, device=device)[None] <= ends[:, None]
-
-
-def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _alone(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, reading: Reading) -> Tensor:
     """One sequence. query [heads, rows, dim], key and value [kv_heads, positions, dim] → [heads, rows, dim]."""
     repeats = query.shape[0] // key.shape[0]
     key, value = key.repeat_interleave(repeats, 0), value.repeat_interleave(repeats, 0)
-    return scaled_dot_product_attention(query[None], key[None], value[None], attn_mask=mask, scale=scale)[0]
+    return _attended(query[None], key[None], value[None], mask, reading)[0]
+
+
+def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, reading: Reading) -> Tensor:
+    if reading.cap is None:
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=reading.scale)
+    scores = torch.tanh(query @ key.transpose(-2, -1) * (reading.scale / reading.cap)) * reading.cap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return scores.float().softmax(dim=-1).to(value.dtype) @ value

@@ -25,9 +25,7 @@ _FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 def supported(model: PreTrainedModel) -> bool:
     """Whether the model is one of the plain families, on a CPU, with nothing put around its linear layers."""
     layers, config = getattr(model.get_decoder(), "layers", None), model.config
-    windows = config.model_type == "mistral" and config.sliding_window is not None
-    windows |= "sliding_attention" in (getattr(config, "layer_types", None) or [])
-    if config.model_type not in _FAMILIES or windows or not layers or next(model.parameters()).device.type != "cpu":
+    if config.model_type not in _FAMILIES or not layers or next(model.parameters()).device.type != "cpu":
         return False
     linears = [model.get_output_embeddings(), *(m for layer in layers for m in _linears(layer))]
     return all(type(m) is nn.Linear and not m._forward_hooks and not m._forward_pre_hooks for m in linears)

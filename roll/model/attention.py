@@ -7,14 +7,12 @@ keyword argument through the model's own forward, so the model's code is used as
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-from roll.config.errors import RunError
 
 NAME = "roll"
 
@@ -29,13 +27,6 @@ class AttentionPlan(Protocol):
         ...
 
 
-@runtime_checkable
-class WindowedPlan(AttentionPlan, Protocol):
-    """A plan that looks back only as far as a layer does, and caps its scores as the layer does."""
-
-    reads_windows: ClassVar[bool]
-
-
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -45,12 +36,8 @@ def _attention(
     scaling: float,
     *,
     roll_plan: AttentionPlan,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    if (sliding_window is not None or softcap is not None) and not isinstance(roll_plan, WindowedPlan):
-        raise RunError(f"attention with {sliding_window=} and {softcap=} is not computed: it needs full attention")
     return roll_plan.attend(module, query[0], key[0], value[0], scaling).unsqueeze(0), None
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
-from roll.engine.paged.pages import BLOCK, Reading, _attend, _positions
+from roll.engine.paged.pages import BLOCK, _attend, _positions
 from roll.engine.paged.rows import (
     DRAWS,
     HEADER,
@@ -23,6 +23,7 @@ from roll.engine.paged.rows import (
     TOKEN,
     Rows,
 )
+from roll.engine.reading import Reading
 from roll.engine.request import Sampling
 from roll.engine.sampling import draw
 

@@ -7,8 +7,7 @@ all its rows there before any of them is read, layer by layer, so rows of one pa
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from roll.engine.paged.rows import Rows
+from roll.engine.reading import Reading, reading_of
 from roll.model.shape import ModelShape
 
 BLOCK = 16
@@ -41,29 +41,8 @@ class Pages:
         return 2 * shape.layers * shape.kv_heads * BLOCK * shape.head_dim * dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How a layer reads: its scale, how far back it looks, and the cap of its scores."""
-
-    scale: float
-    window: int | None = None
-    cap: float | None = None
-
-
-def reading_of(module: nn.Module, scale: float) -> Reading:
-    """As the layer's own code has it."""
-    config = module.config
-    window = getattr(module, "sliding_window", None)
-    if getattr(config, "model_type", "") == "mistral":  # its layers do not have it themselves
-        window = getattr(config, "sliding_window", None)
-    cap = getattr(module, "attn_logit_softcapping", None)
-    return Reading(scale, int(window) if window else None, float(cap) if cap else None)
-
-
 class PagedPlan:
     """What both kinds of passes share. As an `AttentionPlan` it serves any decoder's own code."""
-
-    reads_windows: ClassVar[bool] = True
 
     def __init__(self, pages: Pages, rows: Rows) -> None:
         self.pages = pages
