@@ -55,7 +55,7 @@ def test_a_source_is_bound_to_the_folder_it_was_made_in(folder: Path, monkeypatc
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("nubmer", "reward 'nubmer' is not known: write math, number, .*; did you mean 'number'"),
+        ("nubmer", "reward 'nubmer' is not known: write code, math, number, .*; did you mean 'number'"),
         ("no_such_module:score", "reward 'no_such_module:score': there is no module"),
         ("my_rewards:needs_three", r"takes \(a, b, c\)"),
         ("my_rewards:later", "`async def`"),
