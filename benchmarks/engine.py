@@ -10,6 +10,9 @@ On CUDA 256 requests of 128 tokens, the longest answer 1,024; on a CPU 64 reques
 turns, and each repeat has prompts of its own, so that nothing cached is of use to the next. The best of the repeats is
 taken, after a short warm-up. Sampling at temperature 1 with log-probs (`generate` without them).
 
+With `--clock cpu --threads 1` tokens/s are those of a CPU second: on a machine that others use too, ratios of wall times
+are chance. Step and first-token times are always wall times.
+
 `of_floor` is the share of the least time this machine can take for the workload (see `engine_work.Floor`). vLLM is used
 if this interpreter has it, or that of `--vllm-python`.
 """
@@ -30,7 +33,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from common import parser, report
 from engine_peers import Generate, Vllm
-from engine_work import Floor, Outcome, Sizes, Workload, make_workload
+from engine_work import Floor, Outcome, Sizes, Workload, make_workload, read_clock
 
 from roll.engine.make import make_engine
 from roll.engine.request import Request, Sampling, seed_of
@@ -59,6 +62,9 @@ def main() -> None:
     options.add_argument("--engines", default="native,vllm,generate")
     options.add_argument("--workloads", default="distinct,siblings")
     options.add_argument("--repeats", type=int, default=2)
+    options.add_argument(
+        "--clock", choices=["wall", "cpu"], default="wall", help="cpu: tokens a CPU second, on a shared machine"
+    )
     options.add_argument("--vllm-python", help="an interpreter that has vLLM (default: this one, if it has)")
     options.add_argument("--vllm-compile", action="store_true", help="let vLLM compile on a CPU (on CUDA it always does)")
     options.add_argument("--profile", action="store_true", help="print where the native engine's steps spend their time")
@@ -85,7 +91,7 @@ def main() -> None:
         else:
             print("vLLM is not here: --vllm-python names an interpreter that has it", file=sys.stderr)
     result: dict[str, object] = {"model": args.model, "dtype": str(dtype), "threads": args.threads}
-    result |= measure(engines, works, sizes, model, args.repeats)
+    result |= measure(engines, works, sizes, model, args.repeats, args.clock)
     for engine in engines.values():
         if isinstance(engine, Vllm):
             engine.close()
@@ -93,18 +99,20 @@ def main() -> None:
         report(result, True)
 
 
-def measure(engines: dict[str, Runner], works: list[str], sizes: Sizes, model: Any, repeats: int) -> dict[str, object]:
+def measure(
+    engines: dict[str, Runner], works: list[str], sizes: Sizes, model: Any, repeats: int, clock: str
+) -> dict[str, object]:
     vocab = model.config.vocab_size
-    floor = Floor(model)
+    floor = Floor(model, clock)
     result: dict[str, object] = {"copy_gb_per_s": floor.copy_bandwidth / 1e9}
     for engine in engines.values():
         engine.run(make_workload("distinct", Sizes(sizes.sequences, sizes.prompt, 8), vocab, 10_000))
     for name in works:
-        work = make_workload(name, sizes, vocab, 0)
+        work = make_workload(name, sizes, vocab, 0, clock)
         best: dict[str, Outcome] = {}
         for repeat in range(repeats):
             for engine, runner in engines.items():
-                outcome = runner.run(make_workload(name, sizes, vocab, repeat))
+                outcome = runner.run(make_workload(name, sizes, vocab, repeat, clock))
                 print(
                     f"{name} {repeat} {engine}: {work.tokens / outcome.seconds:.1f} tokens/s", file=sys.stderr, flush=True
                 )
@@ -185,7 +193,7 @@ class Native:
         self._served = 0
 
     def run(self, work: Workload) -> Outcome:
-        started = time.perf_counter()
+        started, began = time.perf_counter(), read_clock(work.clock)
         heard = self.start(work)
         steps: list[float] = []
         first: list[float] = []
@@ -201,7 +209,7 @@ class Native:
                 heard.difference_update(begun)
             tokens += sum(len(done.ids) for done in finished)
         assert tokens == work.tokens, f"the engine made {tokens} of {work.tokens} tokens"
-        return Outcome(time.perf_counter() - started, steps, first, peak)
+        return Outcome(read_clock(work.clock) - began, steps, first, peak)
 
     def start(self, work: Workload) -> set[str]:
         ids: set[str] = set()
