@@ -26,7 +26,8 @@ from roll.config.errors import UserError
 from roll.config.load import load_config
 from roll.config.schema import Config
 from roll.data.chat import Chat
-from roll.data.sources import Split, load_tasks
+from roll.data.domains import load_domains
+from roll.data.sources import Split, TaskSet, load_tasks
 from roll.data.task import EnvSpec, Message, Task
 from roll.data.tokenlog import TokenLog
 from roll.env.demonstrations import demonstration
@@ -106,7 +107,7 @@ def _responses(row: Mapping[str, Any]) -> Iterator[list[int]]:
 
 def _tasks(folder: RunFolder, config: Config) -> dict[str, Task]:
     """The tasks of a run that are played in an environment, by id."""
-    found = load_tasks(config.tasks)
+    found = _task_set(config)
     tasks = {task.id: task for task in (*found.held_out, *found.train) if task.environment is not None}
     if not tasks:
         raise UserError(f"data.options: no task of the run in {folder.path} is played in an environment")
@@ -115,8 +116,12 @@ def _tasks(folder: RunFolder, config: Config) -> dict[str, Task]:
     return tasks
 
 
+def _task_set(config: Config) -> TaskSet:
+    return load_domains(config.domains) if config.domains else load_tasks(config.tasks)
+
+
 def _shown(folder: RunFolder, count: int) -> Iterator[Chat]:
     config = load_config(folder.config_path)
-    for task in [task for task in load_tasks(config.tasks).train if task.environment is not None][:count]:
+    for task in [task for task in _task_set(config).train if task.environment is not None][:count]:
         assert task.environment is not None
         yield from demonstration(f"{task.id}/shown", task.environment, task.messages, window=config.env.window)

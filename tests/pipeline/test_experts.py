@@ -91,6 +91,19 @@ def test_what_a_run_with_a_window_saw_is_what_is_labelled(tmp_path: Path) -> Non
         assert chat.messages[-1]["content"] == chat.messages[-2]["content"]
 
 
+def test_runs_with_domains_are_labelled_where_they_have_environments(tmp_path: Path) -> None:
+    settings = {key: value for key, value in PLAY.items() if key != "tasks"}
+    domains = {"games": {"tasks": PLAY["tasks"]}, "plain": {"tasks": "echo", "reward": "number"}}
+    remains = run({**settings, "domains": domains}, tmp_path / "run", "train.steps=1")
+    rows = remains.samples()[1]
+    assert len({row["task"].partition("#")[0] for row in rows}) > 1, "of both kinds"
+    options = {"runs": str(remains.path), "held_out": 0, "demonstrations": 2}
+    chats = load_chats(DataConfig(source="dagger", options=options)).train
+    played = {row["task"] for row in rows if row["turns"] > 1}
+    assert {chat.id.rpartition("/")[0] for chat in chats if chat.learn == "last"} == played
+    assert sum(chat.learn == "all" for chat in chats) == 2
+
+
 def test_a_round_of_dagger(played: Remains, tmp_path: Path) -> None:
     settings = {**IMITATE, "data": {"source": "dagger", "options": {"runs": [str(played.path)], "demonstrations": 5}}}
     remains = run(settings, tmp_path / "round", f"model={played.path}", "data.options.held_out=0.2", "train.steps=8")
