@@ -71,6 +71,10 @@ def test_the_tiny_example_learns(checkout: Path, steps: int, accuracy: float) ->
     assert summary["run"] == str(checkout / "runs" / "tiny")
 
 
+def test_the_pipeline_in_the_readme_is_the_example() -> None:
+    assert (EXAMPLES / "by_hand.py").read_text() in (EXAMPLES.parent / "README.md").read_text()
+
+
 @pytest.mark.parametrize("block", EXCERPTS, ids=_title)
 def test_excerpts_in_the_readme_are_python(block: str) -> None:
     compile(block, "README.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
