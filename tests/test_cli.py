@@ -67,7 +67,7 @@ BAD_INPUT = {
     "model.chat_template=absent.jinja": ["there is no file 'absent.jinja'"],
     "tasks=no-such-source": [
         "tasks.source 'no-such-source' is not known",
-        "write addition, echo, environment, a .jsonl file",
+        "write addition, echo, reasoning_gym, environment, a .jsonl, ",
     ],
     "tasks=absent.jsonl": ["there is no file 'absent.jsonl'"],
     "tasks=absent.py:tasks": ["absent.py"],
