@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -142,22 +143,28 @@ class Floor:
         return float(np.interp(rows, known, [self._products(r) + self._products(r, head=True) for r in known]))
 
     def _products(self, rows: int, head: bool = False) -> float:
-        """Seconds of one row of tokens through the layers' matrices, or through the output layer's: the best of some."""
+        """Seconds of so many tokens through the layers' matrices, or through the output layer's: the best of some, with
+        tokens as rows or, on a CPU, as columns."""
         key = -rows if head else rows
         if key not in self._seconds:
             modules = [self._head] if head else self._linears
-            inputs = {
-                m.in_features: torch.randn(rows, m.in_features, device=self._device).to(self._dtype) for m in modules
-            }
-            self._seconds[key] = min(self._timed(modules, inputs) for _ in range(5))
+            sizes = {module.in_features for module in modules}
+            inputs = {size: torch.randn(rows, size, device=self._device).to(self._dtype) for size in sizes}
+            columns = {size: tokens.t().contiguous() for size, tokens in inputs.items()}
+            ways = [(nn.functional.linear, inputs)]
+            if self._device.type == "cpu":
+                ways.append((lambda tokens, weight: weight @ tokens, columns))
+            self._seconds[key] = min(self._timed(modules, *way) for _ in range(5) for way in ways)
         return self._seconds[key]
 
     @torch.inference_mode()
-    def _timed(self, modules: list[nn.Linear], inputs: dict[int, Tensor]) -> float:
+    def _timed(
+        self, modules: list[nn.Linear], product: Callable[[Tensor, Tensor], Tensor], inputs: dict[int, Tensor]
+    ) -> float:
         self._wait()
         started = read_clock(self._clock)
         for module in modules:
-            nn.functional.linear(inputs[module.in_features], module.weight)
+            product(inputs[module.in_features], module.weight)
         self._wait()
         return read_clock(self._clock) - started
 
