@@ -219,14 +219,15 @@ def test_stop_strings_end_a_response_and_stay_in_it(device: str) -> None:
 
 
 @devices
-def test_a_thousand_requests_on_a_small_cache_all_finish(device: str) -> None:
+def test_many_requests_on_a_small_cache_all_finish(device: str) -> None:
     rng = np.random.default_rng(4)
+    count = 1000 if device == "cuda" else 150  # row by row on a CPU
     requests = [
-        request(str(i), random_ids(rng, int(rng.integers(1, 40))), int(rng.integers(1, 12)), seed=i) for i in range(1000)
+        request(str(i), random_ids(rng, int(rng.integers(1, 40))), int(rng.integers(1, 12)), seed=i) for i in range(count)
     ]
     served = paged(device, 16, kv_tokens=160)
     finished = run(served, requests)
-    assert len(finished) == 1000
+    assert len(finished) == count
     assert all(len(finished[r.id].ids) == r.sampling.max_new_tokens for r in requests)
 
 

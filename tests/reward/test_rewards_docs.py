@@ -24,8 +24,8 @@ PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="u
 CONFIGS = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 FILES = dict(re.findall(r"Save this as `(\S+)`:\n\n```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
 SECTIONS = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##)", PAGE, re.DOTALL | re.MULTILINE))
-ELSEWHERE = {"code"}
-"""Rewards with a page of their own."""
+ELSEWHERE = {"code", "reasoning_gym"}
+"""Rewards on other pages: the sandbox's, and that of tasks."""
 
 
 def table(text: str) -> dict[str, str]:
