@@ -109,8 +109,11 @@ def start(settings: VllmSettings, folder: str) -> Any:
 
 
 def _arguments(settings: VllmSettings) -> dict[str, Any]:
-    """The user's, and how the output layer is held."""
+    """The user's, and what an engine on a CPU needs beside them: its output layer, and prompts that are computed whole,
+    because with a seed of its own a request whose prompt is computed in parts ends vLLM's worker (0.32)."""
     given = dict(settings.args)
+    if settings.device == "cpu":
+        given.setdefault("enable_chunked_prefill", False)
     if settings.untied:
         given["hf_overrides"] = {**given.get("hf_overrides", {}), "tie_word_embeddings": False}
     return given

@@ -77,8 +77,8 @@ def vllm(dtype: torch.dtype) -> InferStrategy:
     from roll.strategy.infer.vllm import VllmStrategy
     from roll.strategy.infer.vllm_engine import VllmSettings
 
-    # Room for four of the longest sequences, so that many requests wait for blocks and not only for seats.
-    cache = {"kv_cache_memory_bytes": 4 << 20, "enforce_eager": True}
+    # Room for four of the longest sequences, and for one prompt in a pass, so that requests wait not only for seats.
+    cache = {"kv_cache_memory_bytes": 4 << 20, "max_num_batched_tokens": CONTEXT, "enforce_eager": True}
     memory = {} if DEVICE == "cpu" else {"gpu_memory_utilization": 0.02}
     settings = VllmSettings(
         None, shape(), dtype, MAX_RUNNING, DEVICE, sleeps=DEVICE == "cuda", args={**cache, **memory}, environment=THREADS
