@@ -42,7 +42,7 @@ OWN = {
 }
 """Arguments that are not the user's to write in `engine_args`, and what to do instead."""
 
-_SPARE_PROMPT_TOKENS = 512
+_SPARE_PROMPT_TOKENS = 256
 """Of each running sequence, beside its response, where a cache is sized for what may run."""
 _LEAST_SHARE = 0.02
 """Of a GPU that must be free for vLLM to start at all, where the cache has a size of its own."""
