@@ -141,6 +141,9 @@ class Engine:
         self.version = version
         self._slots.forget()
 
+    def settle(self) -> None:
+        """A step is done when it returns."""
+
     def release(self) -> None:
         """Frees the cache's memory until the next request; nothing may be running."""
         if self._slots.running:

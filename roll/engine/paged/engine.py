@@ -28,7 +28,7 @@ from roll.config.errors import RunError
 from roll.data.tokenlog import IntArray
 from roll.engine.engine import EngineStats
 from roll.engine.paged.blocks import BlockPool, Key, keys_of
-from roll.engine.paged.decoder import log_probs_of, make_decoder
+from roll.engine.paged.decoder import Decoder, log_probs_of, make_decoder
 from roll.engine.paged.pages import BLOCK, Pages
 from roll.engine.paged.rows import (
     DRAWS,
@@ -101,7 +101,7 @@ class PagedEngine:
         self._longest = 0
         self._limit: int | None = None
         """Tokens that memory had room for when it was last asked."""
-        self._decoder = make_decoder(model, self.context)
+        self._made_decoder: Decoder | None = None
         self._generated = self._computed = self._shared = self._decoded = self._count = self._given_up = 0
 
     @property
@@ -112,6 +112,12 @@ class PagedEngine:
     @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._slots.running or self._flights or self._finished)
+
+    @property
+    def _decoder(self) -> Decoder:
+        if self._made_decoder is None:
+            self._made_decoder = make_decoder(self.model, self.context)
+        return self._made_decoder
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -146,7 +152,7 @@ class PagedEngine:
 
     def abort(self, id: str) -> Completion | None:
         """Ends a request; returns what it has so far, None if it is not here."""
-        self._land_all()
+        self.settle()
         sequence = self._by_id.get(id)
         if sequence is None:
             for index, completion in enumerate(self._finished):  # it ended in a step that was still in flight
@@ -172,7 +178,7 @@ class PagedEngine:
 
     def set_version(self, version: int) -> None:
         """Tells the engine that the parameters it uses have changed. Prefixes of older versions are not shared on."""
-        self._land_all()
+        self.settle()
         if version == self.version:
             return
         self.version = version
@@ -184,10 +190,11 @@ class PagedEngine:
 
     def release(self) -> None:
         """Frees the cache's memory until the next request; nothing may be running."""
-        self._land_all()
+        self.settle()
         if self._slots.running:
             raise RunError(f"the engine cannot free its cache: {self._slots.running} requests are running")
         self._pool = self._steps = self._limit = None
+        self._made_decoder = None  # it holds the parameters' storage, which may be laid aside now
         if self._parameter.is_cuda:
             torch.cuda.empty_cache()
 
@@ -395,7 +402,7 @@ class PagedEngine:
             if len(short) <= self._pool.spare:
                 break
             if self._flights:
-                self._land_all()  # some may have ended
+                self.settle()  # some may have ended
             else:
                 self._give_up()
         for slot in short:
@@ -412,7 +419,8 @@ class PagedEngine:
 
     # what comes back
 
-    def _land_all(self) -> None:
+    def settle(self) -> None:
+        """Reads every step in flight: what is told of requests is then all there is."""
         while self._flights:
             self._land()
 

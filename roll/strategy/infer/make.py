@@ -23,6 +23,7 @@ def _native(place: Place, config: Config) -> InferStrategy:
         load_tokenizer(source, config.model),
         max_running=config.rollout.max_running,
         exact=config.deterministic,
+        kv_tokens=config.rollout.kv_tokens,
         model=model,
     )
 

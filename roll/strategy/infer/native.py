@@ -16,6 +16,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from roll.config.errors import RunError
 from roll.engine.engine import Engine, EngineStats
+from roll.engine.make import make_engine
+from roll.engine.paged.engine import PagedEngine
 from roll.engine.request import Completion, Progress, Request
 from roll.strategy.shelf import Level, Shelf
 from roll.transfer.stream import Manifest
@@ -27,22 +29,30 @@ _PAUSE_S = 0.05
 
 class NativeStrategy:
     def __init__(
-        self, tokenizer: Tokenizer, *, max_running: int, exact: bool, model: PreTrainedModel | None = None
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_running: int,
+        exact: bool,
+        kv_tokens: int = 0,
+        model: PreTrainedModel | None = None,
     ) -> None:
-        """`model` is the engine's own, to receive weights into; without one it uses that of the weights it is given."""
+        """`model` is the engine's own, to receive weights into; without one it uses that of the weights it is given.
+        `kv_tokens`: what its cache holds, 0 for what the requests need."""
         self._tokenizer = tokenizer
         self._own_model = model
         self._shelf = Shelf(next(model.parameters()).device) if model is not None else None
         self._max_running = max_running
         self._exact = exact
-        self._engine: Engine | None = None
+        self._kv_tokens = kv_tokens
+        self._engine: Engine | PagedEngine | None = None
         self._verified = False
         self._finished: list[Completion] = []
         self._running = asyncio.Event()
         self._running.set()
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> Engine | PagedEngine:
         if self._engine is None:
             raise RunError("the engine has no weights yet: publish a version before generating")
         if not self._verified:
@@ -82,18 +92,20 @@ class NativeStrategy:
 
     async def pause(self) -> None:
         self._running.clear()
+        if self._engine is not None:
+            self._engine.settle()
 
     async def resume(self) -> None:
         self._running.set()
 
-    def _present(self) -> Engine:
+    def _present(self) -> Engine | PagedEngine:
         """The engine, whether or not its weights are verified."""
         return self.engine if self._engine is None else self._engine
 
     async def load_weights(self, weights: Weights) -> None:
         assert self._own_model is None, "an engine with a model of its own receives weights"
+        check_shared(weights, weights.model if self._engine is None else self._engine.model)
         engine = self._engine or self._make_engine(weights.model, weights.version)
-        check_shared(weights, engine.model)
         self._verified = False  # the storage holds other values from here on
         self._serve(engine, weights)
 
@@ -106,13 +118,20 @@ class NativeStrategy:
         assert self._own_model is not None
         self._serve(self._engine or self._make_engine(self._own_model, manifest.version), manifest)
 
-    def _serve(self, engine: Engine, weights: Weights | Manifest) -> None:
+    def _serve(self, engine: Engine | PagedEngine, weights: Weights | Manifest) -> None:
         check_probe(weights, engine.log_probs_of(weights.probe.numpy()))
         engine.set_version(weights.version)
         self._engine, self._verified = engine, True
 
-    def _make_engine(self, model: PreTrainedModel, version: int) -> Engine:
-        return Engine(model, self._tokenizer, max_running=self._max_running, exact=self._exact, version=version)
+    def _make_engine(self, model: PreTrainedModel, version: int) -> Engine | PagedEngine:
+        return make_engine(
+            model,
+            self._tokenizer,
+            max_running=self._max_running,
+            exact=self._exact,
+            kv_tokens=self._kv_tokens,
+            version=version,
+        )
 
     async def hold(self, level: Level) -> None:
         if level != "all" and self._engine is not None:

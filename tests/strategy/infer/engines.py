@@ -73,6 +73,26 @@ def native_receiving(engine: InferStrategy) -> InferStrategy:
     return NativeStrategy(TOKENIZER, max_running=MAX_RUNNING, exact=False, model=model(7))
 
 
+def paged(dtype: torch.dtype) -> InferStrategy:
+    return _paged_strategy()(TOKENIZER, max_running=MAX_RUNNING, exact=False)
+
+
+def paged_receiving(engine: InferStrategy) -> InferStrategy:
+    return _paged_strategy()(TOKENIZER, max_running=MAX_RUNNING, exact=False, model=model(7))
+
+
+def _paged_strategy() -> Any:
+    """The embedded engine over a paged cache, which is the one on a GPU, wherever it runs."""
+    from roll.engine.paged.engine import PagedEngine
+    from roll.strategy.infer.native import NativeStrategy
+
+    class Paged(NativeStrategy):
+        def _make_engine(self, model: Any, version: int) -> PagedEngine:
+            return PagedEngine(model, TOKENIZER, max_running=MAX_RUNNING, version=version)
+
+    return Paged
+
+
 def vllm(dtype: torch.dtype) -> InferStrategy:
     from roll.strategy.infer.vllm import VllmStrategy
     from roll.strategy.infer.vllm_engine import VllmSettings
@@ -99,10 +119,13 @@ class Kind:
     """Whether a request that goes on from a prefix draws what it would have drawn."""
     dies: bool = True
     """Whether it has processes of its own that may die."""
+    many: int = 1000
+    """Requests that wait for a small cache."""
 
 
 KINDS = {
     "native": Kind(native, native_receiving, same_noise=True, dies=False),
+    "paged": Kind(paged, paged_receiving, same_noise=True, dies=False, many=1000 if DEVICE == "cuda" else 150),
     "vllm": Kind(vllm),
 }
 ENGINES = [pytest.param(name, marks=[pytest.mark.vllm] if name == "vllm" else []) for name in KINDS]
