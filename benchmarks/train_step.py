@@ -38,6 +38,7 @@ from roll.data import Batch, Sample, Task
 from roll.model import attention
 from roll.model.character import character_tokenizer
 from roll.strategy.train import logprobs, vocabulary
+from roll.strategy.train.optimizer import Step
 from roll.strategy.train.packing import pack
 from roll.strategy.train.single import SingleStrategy
 
@@ -200,9 +201,9 @@ class Bench:
         optimizer, found = strategy._optimizer, {}
         assert optimizer is not None
 
-        def keep(step: int) -> float:
+        def keep(step: int, loss: Tensor | None = None) -> Step:
             found.update({name: gradient.float() for name, gradient in optimizer.gradients().items()})
-            return 1.0
+            return Step(1.0, applied=True)
 
         optimizer.step = keep  # type: ignore[method-assign]
         strategy.update(batch, LOSS, 0)

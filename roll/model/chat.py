@@ -101,7 +101,7 @@ class ChatRenderer:
 
     def text(self, ids: Sequence[int] | IntArray) -> str:
         """What a response says: its tokens without the special ones."""
-        decoded: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        decoded: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return decoded
 
     def _check_history_kept(self, history: Sequence[Message], new: Sequence[Message], tools: Tools) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+from roll.child.collector import spare_collector
 from roll.cluster import Executor
 from roll.cluster.errors import RemoteError
 from roll.config import Config, UserError, changed_keys, dump_config, load_config
@@ -79,6 +80,7 @@ async def _train(
     executor.connect()  # before signals are ours: Ray would take them
     with _stopping(recorder):
         async with pipeline.start(executor, plan, recorder.folder.path) as roles:
+            spare_collector()
             recorder.reporter.started(recorder.folder.path, config.train.steps, checkpoint.step if checkpoint else 0)
             state = await _train_with(roles, pipeline, recorder, checkpoint)
         summary = recorder.finish(state, pipeline.panels)

@@ -68,6 +68,12 @@ def is_deterministic(reward: RewardFn, task: Task) -> bool:
     return bool(said(task) if callable(said) else said)
 
 
+def is_quick(reward: RewardFn) -> bool:
+    """Whether a reward says, by an attribute `quick`, that it is done with a short text at once whatever stands in it, so
+    that it needs no process to hang or die in."""
+    return bool(getattr(reward, "quick", False))
+
+
 def normalise(result: object) -> Verdict:
     """What a reward function returned, as a verdict; `ValueError` says what is wrong with it.
 

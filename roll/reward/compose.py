@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from roll.data.task import Response, Task
-from roll.reward.base import PartFailure, Result, RewardFn, entering, is_deterministic, normalise
+from roll.reward.base import PartFailure, Result, RewardFn, entering, is_deterministic, is_quick, normalise
 from roll.reward.make import check_types, make
 
 if TYPE_CHECKING:
@@ -47,6 +47,11 @@ class Rule:
     name: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     parts: Mapping[str, Part] = field(default_factory=dict)
+
+    @property
+    def names(self) -> set[str]:
+        """Of the rewards in it."""
+        return {part.name for part in self.parts.values()} or {self.name}
 
     @classmethod
     def of(cls, config: RewardRule) -> Rule:
@@ -115,6 +120,10 @@ class Composed:
     def deterministic(self, task: Task) -> bool:
         """Whether all parts give the same verdict every time."""
         return all(is_deterministic(reward, task) for reward in self._rewards.values())
+
+    @property
+    def quick(self) -> bool:
+        return all(is_quick(reward) for reward in self._rewards.values())
 
     def warm_up(self) -> None:
         """Warms all parts up."""

@@ -30,6 +30,7 @@ class Length:
     unit: Unit = "tokens"
     """What is counted: `tokens`, `words` or `characters`."""
     deterministic = True
+    quick = True
 
     def __post_init__(self) -> None:
         for name in ("target", "budget", "overlong", "ramp"):

@@ -32,6 +32,11 @@ class Exact:
     def __post_init__(self) -> None:
         check_place(self.find, self.pattern)
 
+    @property
+    def quick(self) -> bool:
+        """Unless a pattern decides how long it takes."""
+        return self.pattern is None
+
     def __call__(self, task: Task, response: Response) -> float:
         answers = [plain(answer, self.ignore_case, self.ignore_punctuation) for answer in answers_of(task)]
         found = extract(response.text, self.find, self.pattern)

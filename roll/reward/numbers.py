@@ -30,6 +30,7 @@ class Number:
     relative: float = 0.0
     """How far off it may be as a share of the answer; the larger of the two holds."""
     deterministic = True
+    quick = True
 
     def __post_init__(self) -> None:
         for name, value in (("tolerance", self.tolerance), ("relative", self.relative)):

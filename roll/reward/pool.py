@@ -22,6 +22,7 @@ from roll.reward import wire
 from roll.reward.base import ScoreFailure, Verdict
 from roll.reward.cache import VerdictCache
 from roll.reward.grader import Grader
+from roll.reward.process import judged
 from roll.reward.resolve import RewardSource
 from roll.reward.stats import GraderStats, Latency
 from roll.reward.turns import Turns
@@ -29,6 +30,8 @@ from roll.reward.turns import Turns
 _log = logging.getLogger(__name__)
 
 _START_TRIES = 3
+QUICK_CHARS = 8192
+"""Longest text that a reward which calls itself quick judges where it is asked, without a process."""
 
 
 class GraderPool:
@@ -39,7 +42,8 @@ class GraderPool:
     result is the same the second time and fails at once. The deadline counts from when a process has the job. What the
     function prints goes to the file `log`, or to standard error. One that takes `memory_mb` beyond what its process
     started with gets a `MemoryError`, and the process is replaced if that leaves it short. Of rewards that are
-    deterministic, `cache` verdicts are kept.
+    deterministic, `cache` verdicts are kept. Rewards that are `quick` judge short texts here, where a process would take
+    a hundred times as long to ask as to judge.
 
     The processes end with the thread that runs the event loop, even when that is killed.
 
@@ -60,6 +64,7 @@ class GraderPool:
         log: Path | None = None,
     ) -> None:
         self._source = source
+        self._quick = source.quick()
         self._workers = workers
         self._deadline_s = deadline_s
         self._tries = tries
@@ -101,6 +106,9 @@ class GraderPool:
     async def score(self, task: Task, response: Response) -> Verdict:
         """Judge an attempt. May be cancelled at any time; the pool stays whole."""
         self._raise_if_ended()
+        quick = self._quick.get(task.domain) or self._quick.get(None)
+        if quick is not None and len(response.text) <= QUICK_CHARS:
+            return self._verdict(task, judged(quick, task, response)[0])
         job = _pack(task, response)
         if (kept := self._kept(job)) is not None:
             return kept
@@ -119,13 +127,10 @@ class GraderPool:
                 raise ScoreFailure(failure.kind, f"{failure.reason}{times}") from None
             finally:
                 self._give_back(grader, task.domain)
-            if isinstance(answer, wire.Failed):
-                self._counts[answer.kind] += 1
-                raise ScoreFailure(answer.kind, answer.reason, answer.detail)
-            self._scored(task.domain, answer)
-            if answer.deterministic:
-                self._cache.put(job, answer.verdict)
-            return answer.verdict
+            verdict = self._verdict(task, answer)
+            if isinstance(answer, wire.Scored) and answer.deterministic:
+                self._cache.put(job, verdict)
+            return verdict
         raise AssertionError("tries is at least 1")
 
     def stats(self) -> GraderStats:
@@ -246,12 +251,17 @@ class GraderPool:
         self._counts["hits"] += verdict is not None
         return verdict
 
-    def _scored(self, domain: str, answer: wire.Scored) -> None:
+    def _verdict(self, task: Task, answer: wire.Scored | wire.Failed) -> Verdict:
+        """The verdict of an answer, or what it says went wrong."""
+        if isinstance(answer, wire.Failed):
+            self._counts[answer.kind] += 1
+            raise ScoreFailure(answer.kind, answer.reason, answer.detail)
         self._counts["scored"] += 1
         self._verdicts += Latency(1, answer.seconds)
-        self._took(f"{domain}/verdict", answer.seconds)
+        self._took(f"{task.domain}/verdict", answer.seconds)
         for part, seconds in answer.parts_s.items():
-            self._took(f"{domain}/part/{part}", seconds)
+            self._took(f"{task.domain}/part/{part}", seconds)
+        return answer.verdict
 
     def _took(self, what: str, seconds: float) -> None:
         self._latency[what] += Latency(1, seconds)

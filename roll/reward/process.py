@@ -18,6 +18,7 @@ from roll.child.frames import read_payload
 from roll.child.inside import REASON_CHARS, command, connect, detail, reason
 from roll.child.memory import MemoryLimit
 from roll.config.errors import UserError
+from roll.data.task import Response, Task
 from roll.reward.base import FailureKind, PartFailure, Result, RewardFn, entering, is_deterministic, normalise
 from roll.reward.wire import Answer, Entered, Failed, Ready, Refused, Scored, SetUp, write_answer
 
@@ -62,6 +63,11 @@ def judge(function: RewardFn, job: bytes) -> tuple[Answer, bool]:
         task, response = pickle.loads(job)
     except BaseException as error:
         return Failed("raised", f"the task cannot be read in the grader process: {reason(error)}", detail(error)), False
+    return judged(function, task, response)
+
+
+def judged(function: RewardFn, task: Task, response: Response) -> tuple[Scored | Failed, bool]:
+    """The same of a job that is here."""
     started = time.perf_counter()
     try:
         result = function(task, response)

@@ -20,6 +20,7 @@ class Repetition:
     unit: Literal["words", "characters"] = "words"
     """What n-grams are of: `words`, or `characters` for languages without spaces."""
     deterministic = True
+    quick = True
 
     def __post_init__(self) -> None:
         if self.n < 1:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from roll.config.errors import UserError
-from roll.reward.base import RewardFn
+from roll.reward.base import RewardFn, is_quick
+from roll.reward.builtin import BUILTINS
 from roll.reward.compose import Rule, check_rule, compose, warm_up
 from roll.reward.domains import ByDomain
 from roll.reward.make import callable_reward
@@ -73,6 +74,14 @@ class RewardSource:
         function = self._function()
         warm_up(function)
         return function
+
+    def quick(self) -> dict[str | None, RewardFn]:
+        """Those of the rewards that need no process, by domain, or under None for all tasks. Only ROLL's own: no other
+        code is loaded here."""
+        rules = [(None, self.rule)] if self.rule is not None else list((self.domains or {}).items())
+        own: dict[str | None, Rule] = {domain: rule for domain, rule in rules if rule.names <= BUILTINS.keys()}
+        rewards = {domain: compose(rule, root=self.root) for domain, rule in own.items()}
+        return {domain: reward for domain, reward in rewards.items() if is_quick(reward)}
 
     def _function(self) -> RewardFn:
         if self.rule is not None:

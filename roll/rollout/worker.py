@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from roll.child.together import together
 from roll.cluster import Cluster, Dispatch, Place, Worker, parallel
 from roll.config.schema import Config
@@ -352,7 +354,7 @@ def _row(sample: Sample, fate: Fate) -> dict[str, Any]:
         "ids": sample.log.ids.tolist(),
         "loss_mask": sample.log.loss_mask.astype(int).tolist(),
         "branches": [span.start for span in branches(sample.log.turn)],
-        "logprobs": [round(float(x), 6) for x in sample.log.behaviour],
+        "logprobs": np.round(sample.log.behaviour.astype(np.float64), 6).tolist(),
         "versions": sample.log.versions.tolist(),
         "seconds": {state: round(seconds, 4) for state, seconds in sample.seconds.items()},
     }

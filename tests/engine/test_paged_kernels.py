@@ -168,15 +168,15 @@ def test_the_gate(dtype: torch.dtype, inner: int) -> None:
 @pytest.mark.parametrize("cap", [None, 2.0])
 def test_draws_are_those_of_the_plain_sampler(dtype: torch.dtype, vocab: int, cap: float | None) -> None:
     count = 24
-    rows, _ = rows_at(list(range(count)))
+    rows, _ = rows_at(list(range(count + 8)))  # the last of them are of prompts, and have no logits
     temperatures = np.tile(np.array([0.0, 0.5, 1.0, 2.0], np.float32), count // 4)
-    rows.data[TEMPERATURE] = torch.from_numpy(temperatures.view(np.int32)).to(DEVICE)
+    rows.data[TEMPERATURE, :count] = torch.from_numpy(temperatures.view(np.int32)).to(DEVICE)
     rows.draws[3] = 0
     logits = random(count, vocab, dtype=dtype) * 3
     last = torch.full((count,), 7, dtype=torch.int32, device=DEVICE)
     out = torch.empty(2, count, dtype=torch.int32, device=DEVICE)
     kernels.sample(logits, rows, last, out, cap)
-    low, high = (line.cpu().numpy().view(np.uint32).astype(int) for line in (rows.seeds_low, rows.seeds_high))
+    low, high = (line[:count].cpu().numpy().view(np.uint32).astype(int) for line in (rows.seeds_low, rows.seeds_high))
     samplings = [
         Sampling(1, temperature=float(t), seed=int(h) << 32 | int(lo))
         for t, h, lo in zip(temperatures, high, low, strict=True)

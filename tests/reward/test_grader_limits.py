@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_grader_pool import ACT, RESPONSE, do, outcome, with_pool
 
+from roll.config.reward import RewardPart, RewardRule
 from roll.config.schema import RewardConfig
 from roll.data import Response, Task
 from roll.reward import RewardSource, ScoreFailure, Verdict
 from roll.reward.cache import VerdictCache
-from roll.reward.pool import GraderPool
+from roll.reward.pool import QUICK_CHARS, GraderPool
 from roll.reward.stats import GraderStats, Latency
 
 STEADY = f"{Path(__file__).with_name('graders.py')}:Steady"
@@ -130,10 +131,41 @@ def test_failures_and_verdicts_of_rewards_that_promise_nothing_are_not_kept() ->
 def test_built_in_rewards_are_kept_and_services_are_not() -> None:
     async def use(pool: GraderPool) -> None:
         for _ in range(4):
-            assert await pool.score(Task.ask("t", "?", 5), Response("It is 5.", 1, "stop")) == Verdict(1.0)
+            assert await pool.score(Task.ask("t", "?", "it is 5"), Response("It is 5.", 1, "stop")) == Verdict(1.0)
         assert (pool.stats().scored, pool.stats().hits) == (1, 3)
 
-    with_pool(use, reward="number", cache=10, deadline_s=20)
+    with_pool(use, reward="fuzzy", cache=10, deadline_s=20)
+
+
+def test_quick_rewards_judge_short_texts_without_a_process_and_the_same() -> None:
+    async def use(pool: GraderPool) -> None:
+        for grader in list(pool._graders):
+            grader._child.kill()  # nobody is there to be asked
+        assert await pool.score(Task.ask("t", "?", 5), Response("It is 5.", 1, "stop")) == Verdict(1.0)
+        with pytest.raises(ScoreFailure, match="is not a number") as told:
+            await pool.score(Task.ask("t", "?", "five"), RESPONSE)
+        assert told.value.kind == "raised"
+        assert (pool.stats().scored, pool.stats().raised) == (1, 1)
+        assert pool.stats().restarts == 0
+        long = "It is 5." + " " * QUICK_CHARS
+        assert await pool.score(Task.ask("t", "?", 5), Response(long, 1, "stop")) == Verdict(1.0)
+        assert pool.stats().restarts == 2
+
+    with_pool(use, reward="number", workers=2, deadline_s=20)
+
+
+def test_only_rewards_of_rolls_own_without_patterns_are_quick() -> None:
+    assert RewardSource.of("number").quick().keys() == {None}
+    assert not RewardSource.of("math").quick()
+    assert not RewardSource.of(lambda task, response: 0.0).quick()
+    assert not RewardSource.of(STEADY).quick()
+    with_pattern = RewardRule(name="exact", options={"pattern": "(a+)+b"})
+    both = RewardRule(
+        parts={"right": RewardPart(name="number"), "short": RewardPart(name="length", options={"target": 9})}
+    )
+    one = RewardRule(parts={"right": RewardPart(name="number"), "sound": RewardPart(name="math")})
+    found = RewardSource.of_domains({"a": with_pattern, "b": both, "c": one, "d": RewardRule(name="exact")}).quick()
+    assert found.keys() == {"b", "d"}
 
 
 @given(st.integers(0, 4), st.lists(st.integers(0, 6)))
@@ -153,7 +185,7 @@ def test_the_cache_holds_the_jobs_asked_for_last(size: int, jobs: list[int]) -> 
 
 def test_latencies_are_counted_by_domain_and_part() -> None:
     config = RewardConfig.model_validate(
-        {"parts": {"right": "number", "short": {"name": "length", "options": {"budget": 5}}}}
+        {"parts": {"right": "math", "short": {"name": "length", "options": {"budget": 5}}}}
     )
 
     async def main() -> tuple[GraderStats, GraderStats]:

@@ -52,6 +52,10 @@ from roll.model.shape import ModelShape
 
 FILL_ROWS = 8192
 """Most rows of prompts in a pass of their own."""
+LONG = 512
+"""Tokens beyond which a prompt has a pass of its own: row by row, as a step does, the cache would be read too often."""
+FEW = 256
+"""Rows of a long prompt that go with a step nevertheless."""
 _PASSED_OVER = 64
 """Most waiting sequences that others overtake in one step."""
 IN_FLIGHT = 2
@@ -298,25 +302,20 @@ class PagedEngine:
     # what is launched
 
     def _fill_long(self) -> None:
-        """A pass for prompts alone, where they would not fit into the next step."""
+        """A pass for long prompts alone."""
         assert self._steps is not None
-        drawing = int(self._slots.draws.sum())
-        pending = sum(sequence.left_to_fill + 1 for sequence in self._filling)
-        if drawing + pending <= self._steps.most_rows:
-            return
         room = FILL_ROWS
         parts: list[Sheet] = []
         spans: list[tuple[int, int]] = []
         places: list[NDArray[np.int64]] = []
-        for sequence in self._filling:
+        for sequence in filter(_needs_pass, self._filling):
             count = min(room, sequence.left_to_fill)
-            if count > 0:
-                keys = np.arange(sequence.filled + count)
-                parts.append(self._filled(sequence, count, lines=0))
-                spans.append((count, len(keys)))
-                places.append(self._slots.places(np.full(len(keys), sequence.slot), keys))
-                room -= count
-            if sequence.left_to_fill:
+            keys = np.arange(sequence.filled + count)
+            parts.append(self._filled(sequence, count, lines=0))
+            spans.append((count, len(keys)))
+            places.append(self._slots.places(np.full(len(keys), sequence.slot), keys))
+            room -= count
+            if not room:
                 break
         if parts:
             self._steps.fill(np.concatenate(parts, axis=1), spans, np.concatenate(places))
@@ -351,8 +350,7 @@ class PagedEngine:
         lines = int(slots.held.max())
         room = self._steps.most_rows - int(slots.draws.sum())
         parts: list[Sheet] = []
-        while self._filling:
-            sequence = self._filling[0]
+        for sequence in [each for each in self._filling if not _needs_pass(each)]:
             count = min(room - 1, sequence.left_to_fill)  # its last token has a row too
             if count > 0:
                 parts.append(self._filled(sequence, count, lines))
@@ -361,7 +359,7 @@ class PagedEngine:
                 break
             slots.draws[sequence.slot] = True
             room -= 1
-            self._filling.pop(0)
+            self._filling.remove(sequence)
         drawing = np.flatnonzero(slots.draws & (slots.launched < slots.limit))
         if not len(drawing) and not parts:
             return False
@@ -467,3 +465,7 @@ class PagedEngine:
         sequence = self._slots.sequences[int(slot)]
         assert sequence is not None
         return sequence
+
+
+def _needs_pass(sequence: Sequence) -> bool:
+    return len(sequence.known) > LONG and sequence.left_to_fill > FEW

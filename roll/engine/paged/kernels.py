@@ -485,8 +485,8 @@ def gate(both: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, rows: Rows, last: Tensor, out: Tensor, cap: float | None) -> None:
-    """Draws a token a row from logits [rows, vocab]: `out` [2, rows] gets the tokens and the bits of their log-probs, and
-    `last` the tokens of the slots whose rows draw."""
+    """Draws a token for each of the first rows from logits [those rows, vocab]: `out` [2, those rows] gets the tokens and
+    the bits of their log-probs, and `last` the tokens of the slots whose rows draw."""
     count, vocab = logits.shape
     blocks = triton.cdiv(vocab, VOCAB_BLOCK)
     tops, sums = torch.empty(2, count, blocks, device=logits.device)

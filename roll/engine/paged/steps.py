@@ -36,6 +36,8 @@ from roll.engine.sampling import draw
 from roll.model.attention import logits_of
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+_PROMPT_SIZES = (256, 512, 1024, 2048, 4096)
+"""Rows of prompts that there may be beside those that draw."""
 _STAGES = 4
 """Pinned buffers that inputs go through in turn."""
 
@@ -104,7 +106,8 @@ class Steps:
 
     @torch.inference_mode()
     def draw(self, sheet: Sheet, truncated: Mapping[int, Sampling]) -> Drawn:
-        """Launches a step. `truncated`: rows that draw from a truncated distribution, which takes a wait."""
+        """Launches a step; the rows that draw come first, a slot's once. `truncated`: rows that draw from a truncated
+        distribution, which takes a wait."""
         count = sheet.shape[1]
         if self._device.type != "cuda":
             return self._draw_at_once(sheet, truncated)
@@ -116,11 +119,11 @@ class Steps:
         graph.graph.replay()
         if truncated:
             self._redraw(graph.logits, graph.results, sheet, truncated)
-        results = torch.empty(2, size, dtype=torch.int32, pin_memory=True)
+        results = torch.empty(graph.results.shape, dtype=torch.int32, pin_memory=True)
         results.copy_(graph.results, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        return Drawn(results, count, done)
+        return Drawn(results, min(count, results.shape[1]), done)
 
     def _copy_in(self, sheet: Sheet, data: Tensor) -> None:
         """Copies the sheet over the first lines of the rows' table, without waiting."""
@@ -156,9 +159,10 @@ class Steps:
     def _compute(self, rows: Rows) -> dict[str, Tensor]:
         from roll.engine.paged import kernels
 
-        hidden = self._decoder.hidden(rows, self._last, RowPlan(self._pages, rows))
+        drawing = min(rows.count, self._slots)
+        hidden = self._decoder.hidden(rows, self._last, RowPlan(self._pages, rows))[:drawing]
         logits: Tensor = self._model.get_output_embeddings()(hidden)
-        results = torch.empty(2, rows.count, dtype=torch.int32, device=self._device)
+        results = torch.empty(2, drawing, dtype=torch.int32, device=self._device)
         kernels.sample(logits, rows, self._last, results, self._cap)
         return {"results": results, "logits": logits}
 
@@ -195,9 +199,7 @@ def _sampling(column: NDArray[np.int32]) -> Sampling:
 
 
 def _sizes(slots: int) -> list[int]:
-    """Numbers of rows there are graphs for: enough for every slot and some rows of prompts beside them."""
-    most = slots + 256
-    sizes = [size for size in _SIZES if size < most]
-    while sizes[-1] < most:
-        sizes.append(sizes[-1] + 128)
-    return sizes
+    """Numbers of rows there are graphs for: of slots that draw, and of all of them with prompts beside."""
+    sizes = [size for size in _SIZES if size < slots]
+    sizes += range(640, slots, 128)
+    return [*sizes, slots, *(slots + rows for rows in _PROMPT_SIZES)]
