@@ -149,7 +149,7 @@ def test_quick_rewards_judge_short_texts_without_a_process_and_the_same() -> Non
         assert pool.stats().restarts == 0
         long = "It is 5." + " " * QUICK_CHARS
         assert await pool.score(Task.ask("t", "?", 5), Response(long, 1, "stop")) == Verdict(1.0)
-        assert pool.stats().restarts == 2
+        assert pool.stats().restarts >= 1
 
     with_pool(use, reward="number", workers=2, deadline_s=20)
 
