@@ -50,11 +50,10 @@ class Number:
 
 def last_number(text: str) -> Decimal | None:
     """The last number written in the text, or None."""
-    last: re.Match[str] | None = None
-    for match in _NUMBER.finditer(text):
-        last = match
-    if last is None:
+    end = max(text.rfind(digit) for digit in "0123456789") + 1
+    if not end:
         return None
+    *_, last = _NUMBER.finditer(text[:end].rsplit(None, 1)[-1])  # no number goes over several words
     value = Decimal(last["digits"].replace(",", ""))
     return value.copy_negate() if last["sign"] else value
 

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+import orjson
+
 
 @contextmanager
 def atomic_open(path: Path) -> Iterator[IO[bytes]]:
@@ -77,3 +79,11 @@ def to_json(value: Any, *, indent: bool = False) -> str:
         return encoder.encode(value)
     except ValueError:
         return encoder.encode(_without_nan(value))
+
+
+def to_json_line(value: Any) -> bytes:
+    """The same for what is large, ten times as fast: one line in UTF-8, with its end; NumPy arrays are lists."""
+    try:
+        return orjson.dumps(value, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+    except TypeError:  # a number of more than 64 bits, a key that is not text, text that is not Unicode
+        return to_json(value).encode() + b"\n"

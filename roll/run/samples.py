@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.config.errors import RunError, UserError
-from roll.run.files import atomic_open, to_json
+from roll.run.files import atomic_open, to_json_line
 from roll.run.folder import RunFolder
 
 
@@ -21,7 +21,7 @@ def write_samples(folder: RunFolder, step: int, rows: Iterable[Mapping[str, Any]
     path = _path(folder, step, part)
     with atomic_open(path) as file:
         for row in rows:
-            file.write(to_json(row).encode() + b"\n")
+            file.write(to_json_line(row))
     return path
 
 

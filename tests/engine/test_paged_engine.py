@@ -272,7 +272,13 @@ def test_log_probs_of_a_sequence(device: str) -> None:
     with torch.inference_mode():
         logits = plain_llama()(torch.from_numpy(whole.astype(np.int64))[None]).logits[0, :-1]
     expected = torch.log_softmax(logits, -1).gather(1, torch.from_numpy(whole[1:].astype(np.int64))[:, None])[:, 0]
-    torch.testing.assert_close(paged(device).log_probs_of(whole), expected, atol=1e-4, rtol=0)
+    served = paged(device, max_running=64)
+    torch.testing.assert_close(served.log_probs_of(whole), expected, atol=1e-4, rtol=0)
+    run(served, [request("a", whole[:20], 3)])  # from now on there are captured steps to compute it by
+    used = served.stats().cached_tokens
+    for _ in range(2):
+        torch.testing.assert_close(served.log_probs_of(whole), expected, atol=1e-4, rtol=0)
+    assert served.stats().cached_tokens == used
 
 
 @devices

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from roll.data import Response, Task
 from roll.reward.maths import Math, last_box
-from roll.reward.numbers import Number, last_number
+from roll.reward.numbers import _NUMBER, Number, last_number
 
 math, number = Math(), Number()
 decimals = st.decimals(-(10**12), 10**12, places=3) | st.integers(-(10**30), 10**30).map(Decimal)
@@ -72,6 +72,14 @@ def judged(reward: Any, answer: Any, text: str) -> float:
 def test_the_last_number_of_a_text(text: str, last: str) -> None:
     assert last_number(text) == Decimal(last)
     assert judged(number, last, text) == 1.0
+
+
+@given(st.text(" \n\t\u20035 17.,-−$)(x\\%٣", max_size=30))
+def test_words_are_searched_one_by_one_as_all_at_once(text: str) -> None:
+    found = [match["digits"] for match in _NUMBER.finditer(text)]
+    last = last_number(text)
+    assert (last is None) == (not found)
+    assert last is None or abs(last) == Decimal(found[-1].replace(",", ""))
 
 
 @pytest.mark.parametrize("text", ["", "none", ".", "-", "$,", "٣", "½"])

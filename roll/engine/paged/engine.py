@@ -204,9 +204,29 @@ class PagedEngine:
 
     def log_probs_of(self, ids: IntArray) -> Tensor:
         """fp32 log-probs of a sequence's tokens after the first, computed as a prompt is; nothing running is touched."""
+        if self._steps is not None and (found := self._log_probs_by_step(ids)) is not None:
+            return found
         return log_probs_of(
             self._decoder, lambda hidden: logits_of(self.model, hidden), self._shape, ids, self._parameter
         )
+
+    def _log_probs_by_step(self, ids: IntArray) -> Tensor | None:
+        """The same through a captured step, as tokens are drawn, if there is one so large and there are blocks for it."""
+        assert self._pool is not None
+        assert self._steps is not None
+        count, blocks = len(ids), -(-len(ids) // BLOCK)
+        if not self._parameter.is_cuda or count > self._slots.count or blocks > self._pool.spare:
+            return None
+        taken = self._pool.take(blocks)
+        sheet = np.zeros((HEADER + blocks, count), np.int32)
+        sheet[SLOT] = self._slots.count
+        sheet[POSITION] = np.arange(count)
+        sheet[TOKEN] = ids
+        sheet[PLACE] = np.repeat(np.array(taken, np.int32) * BLOCK, BLOCK)[:count] + sheet[POSITION] % BLOCK
+        sheet[HEADER:] = np.array(taken, np.int32)[:, None]
+        found = torch.log_softmax(self._steps.logits(sheet), dim=-1)
+        self._pool.release(taken)
+        return found[:-1].gather(1, torch.from_numpy(np.asarray(ids[1:], np.int64)).to(found.device)[:, None])[:, 0].cpu()
 
     def step(self) -> list[Completion]:
         """Launches a step, after admitting what fits, and reads an earlier one. Returns what finished."""

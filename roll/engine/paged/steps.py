@@ -111,12 +111,7 @@ class Steps:
         count = sheet.shape[1]
         if self._device.type != "cuda":
             return self._draw_at_once(sheet, truncated)
-        size = next(size for size in _sizes(self._slots) if size >= count)
-        graph = self._graphs.get(size)
-        if graph is None:
-            graph = self._graphs[size] = self._capture(size)
-        self._copy_in(padding(sheet, size, self._slots), graph.rows.data)
-        graph.graph.replay()
+        graph = self._replay(sheet)
         if truncated:
             self._redraw(graph.logits, graph.results, sheet, truncated)
         results = torch.empty(graph.results.shape, dtype=torch.int32, pin_memory=True)
@@ -124,6 +119,22 @@ class Steps:
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         return Drawn(results, min(count, results.shape[1]), done)
+
+    @torch.inference_mode()
+    def logits(self, sheet: Sheet) -> Tensor:
+        """fp32 logits of rows that draw nothing, computed as those that do. [rows, vocab]"""
+        count = sheet.shape[1]
+        wide = self._replay(sheet).logits[:count].float()
+        return torch.tanh(wide / self._cap) * self._cap if self._cap else wide
+
+    def _replay(self, sheet: Sheet) -> _Graph:
+        size = next(size for size in _sizes(self._slots) if size >= sheet.shape[1])
+        graph = self._graphs.get(size)
+        if graph is None:
+            graph = self._graphs[size] = self._capture(size)
+        self._copy_in(padding(sheet, size, self._slots), graph.rows.data)
+        graph.graph.replay()
+        return graph
 
     def _copy_in(self, sheet: Sheet, data: Tensor) -> None:
         """Copies the sheet over the first lines of the rows' table, without waiting."""

@@ -33,11 +33,12 @@ from roll.model.lora import Adapters
 from roll.strategy.shelf import Level, Shelf
 from roll.strategy.train.base import NotFinite, UpdateStats
 from roll.strategy.train.logprobs import token_log_probs
-from roll.strategy.train.microbatch import MicroBatch, sequence
+from roll.strategy.train.microbatch import MicroBatch
 from roll.strategy.train.optimizer import MasterAdamW, learning_rate
 from roll.strategy.train.passes import Passes
+from roll.strategy.train.probe import Probe
 from roll.strategy.train.suspects import Suspects
-from roll.transfer.weights import Weights, probe_ids
+from roll.transfer.weights import Weights
 
 
 class SingleStrategy:
@@ -60,6 +61,7 @@ class SingleStrategy:
             model.requires_grad_(trainable)
         self._optimizer = MasterAdamW(model, config) if trainable else None
         self._passes = Passes(model, config)
+        self._probe = Probe(model)
         self._shelf = Shelf(self._device)
 
     @torch.no_grad()
@@ -111,8 +113,7 @@ class SingleStrategy:
 
     def weights(self, version: int) -> Weights:
         parameters = dict(self.model.named_parameters())
-        prompt = probe_ids(int(self.model.config.vocab_size))
-        return Weights(version, self.model, parameters, prompt, self._probe(prompt))
+        return Weights(version, self.model, parameters, self._probe.prompt, self._probe.log_probs())
 
     def hold(self, level: Level) -> None:
         own = self._optimizer.tensors() if self._optimizer is not None else {}
@@ -139,12 +140,6 @@ class SingleStrategy:
                 for name, parameter in self.model.named_parameters():
                     parameter.copy_(saved[name])
         self._optimizer.load(folder / "optimizer.safetensors")
-
-    @torch.no_grad()
-    def _probe(self, prompt: Tensor) -> Tensor:
-        """Log-probs of the probe prompt's own tokens after the first."""
-        micro = sequence(prompt.numpy(), self.model)
-        return token_log_probs(self.model, micro.hidden(self.model), micro.predictions)[0].cpu()
 
     def _current(self, micro: MicroBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         hidden = self._passes.hidden(micro)

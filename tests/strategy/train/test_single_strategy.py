@@ -472,6 +472,23 @@ def test_published_weights_are_the_trainers_own() -> None:
 
 
 @pytest.mark.gpu
+def test_the_captured_probe_is_of_the_parameters_as_they_are_wherever_they_are() -> None:
+    strategy = make_strategy(make_model().cuda(), lr=1e-2)
+    twin = make_model()
+    seen = []
+    for step in range(4):
+        if step == 2:
+            for level in ("none", "all"):
+                strategy.hold(level)  # type: ignore[arg-type]
+        seen.append(strategy.weights(step).log_probs)
+        twin.load_state_dict({name: tensor.cpu() for name, tensor in strategy.model.state_dict().items()})
+        expected = make_strategy(twin).weights(step).log_probs
+        torch.testing.assert_close(seen[-1], expected, atol=1e-4, rtol=0)
+        strategy.update(make_batch(step, groups=3), LOSS, step)
+    assert not torch.allclose(seen[0], seen[1], atol=1e-3)
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("checkpointing", ["on", "off"])
