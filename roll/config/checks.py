@@ -28,6 +28,8 @@ def check(config: Config) -> None:
         _check_domains(config)
     if config.pipeline == "sft":
         _check_sft(config)
+    else:
+        _check_scoring(config)
     _check_across_fields(config)
 
 
@@ -52,6 +54,24 @@ def _check_sft(config: Config) -> None:
             f"train.steps is {train.steps} and data.epochs is {data.epochs:g}, and each is the length of the run: "
             "write one of them"
         )
+
+
+def _check_scoring(config: Config) -> None:
+    """A role that gives rewards has a model, and a model is asked for rewards."""
+    asked = config.scoring_roles
+    for role in ("reward_model", "judge"):
+        there = bool(getattr(config.roles, role).model.path)
+        if role in asked and not there:
+            server = f", or {asked[role]}.options.url for a server" if role == "judge" else ""
+            raise ValueError(
+                f"{asked[role]}.name is {role}, but roles.{role} has no model: write roles.{role}.model=PATH{server}"
+            )
+        if there and role not in asked:
+            where = f"domains.{next(iter(config.domains))}.reward" if config.domains else "reward"
+            raise ValueError(
+                f"roles.{role}.model.path is set, but no reward asks it: write {where}.name={role}, or a part of it in "
+                f"{where}.parts, or remove roles.{role}"
+            )
 
 
 def _check_domains(config: Config) -> None:

@@ -46,6 +46,16 @@ class RewardRule(Section):
         """What it is called where one line must do."""
         return " + ".join(self.parts) or self.name
 
+    @property
+    def asked(self) -> dict[str, str]:
+        """The roles whose models give parts of the reward, by the part's name; empty for a whole reward."""
+        named = {name: (part.name, part.options) for name, part in self.parts.items()} or {"": (self.name, self.options)}
+        return {
+            part: name
+            for part, (name, options) in named.items()
+            if name == "reward_model" or (name == "judge" and not options.get("url"))
+        }
+
     @model_validator(mode="before")
     @classmethod
     def _leave_name_to_parts(cls, value: Any) -> Any:

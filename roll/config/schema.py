@@ -15,7 +15,7 @@ from roll.config.checks import UNREAD, check
 from roll.config.domains import DomainConfig, SourceConfig, Stops
 from roll.config.reward import RewardConfig, RewardPart, RewardRule
 from roll.config.section import Count, Devices, Names, NonNegative, Positive, Section, Share, Whole
-from roll.config.workers import RayConfig, RoleConfig, RolesConfig, SuperviseConfig, WeightsConfig
+from roll.config.workers import RayConfig, RoleConfig, RoleModel, RolesConfig, SuperviseConfig, WeightsConfig
 
 __all__ = [
     "UNREAD",
@@ -26,6 +26,7 @@ __all__ = [
     "RewardPart",
     "RewardRule",
     "RoleConfig",
+    "RoleModel",
     "RolesConfig",
     "Section",
     "SourceConfig",
@@ -316,6 +317,16 @@ class Config(Section):
         """Weights of the domains that are trained on; empty where they have none."""
         own = {name: domain.weight for name, domain in self.domains.items() if domain.weight > 0}
         return own or self.tasks.weights
+
+    @property
+    def scoring_roles(self) -> dict[str, str]:
+        """The roles whose models give parts of rewards, each with a setting that asks for it."""
+        rules = {f"domains.{name}.reward": domain.reward for name, domain in self.domains.items()}
+        found: dict[str, str] = {}
+        for where, rule in (rules or {"reward": self.reward}).items():
+            for part, role in rule.asked.items():
+                found.setdefault(role, f"{where}.parts.{part}" if part else where)
+        return found
 
     @property
     def judges(self) -> str:

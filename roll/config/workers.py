@@ -29,6 +29,35 @@ class RoleConfig(Section):
     """More arguments of a vLLM engine, by vLLM's names, such as `{quantization: fp8}`."""
 
 
+class RoleModel(Section):
+    """The model of a role that has one of its own."""
+
+    short: ClassVar[str | None] = "path"
+
+    path: str = ""
+    """A model folder, a model hub id, or, for a judge, whatever `model.path` takes. Empty: there is no such role."""
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Precision of its parameters; `auto` is bf16 where the hardware multiplies it, else fp32."""
+    chat_template: str | None = None
+    """File with a Jinja chat template that replaces the model's own."""
+
+
+class RewardModelRole(RoleConfig):
+    """A model that scores responses, and where it runs."""
+
+    model: RoleModel = RoleModel()
+    micro_batch_tokens: Whole = 0
+    """Tokens it computes at once; 0 is 4096 on a CPU, and on a GPU what fits in its memory."""
+
+
+class JudgeRole(RoleConfig):
+    """A model that judges responses in words, and where its engine runs."""
+
+    model: RoleModel = RoleModel()
+    max_running: Count = 16
+    """Replies an engine generates at once."""
+
+
 class RolesConfig(Section):
     """Where each role runs. Roles that share devices take turns; roles on other devices overlap."""
 
@@ -40,10 +69,10 @@ class RolesConfig(Section):
     """The initial model, for a KL penalty."""
     critic: RoleConfig = RoleConfig()
     """Predicts returns, for algorithms with a value function."""
-    reward_model: RoleConfig = RoleConfig()
-    """A model that scores responses."""
-    judge: RoleConfig = RoleConfig()
-    """A model that judges responses in words."""
+    reward_model: RewardModelRole = RewardModelRole()
+    """Scores responses, for the reward `reward_model`."""
+    judge: JudgeRole = JudgeRole()
+    """Judges responses in words, for the reward `judge`; several workers are several engines."""
     rollout: RoleConfig = RoleConfig()
     """Drives samples through engines and graders."""
     reward: RoleConfig = RoleConfig()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from roll.config.schema import Config
 from roll.data.domains import first_of_each
 from roll.data.sources import TaskSet
-from roll.devices.memory import Workload
+from roll.devices.workload import Workload
 from roll.model.chat import ChatRenderer
 from roll.model.corpus import Corpus, Order
 from roll.model.loading import find_model, load_tokenizer
@@ -53,6 +53,7 @@ def rlvr_roles(config: Config, environments: bool = False) -> frozenset[str]:
         roles.add("critic")
     if environments:
         roles.add("env")
+    roles.update(config.scoring_roles)
     return frozenset(roles)
 
 

@@ -27,6 +27,8 @@ TRAIN_ROLES = ("actor_train", "critic", "reference", "reward_model")
 """Computed by a training strategy, with or without gradients."""
 INFER_ROLES = ("actor_infer", "judge")
 """Computed by an engine."""
+SCORING_ROLES = ("reward_model", "judge")
+"""Models of their own that give rewards, while samples are generated."""
 PROCESS_ROLES = ("rollout", "reward", "env")
 """Processes without a model."""
 LAST = ("reference", "reward_model", "judge")
@@ -108,7 +110,7 @@ def make_map(config: Config, inventory: Inventory, *, roles_in_use: Collection[s
 
 def _refuse_unused(config: Config, roles_in_use: Collection[str]) -> None:
     for role in RolesConfig.model_fields:
-        if role in roles_in_use or getattr(config.roles, role) == RoleConfig():
+        if role in roles_in_use or (written := getattr(config.roles, role)) == type(written)():
             continue
         if config.pipeline != "rlvr":
             raise UserError(f"roles.{role}: pipeline {config.pipeline} has no {role}: remove roles.{role}")
@@ -121,6 +123,10 @@ def _refuse_unused(config: Config, roles_in_use: Collection[str]) -> None:
             raise UserError(
                 f"roles.reference: algorithm {algorithm} with algorithm.kl_coef={config.algorithm.kl_coef:g} has no "
                 "reference: remove roles.reference, or write algorithm.kl_coef=0.01"
+            )
+        if role in SCORING_ROLES:
+            raise UserError(
+                f"roles.{role} is written, but no reward asks it: write reward.name={role}, or remove roles.{role}"
             )
         raise UserError(f"roles.{role}: algorithm {algorithm} has no {role}: remove roles.{role}")
 

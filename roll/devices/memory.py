@@ -12,23 +12,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from math import ceil
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PretrainedConfig
 
-from roll.config.schema import Config
 from roll.devices.inventory import Inventory, Kind
 from roll.devices.inventory import available_bytes as available_bytes
 from roll.devices.map import DeviceMap
 from roll.devices.stages import Stage, StageTable
+from roll.devices.workload import Workload
 from roll.engine.cache import SlotCache
 from roll.engine.engine import EXACT_ROWS, PROMPT_ROWS
 from roll.model.shape import ModelShape
 from roll.strategy.infer.vllm_args import cache_bytes as vllm_cache
 from roll.strategy.shelf import Level
-from roll.strategy.train.budget import MOMENT_BYTES, Budget, Checkpointing, choose, spare
+from roll.strategy.train.budget import MOMENT_BYTES, Budget, spare
 from roll.strategy.train.footprint import Footprint, PackedSize, Spans
 
 RUNTIME = "interpreter and libraries"
@@ -43,101 +42,8 @@ DRAW_BYTES = 12
 TORCH_DEVICE: dict[Kind, str] = {"cpu": "cpu", "gpu": "cuda"}
 
 
-def micro_batch_of(limit: int, prompt: int, response: int, group_size: int, groups: int) -> PackedSize:
-    """The fullest micro-batch of at most `limit` rows where every prompt and response is that long: whole groups first,
-    then a part of one. A group's first sample brings its prompt, the others their responses."""
-    full = min(limit // (prompt + group_size * response), groups)
-    left = limit - full * (prompt + group_size * response)
-    openers, siblings = full, full * (group_size - 1)
-    if full < groups and (left >= prompt + response or not full):  # one sample is planned for even if it is too long
-        openers += 1
-        siblings += min(max(left - prompt - response, 0) // response, group_size - 1)
-    path = prompt + response
-    spans = [Spans(openers, path, path), Spans(siblings, response, path)]
-    rows = openers * path + siblings * response
-    return PackedSize(rows, (openers + siblings) * response, tuple(span for span in spans if span.count))
-
-
 Sizes = list[tuple[str, int]]
 """Parts and their bytes."""
-
-
-@dataclass(frozen=True)
-class Workload:
-    """The sizes of a run that memory depends on, besides the model's."""
-
-    shortest_prompt: int
-    longest_prompt: int
-    response: int
-    group_size: int
-    groups: int
-    """Groups of one update."""
-    limit_rows: int
-    """Of a micro-batch; 0 for as many as fit."""
-    running: int
-    """Sequences an engine holds at once; 0 without engines."""
-    exact: bool
-    bucket_bytes: int
-    """Size of the pieces in which weights travel, of which a side has two; 0 in one process."""
-    checkpointing: Checkpointing = "auto"
-    optimizer: str = "adamw"
-
-    @classmethod
-    def of(cls, config: Config, shortest_prompt: int, longest_prompt: int) -> Workload:
-        return cls(
-            shortest_prompt=shortest_prompt,
-            longest_prompt=longest_prompt,
-            response=config.longest_response,
-            group_size=config.rollout.group_size,
-            groups=ceil(config.rollout.groups_per_step / config.train.updates_per_step),
-            limit_rows=config.train.micro_batch_tokens,
-            running=config.rollout.max_running,
-            exact=config.deterministic,
-            bucket_bytes=config.weights.bucket_mb << 20 if config.executor == "ray" else 0,
-            checkpointing=config.train.activation_checkpointing,
-            optimizer=config.train.optimizer,
-        )
-
-    @classmethod
-    def of_chats(cls, config: Config, longest_tokens: int) -> Workload:
-        """Conversations of at most so many tokens: each a group of its own, any token of which may be an answer's."""
-        return cls(
-            shortest_prompt=1,
-            longest_prompt=1,
-            response=max(longest_tokens - 1, 1),
-            group_size=1,
-            groups=config.data.samples_per_step,
-            limit_rows=config.train.micro_batch_tokens,
-            running=0,
-            exact=config.deterministic,
-            bucket_bytes=0,
-            checkpointing=config.train.activation_checkpointing,
-            optimizer=config.train.optimizer,
-        )
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sample."""
-        return self.longest_prompt + self.response
-
-    def budget(self, footprint: Footprint, spare_bytes: int | None = None) -> Budget:
-        """Of a trainer's micro-batches, where its GPU has so much to spare; None on a CPU."""
-        return choose(footprint, self.limit_rows, self.checkpointing, self.longest, spare_bytes)
-
-    def micro_batches(self, limit_rows: int) -> list[PackedSize]:
-        """The fullest micro-batches, for responses of the longest size and its halves: long ones make large attentions,
-        many short ones many keys. Several are about as large as each other."""
-        lengths = {max(self.response >> halvings, 1) for halvings in range(self.response.bit_length())}
-        return [self._micro_batch(limit_rows, length) for length in sorted(lengths, reverse=True)]
-
-    def _micro_batch(self, limit_rows: int, response: int) -> PackedSize:
-        rows = self.groups * (self.longest_prompt + self.group_size * response)
-        even = ceil(rows / ceil(rows / limit_rows)) + self.longest_prompt + response
-        return micro_batch_of(min(limit_rows, even), self.longest_prompt, response, self.group_size, self.groups)
-
-    def several(self, limit_rows: int) -> bool:
-        """Whether an update takes more than one micro-batch."""
-        return self.groups * (self.longest_prompt + self.group_size * self.response) > limit_rows
 
 
 def train_working(footprint: Footprint, work: Workload, budget: Budget) -> Sizes:
@@ -248,16 +154,23 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Model:
-    """The model of all roles, and how each role holds it."""
+    """The model of all roles but those with one of their own, and how each role holds it."""
 
     shape: PretrainedConfig
     sizes: ModelShape
     dtypes: Mapping[str, torch.dtype]
     """By role."""
+    own: Mapping[str, tuple[PretrainedConfig, ModelShape]] = field(default_factory=dict)
+    """Models of their own, by role."""
 
     def sizes_of(self, role: str) -> ModelShape:
         """The trainer alone has adapters."""
+        if role in self.own:
+            return self.own[role][1]
         return self.sizes if role == "actor_train" else replace(self.sizes, adapters=0)
+
+    def shape_of(self, role: str) -> PretrainedConfig:
+        return self.own[role][0] if role in self.own else self.shape
 
 
 @dataclass(frozen=True)
@@ -373,10 +286,11 @@ def _kept(map: DeviceMap, worker: _Worker, model: Model, work: Workload) -> Size
         return [weights, *masters, (MOMENTS[work.optimizer], sizes.trained * MOMENT_BYTES[work.optimizer])]
     if role in ("actor_infer", "judge"):
         weights = ("weights", 0) if map.one_copy and role == "actor_infer" else weights
+        shape, work = model.shape_of(role), work.of_role(role)
         if worker.strategy == "vllm":
-            context = int(model.shape.max_position_embeddings)
-            return [weights, (CACHE, vllm_cache(model.shape, dtype.itemsize, context, work.running, work.response))]
-        return [weights, (CACHE, cache_bytes(model.shape, dtype, work))]
+            context = int(shape.max_position_embeddings)
+            return [weights, (CACHE, vllm_cache(shape, dtype.itemsize, context, work.running, work.response))]
+        return [weights, (CACHE, cache_bytes(shape, dtype, work))]
     return [weights]
 
 
@@ -392,8 +306,12 @@ def _working(
     if (role, stage) == ("reference", "reference"):
         budget = work.budget(footprint, _spare(worker, resident, footprint, work, 0))
         return forward_working(footprint, work, budget), budget
-    if (role, stage) == ("actor_infer", "generate"):
-        return engine_working(footprint, work), None
+    if role in ("actor_infer", "judge") and stage == "generate":
+        return engine_working(footprint, work.of_role(role)), None
+    if (role, stage) == ("reward_model", "generate"):
+        work = work.of_role(role)
+        budget = work.budget(footprint, _spare(worker, resident, footprint, work, 0))
+        return forward_working(footprint, work, budget), None
     if stage == "publish" and role in ("actor_train", "actor_infer") and work.bucket_bytes:
         return [("weights in transit", 2 * min(work.bucket_bytes, sizes.parameters * dtype.itemsize))], None
     return [], None

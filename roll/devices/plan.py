@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from transformers import PretrainedConfig
 
 from roll.config.errors import UserError
 from roll.config.schema import Config
 from roll.devices.inventory import Inventory, this_machine
 from roll.devices.job import Job
-from roll.devices.map import DeviceMap, RolePlacement, make_map
-from roll.devices.memory import CACHE, FULL, Estimate, Model, Part, Workload, estimate, largest
+from roll.devices.map import SCORING_ROLES, DeviceMap, RolePlacement, make_map
+from roll.devices.memory import CACHE, FULL, Estimate, Model, Part, estimate, largest
 from roll.devices.stages import StageTable, residency
+from roll.devices.workload import Workload
+from roll.model.classifier import load_classifier_config
 from roll.model.loading import choose_dtype, find_model, load_model_config
 from roll.model.shape import ModelShape
 from roll.strategy.train.budget import FEWEST_ROWS, Budget
@@ -46,7 +49,7 @@ def make_plan(config: Config, job: Job, inventory: Inventory | None = None) -> P
     map = make_map(config, inventory or this_machine(), roles_in_use=job.roles)
     shape = load_model_config(find_model(config.model.path))
     dtypes = {role: dtype_of(config, placed) for role, placed in map.roles.items() if placed.strategy}
-    model = Model(shape, ModelShape.of(shape, config.model.adapters), dtypes)
+    model = Model(shape, ModelShape.of(shape, config.model.adapters), dtypes, _own_models(config, map))
     offload, why = choose_offload(config, map, model, job.work)
     stages = residency(map, offload)
     memory = estimate(map, stages, model, job.work)
@@ -73,10 +76,23 @@ def check_memory(plan: Plan) -> None:
 
 def dtype_of(config: Config, placed: RolePlacement) -> torch.dtype:
     """The precision a role holds the model in; of a GPU that is not here, `auto` is bf16."""
-    device = placed.places[0].device
-    if placed.on_gpus and config.model.dtype == "auto" and not torch.cuda.is_available():
+    device, role = placed.places[0].device, placed.role
+    dtype = getattr(config.roles, role).model.dtype if role in SCORING_ROLES else config.model.dtype
+    if placed.on_gpus and dtype == "auto" and not torch.cuda.is_available():
         return torch.bfloat16
-    return choose_dtype(config.model.dtype, device)
+    return choose_dtype(dtype, device)
+
+
+def _own_models(config: Config, map: DeviceMap) -> dict[str, tuple[PretrainedConfig, ModelShape]]:
+    """The models of roles that have one of their own."""
+    found = {}
+    if "judge" in map.roles:
+        shape = load_model_config(find_model(config.roles.judge.model.path))
+        found["judge"] = shape, ModelShape.of(shape)
+    if "reward_model" in map.roles:
+        shape = load_classifier_config(find_model(config.roles.reward_model.model.path))
+        found["reward_model"] = shape, ModelShape.of_classifier(shape)
+    return found
 
 
 def choose_offload(config: Config, map: DeviceMap, model: Model, work: Workload) -> tuple[bool, str]:
@@ -154,6 +170,8 @@ def _roles(config: Config, map: DeviceMap) -> list[tuple[str, str]]:
         "actor_infer": f"{config.rollout.max_running} at once" + (", the actor's parameters" if map.one_copy else ""),
         "reference": "frozen",
         "critic": "predicts returns",
+        "reward_model": config.roles.reward_model.model.path,
+        "judge": f"{config.roles.judge.model.path}, {config.roles.judge.max_running} at once",
         "rollout": "drives samples",
         "env": f"{config.env.processes} processes each",
         "reward": f"{config.judges}, {config.reward.workers} grader(s) each",

@@ -22,19 +22,20 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from roll.devices.inventory import Device
-from roll.devices.map import PROCESS_ROLES, DeviceMap
+from roll.devices.map import PROCESS_ROLES, SCORING_ROLES, DeviceMap
 from roll.strategy.shelf import Level
 
 Stage = Literal["generate", "reference", "critic", "train", "publish"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 NEEDS: dict[Stage, dict[str, Level]] = {
-    "generate": {"actor_infer": "all"},
+    "generate": {"actor_infer": "all", "reward_model": "all", "judge": "all"},
     "reference": {"reference": "all"},
     "critic": {"critic": "all"},
     "train": {"actor_train": "all"},
     "publish": {"actor_train": "weights", "actor_infer": "weights"},
 }
-"""The roles that work in a stage, and what of them must be there. A run has the stages whose roles it has."""
+"""The roles that work in a stage, and what of them must be there. A run has the stages whose roles it has; models that
+give rewards work while samples are generated, and a run may have none."""
 
 Name = tuple[str, int]
 """A worker: its role and rank."""
@@ -68,7 +69,8 @@ def residency(map: DeviceMap, offload: bool) -> StageTable:
         if role not in PROCESS_ROLES
         for place, devices in zip(placement.places, placement.workers, strict=True)
     }
-    stages = tuple(stage for stage in get_args(Stage) if all(role in map.roles for role in NEEDS[stage]))
+    present = {*map.roles, *SCORING_ROLES}
+    stages = tuple(stage for stage in get_args(Stage) if present >= NEEDS[stage].keys())
     if not offload:
         everything: dict[Name, Level] = dict.fromkeys(workers, "all")
         return StageTable(stages, dict.fromkeys(stages, everything))

@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from roll.config.errors import UserError
-from roll.config.schema import ModelConfig
+from roll.config.schema import ModelConfig, RoleModel
 from roll.model import lora
 from roll.model.character import character_tokenizer, tiny_config, tiny_model
 
@@ -94,13 +94,13 @@ def _adapted(path: str, folder: Path) -> ModelSource:
     return replace(found, name=path, adapters=(*found.adapters, os.path.abspath(folder)), seed=seed)
 
 
-def load_tokenizer(source: ModelSource, config: ModelConfig) -> Tokenizer:
+def load_tokenizer(source: ModelSource, config: ModelConfig | RoleModel) -> Tokenizer:
     own = [folder for folder in source.adapters if (Path(folder) / "tokenizer_config.json").is_file()]
     source = replace(source, location=own[-1]) if own else source
     if source.location is None:
         tokenizer: Tokenizer = character_tokenizer()
     else:
-        tokenizer = _from_pretrained(_tokenizer_class(source), source)
+        tokenizer = from_pretrained(_tokenizer_class(source), source)
     if config.chat_template is not None:
         template = Path(config.chat_template).expanduser()
         if not template.is_file():
@@ -129,7 +129,7 @@ def load_model_config(source: ModelSource) -> PretrainedConfig:
     """The model's shape, without its weights."""
     from transformers import AutoConfig
 
-    shape = tiny_config() if source.location is None else _from_pretrained(AutoConfig, source)
+    shape = tiny_config() if source.location is None else from_pretrained(AutoConfig, source)
     _check_supported(source, shape)
     return shape
 
@@ -144,7 +144,7 @@ def load_model(source: ModelSource, dtype: torch.dtype, seed: int) -> PreTrained
     if source.location is None:
         model: PreTrainedModel = tiny_model(seed if source.seed is None else source.seed).to(dtype)
     else:
-        model = _from_pretrained(AutoModelForCausalLM, source, dtype=dtype)
+        model = from_pretrained(AutoModelForCausalLM, source, dtype=dtype)
     for folder in source.adapters:
         model = lora.merge_saved(model, folder)
     model.set_attn_implementation(attention.NAME)
@@ -338,7 +338,8 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _from_pretrained(loader: Any, source: ModelSource, **options: object) -> Any:
+def from_pretrained(loader: Any, source: ModelSource, **options: object) -> Any:
+    """What a class of `transformers` loads; `UserError` where it cannot."""
     try:
         with quiet():
             return loader.from_pretrained(source.location, **options)

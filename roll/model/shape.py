@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from roll.config.schema import LoraConfig
 from roll.model.lora import inject, is_adapter
@@ -15,7 +20,7 @@ from roll.model.lora import inject, is_adapter
 class ModelShape:
     parameters: int
     output: int
-    """Parameters of the output layer."""
+    """Parameters of the output layer; a reward model has none."""
     layers: int
     hidden: int
     inner: int
@@ -38,13 +43,19 @@ class ModelShape:
         return cls.of_model(model)
 
     @classmethod
+    def of_classifier(cls, config: PretrainedConfig) -> ModelShape:
+        """Of a reward model."""
+        with torch.device("meta"):
+            return cls.of_model(AutoModelForSequenceClassification.from_config(config))
+
+    @classmethod
     def of_model(cls, model: PreTrainedModel) -> ModelShape:
-        config = model.config
+        config, words = model.config, model.get_output_embeddings()
         heads = config.num_attention_heads
         adapters = sum(p.numel() for name, p in model.named_parameters() if is_adapter(name))
         return cls(
             parameters=sum(p.numel() for p in model.parameters()) - adapters,
-            output=model.get_output_embeddings().weight.numel(),
+            output=0 if words is None else words.weight.numel(),
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
             inner=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,

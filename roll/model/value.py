@@ -1,4 +1,4 @@
-"""A number from a hidden state: the head of a critic, and of a reward model."""
+"""A number from a hidden state: the head of a critic."""
 
 from __future__ import annotations
 

@@ -34,6 +34,8 @@ MAY_CHANGE_ON_RESUME = (
     *("train.steps", "eval.", "run.", "reward.workers", "reward.deadline_s", "reward.tries"),
     *("executor", "devices", "offload", "roles.", "weights.", "ray.", "supervise.", "env.", "data.epochs"),
 )
+MUST_STAY_ON_RESUME = ("roles.reward_model.model.", "roles.judge.model.")
+"""All the same: they are part of the reward."""
 
 
 def train(
@@ -161,7 +163,7 @@ async def _play(pipeline: RLVRPipeline, executor: Executor, plan: Plan, episodes
 def _checkpoint_to_resume(config: Config, folder: RunFolder) -> Checkpoint | None:
     """The newest checkpoint of the run, verified; None when the run died before its first."""
     saved = load_config(folder.config_path)
-    changed = [key for key in changed_keys(saved, config) if not key.startswith(MAY_CHANGE_ON_RESUME)]
+    changed = [key for key in changed_keys(saved, config) if not _may_change(key)]
     if changed:
         raise UserError(
             f"the run in {config.run.dir} was started with other settings of {', '.join(changed)}: "
@@ -171,6 +173,10 @@ def _checkpoint_to_resume(config: Config, folder: RunFolder) -> Checkpoint | Non
     if checkpoint is not None:
         checkpoint.verify()
     return checkpoint
+
+
+def _may_change(key: str) -> bool:
+    return key.startswith(MAY_CHANGE_ON_RESUME) and not key.startswith(MUST_STAY_ON_RESUME)
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from roll.pipeline.held_out import HeldOut, measure
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.rlvr import RLVR, check_policies
 from roll.pipeline.roles import Roles, TrainRoles, start_roles, start_trainer
+from roll.pipeline.scoring import check_scorers
 from roll.pipeline.sft import SFT
 from roll.pipeline.state import RunState, SFTState, State
 from roll.pipeline.supervision import supervised, supervised_trainer
@@ -183,6 +184,7 @@ def check(
     """The tasks and the judge of a run with rollouts, found good together with the model."""
     check_optimizer(config.train.optimizer)
     check_vllm(config)
+    check_scorers(config)
     task_set, judge = _tasks_and_judge(config, reward, tasks)
     judge.check()
     check_policies(config, task_set)

@@ -70,6 +70,7 @@ class RLVR:
             self._algorithm.restore(state.algorithm)
         self._turns = Turns(roles)
         supervision.engine_restored = self._turns.engine_restored
+        supervision.scorer_restored = self._turns.scorer_restored
         self._scheduler = make_scheduler(config, tasks, roles, Lifecycle(recorder), state)
         supervision.worker_lost = self._scheduler.worker_lost
         self._evaluator = Evaluator(tasks.held_out, roles.pool, config.eval, bool(config.domains))

@@ -13,22 +13,24 @@ from typing import Any, TypeVar
 from roll.cluster import Cluster, Executor, LocalExecutor, Place, Worker
 from roll.cluster.errors import CallTimedOut, RemoteError, WorkerDied
 from roll.config.errors import UserError
-from roll.config.schema import Config
+from roll.config.schema import Config, ModelConfig, RoleModel
 from roll.devices.inventory import Inventory, Node, this_machine
 from roll.devices.job import SFT_ROLES, rlvr_roles
-from roll.devices.map import DeviceMap, make_map
+from roll.devices.map import SCORING_ROLES, DeviceMap, make_map
 from roll.devices.stages import StageTable, residency
 from roll.model.loading import SMOLLM2, TINY
+from roll.pipeline.scoring import scorer_peaks, start_scorers
+from roll.pipeline.start import aside
 from roll.reward import RewardSource
 from roll.reward.stats import GraderStats
 from roll.rollout.pool import RolloutPool
 from roll.rollout.router import Router
 from roll.rollout.worker import RolloutWorker
-from roll.strategy.shelf import Level
 from roll.workers.critic import CriticWorker
 from roll.workers.env import EnvWorker
 from roll.workers.infer import InferWorker
 from roll.workers.reward import RewardWorker
+from roll.workers.scorers import NO_SCORERS, Scorers
 from roll.workers.train import TrainWorker
 
 _PING_S = 5.0
@@ -36,10 +38,12 @@ _LEAST_SILENT_S = 20.0
 """Importing libraries may keep a worker that starts from answering for some seconds."""
 
 W = TypeVar("W", bound=Worker)
-M = TypeVar("M", TrainWorker, InferWorker, CriticWorker)
+S = TypeVar("S", ModelConfig, RoleModel)
 
-Models = tuple[Cluster[TrainWorker], Cluster[InferWorker], Cluster[TrainWorker] | None, Cluster[CriticWorker] | None]
-"""Trainer, engines, reference and critic."""
+Models = tuple[
+    Cluster[TrainWorker], Cluster[InferWorker], Cluster[TrainWorker] | None, Cluster[CriticWorker] | None, Scorers
+]
+"""Trainer, engines, reference, critic, and models that give rewards."""
 
 
 @dataclass
@@ -123,6 +127,7 @@ class Roles(TrainRoles):
     environments: Cluster[EnvWorker] | None
     router: Router
     pool: RolloutPool
+    scorers: Scorers = NO_SCORERS
     alive: set[int] = field(default_factory=set)
     """Engines that are not lost."""
 
@@ -132,7 +137,7 @@ class Roles(TrainRoles):
     @property
     def clusters(self) -> list[Cluster[Any]]:
         others: list[Cluster[Any] | None] = [self.engines, self.rollouts, self.rewards, self.environments]
-        return [*self.trainers, *(cluster for cluster in others if cluster is not None)]
+        return [*self.trainers, *(cluster for cluster in others if cluster is not None), *self.scorers.clusters]
 
     @property
     def moves(self) -> int:
@@ -157,13 +162,14 @@ class Roles(TrainRoles):
         self.pool.engine_trouble(engine, reason)
 
     async def connect(self) -> None:
-        """Tells the rollout workers whom to go through, as they are now."""
+        """Tells the rollout and reward workers whom to go through, as they are now."""
+        await self.rewards.call(RewardWorker.connect, self.scorers)
         await self.rollouts.call(RolloutWorker.connect, self.engines, self.rewards, self.environments)
 
     def _peak_calls(self) -> dict[str, Coroutine[Any, Any, list[int]]]:
         engines = self.engines.subset(sorted(self.alive)) if self.alive else None
         alive = {} if engines is None else {engines.role: engines.call_each(InferWorker.take_peak_bytes)}
-        return super()._peak_calls() | alive
+        return super()._peak_calls() | alive | scorer_peaks(self.scorers)
 
 
 def make_executor(config: Config) -> Executor:
@@ -262,15 +268,7 @@ def _reserve(config: Config, executor: Executor, map: DeviceMap, run: Path | Non
 async def _start_actor(config: Config, executor: Executor, map: DeviceMap, stages: StageTable) -> Cluster[TrainWorker]:
     places = map.roles["actor_train"].places
     actor = await Cluster.start(executor, lambda place: TrainWorker(place, config), places)
-    return await _aside(actor, TrainWorker.hold, stages)
-
-
-async def _aside(cluster: Cluster[M], hold: Callable[[M, Level], Any], stages: StageTable) -> Cluster[M]:
-    """Makes room for the others that are to start on the same devices."""
-    levels = [stages.lowest(cluster.role, place.rank) for place in cluster.places]
-    moves = [(rank, level) for rank, level in enumerate(levels) if level != "all"]
-    await asyncio.gather(*(cluster.call_rank(rank, hold, level) for rank, level in moves))
-    return cluster
+    return await aside(actor, TrainWorker.hold, stages)
 
 
 async def _start(
@@ -285,7 +283,13 @@ async def _start(
         return await Cluster.start(executor, make, places[role])
 
     async def start_rewards() -> Cluster[RewardWorker]:
-        cluster = await start("reward", lambda place: RewardWorker(place, config.reward, reward, graders))
+        at_once, patience_s = config.roles.judge.max_running, config.rollout.deadline_s
+        cluster = await start(
+            "reward",
+            lambda place: RewardWorker(
+                place, config.reward, reward, graders, replies_at_once=at_once, patience_s=patience_s
+            ),
+        )
         await cluster.call(RewardWorker.start)
         return cluster
 
@@ -294,7 +298,7 @@ async def _start(
 
     async def start_engines() -> Cluster[InferWorker]:
         engines = await start("actor_infer", lambda place: InferWorker(place, config))
-        return await _aside(engines, InferWorker.hold, stages)
+        return await aside(engines, InferWorker.hold, stages)
 
     async def start_environments() -> Cluster[EnvWorker] | None:
         if "env" not in places:
@@ -310,18 +314,20 @@ async def _start(
         if "reference" not in places:
             return None
         frozen = await start("reference", lambda place: TrainWorker(place, config, trainable=False))
-        return await _aside(frozen, TrainWorker.hold, stages)
+        return await aside(frozen, TrainWorker.hold, stages)
 
     async def start_critic() -> Cluster[CriticWorker] | None:
         if "critic" not in places:
             return None
         critic = await start("critic", lambda place: CriticWorker(place, config))
-        return await _aside(critic, CriticWorker.hold, stages)
+        return await aside(critic, CriticWorker.hold, stages)
 
     async def start_models() -> Models:
         if stages.takes_turns:  # one after the other, because they may not fit together
-            return await start_actor(), await start_engines(), await start_reference(), await start_critic()
-        return await asyncio.gather(start_actor(), start_engines(), start_reference(), start_critic())
+            first = await start_actor(), await start_engines(), await start_reference(), await start_critic()
+            return *first, await start_scorers(config, executor, map, stages)
+        scoring = start_scorers(config, executor, map, stages)
+        return await asyncio.gather(start_actor(), start_engines(), start_reference(), start_critic(), scoring)
 
     try:
         async with asyncio.TaskGroup() as starts:
@@ -331,7 +337,8 @@ async def _start(
             acting = starts.create_task(start_environments())
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None  # the first; the others were cancelled for it
-    rewards, (actor, engines, reference, critic), rollouts = rewarding.result(), models.result(), rolling.result()
+    rewards, rollouts = rewarding.result(), rolling.result()
+    actor, engines, reference, critic, scorers = models.result()
     rollout = config.rollout
     router = Router(
         len(engines),
@@ -346,7 +353,8 @@ async def _start(
     pool = RolloutPool(
         rollouts, router, tries=rollout.tries, scoring_most=config.reward.queue, deadline_s=executor.deadline_s
     )
-    roles = Roles(executor, stages, actor, reference, critic, engines, rewards, rollouts, acting.result(), router, pool)
+    acts = acting.result()
+    roles = Roles(executor, stages, actor, reference, critic, engines, rewards, rollouts, acts, router, pool, scorers)
     await roles.connect()
     return roles
 
@@ -361,9 +369,15 @@ async def _answers(cluster: Cluster[Any], rank: int) -> bool:
 
 def _with_absolute_paths(config: Config) -> Config:
     """Workers may have another current folder."""
-    model, updates = config.model, {}
-    if model.path not in (TINY, SMOLLM2) and os.path.exists(os.path.expanduser(model.path)):
+    own = {role: getattr(config.roles, role) for role in SCORING_ROLES}
+    found = {role: wanted.model_copy(update={"model": _absolute(wanted.model)}) for role, wanted in own.items()}
+    return config.model_copy(update={"model": _absolute(config.model), "roles": config.roles.model_copy(update=found)})
+
+
+def _absolute(model: S) -> S:
+    updates = {}
+    if model.path not in ("", TINY, SMOLLM2) and os.path.exists(os.path.expanduser(model.path)):
         updates["path"] = os.path.abspath(os.path.expanduser(model.path))
     if model.chat_template is not None:
         updates["chat_template"] = os.path.abspath(os.path.expanduser(model.chat_template))
-    return config.model_copy(update={"model": model.model_copy(update=updates)})
+    return model.model_copy(update=updates)

@@ -2,6 +2,7 @@
 
     engine           what it had goes on elsewhere from its prefixes; it is started again and gets the weights first
     grader, env      started again; who waited asks again
+    judge, reward model   the same; a judge loads its weights first
     rollout worker   its samples start anew elsewhere; it is started again
     trainer          ends the step: the run goes back to its last checkpoint (`launch.py`)
 
@@ -28,6 +29,7 @@ from roll.pipeline.roles import Roles, TrainRoles
 from roll.pipeline.watchdog import Watchdog
 from roll.workers.env import EnvWorker
 from roll.workers.infer import InferWorker, Load
+from roll.workers.judge import JudgeWorker
 from roll.workers.reward import RewardWorker
 
 T = TypeVar("T")
@@ -99,6 +101,8 @@ class Supervision(TrainSupervision):
         """Told when a rollout worker is lost, with the tokens it had."""
         self.engine_restored: Callable[[int], Awaitable[bool]] = _resident
         """Told of an engine that was started again; whether it may have its device now."""
+        self.scorer_restored: Callable[[str, int], Awaitable[None]] = _stays
+        """Told of a worker of a role that gives rewards that was started again."""
 
     def start(self) -> None:
         super().start()
@@ -108,6 +112,10 @@ class Supervision(TrainSupervision):
         watch(roles.rollouts, self._rollout_lost, self._rollout_back)
         if roles.environments is not None:
             watch(roles.environments, self._told, self._environments_back)
+        if roles.scorers.reward_model is not None:
+            watch(roles.scorers.reward_model, self._told, partial(self._scorer_back, "reward_model"))
+        if roles.scorers.judge is not None:
+            watch(roles.scorers.judge, self._told, self._judge_back)
         roles.pool.engine_trouble = self._engine_trouble
         self.supervisor.spawn(self._tell_loads())
         roles.pool.worker_trouble = lambda worker, reason: self.supervisor.condemn("rollout", worker, reason)
@@ -159,6 +167,16 @@ class Supervision(TrainSupervision):
         await self._roles.connect()
         self.restarts += 1
 
+    async def _judge_back(self, rank: int) -> None:
+        assert self._roles.scorers.judge is not None
+        await self._roles.scorers.judge.call_rank(rank, JudgeWorker.start)
+        await self._scorer_back("judge", rank)
+
+    async def _scorer_back(self, role: str, rank: int) -> None:
+        await self.scorer_restored(role, rank)
+        await self._roles.connect()
+        self.restarts += 1
+
     def _rollout_lost(self, worker: int, why: str) -> None:
         self._told(worker, why)
         self._roles.pool.lost(worker, f"rollout worker died: rollout[{worker}]")
@@ -186,6 +204,10 @@ async def _later(recorder: Recorder, supervision: TrainSupervision, config: Conf
 
 async def _resident(engine: int) -> bool:
     return True
+
+
+async def _stays(role: str, rank: int) -> None:
+    """Where no roles take turns, it stays on its devices."""
 
 
 async def _nothing(rank: int) -> None:

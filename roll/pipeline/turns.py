@@ -2,18 +2,23 @@
 
 Roles that share devices leave them for each other as the plan's stage table says: what a stage does not need is laid
 aside before what it needs comes back. An engine that leaves has drained first and gets no samples until it is back;
-engines on other devices go on.
+engines on other devices go on. Models that give rewards send questions back while they are away.
 """
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
+from roll.cluster.errors import CallTimedOut, WorkerDied
+from roll.devices.map import SCORING_ROLES
 from roll.devices.stages import LEVELS, Name, Stage
 from roll.pipeline.roles import Roles
 from roll.strategy.shelf import Level
 from roll.workers.critic import CriticWorker
 from roll.workers.infer import InferWorker
+from roll.workers.judge import JudgeWorker
+from roll.workers.reward_model import RewardModelWorker
 from roll.workers.train import TrainWorker
 
 
@@ -31,6 +36,11 @@ class Turns:
         await asyncio.gather(*(self._hold(name, level) for name, level in down.items()))
         await asyncio.gather(*(self._hold(name, level) for name, level in up.items()))
         self._levels.update(wanted)
+
+    async def scorer_restored(self, role: str, rank: int) -> None:
+        """A worker of a role that gives rewards was started again: it takes its part in the turns."""
+        if (level := self._levels[role, rank]) != "all":
+            await self._hold_scorer(role, rank, level)
 
     async def engine_restored(self, engine: int) -> bool:
         """An engine that was started again takes its part in the turns; whether it is its turn now."""
@@ -52,8 +62,20 @@ class Turns:
             await self._roles.engines.call_rank(rank, InferWorker.hold, level)
             if level == "all":
                 self._roles.router.join(rank)
+        elif role in SCORING_ROLES:
+            with suppress(WorkerDied, CallTimedOut):  # when it is back it is told what to hold
+                await self._hold_scorer(role, rank, level)
         else:
             await self._hold_trainer(role, rank, level)
+
+    async def _hold_scorer(self, role: str, rank: int, level: Level) -> None:
+        scorers = self._roles.scorers
+        if role == "judge":
+            assert scorers.judge is not None, "the plan has a judge that does not run"
+            await scorers.judge.call_rank(rank, JudgeWorker.hold, level)
+        else:
+            assert scorers.reward_model is not None, "the plan has a reward model that does not run"
+            await scorers.reward_model.call_rank(rank, RewardModelWorker.hold, level)
 
     async def _hold_trainer(self, role: str, rank: int, level: Level) -> None:
         roles = self._roles

@@ -13,8 +13,9 @@ from roll.data.task import Response, Task
 
 RewardFn: TypeAlias = Callable[[Task, Response], SupportsFloat | Mapping[str, SupportsFloat]]
 
-FailureKind: TypeAlias = Literal["raised", "deadline", "crashed", "invalid"]
-"""The function raised; took too long; its process died; or returned what is not a reward."""
+FailureKind: TypeAlias = Literal["raised", "deadline", "crashed", "invalid", "unanswered"]
+"""The function raised; took too long; its process died; or returned what is not a reward; a role did not answer in time.
+"""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,10 @@ BUILTINS: Mapping[str, str] = MappingProxyType(
         "number": "roll.reward.numbers:Number",
         "reasoning_gym": "roll.reward.reasoning_gym:ReasoningGym",
         "repetition": "roll.reward.repetition:Repetition",
+        "reward_model": "roll.reward.roles:ModelScore",
     }
 )
 """What each name calls with the reward's options: a class whose instances are rewards, or a function that returns one."""
+
+OF_ROLES = ("judge", "reward_model")
+"""Those that a role may give."""

@@ -23,10 +23,7 @@ class ChatServer:
 
     def __post_init__(self) -> None:
         self._post()
-        if self.temperature < 0:
-            raise ValueError(f"temperature is {self.temperature:g}, but takes a number ≥ 0")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens is {self.max_tokens}, but takes a whole number ≥ 1")
+        check_drawing(self.temperature, self.max_tokens)
 
     def ask(self, messages: Sequence[Message]) -> str:
         """The model's reply."""
@@ -42,6 +39,14 @@ class ChatServer:
     def _post(self) -> Post:
         address = f"{self.url.rstrip('/')}/chat/completions"
         return Post(address, token_env=self.token_env, deadline_s=self.timeout_s)
+
+
+def check_drawing(temperature: float | None, max_tokens: int) -> None:
+    """`ValueError` where no reply can be drawn so."""
+    if temperature is not None and temperature < 0:
+        raise ValueError(f"temperature is {temperature:g}, but takes a number ≥ 0")
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens is {max_tokens}, but takes a whole number ≥ 1")
 
 
 def _reply(answer: Any) -> str:

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from roll.data.task import Response, Task
 from roll.reward.base import PartFailure, Result, RewardFn, entering, is_deterministic, is_quick, normalise
+from roll.reward.builtin import OF_ROLES
 from roll.reward.make import check_types, make
+from roll.reward.roles import AsksRole, asks_role, told
 
 if TYPE_CHECKING:
     from roll.config.reward import RewardRule
@@ -63,9 +65,19 @@ def compose(config: RewardRule | Rule, *, root: str | os.PathLike[str] | None = 
     """The reward that a configuration or a rule describes. `UserError` names the setting that is wrong, under `where`."""
     rule = config if isinstance(config, Rule) else Rule.of(config)
     if not rule.parts:
-        return make(rule.name, rule.options, root=root, where=where)
-    parts = {name: make(p.name, p.options, root=root, where=f"{where}.parts.{name}") for name, p in rule.parts.items()}
+        return told("", make(rule.name, rule.options, root=root, where=where))
+    parts = {
+        name: told(name, make(part.name, part.options, root=root, where=f"{where}.parts.{name}"))
+        for name, part in rule.parts.items()
+    }
     return Composed(rule.parts, parts)
+
+
+def asked_of_roles(rule: Rule) -> dict[str, AsksRole]:
+    """The rewards of a rule that roles give, by the part's name; empty for a whole reward."""
+    named = {name: (part.name, part.options) for name, part in rule.parts.items()} or {"": (rule.name, rule.options)}
+    made = {part: make(name, options) for part, (name, options) in named.items() if name in OF_ROLES}
+    return {part: reward for part, reward in made.items() if asks_role(reward)}
 
 
 def check_rule(rule: Rule, where: str = "reward") -> None:

@@ -13,7 +13,7 @@ import os
 from collections import Counter, defaultdict, deque
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from roll.child.together import together
 from roll.config.errors import RunError
@@ -24,6 +24,7 @@ from roll.reward.cache import VerdictCache
 from roll.reward.grader import Grader
 from roll.reward.process import judged
 from roll.reward.resolve import RewardSource
+from roll.reward.roles import Said
 from roll.reward.stats import GraderStats, Latency
 from roll.reward.turns import Turns
 
@@ -103,13 +104,13 @@ class GraderPool:
         for grader in graders:
             self._hand_on(grader)
 
-    async def score(self, task: Task, response: Response) -> Verdict:
-        """Judge an attempt. May be cancelled at any time; the pool stays whole."""
+    async def score(self, task: Task, response: Response, said: Said | None = None) -> Verdict:
+        """Judge an attempt, of which roles `said` so much. May be cancelled at any time; the pool stays whole."""
         self._raise_if_ended()
         quick = self._quick.get(task.domain) or self._quick.get(None)
         if quick is not None and len(response.text) <= QUICK_CHARS:
-            return self._verdict(task, judged(quick, task, response)[0])
-        job = _pack(task, response)
+            return self._verdict(task, judged(quick, task, response, said)[0])
+        job = pack(task, response, said or {})
         if (kept := self._kept(job)) is not None:
             return kept
         for tries_left in reversed(range(self._tries)):
@@ -133,9 +134,14 @@ class GraderPool:
             return verdict
         raise AssertionError("tries is at least 1")
 
+    def count(self, failure: ScoreFailure) -> None:
+        """A verdict failed before any grader had the job."""
+        self._counts[failure.kind] += 1
+
     def stats(self) -> GraderStats:
         """Counts since the pool was made."""
-        return GraderStats(**self._counts, verdicts=self._verdicts, latency=dict(self._latency))
+        counts: dict[str, Any] = dict(self._counts)
+        return GraderStats(**counts, verdicts=self._verdicts, latency=dict(self._latency))
 
     def take_stats(self) -> GraderStats:
         """Counts since this was asked last."""
@@ -267,12 +273,12 @@ class GraderPool:
         self._latency[what] += Latency(1, seconds)
 
 
-def _pack(task: Task, response: Response) -> bytes:
+def pack(task: Task, response: Response, said: Said) -> bytes:
     """The job as bytes. By value where types are of `__main__`: an answer may be of any type."""
     import cloudpickle
 
     try:
-        job: bytes = cloudpickle.dumps((task, response))
+        job: bytes = cloudpickle.dumps((task, response, said))
     except Exception as error:
         reason = f"task {task.id!r} cannot be sent to a grader process: {type(error).__name__}: {error}"
         raise ScoreFailure("raised", reason) from error

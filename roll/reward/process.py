@@ -20,6 +20,7 @@ from roll.child.memory import MemoryLimit
 from roll.config.errors import UserError
 from roll.data.task import Response, Task
 from roll.reward.base import FailureKind, PartFailure, Result, RewardFn, entering, is_deterministic, normalise
+from roll.reward.roles import Said, said
 from roll.reward.wire import Answer, Entered, Failed, Ready, Refused, Scored, SetUp, write_answer
 
 COMMAND = command("roll.reward.process")
@@ -60,15 +61,16 @@ def serve(stream: BinaryIO) -> None:
 def judge(function: RewardFn, job: bytes) -> tuple[Answer, bool]:
     """What the function makes of a job, whatever it raises or returns, and whether it ran out of memory."""
     try:
-        task, response = pickle.loads(job)
+        task, response, known = pickle.loads(job)
     except BaseException as error:
         return Failed("raised", f"the task cannot be read in the grader process: {reason(error)}", detail(error)), False
-    return judged(function, task, response)
+    return judged(function, task, response, known)
 
 
-def judged(function: RewardFn, task: Task, response: Response) -> tuple[Scored | Failed, bool]:
-    """The same of a job that is here."""
+def judged(function: RewardFn, task: Task, response: Response, known: Said | None = None) -> tuple[Scored | Failed, bool]:
+    """The same of a job that is here; `known` is what roles said of it."""
     started = time.perf_counter()
+    said.set(known or {})
     try:
         result = function(task, response)
         seconds = time.perf_counter() - started

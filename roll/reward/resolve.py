@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, cast
 from roll.config.errors import UserError
 from roll.reward.base import RewardFn, is_quick
 from roll.reward.builtin import BUILTINS
-from roll.reward.compose import Rule, check_rule, compose, warm_up
+from roll.reward.compose import Rule, asked_of_roles, check_rule, compose, warm_up
 from roll.reward.domains import ByDomain
 from roll.reward.make import callable_reward
+from roll.reward.roles import AsksRole
 
 if TYPE_CHECKING:
     from roll.config.reward import RewardRule
@@ -78,10 +79,17 @@ class RewardSource:
     def quick(self) -> dict[str | None, RewardFn]:
         """Those of the rewards that need no process, by domain, or under None for all tasks. Only ROLL's own: no other
         code is loaded here."""
-        rules = [(None, self.rule)] if self.rule is not None else list((self.domains or {}).items())
-        own: dict[str | None, Rule] = {domain: rule for domain, rule in rules if rule.names <= BUILTINS.keys()}
+        rules = self._rules()
+        own: dict[str | None, Rule] = {domain: rule for domain, rule in rules.items() if rule.names <= BUILTINS.keys()}
         rewards = {domain: compose(rule, root=self.root) for domain, rule in own.items()}
         return {domain: reward for domain, reward in rewards.items() if is_quick(reward)}
+
+    def asked_of_roles(self) -> dict[str | None, dict[str, AsksRole]]:
+        """What roles are to be asked before a grader is, by domain, or under None for all tasks."""
+        return {domain: asked for domain, rule in self._rules().items() if (asked := asked_of_roles(rule))}
+
+    def _rules(self) -> dict[str | None, Rule]:
+        return {None: self.rule} if self.rule is not None else dict((self.domains or {}).items())
 
     def _function(self) -> RewardFn:
         if self.rule is not None:

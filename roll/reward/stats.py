@@ -26,6 +26,27 @@ class Latency:
 
 
 @dataclass(frozen=True)
+class RoleStats:
+    """Answers of a role, those that did not come, and the most questions that waited for it at once."""
+
+    answers: Latency = Latency()
+    """From when the role had the question."""
+    waits: Latency = Latency()
+    """Until it could have it."""
+    unanswered: int = 0
+    most_waiting: int = 0
+
+    def __add__(self, other: RoleStats) -> RoleStats:
+        return RoleStats(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+    def metrics(self, role: str) -> dict[str, float]:
+        values: dict[str, float] = {f"{role}/unanswered": self.unanswered, f"{role}/queue": self.most_waiting}
+        if self.answers.count:
+            values |= {f"{role}/answer_s": self.answers.mean_s, f"{role}/wait_s": self.waits.mean_s}
+        return values
+
+
+@dataclass(frozen=True)
 class GraderStats:
     """Attempts at verdicts by how they ended (a retried job counts each time), verdicts kept that were asked for again,
     and processes replaced."""
@@ -35,10 +56,13 @@ class GraderStats:
     deadline: int = 0
     crashed: int = 0
     invalid: int = 0
+    unanswered: int = 0
     hits: int = 0
     restarts: int = 0
     verdicts: Latency = Latency()
     """Inside the reward function."""
+    roles: Mapping[str, RoleStats] = field(default_factory=dict)
+    """Of roles that were asked for parts of rewards."""
     latency: Mapping[str, Latency] = field(default_factory=dict)
     """Of each domain: `DOMAIN/verdict` inside the reward function, `DOMAIN/wait` for a grader, `DOMAIN/part/PART`."""
 
@@ -50,9 +74,12 @@ class GraderStats:
     def __add__(self, other: GraderStats) -> GraderStats:
         names = {**self.latency, **other.latency}
         latency = {name: self.latency.get(name, Latency()) + other.latency.get(name, Latency()) for name in names}
-        return GraderStats(**{name: a + b for name, a, b in self._beside(other)}, latency=latency)
+        asked = {**self.roles, **other.roles}
+        roles = {role: self.roles.get(role, RoleStats()) + other.roles.get(role, RoleStats()) for role in asked}
+        return GraderStats(**{name: a + b for name, a, b in self._beside(other)}, latency=latency, roles=roles)
 
     def __sub__(self, earlier: GraderStats) -> GraderStats:
+        """What came since; of roles there is nothing to take away."""
         latency = {name: took - earlier.latency.get(name, Latency()) for name, took in self.latency.items()}
         return GraderStats(**{name: a - b for name, a, b in self._beside(earlier)}, latency=latency)
 
@@ -61,12 +88,14 @@ class GraderStats:
         asked = self.scored + self.hits
         values: dict[str, float] = {
             "graders/verdict_s": self.mean_s,
-            "graders/failed": self.raised + self.deadline + self.crashed + self.invalid,
+            "graders/failed": self.raised + self.deadline + self.crashed + self.invalid + self.unanswered,
             "graders/restarts": self.restarts,
             "graders/cache_hits": self.hits / asked if asked else 0.0,
         }
+        for role, stats in self.roles.items():
+            values |= stats.metrics(role)
         return values | {f"graders/{name}_s": took.mean_s for name, took in self.latency.items() if took.count}
 
     def _beside(self, other: GraderStats) -> list[tuple[str, Any, Any]]:
-        names = [each.name for each in fields(self) if each.name != "latency"]
+        names = [each.name for each in fields(self) if each.name not in ("latency", "roles")]
         return [(name, getattr(self, name), getattr(other, name)) for name in names]

@@ -1,20 +1,35 @@
-"""The reward role: judges attempts in grader processes of its own."""
+"""The reward role: judges attempts in grader processes of its own, after it has asked roles that have a part in it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from roll.cluster import Dispatch, Place, Worker, parallel
 from roll.config.schema import RewardConfig
 from roll.data.task import Response, Task
 from roll.reward import RewardSource, ScoreFailure, Verdict
+from roll.reward.asking import Asking
 from roll.reward.pool import GraderPool
 from roll.reward.stats import GraderStats
+from roll.workers.scorers import ScorerModels, Scorers
 
 
 class RewardWorker(Worker):
-    def __init__(self, place: Place, config: RewardConfig, source: RewardSource, log: Path | None = None) -> None:
+    def __init__(
+        self,
+        place: Place,
+        config: RewardConfig,
+        source: RewardSource,
+        log: Path | None = None,
+        *,
+        replies_at_once: int = 1,
+        patience_s: float = 600.0,
+    ) -> None:
+        """`replies_at_once` is what one judge generates at once; a role that dies is waited for so long."""
         super().__init__(place)
+        self._models = ScorerModels(replies_at_once=replies_at_once, askers=place.world_size, patience_s=patience_s)
+        self._asking = Asking(source.asked_of_roles(), self._models, config.cache)
         self._pool = GraderPool(
             source,
             workers=config.workers,
@@ -30,15 +45,26 @@ class RewardWorker(Worker):
         """Starts the grader processes."""
         await self._pool.start()
 
+    @parallel(Dispatch.ALL)
+    def connect(self, scorers: Scorers) -> None:
+        """Names the roles that are asked for parts of rewards; again after one of their workers was started again."""
+        self._models.connect(scorers)
+
     @parallel(Dispatch.ONE, raises=(ScoreFailure,))
     async def score(self, task: Task, response: Response) -> Verdict:
         """A verdict, or a `ScoreFailure` that says why there is none."""
-        return await self._pool.score(task, response)
+        try:
+            said = await self._asking.said(task, response)
+        except ScoreFailure as failure:
+            self._pool.count(failure)
+            raise
+        return await self._pool.score(task, response, said)
 
     @parallel(Dispatch.ONE)
     def take_stats(self) -> GraderStats:
-        """What the graders did since this was asked last."""
-        return self._pool.take_stats()
+        """What the graders did since this was asked last, and the roles they build on."""
+        return replace(self._pool.take_stats(), roles=self._models.take_stats())
 
     async def close(self) -> None:
+        await self._asking.close()
         await self._pool.close()

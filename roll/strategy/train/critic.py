@@ -49,14 +49,6 @@ class CriticStrategy:
             result[where] = values.cpu().numpy()
         return result
 
-    @torch.no_grad()
-    def scores(self, batch: Batch) -> FloatArray:
-        """What is read from the last token of each sample: a reward model's verdict."""
-        result = np.zeros(len(batch), np.float32)
-        for micro in self._passes.over(_last_tokens(batch)):
-            result[micro.members] = self.model.read(self._passes.hidden(micro)[micro.ends]).cpu().numpy()
-        return result
-
     def update(self, batch: Batch, credit: CreditSpec, step: int) -> UpdateStats:
         """Trains on the batch's returns once; its column `values` is what was predicted for it."""
         returns = token_credit(batch, credit).returns
@@ -105,13 +97,6 @@ class CriticStrategy:
         predictions = micro.predictions
         distinct = self.model.read(self._passes.hidden(micro).index_select(0, predictions.rows))
         return distinct[predictions.sources[predictions.pair_of]]
-
-
-def _last_tokens(batch: Batch) -> Batch:
-    """The batch with its samples' last tokens marked, whoever said them."""
-    mask = np.zeros(batch.tokens, np.bool_)
-    mask[batch.offsets[1:] - 1] = True
-    return batch.with_columns(loss_mask=mask)
 
 
 def _explained(returns: Floats, error: float) -> float:

@@ -60,18 +60,6 @@ def test_values_are_read_from_the_state_before_each_token(rows: int) -> None:
     assert not got[~batch.loss_mask].any()
 
 
-def test_scores_are_read_at_the_last_token() -> None:
-    critic, batch = make_critic(), make_batch()
-    model = critic.model.model
-    model.set_attn_implementation("sdpa")
-    wanted = []
-    for ids in (ids[branches(turn)[-1]] for ids, turn in zip(batch.rows("ids"), batch.rows("turn"), strict=True)):
-        hidden = model.get_decoder()(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).last_hidden_state[0, -1]
-        wanted.append(float(critic.model.head(hidden)[0].detach()))
-    model.set_attn_implementation(attention.NAME)
-    np.testing.assert_allclose(critic.scores(batch), wanted, atol=2e-5)
-
-
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("rows", [32, 4096])
 def test_gradients_are_those_of_plain_autograd(rows: int, clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:

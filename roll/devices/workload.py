@@ -1,0 +1,145 @@
+"""The work of a run: the sizes that its memory depends on, besides the model's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from roll.config.schema import Config
+from roll.strategy.train.budget import Budget, Checkpointing, choose
+from roll.strategy.train.footprint import Footprint, PackedSize, Spans
+
+RUBRIC_TOKENS = 256
+"""Of ROLL's own rubric."""
+REPLY_TOKENS = 512
+"""Of a judge's longest reply, where its options say nothing."""
+
+
+def micro_batch_of(limit: int, prompt: int, response: int, group_size: int, groups: int) -> PackedSize:
+    """The fullest micro-batch of at most `limit` rows where every prompt and response is that long: whole groups first,
+    then a part of one. A group's first sample brings its prompt, the others their responses."""
+    full = min(limit // (prompt + group_size * response), groups)
+    left = limit - full * (prompt + group_size * response)
+    openers, siblings = full, full * (group_size - 1)
+    if full < groups and (left >= prompt + response or not full):  # one sample is planned for even if it is too long
+        openers += 1
+        siblings += min(max(left - prompt - response, 0) // response, group_size - 1)
+    path = prompt + response
+    spans = [Spans(openers, path, path), Spans(siblings, response, path)]
+    rows = openers * path + siblings * response
+    return PackedSize(rows, (openers + siblings) * response, tuple(span for span in spans if span.count))
+
+
+@dataclass(frozen=True)
+class JudgeWork:
+    """The sizes of a judge's work: sequences at once, what it is shown beside an attempt, and its longest reply."""
+
+    running: int
+    rubric: int
+    reply: int
+
+    @classmethod
+    def of(cls, config: Config) -> JudgeWork | None:
+        """The largest of all rewards that ask the role, None if none does. A rubric's characters count as tokens."""
+        rules = [domain.reward for domain in config.domains.values()] or [config.reward]
+        parts = [part for rule in rules for part in (rule.parts.values() or [rule])]
+        options = [part.options for part in parts if part.name == "judge" and not part.options.get("url")]
+        if not options:
+            return None
+        return cls(
+            config.roles.judge.max_running,
+            max(len(str(each.get("rubric", ""))) or RUBRIC_TOKENS for each in options),
+            max(int(each.get("max_tokens", REPLY_TOKENS)) for each in options),
+        )
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The sizes of a run that memory depends on, besides the model's."""
+
+    shortest_prompt: int
+    longest_prompt: int
+    response: int
+    group_size: int
+    groups: int
+    """Groups of one update."""
+    limit_rows: int
+    """Of a micro-batch; 0 for as many as fit."""
+    running: int
+    """Sequences an engine holds at once; 0 without engines."""
+    exact: bool
+    bucket_bytes: int
+    """Size of the pieces in which weights travel, of which a side has two; 0 in one process."""
+    checkpointing: Checkpointing = "auto"
+    optimizer: str = "adamw"
+    judging: JudgeWork | None = None
+
+    @classmethod
+    def of(cls, config: Config, shortest_prompt: int, longest_prompt: int) -> Workload:
+        return cls(
+            shortest_prompt=shortest_prompt,
+            longest_prompt=longest_prompt,
+            response=config.longest_response,
+            group_size=config.rollout.group_size,
+            groups=ceil(config.rollout.groups_per_step / config.train.updates_per_step),
+            limit_rows=config.train.micro_batch_tokens,
+            running=config.rollout.max_running,
+            exact=config.deterministic,
+            bucket_bytes=config.weights.bucket_mb << 20 if config.executor == "ray" else 0,
+            checkpointing=config.train.activation_checkpointing,
+            optimizer=config.train.optimizer,
+            judging=JudgeWork.of(config),
+        )
+
+    @classmethod
+    def of_chats(cls, config: Config, longest_tokens: int) -> Workload:
+        """Conversations of at most so many tokens: each a group of its own, any token of which may be an answer's."""
+        return cls(
+            shortest_prompt=1,
+            longest_prompt=1,
+            response=max(longest_tokens - 1, 1),
+            group_size=1,
+            groups=config.data.samples_per_step,
+            limit_rows=config.train.micro_batch_tokens,
+            running=0,
+            exact=config.deterministic,
+            bucket_bytes=0,
+            checkpointing=config.train.activation_checkpointing,
+            optimizer=config.train.optimizer,
+        )
+
+    def of_role(self, role: str) -> Workload:
+        """The work as a role sees it: a judge is shown whole attempts, and replies to them."""
+        if role == "reward_model":  # conversations with nothing in common
+            return replace(self, group_size=1, groups=self.groups * self.group_size, limit_rows=0)
+        if role != "judge" or self.judging is None:
+            return self
+        judging, shown = self.judging, self.longest + self.judging.rubric
+        shortest = self.shortest_prompt + judging.rubric
+        return replace(
+            self, shortest_prompt=shortest, longest_prompt=shown, response=judging.reply, running=judging.running
+        )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return self.longest_prompt + self.response
+
+    def budget(self, footprint: Footprint, spare_bytes: int | None = None) -> Budget:
+        """Of a trainer's micro-batches, where its GPU has so much to spare; None on a CPU."""
+        return choose(footprint, self.limit_rows, self.checkpointing, self.longest, spare_bytes)
+
+    def micro_batches(self, limit_rows: int) -> list[PackedSize]:
+        """The fullest micro-batches, for responses of the longest size and its halves: long ones make large attentions,
+        many short ones many keys. Several are about as large as each other."""
+        lengths = {max(self.response >> halvings, 1) for halvings in range(self.response.bit_length())}
+        return [self._micro_batch(limit_rows, length) for length in sorted(lengths, reverse=True)]
+
+    def _micro_batch(self, limit_rows: int, response: int) -> PackedSize:
+        rows = self.groups * (self.longest_prompt + self.group_size * response)
+        even = ceil(rows / ceil(rows / limit_rows)) + self.longest_prompt + response
+        return micro_batch_of(min(limit_rows, even), self.longest_prompt, response, self.group_size, self.groups)
+
+    def several(self, limit_rows: int) -> bool:
+        """Whether an update takes more than one micro-batch."""
+        return self.groups * (self.longest_prompt + self.group_size * self.response) > limit_rows

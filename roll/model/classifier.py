@@ -1,0 +1,64 @@
+"""Reward models: a decoder with a head of one output, as `transformers` saves `AutoModelForSequenceClassification`.
+
+What always holds: a head that is not in the files is refused, never made up; what is read is what the class itself reads,
+the output at the last token that is not padding.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from roll.config.errors import UserError
+from roll.data.tokenlog import IntArray
+from roll.model.loading import ModelSource, from_pretrained, load_model_config
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_KIND = "ForSequenceClassification"
+_WANTED = (
+    "write a folder or hub id of a decoder with a head of one output (AutoModelForSequenceClassification with "
+    "num_labels=1)"
+)
+
+
+def load_classifier_config(source: ModelSource) -> PretrainedConfig:
+    """The shape of a reward model, found good; without its weights."""
+    from transformers import AutoModelForSequenceClassification
+    from transformers.modeling_layers import GenericForSequenceClassification
+
+    if source.adapters:
+        raise UserError(f"model: {source.name!r} holds adapters, which score nothing by themselves: {_WANTED}")
+    shape = load_model_config(source)
+    if source.location is None or not any(name.endswith(_KIND) for name in shape.architectures or ()):
+        raise UserError(f"model: {source.name!r} has no head that scores: {_WANTED}")
+    if shape.num_labels != 1:
+        raise UserError(f"model: {source.name!r} has a head of {shape.num_labels} outputs: {_WANTED}")
+    kind = AutoModelForSequenceClassification._model_mapping[type(shape)]
+    if not issubclass(kind, GenericForSequenceClassification):
+        raise UserError(f"model: {source.name!r} is a {kind.__name__}, which is read in another way: {_WANTED}")
+    return shape
+
+
+def load_classifier(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
+    """The model and its head (`score`), its attention behind ROLL's plans."""
+    from transformers import AutoModelForSequenceClassification
+
+    from roll.model import attention
+
+    load_classifier_config(source)
+    loader = AutoModelForSequenceClassification
+    model, found = from_pretrained(loader, source, dtype=dtype, output_loading_info=True)
+    if missing := sorted(found["missing_keys"]):
+        raise UserError(f"model: {source.name!r} has no weights of {missing[0]!r}: {_WANTED}")
+    model.set_attn_implementation(attention.NAME)
+    return model.eval().requires_grad_(False)
+
+
+def as_read(ids: IntArray, shape: PretrainedConfig) -> IntArray:
+    """The tokens up to the one that is read: padding at the end, which some models have as the end of a turn, is none."""
+    kept = np.flatnonzero(ids != (-1 if shape.pad_token_id is None else shape.pad_token_id))
+    return ids[: kept[-1] + 1] if len(kept) else ids[:1]

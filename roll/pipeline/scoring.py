@@ -1,0 +1,72 @@
+"""Models that give rewards: how a run checks them before it starts, and how it starts them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from roll.cluster import Cluster, Executor
+from roll.config.errors import UserError
+from roll.config.schema import Config
+from roll.devices.map import DeviceMap
+from roll.devices.stages import StageTable
+from roll.model.classifier import load_classifier_config
+from roll.model.loading import find_model, load_model_config, load_tokenizer
+from roll.pipeline.start import aside
+from roll.strategy.infer.vllm_args import check_vllm
+from roll.workers.judge import JudgeWorker
+from roll.workers.reward_model import RewardModelWorker
+from roll.workers.scorers import Scorers
+
+
+def check_scorers(config: Config) -> None:
+    """Refuses models that cannot give the rewards they are asked for."""
+    for role in config.scoring_roles:
+        model = getattr(config.roles, role).model
+        try:
+            source = find_model(model.path)
+            load_tokenizer(source, model)
+            if role == "reward_model":
+                load_classifier_config(source)
+            else:
+                load_model_config(source)
+        except UserError as error:
+            raise UserError(f"roles.{role}.{error}") from error  # what it names is under the role
+        check_vllm(config, getattr(config.roles, role), role)
+
+
+async def start_scorers(config: Config, executor: Executor, map: DeviceMap, stages: StageTable) -> Scorers:
+    """The models of a map that give rewards; one after the other where they may not fit together."""
+    if stages.takes_turns:
+        return Scorers(await _reward_model(config, executor, map, stages), await _judge(config, executor, map, stages))
+    both = _reward_model(config, executor, map, stages), _judge(config, executor, map, stages)
+    return Scorers(*await asyncio.gather(*both))  # waits: starts and calls have deadlines
+
+
+async def _reward_model(
+    config: Config, executor: Executor, map: DeviceMap, stages: StageTable
+) -> Cluster[RewardModelWorker] | None:
+    if "reward_model" not in map.roles:
+        return None
+    places = map.roles["reward_model"].places
+    cluster = await Cluster.start(executor, lambda place: RewardModelWorker(place, config), places)
+    return await aside(cluster, RewardModelWorker.hold, stages)
+
+
+async def _judge(config: Config, executor: Executor, map: DeviceMap, stages: StageTable) -> Cluster[JudgeWorker] | None:
+    if "judge" not in map.roles:
+        return None
+    cluster = await Cluster.start(executor, lambda place: JudgeWorker(place, config), map.roles["judge"].places)
+    await cluster.call(JudgeWorker.start)
+    return await aside(cluster, JudgeWorker.hold, stages)
+
+
+def scorer_peaks(scorers: Scorers) -> dict[str, Coroutine[Any, Any, list[int]]]:
+    """Calls that ask each role for its workers' peak of GPU memory."""
+    calls: dict[str, Coroutine[Any, Any, list[int]]] = {}
+    if scorers.reward_model is not None:
+        calls["reward_model"] = scorers.reward_model.call_each(RewardModelWorker.take_peak_bytes)
+    if scorers.judge is not None:
+        calls["judge"] = scorers.judge.call_each(JudgeWorker.take_peak_bytes)
+    return calls

@@ -1,0 +1,73 @@
+"""Asking roles for their parts of a reward, before a grader has the job.
+
+What always holds: every attempt ends in what the roles said of it or in a `ScoreFailure` that names the part; the same
+response to the same task is asked about once, also while the first answer is awaited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from roll.child.inside import reason
+from roll.child.together import together
+from roll.data.task import Response, Task
+from roll.reward.base import ScoreFailure
+from roll.reward.pool import pack
+from roll.reward.roles import AsksRole, Models, Said, Unanswered
+
+
+class Asking:
+    """`rewards` are those of each domain, or under None of all tasks, by their parts' names; `cache` answers are kept."""
+
+    def __init__(self, rewards: Mapping[str | None, Mapping[str, AsksRole]], models: Models, cache: int = 0) -> None:
+        self._rewards = rewards
+        self._models = models
+        self._cache = cache
+        self._answers: OrderedDict[bytes, asyncio.Task[Said]] = OrderedDict()
+        """By the bytes of the job, those that are awaited among them; the one asked for last at the end."""
+
+    async def said(self, task: Task, response: Response) -> Said:
+        """What the roles say of an attempt; nothing where its reward asks none."""
+        rewards = self._rewards.get(task.domain) or self._rewards.get(None)
+        if not rewards:
+            return {}
+        key = hashlib.blake2b(pack(task, response, {}), digest_size=16).digest()
+        if key not in self._answers:
+            self._answers[key] = asyncio.create_task(self._ask(rewards, task, response))
+            self._answers[key].add_done_callback(lambda asked: self._ended(key, asked))
+        self._answers.move_to_end(key)
+        # waits: every question has a deadline; who leaves early does not take the answer from others
+        return await asyncio.shield(self._answers[key])
+
+    async def close(self) -> None:
+        asked = list(self._answers.values())
+        for each in asked:
+            each.cancel()
+        # waits: they were cancelled
+        await asyncio.gather(*asked, return_exceptions=True)
+
+    async def _ask(self, rewards: Mapping[str, AsksRole], task: Task, response: Response) -> Said:
+        answers = await together(self._part(part, reward, task, response) for part, reward in rewards.items())
+        return dict(zip(rewards, answers, strict=True))
+
+    async def _part(self, part: str, reward: AsksRole, task: Task, response: Response) -> Mapping[str, float]:
+        where = f"part {part!r}: " if part else ""
+        try:
+            return await reward.ask(task, response, self._models)
+        except Unanswered as error:
+            raise ScoreFailure("unanswered", f"{where}{error}") from None
+        except (ValueError, LookupError) as error:
+            raise ScoreFailure("raised", f"{where}{reason(error)}") from error
+
+    def _ended(self, key: bytes, asked: asyncio.Task[Said]) -> None:
+        """Keeps an answer in place of the one not asked for the longest; a failure is not kept."""
+        if asked.cancelled() or asked.exception() is not None:
+            if self._answers.get(key) is asked:
+                del self._answers[key]
+            return
+        surplus = len(self._answers) - self._cache
+        for old in [old for old, answer in self._answers.items() if answer.done()][: max(surplus, 0)]:
+            del self._answers[old]

@@ -1,0 +1,51 @@
+"""`judge` without a server: the model of `roles.judge` judges by a rubric."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from roll.data.task import Message, Response, Task
+from roll.reward.roles import Drawing, Models
+
+if TYPE_CHECKING:
+    from roll.reward.judge import Judge
+
+
+@dataclass(frozen=True)
+class RoleJudge:
+    """A rubric put to the role. Its noise depends on what it is shown and on the number of the vote and the try alone: it
+    says the same of the same response."""
+
+    judge: Judge
+    temperature: float | None
+    max_tokens: int
+    timeout_s: float
+
+    role: ClassVar[str] = "judge"
+    deterministic: ClassVar[bool] = True
+
+    def __call__(self, task: Task, response: Response) -> Mapping[str, float]:
+        raise LookupError("the role judge was not asked: this reward is given where a run has that role")
+
+    async def ask(self, task: Task, response: Response, models: Models) -> Mapping[str, float]:
+        """All votes at once; those without a verdict again, as often as there are tries."""
+        messages = self.judge.messages(task, response)
+        votes: list[float | str] = [""] * self.judge.votes
+        for attempt in range(self.judge.tries):
+            temperature = self.judge.heat(self.temperature, attempt)
+            missing = [number for number, vote in enumerate(votes) if isinstance(vote, str)]
+            if not missing or (attempt and not temperature):  # a greedy judge would only repeat itself
+                break
+            drawing = Drawing(tuple(_seed(messages, n, attempt) for n in missing), temperature, self.max_tokens)
+            for number, reply in zip(missing, await models.replies(messages, drawing, self.timeout_s), strict=True):
+                verdict = self.judge.read(reply)
+                votes[number] = reply if verdict is None else verdict
+        return self.judge.verdict(votes)
+
+
+def _seed(messages: Sequence[Message], vote: int, attempt: int) -> int:
+    shown = "\x1f".join([str(vote), str(attempt), *(f"{m['role']}\x1f{m['content']}" for m in messages)])
+    return int.from_bytes(hashlib.blake2b(shown.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,76 @@
+"""An engine with a model of its own, loaded from disk: no trainer's weights ever reach it.
+
+What always holds: it serves what was loaded once its log-probs of the probe agree with a plain pass over the same
+parameters, and never anything else.
+"""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from roll.cluster.worker import Place
+from roll.config.schema import Config
+from roll.model.loading import choose_dtype, find_model, load_model, load_tokenizer
+from roll.strategy.infer.base import InferStrategy
+from roll.strategy.infer.make import vllm_engine
+from roll.strategy.infer.native import NativeStrategy
+from roll.strategy.shelf import Level, Shelf
+from roll.strategy.train.probe import Probe
+from roll.transfer.weights import Weights
+
+VERSION = 0
+
+
+def as_judged(config: Config) -> Config:
+    """The run as it would be with the judge in the actor's place."""
+    judge = config.roles.judge
+    roles = config.roles.model_copy(update={"actor_infer": judge})
+    model = config.model.model_copy(update=judge.model.model_dump())
+    rollout = config.rollout.model_copy(update={"max_running": judge.max_running, "kv_tokens": 0})
+    return config.model_copy(update={"model": model, "roles": roles, "rollout": rollout})
+
+
+class OwnEngine:
+    """The judge's engine."""
+
+    def __init__(self, place: Place, config: Config) -> None:
+        self._place, self._config = place, as_judged(config)
+        self._source = find_model(self._config.model.path)
+        self._model: PreTrainedModel | None = None
+        """The parameters that the embedded engine serves; vLLM has its own."""
+        self._shelf: Shelf | None = None
+        self._native = config.roles.judge.strategy != "vllm"
+        self.strategy: InferStrategy
+        if self._native:
+            tokenizer = load_tokenizer(self._source, self._config.model)
+            running, exact = self._config.rollout.max_running, config.deterministic
+            self.strategy = NativeStrategy(tokenizer, max_running=running, exact=exact)
+        else:
+            self.strategy = vllm_engine(place, self._config, "judge")
+
+    async def start(self) -> None:
+        """Loads the weights and serves them, verified."""
+        device = self._place.device if self._native else "cpu"
+        dtype = choose_dtype(self._config.model.dtype, self._place.device)
+        model = load_model(self._source, dtype, self._config.seed).to(device).requires_grad_(False)
+        await self.strategy.load_weights(_weights(model))
+        if self._native:
+            self._model, self._shelf = model, Shelf(model.device)
+
+    async def hold(self, level: Level) -> None:
+        await self.strategy.hold(level)
+        if self._model is None or self._shelf is None:
+            return
+        weights = dict(self._model.named_parameters())
+        if level == "none":
+            self._shelf.lay_aside(weights)
+        else:
+            self._shelf.bring_back(weights)
+
+    async def close(self) -> None:
+        await self.strategy.close()
+
+
+def _weights(model: PreTrainedModel) -> Weights:
+    probe = Probe(model)
+    return Weights(VERSION, model, dict(model.named_parameters()), probe.prompt, probe.log_probs())

@@ -1,0 +1,130 @@
+"""The judge's role: an engine of its own answers conversations in words.
+
+What always holds: the engine serves the weights that were loaded from the judge's files, once the probe agrees, and no
+others; a question is answered whole, sent back because it is not the judge's turn, or refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jinja2 import TemplateError
+
+from roll.cluster import Dispatch, Place, Worker, parallel
+from roll.config.schema import Config
+from roll.data.task import Message
+from roll.engine.request import Completion, Request, Sampling, seed_of
+from roll.reward.roles import Drawing
+from roll.workers.setup import set_up_process, take_peak_bytes
+from roll.workers.turn import Turn
+
+if TYPE_CHECKING:
+    from roll.strategy.shelf import Level
+
+_LEAVE_S = 60.0
+"""How long the engine may take to let go of what it has."""
+
+
+class JudgeWorker(Worker):
+    def __init__(self, place: Place, config: Config) -> None:
+        from roll.model.chat import ChatRenderer
+        from roll.model.loading import context_of, find_model, load_tokenizer, stop_ids_of
+        from roll.strategy.infer.own import OwnEngine
+
+        super().__init__(place)
+        set_up_process(place, config.deterministic)
+        role = config.roles.judge.model
+        source = find_model(role.path)
+        tokenizer = load_tokenizer(source, role)
+        self._stop_ids = stop_ids_of(tokenizer, source)
+        self._renderer = ChatRenderer(tokenizer, self._stop_ids)
+        self._context = context_of(source)
+        self._seed = config.seed
+        self._engine = OwnEngine(place, config)
+        self._turn = Turn()
+        self._open: dict[str, asyncio.Future[Completion]] = {}
+        """Replies that are being generated."""
+        self._sorting: asyncio.Task[None] | None = None
+
+    @parallel(Dispatch.ALL)
+    async def start(self) -> None:
+        """Loads the weights, and serves them once they are verified."""
+        await self._engine.start()
+
+    @parallel(Dispatch.ONE, raises=(ValueError,))
+    async def replies(self, question: str, messages: Sequence[Message], drawing: Drawing) -> list[str] | None:
+        """An answer for each seed; None while it is not this worker's turn. `ValueError` if there can be none."""
+        prompt = self._prompt(messages)
+        room = min(drawing.max_tokens, self._context - len(prompt))
+        if room < 1:
+            raise ValueError(f"the judge is shown {len(prompt)} tokens, which leaves no room in its {self._context}")
+        if not await self._turn.come():
+            return None
+        for number, seed in enumerate(drawing.seeds):
+            noise = seed_of(self._seed, seed)
+            sampling = Sampling(room, drawing.temperature, stop_ids=self._stop_ids, seed=noise)
+            self._submit(Request(f"{question}.{number}", np.array(prompt, np.int32), sampling))
+        answers = [self._open[f"{question}.{number}"] for number in range(len(drawing.seeds))]
+        # waits: who asks has a deadline, and says so when it has passed
+        found = await asyncio.gather(*answers)
+        if any(completion.finish == "abort" for completion in found):
+            return None
+        return [self._renderer.text(completion.ids) for completion in found]
+
+    @parallel(Dispatch.ONE)
+    def forget(self, question: str) -> None:
+        """Ends the replies to a question that nobody waits for any more."""
+        self._engine.strategy.abort([id for id in self._open if id.rpartition(".")[0] == question])
+
+    @parallel(Dispatch.ALL)
+    async def hold(self, level: Level) -> None:
+        """Keeps so much on the device; below `all` nothing is answered: what was being generated is asked for again."""
+        if level != "all":
+            self._turn.end()
+            self._engine.strategy.abort(list(self._open))
+            async with asyncio.timeout(_LEAVE_S):
+                while self._open:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        await self._engine.hold(level)
+        if level == "all":
+            self._turn.begin()
+
+    @parallel(Dispatch.ALL)
+    def take_peak_bytes(self) -> int:
+        """The most GPU memory the worker's process has had allocated since it was asked last; 0 on a CPU."""
+        return take_peak_bytes(self.place)
+
+    async def close(self) -> None:
+        if self._sorting is not None:
+            self._sorting.cancel()
+        await self._engine.close()
+
+    def _prompt(self, messages: Sequence[Message]) -> list[int]:
+        try:
+            return self._renderer.opening(messages)
+        except TemplateError as error:
+            raise ValueError(f"the judge's chat template refused its question: {error}") from None
+
+    def _submit(self, request: Request) -> None:
+        self._engine.strategy.submit([request])
+        self._open[request.id] = asyncio.get_running_loop().create_future()
+        if self._sorting is None or self._sorting.done():
+            self._sorting = asyncio.create_task(self._sort())
+
+    async def _sort(self) -> None:
+        """Gives every completion to who waits for it, while there is any to come."""
+        try:
+            while self._open:
+                for completion in await self._engine.strategy.results():
+                    answer = self._open.pop(completion.id)
+                    if not answer.done():
+                        answer.set_result(completion)
+                await asyncio.sleep(0)
+        except Exception as error:
+            answers, self._open = self._open, {}
+            for answer in answers.values():
+                if not answer.done():
+                    answer.set_exception(error)

@@ -1,0 +1,107 @@
+"""The reward model's role: scores conversations, those that wait together in the trainer's micro-batches."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jinja2 import TemplateError
+
+from roll.cluster import Dispatch, Place, Worker, parallel
+from roll.config.schema import Config, TrainConfig
+from roll.data.task import Message
+from roll.data.tokenlog import IntArray
+from roll.workers.setup import set_up_process, take_peak_bytes
+from roll.workers.turn import Turn
+
+if TYPE_CHECKING:  # those who only ask it do without torch
+    from roll.strategy.shelf import Level
+
+
+class RewardModelWorker(Worker):
+    def __init__(self, place: Place, config: Config) -> None:
+        from roll.model.classifier import load_classifier
+        from roll.model.loading import choose_dtype, find_model, load_tokenizer
+        from roll.strategy.train.scorer import ScoreStrategy
+
+        super().__init__(place)
+        set_up_process(place, config.deterministic)
+        role = config.roles.reward_model
+        source = find_model(role.model.path)
+        model = load_classifier(source, choose_dtype(role.model.dtype, place.device)).to(place.device)
+        rows = role.micro_batch_tokens
+        train = TrainConfig(micro_batch_tokens=rows, activation_checkpointing="off", compile=config.train.compile)
+        self._strategy = ScoreStrategy(model, train, exact=config.deterministic)
+        self._tokenizer = load_tokenizer(source, role.model)
+        context = int(model.config.max_position_embeddings)
+        self._longest = min(rows or context, context)
+        self._turn = Turn()
+        self._waiting: list[tuple[IntArray, asyncio.Future[float | None]]] = []
+        self._scoring: asyncio.Task[None] | None = None
+
+    @parallel(Dispatch.ONE, raises=(ValueError,))
+    async def score(self, messages: Sequence[Message]) -> float | None:
+        """The score of a conversation; None while it is not this worker's turn. `ValueError` if it can have none."""
+        ids = self._tokens(messages)
+        if not await self._turn.come():
+            return None
+        answer: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((ids, answer))
+        if self._scoring is None or self._scoring.done():
+            self._scoring = asyncio.create_task(self._score_all())
+        # waits: who asks has a deadline
+        return await answer
+
+    @parallel(Dispatch.ALL)
+    def hold(self, level: Level) -> None:
+        """Keeps so much on the device and lays the rest aside in host memory; below `all` nothing is scored."""
+        if level != "all":
+            self._turn.end()
+            for _, answer in self._taken():
+                if not answer.done():
+                    answer.set_result(None)
+        self._strategy.hold(level)
+        if level == "all":
+            self._turn.begin()
+
+    @parallel(Dispatch.ALL)
+    def take_peak_bytes(self) -> int:
+        """The most GPU memory the worker's process has had allocated since it was asked last; 0 on a CPU."""
+        return take_peak_bytes(self.place)
+
+    async def close(self) -> None:
+        if self._scoring is not None:
+            self._scoring.cancel()
+
+    def _tokens(self, messages: Sequence[Message]) -> IntArray:
+        try:
+            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False)
+        except TemplateError as error:
+            raise ValueError(f"the reward model's chat template refused the conversation: {error}") from None
+        ids = np.array(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+        if not 1 < len(ids) <= self._longest:
+            raise ValueError(f"the conversation has {len(ids)} tokens, but the reward model takes 2 to {self._longest}")
+        return ids
+
+    async def _score_all(self) -> None:
+        """Scores what waits, and what comes meanwhile."""
+        await asyncio.sleep(0)  # what is asked in this turn of the loop goes along
+        while self._waiting:
+            some = self._taken()
+            try:
+                scores = self._strategy.scores([ids for ids, _ in some])
+            except Exception as error:
+                for _, answer in some:
+                    if not answer.done():
+                        answer.set_exception(error)
+                continue
+            for (_, answer), score in zip(some, scores.tolist(), strict=True):
+                if not answer.done():
+                    answer.set_result(score)
+            await asyncio.sleep(0)
+
+    def _taken(self) -> list[tuple[IntArray, asyncio.Future[float | None]]]:
+        some, self._waiting = self._waiting, []
+        return some
