@@ -10,14 +10,14 @@ from transformers import LlamaForSequenceClassification
 
 from roll.model.character import CHARACTERS, character_tokenizer, tiny_config
 
-STEPS, BATCH = 400, 64
+STEPS, BATCH = 300, 64
 
 
 def rated(chance: random.Random) -> tuple[list[dict[str, str]], float]:
     """A question, an answer, and whether it is the answer."""
     digit, letters = chance.choice(string.digits), CHARACTERS.strip()
-    others = ["".join(chance.choices(some, k=length)) for some in (string.digits, letters) for length in (1, 2)]
-    answer = chance.choice([digit, digit, digit + chance.choice(letters), chance.choice(letters) + digit, *others])
+    others = ["".join(chance.choices(some, k=length)) for some in (string.digits, letters) for length in (0, 1, 2)]
+    answer = chance.choice([digit, digit, digit, digit + chance.choice(letters), chance.choice(letters) + digit, *others])
     return [{"role": "user", "content": digit}, {"role": "assistant", "content": answer}], float(answer == digit)
 
 
