@@ -1,5 +1,5 @@
-"""A reward model from ratings: conversations in which a digit is repeated are rated good, others bad. A minute on a
-CPU; the folder is one that `roles.reward_model.model` takes."""
+"""A reward model from ratings: conversations in which a digit is repeated are rated good, others bad. Half a minute on
+a CPU; the folder is one that `roles.reward_model.model` takes."""
 
 import random
 import string
@@ -10,14 +10,13 @@ from transformers import LlamaForSequenceClassification
 
 from roll.model.character import CHARACTERS, character_tokenizer, tiny_config
 
-STEPS, BATCH = 300, 64
+STEPS, BATCH = 250, 64
 
 
 def rated(chance: random.Random) -> tuple[list[dict[str, str]], float]:
     """A question, an answer, and whether it is the answer."""
-    digit, letters = chance.choice(string.digits), CHARACTERS.strip()
-    others = ["".join(chance.choices(some, k=length)) for some in (string.digits, letters) for length in (0, 1, 2)]
-    answer = chance.choice([digit, digit, digit, digit + chance.choice(letters), chance.choice(letters) + digit, *others])
+    digit = chance.choice(string.digits)
+    answer = chance.choice([digit, digit, chance.choice(string.digits), chance.choice(CHARACTERS), ""])
     return [{"role": "user", "content": digit}, {"role": "assistant", "content": answer}], float(answer == digit)
 
 
@@ -27,6 +26,7 @@ def main(folder: str) -> None:
     torch.manual_seed(0)
     model = LlamaForSequenceClassification(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, STEPS)
     for step in range(1, STEPS + 1):
         chats, ratings = zip(*(rated(chance) for _ in range(BATCH)), strict=True)
         texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
@@ -36,6 +36,7 @@ def main(folder: str) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        schedule.step()
         if step % 50 == 0:
             right = ((scores > 0) == torch.tensor(ratings).bool()).float().mean()
             print(f"step {step}: loss {loss:.3f}, {right:.0%} of the ratings right")
