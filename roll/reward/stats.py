@@ -61,10 +61,10 @@ class GraderStats:
     restarts: int = 0
     verdicts: Latency = Latency()
     """Inside the reward function."""
-    roles: Mapping[str, RoleStats] = field(default_factory=dict)
-    """Of roles that were asked for parts of rewards."""
     latency: Mapping[str, Latency] = field(default_factory=dict)
     """Of each domain: `DOMAIN/verdict` inside the reward function, `DOMAIN/wait` for a grader, `DOMAIN/part/PART`."""
+    roles: Mapping[str, RoleStats] = field(default_factory=dict)
+    """Of roles that were asked for parts of rewards."""
 
     @property
     def mean_s(self) -> float:

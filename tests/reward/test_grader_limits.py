@@ -17,7 +17,7 @@ from roll.data import Response, Task
 from roll.reward import RewardSource, ScoreFailure, Verdict
 from roll.reward.cache import VerdictCache
 from roll.reward.pool import QUICK_CHARS, GraderPool
-from roll.reward.stats import GraderStats, Latency
+from roll.reward.stats import GraderStats, Latency, RoleStats
 
 STEADY = f"{Path(__file__).with_name('graders.py')}:Steady"
 
@@ -210,11 +210,15 @@ def test_latencies_are_counted_by_domain_and_part() -> None:
     }
 
 
+latencies = st.builds(Latency, st.integers(0, 9), st.integers(0, 9))
 stats = st.builds(
     GraderStats,
-    *[st.integers(0, 9)] * 7,
-    st.builds(Latency, st.integers(0, 9), st.integers(0, 9)),
-    st.dictionaries(st.sampled_from("ab"), st.builds(Latency, st.integers(0, 9), st.integers(0, 9))),
+    *[st.integers(0, 9)] * 8,
+    latencies,
+    st.dictionaries(st.sampled_from("ab"), latencies),
+    st.dictionaries(
+        st.sampled_from("jr"), st.builds(RoleStats, latencies, latencies, st.integers(0, 9), st.integers(0, 9))
+    ),
 )
 
 
