@@ -11,6 +11,7 @@ Example: after the prompt `<user>2+2?<end><assistant>` and the sampled tokens `4
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -22,6 +23,8 @@ from roll.data.task import Message
 from roll.data.tokenlog import FloatArray, IntArray, TokenLog
 
 _SENTINEL = "x"
+_KNOWN = 4096
+"""Texts whose tokens are kept."""
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """Functions that the model may call, as JSON schemas: templates that know of tools show them."""
@@ -51,6 +54,7 @@ class ChatRenderer:
         self.stop_ids = frozenset(stop_ids)
         self._stops = [str(tokenizer.decode([stop])) for stop in sorted(self.stop_ids)]
         self._seams: dict[str, str] = {}
+        self._known: OrderedDict[str, list[int]] = OrderedDict()
         self._last_opening: tuple[object, Written] = (None, Written("", []))
 
     def opening(self, messages: Sequence[Message], tools: Tools = ()) -> Written:
@@ -157,7 +161,14 @@ class ChatRenderer:
         return text
 
     def _tokens(self, text: str) -> list[int]:
+        """Kept for a while: siblings in one world often see the same."""
+        if text in self._known:
+            self._known.move_to_end(text)
+            return self._known[text]
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        self._known[text] = ids
+        if len(self._known) > _KNOWN:
+            self._known.popitem(last=False)
         return ids
 
 
