@@ -109,15 +109,15 @@ class ChatRenderer:
         rest = self._text([*marked, *new], generate=True, tools=tools)[len(opening) :]
         return rest[rest.index(_SENTINEL) + len(_SENTINEL) :]
 
-    def demonstrations(self, messages: Sequence[Message]) -> list[TokenLog]:
+    def demonstrations(self, messages: Sequence[Message], tools: Tools = ()) -> list[TokenLog]:
         """The conversation as one log in which the assistant's answers are the responses, each up to the token that ends
         it. Where the template rewrites what came before an answer, the answer has a log of its own, with the rewritten
         turns as its prompt."""
         logs: list[TokenLog] = []
         written = ""
         for end in (number for number, message in enumerate(messages) if message["role"] == "assistant"):
-            opening = self._text(messages[:end], generate=True)
-            said = self._said(opening, messages[: end + 1])
+            opening = self._text(messages[:end], generate=True, tools=tools)
+            said = self._said(opening, messages[: end + 1], tools)
             if logs and opening.startswith(written):
                 logs[-1].observe(self._tokens(opening[len(written) :]))
             else:
@@ -127,9 +127,9 @@ class ChatRenderer:
             written = opening + said
         return logs
 
-    def _said(self, opening: str, messages: Sequence[Message]) -> str:
+    def _said(self, opening: str, messages: Sequence[Message], tools: Tools) -> str:
         """The text of the answer that `messages` end with, as the model would give it after `opening`."""
-        shown = self._text(messages, generate=False)
+        shown = self._text(messages, generate=False, tools=tools)
         if not shown.startswith(opening):
             raise NotImitable("the chat template shows an answer after another beginning than it asks for one with")
         rest = shown[len(opening) :]
