@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from roll.data.task import Message, Task
 from roll.data.tokenlog import TokenLog
@@ -18,6 +18,8 @@ class Chat:
     messages: tuple[Message, ...] = ()
     log: TokenLog | None = None
     """The conversation in tokens, where it is known so: nothing is rendered then. Its responses are imitated."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Functions that the assistant may call, as JSON schemas."""
     learn: Literal["all", "last"] = "all"
     """Which of the assistant's messages are imitated: all, or the one that the conversation ends with."""
 

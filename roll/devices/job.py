@@ -23,7 +23,8 @@ class Job:
 
 def rlvr_job(config: Config, tasks: TaskSet) -> Job:
     renderer = ChatRenderer(load_tokenizer(find_model(config.model.path), config.model), ())
-    prompts = [len(renderer.opening(task.messages)) for task in first_of_each(tasks.train, 256) if task.messages] or [0]
+    asked = [task.messages for task in first_of_each(tasks.train, 256) if task.messages]
+    prompts = [len(renderer.opening(messages).tokens) for messages in asked] or [0]
     rollout, train = config.rollout, config.train
     samples = rollout.groups_per_step * rollout.group_size
     sizes = (

@@ -33,6 +33,14 @@ class Tool:
 
     name: str = "act"
     argument: str = "action"
+    does: str = "Do something in the world."
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """As chat templates show it to a model."""
+        argument = {self.argument: {"type": "string"}}
+        parameters = {"type": "object", "properties": argument, "required": [self.argument]}
+        return {"type": "function", "function": {"name": self.name, "description": self.does, "parameters": parameters}}
 
 
 ACT = Tool()
@@ -121,6 +129,11 @@ class ActingEnvironment(Environment):
     def state(self) -> str | float | None:
         """The name of the state the agent is in; None where the view shows all of it."""
         return None
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """The tool that actions are calls of, in the format `json`."""
+        return [self.tool.schema] if self._format == "json" else []
 
     def facts(self) -> dict[str, float | str]:
         """What else the info of every step tells."""

@@ -6,6 +6,7 @@ know.
 
 from __future__ import annotations
 
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
@@ -50,6 +51,8 @@ class Opened:
 
     messages: tuple[Message, ...]
     info: dict[str, float | str] = field(default_factory=dict)
+    tools: tuple[dict[str, Any], ...] = ()
+    """Functions that the agent may call, as JSON schemas: chat templates that know of tools show them."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,9 @@ class Environment(ABC):
     `async def`. Plain ones run in a thread of the episode's own, the same for all its calls; async ones share an event
     loop with the process's other environments, which a blocking call would hold up. A class need not derive from this
     one: its methods are what counts.
+
+    An attribute `tools`, or a method that returns them once the episode has begun, names the functions that the agent may
+    call, as JSON schemas, for chat templates that show them; what it calls still arrives as text.
     """
 
     @abstractmethod
@@ -109,15 +115,15 @@ def as_messages(observation: Observation) -> tuple[Message, ...]:
     return ({"role": "user", "content": observation},) if isinstance(observation, str) else tuple(observation)
 
 
-def opened(result: Any) -> Opened:
-    """What `reset` returned; `ValueError` says what is wrong with it."""
+def opened(result: Any, tools: Any = ()) -> Opened:
+    """What `reset` returned, and the environment's tools; `ValueError` says what is wrong with it."""
     info: object = {}
     if isinstance(result, tuple) and len(result) == 2 and not isinstance(result[0], Mapping):
         result, info = result
     observation = _observation(result, "reset returned")
     if observation == ():
         raise ValueError("reset returned no messages: the agent needs something to answer")
-    return Opened(as_messages(observation), _info(info, "reset"))
+    return Opened(as_messages(observation), _info(info, "reset"), _tools(tools))
 
 
 def stepped(result: Any) -> Step:
@@ -139,6 +145,21 @@ def stepped(result: Any) -> Step:
     if not step.done and step.observation == ():
         raise ValueError("step returned no messages, but the episode goes on: the agent needs something to answer")
     return step
+
+
+def tools_of(environment: Any) -> Any:
+    """What an environment says its tools are."""
+    tools = getattr(environment, "tools", ())
+    return tools() if callable(tools) else tools
+
+
+def _tools(value: Any) -> tuple[dict[str, Any], ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(tool, Mapping) for tool in value):
+        raise ValueError(f"the environment's tools are {_named(value)}, not a list of JSON schemas")
+    try:
+        return tuple(json.loads(json.dumps([dict(tool) for tool in value])))  # plain types: the pool reads no others
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the environment's tools are no JSON: {error}") from error
 
 
 def _observation(value: Any, what: str) -> str | tuple[Message, ...]:

@@ -31,7 +31,7 @@ from roll.data.sources import Split, TaskSet, load_tasks
 from roll.data.task import EnvSpec, Message, Task
 from roll.data.tokenlog import TokenLog
 from roll.env.demonstrations import demonstration
-from roll.env.episode import check_expert, turns
+from roll.env.episode import Turn, check_expert, turns
 from roll.model.loading import find_model, load_tokenizer
 from roll.run import RunFolder, read_samples
 from roll.run.samples import steps_with_samples
@@ -60,11 +60,11 @@ def dagger(
             if (int((number + 1) * held_out) > int(number * held_out)) != (split == "held_out"):
                 continue
             assert task.environment is not None, "it has actions in one"
-            for messages in labels(task.environment, _recorded(actions), task.messages, window=window):
-                said = tuple(message["content"] for message in messages)
+            for turn in labels(task.environment, _recorded(actions), task.messages, window=window):
+                said = tuple(message["content"] for message in turn.advised)
                 if said not in seen:
                     seen.add(said)
-                    yield Chat(f"{task.id}/{len(seen)}", messages, learn="last")
+                    yield Chat(f"{task.id}/{len(seen)}", turn.advised, tools=turn.tools, learn="last")
     if split == "train":
         yield from _shown(folders[0], demonstrations)
 
@@ -75,12 +75,12 @@ def labels(
     opening: tuple[Message, ...] = (),
     max_turns: int = 100,
     window: int = 0,
-) -> Iterator[tuple[Message, ...]]:
-    """The states that a policy comes to in an episode, each as a conversation that ends with the expert's answer. The
-    policy is given what was said so far, as far as the `window` shows it, and says something, or None to end there."""
+) -> Iterator[Turn]:
+    """The states that a policy comes to in an episode and that the expert has advice for. The policy is given what was
+    said so far, as far as the `window` shows it, and says something, or None to end there."""
     for turn in turns(spec, lambda turn: policy(turn.messages), opening, max_turns, window):
         if turn.advice is not None:
-            yield turn.answered(turn.advice)
+            yield turn
 
 
 def _recorded(actions: Sequence[str]) -> Callable[[Sequence[Message]], str | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from roll.config.errors import UserError
@@ -41,9 +42,10 @@ def demonstration(
 ) -> Iterator[Chat]:
     """The expert's episode, to its last answer: one chat or, with a window, one for each answer; none where it has no
     advice from the beginning."""
-    advised = turns(spec, lambda turn: turn.advice, opening, max_turns, window)
-    answers = [turn.answered(turn.advice) for turn in advised if turn.advice is not None]
+    played = turns(spec, lambda turn: turn.advice, opening, max_turns, window)
+    advised = [turn for turn in played if turn.advice is not None]
+    chats = [Chat(f"{id}/{number}", turn.advised, tools=turn.tools) for number, turn in enumerate(advised)]
     if window:
-        yield from (Chat(f"{id}/{number}", answer, learn="last") for number, answer in enumerate(answers))
-    elif answers:
-        yield Chat(id, answers[-1])
+        yield from (replace(chat, learn="last") for chat in chats)
+    elif chats:
+        yield replace(chats[-1], id=id)

@@ -7,13 +7,13 @@ own format, or None where it has no advice.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from roll.config.errors import UserError
 from roll.data.task import EnvSpec, Message
-from roll.env.base import opened, stepped
+from roll.env.base import opened, stepped, tools_of
 from roll.env.resolve import check, resolve
 
 
@@ -24,10 +24,13 @@ class Turn:
     messages: tuple[Message, ...]
     """What was said so far, as the agent sees it; the last is the environment's."""
     advice: str | None
+    tools: tuple[Mapping[str, Any], ...] = ()
 
-    def answered(self, text: str) -> tuple[Message, ...]:
-        """The conversation with an answer to it."""
-        return (*self.messages, Message(role="assistant", content=text))
+    @property
+    def advised(self) -> tuple[Message, ...]:
+        """The conversation with the expert's answer to it."""
+        assert self.advice is not None, "the expert has no advice"
+        return (*self.messages, Message(role="assistant", content=self.advice))
 
 
 Says: TypeAlias = Callable[[Turn], str | None]
@@ -53,11 +56,12 @@ def turns(
     if not callable(expert):
         raise _without_expert(spec)
     try:
-        begun = (*opening, *opened(_plain(spec, environment.reset(seed=spec.seed))).messages)
+        first = opened(_plain(spec, environment.reset(seed=spec.seed)), tools_of(environment))
+        begun = (*opening, *first.messages)
         past: list[tuple[Message, ...]] = []
         for _ in range(most):
             seen = (message for before in past[-window:] for message in before)
-            turn = Turn((*begun, *seen), _plain(spec, expert()))
+            turn = Turn((*begun, *seen), _plain(spec, expert()), first.tools)
             yield turn
             said = says(turn)
             if said is None:

@@ -34,7 +34,7 @@ class GridEnvironment(ActingEnvironment):
     A subclass has `move`, `over`, `success` and `plan`. The expert says as many moves of the plan as fit in an action.
     """
 
-    tool: ClassVar[Tool] = Tool("move", "direction")
+    tool: ClassVar[Tool] = Tool("move", "direction", "Move one cell: up, down, left or right.")
 
     def __init__(self, moves: int, format: Format, invalid_penalty: float, turns: int) -> None:
         super().__init__(format, invalid_penalty, turns)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import date, timedelta
 from decimal import Decimal, InvalidOperation
 from types import MappingProxyType
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from roll.env.actions import Action, Invalid, Tool, parse
 from roll.env.base import Environment, Step
@@ -27,7 +27,7 @@ from roll.sandbox import Limits, Outcome, Program, run_blocking
 Form: TypeAlias = Literal["fence", "json"]
 Kind: TypeAlias = Literal["arithmetic", "sum", "primes", "digits", "sequence", "calendar"]
 
-TOOL = Tool("python", "code")
+TOOL = Tool("python", "code", "Run a Python program and see what it prints.")
 _NEITHER = "There is neither a program nor <answer>…</answer> in what you said."
 
 
@@ -71,6 +71,10 @@ class PythonTool(Environment):
         self._limits = Limits(wall_s=seconds, cpu_s=max(1, round(seconds)), memory_mb=memory_mb)
         self._output_chars = output_chars
         self._answer = Decimal(0)
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        return [TOOL.schema] if self._form == "json" else []
 
     def reset(self, seed: int) -> str:
         question, answer = self._given

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from roll.child.inside import REASON_CHARS, detail, reason
-from roll.env.base import opened, stepped
+from roll.env.base import opened, stepped, tools_of
 from roll.env.resolve import Factory, Unfit, check_options
 from roll.env.wire import Act, Close, Failed, Ready, Reset, Result, Visit
 
@@ -60,7 +60,9 @@ class Tenant:
         try:
             if isinstance(request, Close):
                 return Ready()
-            return opened(returned) if isinstance(request, Reset) else stepped(returned)
+            if isinstance(request, Reset):
+                return opened(returned, tools_of(self._environment))
+            return stepped(returned)
         except ValueError as error:
             return Failed("invalid", str(error)[:REASON_CHARS])
         except BaseException as error:

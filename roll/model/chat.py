@@ -11,7 +11,10 @@ Example: after the prompt `<user>2+2?<end><assistant>` and the sampled tokens `4
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -20,6 +23,8 @@ from roll.data.task import Message
 from roll.data.tokenlog import FloatArray, IntArray, TokenLog
 
 _SENTINEL = "x"
+_KNOWN = 4096
+"""Texts whose tokens are kept."""
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """Functions that the model may call, as JSON schemas: templates that know of tools show them."""
@@ -33,6 +38,14 @@ class NotImitable(Exception):
     """The chat template does not show an answer as the model would give it."""
 
 
+@dataclass(frozen=True)
+class Written:
+    """Text of a conversation, and tokens of it or of its end."""
+
+    text: str
+    tokens: list[int]
+
+
 class ChatRenderer:
     """Text and tokens of messages under one tokenizer's chat template."""
 
@@ -40,44 +53,71 @@ class ChatRenderer:
         self.tokenizer = tokenizer
         self.stop_ids = frozenset(stop_ids)
         self._stops = [str(tokenizer.decode([stop])) for stop in sorted(self.stop_ids)]
-        self._last_opening: tuple[object, list[int]] = (None, [])
+        self._seams: dict[str, str] = {}
+        self._known: OrderedDict[str, list[int]] = OrderedDict()
+        self._last_opening: tuple[object, Written] = (None, Written("", []))
 
-    def opening(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
-        """Tokens of a conversation's start, up to where the model's next answer begins."""
+    def opening(self, messages: Sequence[Message], tools: Tools = ()) -> Written:
+        """A conversation's start, up to where the model's next answer begins."""
         asked = (list(messages), list(tools))
         if asked != self._last_opening[0]:  # siblings ask for the same one after the other
-            self._last_opening = (asked, self._tokens(self._text(messages, generate=True, tools=tools)))
+            text = self._text(messages, generate=True, tools=tools)
+            self._last_opening = (asked, Written(text, self._tokens(text)))
         return self._last_opening[1]
 
     def follow_up(
-        self, history: Sequence[Message], ended: int | None, new: Sequence[Message], tools: Tools = ()
-    ) -> list[int]:
-        """Tokens from the end of the last response to the start of the next one.
+        self,
+        history: Sequence[Message],
+        ended: int | None,
+        new: Sequence[Message],
+        tools: Tools = (),
+        before: str | None = None,
+    ) -> Written:
+        """The text up to where the next response begins, and the tokens of it since the end of the last one.
 
-        `history` ends with that response; `ended` is the stop token it was sampled with, None if it was cut off.
-        `HistoryRewritten` if no tokens can follow it.
+        `history` ends with that response; `ended` is the stop token it was sampled with, None if it was cut off; `before`
+        is the text up to where it began, if that is known. `HistoryRewritten` if no tokens can follow it.
         """
         if not history or history[-1]["role"] != "assistant":
             raise ValueError("a follow-up comes after an assistant's message")
-        marked = [*history[:-1], Message(role="assistant", content=_SENTINEL)]
-        self._check_history_kept(history, new, tools)
-        self._check_history_kept(marked, new, tools)  # an empty response shows nothing of what is put before it
-        opening = self._text(history[:-1], generate=True, tools=tools)
-        rest = self._text([*marked, *new], generate=True, tools=tools)[len(opening) :]
-        after = rest[rest.index(_SENTINEL) + len(_SENTINEL) :]
+        if before is None:
+            before = self._text(history[:-1], generate=True, tools=tools)
+        whole = self._text([*history, *new], generate=True, tools=tools)
+        after = _after(before, whole, history[-1]["content"])
+        seam = self._seam(history, new[0]["role"], tools) if new else ""
+        if after is None or not seam or not after.startswith(seam):
+            after = self._after_marked(history, new, tools)
         if ended is not None:
             after = after.removeprefix(self.tokenizer.decode([ended]))
-        return self._tokens(after)
+        return Written(whole, self._tokens(after))
 
-    def demonstrations(self, messages: Sequence[Message]) -> list[TokenLog]:
+    def _seam(self, history: Sequence[Message], role: str, tools: Tools) -> str:
+        """What stands between any response and what that role says next."""
+        if role not in self._seams:
+            one, other = (self._after_marked(history, [Message(role=role, content=text)], tools) for text in "ab")
+            same = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+            self._seams[role] = "".join(a for a, _ in same)
+        return self._seams[role]
+
+    def _after_marked(self, history: Sequence[Message], new: Sequence[Message], tools: Tools) -> str:
+        """What follows a response, whatever it says: an empty one shows nothing of what is put before it, and of some a
+        template leaves white space out."""
+        marked = [*history[:-1], Message(role="assistant", content=_SENTINEL)]
+        self._check_history_kept(history, new, tools)
+        self._check_history_kept(marked, new, tools)
+        opening = self._text(history[:-1], generate=True, tools=tools)
+        rest = self._text([*marked, *new], generate=True, tools=tools)[len(opening) :]
+        return rest[rest.index(_SENTINEL) + len(_SENTINEL) :]
+
+    def demonstrations(self, messages: Sequence[Message], tools: Tools = ()) -> list[TokenLog]:
         """The conversation as one log in which the assistant's answers are the responses, each up to the token that ends
         it. Where the template rewrites what came before an answer, the answer has a log of its own, with the rewritten
         turns as its prompt."""
         logs: list[TokenLog] = []
         written = ""
         for end in (number for number, message in enumerate(messages) if message["role"] == "assistant"):
-            opening = self._text(messages[:end], generate=True)
-            said = self._said(opening, messages[: end + 1])
+            opening = self._text(messages[:end], generate=True, tools=tools)
+            said = self._said(opening, messages[: end + 1], tools)
             if logs and opening.startswith(written):
                 logs[-1].observe(self._tokens(opening[len(written) :]))
             else:
@@ -87,9 +127,9 @@ class ChatRenderer:
             written = opening + said
         return logs
 
-    def _said(self, opening: str, messages: Sequence[Message]) -> str:
+    def _said(self, opening: str, messages: Sequence[Message], tools: Tools) -> str:
         """The text of the answer that `messages` end with, as the model would give it after `opening`."""
-        shown = self._text(messages, generate=False)
+        shown = self._text(messages, generate=False, tools=tools)
         if not shown.startswith(opening):
             raise NotImitable("the chat template shows an answer after another beginning than it asks for one with")
         rest = shown[len(opening) :]
@@ -121,7 +161,14 @@ class ChatRenderer:
         return text
 
     def _tokens(self, text: str) -> list[int]:
+        """Kept for a while: siblings in one world often see the same."""
+        if text in self._known:
+            self._known.move_to_end(text)
+            return self._known[text]
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        self._known[text] = ids
+        if len(self._known) > _KNOWN:
+            self._known.popitem(last=False)
         return ids
 
 
@@ -152,7 +199,10 @@ class Conversation:
         self.log = log if log is not None else TokenLog()
         self._ended: int | None = None
         self._opening = len(self.messages)
-        self.log.prompt(renderer.opening(messages, tools))
+        opening = renderer.opening(messages, tools)
+        self._written = opening.text
+        """Up to where the last response began."""
+        self.log.prompt(opening.tokens)
 
     def respond(self, ids: IntArray, logprobs: FloatArray, versions: IntArray) -> str:
         """Appends a sampled response and returns its text."""
@@ -170,15 +220,30 @@ class Conversation:
         first = max(0, len(self._turns) - self._window) if self._window else 0
         if first == self._seen:
             try:
-                self.log.observe(self._renderer.follow_up(self._shown(first), self._ended, messages, self._tools))
-                self.messages.extend(messages)
-                return
+                shown = self._shown(first)
+                following = self._renderer.follow_up(shown, self._ended, messages, self._tools, self._written)
             except HistoryRewritten:
                 pass
+            else:
+                self.log.observe(following.tokens)
+                self._written = following.text
+                self.messages.extend(messages)
+                return
         self.messages.extend(messages)
-        self.log.fork(self._renderer.opening(self._shown(first), self._tools))
+        opening = self._renderer.opening(self._shown(first), self._tools)
+        self._written = opening.text
+        self.log.fork(opening.tokens)
         self._seen = first
 
     def _shown(self, first: int) -> list[Message]:
         """The conversation as the model sees it from that turn on."""
         return [*self.messages[: self._opening], *self.messages[self._turns[first] :]]
+
+
+def _after(before: str, whole: str, response: str) -> str | None:
+    """What follows a response that stands in the whole, as it is, right after what was before it; None where that
+    cannot be seen."""
+    rest = whole[len(before) :]
+    if not response or response != response.strip() or not whole.startswith(before) or not rest.startswith(response):
+        return None
+    return rest[len(response) :]

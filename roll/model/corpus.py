@@ -92,7 +92,7 @@ def _logs(chat: Chat, renderer: ChatRenderer) -> list[TokenLog]:
             )
         return [chat.log]
     try:
-        logs = renderer.demonstrations(chat.messages)
+        logs = renderer.demonstrations(chat.messages, chat.tools)
         return [_last_answer(logs[-1])] if chat.learn == "last" else logs
     except NotImitable as error:
         raise UserError(f"data: {error}: write model.chat_template=FILE with a Jinja template that does") from error

@@ -263,7 +263,7 @@ def _check_algorithm(config: Config, tasks: TaskSet) -> None:
 
 def _prompt_tokens(renderer: ChatRenderer, task: Task, config: Config) -> int:
     try:
-        return len(renderer.opening(task.messages))
+        return len(renderer.opening(task.messages).tokens)
     except (TemplateError, TypeError, ValueError) as error:
         template = config.model.chat_template or f"the chat template of {config.model.path!r}"
         raise UserError(

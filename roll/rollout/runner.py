@@ -27,7 +27,7 @@ from roll.engine.request import Request, Sampling, seed_of
 from roll.env import EnvFailure, Opened, Step
 from roll.env.base import STATE
 from roll.env.state import state_of
-from roll.model.chat import ChatRenderer, Conversation
+from roll.model.chat import ChatRenderer, Conversation, Tools
 from roll.reward import ScoreFailure
 from roll.rollout.door import Drawn, EngineDoor, EngineLost, RequestRefused, Watch
 from roll.rollout.early_end import EarlyEnd, Running
@@ -138,9 +138,9 @@ class SampleRunner:
         sample.reward, sample.parts = await self._verdict(sample, response)
         self._scored(sample)
 
-    def _open(self, sample: Sample, messages: Sequence[Message]) -> Conversation:
+    def _open(self, sample: Sample, messages: Sequence[Message], tools: Tools = ()) -> Conversation:
         try:
-            return Conversation(self._renderer, messages, sample.log, window=self._config.env.window)
+            return Conversation(self._renderer, messages, sample.log, tools=tools, window=self._config.env.window)
         except TemplateError as error:
             raise _Over(f"the chat template refused the task: {error}") from None
 
@@ -248,8 +248,9 @@ class SampleRunner:
         rank, episode = self._next(environments), f"{sample.id}.{sample.tries}"
         try:
             self._lifecycle.move(sample, "acting", turn=0)
-            seen: Opened | Step = await self._acting(environments.call_rank(rank, EnvWorker.reset, episode, spec))
-            conversation = self._open(sample, [*sample.task.messages, *seen.messages])
+            opened = await self._acting(environments.call_rank(rank, EnvWorker.reset, episode, spec))
+            conversation = self._open(sample, [*sample.task.messages, *opened.messages], opened.tools)
+            seen: Opened | Step = opened
             sample.reward = 0.0
             while True:
                 response = await self._respond(sample, conversation, siblings)

@@ -267,6 +267,26 @@ def test_a_longer_request_makes_the_cache_larger_and_a_released_one_comes_back(d
 
 
 @devices
+def test_the_cache_grows_under_running_requests(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "SHORTEST", 64)
+    rng = np.random.default_rng(3)
+    short = [request(f"s{i}", random_ids(rng, 20), 40, seed=i) for i in range(4)]
+    long = [request(f"l{i}", random_ids(rng, 70), 40, seed=10 + i) for i in range(3)]
+    served = paged(device, 8)
+    for each in short:
+        served.add(each)
+    for _ in range(10):
+        assert not served.step()
+    assert served._pool is not None
+    before = served._pool.count
+    found = run(served, long)
+    assert served._pool.count == 2 * (before - 1) + 1
+    assert served._given_up == 0
+    expected = run(Engine(model_on("cpu"), tokenizer(), max_running=8), [*short, *long])
+    assert {id: done.ids.tolist() for id, done in found.items()} == {id: d.ids.tolist() for id, d in expected.items()}
+
+
+@devices
 def test_log_probs_of_a_sequence(device: str) -> None:
     whole = random_ids(np.random.default_rng(6), 50)
     with torch.inference_mode():

@@ -111,7 +111,7 @@ def test_sampled_tokens_stay_and_the_log_only_grows(kind: str, case: tuple[list[
     conversation = Conversation(chat, said(opening))
     sampled: list[list[int]] = []
     kinds, earlier = ["prompt"], conversation.log.ids.tolist()
-    assert earlier == chat.opening(said(opening))
+    assert earlier == chat.opening(said(opening)).tokens
     for number, turn in enumerate(turns):
         ids = [i % vocabulary for i in turn.response] + [stops[stop % len(stops)]] * turn.stopped
         sampled.append(ids)
@@ -189,10 +189,34 @@ def test_no_merge_reaches_across_a_response() -> None:
 def test_a_follow_up_does_not_depend_on_what_was_said() -> None:
     chat = renderer("chatml")
     tails = {
-        tuple(chat.follow_up([*said(["q"]), *said([text], "assistant")], None, said(["next"])))
+        tuple(chat.follow_up([*said(["q"]), *said([text], "assistant")], None, said(["next"])).tokens)
         for text in ("", "x", "\n", " answer x ", "<think>x</think>", "assistant")
     }
     assert len(tails) == 1
+
+
+TEMPLATES = [CHATML, PLAIN, TRIMMING, FORGETS_THOUGHTS, ANNOTATES_THE_PAST]
+ANSWERS = st.text(max_size=8) | st.sampled_from(["x", " x", "x ", "<think>x</think>y", "<extra>", "assistant", "x: x\n"])
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.lists(ANSWERS, min_size=1, max_size=3))
+def test_what_follows_is_found_at_a_glance_as_by_marking_the_response(template: str, answers: list[str]) -> None:
+    tokenizer = bpe_tokenizer(template)
+    chat = ChatRenderer(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    history, before = said(["q"]), None
+    for answer in answers:
+        history += said([answer], "assistant")
+        try:
+            expected = chat._tokens(chat._after_marked(history, said(["next"]), ()))
+        except HistoryRewritten:
+            with pytest.raises(HistoryRewritten):
+                chat.follow_up(history, None, said(["next"]), (), before)
+            return
+        found = chat.follow_up(history, None, said(["next"]), (), before)
+        assert found.tokens == expected
+        history, before = history + said(["next"]), found.text
 
 
 def test_a_stop_token_the_template_does_not_write_stays_and_the_turn_is_ended_too() -> None:

@@ -118,7 +118,13 @@ def children_of(pid: int, command: str) -> list[int]:
 
 
 def test_a_run_in_one_process_survives_its_graders_and_environments(tmp_path: Path) -> None:
-    settings = ("reward.deadline_s=2", "env.step_deadline_s=2", "env.reset_deadline_s=4", "rollout.max_new_tokens=4")
+    settings = (
+        "reward=fuzzy",
+        "reward.deadline_s=2",
+        "env.step_deadline_s=2",
+        "env.reset_deadline_s=4",
+        "rollout.max_new_tokens=4",
+    )
     with running(tmp_path, *settings) as run:
         run.reach(2)
         for process in ("roll.reward.process", "roll.env.process"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ from toys import (
 from roll.config.errors import RunError
 from roll.config.schema import Config, RolloutConfig
 from roll.data import Message, Response, Sample, Task
+from roll.data.task import EnvSpec
 from roll.data.tokenlog import branches
 from roll.engine.request import Request, Sampling, seed_of
 from roll.env import EnvFailure, Opened, Step
@@ -715,6 +716,25 @@ def test_an_episode_goes_turn_by_turn_and_only_responses_are_trained_on() -> Non
         ]
 
     go(main())
+
+
+def test_the_chat_template_is_shown_an_environments_tools_at_every_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = []
+    text = ChatRenderer._text
+
+    def watched(self: ChatRenderer, messages: Any, generate: bool, tools: Any = ()) -> str:
+        shown.append(tuple(tools))
+        return text(self, messages, generate, tools)
+
+    async def main() -> None:
+        run = await setting()
+        spec = EnvSpec("toy", 0, {"rewards": [0.0, 1.0], "tools": ({"name": "add"},)})
+        await run.runner.run(run.sample(replace(episode_of(1.0), environment=spec)))
+
+    monkeypatch.setattr(ChatRenderer, "_text", watched)
+    go(main())
+    assert len(shown) >= 2
+    assert all(tools == ({"name": "add"},) for tools in shown)
 
 
 def test_an_episode_says_what_each_turn_earned_and_in_which_state_it_began() -> None:

@@ -401,7 +401,7 @@ class ToyEnvs(Worker):
         self.states[episode] = list(spec.options.get("states", ()))
         self.log.append(f"reset {episode}")
         await self._at("reset", episode)
-        return Opened(({"role": "user", "content": "begin"},), self._info(episode))
+        return Opened(({"role": "user", "content": "begin"},), self._info(episode), spec.options.get("tools", ()))
 
     async def step(self, episode: str, action: str) -> Step:
         self.log.append(f"step {episode} {action}")

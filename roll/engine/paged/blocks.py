@@ -41,8 +41,7 @@ class BlockPool:
         if count < 2:
             raise ValueError(f"a cache of {count} blocks holds nothing: the first one is set aside")
         self.count = count
-        self.tokens = (count - 1) * size
-        """What they hold."""
+        self._size = size
         self._users = [0] * count
         self._key_of: list[Key | None] = [None] * count
         self._block_of: dict[Key, int] = {}
@@ -50,6 +49,19 @@ class BlockPool:
         """Spare blocks without a key."""
         self._kept: OrderedDict[int, None] = OrderedDict()
         """Spare blocks with a key, the longest spare first."""
+
+    @property
+    def tokens(self) -> int:
+        """What they hold."""
+        return (self.count - 1) * self._size
+
+    def grow(self, count: int) -> None:
+        """There are so many blocks now; those that were here are what they were."""
+        more = range(self.count, count)
+        self._users += [0] * len(more)
+        self._key_of += [None] * len(more)
+        self._blank.extend(more)
+        self.count = count
 
     @property
     def spare(self) -> int:

@@ -56,6 +56,8 @@ LONG = 512
 """Tokens beyond which a prompt has a pass of its own: row by row, as a step does, the cache would be read too often."""
 FEW = 256
 """Rows of a long prompt that go with a step nevertheless."""
+SHORTEST = 256
+"""Tokens that the cache has room for in every slot at least, as far as memory goes."""
 _PASSED_OVER = 64
 """Most waiting sequences that others overtake in one step."""
 IN_FLIGHT = 2
@@ -101,8 +103,11 @@ class PagedEngine:
         self._flights: deque[_Flight] = deque()
         self._finished: list[Completion] = []
         self._pool: BlockPool | None = None
+        self._pages: Pages | None = None
         self._steps: Steps | None = None
         self._longest = 0
+        self._wanted = 0
+        """Blocks that the longest request asked for when the cache was last made or grown."""
         self._limit: int | None = None
         """Tokens that memory had room for when it was last asked."""
         self._made_decoder: Decoder | None = None
@@ -197,7 +202,7 @@ class PagedEngine:
         self.settle()
         if self._slots.running:
             raise RunError(f"the engine cannot free its cache: {self._slots.running} requests are running")
-        self._pool = self._steps = self._limit = None
+        self._pool = self._pages = self._steps = self._limit = None
         self._made_decoder = None  # it holds the parameters' storage, which may be laid aside now
         if self._parameter.is_cuda:
             torch.cuda.empty_cache()
@@ -285,24 +290,46 @@ class PagedEngine:
         return sequence.keys[sequence.filled // BLOCK :] if sequence.version == self.version else []
 
     def _room(self) -> BlockPool:
-        """The blocks; made, or made anew, where there are too few for the longest request."""
+        """The blocks; made, or made more, where there are too few for the longest request."""
         wanted = self._wanted_blocks()
-        if self._pool is None or (self._pool.count < wanted and not self._slots.running and not self._flights):
-            self._steps = None
-            if self._parameter.is_cuda:
-                torch.cuda.empty_cache()
-            self._pool = None
+        if self._pool is None:
             blocks = min(wanted, self._most_tokens() // BLOCK + 1)
-            self._pool = BlockPool(blocks, BLOCK)
-            pages = Pages(self._shape, blocks, self._parameter.dtype, self._parameter.device)
-            width = min(-(-self.context // BLOCK), blocks)
-            self._steps = Steps(self.model, self._decoder, pages, self._slots.count, width)
+            self._pool, self._pages = BlockPool(blocks, BLOCK), self._new_pages(blocks)
+            self._steps = Steps(self.model, self._decoder, self._pages, self._slots.count, self._width(blocks))
+        elif wanted > max(self._pool.count, self._wanted):
+            self._grow(wanted)
+        self._wanted = wanted
         return self._pool
+
+    def _grow(self, wanted: int) -> None:
+        """A larger cache with the same contents, as far as memory has room for both."""
+        assert self._pool is not None
+        assert self._pages is not None
+        assert self._steps is not None
+        self.settle()
+        blocks = min(wanted, self._most_tokens() // BLOCK + 1)
+        if self._parameter.is_cuda:
+            torch.cuda.empty_cache()
+            free, _ = torch.cuda.mem_get_info(self._parameter.device)
+            blocks = min(blocks, int(0.9 * free) // Pages.bytes_a_block(self._shape, self._parameter.dtype))
+        if blocks > self._pool.count:
+            pages = self._new_pages(blocks)
+            pages.take_over(self._pages)
+            self._steps.move(pages, self._width(blocks))
+            self._pool.grow(blocks)
+            self._pages = pages
+
+    def _new_pages(self, blocks: int) -> Pages:
+        return Pages(self._shape, blocks, self._parameter.dtype, self._parameter.device)
+
+    def _width(self, blocks: int) -> int:
+        """Blocks of the longest sequence."""
+        return min(-(-self.context // BLOCK), blocks)
 
     def _wanted_blocks(self) -> int:
         if self._kv_tokens:
             return max(2, self._kv_tokens // BLOCK + 1)
-        longest = min(self.context, max(256, 1 << (self._longest - 1).bit_length()))
+        longest = min(self.context, max(SHORTEST, 1 << (self._longest - 1).bit_length()))
         return self._slots.count * -(-longest // BLOCK) + 1
 
     def _most_tokens(self) -> int:

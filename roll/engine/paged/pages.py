@@ -36,6 +36,11 @@ class Pages:
     def blocks(self) -> int:
         return self.keys.shape[1]
 
+    def take_over(self, other: Pages) -> None:
+        """Becomes what another one is, block by block."""
+        self.keys[:, : other.blocks] = other.keys
+        self.values[:, : other.blocks] = other.values
+
     @staticmethod
     def bytes_a_block(shape: ModelShape, dtype: torch.dtype) -> int:
         return 2 * shape.layers * shape.kv_heads * BLOCK * shape.head_dim * dtype.itemsize

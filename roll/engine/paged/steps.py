@@ -90,6 +90,11 @@ class Steps:
         self._memory = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         self._stages: deque[_Stage] = deque()
 
+    def move(self, pages: Pages, width: int) -> None:
+        """Goes on in another cache, which holds the same. No step may be in flight."""
+        self._graphs.clear()
+        self._pages, self._width = pages, width
+
     @property
     def most_rows(self) -> int:
         """The largest step there is a graph for."""

@@ -1,0 +1,83 @@
+"""Tools of environments: from the environment to the chat template, when it is played and when it is imitated."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from roll.config.schema import DataConfig
+from roll.data.chat_sources import load_chats
+from roll.data.task import EnvSpec, Message
+from roll.env import EnvFailure, Opened
+from roll.env.base import opened
+from roll.env.pool import EnvPool
+from roll.model.character import character_tokenizer
+from roll.model.chat import ChatRenderer
+
+MOVE = {
+    "type": "function",
+    "function": {
+        "name": "move",
+        "description": "Move one cell: up, down, left or right.",
+        "parameters": {"type": "object", "properties": {"direction": {"type": "string"}}, "required": ["direction"]},
+    },
+}
+
+
+class Caller:
+    """An environment whose tools depend on how it began."""
+
+    def __init__(self, tools: Any = ()) -> None:
+        self._tools, self._seed = tools, 0
+
+    def reset(self, seed: int) -> str:
+        self._seed = seed
+        return "begin"
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "end", 0.0, True, False, {}
+
+    def tools(self) -> Any:
+        return [{"name": f"act{self._seed}"}] if self._tools == () else self._tools
+
+
+def begun(name: str, **options: Any) -> Opened:
+    async def main() -> Opened:
+        async with EnvPool() as pool:
+            return await pool.reset("episode", EnvSpec(name, 3, options))
+
+    return asyncio.run(main())
+
+
+def test_the_format_json_tells_its_tool_and_others_none() -> None:
+    assert begun("sokoban", format="json").tools == (MOVE,)
+    assert begun("sokoban").tools == ()
+    assert begun("python", form="json").tools[0]["function"]["name"] == "python"
+    assert begun("python").tools == ()
+
+
+def test_a_method_is_asked_once_the_episode_has_begun() -> None:
+    assert begun(f"{__file__}:Caller").tools == ({"name": "act3"},)
+
+
+@pytest.mark.parametrize("tools", ["move", 7, [1], [{"name": {1, 2}}]])
+def test_what_is_no_tool_is_refused_by_name(tools: Any) -> None:
+    with pytest.raises(ValueError, match="the environment's tools are"):
+        opened("begin", tools)
+    with pytest.raises(EnvFailure, match="invalid: the environment's tools are"):
+        begun(f"{__file__}:Caller", tools=tools)
+
+
+def test_demonstrations_are_rendered_with_their_tools() -> None:
+    tokenizer = character_tokenizer()
+    shows = "{% for tool in tools or [] %}[{{ tool['function']['name'] }}]{% endfor %}"
+    tokenizer.chat_template = shows + str(tokenizer.chat_template)
+    renderer = ChatRenderer(tokenizer, [tokenizer.eos_token_id])
+    options = {"name": "sokoban", "count": 2, "held_out": 0, "format": "json"}
+    for window in (0, 1):
+        chat = load_chats(DataConfig(source="demonstrations", options={**options, "window": window})).train[0]
+        assert chat.tools == (MOVE,)
+        (log,) = renderer.demonstrations([Message(role="user", content="q"), chat.messages[-1]], chat.tools)
+        assert tokenizer.decode(log.ids).startswith("[move]")
