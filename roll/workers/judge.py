@@ -104,7 +104,7 @@ class JudgeWorker(Worker):
 
     def _prompt(self, messages: Sequence[Message]) -> list[int]:
         try:
-            return self._renderer.opening(messages)
+            return self._renderer.opening(messages).tokens
         except TemplateError as error:
             raise ValueError(f"the judge's chat template refused its question: {error}") from None
 
