@@ -339,7 +339,7 @@ def test_export_writes_what_transformers_loads(
 
 
 def test_exporting_what_is_no_run_is_refused(here: Path, refusal: Callable[..., str]) -> None:
-    assert "there is no run in absent" in refusal("export", "absent", "out")
+    assert "there is no run in absent: write the folder of a run" in refusal("export", "absent", "out")
     assert "examples is not a run's folder" in refusal("export", "examples", "out")
 
 

@@ -99,7 +99,7 @@ class Algorithm:
         if config.positive_above is not None:
             keep, advantage = scores > config.positive_above, np.ones(len(batch))
         else:
-            advantage = self.relative(batch, scores)
+            advantage = self._one_each(self.relative(batch, scores), len(batch))
         batch = batch.with_columns(advantage=advantage)
         if config.turn_weight > 0:
             batch = self._with_turns(batch, advantage)
@@ -108,6 +108,16 @@ class Algorithm:
         if config.difficulty is not None:
             keep &= ~too_easy_or_hard(batch["reward"], batch["group"], config.difficulty)
         return batch if keep.all() else batch.select(np.flatnonzero(keep))
+
+    def _one_each(self, advantage: Floats, samples: int) -> Floats:
+        """The advantages that `relative` gave, which may be the user's: one for each sample."""
+        given = np.asarray(advantage, np.float64)
+        if given.shape != (samples,):
+            raise UserError(
+                f"algorithm.name {self.config.name!r}: `relative` gave advantages of shape {given.shape} for {samples} "
+                "samples: return an array with one for each"
+            )
+        return given
 
     def scores(self, batch: Batch) -> Floats:
         """Rewards as they are compared."""
@@ -212,7 +222,10 @@ def make_algorithm(config: Config) -> Algorithm:
 
 
 def _users_algorithm(config: AlgorithmConfig, longest: int) -> Algorithm:
-    made = load_user_code(config.name, what="algorithm.name")(config, longest)
-    if not isinstance(made, Algorithm):
-        raise UserError(f"algorithm.name: {config.name!r} is no roll.algorithm.Algorithm: make it a subclass")
-    return made
+    users = load_user_code(config.name, what="algorithm.name")
+    if not isinstance(users, type) or not issubclass(users, Algorithm):
+        kind = "class" if isinstance(users, type) else type(users).__name__
+        raise UserError(
+            f"algorithm.name {config.name!r} is a {kind} that is no roll.algorithm.Algorithm: make it a subclass of that"
+        )
+    return users(config, longest)

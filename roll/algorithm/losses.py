@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 from roll.algorithm.correction import correction_weight
 from roll.algorithm.kl import bounded_exp, kl_estimate
 from roll.algorithm.streams import Level, LossSpec, Streams, TokenLoss, mean_within, sum_within
+from roll.config.errors import UserError
+from roll.config.names import did_you_mean
 from roll.config.user_code import load_user_code
 
 Loss = Callable[..., TokenLoss]
@@ -93,10 +96,10 @@ def policy_ratio(streams: Streams, level: Level) -> Tensor:
 
 def resolve_loss(spec: LossSpec) -> Callable[[Streams], TokenLoss]:
     """The whole loss of a spec."""
-    policy: Any = LOSSES.get(spec.name) or load_user_code(spec.name, what="algorithm.loss", known=LOSSES)
+    policy: Loss = LOSSES.get(spec.name) or _users_loss(spec.name, spec.params)
 
     def loss_of(streams: Streams) -> TokenLoss:
-        token_loss: TokenLoss = policy(streams, **spec.params)
+        token_loss = policy(streams, **spec.params)
         values, metrics = token_loss.values, dict(token_loss.metrics)
         if spec.correction is not None:
             weight = correction_weight(streams, spec.correction)
@@ -114,3 +117,49 @@ def resolve_loss(spec: LossSpec) -> Callable[[Streams], TokenLoss]:
         return TokenLoss(values, metrics)
 
     return loss_of
+
+
+def _users_loss(name: str, options: Mapping[str, Any]) -> Loss:
+    """A loss of the user's, which is held to what every loss gives: a value a token, with a gradient."""
+    users = load_user_code(name, what="algorithm.loss", known=LOSSES)
+    _check_options(name, users, options)
+
+    def loss_of(streams: Streams, **given: Any) -> TokenLoss:
+        made = users(streams, **given)
+        if not isinstance(made, TokenLoss):
+            kind = type(made).__name__
+            raise UserError(f"algorithm.loss {name!r} gave a {kind}: return roll.algorithm.TokenLoss(values)")
+        _check_values(f"algorithm.loss {name!r}: the loss", made.values, streams)
+        for metric, values in made.metrics.items():
+            _check_values(f"algorithm.loss {name!r}: the metric {metric!r}", values, streams)
+        if streams.current.requires_grad and not made.values.requires_grad:
+            raise UserError(f"algorithm.loss {name!r} has no gradient: compute its values from streams.current")
+        return made
+
+    return loss_of
+
+
+def _check_values(what: str, values: Any, streams: Streams) -> None:
+    """A single number would go through as if it were every token's."""
+    if not isinstance(values, Tensor) or values.shape != streams.current.shape:
+        got = f"has shape {list(values.shape)}" if isinstance(values, Tensor) else f"is a {type(values).__name__}"
+        raise UserError(
+            f"{what} {got}, but there are {len(streams.current)} tokens: give a tensor with a value for each, no sum or "
+            "mean; that comes after (algorithm.aggregation)"
+        )
+
+
+def _check_options(name: str, users: Any, options: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(users)
+    except (TypeError, ValueError):  # some callables written in C have none
+        return
+    try:
+        signature.bind(None, **options)
+    except TypeError as error:
+        known = list(signature.parameters)[1:]
+        odd = next((option for option in options if option not in known), "")
+        raise UserError(
+            f"algorithm.loss_options: {error} (algorithm.loss {name!r} takes: {', '.join(known) or 'none'})"
+            f"{did_you_mean(odd, known)}"
+        ) from error

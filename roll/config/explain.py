@@ -70,7 +70,7 @@ def unfit(path: Path, value: Any) -> str:
     text = f"{shape.dotted(path)} is {shown(value)}, but takes {shape.words(kind)}"
     if shape.plain(kind) is str and isinstance(value, (bool, int, float)):
         text += ": write it in quotes"
-    if shape.is_list(kind) and isinstance(value, (str, int, float)):
+    if shape.is_long_list(kind) and isinstance(value, (str, int, float)):
         text += f": write {shown([value])}"
     if matches := near(str(value), shape.choices(kind)):
         text += f"; did you mean `{matches[0]}`?"

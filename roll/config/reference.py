@@ -67,7 +67,7 @@ def _section(section: type[Section], path: Path) -> str:
         here = (*path, name)
         key = f"`{shape.dotted(here)}`"
         if shape.section_in(info.annotation):
-            cells = [f"[{key}](#{shape.dotted(here).replace('.', '')})", "a section", "", shape.describe(info)]
+            cells = [f"[{key}](#{shape.dotted(here).replace('.', '').lower()})", "a section", "", shape.describe(info)]
         elif shape.named_section_in(info.annotation):
             link = shape.dotted((*here, shape.ANY_NAME))
             cells = [key, f"[sections by name](#{link.replace('.', '').lower()})", "`{}`", shape.describe(info)]

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -14,7 +14,7 @@ from roll.config.algorithm import AlgorithmConfig
 from roll.config.checks import UNREAD, check
 from roll.config.domains import DomainConfig, SourceConfig, Stops
 from roll.config.reward import RewardConfig, RewardPart, RewardRule
-from roll.config.section import Count, Devices, Names, NonNegative, Positive, Section, Share, Whole
+from roll.config.section import BelowOne, Count, Devices, Names, NonNegative, Positive, Section, Share, Whole
 from roll.config.workers import RayConfig, RoleConfig, RoleModel, RolesConfig, SuperviseConfig, WeightsConfig
 
 __all__ = [
@@ -44,7 +44,7 @@ class LoraConfig(Section):
     """Rank of their matrices: what they can learn, and what they cost. 0: no adapters, all weights are trained."""
     alpha: NonNegative = 0.0
     """What adapters add is multiplied by alpha / rank; 0 is twice the rank."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: BelowOne = 0.0
     """Share of their inputs that adapters drop in updates. Above 0 the gradient depends on the micro-batches."""
     targets: Names = ("all-linear",)
     """Names of the layers that get adapters, such as `[q_proj, v_proj]`; `all-linear`: all linear ones of the decoder."""
@@ -188,7 +188,7 @@ class TrainConfig(Section):
     """`adamw_8bit` keeps the moments of large matrices in 8 bits: a quarter of the memory, and the package torchao."""
     weight_decay: NonNegative = 0.0
     """AdamW's decoupled weight decay (matrices only)."""
-    betas: tuple[NonNegative, NonNegative] = (0.9, 0.99)
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.99)
     """AdamW's moment decays."""
     eps: Positive = 1e-8
     """AdamW's epsilon."""

@@ -119,9 +119,10 @@ def words(annotation: Any) -> str:
     return _schema_words(TypeAdapter(annotation).json_schema())
 
 
-def is_list(annotation: Any) -> bool:
-    """Whether a setting of this type takes a list."""
-    return get_origin(plain(annotation)) in (list, tuple)
+def is_long_list(annotation: Any) -> bool:
+    """Whether a setting of this type takes a list of any length."""
+    kind = plain(annotation)
+    return get_origin(kind) is list or (get_origin(kind) is tuple and get_args(kind)[-1] is ...)
 
 
 def choices(annotation: Any) -> list[str]:

@@ -60,6 +60,8 @@ def train(
         place = Path(config.run.dir)
         if restart and not resume:
             RunFolder.move_aside(place)
+        if resume and not place.exists():
+            raise UserError(f"there is no run in {place} to go on with: leave out --resume to start one")
         folder = RunFolder.open(place) if resume else RunFolder.create(place, dump_config(config))
         try:
             with folder.lock():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from roll.algorithm import make_algorithm
 from roll.cluster.errors import TokensLost
+from roll.config.algorithm import AlgorithmConfig
 from roll.config.errors import RunError
 from roll.config.schema import Config
 from roll.data.batch import Batch
@@ -111,22 +112,31 @@ class RLVR:
         generated = time.monotonic()
         async with self._publisher.changing():
             try:
-                stats = await self._train(rollout)
+                stats, left_out = await self._train(rollout)
             except TokensLost as lost:  # with a rollout worker: its samples are made anew, and the step with them
                 self._scheduler.give_back(rollout, f"tokens lost: {str(lost).splitlines()[0]}")
                 return
             await self._publish(state.step + 1)
-        self._count(rollout)
+        self._count(rollout, left_out)
         times = (generated - started, time.monotonic() - generated)
         await self._record.step(state, rollout, stats, *times)
 
-    async def _train(self, rollout: Rollout) -> UpdateStats | None:
-        roles, state, algorithm = self._roles, self.state, self._algorithm
+    async def _train(self, rollout: Rollout) -> tuple[UpdateStats | None, frozenset[str]]:
+        """What the update did, None if there was none, and the samples that the algorithm left out."""
         if rollout.batch is None:
-            return None
-        batch = algorithm.credit(await self._valued(await self._compared(rollout.batch)))
-        if not len(batch):
-            return None
+            return None, frozenset()
+        batch = self._algorithm.credit(await self._valued(await self._compared(rollout.batch)))
+        left_out = frozenset(rollout.batch["sample"].tolist()) - frozenset(batch["sample"].tolist())
+        if len(batch):
+            return await self._update(batch), left_out
+        self._recorder.reporter.warned(
+            f"step {self.state.step + 1}: nothing was trained: the algorithm left out all of {len(left_out)} samples"
+            f"{_choosing(self._config.algorithm)}"
+        )
+        return None, left_out
+
+    async def _update(self, batch: Batch) -> UpdateStats:
+        roles, state, algorithm = self._roles, self.state, self._algorithm
         used = algorithm.metrics()  # before it learns from the step
         value_stats = await self._train_critic(batch)
         if value_stats is not None and state.step < self._config.algorithm.critic_warmup_steps:
@@ -188,10 +198,10 @@ class RLVR:
         await self._scheduler.save(folder, self.state.scheduler)
         await self._roles.save(folder)
 
-    def _count(self, rollout: Rollout) -> None:
+    def _count(self, rollout: Rollout, left_out: frozenset[str]) -> None:
         self.state.step += 1
         self.state.idle_steps = 0 if rollout.batch is not None else self.state.idle_steps + 1
-        self._scheduler.trained(rollout, self.state.step)
+        self._scheduler.trained(rollout, self.state.step, left_out)
 
     def _solved(self) -> bool:
         """Whether the tasks have nothing left to teach; raises when they never had anything."""
@@ -217,6 +227,13 @@ class RLVR:
         if evaluation is not None:
             self.state.evaluated(evaluation)
             self._record.evaluated(self.state.step, evaluation)
+
+
+def _choosing(algorithm: AlgorithmConfig) -> str:
+    """The settings by which samples are left out, for a message."""
+    chosen = {name: getattr(algorithm, name) for name in ("mask_truncated", "difficulty", "positive_above")}
+    said = [f"algorithm.{name}={value}" for name, value in chosen.items() if value not in (None, False)]
+    return f" ({', '.join(said)})" if said else ""
 
 
 def make_scheduler(

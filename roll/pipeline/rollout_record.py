@@ -51,7 +51,7 @@ class RolloutRecord:
         state.seconds_generating += generating_s
         state.seconds_training += training_s
         state.generated_tokens += generated
-        state.trained_samples += len(rollout.batch) if rollout.batch is not None else 0
+        state.trained_samples += sum(s.state == "trained" for s in rollout.trained)
         values = rollout_metrics(rollout, samples, lengths)
         for domain in self._domains:
             values |= domain_metrics(domain, rollout, samples)
@@ -99,6 +99,7 @@ def rollout_metrics(rollout: Rollout, samples: list[Sample], lengths: list[int])
         "groups/kept": len(rollout.kept),
         "groups/issued": len(rollout.groups),
         "samples/failed": sum(s.state == "failed" for s in rollout.samples),
+        "samples/trained": sum(s.state == "trained" for s in rollout.samples),
     }
     values |= {f"reward/{name}": mean for name, mean in part_means(samples).items()}
     return values

@@ -21,7 +21,7 @@ What always holds:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +126,13 @@ class RolloutScheduler:
         """Nothing is generated from now on, whatever dies: what is open stays as it is, what is ready can be saved."""
         await self._carriers.halt(self.open_groups)
 
-    def trained(self, rollout: Rollout, version: int) -> None:
-        """The weights of `version` have been trained on it."""
+    def trained(self, rollout: Rollout, version: int, left_out: Collection[str] = ()) -> None:
+        """The weights of `version` have been trained on it, but for samples that the algorithm left out."""
         for sample in rollout.trained:
-            self._lifecycle.move(sample, "trained", version=version)
+            if sample.id in left_out:
+                self._lifecycle.move(sample, "dropped", "left out: the algorithm does not train on it")
+            else:
+                self._lifecycle.move(sample, "trained", version=version)
         for group in rollout.kept:
             if group.baseline is not None:
                 self._lifecycle.move(group.baseline, "dropped", "baseline: not trained on")

@@ -35,7 +35,7 @@ class Rollout:
 
     @property
     def trained(self) -> list[Sample]:
-        """The samples of the batch."""
+        """The samples of the batch; once it was trained on, without those that the algorithm left out."""
         return [sample for group in self.kept for sample in group.samples if sample.state in ("kept", "trained")]
 
     @property

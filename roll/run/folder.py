@@ -68,7 +68,7 @@ class RunFolder:
     def open(cls, path: Path) -> RunFolder:
         """The run that lies at `path`."""
         if not path.exists():
-            raise UserError(f"there is no run in {path}: write a run folder, or leave out --resume to start one")
+            raise UserError(f"there is no run in {path}: write the folder of a run")
         if not cls.is_run(path):
             raise UserError(f"{path} is not a run's folder (it has no config.yaml): write the folder of a run")
         return cls(_absolute(path))
