@@ -57,7 +57,8 @@ def run_ahead(path: Path, *overrides: str, reporter: SilentReporter | None = Non
     return run
 
 
-@pytest.mark.parametrize("stopped", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [True, False])
 def test_what_is_ready_when_a_run_ends_is_trained_on_when_it_goes_on(tmp_path: Path, stopped: bool) -> None:
     """Whether it was stopped or had made all its steps; with fewer rollout workers than before."""
     steps = 100 if stopped else 3

@@ -98,6 +98,7 @@ def test_roles_in_turns_give_the_same_run(tmp_path: Path, liking: Path) -> None:
     assert [row["train/loss"] for row in turns] == [row["train/loss"] for row in stays]
 
 
+@pytest.mark.slow
 def test_on_ray_the_same_run_gives_the_same_rewards(tmp_path: Path, liking: Path) -> None:
     exact = {"deterministic": True, "train": {"steps": 1, "lr": 2e-3}}
     here = trained(both(tmp_path / "here", liking, **exact))[1]
