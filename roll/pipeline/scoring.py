@@ -15,6 +15,7 @@ from roll.model.classifier import load_classifier_config
 from roll.model.loading import find_model, load_model_config, load_tokenizer
 from roll.pipeline.start import aside
 from roll.strategy.infer.vllm_args import check_vllm
+from roll.workers.device import DeviceWorker
 from roll.workers.judge import JudgeWorker
 from roll.workers.reward_model import RewardModelWorker
 from roll.workers.scorers import Scorers
@@ -64,9 +65,4 @@ async def _judge(config: Config, executor: Executor, map: DeviceMap, stages: Sta
 
 def scorer_peaks(scorers: Scorers) -> dict[str, Coroutine[Any, Any, list[int]]]:
     """Calls that ask each role for its workers' peak of GPU memory."""
-    calls: dict[str, Coroutine[Any, Any, list[int]]] = {}
-    if scorers.reward_model is not None:
-        calls["reward_model"] = scorers.reward_model.call_each(RewardModelWorker.take_peak_bytes)
-    if scorers.judge is not None:
-        calls["judge"] = scorers.judge.call_each(JudgeWorker.take_peak_bytes)
-    return calls
+    return {cluster.role: cluster.call_each(DeviceWorker.take_peak_bytes) for cluster in scorers.clusters}

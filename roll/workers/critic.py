@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from roll.algorithm.streams import CreditSpec
-from roll.cluster import Dispatch, Place, Worker, parallel
+from roll.cluster import Dispatch, Place, parallel
 from roll.config.schema import Config
 from roll.data.batch import Batch
 from roll.data.columns import TokenColumn
@@ -13,14 +13,13 @@ from roll.model.loading import choose_dtype, find_model, load_model
 from roll.strategy.shelf import Level
 from roll.strategy.train.base import UpdateStats
 from roll.strategy.train.critic import CriticStrategy
-from roll.workers.setup import set_up_process, take_peak_bytes
+from roll.workers.device import DeviceWorker
 from roll.workers.train import join_tokens
 
 
-class CriticWorker(Worker):
+class CriticWorker(DeviceWorker):
     def __init__(self, place: Place, config: Config) -> None:
-        super().__init__(place)
-        set_up_process(place, config.deterministic)
+        super().__init__(place, config.deterministic)
         source = find_model(config.model.path)
         model = load_model(source, choose_dtype(config.model.dtype, place.device), config.seed).to(place.device)
         train = config.train.model_copy(update={"lr": config.algorithm.critic_lr})
@@ -48,8 +47,3 @@ class CriticWorker(Worker):
     @parallel(Dispatch.ALL)
     def load(self, folder: Path) -> None:
         self._strategy.load(folder / "critic")
-
-    @parallel(Dispatch.ALL)
-    def take_peak_bytes(self) -> int:
-        """The most GPU memory the worker's process has had allocated since it was asked last; 0 on a CPU."""
-        return take_peak_bytes(self.place)

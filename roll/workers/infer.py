@@ -9,10 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from roll.cluster import Dispatch, Place, Worker, parallel
+from roll.cluster import Dispatch, Place, parallel
 from roll.config.schema import Config
 from roll.engine.request import Completion, Progress, Request
-from roll.workers.setup import set_up_process, take_peak_bytes
+from roll.workers.device import DeviceWorker
 
 if TYPE_CHECKING:  # those who only call an engine do without torch
     from roll.engine.engine import EngineStats
@@ -66,12 +66,11 @@ class _Box:
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class InferWorker(Worker):
+class InferWorker(DeviceWorker):
     def __init__(self, place: Place, config: Config) -> None:
         from roll.strategy.infer.make import make_engine
 
-        super().__init__(place)
-        set_up_process(place, config.deterministic)
+        super().__init__(place, config.deterministic)
         self._strategy: InferStrategy = make_engine(place, config)
         self._receiver: Receiver | None = None
         self._group: BroadcastGroup | None = None
@@ -249,11 +248,6 @@ class InferWorker(Worker):
             return Load(0, 0, 0)
         stats = self._strategy.stats()
         return Load(stats.running, stats.waiting, stats.cached_tokens)
-
-    @parallel(Dispatch.ALL)
-    def take_peak_bytes(self) -> int:
-        """The most GPU memory the worker's process has had allocated since it was asked last; 0 on a CPU."""
-        return take_peak_bytes(self.place)
 
     async def close(self) -> None:
         for task in self._tasks.values():

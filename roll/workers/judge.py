@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jinja2 import TemplateError
 
-from roll.cluster import Dispatch, Place, Worker, parallel
+from roll.cluster import Dispatch, Place, parallel
 from roll.config.schema import Config
 from roll.data.task import Message
 from roll.engine.request import Completion, Request, Sampling, seed_of
 from roll.reward.roles import Drawing
-from roll.workers.setup import set_up_process, take_peak_bytes
+from roll.workers.device import DeviceWorker
 from roll.workers.turn import Turn
 
 if TYPE_CHECKING:
@@ -28,14 +28,13 @@ _LEAVE_S = 60.0
 """How long the engine may take to let go of what it has."""
 
 
-class JudgeWorker(Worker):
+class JudgeWorker(DeviceWorker):
     def __init__(self, place: Place, config: Config) -> None:
         from roll.model.chat import ChatRenderer
         from roll.model.loading import context_of, find_model, load_tokenizer, stop_ids_of
         from roll.strategy.infer.own import OwnEngine
 
-        super().__init__(place)
-        set_up_process(place, config.deterministic)
+        super().__init__(place, config.deterministic)
         role = config.roles.judge.model
         source = find_model(role.path)
         tokenizer = load_tokenizer(source, role)
@@ -91,11 +90,6 @@ class JudgeWorker(Worker):
         await self._engine.hold(level)
         if level == "all":
             self._turn.begin()
-
-    @parallel(Dispatch.ALL)
-    def take_peak_bytes(self) -> int:
-        """The most GPU memory the worker's process has had allocated since it was asked last; 0 on a CPU."""
-        return take_peak_bytes(self.place)
 
     async def close(self) -> None:
         if self._sorting is not None:

@@ -9,25 +9,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jinja2 import TemplateError
 
-from roll.cluster import Dispatch, Place, Worker, parallel
+from roll.cluster import Dispatch, Place, parallel
 from roll.config.schema import Config, TrainConfig
 from roll.data.task import Message
 from roll.data.tokenlog import IntArray
-from roll.workers.setup import set_up_process, take_peak_bytes
+from roll.workers.device import DeviceWorker
 from roll.workers.turn import Turn
 
 if TYPE_CHECKING:  # those who only ask it do without torch
     from roll.strategy.shelf import Level
 
 
-class RewardModelWorker(Worker):
+class RewardModelWorker(DeviceWorker):
     def __init__(self, place: Place, config: Config) -> None:
         from roll.model.classifier import load_classifier
         from roll.model.loading import choose_dtype, find_model, load_tokenizer
         from roll.strategy.train.scorer import ScoreStrategy
 
-        super().__init__(place)
-        set_up_process(place, config.deterministic)
+        super().__init__(place, config.deterministic)
         role = config.roles.reward_model
         source = find_model(role.model.path)
         model = load_classifier(source, choose_dtype(role.model.dtype, place.device)).to(place.device)
@@ -65,11 +64,6 @@ class RewardModelWorker(Worker):
         self._strategy.hold(level)
         if level == "all":
             self._turn.begin()
-
-    @parallel(Dispatch.ALL)
-    def take_peak_bytes(self) -> int:
-        """The most GPU memory the worker's process has had allocated since it was asked last; 0 on a CPU."""
-        return take_peak_bytes(self.place)
 
     async def close(self) -> None:
         if self._scoring is not None:

@@ -11,7 +11,7 @@ import torch
 
 from roll.algorithm.credit import sample_kl
 from roll.algorithm.streams import Estimator, LossSpec
-from roll.cluster import Dispatch, Place, Worker, parallel
+from roll.cluster import Dispatch, Place, parallel
 from roll.config.schema import Config
 from roll.data.batch import Batch
 from roll.data.columns import Array, Indices, TokenColumn
@@ -24,8 +24,8 @@ from roll.transfer.broadcast import BroadcastGroup
 from roll.transfer.merged import published_tensors
 from roll.transfer.stream import Sender
 from roll.transfer.weights import Weights
+from roll.workers.device import DeviceWorker
 from roll.workers.offer import SLOTS, Meeting, Offer, Path
-from roll.workers.setup import set_up_process, take_peak_bytes
 
 
 def join_tokens(results: Sequence[TokenColumn], parts: Sequence[Indices], whole: Batch) -> TokenColumn:
@@ -39,10 +39,9 @@ def _join_samples(results: Sequence[Array], parts: Sequence[Indices], whole: Bat
     return joined
 
 
-class TrainWorker(Worker):
+class TrainWorker(DeviceWorker):
     def __init__(self, place: Place, config: Config, *, trainable: bool = True) -> None:
-        super().__init__(place)
-        set_up_process(place, config.deterministic)
+        super().__init__(place, config.deterministic)
         source = find_model(config.model.path)
         model = load_model(source, choose_dtype(config.model.dtype, place.device), config.seed).to(place.device)
         tokenizer = load_tokenizer(source, config.model)
@@ -124,11 +123,6 @@ class TrainWorker(Worker):
     @parallel(Dispatch.ALL)
     def load(self, folder: FilePath) -> None:
         self._strategy.load(folder)
-
-    @parallel(Dispatch.ALL)
-    def take_peak_bytes(self) -> int:
-        """The most GPU memory the worker's process has had allocated since it was asked last; 0 on a CPU."""
-        return take_peak_bytes(self.place)
 
     def _sending(self) -> Sender:
         if self._sender is None:

@@ -1,0 +1,28 @@
+"""Workers that compute on devices: the process they need before numeric work, and the memory they took."""
+
+from __future__ import annotations
+
+import os
+
+from roll.cluster import Dispatch, Place, Worker, parallel
+
+
+class DeviceWorker(Worker):
+    def __init__(self, place: Place, deterministic: bool) -> None:
+        """Sets the process's threads, and fixed choices where bits must repeat."""
+        import torch
+
+        super().__init__(place)
+        torch.set_num_threads(place.threads or os.cpu_count() or 1)
+        torch.use_deterministic_algorithms(deterministic, warn_only=False)
+
+    @parallel(Dispatch.ALL)
+    def take_peak_bytes(self) -> int:
+        """The most GPU memory the worker's process has had allocated since it was asked last; 0 on a CPU."""
+        if not self.place.device.startswith("cuda"):
+            return 0
+        import torch
+
+        peak = torch.cuda.max_memory_allocated(self.place.device)
+        torch.cuda.reset_peak_memory_stats(self.place.device)
+        return int(peak)
