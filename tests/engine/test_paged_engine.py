@@ -21,7 +21,7 @@ from transformers import (
 
 from roll.config.errors import RunError
 from roll.engine.engine import Engine
-from roll.engine.paged import engine
+from roll.engine.paged import engine, sizing
 from roll.engine.paged.engine import PagedEngine
 from roll.engine.paged.pages import BLOCK
 from roll.engine.request import Completion, Request
@@ -268,7 +268,7 @@ def test_a_longer_request_makes_the_cache_larger_and_a_released_one_comes_back(d
 
 @devices
 def test_the_cache_grows_under_running_requests(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "SHORTEST", 64)
+    monkeypatch.setattr(sizing, "SHORTEST", 64)
     rng = np.random.default_rng(3)
     short = [request(f"s{i}", random_ids(rng, 20), 40, seed=i) for i in range(4)]
     long = [request(f"l{i}", random_ids(rng, 70), 40, seed=10 + i) for i in range(3)]

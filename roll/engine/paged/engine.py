@@ -44,6 +44,7 @@ from roll.engine.paged.rows import (
     Sheet,
 )
 from roll.engine.paged.sequences import Sequence, Slots
+from roll.engine.paged.sizing import Sizing
 from roll.engine.paged.steps import Drawn, Steps
 from roll.engine.request import Completion, Finish, Progress, Request
 from roll.engine.stopping import hits_stop_string
@@ -56,15 +57,11 @@ LONG = 512
 """Tokens beyond which a prompt has a pass of its own: row by row, as a step does, the cache would be read too often."""
 FEW = 256
 """Rows of a long prompt that go with a step nevertheless."""
-SHORTEST = 256
-"""Tokens that the cache has room for in every slot at least, as far as memory goes."""
 _PASSED_OVER = 64
 """Most waiting sequences that others overtake in one step."""
 IN_FLIGHT = 2
 """Steps that may be launched and not read."""
 _NO_VERSION = -1
-MEMORY_SHARE = 0.6
-"""Of the free memory of a GPU, what the cache may take."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,7 @@ class PagedEngine:
         self.model = model
         self.version = version
         self._tokenizer = tokenizer
-        self._kv_tokens = kv_tokens
+        self._sizing = Sizing(model, max_running, kv_tokens)
         self._shape = ModelShape.of_model(model)
         self._parameter = next(model.parameters())
         self._slots = Slots(max_running)
@@ -108,8 +105,6 @@ class PagedEngine:
         self._longest = 0
         self._wanted = 0
         """Blocks that the longest request asked for when the cache was last made or grown."""
-        self._limit: int | None = None
-        """Tokens that memory had room for when it was last asked."""
         self._made_decoder: Decoder | None = None
         self._generated = self._computed = self._shared = self._decoded = self._count = self._given_up = 0
 
@@ -152,8 +147,10 @@ class PagedEngine:
         need += f"{request.sampling.max_new_tokens} new)"
         if wanted > self.context:
             raise ValueError(f"{need}, but the model's context is {self.context}")
-        if (self._pool is None or wanted > self._pool.tokens) and wanted > self._most_tokens():
-            raise ValueError(f"{need}, but the engine's cache holds {self._most_tokens()}")
+        if self._pool is None or wanted > self._pool.tokens:
+            most = self._sizing.most_tokens(self._pool.count if self._pool is not None else 0)
+            if wanted > most:
+                raise ValueError(f"{need}, but the engine's cache holds {most}")
         self._longest = max(self._longest, wanted)
         sequence = Sequence(request)
         self._by_id[request.id] = sequence
@@ -202,7 +199,8 @@ class PagedEngine:
         self.settle()
         if self._slots.running:
             raise RunError(f"the engine cannot free its cache: {self._slots.running} requests are running")
-        self._pool = self._pages = self._steps = self._limit = None
+        self._pool = self._pages = self._steps = None
+        self._sizing.forget()
         self._made_decoder = None  # it holds the parameters' storage, which may be laid aside now
         if self._parameter.is_cuda:
             torch.cuda.empty_cache()
@@ -291,11 +289,12 @@ class PagedEngine:
 
     def _room(self) -> BlockPool:
         """The blocks; made, or made more, where there are too few for the longest request."""
-        wanted = self._wanted_blocks()
+        wanted = self._sizing.wanted(self._longest)
         if self._pool is None:
-            blocks = min(wanted, self._most_tokens() // BLOCK + 1)
-            self._pool, self._pages = BlockPool(blocks, BLOCK), self._new_pages(blocks)
-            self._steps = Steps(self.model, self._decoder, self._pages, self._slots.count, self._width(blocks))
+            blocks = min(wanted, self._sizing.most_tokens() // BLOCK + 1)
+            self._pool, self._pages = BlockPool(blocks, BLOCK), self._sizing.pages(blocks)
+            width = self._sizing.width(blocks)
+            self._steps = Steps(self.model, self._decoder, self._pages, self._slots.count, width)
         elif wanted > max(self._pool.count, self._wanted):
             self._grow(wanted)
         self._wanted = wanted
@@ -307,44 +306,13 @@ class PagedEngine:
         assert self._pages is not None
         assert self._steps is not None
         self.settle()
-        blocks = min(wanted, self._most_tokens() // BLOCK + 1)
-        if self._parameter.is_cuda:
-            torch.cuda.empty_cache()
-            free, _ = torch.cuda.mem_get_info(self._parameter.device)
-            blocks = min(blocks, int(0.9 * free) // Pages.bytes_a_block(self._shape, self._parameter.dtype))
+        blocks = self._sizing.beside(wanted, self._pool.count)
         if blocks > self._pool.count:
-            pages = self._new_pages(blocks)
+            pages = self._sizing.pages(blocks)
             pages.take_over(self._pages)
-            self._steps.move(pages, self._width(blocks))
+            self._steps.move(pages, self._sizing.width(blocks))
             self._pool.grow(blocks)
             self._pages = pages
-
-    def _new_pages(self, blocks: int) -> Pages:
-        return Pages(self._shape, blocks, self._parameter.dtype, self._parameter.device)
-
-    def _width(self, blocks: int) -> int:
-        """Blocks of the longest sequence."""
-        return min(-(-self.context // BLOCK), blocks)
-
-    def _wanted_blocks(self) -> int:
-        if self._kv_tokens:
-            return max(2, self._kv_tokens // BLOCK + 1)
-        longest = min(self.context, max(SHORTEST, 1 << (self._longest - 1).bit_length()))
-        return self._slots.count * -(-longest // BLOCK) + 1
-
-    def _most_tokens(self) -> int:
-        """What the cache could hold at most."""
-        if self._kv_tokens:
-            return max(1, self._kv_tokens // BLOCK) * BLOCK
-        if not self._parameter.is_cuda:
-            return self._slots.count * -(-self.context // BLOCK) * BLOCK
-        if self._limit is None:
-            device, block = self._parameter.device, Pages.bytes_a_block(self._shape, self._parameter.dtype)
-            free, _ = torch.cuda.mem_get_info(device)
-            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            own = 0 if self._pool is None else self._pool.count * block
-            self._limit = max(1, int(MEMORY_SHARE * (free + own)) // block - 1) * BLOCK
-        return self._limit
 
     # what is launched
 

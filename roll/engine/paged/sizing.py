@@ -1,0 +1,69 @@
+"""How large a paged cache is: what requests need, as far as memory goes."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from roll.engine.paged.pages import BLOCK, Pages
+from roll.model.shape import ModelShape
+
+MEMORY_SHARE = 0.6
+"""Of the free memory of a GPU, what the cache may take."""
+GROWTH_SHARE = 0.9
+"""Of the free memory of a GPU, what a larger cache may take while the smaller one is still there."""
+SHORTEST = 256
+"""Tokens that the cache has room for in every slot at least, as far as memory goes."""
+
+
+class Sizing:
+    def __init__(self, model: PreTrainedModel, slots: int, kv_tokens: int) -> None:
+        """`kv_tokens`: what the cache holds; 0 for what the requests of all slots need."""
+        parameter = next(model.parameters())
+        self._shape, self._dtype, self._device = ModelShape.of_model(model), parameter.dtype, parameter.device
+        self._block_bytes = Pages.bytes_a_block(self._shape, self._dtype)
+        self._context = int(model.config.max_position_embeddings)
+        self._slots = slots
+        self._kv_tokens = kv_tokens
+        self._limit: int | None = None
+        """Tokens that memory had room for when it was last asked."""
+
+    def wanted(self, longest: int) -> int:
+        """Blocks for requests of up to so many tokens."""
+        if self._kv_tokens:
+            return max(2, self._kv_tokens // BLOCK + 1)
+        tokens = min(self._context, max(SHORTEST, 1 << (longest - 1).bit_length()))
+        return self._slots * -(-tokens // BLOCK) + 1
+
+    def most_tokens(self, blocks: int = 0) -> int:
+        """What the cache could hold at most, where it has so many blocks now."""
+        if self._kv_tokens:
+            return max(1, self._kv_tokens // BLOCK) * BLOCK
+        if self._device.type != "cuda":
+            return self._slots * -(-self._context // BLOCK) * BLOCK
+        if self._limit is None:
+            free, _ = torch.cuda.mem_get_info(self._device)
+            free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+            free += blocks * self._block_bytes
+            self._limit = max(1, int(MEMORY_SHARE * free) // self._block_bytes - 1) * BLOCK
+        return self._limit
+
+    def forget(self) -> None:
+        """Memory is asked again: others may have taken some."""
+        self._limit = None
+
+    def beside(self, wanted: int, blocks: int) -> int:
+        """Of the blocks wanted for a larger cache, as many as fit while the one of `blocks` is still there."""
+        most = min(wanted, self.most_tokens(blocks) // BLOCK + 1)
+        if self._device.type != "cuda":
+            return most
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return min(most, int(GROWTH_SHARE * free) // self._block_bytes)
+
+    def pages(self, blocks: int) -> Pages:
+        return Pages(self._shape, blocks, self._dtype, self._device)
+
+    def width(self, blocks: int) -> int:
+        """Blocks of the longest sequence."""
+        return min(-(-self._context // BLOCK), blocks)
