@@ -130,6 +130,8 @@ def environment_of(settings: VllmSettings) -> Iterator[None]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are shared with roles that take turns
         "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it is compiled on first use
     }
+    if settings.dtype == torch.float32:
+        defaults["TRITON_F32_DEFAULT"] = "ieee"  # fp32 is asked for where log-probs shall be the trainer's: no TF32
     # A forked process would miss the threads of its parent's libraries.
     forced = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", **settings.environment}
     before = dict(os.environ)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from roll.config.schema import TrainConfig
 from roll.data import Batch, Sample, Task
@@ -61,7 +61,7 @@ def flat_model() -> LlamaForCausalLM:
     return made
 
 
-def native(dtype: torch.dtype) -> InferStrategy:
+def native(dtype: torch.dtype, shape: LlamaConfig) -> InferStrategy:
     from roll.strategy.infer.native import NativeStrategy
 
     return NativeStrategy(TOKENIZER, max_running=MAX_RUNNING, exact=False)
@@ -73,7 +73,7 @@ def native_receiving(engine: InferStrategy) -> InferStrategy:
     return NativeStrategy(TOKENIZER, max_running=MAX_RUNNING, exact=False, model=model(7))
 
 
-def paged(dtype: torch.dtype) -> InferStrategy:
+def paged(dtype: torch.dtype, shape: LlamaConfig) -> InferStrategy:
     return _paged_strategy()(TOKENIZER, max_running=MAX_RUNNING, exact=False)
 
 
@@ -93,15 +93,17 @@ def _paged_strategy() -> Any:
     return Paged
 
 
-def vllm(dtype: torch.dtype) -> InferStrategy:
+def vllm(dtype: torch.dtype, shape: LlamaConfig) -> InferStrategy:
     from roll.strategy.infer.vllm import VllmStrategy
+    from roll.strategy.infer.vllm_args import bytes_a_token
     from roll.strategy.infer.vllm_engine import VllmSettings
 
-    # Room for four of the longest sequences, and for one prompt in a pass, so that requests wait not only for seats.
-    cache = {"kv_cache_memory_bytes": 4 << 20, "max_num_batched_tokens": CONTEXT, "enforce_eager": True}
+    # A small cache, and room for one prompt in a pass, so that requests wait not only for seats.
+    size = MAX_RUNNING * CONTEXT * bytes_a_token(shape, 4)
+    cache = {"kv_cache_memory_bytes": size, "max_num_batched_tokens": CONTEXT, "enforce_eager": True}
     memory = {} if DEVICE == "cpu" else {"gpu_memory_utilization": 0.02}
     settings = VllmSettings(
-        None, shape(), dtype, MAX_RUNNING, DEVICE, sleeps=DEVICE == "cuda", args={**cache, **memory}, environment=THREADS
+        None, shape, dtype, MAX_RUNNING, DEVICE, sleeps=DEVICE == "cuda", args={**cache, **memory}, environment=THREADS
     )
     return VllmStrategy(TOKENIZER, settings)
 
@@ -113,7 +115,7 @@ THREADS = {"OMP_NUM_THREADS": "1"}
 class Kind:
     """How an engine is made within an event loop, and one that receives weights from a trainer elsewhere."""
 
-    make: Callable[[torch.dtype], InferStrategy]
+    make: Callable[[torch.dtype, LlamaConfig], InferStrategy]
     receiving: Callable[[InferStrategy], InferStrategy] = lambda engine: engine
     same_noise: bool = False
     """Whether a request that goes on from a prefix draws what it would have drawn."""
@@ -143,13 +145,14 @@ class Served:
     _models: dict[int, LlamaForCausalLM] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, name: str, dtype: torch.dtype = torch.float32) -> Served:
+    def start(cls, name: str, dtype: torch.dtype = torch.float32, **settings: Any) -> Served:
+        """`settings`: of the model's shape."""
         runner = asyncio.Runner()
 
         async def make() -> InferStrategy:
-            return KINDS[name].make(dtype)
+            return KINDS[name].make(dtype, shape(**settings))
 
-        trainer = SingleStrategy(model(0, dtype), TOKENIZER, TrainConfig(), trainable=False)
+        trainer = SingleStrategy(model(0, dtype, **settings), TOKENIZER, TrainConfig(), trainable=False)
         return cls(KINDS[name], runner, trainer, runner.run(make()))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -231,3 +234,11 @@ def plain(model: LlamaForCausalLM) -> LlamaForCausalLM:
     copy.load_state_dict(model.state_dict())
     copy.set_attn_implementation("eager")
     return copy
+
+
+@torch.no_grad()
+def forward_log_probs(model: PreTrainedModel, prompt: Sequence[int], drawn: Sequence[int]) -> Tensor:
+    """By the model's own forward pass over all tokens."""
+    ids = torch.tensor([[*prompt, *drawn]], device=DEVICE)
+    logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+    return torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None])[:, 0].cpu()
