@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from roll.algorithm import make_algorithm
+from roll.algorithm.metrics import OF_TRAINER, refuse_taken
 from roll.cluster.errors import TokensLost
 from roll.config.algorithm import AlgorithmConfig
 from roll.config.errors import RunError
@@ -142,15 +143,20 @@ class RLVR:
         value_stats = await self._train_critic(batch)
         if value_stats is not None and state.step < self._config.algorithm.critic_warmup_steps:
             nothing = UpdateStats.nothing(batch.tokens, untrained=value_stats.untrained)  # the critic alone learns
-            return nothing.beside("critic", value_stats).with_metrics(used)
+            return self._with_used(nothing, used).beside("critic", value_stats)
         await self._turns.enter("train")
         with self._recorder.stage("train"):
             stats = await roles.actor.call(TrainWorker.update, batch, algorithm.loss, state.step)
         if not stats.skipped:
             algorithm.observe(stats.metrics, len(batch))
         self._health.judge(state.step + 1, stats)
-        stats = stats.with_metrics(used)
+        stats = self._with_used(stats, used)
         return stats if value_stats is None else stats.beside("critic", value_stats)
+
+    def _with_used(self, stats: UpdateStats, used: dict[str, float]) -> UpdateStats:
+        """The stats with the metrics that the algorithm gave."""
+        refuse_taken(used, OF_TRAINER | stats.metrics.keys(), f"algorithm.name {self._config.algorithm.name!r}")
+        return stats.with_metrics(used)
 
     async def _valued(self, batch: Batch) -> Batch:
         """The batch with the critic's predictions."""

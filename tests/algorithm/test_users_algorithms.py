@@ -10,6 +10,7 @@ import torch
 
 from roll.algorithm import Algorithm, Streams, TokenLoss, make_algorithm
 from roll.algorithm.losses import resolve_loss
+from roll.algorithm.metrics import OF_ALGORITHM, OF_TRAINER
 from roll.algorithm.streams import LossSpec
 from roll.config import UserError, load_config
 from roll.data import Batch
@@ -45,6 +46,10 @@ def a_number_for_a_metric(streams: Streams) -> TokenLoss:
 
 def a_mean_for_a_metric(streams: Streams) -> TokenLoss:
     return TokenLoss(streams.current, {"moved": streams.current.detach().mean()})
+
+
+def named(streams: Streams, *, metric: str) -> TokenLoss:
+    return TokenLoss(streams.current, {"moved": streams.current.detach(), metric: streams.current.detach()})
 
 
 def given_something(streams: Streams, *, needed: float) -> TokenLoss:
@@ -116,6 +121,13 @@ def test_a_loss_that_is_not_a_value_a_token_is_refused(name: str, message: str) 
     """One that broadcasts would train, with a gradient that depends on how the work is cut."""
     with pytest.raises(UserError, match=f"algorithm.loss '.*{name}'.*{message}"):
         users_loss(name)
+
+
+@pytest.mark.parametrize("metric", sorted(OF_TRAINER | OF_ALGORITHM | {"critic_loss"}))
+def test_a_loss_cannot_give_a_metric_that_is_not_its_own(metric: str) -> None:
+    with pytest.raises(UserError, match=f"algorithm.loss '.*:named' gives a metric '{metric}'.*as 'my_{metric}'"):
+        users_loss("named", metric=metric)
+    assert f"my_{metric}" in users_loss("named", metric=f"my_{metric}").metrics
 
 
 def test_options_a_loss_does_not_take_are_refused_before_it_runs() -> None:
