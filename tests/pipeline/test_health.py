@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from small_runs import SMALL, TINY
+from small_runs import SMALL, TINY, Remains
 
+from roll.algorithm import Algorithm
 from roll.config import load_config
-from roll.config.errors import RunError
+from roll.config.errors import RunError, UserError
+from roll.data import Batch
 from roll.pipeline.health import Health
 from roll.pipeline.launch import train
 from roll.pipeline.report import SilentReporter
@@ -52,6 +55,23 @@ def sick(streams):  # type: ignore[no-untyped-def]
     from roll.algorithm.streams import TokenLoss
 
     return TokenLoss(streams.current / 0)
+
+
+class Fickle(Algorithm):
+    """Sound in its first step only."""
+
+    steps = 0
+
+    def relative(self, batch: Batch, scores: Any) -> Any:
+        self.steps += 1
+        return super().relative(batch, scores)[: len(batch) if self.steps == 1 else 1]
+
+
+def test_a_run_refused_after_a_step_keeps_what_it_has(tmp_path: Path) -> None:
+    settings = [*SMALL, f"run.dir={tmp_path / 'run'}", f"algorithm={__file__}:Fickle", "run.checkpoint_every=1"]
+    with pytest.raises(UserError, match="Fickle': `relative` gave advantages of shape"):
+        train(load_config(TINY, settings), reporter=SilentReporter())
+    assert Remains(tmp_path / "run").checkpoint.step == 1
 
 
 def test_a_run_that_only_skips_stops_and_says_where(tmp_path: Path) -> None:
