@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from roll.algorithm import make_algorithm
+from roll.algorithm.base import check_advantages
 from roll.algorithm.metrics import OF_TRAINER, refuse_taken
 from roll.cluster.errors import TokensLost
 from roll.config.algorithm import AlgorithmConfig
@@ -127,6 +128,7 @@ class RLVR:
         if rollout.batch is None:
             return None, {}
         batch = self._algorithm.credit(await self._valued(await self._compared(rollout.batch)))
+        check_advantages(batch, self._config.algorithm.name)
         left_out = dict.fromkeys(set(rollout.batch["sample"].tolist()) - set(batch["sample"].tolist()), LEFT_OUT)
         if len(batch):
             stats = await self._update(batch)

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from roll.algorithm import Algorithm, Streams, TokenLoss, make_algorithm
+from roll.algorithm.base import check_advantages
 from roll.algorithm.losses import resolve_loss
 from roll.algorithm.metrics import OF_ALGORITHM, OF_TRAINER
 from roll.algorithm.streams import LossSpec
-from roll.config import UserError, load_config
+from roll.config import RunError, UserError, load_config
 from roll.data import Batch
 
 
@@ -153,6 +154,25 @@ def test_what_is_no_algorithm_is_refused(name: str, message: str) -> None:
 def test_advantages_that_are_not_one_a_sample_are_refused(name: str, shape: str) -> None:
     with pytest.raises(UserError, match=f"{name}': `relative` gave advantages of shape {shape} for 3 samples"):
         users_algorithm(name).credit(batch())
+
+
+@pytest.mark.parametrize("sickness", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("sick", "more"), [([1], ""), ([1, 2], " and to 1 more")])
+def test_advantages_that_are_not_finite_are_told_with_what_to_look_for(
+    sickness: float, sick: list[int], more: str
+) -> None:
+    advantage = np.zeros(3)
+    advantage[sick] = sickness
+    credited = batch().with_columns(
+        advantage=advantage, sample=np.array(["7.0", "7.1", "7.2"]), task=np.array(["a", "b", "c"]), kl=np.ones(3)
+    )
+    with pytest.raises(RunError) as told:
+        check_advantages(credited, "mine.py:Mine")
+    assert str(told.value).startswith(
+        f"algorithm.name 'mine.py:Mine' gave the advantage {sickness:g} to sample 7.1 of task 'b' (reward 0.5, kl 1)"
+        f"{more}: look for a reward that is not finite or too large, and for a division by a spread that is 0"
+    )
+    check_advantages(credited.with_columns(advantage=np.zeros(3)), "mine.py:Mine")
 
 
 def test_advantages_may_be_a_list() -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from small_runs import SMALL, TINY, Remains
 
@@ -57,6 +58,12 @@ def sick(streams):  # type: ignore[no-untyped-def]
     return TokenLoss(streams.current / 0)
 
 
+class WithoutEpsilon(Algorithm):
+    def relative(self, batch: Batch, scores: Any) -> Any:
+        with np.errstate(invalid="ignore"):
+            return (scores - scores.mean()) / scores.std()
+
+
 class Fickle(Algorithm):
     """Sound in its first step only."""
 
@@ -65,6 +72,15 @@ class Fickle(Algorithm):
     def relative(self, batch: Batch, scores: Any) -> Any:
         self.steps += 1
         return super().relative(batch, scores)[: len(batch) if self.steps == 1 else 1]
+
+
+def test_advantages_that_are_not_finite_end_a_run_and_are_named(tmp_path: Path) -> None:
+    settings = [*SMALL, f"run.dir={tmp_path / 'run'}", f"algorithm={__file__}:WithoutEpsilon", "rollout.filter=none"]
+    message = (
+        r"algorithm.name '.*:WithoutEpsilon' gave the advantage nan to sample 0\.0 of task '\d+' \(reward 1\) and to 7"
+    )
+    with pytest.raises(RunError, match=message):
+        train(load_config(TINY, settings), reward=lambda task, response: 1.0, reporter=SilentReporter())
 
 
 def test_a_run_refused_after_a_step_keeps_what_it_has(tmp_path: Path) -> None:
