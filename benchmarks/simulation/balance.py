@@ -10,8 +10,8 @@ group ends in one of three ways, which the ledger tells:
   back to) and `ended` (it was under way when the run stopped). The draw came back to the order: it has a later group, or
   the order still holds it.
 - *final*: everything else. All samples are `dropped` or `failed`, each with a reason: no signal, too few that could be
-  judged, stale, a solve rate, a quarantine, its tries used up, somebody's wish. The draw has no later group, and the
-  order does not hold it.
+  judged, stale, a solve rate, a quarantine, its tries used up, somebody's wish, an update that was skipped. The draw has
+  no later group, and the order does not hold it.
 
 So of the groups of a draw all but the last say that they were drawn again, and the last is trained, final, or drawn again
 and held by the order. A group that somebody added has no draw, and never comes again.
@@ -32,6 +32,7 @@ from typing import Any, Literal, TypeAlias
 from zlib import crc32
 
 from roll.rollout.lifecycle import ENDS, MOVES
+from roll.rollout.step import NOT_FINITE
 
 AGAIN = ("cut:", "surplus:", "resumed:", "ended:")
 End = Literal["trained", "again", "final", "open"]
@@ -153,13 +154,14 @@ def invalid_paths(story: Story) -> list[str]:
 
 
 def wrong_baselines(story: Story) -> list[str]:
-    """Greedy samples that were trained on, or did not end as the baseline of a group that was, or did of one that was
-    not."""
+    """Greedy samples that were trained on, or did not end as the baseline of a group that was in an update, or did of one
+    that was not."""
     wrong = []
     for group, paths in story.groups().items():
+        taken = any(path[-1].state == "trained" or path[-1].reason == NOT_FINITE for path in paths)
         for last in (path[-1] for path in paths if path[0].info.get("greedy")):
             ended_so = last.state == "dropped" and last.reason.startswith("baseline:")
-            if ended_so != (end_of(paths) == "trained"):
+            if ended_so != taken:
                 wrong.append(f"the greedy sample of group {group} is {last.state}: {last.reason}")
     return wrong
 

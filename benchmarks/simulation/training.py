@@ -21,7 +21,7 @@ from roll.rollout.filters import no_signal
 from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.order import BaseOrder, Draw, Wrapper
 from roll.rollout.scheduler import RolloutScheduler
-from roll.rollout.step import Rollout
+from roll.rollout.step import NOT_FINITE, Rollout
 from simulation.balance import DrawKey
 from simulation.mortals import MortalLedger
 from simulation.world import World
@@ -86,6 +86,8 @@ class Training:
         """Groups that ended with the last step, or since the one before."""
         self.tokens_lost = False
         """Set by whoever wants the next training to find its tokens gone."""
+        self.not_finite = 0
+        """Set by whoever wants the update of so many groups of the next step to be skipped."""
         self.trainer_died = ""
         """Set to `train` or `publish` by whoever wants the trainer to die in it."""
         self.world: World
@@ -109,7 +111,7 @@ class Training:
         saved = self.saved or Saved(0, 0, "", self.path.parent)
         self.ledger.roll_back(saved.position, saved.step)
         self.step = saved.step
-        self.tokens_lost, self.trainer_died = False, ""
+        self.tokens_lost, self.not_finite, self.trainer_died = False, 0, ""
         lifecycle = Lifecycle(self.ledger, asyncio.get_running_loop().time)
         order, pool = Noted(self._make_order(), self._note), self.world.pool
         self.scheduler = RolloutScheduler(
@@ -146,7 +148,8 @@ class Training:
                 return
             await self._publish(self.step + 1)
         self.step += 1
-        scheduler.trained(rollout, self.step)
+        skipped, self.not_finite = {group.index for group in rollout.kept[: self.not_finite]}, 0
+        scheduler.trained(rollout, self.step, {s.id: NOT_FINITE for s in rollout.trained if s.group in skipped})
         self.lag = self.ledger.lag
         self.ledger.flush()
         await world.pool.tokens.write(self.step, rollout.samples)

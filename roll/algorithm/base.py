@@ -21,7 +21,7 @@ from roll.algorithm.rewards import Floats, overlong, shaped, too_easy_or_hard
 from roll.algorithm.running import KLWeight, RunningScores
 from roll.algorithm.streams import CorrectionSpec, CreditSpec, LossSpec
 from roll.config.algorithm import AlgorithmConfig
-from roll.config.errors import UserError
+from roll.config.errors import RunError, UserError
 from roll.config.schema import Config
 from roll.config.user_code import load_user_code
 from roll.data.batch import Batch
@@ -193,6 +193,21 @@ class Algorithm:
     def restore(self, state: dict[str, Any]) -> None:
         self._kl.value = state["kl_coef"]
         self._running.restore(state["scores"])
+
+
+def check_advantages(batch: Batch, name: str) -> None:
+    """Raises if the algorithm of this name gave advantages that are not finite: their update could only be skipped."""
+    sick = np.flatnonzero(~np.isfinite(batch["advantage"]))
+    if not len(sick):
+        return
+    first = int(sick[0])
+    more = f" and to {len(sick) - 1} more" if len(sick) > 1 else ""
+    facts = ", ".join(f"{what} {batch[what][first]:g}" for what in ("reward", "baseline", "kl") if what in batch)
+    raise RunError(
+        f"algorithm.name {name!r} gave the advantage {batch['advantage'][first]:g} to sample {batch['sample'][first]} of "
+        f"task {str(batch['task'][first])!r} ({facts}){more}: look for a reward that is not finite or too large, and for "
+        "a division by a spread that is 0 where the rewards of a group are all equal (add 1e-6 to it)"
+    )
 
 
 def shaped_alone(rewards: Any, config: AlgorithmConfig) -> Floats:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from roll.algorithm.correction import correction_weight
 from roll.algorithm.kl import bounded_exp, kl_estimate
+from roll.algorithm.metrics import OF_ALGORITHM, OF_TRAINER, refuse_taken
 from roll.algorithm.streams import Level, LossSpec, Streams, TokenLoss, mean_within, sum_within
 from roll.config.errors import UserError
 from roll.config.names import did_you_mean
@@ -120,7 +121,8 @@ def resolve_loss(spec: LossSpec) -> Callable[[Streams], TokenLoss]:
 
 
 def _users_loss(name: str, options: Mapping[str, Any]) -> Loss:
-    """A loss of the user's, which is held to what every loss gives: a value a token, with a gradient."""
+    """A loss of the user's, which is held to what every loss gives: a value a token, with a gradient, and metrics of its
+    own."""
     users = load_user_code(name, what="algorithm.loss", known=LOSSES)
     _check_options(name, users, options)
 
@@ -132,6 +134,7 @@ def _users_loss(name: str, options: Mapping[str, Any]) -> Loss:
         _check_values(f"algorithm.loss {name!r}: the loss", made.values, streams)
         for metric, values in made.metrics.items():
             _check_values(f"algorithm.loss {name!r}: the metric {metric!r}", values, streams)
+        refuse_taken(made.metrics, OF_TRAINER | OF_ALGORITHM, f"algorithm.loss {name!r}")
         if streams.current.requires_grad and not made.values.requires_grad:
             raise UserError(f"algorithm.loss {name!r} has no gradient: compute its values from streams.current")
         return made

@@ -63,13 +63,14 @@ def train(
         if resume and not place.exists():
             raise UserError(f"there is no run in {place} to go on with: leave out --resume to start one")
         folder = RunFolder.open(place) if resume else RunFolder.create(place, dump_config(config))
+        recorder: Recorder | None = None
         try:
             with folder.lock():
                 checkpoint = _checkpoint_to_resume(config, folder) if resume else None
                 with Recorder.open(pipeline.config, folder, reporter) as recorder:
                     return asyncio.run(_train(pipeline, recorder, executor, plan, checkpoint))
         except UserError:
-            if not resume:
+            if not resume and not (recorder and recorder.steps):
                 shutil.rmtree(folder.path)  # refused while it started: nothing happened in it
             raise
         except asyncio.CancelledError:

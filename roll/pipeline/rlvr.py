@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 from roll.algorithm import make_algorithm
+from roll.algorithm.base import check_advantages
+from roll.algorithm.metrics import OF_TRAINER, refuse_taken
 from roll.cluster.errors import TokensLost
 from roll.config.algorithm import AlgorithmConfig
 from roll.config.errors import RunError
@@ -31,7 +33,7 @@ from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.order import TaskOrder
 from roll.rollout.policy import make_policy
 from roll.rollout.scheduler import RolloutScheduler
-from roll.rollout.step import Rollout
+from roll.rollout.step import LEFT_OUT, NOT_FINITE, Rollout
 from roll.rollout.tails import make_order
 from roll.strategy.train.base import UpdateStats
 from roll.workers.critic import CriticWorker
@@ -112,23 +114,25 @@ class RLVR:
         generated = time.monotonic()
         async with self._publisher.changing():
             try:
-                stats, left_out = await self._train(rollout)
+                stats, untrained = await self._train(rollout)
             except TokensLost as lost:  # with a rollout worker: its samples are made anew, and the step with them
                 self._scheduler.give_back(rollout, f"tokens lost: {str(lost).splitlines()[0]}")
                 return
             await self._publish(state.step + 1)
-        self._count(rollout, left_out)
+        self._count(rollout, untrained)
         times = (generated - started, time.monotonic() - generated)
         await self._record.step(state, rollout, stats, *times)
 
-    async def _train(self, rollout: Rollout) -> tuple[UpdateStats | None, frozenset[str]]:
-        """What the update did, None if there was none, and the samples that the algorithm left out."""
+    async def _train(self, rollout: Rollout) -> tuple[UpdateStats | None, dict[str, str]]:
+        """What the update did, None if there was none, and why samples were not trained on."""
         if rollout.batch is None:
-            return None, frozenset()
+            return None, {}
         batch = self._algorithm.credit(await self._valued(await self._compared(rollout.batch)))
-        left_out = frozenset(rollout.batch["sample"].tolist()) - frozenset(batch["sample"].tolist())
+        check_advantages(batch, self._config.algorithm.name)
+        left_out = dict.fromkeys(set(rollout.batch["sample"].tolist()) - set(batch["sample"].tolist()), LEFT_OUT)
         if len(batch):
-            return await self._update(batch), left_out
+            stats = await self._update(batch)
+            return stats, left_out | dict.fromkeys(stats.untrained, NOT_FINITE)
         self._recorder.reporter.warned(
             f"step {self.state.step + 1}: nothing was trained: the algorithm left out all of {len(left_out)} samples"
             f"{_choosing(self._config.algorithm)}"
@@ -140,15 +144,21 @@ class RLVR:
         used = algorithm.metrics()  # before it learns from the step
         value_stats = await self._train_critic(batch)
         if value_stats is not None and state.step < self._config.algorithm.critic_warmup_steps:
-            return UpdateStats.nothing(batch.tokens).beside("critic", value_stats).with_metrics(used)
+            nothing = UpdateStats.nothing(batch.tokens, untrained=value_stats.untrained)  # the critic alone learns
+            return self._with_used(nothing, used).beside("critic", value_stats)
         await self._turns.enter("train")
         with self._recorder.stage("train"):
             stats = await roles.actor.call(TrainWorker.update, batch, algorithm.loss, state.step)
         if not stats.skipped:
             algorithm.observe(stats.metrics, len(batch))
         self._health.judge(state.step + 1, stats)
-        stats = stats.with_metrics(used)
+        stats = self._with_used(stats, used)
         return stats if value_stats is None else stats.beside("critic", value_stats)
+
+    def _with_used(self, stats: UpdateStats, used: dict[str, float]) -> UpdateStats:
+        """The stats with the metrics that the algorithm gave."""
+        refuse_taken(used, OF_TRAINER | stats.metrics.keys(), f"algorithm.name {self._config.algorithm.name!r}")
+        return stats.with_metrics(used)
 
     async def _valued(self, batch: Batch) -> Batch:
         """The batch with the critic's predictions."""
@@ -198,10 +208,10 @@ class RLVR:
         await self._scheduler.save(folder, self.state.scheduler)
         await self._roles.save(folder)
 
-    def _count(self, rollout: Rollout, left_out: frozenset[str]) -> None:
+    def _count(self, rollout: Rollout, untrained: dict[str, str]) -> None:
         self.state.step += 1
         self.state.idle_steps = 0 if rollout.batch is not None else self.state.idle_steps + 1
-        self._scheduler.trained(rollout, self.state.step, left_out)
+        self._scheduler.trained(rollout, self.state.step, untrained)
 
     def _solved(self) -> bool:
         """Whether the tasks have nothing left to teach; raises when they never had anything."""

@@ -11,6 +11,7 @@ from roll.pipeline.recorder import Recorder, update_metrics
 from roll.pipeline.report import Measured
 from roll.pipeline.roles import TrainRoles
 from roll.pipeline.state import SFTState
+from roll.rollout.step import NOT_FINITE
 from roll.run import Panel, Transition
 from roll.strategy.train.base import UpdateStats
 
@@ -49,15 +50,17 @@ class SFTRecord:
 
     async def step(self, state: SFTState, batch: Batch, stats: UpdateStats, training_s: float) -> None:
         """Puts a finished step on disk and tells the reporter. `state.step` counts it already."""
-        recorder, learned = self._recorder, int(batch.loss_mask.sum())
+        recorder, first = self._recorder, (state.step - 1) * self._order.samples_per_step
         seconds = recorder.lap()
-        for position, task in enumerate(batch["task"].tolist(), state.trained_samples):
-            self._life(f"{position}.0", task, "trained", step=state.step)
+        end = ("dropped", NOT_FINITE) if stats.skipped else ("trained", "")  # a step is one update
+        for position, task in enumerate(batch["task"].tolist(), first):
+            self._life(f"{position}.0", task, *end, step=state.step)
+        learned = 0 if stats.skipped else int(batch.loss_mask.sum())
         state.seconds += seconds
         state.seconds_training += training_s
-        state.trained_samples += len(batch)
+        state.trained_samples += 0 if stats.skipped else len(batch)
         state.trained_tokens += learned
-        epoch = state.trained_samples / self._order.samples
+        epoch = (first + len(batch)) / self._order.samples
         values = {name: value for name, value in update_metrics(stats).items() if not name.startswith(OF_SAMPLING)}
         values |= {"train/epoch": epoch, "train/learned_tokens": learned}
         values |= {"time/step_s": seconds, "time/train_s": training_s}

@@ -21,7 +21,7 @@ What always holds:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,11 +126,11 @@ class RolloutScheduler:
         """Nothing is generated from now on, whatever dies: what is open stays as it is, what is ready can be saved."""
         await self._carriers.halt(self.open_groups)
 
-    def trained(self, rollout: Rollout, version: int, left_out: Collection[str] = ()) -> None:
-        """The weights of `version` have been trained on it, but for samples that the algorithm left out."""
+    def trained(self, rollout: Rollout, version: int, untrained: Mapping[str, str] | None = None) -> None:
+        """The weights of `version` have been trained on it, but for the samples that `untrained` has a reason for."""
         for sample in rollout.trained:
-            if sample.id in left_out:
-                self._lifecycle.move(sample, "dropped", "left out: the algorithm does not train on it")
+            if untrained and (reason := untrained.get(sample.id)):
+                self._lifecycle.move(sample, "dropped", reason)
             else:
                 self._lifecycle.move(sample, "trained", version=version)
         for group in rollout.kept:

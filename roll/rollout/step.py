@@ -13,6 +13,9 @@ from roll.data.batch import Batch
 from roll.data.columns import Array
 from roll.data.sample import Group, Sample
 
+LEFT_OUT = "left out: the algorithm does not train on it"
+NOT_FINITE = "update not finite: the weights stayed as they were"
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -35,7 +38,7 @@ class Rollout:
 
     @property
     def trained(self) -> list[Sample]:
-        """The samples of the batch; once it was trained on, without those that the algorithm left out."""
+        """The samples of the batch; once it was trained on, without those that were dropped then."""
         return [sample for group in self.kept for sample in group.samples if sample.state in ("kept", "trained")]
 
     @property

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from roll.algorithm import Algorithm, Streams, TokenLoss, make_algorithm
+from roll.algorithm.base import check_advantages
 from roll.algorithm.losses import resolve_loss
+from roll.algorithm.metrics import OF_ALGORITHM, OF_TRAINER
 from roll.algorithm.streams import LossSpec
-from roll.config import UserError, load_config
+from roll.config import RunError, UserError, load_config
 from roll.data import Batch
 
 
@@ -45,6 +47,10 @@ def a_number_for_a_metric(streams: Streams) -> TokenLoss:
 
 def a_mean_for_a_metric(streams: Streams) -> TokenLoss:
     return TokenLoss(streams.current, {"moved": streams.current.detach().mean()})
+
+
+def named(streams: Streams, *, metric: str) -> TokenLoss:
+    return TokenLoss(streams.current, {"moved": streams.current.detach(), metric: streams.current.detach()})
 
 
 def given_something(streams: Streams, *, needed: float) -> TokenLoss:
@@ -118,6 +124,13 @@ def test_a_loss_that_is_not_a_value_a_token_is_refused(name: str, message: str) 
         users_loss(name)
 
 
+@pytest.mark.parametrize("metric", sorted(OF_TRAINER | OF_ALGORITHM | {"critic_loss"}))
+def test_a_loss_cannot_give_a_metric_that_is_not_its_own(metric: str) -> None:
+    with pytest.raises(UserError, match=f"algorithm.loss '.*:named' gives a metric '{metric}'.*as 'my_{metric}'"):
+        users_loss("named", metric=metric)
+    assert f"my_{metric}" in users_loss("named", metric=f"my_{metric}").metrics
+
+
 def test_options_a_loss_does_not_take_are_refused_before_it_runs() -> None:
     with pytest.raises(UserError, match=r"'facto'.*takes: factor\); did you mean 'factor'\?"):
         resolve_loss(LossSpec(f"{__file__}:sound", {"facto": 2.0}))
@@ -141,6 +154,25 @@ def test_what_is_no_algorithm_is_refused(name: str, message: str) -> None:
 def test_advantages_that_are_not_one_a_sample_are_refused(name: str, shape: str) -> None:
     with pytest.raises(UserError, match=f"{name}': `relative` gave advantages of shape {shape} for 3 samples"):
         users_algorithm(name).credit(batch())
+
+
+@pytest.mark.parametrize("sickness", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("sick", "more"), [([1], ""), ([1, 2], " and to 1 more")])
+def test_advantages_that_are_not_finite_are_told_with_what_to_look_for(
+    sickness: float, sick: list[int], more: str
+) -> None:
+    advantage = np.zeros(3)
+    advantage[sick] = sickness
+    credited = batch().with_columns(
+        advantage=advantage, sample=np.array(["7.0", "7.1", "7.2"]), task=np.array(["a", "b", "c"]), kl=np.ones(3)
+    )
+    with pytest.raises(RunError) as told:
+        check_advantages(credited, "mine.py:Mine")
+    assert str(told.value).startswith(
+        f"algorithm.name 'mine.py:Mine' gave the advantage {sickness:g} to sample 7.1 of task 'b' (reward 0.5, kl 1)"
+        f"{more}: look for a reward that is not finite or too large, and for a division by a spread that is 0"
+    )
+    check_advantages(credited.with_columns(advantage=np.zeros(3)), "mine.py:Mine")
 
 
 def test_advantages_may_be_a_list() -> None:

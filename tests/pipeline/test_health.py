@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from small_runs import SMALL, TINY
+from small_runs import SMALL, TINY, Remains
 
+from roll.algorithm import Algorithm
 from roll.config import load_config
-from roll.config.errors import RunError
+from roll.config.errors import RunError, UserError
+from roll.data import Batch
 from roll.pipeline.health import Health
 from roll.pipeline.launch import train
 from roll.pipeline.report import SilentReporter
@@ -52,6 +56,38 @@ def sick(streams):  # type: ignore[no-untyped-def]
     from roll.algorithm.streams import TokenLoss
 
     return TokenLoss(streams.current / 0)
+
+
+class WithoutEpsilon(Algorithm):
+    def relative(self, batch: Batch, scores: Any) -> Any:
+        with np.errstate(invalid="ignore"):
+            return (scores - scores.mean()) / scores.std()
+
+
+class Fickle(Algorithm):
+    """Sound in its first step only."""
+
+    steps = 0
+
+    def relative(self, batch: Batch, scores: Any) -> Any:
+        self.steps += 1
+        return super().relative(batch, scores)[: len(batch) if self.steps == 1 else 1]
+
+
+def test_advantages_that_are_not_finite_end_a_run_and_are_named(tmp_path: Path) -> None:
+    settings = [*SMALL, f"run.dir={tmp_path / 'run'}", f"algorithm={__file__}:WithoutEpsilon", "rollout.filter=none"]
+    message = (
+        r"algorithm.name '.*:WithoutEpsilon' gave the advantage nan to sample 0\.0 of task '\d+' \(reward 1\) and to 7"
+    )
+    with pytest.raises(RunError, match=message):
+        train(load_config(TINY, settings), reward=lambda task, response: 1.0, reporter=SilentReporter())
+
+
+def test_a_run_refused_after_a_step_keeps_what_it_has(tmp_path: Path) -> None:
+    settings = [*SMALL, f"run.dir={tmp_path / 'run'}", f"algorithm={__file__}:Fickle", "run.checkpoint_every=1"]
+    with pytest.raises(UserError, match="Fickle': `relative` gave advantages of shape"):
+        train(load_config(TINY, settings), reporter=SilentReporter())
+    assert Remains(tmp_path / "run").checkpoint.step == 1
 
 
 def test_a_run_that_only_skips_stops_and_says_where(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from small_runs import SMALL, TINY, Remains
 from roll import load_config
 from roll.pipeline.launch import train
 from roll.pipeline.report import SilentReporter
+from roll.rollout.step import LEFT_OUT
 
-LEFT_OUT = "left out: the algorithm does not train on it"
 CHOOSY = ("algorithm=raft_pp", "rollout.filter=none", "train.steps=3")
 
 

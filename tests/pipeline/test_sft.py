@@ -17,11 +17,13 @@ from small_runs import SMALL as SMALL_RLVR
 from small_runs import TINY, Remains, start_roll
 
 import roll
+from roll.algorithm import LossSpec
 from roll.cli import main
 from roll.config import UserError, load_config
 from roll.data import Batch, Chat
 from roll.pipeline.launch import evaluate, train
 from roll.pipeline.report import SilentReporter
+from roll.rollout.step import NOT_FINITE
 from roll.run import LedgerIndex
 from roll.workers.train import TrainWorker
 
@@ -34,6 +36,8 @@ BASE: dict[str, Any] = {
     "eval": {"every": 2},
     "run": {"checkpoint_every": 0, "tensorboard": False},
 }
+WEIGHTED = LossSpec("reinforce")
+"""Imitation, if all advantages are 1."""
 EXACT = ("deterministic=true", "train.steps=6", "eval.every=3", "run.checkpoint_every=2")
 
 
@@ -88,6 +92,28 @@ def test_what_is_too_long_is_on_the_ledger_as_dropped(tmp_path: Path) -> None:
     (dropped,) = [life for life in remains.histories().values() if life[-1].state == "dropped"]
     assert dropped[0].info["task"] == "long"
     assert dropped[-1].reason == "too long: 104 tokens"
+
+
+def test_samples_of_a_skipped_update_are_dropped_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    update = TrainWorker.update
+
+    @functools.wraps(update)
+    def poison(worker: TrainWorker, batch: Batch, loss: LossSpec, step: int) -> Any:
+        sick = (np.arange(len(batch)) == 1) & (step == 1)
+        return update(worker, batch.with_columns(advantage=np.where(sick, np.nan, 1.0)), WEIGHTED, step)
+
+    monkeypatch.setattr(TrainWorker, "update", poison)
+    remains = run(tmp_path / "run", "train.steps=3", "eval.every=0")
+    ends = {sample: (life[-1].state, life[-1].reason) for sample, life in remains.histories().items()}
+    assert list(ends) == [f"{position}.0" for position in range(12)]
+    assert list(ends.values()) == [*[("trained", "")] * 4, *[("dropped", NOT_FINITE)] * 4, *[("trained", "")] * 4]
+    steps = [row for row in remains.metrics() if "train/loss" in row]
+    assert [row["train/learned_tokens"] for row in steps] == [8, 0, 8]
+    assert [row["train/epoch"] for row in steps] == pytest.approx([0.4, 0.8, 1.2])
+    summary = json.loads(remains.folder.summary_path.read_text())
+    assert (summary["trained_samples"], summary["trained_tokens"]) == (8, 16)
+    with LedgerIndex.open(remains.folder.ledger_path) as index:
+        assert index.balance().problems == ()
 
 
 def test_the_steps_of_epochs(tmp_path: Path) -> None:

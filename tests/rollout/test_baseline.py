@@ -85,6 +85,20 @@ def test_a_greedy_answer_gives_its_siblings_their_baseline_and_is_not_trained_on
     go(main())
 
 
+def test_a_greedy_answer_ends_as_one_also_if_its_siblings_update_was_skipped() -> None:
+    async def main() -> None:
+        run = await setting(lambda s: 0.25 if s.greedy else float(s.id[-1]), groups_per_step=2, group_size=2)
+        rollout = await run.scheduler.next_rollout()
+        reasons = {"0.0": "update not finite", "0.1": "update not finite", "1.0": "left out"}
+        run.scheduler.trained(rollout, 1, reasons)
+        assert run.moves.last() == dict.fromkeys([*reasons, "0.2", "1.2"], "dropped") | {"1.1": "trained"}
+        assert {id: run.moves.reasons(id)[-1] for id in reasons} == {id: ("dropped", r) for id, r in reasons.items()}
+        assert run.moves.reasons("0.2")[-1] == run.moves.reasons("1.2")[-1] == NOT_TRAINED
+        assert [s.id for s in rollout.trained] == ["1.1"]
+
+    go(main())
+
+
 def test_groups_of_one_have_signal_if_their_sample_differs_from_the_greedy_one() -> None:
     async def main() -> None:
         flat = {0, 2}

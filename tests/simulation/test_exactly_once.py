@@ -2,8 +2,8 @@
 
 A state machine trains in small steps on a virtual clock and interferes at any moment, in any order: engines die and hang,
 rollout workers die and hang, graders are gone, tokens are lost, groups and samples are dropped, requeued, ended, added,
-the trainer dies, and the controller is killed with its last records half written. In the end two more steps are made, and
-the run is finished and saved, so that everything that was under way ends.
+updates are skipped, the trainer dies, and the controller is killed with its last records half written. In the end two
+more steps are made, and the run is finished and saved, so that everything that was under way ends.
 
 What must hold then, by the ledger's file and by which draw each group was issued for:
 
@@ -361,6 +361,10 @@ class ExactlyOnce(RuleBasedStateMachine):
     @rule()
     def lose_tokens(self) -> None:
         self.training.tokens_lost = True
+
+    @rule(groups=st.integers(1, GROUPS))
+    def skip_updates(self, groups: int) -> None:
+        self.training.not_finite = groups
 
     @rule(where=st.sampled_from(["train", "publish"]))
     def kill_the_trainer(self, where: str) -> None:

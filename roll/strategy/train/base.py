@@ -52,11 +52,13 @@ class UpdateStats:
     not_finite: NotFinite = NotFinite()
     """Of the skipped updates."""
     metrics: dict[str, float] = field(default_factory=dict)
+    untrained: tuple[str, ...] = ()
+    """Samples that were in skipped updates and in no other."""
 
     @classmethod
-    def nothing(cls, tokens: int) -> UpdateStats:
+    def nothing(cls, tokens: int, untrained: tuple[str, ...] = ()) -> UpdateStats:
         """Of a step that left the model as it was."""
-        return cls(loss=0.0, grad_norm=0.0, lr=0.0, rows=0, tokens=tokens, updates=0, skipped=0)
+        return cls(loss=0.0, grad_norm=0.0, lr=0.0, rows=0, tokens=tokens, updates=0, skipped=0, untrained=untrained)
 
     def beside(self, name: str, other: UpdateStats) -> UpdateStats:
         """These stats with another's loss, gradient and metrics among the metrics, under its name."""

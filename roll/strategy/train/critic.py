@@ -28,7 +28,7 @@ from roll.strategy.train.base import NotFinite, UpdateStats
 from roll.strategy.train.microbatch import MicroBatch
 from roll.strategy.train.optimizer import MasterAdamW, learning_rate
 from roll.strategy.train.passes import Passes
-from roll.strategy.train.suspects import Suspects
+from roll.strategy.train.suspects import Suspects, sample_names
 
 
 class CriticStrategy:
@@ -77,6 +77,7 @@ class CriticStrategy:
             skipped=int(not done.applied),
             not_finite=NotFinite() if done.applied else NotFinite(suspects.guilty(batch), done.sick),
             metrics={"explained": _explained(returns[batch.loss_mask], float(error))},
+            untrained=() if done.applied else sample_names(batch),
         )
 
     def hold(self, level: Level) -> None:

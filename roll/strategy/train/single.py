@@ -37,7 +37,7 @@ from roll.strategy.train.microbatch import MicroBatch
 from roll.strategy.train.optimizer import MasterAdamW, learning_rate
 from roll.strategy.train.passes import Passes
 from roll.strategy.train.probe import Probe
-from roll.strategy.train.suspects import Suspects
+from roll.strategy.train.suspects import Suspects, sample_names
 from roll.transfer.weights import Weights
 
 
@@ -86,8 +86,7 @@ class SingleStrategy:
             raise RunError("the batch has no sampled tokens to train on")
         with self._adapters.dropping(step) if self._adapters is not None else nullcontext():
             done = [self._update_once(part, loss, step) for part in parts]
-        sampled = [int(part.loss_mask.sum()) for part in parts]
-        return _joined(done, sampled, batch, learning_rate(self._config, step))
+        return _joined(done, parts, batch, learning_rate(self._config, step))
 
     def _update_once(self, batch: Batch, spec: LossSpec, step: int) -> UpdateStats:
         assert self._optimizer is not None, "a frozen model cannot be updated"
@@ -188,8 +187,9 @@ def _by_groups(batch: Batch, parts: int) -> list[Indices]:
     return [np.flatnonzero(np.isin(batch["group"], piece)) for piece in pieces]
 
 
-def _joined(done: list[UpdateStats], sampled: list[int], batch: Batch, lr: float) -> UpdateStats:
+def _joined(done: list[UpdateStats], parts: list[Batch], batch: Batch, lr: float) -> UpdateStats:
     """The stats of a step from those of its updates; token means are weighed by the updates' sampled tokens."""
+    sampled = [int(part.loss_mask.sum()) for part in parts]
     share = [tokens / sum(sampled) for tokens in sampled]
     names = done[0].metrics
     metrics = {n: sum(w * s.metrics[n] for w, s in zip(share, done, strict=True)) for n in names}
@@ -204,4 +204,11 @@ def _joined(done: list[UpdateStats], sampled: list[int], batch: Batch, lr: float
         skipped=sum(s.skipped for s in done),
         not_finite=sum((s.not_finite for s in done), start=NotFinite()),
         metrics=metrics,
+        untrained=_untrained(done, parts),
     )
+
+
+def _untrained(done: list[UpdateStats], parts: list[Batch]) -> tuple[str, ...]:
+    """The samples of which no update was applied."""
+    applied = {name for stats, part in zip(done, parts, strict=True) if not stats.skipped for name in sample_names(part)}
+    return tuple(name for part in parts for name in sample_names(part) if name not in applied)

@@ -32,6 +32,10 @@ class Suspects:
         return tuple(sample_name(batch, index) for index in sorted(found))
 
 
+def sample_names(batch: Batch) -> tuple[str, ...]:
+    return tuple(sample_name(batch, index) for index in range(len(batch)))
+
+
 def sample_name(batch: Batch, index: int) -> str:
     """The sample's id, or its number where a batch has no ids."""
     return str(batch["sample"][index]) if "sample" in batch else f"number {index}"

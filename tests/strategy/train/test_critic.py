@@ -99,6 +99,7 @@ def test_a_sick_return_is_skipped_and_named() -> None:
     stats = critic.update(batch.with_columns(values=values), GAE, 0)
     assert (stats.skipped, stats.not_finite.samples) == (1, (str(batch["sample"][1]),))
     assert "head.weight" in stats.not_finite.parameters
+    assert list(stats.untrained) == batch["sample"].tolist()
     for name, parameter in critic.model.named_parameters():
         torch.testing.assert_close(parameter, before[name], atol=0, rtol=0)
 

@@ -315,11 +315,12 @@ def test_a_sick_update_is_skipped_and_named(sickness: float | str) -> None:
         stats = strategy.update(batch.with_columns(advantage=advantage), LOSS, 1)
         assert stats.not_finite.samples == (batch["sample"][1],)
     assert (stats.skipped, stats.updates) == (1, 1)
+    assert list(stats.untrained) == batch["sample"].tolist(), "an update is skipped as a whole"
     assert not math.isfinite(stats.grad_norm)
     assert_same_bits(parameters(strategy), before)
     for one in (strategy, healthy):
         stats = one.update(batch, LOSS, 2)
-        assert stats.not_finite == NotFinite()
+        assert (stats.not_finite, stats.untrained) == (NotFinite(), ())
     assert_same_bits(parameters(strategy), parameters(healthy))
 
 
@@ -381,6 +382,19 @@ def test_one_sick_update_of_several_is_counted() -> None:
         advantage = np.where(batch["group"] == group, np.nan, batch["advantage"])
         stats = make_strategy(updates_per_step=3).update(batch.with_columns(advantage=advantage), LOSS, 0)
         assert (stats.updates, stats.skipped) == (2, 1)
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(updates=st.integers(1, 6), sick=st.sets(st.integers(0, 4)), seed=st.integers(0, 3))
+def test_the_samples_of_skipped_updates_are_told(updates: int, sick: set[int], seed: int) -> None:
+    """Those of the last group have no sampled tokens: they are in no update unless others are in it too."""
+    batch = make_batch(seed, groups=6)
+    batch = batch.with_columns(advantage=np.where(np.isin(batch["group"], list(sick)), np.nan, batch["advantage"]))
+    parts = [set(part.tolist()) for part in np.array_split(np.arange(6), updates)]
+    skipped = set().union(*(part for part in parts if part & sick))
+    stats = make_strategy(updates_per_step=updates).update(batch, LOSS, 0)
+    assert list(stats.untrained) == batch["sample"][np.isin(batch["group"], list(skipped))].tolist()
+    assert stats.skipped == sum(bool(part & sick) for part in parts)
 
 
 def test_samples_without_sampled_tokens_cost_nothing_and_break_nothing(

@@ -1,0 +1,31 @@
+"""The names of a step's metrics, `kl` for `train/kl`: who gives which.
+
+What always holds: no two give the same, so nobody's numbers are shown as another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+
+from roll.config.errors import UserError
+
+OF_TRAINER = frozenset(
+    {
+        *("loss", "grad_norm", "lr", "tokens", "rows", "updates", "skipped"),
+        *("entropy", "kl", "correction", "correction_cut"),
+        *("mismatch", "mismatch_max", "mismatch_k3", "mismatch_ess"),
+    }
+)
+OF_ALGORITHM = frozenset({"kl_coef"})
+"""What an `Algorithm` gives that does not replace `metrics`."""
+OF_CRITIC = "critic_"
+"""How all names of a critic's metrics begin."""
+
+
+def refuse_taken(names: Iterable[str], taken: Container[str], whose: str) -> None:
+    """Refuses names that others give; `whose` they are is for the message."""
+    for name in names:
+        if name in taken or name.startswith(OF_CRITIC):
+            raise UserError(
+                f"{whose} gives a metric {name!r}, but train/{name} is not its own: write another name, as 'my_{name}'"
+            )

@@ -1,0 +1,58 @@
+"""No metric of a step is given by two: the list of names is whole, and an algorithm that takes another's is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from small_runs import Remains
+
+from roll.algorithm import Algorithm
+from roll.algorithm.metrics import OF_ALGORITHM, OF_CRITIC, OF_TRAINER
+from roll.config import UserError
+
+ONE_STEP = ("train.steps=1", "eval.samples=1", "rollout.filter=none")
+
+
+class Twice(Algorithm):
+    """Gives a metric of the loss that it is trained with."""
+
+    def metrics(self) -> dict[str, float]:
+        return {**super().metrics(), "clipped": 1.0}
+
+
+class Hidden(Algorithm):
+    """Gives a metric of the trainer."""
+
+    def metrics(self) -> dict[str, float]:
+        return {**super().metrics(), "grad_norm": 1.0}
+
+
+class Own(Algorithm):
+    def metrics(self) -> dict[str, float]:
+        return {**super().metrics(), "kl_coef": 0.125, "patience": 3.0}
+
+
+def names(run: Remains) -> set[str]:
+    """Of the metrics of its updates."""
+    return {name.removeprefix("train/") for row in run.metrics() for name in row if name.startswith("train/")}
+
+
+def test_every_metric_of_an_update_is_somebodys(run_small: Callable[..., Remains]) -> None:
+    found = names(run_small(*ONE_STEP, "algorithm=ppo", "algorithm.kl_coef=0.1"))
+    assert {name for name in found if not name.startswith(OF_CRITIC)} == OF_TRAINER | OF_ALGORITHM | {"clipped"}
+    assert len(found) > len(OF_TRAINER | OF_ALGORITHM | {"clipped"}), "there is a critic"
+
+
+@pytest.mark.parametrize(("name", "metric"), [("Twice", "clipped"), ("Hidden", "grad_norm")])
+def test_an_algorithm_cannot_give_a_metric_that_is_not_its_own(
+    run_small: Callable[..., Remains], name: str, metric: str
+) -> None:
+    with pytest.raises(UserError, match=f"algorithm.name '.*:{name}' gives a metric '{metric}', but train/{metric} is"):
+        run_small(*ONE_STEP, f"algorithm={__file__}:{name}")
+
+
+def test_an_algorithm_may_give_others_and_its_own_anew(run_small: Callable[..., Remains]) -> None:
+    run = run_small(*ONE_STEP, f"algorithm={__file__}:Own", "algorithm.kl_coef=0.1")
+    (row,) = [row for row in run.metrics() if "train/loss" in row]
+    assert (row["train/kl_coef"], row["train/patience"]) == (0.125, 3.0)
