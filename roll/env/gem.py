@@ -90,7 +90,7 @@ def _gem() -> Any:
     try:
         import gem
     except ModuleNotFoundError as error:
-        raise UserError("environments `gem:…` need the package gem-llm: run `pip install gem-llm`") from error
+        raise UserError(f"environments `gem:…` need the package gem-llm ({error}): run `pip install gem-llm`") from error
     return gem
 
 

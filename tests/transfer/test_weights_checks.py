@@ -86,6 +86,9 @@ def test_half_precision_is_allowed_more_noise() -> None:
     check_probe(weights, weights.log_probs + 0.05)
     with pytest.raises(RunError):
         check_probe(weights, weights.log_probs + 0.5)
+    check_probe(weights, weights.log_probs + 0.5, quantized=True)
+    with pytest.raises(RunError, match="differ by"):
+        check_probe(weights, weights.log_probs + 2.0, quantized=True)
 
 
 class Tied(torch.nn.Module):

@@ -23,7 +23,8 @@ def test_both_leave_the_gpu_and_say_the_same_when_they_are_back(tmp_path: Path) 
     folder = save_random(tmp_path)
 
     async def main() -> None:
-        settings, executor = config(judge={"model": "tiny"}, reward_model={"model": str(folder)}), LocalExecutor()
+        judged = {"model": {"path": "tiny", "dtype": "fp32"}}  # in bf16 a batch of another size may draw another token
+        settings, executor = config(judge=judged, reward_model={"model": str(folder)}), LocalExecutor()
         place = Place("reward_model", device="cuda:0")
         scorer = await Cluster.start(executor, lambda place: RewardModelWorker(place, settings), [place])
         judge = await Cluster.start(executor, lambda p: JudgeWorker(p, settings), [Place("judge", device="cuda:0")])

@@ -304,7 +304,8 @@ class VllmStrategy:
         try:
             self._begin_anew()
             await self._ask(self._llm.resume_generation())
-            check_probe(weights, await self._log_probs_of(weights.probe.tolist()))
+            log_probs = await self._log_probs_of(weights.probe.tolist())
+            check_probe(weights, log_probs, quantized=bool(self._settings.args.get("quantization")))
             self._verified, self._served = True, weights.version
         finally:
             self._probing = False

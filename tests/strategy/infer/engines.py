@@ -228,11 +228,11 @@ def logits_after(model: LlamaForCausalLM, ids: Sequence[int], drawn: Sequence[in
     return plain(model)(whole).logits[0, len(ids) - 1 : -1].float().cpu()
 
 
-def plain(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """A copy with the attention of `transformers`."""
+def plain(model: LlamaForCausalLM, attention: str = "eager") -> LlamaForCausalLM:
+    """A copy with an attention of `transformers`."""
     copy = LlamaForCausalLM(model.config).to(DEVICE, model.dtype).eval()
     copy.load_state_dict(model.state_dict())
-    copy.set_attn_implementation("eager")
+    copy.set_attn_implementation(attention)
     return copy
 
 

@@ -48,7 +48,7 @@ def test_bf16_log_probs_are_as_near_to_a_forward_pass_as_a_decoder_of_transforme
             await served.publish(values)
             return await served.generate(*asked)
 
-        done, reference = served.run(main()), plain(values)
+        done, reference = served.run(main()), plain(values, "sdpa")
         ours, theirs = [], []
         for each in asked:
             prompt, drawn = each.ids.tolist(), done[each.id].ids.tolist()

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from engines import DEVICE, MAX_RUNNING, THREADS, TOKENIZER, forward_log_probs, request, shape
-from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+from engines import DEVICE, MAX_RUNNING, THREADS, TOKENIZER, forward_log_probs, model, plain, request, shape
+from transformers import PreTrainedModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from roll.config.errors import UserError
-from roll.engine.request import Completion
-from roll.transfer.weights import Weights, probe_ids
+from roll.engine.request import Completion, Request
+from roll.transfer.weights import QUANTIZED_TOLERANCE, Weights, probe_ids
 
 pytestmark = pytest.mark.vllm
 
@@ -49,19 +49,17 @@ def mixture() -> Qwen2MoeForCausalLM:
         return Qwen2MoeForCausalLM(config).to(DEVICE).eval()
 
 
-def test_a_mixture_of_experts_is_served_from_tensors_as_transformers_holds_them() -> None:
+def answered(model: PreTrainedModel, asked: Request, **args: Any) -> Completion:
+    """What an engine that is started with these arguments draws by the weights of the model."""
     from roll.strategy.infer.vllm import VllmStrategy
     from roll.strategy.infer.vllm_engine import VllmSettings
 
-    experts = mixture()
-    assert "model.layers.0.mlp.experts.gate_up_proj" in experts.state_dict()  # fused, as no checkpoint has them
     probe = probe_ids(len(TOKENIZER))
-    said = forward_log_probs(experts, probe[:1].tolist(), probe[1:].tolist())
-    weights = Weights(1, experts, dict(experts.named_parameters()), probe, said)
-    memory: dict[str, Any] = {"kv_cache_memory_bytes": 16 << 20, "enforce_eager": True}
-    memory |= {} if DEVICE == "cpu" else {"gpu_memory_utilization": 0.02}
-    settings = VllmSettings(None, experts.config, torch.float32, MAX_RUNNING, DEVICE, args=memory, environment=THREADS)
-    asked = request("a", 40)
+    said = forward_log_probs(model, probe[:1].tolist(), probe[1:].tolist())
+    weights = Weights(1, model, dict(model.named_parameters()), probe, said)
+    args |= {"kv_cache_memory_bytes": 16 << 20, "enforce_eager": True}
+    args |= {} if DEVICE == "cpu" else {"gpu_memory_utilization": 0.02}
+    settings = VllmSettings(None, model.config, model.dtype, MAX_RUNNING, DEVICE, args=args, environment=THREADS)
 
     async def main() -> Completion:
         engine = VllmStrategy(TOKENIZER, settings)
@@ -73,8 +71,25 @@ def test_a_mixture_of_experts_is_served_from_tensors_as_transformers_holds_them(
         finally:
             await engine.close()
 
-    done = asyncio.run(main())
+    return asyncio.run(main())
+
+
+def test_a_mixture_of_experts_is_served_from_tensors_as_transformers_holds_them() -> None:
+    experts, asked = mixture(), request("a", 40)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in experts.state_dict()  # fused, as no checkpoint has them
+    done = answered(experts, asked)
     expected = forward_log_probs(experts, asked.ids.tolist(), done.ids.tolist())
     worst = float((torch.from_numpy(done.logprobs) - expected).abs().max())
     print(f"a mixture of experts: log-probs differ from transformers' by at most {worst:.1e}")
     assert worst <= 1e-4
+
+
+@pytest.mark.gpu
+def test_weights_of_fewer_bits_are_the_trainers_to_their_rounding() -> None:
+    wide = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    values, asked = plain(model(1, torch.bfloat16, **wide)), request("a", 40)
+    done = answered(values, asked, quantization="fp8")
+    expected = forward_log_probs(values, asked.ids.tolist(), done.ids.tolist())
+    mean = float((torch.from_numpy(done.logprobs) - expected).abs().mean())
+    print(f"FP8: log-probs differ from bf16's by {mean:.3f} on average")
+    assert mean < QUANTIZED_TOLERANCE
