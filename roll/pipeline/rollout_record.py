@@ -13,7 +13,7 @@ from roll.pipeline.recorder import Recorder, update_metrics
 from roll.pipeline.report import Measured
 from roll.pipeline.roles import Roles
 from roll.pipeline.state import RunState
-from roll.rollout.evaluate import Evaluation
+from roll.rollout.evaluate import Evaluation, part_means, told
 from roll.rollout.step import Rollout
 from roll.run import Panel
 from roll.strategy.train.base import UpdateStats
@@ -34,8 +34,10 @@ class RolloutRecord:
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         values = {"eval/accuracy": evaluation.accuracy, "eval/tokens_mean": evaluation.tokens_mean}
+        values |= {f"eval/reward/{name}": mean for name, mean in evaluation.parts.items()}
         for name, score in evaluation.domains.items():
             values |= {f"eval/{name}/accuracy": score.accuracy, f"eval/{name}/tokens_mean": score.tokens_mean}
+            values |= {f"eval/{name}/reward/{part}": mean for part, mean in score.parts.items()}
         self._recorder.evaluated(step, values, measured(evaluation))
 
     async def step(
@@ -86,7 +88,8 @@ class RolloutRecord:
 
 def measured(evaluation: Evaluation) -> Measured:
     each = "".join(f", {name} {score.accuracy:.3f}" for name, score in evaluation.domains.items())
-    return Measured("held-out accuracy", evaluation.accuracy, f"{evaluation.tokens_mean:.1f} tokens a response{each}")
+    own = "" if evaluation.domains else told(evaluation.parts)
+    return Measured(evaluation.name, evaluation.accuracy, f"{evaluation.tokens_mean:.1f} tokens a response{own}{each}")
 
 
 def rollout_metrics(rollout: Rollout, samples: list[Sample], lengths: list[int]) -> dict[str, float]:
@@ -103,15 +106,6 @@ def rollout_metrics(rollout: Rollout, samples: list[Sample], lengths: list[int])
     }
     values |= {f"reward/{name}": mean for name, mean in part_means(samples).items()}
     return values
-
-
-def part_means(samples: Sequence[Sample]) -> dict[str, float]:
-    """Each part of the rewards, over the samples that have it: parts may be of some domains only."""
-    parts: dict[str, list[float]] = {}
-    for sample in samples:
-        for name, value in sample.parts.items():
-            parts.setdefault(name, []).append(value)
-    return {name: fmean(values) for name, values in parts.items()}
 
 
 def domain_metrics(domain: str, rollout: Rollout, samples: Sequence[Sample]) -> dict[str, float]:

@@ -37,6 +37,8 @@ class Score:
     tokens_mean: float
     samples: int
     failed: int
+    parts: dict[str, float]
+    """Means of what the rewards are made of, and of what environments tell, such as `success`."""
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Score | None:
@@ -46,7 +48,7 @@ class Score:
             return None
         accuracy = sum(s.reward for s in scored) / len(scored)
         tokens = sum(s.response_tokens for s in scored) / len(scored)
-        return cls(accuracy, tokens, len(samples), len(samples) - len(scored))
+        return cls(accuracy, tokens, len(samples), len(samples) - len(scored), part_means(scored))
 
 
 @dataclass(frozen=True)
@@ -60,16 +62,23 @@ class Evaluation:
     failed: int
     samples: int
     temperature: float
+    parts: dict[str, float] = field(default_factory=dict)
     domains: dict[str, Score] = field(default_factory=dict)
     """Where there are several, and for each that could be judged."""
 
+    @property
+    def name(self) -> str:
+        """What is measured: an episode's rewards add up to anything, and its `success` is told beside them."""
+        return "held-out reward" if "turns" in self.parts else "held-out accuracy"
+
     def __str__(self) -> str:
         whole = (
-            f"held-out accuracy {self.accuracy:.3f} over {self.samples} answers at temperature {self.temperature:g}, "
-            f"{self.tokens_mean:.1f} tokens an answer, {self.failed} failed"
+            f"{self.name} {self.accuracy:.3f} over {self.samples} answers at temperature {self.temperature:g}, "
+            f"{self.tokens_mean:.1f} tokens an answer, {self.failed} failed{told(self.parts)}"
         )
         each = (
-            f"{name}: {s.accuracy:.3f} over {s.samples} answers, {s.failed} failed" for name, s in self.domains.items()
+            f"{name}: {s.accuracy:.3f} over {s.samples} answers, {s.failed} failed{told(s.parts)}"
+            for name, s in self.domains.items()
         )
         return "\n  ".join([whole, *each])
 
@@ -125,6 +134,7 @@ class Evaluator:
             failed=whole.failed,
             samples=len(samples),
             temperature=self._config.temperature,
+            parts=whole.parts,
             domains=domains if self._by_domain or len(domains) > 1 else {},
         )
 
@@ -135,3 +145,16 @@ def _by_domain(samples: Sequence[Sample]) -> dict[str, Score]:
         domains.setdefault(sample.task.domain, []).append(sample)
     scores = {name: Score.of(domains[name]) for name in sorted(domains)}
     return {name: score for name, score in scores.items() if score is not None}
+
+
+def part_means(samples: Sequence[Sample]) -> dict[str, float]:
+    """Each part of the rewards, over the samples that have it: parts may be of some domains only."""
+    parts: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.parts.items():
+            parts.setdefault(name, []).append(value)
+    return {name: fmean(values) for name, values in parts.items()}
+
+
+def told(parts: dict[str, float]) -> str:
+    return "".join(f", {name} {value:.3f}" for name, value in parts.items())

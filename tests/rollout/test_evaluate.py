@@ -222,3 +222,15 @@ def test_labels_alone_are_measured_but_every_task_counts_the_same() -> None:
 def test_a_domain_nobody_could_judge_is_left_out_of_the_mean() -> None:
     evaluation, _ = evaluate_domains({"a": 2, "b": 2}, lambda s: 0.5 if s.task.domain == "a" else "broken", samples=4)
     assert (evaluation.accuracy, evaluation.failed, set(evaluation.domains)) == (0.5, 2, {"a"})
+
+
+def test_parts_of_rewards_are_told_over_the_answers_that_have_them() -> None:
+    def outcome(sample: Sample) -> float | str:
+        number = int(sample.id.rpartition(".")[2])
+        sample.parts = {"success": float(number == 1)} | ({"format": 1.0} if number < 2 else {})
+        return "broken" if number == 3 else 0.5
+
+    evaluation, _ = evaluate(2, outcome, samples=4)
+    assert evaluation is not None
+    assert evaluation.parts == {"success": pytest.approx(1 / 3), "format": 1.0}
+    assert ", success 0.333, format 1.000" in str(evaluation)
