@@ -159,9 +159,12 @@ def test_a_purchase_ends_it_and_tells_its_parts() -> None:
     world = begun()
     goal = world._goal
     world.step(f"search[{goal.product.title}]")
-    world.step(f"click[{goal.product.id}]")
+    before = world.step(f"click[{goal.product.id}]")
+    told = {name: before.info[name] for name in ("score", "success", "bought")}
+    assert told == {"score": 0.0, "success": 0.0, "bought": 0.0}  # who buys nothing counts in the means
     last = world.step("click[buy now]")
     assert last.terminated
+    assert (last.info["score"], last.info["bought"]) == (last.reward, 1.0)
     asked = len(goal.attributes) + len(goal.options) + 1
     assert last.reward == pytest.approx((len(goal.attributes) + 1) / asked)
     parts = {name: last.info[name] for name in ("type", "attributes", "options", "price", "success")}

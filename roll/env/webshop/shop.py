@@ -54,7 +54,7 @@ class WebShop(ActingEnvironment):
         self._store = Store(open_catalogue(products, catalogue_seed, data), page_size or PAGE_SIZES[view])
         self._view = VIEWS[view]
         self._place = Place()
-        self._bought = False
+        self._bought, self._score = False, 0.0
 
     def begin(self, seed: int) -> str:
         goals = self._store.catalogue.goals
@@ -62,7 +62,7 @@ class WebShop(ActingEnvironment):
             raise ValueError(f"webshop: the seed is {seed}, but the goals of this catalogue are 0 to {len(goals) - 1}")
         self._goal = goals[seed]
         self._expert = Expert(self._store, self._goal)
-        self._place, self._bought = Place(), False
+        self._place, self._bought, self._score = Place(), False, 0.0
         return (
             "You are shopping in a web store. Find what is asked for, choose its options, then buy it.\n"
             f"Each turn, write only one action: {self.says('search[keywords]')} on the search page, or "
@@ -94,6 +94,9 @@ class WebShop(ActingEnvironment):
     def state(self) -> str:
         return str(self._place)
 
+    def facts(self) -> dict[str, float | str]:
+        return {"score": self._score, "success": float(self._score == 1.0), "bought": float(self._bought)}
+
     def expert(self) -> str | None:
         """What leads to the best purchase from here; None once something is bought or no turn is left."""
         over = self._bought or 0 < self._turns <= self._turn
@@ -108,8 +111,8 @@ class WebShop(ActingEnvironment):
             "attributes": judged.attributes / (judged.asked_attributes or 1),
             "options": judged.options / judged.asked_options if judged.asked_options else 1.0,
             "price": float(judged.price),
-            "success": float(judged.reward == 1.0),
         }
+        self._score = judged.reward
         chosen = f" ({', '.join(options.values())})" if options else ""
         said = f"You bought {product.title}{chosen} for ${product.price_with(options):.2f}. Score: {judged.reward:.2f}"
         return Step(said, judged.reward, terminated=True, info=parts)
