@@ -102,3 +102,10 @@ def test_plain_lines_stay_one_a_step(capsys: pytest.CaptureFixture[str]) -> None
     assert line.startswith("step 7/50  reward 0.625  answer length 812.5 tokens")
     reporter.evaluated(3, Measured("held-out loss", 0.25, "and more"))
     assert capsys.readouterr().out == "step 3: held-out loss 0.250, and more\n"
+
+
+def test_of_episodes_the_summary_tells_what_they_tell(capsys: pytest.CaptureFixture[str]) -> None:
+    parts = {"parts_before": {"success": 0.1, "turns": 12.0}, "parts_after": {"success": 0.7, "turns": 5.0}}
+    summary = {"steps": 9, "seconds": 3.0, "accuracy_before": -0.5, "accuracy_after": 0.6, **parts}
+    PlainReporter().finished(summary)
+    assert "held-out reward -0.500 -> 0.600: success 0.100 -> 0.700: turns 12.000 -> 5.000" in capsys.readouterr().out

@@ -90,8 +90,10 @@ def draw() -> None:
         figure.tight_layout()
         figure.savefig(HERE / f"{name}.png", dpi=110)
         pyplot.close(figure)
-        ends = [[float(r[result.held_out]) for r in rows if r[result.held_out]] for run, rows in runs.items() if "shuffled" not in run]
-        print(f"{result.title}: {fmean(e[0] for e in ends):.3f} → {fmean(e[-1] for e in ends):.3f}, mean of {len(ends)} runs")
+        own = [rows for run, rows in runs.items() if "shuffled" not in run]
+        ends = [[float(row[result.held_out]) for row in rows if row[result.held_out]] for rows in own]
+        before, after = fmean(values[0] for values in ends), fmean(values[-1] for values in ends)
+        print(f"{result.title}: {before:.3f} → {after:.3f}, mean of {len(ends)} runs")
 
 
 def _read(path: Path) -> dict[str, list[dict[str, str]]]:

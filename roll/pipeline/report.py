@@ -98,9 +98,14 @@ class SilentReporter(PlainReporter):
 
 def changes_in(summary: Mapping[str, Any]) -> list[tuple[str, float, float]]:
     """What was measured on held-out data before and after: names and both values."""
-    pairs = [(f"held-out {name}", summary.get(f"{name}_before"), summary.get(f"{name}_after")) for name in MEASURES]
-    before = summary.get("domains_before", {})
-    pairs += [(f"  {name}", before.get(name), after) for name, after in summary.get("domains_after", {}).items()]
+    episodes = "turns" in summary.get("parts_after", {})
+    pairs = []
+    for measure in MEASURES:
+        name = "held-out reward" if episodes else f"held-out {measure}"
+        pairs.append((name, summary.get(f"{measure}_before"), summary.get(f"{measure}_after")))
+    for each in ("domains", "parts") if episodes else ("domains",):
+        before = summary.get(f"{each}_before", {})
+        pairs += [(f"  {name}", before.get(name), after) for name, after in summary.get(f"{each}_after", {}).items()]
     return [(name, before, after) for name, before, after in pairs if before is not None and after is not None]
 
 

@@ -19,7 +19,7 @@ from roll.run import Panel
 from roll.strategy.train.base import UpdateStats
 
 PANELS = (
-    Panel("reward and accuracy", "reward/mean", "training reward", "eval/accuracy", "held-out accuracy"),
+    Panel("reward and accuracy", "reward/mean", "training reward", "eval/accuracy", "held out"),
     Panel("answer length (tokens)", "response/tokens_mean"),
 )
 

@@ -52,15 +52,19 @@ class RunState(State):
     domains_before: dict[str, float] = field(default_factory=dict)
     """Accuracies by domain, where there are several."""
     domains: dict[str, float] = field(default_factory=dict)
+    parts_before: dict[str, float] = field(default_factory=dict)
+    """Means of the parts of held-out rewards; an episode's `success` and `turns` are among them."""
+    parts: dict[str, float] = field(default_factory=dict)
     answers_before: list[dict[str, Any]] = field(default_factory=list)
     answers: list[dict[str, Any]] = field(default_factory=list)
 
     def evaluated(self, evaluation: Evaluation) -> None:
         answers = [dataclasses.asdict(answer) for answer in evaluation.answers]
         self.domains = {name: score.accuracy for name, score in evaluation.domains.items()}
+        self.parts = evaluation.parts
         if self.accuracy_before is None:
             self.accuracy_before, self.answers_before = evaluation.accuracy, answers
-            self.domains_before = self.domains
+            self.domains_before, self.parts_before = self.domains, self.parts
         self.accuracy, self.answers, self.accuracy_step = evaluation.accuracy, answers, self.step
 
     def summary(self) -> dict[str, Any]:
@@ -68,6 +72,7 @@ class RunState(State):
         return (
             super().summary()
             | by_domain
+            | ({"parts_before": self.parts_before, "parts_after": self.parts} if self.parts else {})
             | {
                 "seconds_generating": round(self.seconds_generating, 3),
                 "generated_tokens": self.generated_tokens,
