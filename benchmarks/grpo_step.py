@@ -58,15 +58,14 @@ def main() -> None:
     ours = roll_step(args)
     result |= {f"roll_{name}": value for name, value in ours.items()}
     result["seconds"] = ours["seconds"]
-    rows = {"ROLL": ours}
+    print_head()
+    print_row("ROLL", ours)
     if not args.no_trl and importlib.util.find_spec("trl"):
         theirs = trl_step(args)
         result |= {f"trl_{name}": value for name, value in theirs.items()}
         result["over_trl"] = theirs["seconds"] / ours["seconds"]
-        rows["TRL"] = theirs
-    print_table(rows)
-    if "TRL" in rows:
-        apart = abs(ours["answer_tokens"] / rows["TRL"]["answer_tokens"] - 1)
+        print_row("TRL", theirs)
+        apart = abs(ours["answer_tokens"] / theirs["answer_tokens"] - 1)
         print(f"TRL takes {result['over_trl']:.2f} times as long; answer lengths are {100 * apart:.1f} % apart")
         assert apart <= 0.05, "the two do not answer alike"
     if args.learn:
@@ -86,12 +85,14 @@ def argparse_hidden() -> str:
     return argparse.SUPPRESS
 
 
-def print_table(rows: dict[str, dict[str, float]]) -> None:
+def print_head() -> None:
     print("| | seconds a step | generating | training | answer tokens, mean |")
     print("| --- | --- | --- | --- | --- |")
-    for name, row in rows.items():
-        parts = [f"{row[key]:.3f}" if key in row else "" for key in ("seconds", "generate_s", "train_s")]
-        print(f"| {name} | {' | '.join(parts)} | {row['answer_tokens']:.1f} |", flush=True)
+
+
+def print_row(name: str, row: dict[str, float]) -> None:
+    parts = [f"{row[key]:.3f}" if key in row else "" for key in ("seconds", "generate_s", "train_s")]
+    print(f"| {name} | {' | '.join(parts)} | {row['answer_tokens']:.1f} |", flush=True)
 
 
 def sums(count: int, seed: int) -> list[tuple[int, int]]:
