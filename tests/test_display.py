@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from roll.display import LiveReporter, short
+from roll.display import LiveReporter, print_summary, short
 from roll.pipeline.report import Measured, PlainReporter, Reporter, StepReport
 from roll.run.stages import StageRow, StageTable
 
@@ -102,3 +102,15 @@ def test_plain_lines_stay_one_a_step(capsys: pytest.CaptureFixture[str]) -> None
     assert line.startswith("step 7/50  reward 0.625  answer length 812.5 tokens")
     reporter.evaluated(3, Measured("held-out loss", 0.25, "and more"))
     assert capsys.readouterr().out == "step 3: held-out loss 0.250, and more\n"
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_what_to_try_next_names_tensorboard_only_where_there_are_events(tmp_path: Path, written: bool) -> None:
+    if written:
+        (tmp_path / "tensorboard").mkdir()
+    console = Console(record=True, file=io.StringIO(), width=400)
+    print_summary(console, {"run": str(tmp_path), "steps": 2, "seconds": 3, "curve": str(tmp_path / "curve.png")})
+    text = console.export_text()
+    assert f"roll eval {tmp_path}" in text
+    assert (f"tensorboard --logdir {tmp_path}/tensorboard" in text) == written
+    assert ("tensorboard" in text) == written
