@@ -18,7 +18,6 @@ import torch
 from transformers import PretrainedConfig
 
 from roll.devices.inventory import Inventory, Kind
-from roll.devices.inventory import available_bytes as available_bytes
 from roll.devices.map import DeviceMap
 from roll.devices.stages import Stage, StageTable
 from roll.devices.workload import Workload
