@@ -87,12 +87,12 @@ def forward_working(footprint: Footprint, work: Workload, budget: Budget) -> Siz
 
 
 def cache_bytes(shape: PretrainedConfig, dtype: torch.dtype, work: Workload, paged: bool = False) -> int:
-    """An engine's keys and values for its longest sequences, and the piece of a smaller cache that is still there while
+    """An engine's keys and values for its longest sequences, and the layer of a smaller cache that is still there while
     it grows. A paged one takes all that it may hold, where that is set."""
     cache = SlotCache(shape, dtype, torch.device("cpu"))
     if paged and work.kv_tokens:
         return work.kv_tokens * cache.bytes_a_token
-    sizing = SlotSizing(work.running, int(shape.max_position_embeddings), cache.pieces)
+    sizing = SlotSizing(work.running, int(shape.max_position_embeddings), len(cache.layers))
     largest = sizing.shape(work.longest, work.running, work.kv_tokens or sys.maxsize)
     outgrown = rounded(work.shortest_prompt + work.response) < largest.positions
     smaller = Shape(largest.slots, largest.positions // 2) if outgrown else Shape()

@@ -22,64 +22,52 @@ _CALL = 128
 
 
 class SlotCache:
-    """Keys and values of every layer: [slots, kv_heads, positions, dim] each, of one shape that changes as a whole."""
+    """Keys and values, a tensor a layer: [2, slots, kv_heads, positions, dim]. All have one shape, which changes."""
 
     def __init__(self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
         heads = config.num_attention_heads
         self.device = device
-        self.layers = int(config.num_hidden_layers)
         self._kv_heads = int(config.num_key_value_heads or heads)
         self._dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
         self._dtype = dtype
         self.shape = Shape()
-        self.keys = self._nothing()
-        self.values = self._nothing()
+        self.layers = [torch.empty(0)] * int(config.num_hidden_layers)
 
     @property
     def bytes_a_token(self) -> int:
-        return 2 * self.layers * self._kv_heads * self._dim * self._dtype.itemsize
-
-    @property
-    def pieces(self) -> int:
-        """In which it changes its shape, one after the other."""
-        return 2 * self.layers
+        return 2 * len(self.layers) * self._kv_heads * self._dim * self._dtype.itemsize
 
     def reshape(self, shape: Shape, sources: Sequence[tuple[int, int]] = ()) -> None:
         """Makes slots of another number and length. The first ones take over what old slots hold: `sources` has the old
         slot of each, and how many positions."""
-        for pieces in (self.keys, self.values):
-            for layer, old in enumerate(pieces):
-                new = self._piece(shape)
-                for slot, (source, length) in enumerate(sources):
-                    new[slot, :, :length] = old[source, :, :length]
-                pieces[layer] = old = new  # the old one is gone before the next is made
+        for layer, old in enumerate(self.layers):
+            new = self._layer(shape)
+            for slot, (source, length) in enumerate(sources):
+                new[:, slot, :, :length] = old[:, source, :, :length]
+            self.layers[layer] = old = new  # the old one is gone before the next is made
         self.shape = shape
 
-    def _piece(self, shape: Shape) -> Tensor:
+    def _layer(self, shape: Shape) -> Tensor:
         """Of numbers, because positions beyond a slot's length are read too, and weighed with nothing."""
-        size = (shape.slots, self._kv_heads, shape.positions, self._dim)
+        size = (2, shape.slots, self._kv_heads, shape.positions, self._dim)
         return torch.zeros(size, dtype=self._dtype, device=self.device)
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copies the first `length` positions of one slot into another."""
-        for piece in (*self.keys, *self.values):
-            piece[target, :, :length] = piece[source, :, :length]
+        for layer in self.layers:
+            layer[:, target, :, :length] = layer[:, source, :, :length]
 
     def swap(self, a: int, b: int, a_length: int, b_length: int) -> None:
         """Exchanges the first positions of two slots."""
-        for piece in (*self.keys, *self.values):
-            held = piece[a, :, :a_length].clone()
-            piece[a, :, :b_length] = piece[b, :, :b_length]
-            piece[b, :, :a_length] = held
+        for layer in self.layers:
+            held = layer[:, a, :, :a_length].clone()
+            layer[:, a, :, :b_length] = layer[:, b, :, :b_length]
+            layer[:, b, :, :a_length] = held
 
     def release(self) -> None:
         """Frees the memory; nothing may be running."""
         self.shape = Shape()
-        self.keys = self._nothing()
-        self.values = self._nothing()
-
-    def _nothing(self) -> list[Tensor]:
-        return [torch.empty(0)] * self.layers
+        self.layers = [torch.empty(0)] * len(self.layers)
 
 
 @dataclass(frozen=True)
@@ -151,7 +139,7 @@ class CachePlan:
         of_chunks, of_runs = self._masks_of(reading.window)
         heads, rows, dim = query.shape
         output = query.new_zeros(rows, heads, dim)
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        keys, values = self._cache.layers[layer]
         row = 0
         for chunk, mask in zip(self._chunks, of_chunks, strict=True):
             span = slice(row, row + chunk.rows)

@@ -82,7 +82,7 @@ class Engine:
         self._device = next(model.parameters()).device
         self._cache = SlotCache(model.config, next(model.parameters()).dtype, self._device)
         self._limit = Limit(kv_tokens, self._cache.bytes_a_token, self._device, free_bytes)
-        self._sizing = SlotSizing(max_running, self.context, self._cache.pieces)
+        self._sizing = SlotSizing(max_running, self.context, len(self._cache.layers))
         self._slots = Slots(self._cache, EXACT_ROWS if exact else 1)
         self._waiting: deque[Request] = deque()
         self._stuck: tuple[str, int] | None = None

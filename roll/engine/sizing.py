@@ -78,10 +78,10 @@ class SlotSizing:
     where requests are long.
 
     What always holds: with `most` tokens allowed, a cache whose shape changes holds no more than that while what it had
-    is copied, which happens piece by piece, and nothing that runs is lost. Where that cannot be, requests wait until
+    is copied, which happens layer by layer, and nothing that runs is lost. Where that cannot be, requests wait until
     less is running; the oldest has a slot as soon as nothing is.
 
-    Example: 4096 tokens in 60 pieces, of which 60 / 61 are used at most, so that there is room for a piece twice. For 20
+    Example: 4096 tokens and 30 layers. At most 30 / 31 of them are used, so that there is room for a layer twice. For 20
     requests of up to 100 tokens there are 32 slots of 112. One of 1000 waits until two of them are left: then there are
     3 slots of 1024.
     """
@@ -89,13 +89,12 @@ class SlotSizing:
     slots: int
     """The most."""
     context: int
-    pieces: int
-    """In which a cache is copied: the keys or values of a layer."""
+    layers: int
 
     def shape(self, longest: int, slots: int, most: int, held: int = 0) -> Shape:
         """For so many requests of up to `longest` tokens, or as many of them as `most` tokens have room for, but one at
         least. `held`: positions of the slots there are, which stay if they suffice."""
-        lasting = most * self.pieces // (self.pieces + 1)
+        lasting = most * self.layers // (self.layers + 1)
         positions = held
         if longest > held:
             positions = min(rounded(longest), max(self.context, longest))
@@ -108,7 +107,7 @@ class SlotSizing:
 
     def peak(self, old: Shape, new: Shape) -> int:
         """Tokens there is room for at the worst moment, while a cache takes over what another one has."""
-        return max(old.tokens + -(-new.tokens // self.pieces), new.tokens + -(-old.tokens // self.pieces))
+        return max(old.tokens + -(-new.tokens // self.layers), new.tokens + -(-old.tokens // self.layers))
 
     def fitted(
         self, held: Shape, running: Sequence[int], waiting: Sequence[int], kept: int, most: int

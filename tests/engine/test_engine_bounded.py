@@ -26,33 +26,33 @@ TOKEN_BYTES = SlotCache(llama().config, torch.float32, torch.device("cpu")).byte
 
 
 @dataclass
-class Pieces:
-    """The pieces of caches that are there, and the most bytes they ever had."""
+class Layers:
+    """The layers of caches that are there, and the most bytes they ever had."""
 
     alive: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     peak: int = 0
 
     @property
     def bytes(self) -> int:
-        return sum(piece.nbytes for ref in self.alive if (piece := ref()) is not None)
+        return sum(layer.nbytes for ref in self.alive if (layer := ref()) is not None)
 
-    def add(self, piece: torch.Tensor) -> None:
-        self.alive = [weakref.ref(piece), *(ref for ref in self.alive if ref() is not None)]
+    def add(self, layer: torch.Tensor) -> None:
+        self.alive = [weakref.ref(layer), *(ref for ref in self.alive if ref() is not None)]
         self.peak = max(self.peak, self.bytes)
 
 
 @contextmanager
-def watched() -> Iterator[Pieces]:
-    """Sees every piece of a cache from when it is made until it is gone."""
-    pieces, make = Pieces(), SlotCache._piece
+def watched() -> Iterator[Layers]:
+    """Sees every layer of a cache from when it is made until it is gone."""
+    layers, make = Layers(), SlotCache._layer
 
-    def piece(self: SlotCache, shape: Shape) -> torch.Tensor:
+    def layer(self: SlotCache, shape: Shape) -> torch.Tensor:
         made = make(self, shape)
-        pieces.add(made)
+        layers.add(made)
         return made
 
-    with patch.object(SlotCache, "_piece", piece):
-        yield pieces
+    with patch.object(SlotCache, "_layer", layer):
+        yield layers
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,10 @@ def test_with_a_small_cache_all_finish_with_the_same_tokens_and_it_never_holds_m
     prompts, temperature = prompts_of(asked), 1.0 if exact else 0.0
     free = served_all(engine(slots, exact=exact), asked, prompts, temperature)
     assert len(free) == len(asked)
-    with watched() as pieces:
+    with watched() as layers:
         bounded = served_all(engine(slots, exact=exact, kv_tokens=kv_tokens), asked, prompts, temperature)
     assert_same(bounded, free, exact)
-    assert pieces.peak <= kv_tokens * TOKEN_BYTES
+    assert layers.peak <= kv_tokens * TOKEN_BYTES
 
 
 @given(
@@ -150,13 +150,13 @@ def test_what_others_leave_of_the_memory_is_shared_with_them(
     free = served_all(engine(9), asked, prompts)
     looks = 0
 
-    with watched() as pieces:
+    with watched() as layers:
 
         def free_bytes(device: torch.device) -> int:
             nonlocal looks
             looks += 1
             others = sum(tokens for when, tokens in taken if looks > when)
-            return max(0, (room - others) * TOKEN_BYTES - pieces.bytes)
+            return max(0, (room - others) * TOKEN_BYTES - layers.bytes)
 
         served = engine(9, free_bytes=free_bytes)
         accepted = [number for number, each in enumerate(asked) if each.tokens <= MEMORY_SHARE["cpu"] * (room - 900)]
@@ -166,13 +166,13 @@ def test_what_others_leave_of_the_memory_is_shared_with_them(
     assert_same(renamed, {id: free[id] for id in renamed}, exact=False)
     assert len(renamed) == len(accepted)
     longest = max((each.tokens for each in some), default=0)
-    assert pieces.peak <= max(MEMORY_SHARE["cpu"] * room, longest) * TOKEN_BYTES
+    assert layers.peak <= max(MEMORY_SHARE["cpu"] * room, longest) * TOKEN_BYTES
 
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_long_requests_run_in_fewer_slots_and_short_ones_in_many_again(exact: bool) -> None:
     rng = np.random.default_rng(0)
-    served = engine(12, exact=exact, kv_tokens=480)
+    served = engine(12, exact=exact, kv_tokens=600)
     most: dict[str, int] = {}
 
     def crowd(name: str, length: int) -> None:
@@ -192,9 +192,9 @@ def test_one_that_needs_all_of_the_cache_has_it_to_itself() -> None:
     others = [request(str(number), random_ids(rng, 20), 10, temperature=0.0) for number in range(5)]
     large = request("large", random_ids(rng, 100), 20, temperature=0.0)
     served = engine(8, kv_tokens=120)
-    with watched() as pieces:
+    with watched() as layers:
         finished = run(served, [*others[:3], large, *others[3:]])
-    assert pieces.peak <= 120 * TOKEN_BYTES
+    assert layers.peak <= 120 * TOKEN_BYTES
     alone = engine(1)
     for each in (*others, large):
         assert finished[each.id].ids.tolist() == run(alone, [each])[each.id].ids.tolist()
@@ -203,11 +203,11 @@ def test_one_that_needs_all_of_the_cache_has_it_to_itself() -> None:
 def test_a_few_requests_take_few_slots() -> None:
     served = engine(512)
     rng = np.random.default_rng(2)
-    with watched() as pieces:
+    with watched() as layers:
         run(served, [request(str(number), random_ids(rng, 30), 10) for number in range(3)])
-        assert pieces.peak == 4 * 64 * TOKEN_BYTES
+        assert layers.peak == 4 * 64 * TOKEN_BYTES
         run(served, [request(str(number), random_ids(rng, 30), 10) for number in range(3, 6)])
-        assert pieces.bytes == 8 * 64 * TOKEN_BYTES, "what has ended is kept"
+        assert layers.bytes == 8 * 64 * TOKEN_BYTES, "what has ended is kept"
 
 
 def test_what_can_never_run_is_refused_by_name_with_what_to_write() -> None:
@@ -253,7 +253,7 @@ def test_memory_is_measured_when_the_shape_may_change_and_not_at_every_step() ->
 
 # the shapes themselves
 
-SIZING = SlotSizing(slots=64, context=2048, pieces=60)
+SIZING = SlotSizing(slots=64, context=2048, layers=30)
 
 
 def test_the_example_of_the_docstring() -> None:
@@ -267,15 +267,15 @@ def test_the_example_of_the_docstring() -> None:
     lengths=st.lists(st.integers(1, 400), min_size=1, max_size=30),
     spans=st.lists(st.integers(1, 6), min_size=1, max_size=30),
     most=st.integers(400, 5000),
-    pieces=st.integers(1, 60),
+    layers=st.integers(1, 30),
     context=st.integers(400, 900),
 )
 @settings(max_examples=200, derandomize=True, deadline=None)
 def test_shapes_hold_what_runs_and_no_more_than_allowed(
-    lengths: list[int], spans: list[int], most: int, pieces: int, context: int
+    lengths: list[int], spans: list[int], most: int, layers: int, context: int
 ) -> None:
     """Requests come in order and stay for a while each; nobody waits while nothing runs."""
-    sizing = SlotSizing(8, context, pieces)
+    sizing = SlotSizing(8, context, layers)
     held, waiting = Shape(), list(lengths)
     running: list[tuple[int, int]] = []  # tokens, and rounds left
     kept = rounds = 0
