@@ -114,7 +114,7 @@ class Engine:
 
     def add(self, request: Request) -> None:
         request.check(self._ids, self.context)
-        if request.tokens > self._cache.shape.positions:
+        if request.tokens > self._cache.shape.tokens:  # else it fits where others are now
             self._limit.check(request, self._limit.tokens(self._cache.shape.tokens))
         self._ids.add(request.id)
         self._waiting.append(request)

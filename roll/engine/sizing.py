@@ -14,9 +14,9 @@ MEMORY_SHARE = {"cuda": 0.6, "cpu": 0.5}
 """Of the free memory of a device, what a cache may take; a CPU's is everybody's: the trainer's, the environments'."""
 
 GROWTH = 1.125
-"""How many times the slots another cache must have for what is in this one to be copied into it."""
+"""How many times the slots there must be room for to copy what is in them into more of them."""
 TRADE = 1.5
-"""The same where its slots are shorter: longer requests may come again."""
+"""The same where they get shorter for it: longer requests may come again."""
 
 FreeBytes = Callable[[torch.device], int]
 
@@ -132,16 +132,18 @@ class SlotSizing:
         if longest > held.positions:
             options = [longer, self.shape(longest, slots, most)]
         else:  # another shape is for the number of slots alone: those that run, or also those with something kept
-            enough = slots <= held.slots
-            wants_more = slots + kept > held.slots and self._is_worth(held, longer, GROWTH)
-            shorter = self.shape(longest, ample, most)
-            options = [longer] if wants_more else []
-            options += [held] if enough else [shorter] if self._is_worth(held, shorter, TRADE) else []
+            grows = slots + kept > held.slots and self._is_worth(held, longest, most, held.positions)
+            options = [longer] if grows else []
+            if slots <= held.slots:
+                options.append(held)
+            elif self._is_worth(held, longest, most, 0):
+                options.append(self.shape(longest, ample, most))
         for shape in options:
             if shape.slots >= slots and (shape == held or not moving or self.peak(held, shape) <= most):
                 return shape
         return None
 
-    def _is_worth(self, held: Shape, shape: Shape, times: float) -> bool:
-        """Whether it has so many more slots, or all there may be."""
-        return shape.slots >= times * held.slots or shape.slots == self.slots > held.slots
+    def _is_worth(self, held: Shape, longest: int, most: int, positions: int) -> bool:
+        """Whether there could be so many more slots, of these positions or shorter, that what is here may be copied."""
+        could = self.shape(longest, self.slots, most, positions).slots
+        return could > held.slots and (could == self.slots or could >= (GROWTH if positions else TRADE) * held.slots)

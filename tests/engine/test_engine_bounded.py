@@ -263,6 +263,26 @@ def test_the_example_of_the_docstring() -> None:
     assert SIZING.fitted(shape, [100] * 2, [1000], 0, 4096) == (Shape(3, 1024), 1)
 
 
+def test_what_runs_is_not_moved_where_memory_has_become_too_short_for_copying_it() -> None:
+    held, most = Shape(4, 128), 450  # others have taken what it could use when it was made
+    assert SIZING.fitted(held, [100], [200], 0, most) == (held, 0)
+    assert SIZING.fitted(held, [100], [120, 200], 0, most) == (held, 1)
+    assert SIZING.fitted(held, [], [190, 190, 190], 0, most) == (Shape(2, 192), 2)
+    assert SIZING.fitted(held, [], [900], 0, most) == (Shape(1, 900), 1), "it was accepted, and there is nothing else"
+
+
+def test_copying_must_be_worth_it() -> None:
+    """Slots of 256 for up to 200 tokens; with shorter requests there could be more of them, and shorter ones."""
+    held, most = Shape(30, 256), 31 * 256
+    assert SIZING.fitted(held, [200] * 29, [190] * 9, 0, most) == (held, 1)
+    assert SIZING.fitted(held, [190] * 29, [190] * 9, 0, most) == (held, 1), "40 of 192 are too few more"
+    assert SIZING.fitted(held, [60] * 29, [60] * 3, 0, most) == (Shape(32, 64), 3)
+    assert SIZING.fitted(held, [60] * 29, [60] * 40, 0, most) == (Shape(64, 64), 35)
+    assert SIZING.fitted(held, [200] * 30, [200] * 3, 0, most + 2 * 256) == (held, 0), "nor are two more"
+    assert SIZING.fitted(held, [200] * 30, [200] * 3, 0, 2 * most) == (Shape(60, 256), 3), "memory has become free"
+    assert SIZING.fitted(held, [60] * 29, [60], 20, most) == (held, 1), "nor are slots made shorter for what is kept"
+
+
 @given(
     lengths=st.lists(st.integers(1, 400), min_size=1, max_size=30),
     spans=st.lists(st.integers(1, 6), min_size=1, max_size=30),
