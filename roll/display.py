@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from roll.pipeline.report import Measured, StepReport, changes_in
+from roll.run.folder import RunFolder
 from roll.run.stages import StageTable
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -166,12 +167,15 @@ def print_summary(console: Console, summary: dict[str, Any]) -> None:
     run = summary["run"]
     console.print(f"learning curve: {summary['curve']}", markup=False, soft_wrap=True)
     console.print("next:", style="bold")
-    for command, why in (
+    commands = [
         (f"roll eval {run}", "measure the trained model again"),
         (f"roll export {run} my-model", "a folder that transformers loads"),
-        (f"tensorboard --logdir {run}/tensorboard", "every metric of every step"),
         (f"roll train CONFIG model={run} run.dir=OTHER", "a new run that begins where this one ended"),
-    ):
+    ]
+    events = RunFolder(Path(run)).tensorboard_dir
+    if events.is_dir():
+        commands.insert(2, (f"tensorboard --logdir {events}", "every metric of every step"))
+    for command, why in commands:
         console.print(f"  {escape(command)}   [dim]# {why}[/dim]", soft_wrap=True, highlight=False)
 
 

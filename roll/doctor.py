@@ -46,12 +46,12 @@ def _devices() -> list[Finding]:
         import torch
     except ImportError:
         return []
-    from roll.devices.memory import available_bytes
+    from roll.engine.memory import machine_bytes
     from roll.model.loading import cpu_multiplies_bf16
 
     bf16 = cpu_multiplies_bf16()
     found = [
-        Finding("cpu", f"{os.cpu_count()} cores, {available_bytes() / 2**30:.1f} GiB memory, {platform.machine()}"),
+        Finding("cpu", f"{os.cpu_count()} cores, {machine_bytes() / 2**30:.1f} GiB memory, {platform.machine()}"),
         Finding("bf16 on the cpu", "in hardware" if bf16 else "emulated: model.dtype=auto chooses fp32"),
     ]
     for i in range(torch.cuda.device_count()):

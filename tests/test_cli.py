@@ -373,6 +373,7 @@ def test_a_terminal_shows_a_panel_and_then_the_summary(here: Path, terminal: io.
     assert "2 of 2" in last
     assert "held-out accuracy" in summary
     assert f"roll eval {here / 'runs' / 'tiny'}" in summary
+    assert "tensorboard" not in summary, "none was written"
 
 
 def test_questions_answers_and_paths_are_shown_as_they_are(here: Path, terminal: io.StringIO) -> None:

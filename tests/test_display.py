@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from roll.display import LiveReporter, short
+from roll.display import LiveReporter, print_summary, short
 from roll.pipeline.report import Measured, PlainReporter, Reporter, StepReport
 from roll.run.stages import StageRow, StageTable
 
@@ -109,3 +109,15 @@ def test_of_episodes_the_summary_tells_what_they_tell(capsys: pytest.CaptureFixt
     summary = {"steps": 9, "seconds": 3.0, "accuracy_before": -0.5, "accuracy_after": 0.6, **parts}
     PlainReporter().finished(summary)
     assert "held-out reward -0.500 -> 0.600: success 0.100 -> 0.700: turns 12.000 -> 5.000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_what_to_try_next_names_tensorboard_only_where_there_are_events(tmp_path: Path, written: bool) -> None:
+    if written:
+        (tmp_path / "tensorboard").mkdir()
+    console = Console(record=True, file=io.StringIO(), width=400)
+    print_summary(console, {"run": str(tmp_path), "steps": 2, "seconds": 3, "curve": str(tmp_path / "curve.png")})
+    text = console.export_text()
+    assert f"roll eval {tmp_path}" in text
+    assert (f"tensorboard --logdir {tmp_path}/tensorboard" in text) == written
+    assert ("tensorboard" in text) == written

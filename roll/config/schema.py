@@ -164,7 +164,8 @@ class RolloutConfig(Section):
     max_running: Count = 64
     """Samples an engine generates at once."""
     kv_tokens: Whole = 0
-    """Tokens an engine's cache may hold before it gets no more samples; 0 for no such limit."""
+    """Tokens an engine's cache holds at most: it gets no more samples then, and of those that the embedded engine has,
+    some wait. 0 for what they need, as far as memory goes."""
     deadline_s: Positive = 600.0
     """Seconds a sample may spend on one response; then it fails."""
     tries: Count = 3

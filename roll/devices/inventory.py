@@ -10,8 +10,9 @@ import os
 import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
+
+from roll.engine.memory import machine_bytes
 
 Kind = Literal["cpu", "gpu"]
 
@@ -89,7 +90,7 @@ def this_machine() -> Inventory:
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpu_bytes = min((torch.cuda.get_device_properties(gpu).total_memory for gpu in range(gpus)), default=0)
-    node = Node("node0", "", usable_cores(), gpus, available_bytes(), gpu_bytes, (socket.gethostname(), "localhost"))
+    node = Node("node0", "", usable_cores(), gpus, machine_bytes(), gpu_bytes, (socket.gethostname(), "localhost"))
     return Inventory((node,))
 
 
@@ -98,13 +99,3 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def available_bytes() -> int:
-    """Memory of this machine, or of the container this process is in if that has less."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return machine
-    return min(machine, int(limit)) if limit.isdigit() else machine

@@ -18,12 +18,12 @@ import torch
 from transformers import PretrainedConfig
 
 from roll.devices.inventory import Inventory, Kind
-from roll.devices.inventory import available_bytes as available_bytes
 from roll.devices.map import DeviceMap
 from roll.devices.stages import Stage, StageTable
 from roll.devices.workload import Workload
 from roll.engine.cache import SlotCache
 from roll.engine.engine import EXACT_ROWS, PROMPT_ROWS
+from roll.engine.sizing import Shape, SlotSizing, rounded
 from roll.model.shape import ModelShape
 from roll.strategy.infer.vllm_args import cache_bytes as vllm_cache
 from roll.strategy.shelf import Level
@@ -86,12 +86,17 @@ def forward_working(footprint: Footprint, work: Workload, budget: Budget) -> Siz
     return [("a forward pass", max(needs))]
 
 
-def cache_bytes(shape: PretrainedConfig, dtype: torch.dtype, work: Workload) -> int:
-    """An engine's keys and values for its longest sequences, and the smaller cache it outgrows on the way."""
-    cache = SlotCache(shape, work.running, dtype, torch.device("cpu"))
-    largest = cache.rounded(work.longest_prompt + work.response)
-    smaller = largest // 2 if cache.rounded(work.shortest_prompt + work.response) < largest else 0
-    return cache.slots * (largest + smaller) * cache.bytes_a_token
+def cache_bytes(shape: PretrainedConfig, dtype: torch.dtype, work: Workload, paged: bool = False) -> int:
+    """An engine's keys and values for its longest sequences, and the layer of a smaller cache that is still there while
+    it grows. A paged one takes all that it may hold, where that is set."""
+    cache = SlotCache(shape, dtype, torch.device("cpu"))
+    if paged and work.kv_tokens:
+        return work.kv_tokens * cache.bytes_a_token
+    sizing = SlotSizing(work.running, int(shape.max_position_embeddings), len(cache.layers))
+    largest = sizing.shape(work.longest, work.running, work.kv_tokens or sys.maxsize)
+    outgrown = rounded(work.shortest_prompt + work.response) < largest.positions
+    smaller = Shape(largest.slots, largest.positions // 2) if outgrown else Shape()
+    return sizing.peak(smaller, largest) * cache.bytes_a_token
 
 
 def engine_working(footprint: Footprint, work: Workload) -> Sizes:
@@ -290,7 +295,8 @@ def _kept(map: DeviceMap, worker: _Worker, model: Model, work: Workload) -> Size
         if worker.strategy == "vllm":
             context = int(shape.max_position_embeddings)
             return [weights, (CACHE, vllm_cache(shape, dtype.itemsize, context, work.running, work.response))]
-        return [weights, (CACHE, cache_bytes(shape, dtype, work))]
+        paged = worker.kind == "gpu" and not work.exact
+        return [weights, (CACHE, cache_bytes(shape, dtype, work, paged))]
     return [weights]
 
 

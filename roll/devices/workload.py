@@ -73,6 +73,8 @@ class Workload:
     checkpointing: Checkpointing = "auto"
     optimizer: str = "adamw"
     judging: JudgeWork | None = None
+    kv_tokens: int = 0
+    """What an engine's cache holds at most; 0 for what its sequences need."""
 
     @classmethod
     def of(cls, config: Config, shortest_prompt: int, longest_prompt: int) -> Workload:
@@ -89,6 +91,7 @@ class Workload:
             checkpointing=config.train.activation_checkpointing,
             optimizer=config.train.optimizer,
             judging=JudgeWork.of(config),
+            kv_tokens=config.rollout.kv_tokens,
         )
 
     @classmethod
@@ -116,9 +119,8 @@ class Workload:
             return self
         judging, shown = self.judging, self.longest + self.judging.rubric
         shortest = self.shortest_prompt + judging.rubric
-        return replace(
-            self, shortest_prompt=shortest, longest_prompt=shown, response=judging.reply, running=judging.running
-        )
+        sizes = replace(self, shortest_prompt=shortest, longest_prompt=shown, response=judging.reply)
+        return replace(sizes, running=judging.running, kv_tokens=0)
 
     @property
     def longest(self) -> int:

@@ -6,6 +6,7 @@ slot's first `length` positions are the keys and values of its sequence's tokens
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,64 +15,59 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PretrainedConfig
 
 from roll.engine.reading import Reading, reading_of
+from roll.engine.sizing import Shape
 
 _CALL = 128
 """Positions of one slot that take as long to attend to as a call of the attention takes before it begins."""
 
 
 class SlotCache:
-    """Keys and values: [layers, slots, kv_heads, positions, dim], grown when a longer sequence comes."""
+    """Keys and values, a tensor a layer: [2, slots, kv_heads, positions, dim]. All have one shape, which changes."""
 
-    def __init__(self, shape: PretrainedConfig, slots: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.slots = slots
-        self.positions = 0
-        heads = shape.num_attention_heads
-        self._shape = (shape.num_hidden_layers, shape.num_key_value_heads or heads)
-        self._dim = getattr(shape, "head_dim", None) or shape.hidden_size // heads
-        self._dtype, self._device = dtype, device
-        self.keys = self.values = torch.empty(0)
+    def __init__(self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
+        heads = config.num_attention_heads
+        self.device = device
+        self._kv_heads = int(config.num_key_value_heads or heads)
+        self._dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+        self._dtype = dtype
+        self.shape = Shape()
+        self.layers = [torch.empty(0)] * int(config.num_hidden_layers)
 
     @property
     def bytes_a_token(self) -> int:
-        layers, kv_heads = self._shape
-        return int(2 * layers * kv_heads * self._dim * self._dtype.itemsize)
+        return 2 * len(self.layers) * self._kv_heads * self._dim * self._dtype.itemsize
 
-    @staticmethod
-    def rounded(positions: int) -> int:
-        """Positions a slot is made with to hold at least so many."""
-        return max(64, 1 << (positions - 1).bit_length())
+    def reshape(self, shape: Shape, sources: Sequence[tuple[int, int]] = ()) -> None:
+        """Makes slots of another number and length. The first ones take over what old slots hold: `sources` has the old
+        slot of each, and how many positions."""
+        for layer, old in enumerate(self.layers):
+            new = self._layer(shape)
+            for slot, (source, length) in enumerate(sources):
+                new[:, slot, :, :length] = old[:, source, :, :length]
+            self.layers[layer] = old = new  # the old one is gone before the next is made
+        self.shape = shape
 
-    def reserve(self, positions: int) -> None:
-        """Makes every slot at least `positions` long, keeping what is there."""
-        if positions <= self.positions:
-            return
-        wanted = self.rounded(positions)
-        layers, kv_heads = self._shape
-        old = (self.keys, self.values)
-        size = (layers, self.slots, kv_heads, wanted, self._dim)
-        new = [torch.zeros(size, dtype=self._dtype, device=self._device) for _ in old]
-        if self.positions:
-            for source, target in zip(old, new, strict=True):
-                target[:, :, :, : self.positions] = source
-        self.keys, self.values = new
-        self.positions = wanted
+    def _layer(self, shape: Shape) -> Tensor:
+        """Of numbers, because positions beyond a slot's length are read too, and weighed with nothing."""
+        size = (2, shape.slots, self._kv_heads, shape.positions, self._dim)
+        return torch.zeros(size, dtype=self._dtype, device=self.device)
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copies the first `length` positions of one slot into another."""
-        for tensor in (self.keys, self.values):
-            tensor[:, target, :, :length] = tensor[:, source, :, :length]
+        for layer in self.layers:
+            layer[:, target, :, :length] = layer[:, source, :, :length]
 
     def swap(self, a: int, b: int, a_length: int, b_length: int) -> None:
         """Exchanges the first positions of two slots."""
-        for tensor in (self.keys, self.values):
-            held = tensor[:, a, :, :a_length].clone()
-            tensor[:, a, :, :b_length] = tensor[:, b, :, :b_length]
-            tensor[:, b, :, :a_length] = held
+        for layer in self.layers:
+            held = layer[:, a, :, :a_length].clone()
+            layer[:, a, :, :b_length] = layer[:, b, :, :b_length]
+            layer[:, b, :, :a_length] = held
 
     def release(self) -> None:
         """Frees the memory; nothing may be running."""
-        self.keys = self.values = torch.empty(0)
-        self.positions = 0
+        self.shape = Shape()
+        self.layers = [torch.empty(0)] * len(self.layers)
 
 
 @dataclass(frozen=True)
@@ -124,7 +120,7 @@ class CachePlan:
         self._exact = exact
         self._first = sum(chunk.rows for chunk in chunks)
         self._masks: dict[int | None, tuple[list[Tensor | None], list[Tensor | None]]] = {}  # by window
-        self._device = cache.keys.device
+        self._device = cache.device
         if decoding and not exact:
             self._slots = torch.tensor([each.slot for each in decoding], device=self._device)
             self._last = torch.tensor([each.length - 1 for each in decoding], device=self._device)
@@ -143,7 +139,7 @@ class CachePlan:
         of_chunks, of_runs = self._masks_of(reading.window)
         heads, rows, dim = query.shape
         output = query.new_zeros(rows, heads, dim)
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        keys, values = self._cache.layers[layer]
         row = 0
         for chunk, mask in zip(self._chunks, of_chunks, strict=True):
             span = slice(row, row + chunk.rows)

@@ -7,7 +7,7 @@ ago, is copied from its slot.
 
 What always holds: a token carries the version of the weights that drew it. With `exact`, every forward pass has the same
 number of rows and every sequence attends by itself, so that a request's tokens and log-probs are the same bits whatever
-runs beside it.
+runs beside it. The cache holds no more than it may: where requests are long, fewer run and the others wait.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,11 @@ from roll.config.errors import RunError
 from roll.data.tokenlog import IntArray, common_prefix
 from roll.engine.cache import CachePlan, Chunk, Decoding, SlotCache
 from roll.engine.columns import column_logits, forward_columns, supported
+from roll.engine.memory import free_bytes
 from roll.engine.request import Completion, Finish, Progress, Request
 from roll.engine.sampling import draw
 from roll.engine.sequence import Member, Sequence
+from roll.engine.sizing import FreeBytes, Limit, Shape, SlotSizing
 from roll.engine.slots import Slots
 from roll.engine.stopping import hits_stop_string
 from roll.model.attention import forward_rows, logits_of
@@ -58,8 +61,18 @@ class EngineStats:
 
 class Engine:
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, *, max_running: int, exact: bool = False, version: int = 0
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        *,
+        max_running: int,
+        exact: bool = False,
+        kv_tokens: int = 0,
+        version: int = 0,
+        free_bytes: FreeBytes = free_bytes,
     ) -> None:
+        """`kv_tokens`: what the cache holds at most; 0 for a share of the memory, of which `free_bytes` says what is
+        free. Fewer requests than `max_running` run at once where they are too long for that; the others wait."""
         self.model = model
         self.version = version
         self._tokenizer = tokenizer
@@ -67,9 +80,13 @@ class Engine:
         self._exact = exact
         self._columns = not exact and supported(model)
         self._device = next(model.parameters()).device
-        self._cache = SlotCache(model.config, max_running, next(model.parameters()).dtype, self._device)
+        self._cache = SlotCache(model.config, next(model.parameters()).dtype, self._device)
+        self._limit = Limit(kv_tokens, self._cache.bytes_a_token, self._device, free_bytes)
+        self._sizing = SlotSizing(max_running, self.context, len(self._cache.layers))
         self._slots = Slots(self._cache, EXACT_ROWS if exact else 1)
         self._waiting: deque[Request] = deque()
+        self._stuck: tuple[str, int] | None = None
+        """The first that waits and how many run, where that is too many for it to have a slot."""
         self._beginning: list[Sequence] = []  # those whose prompts are not all computed, oldest first
         self._ids: set[str] = set()
         self._generated = self._computed = self._shared = self._decoded = self._steps = 0
@@ -96,18 +113,9 @@ class Engine:
         )
 
     def add(self, request: Request) -> None:
-        wanted = len(request.ids) + request.sampling.max_new_tokens
-        if not len(request.ids):
-            raise ValueError(f"request {request.id!r} has no tokens to continue")
-        if request.sampling.max_new_tokens < 1:
-            raise ValueError(f"request {request.id!r} asks for {request.sampling.max_new_tokens} new tokens")
-        if request.id in self._ids:
-            raise ValueError(f"request {request.id!r} is here already")
-        if wanted > self.context:
-            raise ValueError(
-                f"request {request.id!r} may need {wanted} tokens ({len(request.ids)} of prompt and "
-                f"{request.sampling.max_new_tokens} new), but the model's context is {self.context}"
-            )
+        request.check(self._ids, self.context)
+        if request.tokens > self._cache.shape.tokens:  # else it fits where others are now
+            self._limit.check(request, self._limit.tokens(self._cache.shape.tokens))
         self._ids.add(request.id)
         self._waiting.append(request)
 
@@ -154,8 +162,8 @@ class Engine:
     @torch.inference_mode()
     def log_probs_of(self, ids: IntArray) -> Tensor:
         """fp32 log-probs of a sequence's tokens after the first, computed as a prompt is; nothing running is touched."""
-        cache = SlotCache(self.model.config, 1, next(self.model.parameters()).dtype, self._device)
-        cache.reserve(len(ids))
+        cache = SlotCache(self.model.config, next(self.model.parameters()).dtype, self._device)
+        cache.reshape(Shape(1, len(ids)))
         rows = EXACT_ROWS if self._exact else PROMPT_ROWS
         parts: list[Tensor] = []
         for start in range(0, len(ids), rows):
@@ -179,12 +187,11 @@ class Engine:
         return self._collect()
 
     def _admit(self) -> None:
-        """Gives as many waiting requests slots as may run; those with equal prompts become one sequence."""
-        room = self._max_running - self.stats().running
+        """Gives as many waiting requests slots as there are or can be; those with equal prompts become one sequence."""
+        shape, count = self._room() if self._waiting else (self._cache.shape, 0)
         fresh: dict[bytes, Sequence] = {}
-        for _ in range(min(room, len(self._waiting))):
+        for _ in range(count):
             request = self._waiting.popleft()
-            self._cache.reserve(len(request.ids) + request.sampling.max_new_tokens)
             key = request.ids.astype(np.int64).tobytes()
             sequence = fresh.get(key)
             if sequence is None:
@@ -192,8 +199,28 @@ class Engine:
             else:
                 self._shared += len(request.ids)
             sequence.members.append(Member(request))
-        self._shared += self._slots.place(list(fresh.values()))
+        self._shared += self._slots.place(list(fresh.values()), shape)
         self._beginning += fresh.values()
+
+    def _room(self) -> tuple[Shape, int]:
+        """The shape of the cache to have now, and how many of the waiting requests have slots in it, oldest first. Every
+        request counts, also one that is a sequence with others: it may draw another token than they."""
+        held, kept = self._cache.shape, self._slots.kept
+        running = [member.request.tokens for sequence in self._slots.running for member in sequence.members]
+        if self._stuck == (self._waiting[0].id, len(running)):
+            return held, 0
+        waiting = [request.tokens for request in islice(self._waiting, self._max_running - len(running))]
+        wanted = min(len(running) + len(waiting) + kept, self._max_running)
+        if wanted <= held.slots and max(waiting, default=0) <= held.positions:
+            return held, len(waiting)
+        most = self._limit.tokens(held.tokens)
+        shape, count = self._sizing.fitted(held, running, waiting, kept, most)
+        self._stuck = None if count else (self._waiting[0].id, len(running))
+        if shape != held and self._sizing.peak(held, shape) > most:
+            assert not running, "what runs cannot be moved"
+            self._slots.forget()
+            self._cache.release()
+        return shape, count
 
     def _decoding(self) -> list[Decoding]:
         """The last token of every sequence that has drawn one since its hidden state was made."""

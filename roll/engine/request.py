@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -32,6 +33,28 @@ class Request:
     id: str
     ids: IntArray
     sampling: Sampling
+
+    @property
+    def tokens(self) -> int:
+        """Those it may need, of the prompt and new."""
+        return len(self.ids) + self.sampling.max_new_tokens
+
+    @property
+    def need(self) -> str:
+        """The same in words, for whoever has to refuse it."""
+        parts = f"{len(self.ids)} of prompt and {self.sampling.max_new_tokens} new"
+        return f"request {self.id!r} may need {self.tokens} tokens ({parts})"
+
+    def check(self, here: Container[str], context: int) -> None:
+        """Refuses what no engine of this context can serve beside the requests that are `here`."""
+        if not len(self.ids):
+            raise ValueError(f"request {self.id!r} has no tokens to continue")
+        if self.sampling.max_new_tokens < 1:
+            raise ValueError(f"request {self.id!r} asks for {self.sampling.max_new_tokens} new tokens")
+        if self.id in here:
+            raise ValueError(f"request {self.id!r} is here already")
+        if self.tokens > context:
+            raise ValueError(f"{self.need}, but the model's context is {context}")
 
 
 @dataclass(frozen=True)

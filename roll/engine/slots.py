@@ -2,7 +2,8 @@
 
 What always holds: running sequences have slots 0 … n-1 without holes. A sequence that ends stays in a slot that nobody
 runs in, until one is needed (the one unused for longest goes first) or other weights come. So the next turn of a
-conversation, a request resumed from its prefix or a sibling that comes late finds its beginning.
+conversation, a request resumed from its prefix or a sibling that comes late finds its beginning. When the cache gets
+another shape, everything moves along, as far as there are slots for it.
 
 Example with four slots: A, B, C run in 0, 1, 2. A ends: it changes places with C, so that C, B run in 0, 1 and A is kept
 in 2. A's next turn takes over slot 2 as it is and computes only what is new.
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from roll.data.tokenlog import IntArray, common_prefix
 from roll.engine.cache import SlotCache
 from roll.engine.sequence import Sequence
+from roll.engine.sizing import Shape
 
 
 @dataclass(eq=False)
@@ -39,21 +41,40 @@ class Slots:
         """Drops what is kept."""
         self._kept.clear()
 
-    def place(self, fresh: list[Sequence]) -> int:
-        """Gives new sequences slots after the running ones, with what is kept of their beginnings. Tokens shared."""
+    @property
+    def kept(self) -> int:
+        """Slots with something of sequences that ended."""
+        return len(self._kept)
+
+    def place(self, fresh: list[Sequence], shape: Shape) -> int:
+        """Gives new sequences slots after the running ones, with what is kept of their beginnings, in a cache of this
+        shape. Tokens shared."""
         donors = [self._best_kept(sequence.prompt) for sequence in fresh]
         for donor, _ in donors:
             if donor is not None:  # what one of them can use is dropped last
                 self._kept.remove(donor)
                 self._kept.append(donor)
+        if shape != self._cache.shape:
+            self._reshape(shape)
         return sum(self._place(sequence, *donor) for sequence, donor in zip(fresh, donors, strict=True))
+
+    def _reshape(self, shape: Shape) -> None:
+        """What is kept goes as far as there are no slots for it, or they are too short."""
+        room = shape.slots - len(self.running)
+        fitting = [kept for kept in self._kept if kept.sequence.cached <= shape.positions]
+        self._kept = fitting[max(len(fitting) - room, 0) :]
+        sources = [(slot, sequence.cached) for slot, sequence in enumerate(self.running)]
+        sources += [(kept.slot, kept.sequence.cached) for kept in self._kept]
+        self._cache.reshape(shape, sources)
+        for slot, kept in enumerate(self._kept, len(self.running)):
+            kept.slot = slot
 
     def _place(self, sequence: Sequence, donor: _Kept | None, shared: int) -> int:
         slot = len(self.running)
         if donor is None or donor not in self._kept:
             self._clear(slot)
             shared = 0
-        elif shared == len(donor.tokens) or len(self.running) + len(self._kept) == self._cache.slots:
+        elif shared == len(donor.tokens) or len(self.running) + len(self._kept) == self._cache.shape.slots:
             self._bring(donor, slot)
         else:
             self._clear(slot)
@@ -121,7 +142,7 @@ class Slots:
         if there is None:
             return
         taken = {kept.slot for kept in self._kept}
-        free = next((s for s in range(slot + 1, self._cache.slots) if s not in taken), None)
+        free = next((s for s in range(slot + 1, self._cache.shape.slots) if s not in taken), None)
         if free is None:
             free = self._kept.pop(0).slot
         if free != slot:

@@ -31,7 +31,7 @@ from roll.devices.memory import (
 )
 from roll.devices.plan import Plan, check_memory, make_plan
 from roll.devices.stages import residency
-from roll.devices.workload import Workload, micro_batch_of
+from roll.devices.workload import JudgeWork, Workload, micro_batch_of
 from roll.engine.engine import Engine
 from roll.engine.request import Request, Sampling
 from roll.model import attention
@@ -260,13 +260,24 @@ def test_an_engine_peaks_where_the_plan_says() -> None:
     assert cache_bytes(shape, torch.float32, work) + step == pytest.approx(measured, rel=0.2)
 
 
-def test_a_cache_that_grows_is_there_twice() -> None:
+def test_a_cache_that_grows_has_a_layer_of_what_it_outgrows_beside_it() -> None:
     shape = llama(64, 160, 3, 4, 2, 128)
     token = 2 * 3 * 2 * 16 * 4
     even = Workload(100, 120, 8, 6, 4, 4096, running=10, exact=False, bucket_bytes=0)
     assert cache_bytes(shape, torch.float32, even) == 10 * 128 * token
     uneven = Workload(20, 120, 8, 6, 4, 4096, running=10, exact=False, bucket_bytes=0)
-    assert cache_bytes(shape, torch.float32, uneven) == 10 * (128 + 64) * token
+    assert cache_bytes(shape, torch.float32, uneven) == (10 * 128 + -(-10 * 64 // 3)) * token
+
+
+def test_a_cache_is_planned_no_larger_than_it_may_be() -> None:
+    shape = llama(64, 160, 3, 4, 2, 128)
+    token = 2 * 3 * 2 * 16 * 4
+    work = Workload(20, 120, 8, 6, 4, 4096, running=10, exact=False, bucket_bytes=0, kv_tokens=700)
+    assert cache_bytes(shape, torch.float32, work) == (4 * 128 + -(-4 * 64 // 3)) * token, "four of ten"
+    assert cache_bytes(shape, torch.float32, work, paged=True) == 700 * token
+    assert work.of_role("judge") == work, "there is none"
+    judging = replace(work, judging=JudgeWork(3, 10, 20))
+    assert judging.of_role("judge").kv_tokens == 0
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,10 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from roll.data.tokenlog import IntArray
 from roll.engine.engine import Engine
+from roll.engine.memory import free_bytes
 from roll.engine.paged.engine import PagedEngine
 from roll.engine.request import Completion, Request, Sampling
+from roll.engine.sizing import FreeBytes
 from roll.model import attention
 from roll.model.character import character_tokenizer
 
@@ -83,9 +85,23 @@ def tokenizer() -> Tokenizer:
 
 
 def engine(
-    max_running: int = 4, *, exact: bool = False, model: PreTrainedModel | None = None, version: int = 0
+    max_running: int = 4,
+    *,
+    exact: bool = False,
+    model: PreTrainedModel | None = None,
+    kv_tokens: int = 0,
+    version: int = 0,
+    free_bytes: FreeBytes = free_bytes,
 ) -> Engine:
-    return Engine(model or llama(), tokenizer(), max_running=max_running, exact=exact, version=version)
+    return Engine(
+        model or llama(),
+        tokenizer(),
+        max_running=max_running,
+        exact=exact,
+        kv_tokens=kv_tokens,
+        version=version,
+        free_bytes=free_bytes,
+    )
 
 
 def ids(*tokens: int) -> IntArray:

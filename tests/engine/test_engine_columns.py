@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from roll.config.schema import LoraConfig
 from roll.engine.cache import CachePlan, Chunk, Decoding, SlotCache
 from roll.engine.columns import column_logits, forward_columns, supported
+from roll.engine.sizing import Shape
 from roll.model.attention import forward_rows, logits_of
 from roll.model.lora import inject
 
@@ -22,11 +23,11 @@ from roll.model.lora import inject
 @torch.inference_mode()
 def passed(model: PreTrainedModel, columns: bool) -> tuple[torch.Tensor, torch.Tensor, SlotCache]:
     """Hidden states and logits of a pass with chunks of two prompts and two decoding rows, and the cache after it."""
-    cache = SlotCache(model.config, 4, model.dtype, torch.device("cpu"))
-    cache.reserve(40)
+    cache = SlotCache(model.config, model.dtype, torch.device("cpu"))
+    cache.reshape(Shape(4, 40))
     noise = torch.Generator().manual_seed(0)
-    cache.keys.normal_(generator=noise)
-    cache.values.normal_(generator=noise)
+    for layer in cache.layers:
+        layer.normal_(generator=noise)
     chunks, decoding = [Chunk(2, 5, 9), Chunk(3, 0, 4)], [Decoding(0, 30), Decoding(1, 12)]
     ids = torch.from_numpy(random_ids(np.random.default_rng(3), 15)).long()
     positions = torch.tensor([*range(5, 14), *range(4), 29, 11])
@@ -41,8 +42,7 @@ def test_columns_compute_what_the_models_own_code_does(name: str) -> None:
     (hidden, logits, cache), (own_hidden, own_logits, own_cache) = passed(model, True), passed(model, False)
     torch.testing.assert_close(hidden, own_hidden, atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(logits, own_logits, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(cache.keys, own_cache.keys, atol=2e-5, rtol=2e-5)
-    torch.testing.assert_close(cache.values, own_cache.values, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(cache.layers, own_cache.layers, atol=2e-5, rtol=2e-5)
 
 
 def test_in_bf16_columns_are_as_near_to_fp32_as_the_models_own_code() -> None:

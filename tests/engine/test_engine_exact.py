@@ -50,6 +50,7 @@ class Scene:
     new_tokens: int
     enters: int
     slots: int
+    kv_tokens: int
     temperature: float
     top_p: float
     neighbours: list[Neighbour]
@@ -71,6 +72,7 @@ SCENE = st.builds(
     new_tokens=st.integers(1, 16),
     enters=st.integers(0, 6),
     slots=st.sampled_from([1, 2, 3, 7, 20]),
+    kv_tokens=st.sampled_from([0, 100, 250]),
     temperature=st.sampled_from([0.0, 0.6, 1.0]),
     top_p=st.sampled_from([1.0, 0.9]),
     neighbours=st.lists(NEIGHBOUR, max_size=24),
@@ -97,7 +99,7 @@ def play(served: Engine, watched: Request, enters: int, others: list[tuple[Neigh
 
 @pytest.mark.parametrize("model", ["even sizes", "odd sizes"])
 @given(scene=SCENE)
-@settings(max_examples=15, derandomize=True, deadline=None)
+@settings(max_examples=25, derandomize=True, deadline=None)
 def test_bits_do_not_depend_on_neighbours(model: str, scene: Scene) -> None:
     rng = np.random.default_rng(scene.seed)
     prompt = random_ids(rng, scene.prompt, VOCAB)
@@ -110,7 +112,8 @@ def test_bits_do_not_depend_on_neighbours(model: str, scene: Scene) -> None:
         how = options if neighbour.twin else {"seed": number}
         others.append((neighbour, request(f"n{number}", ids, neighbour.new_tokens, **how)))
     alone = run(engine(1, exact=True, model=MODELS[model]()), [watched])["watched"]
-    crowded = play(engine(scene.slots, exact=True, model=MODELS[model]()), watched, scene.enters, others)
+    served = engine(scene.slots, exact=True, model=MODELS[model](), kv_tokens=scene.kv_tokens)
+    crowded = play(served, watched, scene.enters, others)
     assert same_bits(alone, crowded)
 
 

@@ -131,19 +131,38 @@ def test_when_every_slot_is_wanted_what_a_request_can_use_is_dropped_last() -> N
     assert computed(served) - before == 20 + 5
 
 
+def test_what_is_kept_moves_along_when_a_longer_request_comes() -> None:
+    rng = np.random.default_rng(8)
+    served = engine(8)
+    prompts = {name: random_ids(rng, 30) for name in "abc"}
+    first = run(served, [request(name, prompt, 9, seed=1) for name, prompt in prompts.items()])
+    served.add(request("b", next_turn(prompts["b"], first["b"], random_ids(rng, 3)), 15, temperature=0.0))
+    served.step()
+    served.add(request("long", random_ids(rng, 100), 30))
+    served.step()
+    for name in "ac":
+        turn = next_turn(prompts[name], first[name], random_ids(rng, 7))
+        before = computed(served)
+        served.add(request(name, turn, 8, temperature=0.0))
+        served.step()
+        assert computed(served) - before == 1 + 7
+    finished = run(served)
+    assert sorted(finished) == ["a", "b", "c", "long"]
+
+
 TURNS = st.lists(
     st.tuples(st.integers(0, 4), st.integers(1, 6), st.integers(0, 5), st.integers(0, 3)), min_size=1, max_size=14
 )
 
 
-@given(turns=TURNS, slots=st.integers(1, 4), exact=st.booleans())
+@given(turns=TURNS, slots=st.integers(1, 4), kv_tokens=st.sampled_from([0, 130, 260]), exact=st.booleans())
 @settings(max_examples=40, derandomize=True, deadline=None)
 def test_conversations_that_take_turns_have_the_tokens_they_have_alone(
-    turns: list[tuple[int, int, int, int]], slots: int, exact: bool
+    turns: list[tuple[int, int, int, int]], slots: int, kv_tokens: int, exact: bool
 ) -> None:
     """Conversations go on, fork and wait for each other; some turns end in the middle."""
     rng = np.random.default_rng(7)
-    served, alone = engine(slots, exact=exact), engine(1, exact=exact)
+    served, alone = engine(slots, exact=exact, kv_tokens=kv_tokens), engine(1, exact=exact)
     beginning = random_ids(rng, 18)
     talks = [np.concatenate([beginning[: 4 * i], random_ids(rng, 3 + 5 * i)]) for i in range(5)]
     asked: dict[str, IntArray] = {}

@@ -136,22 +136,11 @@ class PagedEngine:
         )
 
     def add(self, request: Request) -> None:
-        wanted = len(request.ids) + request.sampling.max_new_tokens
-        if not len(request.ids):
-            raise ValueError(f"request {request.id!r} has no tokens to continue")
-        if request.sampling.max_new_tokens < 1:
-            raise ValueError(f"request {request.id!r} asks for {request.sampling.max_new_tokens} new tokens")
-        if request.id in self._by_id:
-            raise ValueError(f"request {request.id!r} is here already")
-        need = f"request {request.id!r} may need {wanted} tokens ({len(request.ids)} of prompt and "
-        need += f"{request.sampling.max_new_tokens} new)"
-        if wanted > self.context:
-            raise ValueError(f"{need}, but the model's context is {self.context}")
-        if self._pool is None or wanted > self._pool.tokens:
+        request.check(self._by_id, self.context)
+        if self._pool is None or request.tokens > self._pool.tokens:
             most = self._sizing.most_tokens(self._pool.count if self._pool is not None else 0)
-            if wanted > most:
-                raise ValueError(f"{need}, but the engine's cache holds {most}")
-        self._longest = max(self._longest, wanted)
+            self._sizing.limit.check(request, most)
+        self._longest = max(self._longest, request.tokens)
         sequence = Sequence(request)
         self._by_id[request.id] = sequence
         self._waiting.append(sequence)

@@ -6,10 +6,9 @@ import torch
 from transformers import PreTrainedModel
 
 from roll.engine.paged.pages import BLOCK, Pages
+from roll.engine.sizing import Limit
 from roll.model.shape import ModelShape
 
-MEMORY_SHARE = 0.6
-"""Of the free memory of a GPU, what the cache may take."""
 GROWTH_SHARE = 0.9
 """Of the free memory of a GPU, what a larger cache may take while the smaller one is still there."""
 SHORTEST = 256
@@ -24,33 +23,26 @@ class Sizing:
         self._block_bytes = Pages.bytes_a_block(self._shape, self._dtype)
         self._context = int(model.config.max_position_embeddings)
         self._slots = slots
-        self._kv_tokens = kv_tokens
-        self._limit: int | None = None
-        """Tokens that memory had room for when it was last asked."""
+        self.limit = Limit(kv_tokens, self._block_bytes // BLOCK, self._device)
+        self._most: int | None = None
+        """Tokens of the limit when it was last asked for."""
 
     def wanted(self, longest: int) -> int:
         """Blocks for requests of up to so many tokens."""
-        if self._kv_tokens:
-            return max(2, self._kv_tokens // BLOCK + 1)
+        if self.limit.kv_tokens:
+            return max(2, self.limit.kv_tokens // BLOCK + 1)
         tokens = min(self._context, max(SHORTEST, 1 << (longest - 1).bit_length()))
         return self._slots * -(-tokens // BLOCK) + 1
 
     def most_tokens(self, blocks: int = 0) -> int:
         """What the cache could hold at most, where it has so many blocks now."""
-        if self._kv_tokens:
-            return max(1, self._kv_tokens // BLOCK) * BLOCK
-        if self._device.type != "cuda":
-            return self._slots * -(-self._context // BLOCK) * BLOCK
-        if self._limit is None:
-            free, _ = torch.cuda.mem_get_info(self._device)
-            free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-            free += blocks * self._block_bytes
-            self._limit = max(1, int(MEMORY_SHARE * free) // self._block_bytes - 1) * BLOCK
-        return self._limit
+        if self._most is None:
+            self._most = max(1, self.limit.tokens(blocks * BLOCK) // BLOCK) * BLOCK
+        return self._most
 
     def forget(self) -> None:
         """Memory is asked again: others may have taken some."""
-        self._limit = None
+        self._most = None
 
     def beside(self, wanted: int, blocks: int) -> int:
         """Of the blocks wanted for a larger cache, as many as fit while the one of `blocks` is still there."""

@@ -38,7 +38,7 @@ class NativeStrategy:
         model: PreTrainedModel | None = None,
     ) -> None:
         """`model` is the engine's own, to receive weights into; without one it uses that of the weights it is given.
-        `kv_tokens`: what its cache holds, 0 for what the requests need."""
+        `kv_tokens`: what its cache holds at most, 0 for what the requests need, as far as memory goes."""
         self._tokenizer = tokenizer
         self._own_model = model
         self._shelf = Shelf(next(model.parameters()).device) if model is not None else None

@@ -73,6 +73,19 @@ def native_receiving(engine: InferStrategy) -> InferStrategy:
     return NativeStrategy(TOKENIZER, max_running=MAX_RUNNING, exact=False, model=model(7))
 
 
+def exact(dtype: torch.dtype, shape: LlamaConfig) -> InferStrategy:
+    """With room for four of the longest sequences, so that requests wait not only for seats."""
+    from roll.strategy.infer.native import NativeStrategy
+
+    return NativeStrategy(TOKENIZER, max_running=MAX_RUNNING, exact=True, kv_tokens=4 * CONTEXT)
+
+
+def exact_receiving(engine: InferStrategy) -> InferStrategy:
+    from roll.strategy.infer.native import NativeStrategy
+
+    return NativeStrategy(TOKENIZER, max_running=MAX_RUNNING, exact=True, model=model(7))
+
+
 def paged(dtype: torch.dtype, shape: LlamaConfig) -> InferStrategy:
     return _paged_strategy()(TOKENIZER, max_running=MAX_RUNNING, exact=False)
 
@@ -127,6 +140,7 @@ class Kind:
 
 KINDS = {
     "native": Kind(native, native_receiving, same_noise=True, dies=False),
+    "exact": Kind(exact, exact_receiving, same_noise=True, dies=False, many=100),
     "paged": Kind(paged, paged_receiving, same_noise=True, dies=False, many=1000 if DEVICE == "cuda" else 150),
     "vllm": Kind(vllm),
 }
