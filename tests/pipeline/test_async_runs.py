@@ -23,7 +23,7 @@ from roll.run.ledger_index import LedgerIndex
 AHEAD = (
     *SMALL,
     *("executor=ray", "ray.object_store_gb=0.2", "ray.start_deadline_s=120", "ray.call_deadline_s=120"),
-    *("rollout.max_staleness=1", "rollout.filter=none"),
+    *("rollout.max_staleness=1", "rollout.filter=none", "supervise.spare_trainer=false"),
 )
 
 

@@ -62,7 +62,7 @@ def three_local_steps(tmp_path_factory: pytest.TempPathFactory) -> Remains:
 @pytest.fixture(scope="module")
 def colocated(on_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Remains:
     path = tmp_path_factory.mktemp("colocated") / "run"
-    overrides = [*EXACT, *RAY, *LAYOUTS["colocated"], "train.steps=3", f"run={path}"]
+    overrides = [*EXACT, *RAY, *LAYOUTS["colocated"], "train.steps=3", "supervise.spare_trainer=false", f"run={path}"]
     train(load_config(TINY, overrides), reporter=SilentReporter())
     return Remains(path)
 
@@ -79,7 +79,7 @@ def test_local_and_ray_give_the_same_bits(
 ) -> None:
     """Rollouts included: three steps with two engines, of which one shares the trainer's core and leaves it while the
     trainer works, and with one elsewhere."""
-    run = run_small(*RAY, *LAYOUTS[layout], "train.steps=3", base=EXACT)
+    run = run_small(*RAY, *LAYOUTS[layout], "train.steps=3", "supervise.spare_trainer=false", base=EXACT)
     assert_same_bits(run, three_local_steps)
     logs = {log.stem for log in (run.path / "logs").iterdir()}
     engines = {"actor_infer-0", "actor_infer-1"} if layout == "partly shared" else {"actor_infer-0"}
