@@ -20,9 +20,7 @@ def page() -> str:
 
 
 def test_docs_are_current(page: str) -> None:
-    assert PAGE.read_text(encoding="utf-8") == page, (
-        "write it anew: python -m roll.config.reference > docs/config.md"
-    )
+    assert PAGE.read_text(encoding="utf-8") == page, "write it anew: python -m roll.config.reference > docs/config.md"
 
 
 @pytest.mark.parametrize("path", list(shape.known_paths()), ids=shape.dotted)
