@@ -215,10 +215,11 @@ def test_a_run_that_is_interrupted_twice_leaves_no_process_behind(long: LongRun)
 
 
 @pytest.mark.slow
-def test_a_run_whose_trainer_dies_says_so_and_leaves_no_process_behind(long: LongRun) -> None:
-    trainers = [pid for pid in long.processes() if _has_open(pid, "actor_train-0.log")]
-    os.kill(trainers[0], signal.SIGKILL)
-    status, said = long.end()
+def test_a_run_whose_trainer_dies_for_good_says_so_and_leaves_no_process_behind(tmp_path: Path) -> None:
+    with long_run(tmp_path, *SMALL, *RAY, "supervise.restarts=0", steps=2) as run:
+        trainers = [pid for pid in run.processes() if _has_open(pid, "actor_train-0.log")]
+        os.kill(trainers[0], signal.SIGKILL)
+        status, said = run.end()
     assert status == 1
     assert "actor_train[0] died" in said
 
