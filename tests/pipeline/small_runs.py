@@ -28,6 +28,7 @@ SMALL = (
     "eval.every=0",
     "run.checkpoint_every=0",
     "run.tensorboard=false",
+    "run.curve=false",
     f"reward={REWARDS}:letters",
 )
 EXACT = (*SMALL, "deterministic=true", "train.steps=6", "eval.every=3", "run.checkpoint_every=2")
