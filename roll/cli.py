@@ -74,7 +74,7 @@ def train(
     if resume and restart:
         raise UserError("--resume goes on with a run and --restart begins it anew: write one of them")
     settings = load_config(config, overrides or [])
-    _quiet_libraries()
+    _look_for_model(settings)
     from roll.display import LiveReporter, print_summary
     from roll.pipeline.launch import train as run_training
 
@@ -100,7 +100,7 @@ def evaluate(
 ) -> None:
     """Measure held-out accuracy, for sft held-out loss: of a CONFIG's model, or of a RUN's newest checkpoint."""
     settings = _config_of(target, overrides or [])
-    _quiet_libraries()
+    _look_for_model(settings)
     from roll.pipeline.launch import evaluate as run_evaluation
 
     result = run_evaluation(settings)
@@ -121,7 +121,7 @@ def rollout(
 ) -> None:
     """Make rollouts without training and show them: who said what, rewards, and which tokens would be trained on."""
     settings = _config_of(target, overrides or [])
-    _quiet_libraries()
+    _look_for_model(settings)
     from roll.pipeline.launch import play
     from roll.transcript_view import print_json, print_transcripts
 
@@ -138,7 +138,7 @@ def plan(config: ConfigFile, overrides: Overrides = None) -> None:
     from roll.config import load_config
 
     settings = load_config(config, overrides or [])
-    _quiet_libraries()
+    _look_for_model(settings)
     from roll.devices.draw import draw
     from roll.devices.plan import check_memory, make_plan
     from roll.pipeline.prepare import prepare
@@ -221,6 +221,14 @@ def _config_of(target: str, overrides: list[str]) -> Config:
     from roll.run import RunFolder
 
     return load_config(RunFolder.open(Path(target)).config_path, [f"model={target}", "model.lora=0", *overrides])
+
+
+def _look_for_model(config: Config) -> None:
+    """Refuses a model that is not there, before the seconds that importing all the rest takes."""
+    _quiet_libraries()
+    from roll.model.loading import find_model
+
+    find_model(config.model.path)
 
 
 def _quiet_libraries() -> None:

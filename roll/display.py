@@ -165,7 +165,8 @@ def print_summary(console: Console, summary: dict[str, Any]) -> None:
             table.add_row(Text(first["question"]), *(_marked(answer) for answer in (first, last)))
         console.print(table)
     run = summary["run"]
-    console.print(f"learning curve: {summary['curve']}", markup=False, soft_wrap=True)
+    if summary["curve"] is not None:
+        console.print(f"learning curve: {summary['curve']}", markup=False, soft_wrap=True)
     console.print("next:", style="bold")
     commands = [
         (f"roll eval {run}", "measure the trained model again"),

@@ -1,8 +1,22 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
+from collections.abc import Iterator
 
 import pytest
+
+# Models are tiny here and tests run side by side: threads that wait for each other's cores would be most of the work.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def threads_stay_as_they_were() -> Iterator[None]:
+    """A worker sets the threads of its process, which in tests is the tests'."""
+    yield
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

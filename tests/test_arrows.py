@@ -144,14 +144,29 @@ HEAVY = {"torch", "transformers", "ray", "vllm", "matplotlib"}
         ("roll.reward.process", {*HEAVY, "numpy", "pydantic"}),
         ("roll.env.process", {*HEAVY, "numpy", "pydantic"}),
         ("roll.cluster", HEAVY),
-        ("roll.rollout.worker", HEAVY - {"transformers"}),
+        ("roll.cluster.ray_actor", {*HEAVY, "pydantic"} - {"ray"}),
         ("roll.cli", HEAVY),
     ],
 )
 def test_what_starts_often_or_first_imports_nothing_heavy(module: str, unwanted: set[str]) -> None:
-    script = f"import sys, {module}; print(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
+    assert not unwanted & imported_by(f"import {module}")
+
+
+def test_a_rollout_worker_is_made_without_torch() -> None:
+    script = """
+from roll.cluster import Place
+from roll.config.schema import Config
+from roll.rollout.worker import RolloutWorker
+RolloutWorker(Place("rollout"), Config(model="tiny"), None)
+"""
+    assert not (HEAVY - {"transformers"}) & imported_by(script)
+
+
+def imported_by(script: str) -> set[str]:
+    """The packages that a process has after it ran the script."""
+    script += "\nimport sys; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT.parent)
-    assert not unwanted & set(done.stdout.split())
+    return set(done.stdout.split())
 
 
 def test_the_check_sees_imports_wherever_they_hide() -> None:

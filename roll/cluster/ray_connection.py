@@ -8,14 +8,16 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll.config.errors import UserError
-from roll.config.schema import RayConfig
+
+if TYPE_CHECKING:
+    from roll.config.schema import RayConfig  # an actor does not need what only a config's reader does
 
 _FACTS_S = 60.0
 _REACH_S = 5.0

@@ -241,6 +241,8 @@ class RunConfig(Section):
     """Write every sample's text, tokens and rewards."""
     trace: bool = True
     """Write `trace.json`: every stage of every sample, for Perfetto."""
+    curve: bool = True
+    """Draw `curve.png`, what was learned over the steps, at the end."""
 
 
 class EnvConfig(Section):

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 END, USER, ASSISTANT, UNKNOWN = "<|end|>", "<|user|>", "<|assistant|>", "<|unknown|>"
 CHARACTERS = "\n" + string.digits + string.ascii_letters + string.punctuation + " "
+CONTEXT = 1024
+"""Longest sequence the small model is made for, in tokens."""
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}"
@@ -55,7 +57,7 @@ def tiny_config() -> LlamaConfig:
         num_hidden_layers=5,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=1024,
+        max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

@@ -32,7 +32,7 @@ from transformers.utils import logging
 from roll.config.errors import UserError
 from roll.config.schema import ModelConfig, RoleModel
 from roll.model import lora
-from roll.model.character import character_tokenizer, tiny_config, tiny_model
+from roll.model.character import CONTEXT, character_tokenizer, tiny_config, tiny_model
 
 if TYPE_CHECKING:
     import torch
@@ -176,7 +176,7 @@ def warm_up(path: str) -> None:
 def context_of(source: ModelSource) -> int:
     """Longest sequence the model was made for, in tokens."""
     if source.location is None:
-        return int(tiny_config().max_position_embeddings)
+        return CONTEXT
     settings = Path(source.location) / "config.json"
     if settings.is_file():  # read as it is: `transformers` brings torch along
         found = json.loads(settings.read_text()).get("max_position_embeddings")

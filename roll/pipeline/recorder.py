@@ -156,9 +156,10 @@ class Recorder:
             await write(path)
 
     def finish(self, state: State, panels: Sequence[Panel]) -> dict[str, Any]:
-        """Writes the summary and the curve; returns the summary."""
+        """Writes the summary and draws the curve; returns the summary."""
         state.seconds += self.lap()
-        draw_curve(Metrics.read(self.folder.metrics_path), self.folder.curve_path, self._config.model.path, panels)
+        if self._config.run.curve:
+            draw_curve(Metrics.read(self.folder.metrics_path), self.folder.curve_path, self._config.model.path, panels)
         summary: dict[str, Any] = {
             "run": str(self.folder.path),
             "pipeline": self._config.pipeline,
@@ -168,7 +169,7 @@ class Recorder:
             "steps_planned": self._config.train.steps,
             "stopped": self.stop_requested and state.step < self._config.train.steps,
             **state.summary(),
-            "curve": str(self.folder.curve_path),
+            "curve": str(self.folder.curve_path) if self._config.run.curve else None,
         }
         self.folder.write_summary(summary)
         return summary

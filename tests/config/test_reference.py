@@ -14,22 +14,24 @@ from roll.config.reference import render_reference
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 
 
-def test_docs_are_current() -> None:
-    assert PAGE.read_text(encoding="utf-8") == render_reference(), (
-        "write it anew: python -m roll.config.reference > docs/config.md"
-    )
+@pytest.fixture(scope="module")
+def page() -> str:
+    return render_reference()
+
+
+def test_docs_are_current(page: str) -> None:
+    assert PAGE.read_text(encoding="utf-8") == page, "write it anew: python -m roll.config.reference > docs/config.md"
 
 
 @pytest.mark.parametrize("path", list(shape.known_paths()), ids=shape.dotted)
-def test_every_setting_is_on_the_page_with_its_meaning(path: tuple[str, ...]) -> None:
-    line = next(line for line in render_reference().splitlines() if re.match(rf"\| \[?`{shape.dotted(path)}`", line))
+def test_every_setting_is_on_the_page_with_its_meaning(page: str, path: tuple[str, ...]) -> None:
+    line = next(line for line in page.splitlines() if re.match(rf"\| \[?`{shape.dotted(path)}`", line))
     assert shape.meaning(path), "every setting has a line saying what it does"
     assert shape.meaning(path) in line
     assert "any value" not in line
 
 
-def test_the_examples_of_the_page_load() -> None:
-    page = render_reference()
+def test_the_examples_of_the_page_load(page: str) -> None:
     example = page.partition("```yaml\n")[2].partition("```")[0]
     config = load_config(parse(example).data)
     assert (config.model.path, config.train.lr, config.rollout.group_size) == ("smollm2-135m", 1e-5, 8)
@@ -37,8 +39,7 @@ def test_the_examples_of_the_page_load() -> None:
     assert load_config({}, line.replace("'", "").split()).rollout.stop == ("\n",)
 
 
-def test_types_read_as_plain_words() -> None:
-    page = render_reference()
+def test_types_read_as_plain_words(page: str) -> None:
     assert "| `train.steps` | whole number ≥ 1 | `100` | Training steps. |" in page
     assert "| `model.dtype` | `auto`, `bf16` or `fp32` | `auto` |" in page
     assert "| `rollout.top_p` | number > 0 and ≤ 1 | `1.0` |" in page

@@ -83,7 +83,9 @@ def test_greedy_tokens_are_those_of_generate_however_requests_come_and_go(slots:
         assert finished[str(i)].finish == "length"
 
 
+@cache
 def family(name: str) -> PreTrainedModel:
+    """Not to be changed: tests share it, and what it generates."""
     shape = {**SHAPE, "hidden_size": 48, "num_hidden_layers": 3}
     layers = {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 9}
     softly = {**shape, "initializer_range": 0.1, "head_dim": 16}  # norms that add one make these sharp enough

@@ -114,6 +114,14 @@ def mixed_requests(seed: int, count: int) -> list[Request]:
     return found
 
 
+MIXED = 30
+
+
+@cache
+def drawn_by_slots(seed: int) -> dict[str, Completion]:
+    return run(Engine(model_on("cpu"), tokenizer(), max_running=6), mixed_requests(seed, MIXED))
+
+
 @devices
 @pytest.mark.parametrize("kv_tokens", [0, 200])
 @pytest.mark.parametrize("seed", range(3))
@@ -123,11 +131,9 @@ def test_it_draws_what_the_engine_of_slots_draws(
     if seed == 2:  # prompts in passes of their own, and in several of them
         for name, value in {"LONG": 20, "FEW": 3, "FILL_ROWS": 30}.items():
             monkeypatch.setattr(engine, name, value)
-    requests = mixed_requests(seed, 50)
     served = paged(device, 6, kv_tokens=kv_tokens)
-    found = run(served, requests)
-    expected = run(Engine(model_on("cpu"), tokenizer(), max_running=6), requests)
-    for id, done in expected.items():
+    found = run(served, mixed_requests(seed, MIXED))
+    for id, done in drawn_by_slots(seed).items():
         assert found[id].ids.tolist() == done.ids.tolist()
         assert found[id].finish == done.finish
         np.testing.assert_allclose(found[id].logprobs, done.logprobs, atol=1e-4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from roll.env.pool import EnvPool
 from roll.model.character import character_tokenizer
 from roll.model.chat import ChatRenderer
 
+CALLER = f"{Path(__file__).with_name('callers.py')}:Caller"
 MOVE = {
     "type": "function",
     "function": {
@@ -24,23 +26,6 @@ MOVE = {
         "parameters": {"type": "object", "properties": {"direction": {"type": "string"}}, "required": ["direction"]},
     },
 }
-
-
-class Caller:
-    """An environment whose tools depend on how it began."""
-
-    def __init__(self, tools: Any = ()) -> None:
-        self._tools, self._seed = tools, 0
-
-    def reset(self, seed: int) -> str:
-        self._seed = seed
-        return "begin"
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        return "end", 0.0, True, False, {}
-
-    def tools(self) -> Any:
-        return [{"name": f"act{self._seed}"}] if self._tools == () else self._tools
 
 
 def begun(name: str, **options: Any) -> Opened:
@@ -59,7 +44,7 @@ def test_the_format_json_tells_its_tool_and_others_none() -> None:
 
 
 def test_a_method_is_asked_once_the_episode_has_begun() -> None:
-    assert begun(f"{__file__}:Caller").tools == ({"name": "act3"},)
+    assert begun(CALLER).tools == ({"name": "act3"},)
 
 
 @pytest.mark.parametrize("tools", ["move", 7, [1], [{"name": {1, 2}}]])
@@ -67,7 +52,7 @@ def test_what_is_no_tool_is_refused_by_name(tools: Any) -> None:
     with pytest.raises(ValueError, match="the environment's tools are"):
         opened("begin", tools)
     with pytest.raises(EnvFailure, match="invalid: the environment's tools are"):
-        begun(f"{__file__}:Caller", tools=tools)
+        begun(CALLER, tools=tools)
 
 
 def test_demonstrations_are_rendered_with_their_tools() -> None:

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -28,6 +28,7 @@ SMALL = (
     "eval.every=0",
     "run.checkpoint_every=0",
     "run.tensorboard=false",
+    "run.curve=false",
     f"reward={REWARDS}:letters",
 )
 EXACT = (*SMALL, "deterministic=true", "train.steps=6", "eval.every=3", "run.checkpoint_every=2")
@@ -78,15 +79,17 @@ class Child:
         return [pid for pid, arguments in commands() if _is_grader(arguments, of=self.pid)]
 
 
-def start_roll(arguments: list[str], output: Path) -> Child:
-    process = _processes.Process(target=_roll, args=(arguments, str(output), os.getcwd()))
+def start_roll(arguments: list[str], output: Path, environment: Mapping[str, str] | None = None) -> Child:
+    """`environment`: variables that all processes it starts have."""
+    process = _processes.Process(target=_roll, args=(arguments, str(output), os.getcwd(), environment or {}))
     output.touch()
     process.start()
     return Child(process, output)
 
 
-def _roll(arguments: list[str], output: str, folder: str) -> None:
+def _roll(arguments: list[str], output: str, folder: str, environment: Mapping[str, str]) -> None:
     os.chdir(folder)
+    os.environ.update(environment)
     with open(output, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -46,6 +46,7 @@ QUICK = (
     "eval.samples=2",
     "run.checkpoint_every=0",
     "run.tensorboard=false",
+    "run.curve=false",
     "run.trace=false",
     "run.save_samples=false",
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from long_runs import long_run
 from small_runs import SMALL, TINY, Remains
 
 from roll import load_config
@@ -23,11 +24,11 @@ from roll.run.ledger_index import LedgerIndex
 AHEAD = (
     *SMALL,
     *("executor=ray", "ray.object_store_gb=0.2", "ray.start_deadline_s=120", "ray.call_deadline_s=120"),
-    *("rollout.max_staleness=1", "rollout.filter=none"),
+    *("rollout.max_staleness=1", "rollout.filter=none", "supervise.spare_trainer=false"),
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def on_ray() -> Iterator[None]:
     executor = RayExecutor(RayConfig(object_store_gb=0.2))
     executor.connect()
@@ -49,7 +50,10 @@ class Stopper(SilentReporter):
 def run_ahead(path: Path, *overrides: str, reporter: SilentReporter | None = None, resume: bool = False) -> Remains:
     config = load_config(TINY, [*AHEAD, f"run={path}", *overrides])
     train(config, reporter=reporter or SilentReporter(), resume=resume)
-    run = Remains(path)
+    return balanced(Remains(path))
+
+
+def balanced(run: Remains) -> Remains:
     with LedgerIndex.open(run.folder.ledger_path) as index:
         balance = index.balance()
     assert not balance.problems
@@ -58,6 +62,7 @@ def run_ahead(path: Path, *overrides: str, reporter: SilentReporter | None = Non
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("on_ray")
 @pytest.mark.parametrize("stopped", [True, False])
 def test_what_is_ready_when_a_run_ends_is_trained_on_when_it_goes_on(tmp_path: Path, stopped: bool) -> None:
     """Whether it was stopped or had made all its steps; with fewer rollout workers than before."""
@@ -88,8 +93,27 @@ def test_what_is_ready_when_a_run_ends_is_trained_on_when_it_goes_on(tmp_path: P
         assert drawn_by(rows[id]) == {*range(sample["oldest"], sample["newest"] + 1)}
 
 
-def test_responses_that_are_aborted_for_new_weights_go_on_from_their_prefix_with_them(tmp_path: Path) -> None:
-    run = run_ahead(tmp_path / "run", "rollout.on_update=abort", "rollout.max_new_tokens=96", "train.steps=5")
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, Remains]:
+    """A run on a Ray of its own that aborts responses for new weights and is interrupted after some steps: its exit
+    status, what it said, and what is left of it, which is none of its processes."""
+    settings = (*AHEAD, "rollout.on_update=abort", "rollout.max_new_tokens=96")
+    with long_run(tmp_path_factory.mktemp("interrupted"), *settings, steps=5) as run:
+        os.kill(run.child.pid, signal.SIGINT)
+        return *run.end(), run.remains
+
+
+def test_an_interrupted_run_saves_and_leaves_no_process_behind(interrupted: tuple[int, str, Remains]) -> None:
+    status, said, run = interrupted
+    assert status == 0, said
+    assert "go on with" in said
+    assert run.checkpoint.step >= 5
+
+
+def test_responses_that_are_aborted_for_new_weights_go_on_from_their_prefix_with_them(
+    interrupted: tuple[int, str, Remains],
+) -> None:
+    run = balanced(interrupted[2])
     spanned = {row["sample"]: row for step in run.samples().values() for row in step if len(drawn_by(row)) > 1}
     assert spanned
     histories = run.histories()

@@ -18,6 +18,7 @@ from roll.transcript_view import print_transcripts
 TURNS = str(EXAMPLES / "turns.yaml")
 QUICK = (
     *("threads=1", "train.steps=2", "eval.every=0", "eval.samples=4", "run.tensorboard=false"),
+    "run.curve=false",
     *("rollout.groups_per_step=4", "rollout.group_size=8", "rollout.filter=none"),
 )
 FORGETFUL = (

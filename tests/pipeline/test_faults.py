@@ -30,6 +30,7 @@ SETTINGS = (
     "eval.samples=4",
     "run.checkpoint_every=1",
     "run.tensorboard=false",
+    "run.curve=false",
     "supervise.hang_s=4",
     "supervise.ping_s=0.5",
     "supervise.restarts=100",

@@ -47,3 +47,5 @@ def test_a_step_that_trains_on_nothing_says_which_settings_left_all_out(tmp_path
     assert len(reporter.said) == 3
     assert {(state, reason) for state, reason, _ in run.lineage().values()} == {("dropped", LEFT_OUT)}
     assert summary["trained_samples"] == 0
+    assert summary["curve"] is None
+    assert not run.folder.curve_path.exists()

@@ -63,11 +63,12 @@ def test_tasks_in_a_jsonl_file(tmp_path: Path, run_small: Callable[..., Remains]
 
 
 def test_a_run_without_held_out_tasks_is_not_evaluated(run_small: Callable[..., Remains]) -> None:
-    run = run_small(tasks=lambda split: vowels(split) if split == "train" else ())
+    run = run_small("run.curve=true", tasks=lambda split: vowels(split) if split == "train" else ())
     summary = run.folder.read_summary()
     assert summary is not None
     assert summary["accuracy_before"] is None
     assert summary["accuracy_after"] is None
+    assert summary["curve"] == str(run.folder.curve_path)
     assert run.folder.curve_path.is_file()
 
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from long_runs import LongRun, left_in_shared_memory, long_run
 from small_runs import EXACT, SMALL, TINY, Remains
 
 from roll import load_config
 from roll.cluster import Cluster, Dispatch, Place, parallel
+from roll.cluster.executor import Executor, Handle, LocalExecutor, LocalHandle
 from roll.cluster.ray_executor import RayExecutor
 from roll.config import Config, RunError
 from roll.config.schema import RayConfig
@@ -62,7 +63,7 @@ def three_local_steps(tmp_path_factory: pytest.TempPathFactory) -> Remains:
 @pytest.fixture(scope="module")
 def colocated(on_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Remains:
     path = tmp_path_factory.mktemp("colocated") / "run"
-    overrides = [*EXACT, *RAY, *LAYOUTS["colocated"], "train.steps=3", f"run={path}"]
+    overrides = [*EXACT, *RAY, *LAYOUTS["colocated"], "train.steps=3", "supervise.spare_trainer=false", f"run={path}"]
     train(load_config(TINY, overrides), reporter=SilentReporter())
     return Remains(path)
 
@@ -79,7 +80,7 @@ def test_local_and_ray_give_the_same_bits(
 ) -> None:
     """Rollouts included: three steps with two engines, of which one shares the trainer's core and leaves it while the
     trainer works, and with one elsewhere."""
-    run = run_small(*RAY, *LAYOUTS[layout], "train.steps=3", base=EXACT)
+    run = run_small(*RAY, *LAYOUTS[layout], "train.steps=3", "supervise.spare_trainer=false", base=EXACT)
     assert_same_bits(run, three_local_steps)
     logs = {log.stem for log in (run.path / "logs").iterdir()}
     engines = {"actor_infer-0", "actor_infer-1"} if layout == "partly shared" else {"actor_infer-0"}
@@ -137,19 +138,39 @@ class Flipping(InferWorker):
             self._receiver._tensors["model.embed_tokens.weight"].view(torch.uint8)[5, 3] ^= 1
 
 
-@pytest.mark.usefixtures("on_ray")
-def test_a_byte_flipped_on_the_way_is_caught_sent_again_and_then_named() -> None:
+class ApartHandle(LocalHandle):
+    """A worker that shares this process and nothing else: calls and results are copies."""
+
+    in_process = False
+
+    async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = pickle.loads(pickle.dumps((args, kwargs)))
+        return pickle.loads(pickle.dumps(await super().call(method, args, kwargs)))
+
+
+class Apart(LocalExecutor):
+    async def start(self, make: Callable[[Place], Any], places: Sequence[Place]) -> list[Handle]:
+        await super().start(make, places)
+        return [ApartHandle(worker) for worker in self._workers[-len(places) :]]
+
+
+@pytest.mark.parametrize("executor", ["apart", pytest.param("ray", marks=pytest.mark.slow)])
+def test_a_byte_flipped_on_the_way_is_caught_sent_again_and_then_named(
+    request: pytest.FixtureRequest, executor: str
+) -> None:
     config = load_config(TINY, [*EXACT, *RAY, "weights.bucket_mb=1"])
+    if executor == "ray":
+        request.getfixturevalue("on_ray")
 
     async def main() -> None:
-        executor = RayExecutor(config.ray)
+        workers: Executor = RayExecutor(config.ray) if executor == "ray" else Apart(60)
         try:
             places = [Place("actor_infer", rank, 2, threads=1) for rank in range(2)]
             trainer = Place("actor_train", threads=1)
-            executor.reserve([trainer, *places])
+            workers.reserve([trainer, *places])
             actor, engines = await asyncio.gather(
-                Cluster.start(executor, lambda place: TrainWorker(place, config), [trainer]),
-                Cluster.start(executor, lambda place: Flipping(place, config), places),
+                Cluster.start(workers, lambda place: TrainWorker(place, config), [trainer]),
+                Cluster.start(workers, lambda place: Flipping(place, config), places),
             )
             await publish(actor, engines, 1, "shared_memory")  # flipped once: the second try is whole
             await publish(actor, engines, 2, "broadcast")
@@ -159,122 +180,46 @@ def test_a_byte_flipped_on_the_way_is_caught_sent_again_and_then_named() -> None
                     await publish(actor, engines, version, path)  # type: ignore[arg-type]
                 await publish(actor, engines, version, path)  # type: ignore[arg-type]
         finally:
-            await executor.close()
+            await workers.close()
 
     asyncio.run(main())
 
 
-def _left_in_shared_memory() -> set[Path]:
-    """What processes that are gone have left there."""
-    files = Path("/dev/shm").glob("roll-*")
-    return {file for file in files if not Path(f"/proc/{file.name.split('-')[1]}").exists()}
-
-
 @pytest.fixture(autouse=True)
 def nothing_left_in_shared_memory() -> Iterator[None]:
-    before = _left_in_shared_memory()
+    before = left_in_shared_memory()
     yield
-    assert _left_in_shared_memory() <= before
-
-
-RAYS_AGENTS = (b"ray::DashboardAgent", b"ray::RuntimeEnvAgent")
-"""Two small processes of Ray's own that notice a killed head at once but take a minute to leave."""
-
-
-def _alive(marker: str) -> list[int]:
-    """Processes that have the marker in their environment."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            ours = marker.encode() in (folder / "environ").read_bytes()
-            if ours and not (folder / "cmdline").read_bytes().startswith(RAYS_AGENTS):
-                found.append(int(folder.name))
-        except OSError:
-            continue
-    return found
-
-
-def _names(marker: str) -> list[bytes]:
-    return [Path(f"/proc/{pid}/cmdline").read_bytes()[:80].strip(b"\0") for pid in _alive(marker)]
-
-
-def _gone(marker: str, within_s: float = 30) -> bool:
-    deadline = time.monotonic() + within_s
-    while _alive(marker):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
-
-
-@dataclass(frozen=True)
-class LongRun:
-    """`roll train` on a Ray of its own, some steps into a run that takes very long."""
-
-    process: subprocess.Popen[bytes]
-    output: Path
-    marker: str
-
-    def end(self) -> tuple[int, str]:
-        """Exit status and output, once all its processes are gone."""
-        status = self.process.wait(60)
-        assert _gone(self.marker), _names(self.marker)
-        return status, self.output.read_text()
+    assert left_in_shared_memory() <= before
 
 
 @pytest.fixture
-def long_run(tmp_path: Path) -> Iterator[LongRun]:
-    path, output = tmp_path / "run", tmp_path / "out"
-    marker = f"ROLL_TEST_{os.getpid()}_{tmp_path.name}"
-    arguments = ["train", TINY, *SMALL, *RAY, f"run={path}", "train.steps=100000", "--plain"]
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "roll.cli", *arguments], stdout=file, stderr=file, env={**os.environ, marker: "1"}
-        )
-    run = LongRun(process, output, marker)
-    try:
-        deadline = time.monotonic() + 120
-        while len(list(path.glob("samples/step-*.jsonl"))) < 2:
-            assert process.poll() is None, output.read_text()
-            assert time.monotonic() < deadline, output.read_text()
-            time.sleep(0.05)
-        assert len(_alive(marker)) > 8, "the run, its actors, its graders and Ray's own processes"
+def long(tmp_path: Path) -> Iterator[LongRun]:
+    with long_run(tmp_path, *SMALL, *RAY, steps=2) as run:
         yield run
-    finally:
-        process.kill()
-        process.wait()
-        for pid in _alive(marker):
-            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
-def test_a_killed_run_leaves_no_process_behind(long_run: LongRun) -> None:
-    long_run.process.kill()
-    long_run.end()
-
-
-def test_an_interrupted_run_saves_and_leaves_no_process_behind(long_run: LongRun) -> None:
-    long_run.process.send_signal(signal.SIGINT)
-    status, said = long_run.end()
-    assert status == 0
-    assert "go on with" in said
+def test_a_killed_run_leaves_no_process_behind(long: LongRun) -> None:
+    long.child.kill()
+    long.end()
 
 
 @pytest.mark.slow
-def test_a_run_that_is_interrupted_twice_leaves_no_process_behind(long_run: LongRun) -> None:
+def test_a_run_that_is_interrupted_twice_leaves_no_process_behind(long: LongRun) -> None:
     for _ in range(2):
-        long_run.process.send_signal(signal.SIGINT)
+        os.kill(long.child.pid, signal.SIGINT)
         time.sleep(0.01)
-    status, said = long_run.end()
+    status, said = long.end()
     assert status == 1
     assert "stopped" in said
 
 
 @pytest.mark.slow
-def test_a_run_whose_trainer_dies_says_so_and_leaves_no_process_behind(long_run: LongRun) -> None:
-    trainers = [pid for pid in _alive(long_run.marker) if _has_open(pid, "actor_train-0.log")]
-    os.kill(trainers[0], signal.SIGKILL)
-    status, said = long_run.end()
+def test_a_run_whose_trainer_dies_for_good_says_so_and_leaves_no_process_behind(tmp_path: Path) -> None:
+    with long_run(tmp_path, *SMALL, *RAY, "supervise.restarts=0", steps=2) as run:
+        trainers = [pid for pid in run.processes() if _has_open(pid, "actor_train-0.log")]
+        os.kill(trainers[0], signal.SIGKILL)
+        status, said = run.end()
     assert status == 1
     assert "actor_train[0] died" in said
 

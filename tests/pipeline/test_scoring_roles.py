@@ -33,7 +33,7 @@ def settings(run: Path, liking: Path, **more: Any) -> dict[str, Any]:
     base: dict[str, Any] = {
         "model": "tiny",
         "threads": 1,
-        "run": {"dir": str(run), "tensorboard": False, "checkpoint_every": 0},
+        "run": {"dir": str(run), "tensorboard": False, "curve": False, "checkpoint_every": 0},
         "tasks": "echo",
         "roles": {"reward_model": {"model": str(liking)}},
         "reward": {"parts": {"liked": {"name": "reward_model", "options": {"sigmoid": True}}}},

@@ -34,7 +34,7 @@ BASE: dict[str, Any] = {
     "data": {"source": "echo", "samples_per_step": 4},
     "train": {"lr": 2e-3, "steps": 4},
     "eval": {"every": 2},
-    "run": {"checkpoint_every": 0, "tensorboard": False},
+    "run": {"checkpoint_every": 0, "tensorboard": False, "curve": False},
 }
 WEIGHTED = LossSpec("reinforce")
 """Imitation, if all advantages are 1."""
@@ -48,7 +48,7 @@ def run(path: Path, *overrides: str, **options: Any) -> Remains:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Remains:
-    return run(tmp_path_factory.mktemp("sft") / "run", *EXACT)
+    return run(tmp_path_factory.mktemp("sft") / "run", *EXACT, "run.curve=true")
 
 
 def losses(remains: Remains) -> list[float]:

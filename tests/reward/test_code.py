@@ -192,7 +192,7 @@ print(add(0, 0))
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_cheating_is_worth_nothing(cheat: str, form: str) -> None:
-    assert graded(CHEATS[cheat], FORMS[form], credit="share", seconds=2.0 if cheat == "hangs" else 20.0) == 0
+    assert graded(CHEATS[cheat], FORMS[form], credit="share", seconds=0.5 if cheat == "hangs" else 20.0) == 0
 
 
 def test_graders_go_on_after_every_attack() -> None:

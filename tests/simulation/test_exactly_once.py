@@ -526,7 +526,7 @@ def none(wrong: list[str]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-QUICK = 80
+QUICK, AT_LENGTH = 40, 1600
 
 
 def check_machine(examples: int) -> None:
@@ -553,4 +553,4 @@ def test_every_draw_is_trained_on_or_dropped_exactly_once_whatever_dies() -> Non
 
 @pytest.mark.slow
 def test_every_draw_is_trained_on_or_dropped_exactly_once_whatever_dies_at_length() -> None:
-    check_machine(20 * QUICK)
+    check_machine(AT_LENGTH)

@@ -7,6 +7,7 @@ all its rows there before any of them is read, layer by layer, so rows of one pa
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -78,7 +79,8 @@ class PagedPlan:
 
 
 class RowPlan(PagedPlan):
-    """Every row by itself: for rows of many sequences, one or few of each."""
+    """Every row by itself: for rows of many sequences, one or few of each. On a CPU, rows that follow each other in one
+    sequence read its keys once."""
 
     def read(self, layer: int, query: Tensor, heads: int, reading: Reading) -> Tensor:
         keys, values = self.pages.keys[layer], self.pages.values[layer]
@@ -99,10 +101,10 @@ class RowPlan(PagedPlan):
             )
         dim = keys.shape[-1]
         out = query.new_empty(self.rows.count, heads, dim)
-        for row, position in enumerate(self.rows.positions.tolist()):
-            blocks = self.rows.table[: position // BLOCK + 1, row].long()
-            key, value = (_positions(pages[blocks])[: position + 1] for pages in (keys, values))
-            out[row] = _attend(query[row : row + 1, : heads * dim].view(1, heads, dim), key, value, reading)[0]
+        for run, count in _runs(self.rows.slots.tolist(), self.rows.positions.tolist()):
+            blocks = self.rows.table[: (count - 1) // BLOCK + 1, run.start].long()
+            key, value = (_positions(pages[blocks])[:count] for pages in (keys, values))
+            out[run] = _attend(query[run, : heads * dim].reshape(-1, heads, dim), key, value, reading)
         return out.view(self.rows.count, heads * dim)
 
 
@@ -151,6 +153,15 @@ class SpanPlan(PagedPlan):
 def _splits(programs: int) -> int:
     """Into how many a row's positions are cut so that a GPU has enough to do at once."""
     return 1 if programs >= 200 else 4 if programs >= 50 else 16
+
+
+def _runs(slots: list[int], positions: list[int]) -> Iterator[tuple[slice, int]]:
+    """Rows of one sequence at positions that follow each other, and how many positions the last of them sees."""
+    start = 0
+    for row in range(1, len(slots) + 1):
+        if row == len(slots) or (slots[row], positions[row]) != (slots[start], positions[start] + row - start):
+            yield slice(start, row), positions[row - 1] + 1
+            start = row
 
 
 def _positions(blocks: Tensor) -> Tensor:

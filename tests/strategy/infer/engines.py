@@ -138,10 +138,11 @@ class Kind:
     """Requests that wait for a small cache."""
 
 
+FEWER = 1000 if DEVICE == "cuda" else 200
 KINDS = {
     "native": Kind(native, native_receiving, same_noise=True, dies=False),
-    "exact": Kind(exact, exact_receiving, same_noise=True, dies=False, many=100),
-    "paged": Kind(paged, paged_receiving, same_noise=True, dies=False, many=1000 if DEVICE == "cuda" else 150),
+    "exact": Kind(exact, exact_receiving, same_noise=True, dies=False, many=40),
+    "paged": Kind(paged, paged_receiving, same_noise=True, dies=False, many=FEWER),
     "vllm": Kind(vllm),
 }
 ENGINES = [pytest.param(name, marks=[pytest.mark.vllm] if name == "vllm" else []) for name in KINDS]
