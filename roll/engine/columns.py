@@ -4,8 +4,10 @@ A CPU's matrix libraries copy the right operand of a product into an order of th
 tokens on the left, as in `transformers`, that is the weight, every time; with columns it is the small hidden state. The
 weights are the model's own, read where they lie, and outputs of several products land beside each other without a copy.
 
-What always holds: the result is that of the model's own forward pass up to rounding. A model whose layers are not known
-to be of the plain kind is not taken (`supported`), and goes through its own code.
+What always holds: the result is that of the model's own forward pass up to the order of sums. In bf16 it is rounded where
+that rounds, although fewer roundings would be nearer to the truth: a trainer computes by the model's own code, and what
+it trains on should differ from that as little as can be. A model whose layers are not known to be of the plain kind is
+not taken (`supported`), and goes through its own code.
 """
 
 from __future__ import annotations
@@ -91,17 +93,16 @@ def _normed(norm: Any, columns: Tensor) -> Tensor:
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotary embedding in place. heads [heads, dim, rows], cos and sin [dim / 2, rows]"""
     first, second = heads.chunk(2, dim=1)
-    turned = torch.addcmul(first * cos, second, sin, value=-1)
-    second.mul_(cos).addcmul_(first, sin)
+    turned = (first * cos).sub_(second * sin)
+    second.mul_(cos).add_(first * sin)
     first.copy_(turned)
 
 
 def _product(linear: nn.Linear, columns: Tensor, out: Tensor | None = None) -> Tensor:
-    product = torch.mm(linear.weight, columns, out=out)
-    return product if linear.bias is None else product.add_(linear.bias[:, None])
+    if linear.bias is None:
+        return torch.mm(linear.weight, columns, out=out)
+    return torch.addmm(linear.bias[:, None], linear.weight, columns, out=out)
 
 
 def _add_product(linear: nn.Linear, columns: Tensor, hidden: Tensor) -> None:
-    hidden.addmm_(linear.weight, columns)
-    if linear.bias is not None:
-        hidden.add_(linear.bias[:, None])
+    hidden.add_(_product(linear, columns))
