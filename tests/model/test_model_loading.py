@@ -298,3 +298,16 @@ def test_a_cpu_says_whether_it_multiplies_bf16(
         file.write_text(info)
     monkeypatch.setattr(loading, "Path", lambda _: file)
     assert cpu_multiplies_bf16() is expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fresh_model_is_the_same_once_it_was_saved_and_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Also its buffers: in bf16 the angles of far positions would be other ones."""
+    fresh = load_model(find_model("tiny"), dtype, 3)
+    fresh.save_pretrained(tmp_path)
+    character_tokenizer().save_pretrained(tmp_path)
+    again = load_model(find_model(str(tmp_path)), dtype, 0)
+    assert_same_weights(fresh, again)
+    for (name, one), (_, other) in zip(fresh.named_buffers(), again.named_buffers(), strict=True):
+        assert one.dtype == other.dtype == torch.float32, name
+        assert torch.equal(one, other), name

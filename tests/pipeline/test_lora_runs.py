@@ -18,7 +18,7 @@ from roll.model.character import tiny_model
 from roll.pipeline.launch import train
 from roll.pipeline.report import SilentReporter
 
-LORA = ("model.lora.rank=4", "train.lr=1e-2")
+LORA = ("model.lora.rank=4", "model.dtype=fp32", "train.lr=1e-2")
 KL = ("algorithm.kl_coef=0.05", "algorithm.kl_in=reward")
 RAY = ("executor=ray", "ray.object_store_gb=0.2", "ray.start_deadline_s=120", "ray.call_deadline_s=120")
 
@@ -87,7 +87,7 @@ def test_export_eval_and_a_run_from_there(
     assert main(["eval", str(trained.path)]) == 0
     further = run_small(f"model={trained.path}", *LORA, "train.steps=1", name="further")
     assert str(trained.checkpoint.path) in (adapters(further) / "roll_base.json").read_text()
-    whole = run_small(f"model={further.path}", "train.steps=1", "train.lr=1e-12", name="whole")
+    whole = run_small(f"model={further.path}", "train.steps=1", "train.lr=1e-12", "model.dtype=fp32", name="whole")
     assert main(["export", str(further.path), str(tmp_path / "exported")]) == 0
     same = [AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path / "exported", adapters(whole))]
     torch.testing.assert_close(logits(same[0]), logits(same[1]), atol=1e-5, rtol=0)

@@ -59,6 +59,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     overrides = [
         *(*SMALL, f"run={seen.remains.path}", f"train.steps={STEPS}", "run.tensorboard=true", "run.curve=true"),
         *("run.checkpoint_every=1", "eval.every=1", "rollout.group_size=3", "rollout.max_new_tokens=3"),
+        "model.dtype=fp32",
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EngineDoor, "generate", watch_generate)

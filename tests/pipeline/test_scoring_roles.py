@@ -198,7 +198,7 @@ def test_models_that_reward_are_there_while_samples_are_made_and_leave_for_the_t
 
 
 def test_a_plan_shows_and_counts_both(liking: Path) -> None:
-    config = load_config(both(Path("run"), liking))
+    config = load_config(both(Path("run"), liking), ["roles.judge.model.dtype=fp32"])
     plan = make_plan(config, prepare(config).job, Inventory((Node("node0", "", 2, 0, 1 << 36, 0),)))
     assert dict(plan.roles)["judge"] == "native, tiny, 32 at once"
     assert dict(plan.roles)["reward_model"] == f"single, {liking}"
