@@ -67,7 +67,7 @@ def measure(weights: list[Tensor], count: int, repeats: int) -> dict[str, float]
         "columns": (lambda column, weight: torch.mm(weight, column), columns, weights),
     }
     try:
-        order = [torch.ops.mkldnn._reorder_linear_weight(weight.to_mkldnn(), count) for weight in weights]
+        order = [torch.ops.mkldnn._reorder_linear_weight(weight, count) for weight in weights]
         ways["packed"] = (lambda x, w: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], ""), tokens, order)
         ways["packed"][0](tokens[weights[0].shape[1]], order[0])
     except (AttributeError, NotImplementedError, RuntimeError):

@@ -143,7 +143,7 @@ def load_model(source: ModelSource, dtype: torch.dtype, seed: int) -> PreTrained
     load_model_config(source)
     if source.location is None:
         model: PreTrainedModel = tiny_model(seed if source.seed is None else source.seed)
-        for parameter in model.parameters():  # and no buffer: angles of positions stay in fp32, as in a model that is read
+        for parameter in model.parameters():  # and no buffer: angles of positions are in fp32 in a model that is read
             parameter.data = parameter.data.to(dtype)
     else:
         model = from_pretrained(AutoModelForCausalLM, source, dtype=dtype)

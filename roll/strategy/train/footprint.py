@@ -18,6 +18,7 @@ import torch
 from roll.model.shape import ModelShape
 from roll.strategy.train.logprobs import CHUNK_ELEMENTS
 from roll.strategy.train.tree_attention import attends_varlen
+from roll.strategy.train.vocabulary import BLOCK_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -105,9 +106,10 @@ class Footprint:
         return min(rows, predicting) * self.model.vocab, predicting > rows
 
     def logits_bytes(self, logits: int) -> int:
-        """What so many logits take while they become log-probs: in plain torch they are scaled in fp32, and their
-        exponentials are beside them."""
-        return logits * (self.dtype.itemsize + (0 if self.device == "cuda" else 8))
+        """What so many logits take while they become log-probs: in plain torch a block of them is scaled in fp32, and
+        the exponentials are beside it."""
+        block = 0 if self.device == "cuda" else min(logits, max(BLOCK_ELEMENTS, self.model.vocab))
+        return logits * self.dtype.itemsize + 8 * block
 
     def _row_in_a_layer(self) -> int:
         """Without the attention's own queries, keys and outputs."""

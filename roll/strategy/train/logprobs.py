@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from roll.strategy.train.predictions import Chunk, Predictions
 from roll.strategy.train.vocabulary import Kernels, kernels_for
 
-CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 29}
-"""Most logits held at once: 64 MiB in fp32, 1 GiB in bf16. Large chunks, because each adds to the whole weight's
+CHUNK_ELEMENTS = {"cpu": 1 << 26, "cuda": 1 << 29}
+"""Most logits held at once: 256 MiB in fp32, 1 GiB in bf16. Large chunks, because each adds to the whole weight's
 gradient."""
 
 

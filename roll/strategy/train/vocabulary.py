@@ -41,16 +41,23 @@ def kernels_for(device: torch.device) -> Kernels:
     return TorchKernels()
 
 
+BLOCK_ELEMENTS = 1 << 19
+"""Logits that plain torch works on at once: in fp32, with the exponentials beside them, they stay in a CPU's cache."""
+
+
 class TorchKernels:
     def summarise(self, logits: Tensor, temperatures: Tensor, cap: float | None) -> tuple[Tensor, Tensor]:
-        scaled = _scaled(logits, temperatures, cap)
-        largest = scaled.amax(dim=-1, keepdim=True)
-        scaled.sub_(largest)
-        weights = scaled.exp()
-        total = weights.sum(dim=-1)
-        mean = weights.mul_(scaled).sum(dim=-1) / total
-        normaliser = total.log()
-        return largest[:, 0] + normaliser, normaliser - mean
+        normalisers, entropies = torch.empty(2, len(logits), device=logits.device)
+        for rows in _blocks(logits):
+            scaled = _scaled(logits[rows], temperatures[rows], cap)
+            largest = scaled.amax(dim=-1, keepdim=True)
+            scaled.sub_(largest)
+            weights = scaled.exp()
+            total = weights.sum(dim=-1)
+            normaliser = total.log()
+            normalisers[rows] = largest[:, 0] + normaliser
+            entropies[rows] = normaliser - weights.mul_(scaled).sum(dim=-1) / total
+        return normalisers, entropies
 
     def differentiate(
         self,
@@ -62,20 +69,29 @@ class TorchKernels:
         totals: Tensor,
         entropy_slopes: Tensor | None,
     ) -> Tensor:
-        scaled = _scaled(logits, temperatures, cap)
-        squeezed = 1 - (scaled * (temperatures[:, None] / cap)).square() if cap else None
-        log_p = scaled.sub_(normalisers[:, None])
-        factor = totals[:, None]
-        if entropy_slopes is not None:
-            factor = factor + entropy_slopes[:, None] * (log_p + entropies[:, None])
-        gradient = log_p.exp_().mul_(factor / -temperatures[:, None])
-        if squeezed is not None:
-            gradient.mul_(squeezed)
-        return logits.copy_(gradient)
+        for rows in _blocks(logits):
+            scaled, heat = _scaled(logits[rows], temperatures[rows], cap), temperatures[rows, None]
+            squeezed = 1 - (scaled * (heat / cap)).square() if cap else None
+            log_p = scaled.sub_(normalisers[rows, None])
+            factor = totals[rows, None]
+            if entropy_slopes is not None:
+                factor = factor + entropy_slopes[rows, None] * (log_p + entropies[rows, None])
+            gradient = log_p.exp_().mul_(factor / -heat)
+            if squeezed is not None:
+                gradient.mul_(squeezed)
+            logits[rows] = gradient
+        return logits
+
+
+def _blocks(logits: Tensor) -> list[slice]:
+    """Rows to be worked on one block after another."""
+    step = max(1, BLOCK_ELEMENTS // logits.shape[1])
+    return [slice(first, first + step) for first in range(0, len(logits), step)]
 
 
 def _scaled(logits: Tensor, temperatures: Tensor, cap: float | None) -> Tensor:
     """A new tensor."""
-    values = logits.float()
-    values = torch.tanh(values / cap) * cap if cap else values
-    return values / temperatures[:, None]
+    values = logits.to(torch.float32, copy=True)
+    if cap:
+        values.div_(cap).tanh_().mul_(cap)
+    return values.div_(temperatures[:, None])

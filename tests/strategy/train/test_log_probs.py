@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from roll.strategy.train import logprobs
+from roll.strategy.train import logprobs, vocabulary
 from roll.strategy.train.logprobs import token_log_probs
 from roll.strategy.train.microbatch import response_positions
 from roll.strategy.train.predictions import Predictions
@@ -165,7 +165,9 @@ def kernels_agree(kernels: Kernels, device: str, dtype: torch.dtype, cap: float 
 
 @pytest.mark.parametrize("cap", [None, 30.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_plain_kernels(dtype: torch.dtype, cap: float | None) -> None:
+@pytest.mark.parametrize("block", [1, 20_000, vocabulary.BLOCK_ELEMENTS])
+def test_plain_kernels(dtype: torch.dtype, cap: float | None, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocabulary, "BLOCK_ELEMENTS", block)
     kernels_agree(TorchKernels(), "cpu", dtype, cap)
 
 
