@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -19,9 +20,11 @@ from roll.config.schema import Config
 from roll.data.chat_sources import ChatSource, load_chats
 from roll.data.domains import first_of_each, load_domains
 from roll.data.sources import TaskSet, TaskSource, load_tasks
-from roll.data.task import Task
+from roll.data.task import EnvSpec, Task
 from roll.devices.job import Job, rlvr_job, sft_job
 from roll.devices.plan import Plan
+from roll.env.resolve import check as check_environment
+from roll.env.resolve import located as find_code
 from roll.model.chat import ChatRenderer
 from roll.model.corpus import Corpus, Order, make_corpus
 from roll.model.loading import find_model, load_model_config, load_tokenizer, stop_ids_of
@@ -186,6 +189,7 @@ def check(
     check_vllm(config)
     check_scorers(config)
     task_set, judge = _tasks_and_judge(config, reward, tasks)
+    task_set = _located(task_set)
     judge.check()
     check_policies(config, task_set)
     _check_limits(config, task_set)
@@ -240,6 +244,24 @@ def _check_longest(prompt: _Prompt, config: Config, context: int) -> None:
             f"make a sample of {prompt.sample} tokens: write train.micro_batch_tokens={prompt.sample} or more, or fewer "
             "new tokens"
         )
+
+
+def _located(tasks: TaskSet) -> TaskSet:
+    """The tasks with environments that every process finds; refuses those that are not there, or take other options."""
+    checked: dict[tuple[str, frozenset[str]], EnvSpec] = {}
+
+    def located(task: Task) -> Task:
+        spec = task.environment
+        if spec is None:
+            return task
+        kind = (spec.name, frozenset(spec.options))
+        if kind not in checked:
+            check_environment(spec)
+            checked[kind] = find_code(spec)
+        code = checked[kind].code
+        return replace(task, environment=replace(spec, code=code)) if code else task
+
+    return TaskSet(tuple(map(located, tasks.train)), tuple(map(located, tasks.held_out)))
 
 
 def _check_limits(config: Config, tasks: TaskSet) -> None:

@@ -125,7 +125,7 @@ class Evaluator:
             s for s in samples[: self._config.show] if s.finish is not None and self._pool.tokens.home_of(s) is not None
         ]
         texts = await self._pool.tokens.texts(shown)
-        answers = [Answer(s.task.question, text, s.reward) for s, text in zip(shown, texts, strict=True)]
+        answers = [Answer(s.task.question or s.task.id, text, s.reward) for s, text in zip(shown, texts, strict=True)]
         domains = _by_domain(samples)
         return Evaluation(
             accuracy=fmean(s.accuracy for s in domains.values()) if self._by_domain else whole.accuracy,
