@@ -195,18 +195,15 @@ def export(
 
 @app.command()
 def doctor() -> None:
-    """Show versions and devices, and what is missing."""
+    """Show versions and devices, what is missing, and what optional packages are for."""
     from roll.doctor import examine
 
     findings = examine()
-    table = Table("", "what", "found", "advice")
+    table = Table("", "what", "found", "for", "advice")
+    colors = {"✓": "green", "✗": "red", "–": "yellow"}
     for finding in findings:
-        table.add_row(
-            "[green]✓[/]" if finding.ok else "[red]✗[/]",
-            finding.what,
-            finding.value,
-            finding.advice if not finding.ok else "",
-        )
+        mark = Text(finding.mark, colors[finding.mark])
+        table.add_row(mark, *map(Text, (finding.what, finding.value, finding.purpose, finding.advice)))
     _console.print(table)
     if not all(finding.ok for finding in findings):
         raise typer.Exit(1)
