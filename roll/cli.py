@@ -152,6 +152,8 @@ def plan(config: ConfigFile, overrides: Overrides = None) -> None:
     _console.print(what, markup=False, soft_wrap=True)
     for drawn in draw(made, _console.width):
         _console.print(drawn)
+    for remark in pipeline.remarks:
+        _console.print(Text(f"warning: {remark}", "yellow"), soft_wrap=True)
     check_memory(made)
 
 
@@ -195,18 +197,15 @@ def export(
 
 @app.command()
 def doctor() -> None:
-    """Show versions and devices, and what is missing."""
+    """Show versions and devices, what is missing, and what optional packages are for."""
     from roll.doctor import examine
 
     findings = examine()
-    table = Table("", "what", "found", "advice")
+    table = Table("", "what", "found", "for", "advice")
+    colors = {"✓": "green", "✗": "red", "–": "yellow"}
     for finding in findings:
-        table.add_row(
-            "[green]✓[/]" if finding.ok else "[red]✗[/]",
-            finding.what,
-            finding.value,
-            finding.advice if not finding.ok else "",
-        )
+        mark = Text(finding.mark, colors[finding.mark])
+        table.add_row(mark, *map(Text, (finding.what, finding.value, finding.purpose, finding.advice)))
     _console.print(table)
     if not all(finding.ok for finding in findings):
         raise typer.Exit(1)

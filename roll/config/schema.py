@@ -89,6 +89,10 @@ class TasksConfig(SourceConfig):
     """Share of each domain among the groups, by name; empty: every task equally often."""
     sample_by: Literal["epochs", "solve_rate"] = "epochs"
     """`epochs`: every task once an epoch. `solve_rate`: of those, tasks always or never solved of late often wait."""
+    max_prompt_tokens: Whole = 0
+    """Longest prompt, in tokens; 0: whatever leaves room for `max_new_tokens` in the model's context."""
+    too_long: Literal["refuse", "drop"] = "refuse"
+    """What is done about a task with a longer one: `refuse` the run, or `drop` the task."""
 
 
 class DataConfig(Section):

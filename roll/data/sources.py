@@ -30,6 +30,8 @@ class TaskSet:
 
     train: tuple[Task, ...]
     held_out: tuple[Task, ...]
+    left_out: tuple[str, ...] = ()
+    """Ids of those that there is no room for."""
 
     @property
     def has_environments(self) -> bool:

@@ -23,6 +23,8 @@ class EnvSpec:
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments the environment is made with."""
+    code: str | bytes = ""
+    """Of a registered name, where its class is, or the class itself: for processes that did not register it."""
 
 
 @dataclass(frozen=True)

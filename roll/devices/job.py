@@ -29,6 +29,7 @@ def rlvr_job(config: Config, tasks: TaskSet) -> Job:
     samples = rollout.groups_per_step * rollout.group_size
     sizes = (
         ("tasks", f"{len(tasks.train)} to train on, {len(tasks.held_out)} held out"),
+        *([("left out", f"{len(tasks.left_out)} tasks, their prompts are too long")] if tasks.left_out else []),
         *((f"domain {name}", _share(name, config, tasks)) for name in config.domains),
         ("samples a step", f"{rollout.groups_per_step} groups × {rollout.group_size} = {samples}"),
         ("tokens a sample", f"prompt up to {max(prompts)}, response up to {config.longest_response}"),

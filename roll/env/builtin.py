@@ -34,12 +34,13 @@ class Guess(Environment):
         self._tries -= 1
         guess = last_integer(action)
         if guess == self._number:
-            return Step("Right.", 1.0, terminated=True)
+            return Step("Right.", 1.0, terminated=True, info={"success": 1.0})
         if not self._tries:
-            return Step(f"Wrong: it was {self._number}. You have no tries left.", terminated=True)
+            said = f"Wrong: it was {self._number}. You have no tries left."
+            return Step(said, terminated=True, info={"success": 0.0})
         answer = self._answer(guess)
         state = f"{self._low} to {self._high}, {self._tries} left"
-        return Step(f"{answer} Tries left: {self._tries}.", info={"state": state})
+        return Step(f"{answer} Tries left: {self._tries}.", info={"state": state, "success": 0.0})
 
     def expert(self) -> str:
         """The middle of what is left."""
@@ -65,14 +66,18 @@ class EchoTurns(Environment):
             raise ValueError(f"echo_turns: {turns} turns of the symbols {symbols!r} leave nothing to say")
         self._turns, self._symbols = turns, symbols
         self._asked: list[str] = []
+        self._right = 0
 
     def reset(self, seed: int) -> str:
         self._asked = random.Random(f"echo_turns/{seed}").choices(self._symbols, k=self._turns)
         return self._asked[0]
 
     def step(self, action: str) -> Step:
-        reward = float(action.strip() == self._asked.pop(0)) / self._turns
-        return Step(self._asked[0], reward) if self._asked else Step("", reward, terminated=True)
+        right = action.strip() == self._asked.pop(0)
+        self._right += right
+        info = {"success": float(self._right == self._turns)}
+        over = not self._asked
+        return Step("" if over else self._asked[0], right / self._turns, terminated=over, info=info)
 
     def expert(self) -> str:
         """The symbol that is shown."""

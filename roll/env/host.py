@@ -110,10 +110,11 @@ class Host:
             reply.set_exception(EnvFailure("lost", self._why or "its process has just ended"))
         return reply
 
-    async def load(self, name: str, deadline_s: float) -> None:
-        """Has an environment's code imported, once; `EnvFailure` if that does not work."""
+    async def load(self, name: str, code: str | bytes, deadline_s: float) -> None:
+        """Has an environment's code imported, once, by its `code` if there is one, else by its name; `EnvFailure` if that
+        does not work."""
         if name not in self._loads:
-            self._loads[name] = self.ask(wire.Load(name), deadline_s, f"importing environment {name!r}")
+            self._loads[name] = self.ask(wire.Load(name, code), deadline_s, f"importing environment {name!r}")
         load = self._loads[name]
         try:
             # waits: it was asked with a deadline

@@ -56,13 +56,14 @@ class MathsRetries(ActingEnvironment):
         self._numbers, self._terms, self._operations = (low, high), terms, operations
         self._question, self._answer = "", Fraction(0)
         self._wrong: list[str] = []
+        self._right = False
 
     def begin(self, seed: int) -> str:
         if self._problems:
             self._question, self._answer = self._problems[seed % len(self._problems)]
         else:
             self._question, self._answer = self._sum(random.Random(f"maths_retries/{seed}"))
-        self._wrong = []
+        self._wrong, self._right = [], False
         tries = "one try" if self._tries == 1 else f"{self._tries} tries"
         return f"{self._question}\nYou have {tries}. End with the number, like this: {self.says('7')}"
 
@@ -70,7 +71,8 @@ class MathsRetries(ActingEnvironment):
         found = last_number(action.text)
         if found is None:
             return Invalid("there is no number in what you said.")
-        if found == self._answer:
+        self._right = found == self._answer
+        if self._right:
             return Step("Right.", self._decay ** (self._turn - 1), terminated=True)
         self._wrong.append(shown(found))
         left = self._tries - self._turn
@@ -85,7 +87,7 @@ class MathsRetries(ActingEnvironment):
         return f"not {', '.join(sorted(set(self._wrong)))}, {self._tries - self._turn} left"
 
     def facts(self) -> dict[str, float | str]:
-        return {"tries": float(self._turn)}
+        return {"tries": float(self._turn), "success": float(self._right)}
 
     def read(self, text: str) -> str | Invalid:
         return text  # of any text the last number counts

@@ -26,11 +26,12 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from roll.child.together import together
-from roll.config.errors import RunError
+from roll.config.errors import RunError, UserError
 from roll.data.task import EnvSpec
 from roll.env import wire
 from roll.env.base import EnvFailure, Opened, Step
 from roll.env.host import Host, Reply
+from roll.env.resolve import located
 from roll.env.waiting import Waiting
 
 _log = logging.getLogger(__name__)
@@ -206,9 +207,10 @@ class EnvPool:
         await asyncio.gather(*(self._retire(host) for host in list(self._hosts)))
 
     async def _open(self, episode: _Episode, spec: EnvSpec) -> wire.Result:
+        spec = _located(spec)
         options = _pack(spec)
         host = await self._room(episode)
-        await host.load(spec.name, self._deadlines.start_s)
+        await host.load(spec.name, spec.code, self._deadlines.start_s)
         self._raise_if_left(episode)  # an environment made now would never be closed
         request = wire.Reset(episode.place, spec.name, spec.seed, options)
         return await self._ask(episode, request, self._deadlines.reset_s, "reset")
@@ -372,6 +374,13 @@ class EnvPool:
     def _counted(self, failure: EnvFailure) -> EnvFailure:
         self._counts[failure.kind] += 1
         return failure
+
+
+def _located(spec: EnvSpec) -> EnvSpec:
+    try:
+        return located(spec)
+    except UserError as error:
+        raise EnvFailure("invalid", str(error)) from error
 
 
 def _pack(spec: EnvSpec) -> bytes:

@@ -22,7 +22,7 @@ from roll.child.frames import HEADER, read_payload
 from roll.child.inside import command, connect, reason
 from roll.child.memory import MemoryLimit
 from roll.config.errors import UserError
-from roll.env.resolve import Factory, resolve
+from roll.env.resolve import Factory, unpacked
 from roll.env.tenant import Home, Tenant, ThreadHome
 from roll.env.wire import LIMIT_BYTES, Act, Failed, Load, Ping, Ready, Reset, Result, SetUp, Visit, frame
 
@@ -100,7 +100,7 @@ class Server:
 
     def _load(self, request: Load) -> Ready | Failed:
         try:
-            self._factories[request.name] = resolve(request.name, self._root)
+            self._factories[request.name] = unpacked(request.name, request.code, self._root)
         except UserError as error:
             return Failed("invalid", str(error))
         except BaseException as error:

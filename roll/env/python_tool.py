@@ -71,6 +71,7 @@ class PythonTool(Environment):
         self._limits = Limits(wall_s=seconds, cpu_s=max(1, round(seconds)), memory_mb=memory_mb)
         self._output_chars = output_chars
         self._answer = Decimal(0)
+        self._invalid = self._failed = 0
 
     @property
     def tools(self) -> list[dict[str, Any]]:
@@ -97,13 +98,14 @@ class PythonTool(Environment):
         answer = parse(action, "answer")
         if isinstance(answer, Action):
             right = _number(answer.text) == self._answer
-            return Step("Right." if right else "Wrong.", float(right), terminated=True)
+            return Step("Right." if right else "Wrong.", float(right), terminated=True, info=self._facts(right))
         program = self._program(action)
         if program is None:
-            return self._go_on(_NEITHER, 0.0 - self._penalties[0], {"invalid": 1.0})
+            self._invalid += 1
+            return self._go_on(_NEITHER, 0.0 - self._penalties[0])
         outcome = run_blocking(Program(shows_last(program)), self._limits)
-        penalty = 0.0 if outcome.ok else self._penalties[1]
-        return self._go_on(self._shown(outcome), 0.0 - penalty, {"program_failed": float(not outcome.ok)})
+        self._failed += not outcome.ok
+        return self._go_on(self._shown(outcome), 0.0 if outcome.ok else 0.0 - self._penalties[1])
 
     def _program(self, action: str) -> str | None:
         if self._form == "json":
@@ -115,10 +117,13 @@ class PythonTool(Environment):
         blocks = action.split("```")[1::2]
         return blocks[-1].strip() or None if blocks else None
 
-    def _go_on(self, observation: str, reward: float, info: Mapping[str, float]) -> Step:
+    def _go_on(self, observation: str, reward: float) -> Step:
         if not self._turns:
-            return Step(f"{observation}\nYou have no turns left.", reward, terminated=True, info=info)
-        return Step(f"{observation}\nTurns left: {self._turns}.", reward, info=info)
+            return Step(f"{observation}\nYou have no turns left.", reward, terminated=True, info=self._facts())
+        return Step(f"{observation}\nTurns left: {self._turns}.", reward, info=self._facts())
+
+    def _facts(self, success: bool = False) -> dict[str, float]:
+        return {"success": float(success), "invalid": float(self._invalid), "failed_programs": float(self._failed)}
 
     def _shown(self, outcome: Outcome) -> str:
         ends = {

@@ -14,8 +14,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import pickle
+import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from roll.config.errors import UserError
 from roll.config.names import did_you_mean
@@ -46,13 +49,16 @@ _REGISTRY: dict[str, Factory] = {}
 
 
 def register(name: str) -> Callable[[F], F]:
-    """Gives a class, or a function that makes environments, a short name."""
+    """Gives a class, or a function that makes environments, a short name. The same code may run again, as the cell of a
+    notebook does: the newest counts."""
 
     def mark(factory: F) -> F:
         if name in BUILT_IN and factory.__module__ != BUILT_IN[name]:
             raise ValueError(f"the environment name {name!r} is taken by {BUILT_IN[name]}")
-        if _REGISTRY.setdefault(name, factory) is not factory:
-            raise ValueError(f"the environment name {name!r} is taken by {_described(_REGISTRY[name])}")
+        taken = _REGISTRY.get(name)
+        if taken is not None and _origin(taken) != _origin(factory):
+            raise ValueError(f"the environment name {name!r} is taken by {_described(taken)}")
+        _REGISTRY[name] = factory
         return factory
 
     return mark
@@ -81,6 +87,22 @@ def resolve(name: str, root: str | os.PathLike[str] | None = None) -> Factory:
 def check(spec: EnvSpec, root: str | os.PathLike[str] | None = None) -> None:
     """Holds that the spec's environment is there and takes its options: `UserError` if not. Makes none."""
     check_options(spec.name, resolve(spec.name, root), spec.options)
+
+
+def located(spec: EnvSpec) -> EnvSpec:
+    """The spec as processes can follow it that never ran the `@register` of its environment: with the place of its code,
+    or, of a notebook or a function's inside, with the code itself. `UserError` if that cannot travel."""
+    if spec.code or spec.name in BUILT_IN or spec.name not in _REGISTRY:
+        return spec
+    factory = _REGISTRY[spec.name]
+    file, module, name = _origin(factory)
+    placed = "<" not in name and bool(file or module)
+    return replace(spec, code=f"{file or module}:{name}" if placed else _pickled(spec.name, factory))
+
+
+def unpacked(name: str, code: str | bytes, root: str) -> Factory:
+    """What makes environments of a spec in another process than that which located it."""
+    return pickle.loads(code) if isinstance(code, bytes) else resolve(code or name, root)
 
 
 def check_options(name: str, factory: Factory, options: Mapping[str, Any]) -> None:
@@ -138,3 +160,30 @@ def _check_methods(name: str, kind: type) -> None:
 
 def _described(factory: Factory) -> str:
     return f"{factory.__module__}.{getattr(factory, '__qualname__', factory)}"
+
+
+def _pickled(name: str, factory: Factory) -> bytes:
+    import cloudpickle
+
+    try:
+        return cast(bytes, cloudpickle.dumps(factory))
+    except Exception as error:
+        raise UserError(
+            f"environment {name!r} cannot be sent to a process ({type(error).__name__}: {error}): put it at the top "
+            "level of a file, and write `path/to/file.py:name`"
+        ) from error
+
+
+def _origin(factory: Factory) -> tuple[str, str, str]:
+    """The file that what makes environments is from, or, of a package, the module; and its name there. A script has no
+    module that another process could import, and a module beside one is found there by its file alone."""
+    module = sys.modules.get(factory.__module__)
+    spec = getattr(module, "__spec__", None)
+    imported = spec.name if spec is not None else factory.__module__  # of `python -m package.module`, not `__main__`
+    name = getattr(factory, "__qualname__", "<nameless>")
+    if "." in imported or hasattr(module, "__path__"):
+        return "", imported, name
+    file = getattr(module, "__file__", None)
+    if file is not None and os.path.isfile(file):
+        return os.path.realpath(file), "", name
+    return "", "" if imported == "__main__" else imported, name

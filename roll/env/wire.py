@@ -33,9 +33,10 @@ class Ping:
 
 @dataclass(frozen=True)
 class Load:
-    """Import an environment's code."""
+    """Import an environment's code, by its name or from the place that is given."""
 
     name: str
+    code: str | bytes
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,8 @@ def train(
     with executor_of(config) as executor:
         plan = make_plan(pipeline.config, pipeline.job, inventory_of(config, executor))
         check_memory(plan)
+        for remark in pipeline.remarks:
+            reporter.warned(remark)
         place = Path(config.run.dir)
         if restart and not resume:
             RunFolder.move_aside(place)

@@ -5,29 +5,33 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
-
-from jinja2 import TemplateError
 
 from roll.algorithm import make_algorithm
 from roll.algorithm.losses import resolve_loss
 from roll.cluster import Executor
 from roll.config.errors import UserError
 from roll.config.names import did_you_mean
+from roll.config.reward import RewardRule
 from roll.config.schema import Config
 from roll.data.chat_sources import ChatSource, load_chats
-from roll.data.domains import first_of_each, load_domains
+from roll.data.domains import load_domains
 from roll.data.sources import TaskSet, TaskSource, load_tasks
-from roll.data.task import Task
+from roll.data.task import EnvSpec, Task
 from roll.devices.job import Job, rlvr_job, sft_job
 from roll.devices.plan import Plan
+from roll.env.resolve import check as check_environment
+from roll.env.resolve import located as find_code
 from roll.model.chat import ChatRenderer
 from roll.model.corpus import Corpus, Order, make_corpus
 from roll.model.loading import find_model, load_model_config, load_tokenizer, stop_ids_of
 from roll.pipeline import rollout_record, sft_record
 from roll.pipeline.held_out import HeldOut, measure
+from roll.pipeline.prompts import fitting
 from roll.pipeline.recorder import Recorder
+from roll.pipeline.remarks import remarks
 from roll.pipeline.rlvr import RLVR, check_policies
 from roll.pipeline.roles import Roles, TrainRoles, start_roles, start_trainer
 from roll.pipeline.scoring import check_scorers
@@ -43,9 +47,6 @@ from roll.run import Panel
 from roll.strategy.infer.vllm_args import check_vllm
 from roll.strategy.train.optimizer import check_optimizer
 
-LOOKED_AT = 256
-"""Tasks of each domain whose prompts are looked at before a run."""
-
 R = TypeVar("R", bound=TrainRoles)
 S = TypeVar("S", bound=State)
 T = TypeVar("T")
@@ -59,6 +60,8 @@ class Pipeline(ABC, Generic[R, S]):
     job: Job
     panels: Sequence[Panel]
     """What its curve shows."""
+    remarks: Sequence[str] = ()
+    """What the user should know before it starts."""
 
     @abstractmethod
     def state(self, saved: Mapping[str, Any]) -> S:
@@ -83,6 +86,7 @@ class RLVRPipeline(Pipeline[Roles, RunState]):
 
     def __init__(self, config: Config, tasks: TaskSet, reward: RewardSource) -> None:
         self.config = config
+        self.remarks = remarks(config, tasks, _rules(config) if reward.pickled is None else {})
         self.job = rlvr_job(config, tasks)
         self._tasks = tasks
         self._reward = reward
@@ -186,19 +190,17 @@ def check(
     check_vllm(config)
     check_scorers(config)
     task_set, judge = _tasks_and_judge(config, reward, tasks)
+    task_set = _located(task_set)
     judge.check()
     check_policies(config, task_set)
     _check_limits(config, task_set)
+    _check_rewards(config, task_set, reward is not None)
     _check_algorithm(config, task_set)
     source = find_model(config.model.path)
     shape = load_model_config(source)
     tokenizer = load_tokenizer(source, config.model)
     renderer = ChatRenderer(tokenizer, ())
-    some = (*first_of_each(task_set.train, LOOKED_AT), *first_of_each(task_set.held_out, LOOKED_AT))
-    with_prompts = [task for task in some if task.environment is None]  # what one begins with is not known before
-    prompts = [_Prompt(task, _prompt_tokens(renderer, task, config), config) for task in with_prompts]
-    if prompts:
-        _check_longest(max(prompts, key=lambda prompt: prompt.sample), config, int(shape.max_position_embeddings))
+    task_set = fitting(task_set, renderer, config, int(shape.max_position_embeddings))
     return task_set, judge
 
 
@@ -213,33 +215,41 @@ def _tasks_and_judge(config: Config, reward: RewardFn | None, tasks: TaskSource 
     return load_domains(config.domains), judge
 
 
-class _Prompt:
-    """A task's prompt, and the longest sample it may become."""
+def _located(tasks: TaskSet) -> TaskSet:
+    """The tasks with environments that every process finds; refuses those that are not there, or take other options."""
+    checked: dict[tuple[str, frozenset[str]], EnvSpec] = {}
 
-    def __init__(self, task: Task, tokens: int, config: Config) -> None:
-        self.task, self.tokens = task, tokens
-        self.response = config.rollout_of(task.domain).max_new_tokens
-        self.sample = tokens + self.response
-        own = task.domain in config.domains and config.domains[task.domain].max_new_tokens is not None
-        self.setting = f"domains.{task.domain}.max_new_tokens" if own else "rollout.max_new_tokens"
+    def located(task: Task) -> Task:
+        spec = task.environment
+        if spec is None:
+            return task
+        kind = (spec.name, frozenset(spec.options))
+        if kind not in checked:
+            check_environment(spec)
+            checked[kind] = find_code(spec)
+        code = checked[kind].code
+        return replace(task, environment=replace(spec, code=code)) if code else task
+
+    return TaskSet(tuple(map(located, tasks.train)), tuple(map(located, tasks.held_out)))
 
 
-def _check_longest(prompt: _Prompt, config: Config, context: int) -> None:
-    """Refuses samples that the model, or a micro-batch, has no room for."""
-    if prompt.sample > context:
-        most = context - prompt.tokens
-        remedy = f"write {prompt.setting}={most} or less" if most > 0 else "leave out such tasks, or shorten them"
-        raise UserError(
-            f"{prompt.setting} is {prompt.response} and the prompt of task {prompt.task.id!r} has {prompt.tokens} "
-            f"tokens, but the context of {config.model.path!r} is {context}: {remedy}"
-        )
-    asked = config.train.micro_batch_tokens
-    if 0 < asked < prompt.sample:
-        raise UserError(
-            f"train.micro_batch_tokens is {asked}, but the prompt of task {prompt.task.id!r} and {prompt.setting} may "
-            f"make a sample of {prompt.sample} tokens: write train.micro_batch_tokens={prompt.sample} or more, or fewer "
-            "new tokens"
-        )
+def _rules(config: Config) -> dict[str, RewardRule]:
+    """The rewards of the config, by the setting that each is under."""
+    if not config.domains:
+        return {"reward": config.reward}
+    return {f"domains.{name}.reward": domain.reward for name, domain in config.domains.items()}
+
+
+def _check_rewards(config: Config, tasks: TaskSet, given: bool) -> None:
+    """Refuses a reward that would judge nothing, because the environments of the tasks say what an attempt is worth."""
+    asked = [task for task in (*tasks.train, *tasks.held_out) if task.environment is None]
+    judged = {task.domain if config.domains else "" for task in asked}
+    for name, (setting, rule) in zip(config.domains or [""], _rules(config).items(), strict=True):
+        if name not in judged and (given or (rule.name, rule.options, rule.parts) != (RewardRule().name, {}, {})):
+            raise UserError(
+                f"{setting} is {'a function' if given else repr(rule.label)}, but all its tasks are played in "
+                "environments, whose steps say what an attempt is worth: leave it out"
+            )
 
 
 def _check_limits(config: Config, tasks: TaskSet) -> None:
@@ -259,17 +269,6 @@ def _check_algorithm(config: Config, tasks: TaskSet) -> None:
             f"algorithm.turn_weight is {config.algorithm.turn_weight:g}: it compares turns that began in the same state, "
             "but these tasks have no environment: write algorithm.turn_weight=0, or choose tasks with environments"
         )
-
-
-def _prompt_tokens(renderer: ChatRenderer, task: Task, config: Config) -> int:
-    try:
-        return len(renderer.opening(task.messages).tokens)
-    except (TemplateError, TypeError, ValueError) as error:
-        template = config.model.chat_template or f"the chat template of {config.model.path!r}"
-        raise UserError(
-            f"{template} cannot render task {task.id!r} ({type(error).__name__}: {error}): "
-            "change the task's messages, or write model.chat_template=FILE with a Jinja template that takes them"
-        ) from error
 
 
 def check_chats(config: Config, chats: ChatSource | None = None) -> Corpus:

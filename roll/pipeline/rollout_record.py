@@ -13,7 +13,7 @@ from roll.pipeline.recorder import Recorder, update_metrics
 from roll.pipeline.report import Measured
 from roll.pipeline.roles import Roles
 from roll.pipeline.state import RunState
-from roll.rollout.evaluate import Evaluation, part_means, told
+from roll.rollout.evaluate import Evaluation, Failure, failures_of, part_means, told
 from roll.rollout.step import Rollout
 from roll.run import Panel
 from roll.strategy.train.base import UpdateStats
@@ -31,6 +31,7 @@ class RolloutRecord:
         self._roles = roles
         self._recorder = recorder
         self._bytes_before = roles.executor.controller_bytes
+        self._told: set[tuple[str, str]] = set()
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         values = {"eval/accuracy": evaluation.accuracy, "eval/tokens_mean": evaluation.tokens_mean}
@@ -39,6 +40,7 @@ class RolloutRecord:
             values |= {f"eval/{name}/accuracy": score.accuracy, f"eval/{name}/tokens_mean": score.tokens_mean}
             values |= {f"eval/{name}/reward/{part}": mean for part, mean in score.parts.items()}
         self._recorder.evaluated(step, values, measured(evaluation))
+        self._tell(f"step {step}, held-out tasks", evaluation.failures)
 
     async def step(
         self, state: RunState, rollout: Rollout, stats: UpdateStats | None, generating_s: float, training_s: float
@@ -82,8 +84,18 @@ class RolloutRecord:
             ("speed", f"{values['response/tokens_per_s']:.0f} tokens/s generating"),
             ("groups", f"{len(rollout.kept)} kept of {len(rollout.groups)}"),
         ]
+        if failed := int(values["samples/failed"]):
+            facts.append(("failed", f"{failed} samples"))
         worked_s = generating_s + training_s
         recorder.report(state.step, "reward", values["reward/mean"], facts, values, worked_s=worked_s)
+        self._tell(f"step {state.step}", failures_of(rollout.samples))
+
+    def _tell(self, where: str, failures: Sequence[Failure]) -> None:
+        """Warns of what was not warned of yet: a run goes on without samples that fail, and whoever watches must know."""
+        for failure in failures:
+            if (failure.domain, failure.kind) not in self._told:
+                self._told.add((failure.domain, failure.kind))
+                self._recorder.reporter.warned(f"{where}: {failure}")
 
 
 def measured(evaluation: Evaluation) -> Measured:

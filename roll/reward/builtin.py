@@ -25,5 +25,8 @@ BUILTINS: Mapping[str, str] = MappingProxyType(
 )
 """What each name calls with the reward's options: a class whose instances are rewards, or a function that returns one."""
 
+OF_SHAPE = frozenset({"format", "length", "repetition"})
+"""Those that never look at a task: how a text is written is all they judge."""
+
 OF_ROLES = ("judge", "reward_model")
 """Those that a role may give."""

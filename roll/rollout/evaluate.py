@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -52,6 +53,23 @@ class Score:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """Samples of a domain that could not be judged, for reasons of one kind."""
+
+    domain: str
+    kind: str
+    """`reward raised`, `environment deadline` …"""
+    count: int
+    of: int
+    """All samples of the domain."""
+    example: str
+    """The first one's reason in full."""
+
+    def __str__(self) -> str:
+        return f"{self.count} of {self.of} samples of {self.domain!r} could not be judged: {self.example}"
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """The mean reward over held-out answers; of a run with domains, the mean over its domains."""
 
@@ -65,6 +83,7 @@ class Evaluation:
     parts: dict[str, float] = field(default_factory=dict)
     domains: dict[str, Score] = field(default_factory=dict)
     """Where there are several, and for each that could be judged."""
+    failures: list[Failure] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -80,7 +99,7 @@ class Evaluation:
             f"{name}: {s.accuracy:.3f} over {s.samples} answers, {s.failed} failed{told(s.parts)}"
             for name, s in self.domains.items()
         )
-        return "\n  ".join([whole, *each])
+        return "\n  ".join([whole, *each, *map(str, self.failures)])
 
 
 class Evaluator:
@@ -125,7 +144,7 @@ class Evaluator:
             s for s in samples[: self._config.show] if s.finish is not None and self._pool.tokens.home_of(s) is not None
         ]
         texts = await self._pool.tokens.texts(shown)
-        answers = [Answer(s.task.question, text, s.reward) for s, text in zip(shown, texts, strict=True)]
+        answers = [Answer(s.task.question or s.task.id, text, s.reward) for s, text in zip(shown, texts, strict=True)]
         domains = _by_domain(samples)
         return Evaluation(
             accuracy=fmean(s.accuracy for s in domains.values()) if self._by_domain else whole.accuracy,
@@ -136,6 +155,7 @@ class Evaluator:
             temperature=self._config.temperature,
             parts=whole.parts,
             domains=domains if self._by_domain or len(domains) > 1 else {},
+            failures=failures_of(samples),
         )
 
 
@@ -145,6 +165,16 @@ def _by_domain(samples: Sequence[Sample]) -> dict[str, Score]:
         domains.setdefault(sample.task.domain, []).append(sample)
     scores = {name: Score.of(domains[name]) for name in sorted(domains)}
     return {name: score for name, score in scores.items() if score is not None}
+
+
+def failures_of(samples: Sequence[Sample]) -> list[Failure]:
+    """What went wrong, by domain and kind."""
+    sizes = Counter(sample.task.domain for sample in samples)
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for sample in samples:
+        if sample.state == "failed":
+            reasons.setdefault((sample.task.domain, sample.reason.partition(":")[0]), []).append(sample.reason)
+    return [Failure(domain, kind, len(all), sizes[domain], all[0]) for (domain, kind), all in reasons.items()]
 
 
 def part_means(samples: Sequence[Sample]) -> dict[str, float]:

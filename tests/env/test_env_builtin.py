@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from roll.config.errors import UserError
@@ -9,6 +11,7 @@ from roll.config.schema import TasksConfig
 from roll.data.sources import load_tasks
 from roll.data.task import EnvSpec
 from roll.env.builtin import EchoTurns, Guess, last_integer
+from roll.env.resolve import BUILT_IN, resolve
 from roll.env.state import state_of
 from roll.env.tasks import environment_tasks
 
@@ -127,3 +130,23 @@ def test_tasks_of_an_environment_have_seeds_of_their_own_in_each_split() -> None
 def test_tasks_that_cannot_be_played_are_refused(options: dict[str, object], says: str) -> None:
     with pytest.raises(UserError, match=says):
         load_tasks(TasksConfig(source="environment", options=options), environment_tasks)
+
+
+SMALL: dict[str, dict[str, Any]] = {
+    "frozen_lake": {"turns": 40},
+    "python": {"question": "What is 6 × 7?", "answer": 42, "turns": 3},
+    "webshop": {"products": 50},
+}
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("well", [True, False], ids=["played well", "played badly"])
+def test_every_step_says_whether_the_episode_has_succeeded(name: str, well: bool) -> None:
+    """Every one: a run may end an episode after any of them."""
+    world = resolve(name)(**SMALL.get(name, {}))
+    world.reset(seed=3)
+    expert = getattr(world, "expert", lambda: "<answer>42</answer>")
+    steps = []
+    while not steps or not steps[-1].done:
+        steps.append(world.step(expert() if well else "hm"))
+    assert [step.info["success"] for step in steps] == [0.0] * (len(steps) - 1) + [float(well)]

@@ -65,7 +65,7 @@ def test_a_right_answer_is_worth_less_with_every_try() -> None:
             assert step.observation == f"{int(right) + 1} is wrong. Think again. Tries left: {2 - number}."
         step = world.step(f"So {right}")
         assert (step.observation, step.reward, step.terminated) == ("Right.", 0.5**wrong, True)
-        assert step.info == {"invalid": 0, "tries": wrong + 1}
+        assert step.info == {"invalid": 0, "tries": wrong + 1, "success": 1}
 
 
 def test_the_last_wrong_answer_ends_it_and_says_what_was_right() -> None:

@@ -27,12 +27,16 @@ def fenced(program: str) -> str:
     return f"Let me see.\n```python\n{program}\n```"
 
 
+def facts(success: float = 0, invalid: float = 0, failed_programs: float = 0) -> dict[str, float]:
+    return {"success": success, "invalid": invalid, "failed_programs": failed_programs}
+
+
 class TestTurns:
     def test_what_a_program_prints_is_shown_and_the_answer_ends_it(self) -> None:
         tool = opened()
         step = tool.step(fenced("print(6 * 7)"))
-        assert step == Step("42\nTurns left: 3.", info={"program_failed": 0.0})
-        assert tool.step("So it is <answer>42</answer>") == Step("Right.", 1.0, terminated=True)
+        assert step == Step("42\nTurns left: 3.", info=facts())
+        assert tool.step("So it is <answer>42</answer>") == Step("Right.", 1.0, terminated=True, info=facts(success=1))
 
     @pytest.mark.parametrize(
         ("said", "worth"), [("42.0", 1.0), (" 4,2 ", 1.0), ("41", 0.0), ("forty-two", 0.0), ("nan", 0.0)]
@@ -49,7 +53,7 @@ class TestTurns:
 
     def test_what_is_neither_a_program_nor_an_answer_costs(self) -> None:
         step = opened(invalid_penalty=0.1).step("I think it is 42.")
-        assert (step.reward, step.info, step.done) == (-0.1, {"invalid": 1.0}, False)
+        assert (step.reward, step.info, step.done) == (-0.1, facts(invalid=1), False)
         assert "neither a program nor <answer>" in step.observation
 
     def test_an_error_is_shown_and_costs(self) -> None:
@@ -77,7 +81,13 @@ class TestTurns:
         tool = opened(form="json")
         call = json.dumps({"name": "python", "arguments": {"code": "print(6 * 7)"}})
         assert tool.step(f"<tool_call>{call}</tool_call>").observation.startswith("42\n")
-        assert tool.step(fenced("print(1)")).info == {"invalid": 1.0}
+        assert tool.step(fenced("print(1)")).info == facts(invalid=1)
+
+    def test_what_went_wrong_is_counted_to_the_end(self) -> None:
+        tool = opened()
+        tool.step("hm")
+        tool.step(fenced("1 / 0"))
+        assert tool.step("<answer>41</answer>").info == facts(invalid=1, failed_programs=1)
 
 
 class TestQuestions:

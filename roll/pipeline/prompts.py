@@ -1,0 +1,94 @@
+"""The prompts of a run's tasks: whether there is room for them and an answer, and what is done where there is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from jinja2 import TemplateError
+
+from roll.config.errors import UserError
+from roll.config.schema import Config
+from roll.data.domains import domains_of, first_of_each
+from roll.data.sources import TaskSet
+from roll.data.task import Task
+from roll.model.chat import ChatRenderer
+
+LOOKED_AT = 256
+"""Tasks of each domain whose prompts are looked at in place of all, unless the config says something of prompts."""
+
+
+@dataclass(frozen=True)
+class TooLong:
+    """A task that there is no room for."""
+
+    task: Task
+    beyond: int
+    """Tokens that it has too many."""
+    why: str
+    remedy: str
+    """What to write; empty if nothing helps but another task."""
+
+
+def fitting(tasks: TaskSet, renderer: ChatRenderer, config: Config, context: int) -> TaskSet:
+    """The tasks whose prompts leave room for an answer. `UserError` if one does not and is not to be left out, or if
+    nothing is left of a domain. What an environment begins with is not known before, so its tasks stay."""
+    asked = config.tasks
+    count = LOOKED_AT if (asked.too_long, asked.max_prompt_tokens) == ("refuse", 0) else len(tasks.train + tasks.held_out)
+    some = (*first_of_each(tasks.train, count), *first_of_each(tasks.held_out, count))
+    found = [long for task in some if (long := _too_long(task, renderer, config, context)) is not None]
+    if not found:
+        return tasks
+    if asked.too_long == "refuse":
+        longest = max(found, key=lambda long: long.beyond)
+        remedies = (longest.remedy, "tasks.too_long=drop to leave out such tasks")
+        raise UserError(f"{longest.why}: write {', or '.join(filter(None, remedies))}")
+    left_out = {id(long.task) for long in found}
+    train, held_out = ([t for t in part if id(t) not in left_out] for part in (tasks.train, tasks.held_out))
+    _check_left(found, domains_of(tasks.train), domains_of(train))
+    return TaskSet(tuple(train), tuple(held_out), tuple(long.task.id for long in found))
+
+
+def _check_left(found: Iterable[TooLong], before: Sequence[str], after: Sequence[str]) -> None:
+    for domain in before:
+        if domain not in after:
+            nearest = min((long for long in found if long.task.domain == domain), key=lambda long: long.beyond)
+            remedy = f"write {nearest.remedy}" if nearest.remedy else "choose shorter ones"
+            raise UserError(
+                f"tasks.too_long is drop, which leaves no task of the domain {domain!r} to train on. Of the shortest, "
+                f"{nearest.why}: {remedy}"
+            )
+
+
+def _too_long(task: Task, renderer: ChatRenderer, config: Config, context: int) -> TooLong | None:
+    if task.environment is not None:
+        return None
+    prompt, response = _tokens(task, renderer, config), config.rollout_of(task.domain).max_new_tokens
+    own = task.domain in config.domains and config.domains[task.domain].max_new_tokens is not None
+    setting = f"domains.{task.domain}.max_new_tokens" if own else "rollout.max_new_tokens"
+    longest, packed, sample = config.tasks.max_prompt_tokens, config.train.micro_batch_tokens, prompt + response
+    what = f"the prompt of task {task.id!r}"
+    if 0 < longest < prompt:
+        why = f"tasks.max_prompt_tokens is {longest}, but {what} has {prompt} tokens"
+        return TooLong(task, prompt - longest, why, f"tasks.max_prompt_tokens={prompt} or more")
+    if sample > context:
+        room = context - prompt
+        model = f"the context of {config.model.path!r} is {context}"
+        why = f"{setting} is {response} and {what} has {prompt} tokens, but {model}"
+        return TooLong(task, sample - context, why, f"{setting}={room} or less" if room > 0 else "")
+    if 0 < packed < sample:
+        why = f"train.micro_batch_tokens is {packed}, but {what} and {setting} may make a sample of {sample} tokens"
+        remedy = f"train.micro_batch_tokens={sample} or more, or fewer new tokens"
+        return TooLong(task, sample - packed, why, remedy)
+    return None
+
+
+def _tokens(task: Task, renderer: ChatRenderer, config: Config) -> int:
+    try:
+        return len(renderer.opening(task.messages).tokens)
+    except (TemplateError, TypeError, ValueError) as error:
+        template = config.model.chat_template or f"the chat template of {config.model.path!r}"
+        raise UserError(
+            f"{template} cannot render task {task.id!r} ({type(error).__name__}: {error}): "
+            "change the task's messages, or write model.chat_template=FILE with a Jinja template that takes them"
+        ) from error
