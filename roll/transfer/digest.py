@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 BLOCK_WORDS = 1 << 20
+_PIECE_WORDS = {"cpu": 1 << 17}
+"""Words of a block that are multiplied at once, where not all are: their products stay in the cache."""
 _WORD = 4
 _MASK = (1 << 64) - 1
 _GAMMA, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -37,7 +39,7 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
         words = min(-(-tensor.nbytes // _WORD), BLOCK_WORDS)
         if tensor.device not in tables or len(tables[tensor.device][0]) < words:
             weights = _odd_weights(0, words, tensor.device)
-            tables[tensor.device] = weights, torch.empty_like(weights)
+            tables[tensor.device] = weights, torch.empty_like(weights[: _PIECE_WORDS.get(tensor.device.type, words)])
         sums[name] = _weighted_sum(tensor, *tables[tensor.device]), tensor.nbytes
     return {name: _finish(int(total), nbytes) for name, (total, nbytes) in sums.items()}
 
@@ -50,7 +52,8 @@ def _weighted_sum(tensor: Tensor, weights: Tensor, scratch: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start, block in zip(starts, blocks.unbind(), strict=True):
         words = _words(flat[start : start + BLOCK_WORDS * _WORD])
-        total += torch.mul(words, weights[: len(words)], out=scratch[: len(words)]).sum() * block
+        for piece, odd in zip(words.split(len(scratch)), weights.split(len(scratch)), strict=False):
+            total += torch.mul(piece, odd[: len(piece)], out=scratch[: len(piece)]).sum() * block
     return total
 
 
@@ -65,14 +68,14 @@ def _words(block: Tensor) -> Tensor:
 
 def _odd_weights(first: int, count: int, device: torch.device) -> Tensor:
     """Pseudo-random odd 64-bit numbers of the positions first, first + 1, …: the finaliser of SplitMix64."""
-    x = torch.arange(first + 1, first + 1 + count, dtype=torch.int64, device=device) * _signed(_GAMMA)
-    x = (x ^ _shifted(x, 30)) * _signed(_MIX_1)
-    x = (x ^ _shifted(x, 27)) * _signed(_MIX_2)
-    return (x ^ _shifted(x, 31)) | 1
+    x = torch.arange(first + 1, first + 1 + count, dtype=torch.int64, device=device).mul_(_signed(_GAMMA))
+    x.bitwise_xor_(_shifted(x, 30)).mul_(_signed(_MIX_1))
+    x.bitwise_xor_(_shifted(x, 27)).mul_(_signed(_MIX_2))
+    return x.bitwise_xor_(_shifted(x, 31)).bitwise_or_(1)
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)  # >> repeats the sign of an int64
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)  # >> repeats the sign of an int64
 
 
 def _finish(total: int, nbytes: int) -> int:

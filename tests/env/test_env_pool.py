@@ -749,7 +749,7 @@ def test_a_process_without_threads_left_says_so_and_goes_on(monkeypatch: pytest.
         raise RuntimeError("can't start new thread")
 
     reset, act, close = wire.Reset(5, "guess", 0, pickle.dumps({"high": 1})), wire.Act(5, "1"), wire.Close(5)
-    assert served(reset, act, close)[1:] == [Step("Right.", 1.0, terminated=True), wire.Ready()]
+    assert served(reset, act, close)[1:] == [Step("Right.", 1.0, terminated=True, info={"success": 1.0}), wire.Ready()]
     monkeypatch.setattr("roll.env.process.ThreadHome", full)
     reason = "its process cannot host more environments: can't start new thread"
     assert served(reset, close) == [wire.Failed("lost", reason), wire.Ready()]
@@ -774,7 +774,10 @@ def test_when_no_process_starts_any_more_calls_fail_instead_of_waiting(monkeypat
     asyncio.run(main())
 
 
-def test_a_start_that_is_cancelled_leaves_nothing() -> None:
+def test_a_start_that_is_cancelled_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    never = "import time; time.sleep(60)"
+    monkeypatch.setattr("roll.env.host.COMMAND", never)
+
     async def main() -> None:
         pool = EnvPool(2)
         starting = asyncio.create_task(pool.start())
@@ -785,7 +788,7 @@ def test_a_start_that_is_cancelled_leaves_nothing() -> None:
 
     asyncio.run(main())
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    assert not any(b"roll.env.process" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children)
+    assert not any(never.encode() in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children)
 
 
 ENDS = {

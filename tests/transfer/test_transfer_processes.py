@@ -129,9 +129,11 @@ def test_a_byte_flipped_in_a_broadcast_is_named(
 def test_neither_side_needs_more_than_its_slots(peer: Connection) -> None:
     sender = Sender(tensors_of(1, "cpu", 64), BUCKET_BYTES)
     ask(peer, "make", 2, "cpu", 64)
-    manifest = manifest_of(sender)
+    manifest, handle = manifest_of(sender), sender.open("shared_memory")
+    publish(sender, peer, manifest, handle)  # code that runs for the first time takes memory too
+    assert ask(peer, "finish") == []
     memory = PeakMemory()
-    publish(sender, peer, manifest, sender.open("shared_memory"))
+    publish(sender, peer, manifest, handle)
     assert memory.growth_bytes() < 2 * BUCKET_BYTES + SLACK
     assert ask(peer, "finish") == []
     assert ask(peer, "peak") < 2 * BUCKET_BYTES + SLACK
