@@ -99,9 +99,10 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def _product(linear: nn.Linear, columns: Tensor, out: Tensor | None = None) -> Tensor:
-    if linear.bias is None:
+    bias: Tensor | None = linear.bias
+    if bias is None:
         return torch.mm(linear.weight, columns, out=out)
-    return torch.addmm(linear.bias[:, None], linear.weight, columns, out=out)
+    return torch.addmm(bias[:, None], linear.weight, columns, out=out)
 
 
 def _add_product(linear: nn.Linear, columns: Tensor, hidden: Tensor) -> None:

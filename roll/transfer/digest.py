@@ -52,7 +52,7 @@ def _weighted_sum(tensor: Tensor, weights: Tensor, scratch: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start, block in zip(starts, blocks.unbind(), strict=True):
         words = _words(flat[start : start + BLOCK_WORDS * _WORD])
-        for piece, odd in zip(words.split(len(scratch)), weights.split(len(scratch)), strict=False):
+        for piece, odd in zip(torch.split(words, len(scratch)), torch.split(weights, len(scratch)), strict=False):
             total += torch.mul(piece, odd[: len(piece)], out=scratch[: len(piece)]).sum() * block
     return total
 
