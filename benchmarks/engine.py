@@ -39,7 +39,7 @@ from roll.engine.make import make_engine
 from roll.engine.request import Request, Sampling, seed_of
 from roll.model import attention
 from roll.model.character import character_tokenizer
-from roll.model.loading import choose_dtype, find_model, load_model
+from roll.model.loading import choose_dtype, find_model, in_precision, load_model
 
 SIZES = {"cpu": Sizes(64, 32, 192), "cuda": Sizes(256, 128, 1024)}
 PROFILED_STEPS = 20
@@ -156,7 +156,7 @@ def build_model(name: str, device: str, dtype: torch.dtype) -> Any:
 
     kind, config = SHAPES[name.removeprefix("shape:")]
     with torch.device(device):
-        model = kind(config).to(dtype).eval()
+        model = in_precision(kind(config), dtype).eval()
     model.set_attn_implementation(attention.NAME)
     return model
 

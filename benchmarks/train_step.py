@@ -37,6 +37,7 @@ from roll.config.schema import TrainConfig
 from roll.data import Batch, Sample, Task
 from roll.model import attention
 from roll.model.character import character_tokenizer
+from roll.model.loading import in_precision
 from roll.strategy.train import logprobs, vocabulary
 from roll.strategy.train.optimizer import Step
 from roll.strategy.train.packing import pack
@@ -192,7 +193,7 @@ class Bench:
     def model(self, dtype: torch.dtype, attention_name: str) -> PreTrainedModel:
         torch.manual_seed(0)
         with self.device:
-            made: PreTrainedModel = self._kind(copy.deepcopy(self._config)).to(dtype).eval()
+            made: PreTrainedModel = in_precision(self._kind(copy.deepcopy(self._config)), dtype).eval()
         made.set_attn_implementation(attention_name)
         return made
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from safetensors import SafetensorError
@@ -37,6 +37,8 @@ from roll.model.character import CONTEXT, character_tokenizer, tiny_config, tiny
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
+
+Model = TypeVar("Model", bound="PreTrainedModel")
 
 TINY = "tiny"
 SMOLLM2 = "smollm2-135m"
@@ -142,15 +144,21 @@ def load_model(source: ModelSource, dtype: torch.dtype, seed: int) -> PreTrained
 
     load_model_config(source)
     if source.location is None:
-        model: PreTrainedModel = tiny_model(seed if source.seed is None else source.seed)
-        for parameter in model.parameters():  # and no buffer: angles of positions are in fp32 in a model that is read
-            parameter.data = parameter.data.to(dtype)
+        model: PreTrainedModel = in_precision(tiny_model(seed if source.seed is None else source.seed), dtype)
     else:
         model = from_pretrained(AutoModelForCausalLM, source, dtype=dtype)
     for folder in source.adapters:
         model = lora.merge_saved(model, folder)
     model.set_attn_implementation(attention.NAME)
     return model.eval()
+
+
+def in_precision(model: Model, dtype: torch.dtype) -> Model:
+    """The model with its parameters in that precision, and its buffers as they are: the angles of positions are in fp32
+    in a model that is read from a folder, too."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def write_merged(adapters: Path, target: Path) -> None:

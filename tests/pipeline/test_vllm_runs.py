@@ -16,7 +16,7 @@ from small_runs import SMALL, TINY, Remains, commands
 
 pytestmark = pytest.mark.vllm
 
-VLLM = (*SMALL, "roles.actor_infer.strategy=vllm", "rollout.max_running=8")
+VLLM = (*SMALL, "roles.actor_infer.strategy=vllm", "rollout.max_running=8", "model.dtype=fp32")
 RAY = ("executor=ray", "ray.object_store_gb=0.2", "ray.start_deadline_s=400", "ray.call_deadline_s=400")
 WAIT_S = 400.0
 """An engine starts in half a minute on two quiet cores."""

@@ -18,6 +18,7 @@ from roll.data import Batch, Sample, Task
 from roll.engine.request import Completion, Request, Sampling
 from roll.model import attention
 from roll.model.character import character_tokenizer
+from roll.model.loading import in_precision
 from roll.strategy.infer.base import InferStrategy
 from roll.strategy.train.single import SingleStrategy
 
@@ -51,7 +52,7 @@ def model(seed: int, dtype: torch.dtype = torch.float32, **settings: Any) -> Lla
         torch.manual_seed(seed)
         made = LlamaForCausalLM(shape(**settings))
     made.set_attn_implementation(attention.NAME)
-    return made.to(DEVICE, dtype).eval()
+    return in_precision(made.to(DEVICE), dtype).eval()
 
 
 def flat_model() -> LlamaForCausalLM:
@@ -245,7 +246,7 @@ def logits_after(model: LlamaForCausalLM, ids: Sequence[int], drawn: Sequence[in
 
 def plain(model: LlamaForCausalLM, attention: str = "eager") -> LlamaForCausalLM:
     """A copy with an attention of `transformers`."""
-    copy = LlamaForCausalLM(model.config).to(DEVICE, model.dtype).eval()
+    copy = in_precision(LlamaForCausalLM(model.config).to(DEVICE), model.dtype).eval()
     copy.load_state_dict(model.state_dict())
     copy.set_attn_implementation(attention)
     return copy
