@@ -174,7 +174,7 @@ def failures_of(samples: Sequence[Sample]) -> list[Failure]:
     for sample in samples:
         if sample.state == "failed":
             reasons.setdefault((sample.task.domain, sample.reason.partition(":")[0]), []).append(sample.reason)
-    return [Failure(domain, kind, len(all), sizes[domain], all[0]) for (domain, kind), all in reasons.items()]
+    return [Failure(domain, kind, len(said), sizes[domain], said[0]) for (domain, kind), said in reasons.items()]
 
 
 def part_means(samples: Sequence[Sample]) -> dict[str, float]:
