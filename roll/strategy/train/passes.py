@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import numpy as np
@@ -19,13 +20,17 @@ from roll.strategy.train.footprint import Footprint
 from roll.strategy.train.layers import Layers
 from roll.strategy.train.microbatch import MicroBatch, micro_batches
 from roll.strategy.train.suspects import sample_name
+from roll.strategy.train.tree_attention import attends_varlen
+
+_log = logging.getLogger(__name__)
 
 
 class Passes:
     def __init__(self, model: PreTrainedModel, config: TrainConfig) -> None:
         self._model, self._config = model, config
-        plain = not adapted_layers(model)  # adapters take minutes to compile
-        compiled = {"on": True, "off": False, "auto": plain and model.device.type == "cuda"}[config.compile]
+        # Adapters take minutes to compile, and around padded attention there is little to gain.
+        pays = attends_varlen(model.device.type, model.dtype) and not adapted_layers(model)
+        compiled = {"on": True, "off": False, "auto": pays}[config.compile]
         self._layers = Layers(model, compiled=compiled)
         self._budget: Budget | None = None
 
@@ -66,7 +71,14 @@ class Passes:
             model, asked = self._model, self._config
             footprint = Footprint(ModelShape.of_model(model), model.dtype, model.device.type)
             rows, checkpointing = asked.micro_batch_tokens, asked.activation_checkpointing
-            self._budget = choose(footprint, rows, checkpointing, longest, spare_of(model, footprint, asked.optimizer))
+            spare = spare_of(model, footprint, asked.optimizer)
+            self._budget = choose(footprint, rows, checkpointing, longest, spare)
+            if spare is not None and not rows and self._budget.rows < longest:
+                _log.warning(
+                    "the GPU has memory for %d tokens in a micro-batch beside what is on it: samples are trained on one "
+                    "by one, which is slow; end other programs on it, or write a smaller rollout.kv_tokens",
+                    self._budget.rows,
+                )
         return self._budget
 
 

@@ -95,7 +95,11 @@ def _gathered(tensor: Tensor, rows: Tensor) -> Tensor:
 
 
 class BucketPlan:
-    """Padded attentions of similar size together: [spans, queries] over [spans, keys]."""
+    """Padded attentions of similar size together: [spans, queries] over [spans, keys].
+
+    No two micro-batches have the same buckets: a compiled layer calls this one and does not look inside, or it would be
+    compiled for each of them.
+    """
 
     def __init__(self, tree: PrefixTree, device: torch.device, dtype: torch.dtype) -> None:
         buckets: dict[tuple[bool, int, int], list[Span]] = defaultdict(list)
@@ -106,6 +110,7 @@ class BucketPlan:
         order = np.concatenate([span.path[-span.fresh :] for bucket in self.buckets for span in bucket.spans])
         self._back = on_device(np.argsort(order), device)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))  # [rows, heads, dim]
         parts = [bucket.attend(query, key, value, scale) for bucket in self.buckets]

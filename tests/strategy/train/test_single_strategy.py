@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from roll.data import Batch, Sample, Task
 from roll.data.tokenlog import branches
 from roll.model import attention
 from roll.model.character import character_tokenizer
+from roll.strategy.train import passes
 from roll.strategy.train.base import NotFinite
 from roll.strategy.train.optimizer import MasterAdamW, Step
 from roll.strategy.train.single import SingleStrategy
@@ -548,3 +550,26 @@ def test_one_compiled_graph_serves_all_layers_and_sizes(checkpointing: str) -> N
     assert 1 <= one <= 2, "the layer, at most with and without a gradient"
     assert graphs(6, 4) == one
     assert graphs(6, 4, 5, 7, 3) == one
+
+
+def test_padded_attention_is_no_reason_to_compile_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    strategy = make_strategy(make_model(layers=2), compile="on")
+    seen = []
+    for seed in (4, 5, 7, 3):  # of other buckets each
+        strategy.update(make_batch(seed, groups=seed, longest=15 * seed), LOSS, 0)
+        seen.append(int(counters["stats"]["unique_graphs"]))
+    assert seen[0] > 0
+    assert len(set(seen)) == 1
+
+
+def test_a_gpu_without_room_for_a_sample_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    batch = make_batch(4)
+    for spare, told in ((1 << 30, False), (1 << 10, True)):
+        monkeypatch.setattr(passes, "spare_of", lambda *_, spare=spare: spare)
+        make_strategy().update(batch, LOSS, 0)
+        assert ("trained on one by one" in caplog.text) == told
