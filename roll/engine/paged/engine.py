@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -283,11 +284,16 @@ class PagedEngine:
             blocks = min(wanted, self._sizing.most_tokens() // BLOCK + 1)
             self._pool, self._pages = BlockPool(blocks, BLOCK), self._sizing.pages(blocks)
             width = self._sizing.width(blocks)
-            self._steps = Steps(self.model, self._decoder, self._pages, self._slots.count, width)
+            self._steps = Steps(self.model, self._decoder, self._pages, self._slots.count, width, self._capturing)
         elif wanted > max(self._pool.count, self._wanted):
             self._grow(wanted)
         self._wanted = wanted
         return self._pool
+
+    @cached_property
+    def _capturing(self) -> torch.cuda.Stream | None:
+        """One for all graphs there ever are: cuBLAS keeps tens of megabytes for every stream it ran on."""
+        return torch.cuda.Stream(self._parameter.device) if self._parameter.is_cuda else None  # type: ignore[no-untyped-call]
 
     def _grow(self, wanted: int) -> None:
         """A larger cache with the same contents, as far as memory has room for both."""

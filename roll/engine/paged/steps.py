@@ -75,8 +75,16 @@ class _Graph:
 
 
 class Steps:
-    def __init__(self, model: PreTrainedModel, decoder: Decoder, pages: Pages, slots: int, width: int) -> None:
-        """`slots` sequences of at most `width` blocks each."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        decoder: Decoder,
+        pages: Pages,
+        slots: int,
+        width: int,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        """`slots` sequences of at most `width` blocks each. On CUDA, graphs are captured on the stream."""
         self._model = model
         self._decoder = decoder
         self._pages = pages
@@ -86,6 +94,7 @@ class Steps:
         self._last = torch.zeros(slots + 1, dtype=torch.int32, device=self._device)
         """Every slot's last drawn token; the one past them is padding's."""
         self._cap = getattr(model.config, "final_logit_softcapping", None)
+        self._stream = stream
         self._graphs: dict[int, _Graph] = {}
         self._memory = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         self._stages: deque[_Stage] = deque()
@@ -162,7 +171,8 @@ class Steps:
     def _capture(self, size: int) -> _Graph:
         rows = Rows(torch.zeros(HEADER + self._width, size, dtype=torch.int32, device=self._device))
         rows.slots.fill_(self._slots)
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream = self._stream
+        assert stream is not None
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             self._compute(rows)  # compiles kernels and opens libraries, which a capture may not
