@@ -316,3 +316,14 @@ def test_damaged_weights_are_noticed(device: str) -> None:
         model.lm_head.weight[5] = torch.nan
     with pytest.raises(RunError, match="not numbers"):
         run(served)
+
+
+@pytest.mark.gpu
+def test_an_engine_that_left_its_gpu_often_leaves_as_little_as_one_that_left_it_once() -> None:
+    served = paged("cuda", 8)
+    left = []
+    for round in range(4):
+        run(served, [request(str(i), p, NEW_TOKENS) for i, p in enumerate(prompts_of(round, 8))])
+        served.release()
+        left.append(torch.cuda.memory_allocated())
+    assert len(set(left)) == 1
