@@ -17,7 +17,7 @@ import torch
 
 from roll.model.shape import ModelShape
 from roll.strategy.train.logprobs import CHUNK_ELEMENTS
-from roll.strategy.train.tree_attention import attends_varlen
+from roll.strategy.train.tree_attention import attends_in, attends_varlen
 from roll.strategy.train.vocabulary import BLOCK_ELEMENTS
 
 
@@ -43,17 +43,9 @@ class PackedSize:
     spans: tuple[Spans, ...]
 
     @property
-    def queries(self) -> int:
-        return sum(span.count * span.queries for span in self.spans)
-
-    @property
-    def keys(self) -> int:
-        return sum(span.count * span.keys for span in self.spans)
-
-    @property
-    def masked_pairs(self) -> int:
-        """Query-key pairs of the spans that share a prefix."""
-        return sum(span.pairs for span in self.spans if span.queries < span.keys)
+    def masked(self) -> list[Spans]:
+        """Those that share a prefix."""
+        return [span for span in self.spans if span.queries < span.keys]
 
 
 @dataclass(frozen=True)
@@ -69,7 +61,7 @@ class Footprint:
 
     def row_bytes(self, *, checkpointed: bool) -> int:
         """What a row that shares nothing keeps until its backward pass, and its part of the layer at work."""
-        layer = self._row_in_a_layer() + self._query_bytes() + self._key_bytes()
+        layer = self._row_in_a_layer() + self._attention_bytes(Spans(1, 1, 1))
         if checkpointed:
             return self.model.layers * self._input_bytes() + 2 * layer
         return (self.model.layers + 1) * layer
@@ -81,8 +73,7 @@ class Footprint:
 
     def layer_bytes(self, size: PackedSize) -> int:
         """What one layer keeps in full."""
-        kept = size.rows * self._row_in_a_layer()
-        return kept + size.queries * self._query_bytes() + size.keys * self._key_bytes()
+        return size.rows * self._row_in_a_layer() + sum(self._attention_bytes(span) for span in size.spans)
 
     def ends_bytes(self, size: PackedSize) -> int:
         """What is kept before and after the layers, without the logits: angles, the last norm and the rows it is read
@@ -91,13 +82,16 @@ class Footprint:
         return size.rows * (self._norm_bytes() + 2 * item * model.head_dim) + size.predicting * item * model.hidden
 
     def mask_bytes(self, size: PackedSize) -> int:
-        return 0 if self.varlen else size.masked_pairs * self.dtype.itemsize
+        return 0 if self.varlen else sum(span.pairs * self._item(span) for span in size.masked)
 
     def working_bytes(self, size: PackedSize) -> int:
         """What one layer works in without keeping it: hidden states, the larger of attention and MLP."""
         model, item = self.model, self.dtype.itemsize
-        gathered = 4 if self.varlen and size.masked_pairs else item
-        attention = size.queries * 2 * item * model.queries + size.keys * 2 * gathered * model.keys
+        attention = 0
+        for span in size.spans:
+            wide = self._item(span)
+            gathered = 4 if self.varlen and size.masked else wide
+            attention += span.count * 2 * (span.queries * wide * model.queries + span.keys * gathered * model.keys)
         return size.rows * (2 * item + 4) * model.hidden + max(attention, size.rows * 3 * item * model.inner)
 
     def chunk_logits(self, predicting: int) -> tuple[int, bool]:
@@ -124,11 +118,15 @@ class Footprint:
     def _norm_bytes(self) -> int:
         return (4 + 2 * self.dtype.itemsize) * self.model.hidden
 
-    def _query_bytes(self) -> int:
-        return 2 * self.dtype.itemsize * self.model.queries + 4 * self.model.heads
+    def _attention_bytes(self, span: Spans) -> int:
+        """Queries and outputs, keys and values, and the sums of exponentials."""
+        model, item = self.model, self._item(span)
+        query, key = 2 * item * model.queries + 4 * model.heads, 2 * item * model.keys
+        return span.count * (span.queries * query + span.keys * key)
 
-    def _key_bytes(self) -> int:
-        return 2 * self.dtype.itemsize * self.model.keys
+    def _item(self, span: Spans) -> int:
+        """Bytes of a number in the attention."""
+        return self.dtype.itemsize if self.varlen else attends_in(self.device, self.dtype, span.keys).itemsize
 
     def _input_bytes(self) -> int:
         return self.dtype.itemsize * self.model.hidden

@@ -26,6 +26,8 @@ from roll.strategy.train.predictions import on_device
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 """Before torch 2.13 heads that share keys need no asking for."""
 
+_WIDE_KEYS = 256
+
 
 @dataclass(frozen=True)
 class Span:
@@ -44,6 +46,12 @@ def tree_plan(tree: PrefixTree, device: torch.device, dtype: torch.dtype) -> Att
 def attends_varlen(device: str, dtype: torch.dtype) -> bool:
     """Whether all spans are one call there, without padding or a mask."""
     return device == "cuda" and dtype in (torch.bfloat16, torch.float16)
+
+
+def attends_in(device: str, dtype: torch.dtype, keys: int) -> torch.dtype:
+    """The precision of a padded attention over so many keys: for few of them, torch's backward pass in 16 bits takes
+    longer on a CPU than one in fp32."""
+    return torch.float32 if device == "cpu" and dtype.itemsize == 2 and keys <= _WIDE_KEYS else dtype
 
 
 def spans_of(tree: PrefixTree) -> list[Span]:
@@ -137,20 +145,25 @@ class Bucket:
             on_device(array, device) for array in (query_rows, key_rows, np.flatnonzero(real))
         )
         shared = np.array([len(s.path) - s.fresh for s in spans])
-        self._mask = _mask(shared, self.queries, self.keys, device, dtype) if shared.any() else None
+        self._dtype = attends_in(device.type, dtype, self.keys)
+        self._mask = _mask(shared, self.queries, self.keys, device, self._dtype) if shared.any() else None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """query [rows, heads, dim], key and value [rows, kv_heads, dim] → outputs of the spans' rows, in their order."""
         out = scaled_dot_product_attention(
-            _rows(query, self._query_rows).transpose(1, 2),
-            _rows(key, self._key_rows).transpose(1, 2),
-            _rows(value, self._key_rows).transpose(1, 2),
+            self._padded(query, self._query_rows),
+            self._padded(key, self._key_rows),
+            self._padded(value, self._key_rows),
             attn_mask=self._mask,
             is_causal=self._mask is None,
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        return out.transpose(1, 2).flatten(0, 1).index_select(0, self._real)
+        return out.transpose(1, 2).flatten(0, 1).index_select(0, self._real).to(query.dtype)
+
+    def _padded(self, tensor: Tensor, rows: Tensor) -> Tensor:
+        """[rows, heads, dim] → [spans, heads, size, dim], in the precision to attend in."""
+        return _rows(tensor, rows).to(self._dtype).transpose(1, 2)
 
 
 def _mask(shared: Indices, queries: int, keys: int, device: torch.device, dtype: torch.dtype) -> Tensor:
