@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 class Passes:
     def __init__(self, model: PreTrainedModel, config: TrainConfig) -> None:
         self._model, self._config = model, config
-        # Adapters take minutes to compile, and around padded attention there is little to gain.
+        # Adapters take minutes to compile; padded attention cuts a layer in two, and what is left may not pay.
         pays = attends_varlen(model.device.type, model.dtype) and not adapted_layers(model)
         compiled = {"on": True, "off": False, "auto": pays}[config.compile]
         self._layers = Layers(model, compiled=compiled)

@@ -27,6 +27,7 @@ _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signa
 """Before torch 2.13 heads that share keys need no asking for."""
 
 _WIDE_KEYS = 256
+"""Keys up to which a CPU attends in fp32."""
 
 
 @dataclass(frozen=True)
