@@ -126,8 +126,16 @@ class TokenLog:
     @property
     def context(self) -> IntArray:
         """What the next token follows: the tokens of the last branch."""
+        return _joined([s.ids for s in self._last_branch()], np.int32)
+
+    @property
+    def context_tokens(self) -> int:
+        """How many those are."""
+        return sum(len(s.ids) for s in self._last_branch())
+
+    def _last_branch(self) -> list[Segment]:
         begin = max((i for i, s in enumerate(self._segments) if s.kind == "prompt"), default=0)
-        return _joined([s.ids for s in self._segments[begin:]], np.int32)
+        return self._segments[begin:]
 
     @property
     def loss_mask(self) -> BoolArray:

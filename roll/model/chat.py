@@ -214,9 +214,9 @@ class Conversation:
         self.messages.append(Message(role="assistant", content=text))
         return text
 
-    def observe(self, messages: Sequence[Message]) -> None:
+    def observe(self, messages: Sequence[Message], longest: int | None = None) -> bool:
         """Appends what the world answered: as an observation, or, where that cannot follow what was said before, as the
-        beginning of a branch."""
+        beginning of a branch. False, with nothing changed, if the model would then see `longest` tokens or more."""
         first = max(0, len(self._turns) - self._window) if self._window else 0
         if first == self._seen:
             try:
@@ -225,15 +225,20 @@ class Conversation:
             except HistoryRewritten:
                 pass
             else:
+                if longest is not None and self.log.context_tokens + len(following.tokens) >= longest:
+                    return False
                 self.log.observe(following.tokens)
                 self._written = following.text
                 self.messages.extend(messages)
-                return
+                return True
+        opening = self._renderer.opening([*self._shown(first), *messages], self._tools)
+        if longest is not None and len(opening.tokens) >= longest:
+            return False
         self.messages.extend(messages)
-        opening = self._renderer.opening(self._shown(first), self._tools)
         self._written = opening.text
         self.log.fork(opening.tokens)
         self._seen = first
+        return True
 
     def _shown(self, first: int) -> list[Message]:
         """The conversation as the model sees it from that turn on."""

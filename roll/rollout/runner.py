@@ -262,8 +262,7 @@ class SampleRunner:
                 if step.terminated or step.truncated or sample.turns >= self._config.env.max_turns:
                     self._finish_episode(sample, response, step)
                     return
-                self._observe(conversation, step)
-                if len(sample.log.context) >= self._longest:
+                if not self._observe(conversation, step):
                     sample.ended = f"the conversation has reached {self._longest} tokens"
                     self._finish_episode(sample, response, step)
                     return
@@ -271,9 +270,10 @@ class SampleRunner:
         finally:
             await self._close(environments, rank, episode)
 
-    def _observe(self, conversation: Conversation, step: Step) -> None:
+    def _observe(self, conversation: Conversation, step: Step) -> bool:
+        """Whether there is room for an answer to what was seen: what nobody answers is not trained on."""
         try:
-            conversation.observe(step.messages)
+            return conversation.observe(step.messages, self._longest)
         except TemplateError as error:
             raise _Over(f"the chat template cannot follow the conversation: {error}") from None
 

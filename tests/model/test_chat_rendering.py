@@ -293,6 +293,28 @@ def test_a_window_shows_the_opening_and_the_last_turns_in_branches_of_their_own(
     ]
 
 
+@pytest.mark.parametrize("window", [0, 1])
+def test_an_observation_without_room_for_an_answer_changes_nothing(window: int) -> None:
+    tokenizer = bpe_tokenizer(CHATML)
+    stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    conversation = Conversation(ChatRenderer(tokenizer, [stop]), said(["question"]), window=window)
+    for number in range(3):
+        respond(conversation, [*tokenizer(f"a{number}")["input_ids"], stop])
+        ids, messages = conversation.log.ids.tolist(), list(conversation.messages)
+        assert not conversation.observe(said([f"o{number}"]), 10)
+        assert (conversation.log.ids.tolist(), conversation.messages) == (ids, messages)
+        assert conversation.observe(said([f"o{number}"]), 1000)
+        tokens = conversation.log.context_tokens
+        assert tokens == len(conversation.log.context)
+        again = Conversation(ChatRenderer(tokenizer, [stop]), said(["question"]), window=window)
+        for earlier in range(number):
+            respond(again, [*tokenizer(f"a{earlier}")["input_ids"], stop])
+            again.observe(said([f"o{earlier}"]))
+        respond(again, [*tokenizer(f"a{number}")["input_ids"], stop])
+        assert not again.observe(said([f"o{number}"]), tokens), "the limit is a token more than what may be seen"
+        assert again.observe(said([f"o{number}"]), tokens + 1)
+
+
 def test_tools_are_shown_where_the_template_knows_of_them() -> None:
     template = "{% for t in tools or [] %}<tool>{{ t['name'] }}</tool>{% endfor %}" + CHATML
     tokenizer = bpe_tokenizer(template)

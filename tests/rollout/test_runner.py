@@ -987,6 +987,8 @@ def test_an_episode_ends_where_its_context_does() -> None:
         assert (sample.state, sample.turns, sample.reward) == ("scored", 2, 1.0)
         assert sample.ended == f"the conversation has reached {longest} tokens"
         assert [asked.sampling.max_new_tokens for asked in run.toy.asked] == [8, min(8, 2 + follow_up)]
+        assert sample.tokens == len(sample.log) < longest, "what nobody could answer is not in the log"
+        assert sample.log.loss_mask[-1]
         assert not run.envs[0].episodes
 
     go(main())
