@@ -188,6 +188,16 @@ def common_prefix(a: IntArray, b: IntArray) -> int:
     return int(differing[0]) if len(differing) else length
 
 
+def begin_alike(a: IntArray, b: IntArray, count: int) -> bool:
+    """Whether two sequences have so many tokens in common at their start. Where they do not, the last of these mostly
+    tells."""
+    if count < 1:
+        return True
+    if count > min(len(a), len(b)) or a[count - 1] != b[count - 1]:
+        return False
+    return np.array_equal(a[:count], b[:count])
+
+
 def _frozen(values: object, dtype: Any) -> NDArray[Any]:
     array = np.array(values, dtype=dtype)
     array.setflags(write=False)

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from roll.config.errors import RunError
-from roll.data.tokenlog import IntArray, common_prefix
+from roll.data.tokenlog import IntArray, begin_alike
 from roll.engine.cache import CachePlan, Chunk, Decoding, SlotCache
 from roll.engine.columns import column_logits, forward_columns, supported
 from roll.engine.memory import free_bytes
@@ -248,8 +248,8 @@ class Engine:
                 continue
             slot = slots[id(sequence)]
             self._shared += self._slots.share(slot)
-            soon = max((common_prefix(other.prompt, sequence.prompt) for other in begun), default=0)
-            if sequence.hidden is None and soon < max(sequence.cached + 1, SHORTEST_SHARED):
+            worth = max(sequence.cached + 1, SHORTEST_SHARED)
+            if sequence.hidden is None and not any(begin_alike(each.prompt, sequence.prompt, worth) for each in begun):
                 rows = min(room, len(sequence.prompt) - sequence.cached)
                 chunks.append(Chunk(slot, sequence.cached, rows))
                 begun.append(sequence)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from roll.data.tokenlog import IntArray, common_prefix
+from roll.data.tokenlog import IntArray, begin_alike, common_prefix
 from roll.engine.cache import SlotCache
 from roll.engine.sequence import Sequence
 from roll.engine.sizing import Shape
@@ -97,7 +97,7 @@ class Slots:
         source = slot
         for other, donor in enumerate(self.running):
             if donor.version == sequence.version and donor.cached and donor is not sequence:
-                shared = self._shareable(donor, donor.prompt[: donor.cached], sequence.prompt)
+                shared = self._shareable(donor, donor.prompt[: donor.cached], sequence.prompt, most)
                 if shared > most:
                     source, best, most = other, donor, shared
         if best is sequence:
@@ -122,14 +122,16 @@ class Slots:
     def _best_kept(self, prompt: IntArray) -> tuple[_Kept | None, int]:
         best, most = None, 0
         for kept in self._kept:
-            shared = self._shareable(kept.sequence, kept.tokens, prompt)
+            shared = self._shareable(kept.sequence, kept.tokens, prompt, most)
             if shared > most:
                 best, most = kept, shared
         return best, most
 
-    def _shareable(self, donor: Sequence, tokens: IntArray, prompt: IntArray) -> int:
-        """How many positions of the donor a sequence with this prompt may begin with. Of its own prompt the last token
-        must be computed, for its hidden state, unless the donor has that."""
+    def _shareable(self, donor: Sequence, tokens: IntArray, prompt: IntArray, above: int) -> int:
+        """How many positions of the donor a sequence with this prompt may begin with; 0 where it is not more than
+        `above`. Of its own prompt the last token must be computed, for its hidden state, unless the donor has that."""
+        if not begin_alike(tokens, prompt, above + 1):
+            return 0
         same = common_prefix(tokens, prompt)
         if same == len(prompt) == len(donor.prompt) and donor.prompt_hidden is not None:
             return same

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from roll.data import TokenLog
 from roll.data.batch import LOGGED
-from roll.data.tokenlog import branches
+from roll.data.tokenlog import begin_alike, branches, common_prefix
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=6)
 KINDS = ["response", "observation", "fork"]
@@ -132,3 +132,10 @@ def test_every_response_token_has_a_log_prob_and_a_version(logprobs: list[float]
     ):
         log.respond([1, 2], logprobs, versions)
     assert len(log) == 1
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(a=st.lists(st.integers(0, 1), max_size=6), b=st.lists(st.integers(0, 1), max_size=6), count=st.integers(-1, 7))
+def test_sequences_begin_alike_as_far_as_their_common_prefix_goes(a: list[int], b: list[int], count: int) -> None:
+    one, other = np.array(a, np.int32), np.array(b, np.int32)
+    assert begin_alike(one, other, count) == (common_prefix(one, other) >= count)

@@ -162,6 +162,23 @@ def test_what_stands_in_the_cache_is_not_computed_again(device: str) -> None:
 
 
 @devices
+@pytest.mark.parametrize("kept", [0, 20, 79, 80, 85])
+def test_a_turn_shares_what_it_goes_on_from_and_no_more(kept: int, device: str) -> None:
+    """Under one name: a conversation that goes on, and one whose history was rewritten after `kept` tokens."""
+    rng = np.random.default_rng(kept)
+    served = paged(device, 8)
+    first = run(served, [request("talk", random_ids(rng, 50), 30, seed=3)])["talk"]
+    said = np.concatenate([random_ids(np.random.default_rng(kept), 50), first.ids])
+    before = served.stats().shared_prompt_tokens
+    turn = request("talk", np.concatenate([said[:kept], random_ids(rng, 100 - kept)]), 10, seed=4)
+    found = run(served, [turn])["talk"]
+    assert served.stats().shared_prompt_tokens - before == min(kept, 79) // BLOCK * BLOCK
+    alone = run(paged(device), [turn])["talk"]
+    assert found.ids.tolist() == alone.ids.tolist()
+    np.testing.assert_allclose(found.logprobs, alone.logprobs, atol=1e-4)
+
+
+@devices
 def test_new_weights_share_nothing_with_old_ones_and_every_token_says_whose_it_is(device: str) -> None:
     model = under_plans(plain_llama()).to(device)
     served = paged(device, 4, model=model, version=3)

@@ -12,7 +12,7 @@ compute (weights, aborted requests, blocks taken away) happens when no step is i
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from roll.config.errors import RunError
-from roll.data.tokenlog import IntArray
+from roll.data.tokenlog import IntArray, begin_alike
 from roll.engine.engine import EngineStats
 from roll.engine.paged.blocks import BlockPool, Key, keys_of
 from roll.engine.paged.decoder import Decoder, log_probs_of, make_decoder
@@ -62,7 +62,10 @@ _PASSED_OVER = 64
 """Most waiting sequences that others overtake in one step."""
 IN_FLIGHT = 2
 """Steps that may be launched and not read."""
+_REMEMBERED = 4
+"""Of so many conversations a slot the keys are kept between turns."""
 _NO_VERSION = -1
+_NOTHING = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,8 @@ class PagedEngine:
         self._filling: list[Sequence] = []
         """Running, with a prompt that is not all in the cache; oldest first."""
         self._by_id: dict[str, Sequence] = {}
+        self._said: OrderedDict[str, tuple[IntArray, list[Key]]] = OrderedDict()
+        """Tokens and keys of what ended, by its name, under which a conversation's next turn comes; the latest last."""
         self._flights: deque[_Flight] = deque()
         self._finished: list[Completion] = []
         self._pool: BlockPool | None = None
@@ -178,6 +183,7 @@ class PagedEngine:
         if version == self.version:
             return
         self.version = version
+        self._said.clear()
         if self._pool is not None:
             self._pool.forget_all()
         for sequence in self._slots.sequences:
@@ -272,7 +278,9 @@ class PagedEngine:
         if sequence.version != self.version:
             sequence.version = self.version
             sequence.known = np.concatenate([sequence.request.ids, sequence.tokens]).astype(np.int32)
-            sequence.keys = keys_of(sequence.known[:-1], BLOCK, self.version)
+            said, keys = self._said.pop(sequence.request.id, (_NOTHING, []))
+            known = keys if begin_alike(said, sequence.known[:-1], len(said)) else []
+            sequence.keys = keys_of(sequence.known[:-1], BLOCK, self.version, known)
 
     def _unfilled(self, sequence: Sequence) -> list[Key]:
         return sequence.keys[sequence.filled // BLOCK :] if sequence.version == self.version else []
@@ -466,8 +474,11 @@ class PagedEngine:
             self._filling.remove(sequence)
         if filled and sequence.version == self.version:
             tokens = np.concatenate([sequence.request.ids, sequence.tokens])[:-1]  # the last one may not be computed
-            sequence.keys = keys_of(tokens, BLOCK, self.version, sequence.keys)
-            self._name(sequence, 0, len(sequence.keys))
+            named, sequence.keys = len(sequence.keys), keys_of(tokens, BLOCK, self.version, sequence.keys)
+            self._name(sequence, named, len(sequence.keys))
+            self._said[sequence.request.id] = (tokens, sequence.keys)
+            if len(self._said) > _REMEMBERED * self._slots.count:
+                self._said.popitem(last=False)
         self._pool.release(sequence.blocks)
         sequence.blocks = []
 
