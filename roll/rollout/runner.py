@@ -174,13 +174,16 @@ class SampleRunner:
         sampling = self.sampling_of(sample)
         if sample.task.environment is not None:  # a task's prompt that leaves no room for an answer is refused instead
             room = max(1, self._longest - len(prompt))
-            sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+            if room < sampling.max_new_tokens:
+                sampling = replace(sampling, max_new_tokens=room)
         while True:
             if sample.state == "acting" and self._seats.must_ask(sample.id):
                 self._lifecycle.move(sample, "queued", "its engine was taken away meanwhile")
             seat = await self._seats.of(sample.id, self._deadline_s)
             self._lifecycle.move(sample, "generating", engine=seat.engine, worker=self._worker, version=seat.version)
-            left = replace(sampling, max_new_tokens=sampling.max_new_tokens - drawn.tokens)
+            left = sampling
+            if drawn.tokens:
+                left = replace(sampling, max_new_tokens=sampling.max_new_tokens - drawn.tokens)
             request = Request(sample.id, drawn.after(prompt), left)
             try:
                 completion = await self._engines.generate(request, seat.engine, self._watch(sample, siblings, drawn))
