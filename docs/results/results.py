@@ -26,13 +26,18 @@ class Result:
     held_out: str
     """Names of the metrics."""
     parts: tuple[str, ...] = ()
-    """More metrics, each a curve of its own."""
+    """More metrics of the table."""
+    highest: float | None = 1.0
+    """Of the vertical axis; None for as high as it goes."""
 
 
+LOSS = ("loss of the demonstrations' answers", "train/loss", "eval/loss", (), None)
 RESULTS = {
     "frozen_lake": Result("FrozenLake 4 × 4", "success", "reward/success", "eval/reward/success"),
     "sokoban": Result("Sokoban 6 × 6, one box", "success", "reward/success", "eval/reward/success"),
+    "sokoban_demonstrations": Result("Sokoban: imitation", *LOSS),
     "webshop": Result("WebShop, generated catalogue", "score", "reward/score", "eval/reward/score"),
+    "webshop_demonstrations": Result("WebShop: imitation", *LOSS),
     "domains": Result(
         "Four domains at once",
         "accuracy, mean of the domains",
@@ -64,7 +69,7 @@ def draw() -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    print("| result | run | steps | minutes | before | after | best |\n| --- | --- | --- | --- | --- | --- | --- |")
+    print("| result | run | steps | minutes | before | after |\n| --- | --- | --- | --- | --- | --- |")
     for name, result in RESULTS.items():
         path = HERE / f"{name}.csv"
         if not path.exists():
@@ -80,11 +85,11 @@ def draw() -> None:
             axes.plot(*zip(*measured, strict=True), color=colour, marker="o", markersize=3, label=run)
             values = [value for _, value in measured]
             minutes = float(rows[-1]["seconds"]) / 60
-            print(
-                f"| {result.title} | {run} | {int(training[-1][0])} | {minutes:.1f} | {values[0]:.3f} | {values[-1]:.3f} "
-                f"| {max(values):.3f} |"
-            )
-        axes.set(title=result.title, xlabel="step", ylabel=f"{result.measured} (held out: dots)", ylim=(0, 1))
+            print(f"| {result.title} | {run} | {int(training[-1][0])} | {minutes:.1f} | {_course(values)} |")
+            for part in result.parts:
+                print(f"| | {part} | | | {_course([float(row[part]) for row in rows if row[part]])} |")
+        axes.set(title=result.title, xlabel="step", ylabel=f"{result.measured} (held out: dots)")
+        axes.set_ylim(0, result.highest)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
         figure.tight_layout()
@@ -92,8 +97,12 @@ def draw() -> None:
         pyplot.close(figure)
         own = [rows for run, rows in runs.items() if "shuffled" not in run]
         ends = [[float(row[result.held_out]) for row in rows if row[result.held_out]] for rows in own]
-        before, after = fmean(values[0] for values in ends), fmean(values[-1] for values in ends)
-        print(f"{result.title}: {before:.3f} → {after:.3f}, mean of {len(ends)} runs")
+        mean = _course([fmean(values[0] for values in ends), fmean(values[-1] for values in ends)])
+        print(f"| {result.title} | mean of {len(ends)} | | | {mean} |")
+
+
+def _course(values: list[float]) -> str:
+    return f"{values[0]:.3f} | {values[-1]:.3f}"
 
 
 def _read(path: Path) -> dict[str, list[dict[str, str]]]:

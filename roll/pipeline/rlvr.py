@@ -219,9 +219,12 @@ class RLVR:
             return False
         reward = self.state.reward
         if reward > 0:
+            left = "there is nothing left to learn from these tasks"
+            if self._config.algorithm.entropy_coef > 0:
+                left = "the entropy bonus acts on kept groups alone: to go on exploring, write rollout.filter=none"
             self._recorder.reporter.warned(
                 f"stopped at step {self.state.step}: in {MOST_IDLE_STEPS} steps in a row every group's rewards were all "
-                f"equal (mean {reward:.2f}); there is nothing left to learn from these tasks"
+                f"equal (mean {reward:.2f}); {left}"
             )
             return True
         raise RunError(
@@ -290,9 +293,10 @@ def _policies(config: Config, tasks: TaskSet) -> tuple[TaskOrder, Filter]:
 
 def _filter(config: Config) -> Filter:
     own: dict[str, Filter] = {}
+    discount = config.algorithm.turn_discount if config.algorithm.turn_weight > 0 else None
     for name, domain in config.domains.items():
         rollout = domain.rollout(config.rollout)
         setting = "rollout.filter" if domain.filter is None else f"domains.{name}.filter"
-        own[name] = make_filter(rollout.filter, *rollout.filter_range, setting=setting)
-    common = make_filter(config.rollout.filter, *config.rollout.filter_range)
+        own[name] = make_filter(rollout.filter, *rollout.filter_range, setting=setting, turn_discount=discount)
+    common = make_filter(config.rollout.filter, *config.rollout.filter_range, turn_discount=discount)
     return by_domain(own, common) if own else common

@@ -25,6 +25,26 @@ def no_signal(group: Group) -> str | None:
     return "no signal: all rewards equal" if len(rewards) < 2 else None
 
 
+def no_signal_in_turns(discount: float) -> Filter:
+    """Where turns are compared with those of their group that began in the same state, by what was earned from there on,
+    a group of equal rewards may still have something to teach: of two ways to the goal, the shorter one."""
+
+    def judge(group: Group) -> str | None:
+        reason = no_signal(group)
+        if reason is None:
+            return None
+        worth: dict[int, float] = {}
+        for sample in group.scored:
+            ahead = 0.0
+            for reward, state in zip(reversed(sample.turn_rewards), reversed(sample.turn_states), strict=True):
+                ahead = reward + discount * ahead
+                if worth.setdefault(state, ahead) != ahead:
+                    return None
+        return f"{reason}, also what turns in the same state led to"
+
+    return judge
+
+
 def keep_all(group: Group) -> str | None:
     return None
 
@@ -55,9 +75,12 @@ def make_filter(
     high: float = 1.0,
     root: str | os.PathLike[str] | None = None,
     setting: str = "rollout.filter",
+    turn_discount: float | None = None,
 ) -> Filter:
     """The filter of that name: one of `FILTERS`, `mean_range` with these bounds, or a user's function. `setting` is what
-    names it."""
+    names it. With a `turn_discount`, turns that began in the same state are compared too."""
+    if name == "no_signal" and turn_discount is not None:
+        return no_signal_in_turns(turn_discount)
     if name in FILTERS:
         return FILTERS[name]
     if name == "mean_range":

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roll.algorithm.advantages import returns_of, turn_relative
 from roll.config.errors import RunError, UserError
 from roll.data import Sample, Task
 from roll.data.sample import Group
@@ -33,6 +35,28 @@ def test_equal_rewards_have_no_signal() -> None:
     assert no_signal(group_of(0.5, 0.5, failed=2)) == "no signal: all rewards equal"
     assert no_signal(group_of(0.5, 0.25)) is None
     assert keep_all(group_of(0.5, 0.5)) is None
+
+
+EPISODES = st.lists(
+    st.lists(st.tuples(st.sampled_from([0.0, 0.0, 1.0]), st.integers(0, 2)), max_size=4), min_size=2, max_size=4
+)
+
+
+@given(EPISODES, st.sampled_from([0.0, 0.5, 1.0]))
+@settings(deadline=None, max_examples=300)
+def test_turns_are_compared_as_the_algorithm_compares_them(
+    episodes: list[list[tuple[float, int]]], discount: float
+) -> None:
+    group = group_of(*[1.0] * len(episodes))
+    for sample, turns in zip(group.samples, episodes, strict=True):
+        sample.turn_rewards, sample.turn_states = [reward for reward, _ in turns], [state for _, state in turns]
+    earned = np.array([reward for turns in episodes for reward, _ in turns])
+    offsets = np.cumsum([0, *map(len, episodes)])
+    states = np.array([state for turns in episodes for _, state in turns])
+    relative = turn_relative(returns_of(earned, offsets, discount), states, np.zeros(len(states)), True)
+    kept = make_filter("no_signal", turn_discount=discount)(group) is None
+    assert kept == bool(np.any(relative != 0))
+    assert make_filter("no_signal")(group) is not None, "without turns the rewards alone count"
 
 
 @given(rewards_of, st.floats(-10, 10), st.floats(0, 5))
