@@ -249,6 +249,6 @@ def _after(before: str, whole: str, response: str) -> str | None:
     """What follows a response that stands in the whole, as it is, right after what was before it; None where that
     cannot be seen."""
     rest = whole[len(before) :]
-    if not response or response != response.strip() or not whole.startswith(before) or not rest.startswith(response):
+    if not response.strip() or not whole.startswith(before) or not rest.startswith(response):
         return None
     return rest[len(response) :]

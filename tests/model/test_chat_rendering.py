@@ -27,6 +27,7 @@ PLAIN = (
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
 TRIMMING = CHATML.replace("m['content']", "(m['content'] | trim)")
+TRIMMING_PLAIN = PLAIN.replace("m['content'] + '\\n'", "(m['content'] | trim) + '\\n\\n'")
 FORGETS_THOUGHTS = CHATML.replace("m['content']", "(m['content'] if loop.last else m['content'].split('</think>')[-1])")
 ANNOTATES_THE_PAST = CHATML.replace(
     "m['content']", "(('<extra>' if m['role'] == 'assistant' and not loop.last else '') + m['content'])"
@@ -195,8 +196,10 @@ def test_a_follow_up_does_not_depend_on_what_was_said() -> None:
     assert len(tails) == 1
 
 
-TEMPLATES = [CHATML, PLAIN, TRIMMING, FORGETS_THOUGHTS, ANNOTATES_THE_PAST]
-ANSWERS = st.text(max_size=8) | st.sampled_from(["x", " x", "x ", "<think>x</think>y", "<extra>", "assistant", "x: x\n"])
+TEMPLATES = [CHATML, PLAIN, TRIMMING, TRIMMING_PLAIN, FORGETS_THOUGHTS, ANNOTATES_THE_PAST]
+ANSWERS = st.text(max_size=8) | st.sampled_from(
+    ["x", " x", "x ", "x\n", "x\n\n", "x\n\n\n", "<think>x</think>y", "<extra>", "assistant", "x: x\n"]
+)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
