@@ -25,8 +25,9 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: install
 	$(BIN)/roll train $(CONFIG) --restart
 
+# Three for two cores: many tests wait for processes that they have started, or ended.
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow'
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'not slow'
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow
