@@ -28,6 +28,7 @@ from roll.env.pool import EnvPool
 EPISODES = 256
 PROCESSES = 4
 TURNS = 20
+RUN_S = 900
 OPTIONS = {"format": "free", "turns": TURNS}
 
 
@@ -40,7 +41,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = "smollm2-135m" if on_gpu() else small_model(Path(folder) / "model")
         for variant in args.variants:
-            speed = turns_per_s(variant, model, Path(folder) / "run", args.steps)
+            speed = turns_per_s(variant, model, Path(folder) / "run", args.steps, args.threads)
             result |= {
                 f"{variant}_turns_per_s": speed,
                 f"{variant}_ms_a_turn": 1e3 / speed,
@@ -69,13 +70,14 @@ def small_model(folder: Path) -> str:
     return str(folder)
 
 
-def turns_per_s(variant: str, model: str, run: Path, steps: int) -> float:
+def turns_per_s(variant: str, model: str, run: Path, steps: int, threads: int) -> float:
     executor, _, workers = variant.partition(":")
     config: dict[str, Any] = {
         "pipeline": "rlvr",
         "model": model,
         "run": str(run),
         "executor": executor,
+        "threads": threads,
         "tasks": {"source": "environment", "options": {"name": "sokoban", "count": 2000, **OPTIONS}},
         "env": {"max_turns": TURNS, "processes": PROCESSES // int(workers or 1), "per_process": EPISODES},
         "algorithm": "gigpo",
@@ -95,7 +97,7 @@ def turns_per_s(variant: str, model: str, run: Path, steps: int) -> float:
     file.write_text(json.dumps(config))
     command = [sys.executable, "-c", "from roll.cli import main; main()", "train", str(file), "--restart"]
     environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=RUN_S)
     if done.returncode:
         sys.exit(f"{variant}: {(done.stdout + done.stderr)[-2000:]}")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
