@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
+from roll.algorithm.advantages import returns_of, turn_relative
 from roll.config.errors import RunError, UserError
 from roll.config.user_code import load_user_code
 from roll.data.sample import Group
@@ -33,13 +36,11 @@ def no_signal_in_turns(discount: float) -> Filter:
         reason = no_signal(group)
         if reason is None:
             return None
-        worth: dict[int, float] = {}
-        for sample in group.scored:
-            ahead = 0.0
-            for reward, state in zip(reversed(sample.turn_rewards), reversed(sample.turn_states), strict=True):
-                ahead = reward + discount * ahead
-                if worth.setdefault(state, ahead) != ahead:
-                    return None
+        turns = [sample.turn_rewards for sample in group.scored]
+        states = np.array([state for sample in group.scored for state in sample.turn_states])
+        earned, offsets = np.array([reward for some in turns for reward in some]), np.cumsum([0, *map(len, turns)])
+        if turn_relative(returns_of(earned, offsets, discount), states, np.zeros(len(states)), False).any():
+            return None
         return f"{reason}, also what turns in the same state led to"
 
     return judge
