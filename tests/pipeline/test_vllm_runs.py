@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,29 +23,55 @@ WAIT_S = 400.0
 """An engine starts in half a minute on two quiet cores."""
 
 
-def engines() -> set[int]:
-    """Processes of vLLM's engines, whoever started them."""
-    return {pid for pid, command in commands() if any("EngineCore" in part or "VLLM::" in part for part in command)}
+class Run:
+    """A run, and all processes that came of it: they carry a mark in their environments, their names are not sure."""
+
+    def __init__(self, process: subprocess.Popen[bytes], output: Path, mark: str) -> None:
+        self.process, self.output, self._mark = process, output, mark.encode()
+
+    def left(self) -> dict[int, list[str]]:
+        """Its processes that live, and their commands."""
+        return {pid: command for pid, command in commands() if self._mark in _environment(pid)}
+
+    def engines(self) -> set[int]:
+        """The processes of its vLLM, which are called so unless their environment was changed before they could."""
+        names = ("VLLM::", "spawn_main")
+        return {pid for pid, command in self.left().items() if any(name in part for part in command for name in names)}
+
+    def wait_for(self, what: Callable[[], object]) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not what():
+            assert self.process.poll() is None, self.output.read_text()
+            assert time.monotonic() < deadline, self.output.read_text()
+            time.sleep(0.01)
+
+    def is_gone(self) -> None:
+        """Returns once none of its processes is left."""
+        deadline = time.monotonic() + 30
+        while left := self.left():
+            assert time.monotonic() < deadline, f"{left} are left"
+            time.sleep(0.1)
+
+
+def _environment(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
 
 
 @contextmanager
-def roll(*arguments: str, output: Path) -> Iterator[subprocess.Popen[bytes]]:
+def roll(*arguments: str, output: Path) -> Iterator[Run]:
+    mark = f"ROLL_TEST_RUN={uuid.uuid4()}"
+    name, _, value = mark.partition("=")
     with output.open("wb") as file:
         command = [sys.executable, "-m", "roll.cli", *arguments]
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, name: value})
         try:
-            yield process
+            yield Run(process, output, mark)
         finally:
             process.kill()
             process.wait()
-
-
-def wait_for(what: Callable[[], object], process: subprocess.Popen[bytes], output: Path) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not what():
-        assert process.poll() is None, output.read_text()
-        assert time.monotonic() < deadline, output.read_text()
-        time.sleep(0.01)
 
 
 def check(path: Path, steps: int, most: float) -> None:
@@ -58,38 +85,30 @@ def check(path: Path, steps: int, most: float) -> None:
     assert set(states) <= {"trained", "dropped"}
 
 
-def gone(before: set[int]) -> None:
-    """Returns once no engine is left that was not there before."""
-    deadline = time.monotonic() + 30
-    while engines() - before:
-        assert time.monotonic() < deadline, f"{engines() - before} are left"
-        time.sleep(0.1)
-
-
 def test_a_run_in_one_process(tmp_path: Path) -> None:
-    before, output = engines(), tmp_path / "out"
-    with roll("train", TINY, *VLLM, f"run={tmp_path / 'run'}", output=output) as process:
-        assert process.wait(WAIT_S) == 0, output.read_text()
+    with roll("train", TINY, *VLLM, f"run={tmp_path / 'run'}", output=tmp_path / "out") as run:
+        assert run.process.wait(WAIT_S) == 0, run.output.read_text()
     check(tmp_path / "run", 2, most=1e-4)
-    gone(before)
+    run.is_gone()
 
 
 def test_a_run_on_ray_outlives_the_death_of_its_engine_and_leaves_none_behind_when_it_is_killed(tmp_path: Path) -> None:
-    before, output = engines(), tmp_path / "out"
     settings = ("train.steps=1000", "rollout.max_staleness=1", f"run={tmp_path / 'run'}")
     metrics = tmp_path / "run" / "metrics.jsonl"
 
     def steps() -> int:
         return metrics.read_text().count("train/mismatch_max") if metrics.is_file() else 0
 
-    with roll("train", TINY, *VLLM, *RAY, *settings, output=output) as process:
-        wait_for(lambda: steps() >= 1, process, output)
-        for pid in engines() - before:
+    with roll("train", TINY, *VLLM, *RAY, *settings, output=tmp_path / "out") as run:
+        run.wait_for(lambda: steps() >= 1)
+        killed = run.engines()
+        for pid in killed:
             os.kill(pid, signal.SIGKILL)
         done = steps()
-        wait_for(lambda: steps() >= done + 4, process, output)  # one more may have been under way
-        wait_for(lambda: engines() - before, process, output)  # on a loaded machine it may be starting once more
-        process.send_signal(signal.SIGINT)
-        process.wait(60)
-    assert "actor_infer[0]" in output.read_text()  # what died was named
-    gone(before)
+        run.wait_for(lambda: steps() >= done + 4)  # one more may have been under way
+        assert killed
+        run.wait_for(lambda: run.engines() - killed)  # on a loaded machine it may be starting once more
+        run.process.send_signal(signal.SIGINT)
+        run.process.wait(60)
+    assert "actor_infer[0]" in run.output.read_text()  # what died was named
+    run.is_gone()

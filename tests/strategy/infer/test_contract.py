@@ -602,4 +602,6 @@ def children() -> list[int]:
     mine = []
     for task in Path("/proc/self/task").iterdir():
         mine += [int(pid) for pid in (task / "children").read_text().split()]
-    return [pid for pid in mine if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in mine}
+    # an engine names itself, unless its environment was changed before it could
+    return [pid for pid, command in commands.items() if b"EngineCore" in command or b"spawn_main" in command]
