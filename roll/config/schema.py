@@ -171,7 +171,7 @@ class RolloutConfig(Section):
     """Tokens an engine's cache holds at most: it gets no more samples then, and of those that the embedded engine has,
     some wait. 0 for what they need, as far as memory goes."""
     deadline_s: Positive = 600.0
-    """Seconds a sample may spend on one response; then it fails."""
+    """Seconds that engines may spend on one response; then its sample fails."""
     tries: Count = 3
     """Attempts at a sample whose worker dies or hangs."""
     quarantine_after: Count = 3

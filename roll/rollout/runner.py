@@ -93,6 +93,7 @@ class SampleRunner:
         self._longest = min(config.env.max_tokens or context, context)
         """Tokens of an episode's conversation, as the model sees it."""
         self._deadline_s = config.rollout.deadline_s
+        self._patience_s = config.ray.call_deadline_s
         self._worker = worker
         self._end_early = end_early
         self._turn = worker
@@ -147,10 +148,7 @@ class SampleRunner:
     async def _respond(self, sample: Sample, conversation: Conversation, siblings: Sequence[Sample]) -> Response:
         """The next response, appended to the conversation."""
         try:
-            async with asyncio.timeout(self._deadline_s):
-                drawn, finish = await self._draw(sample, siblings)
-        except TimeoutError:
-            raise _Over(f"generation took more than {self._deadline_s:g} s") from None
+            drawn, finish = await self._draw(sample, siblings)
         except RequestRefused as refused:
             raise _Over(str(refused)) from None
         finally:
@@ -169,8 +167,9 @@ class SampleRunner:
         return replace(sampling, temperature=sample.temperature, seed=seed_of(self._config.seed, sample.id))
 
     async def _draw(self, sample: Sample, siblings: Sequence[Sample]) -> tuple[Drawn, str]:
-        """A whole response, from as many engines as it takes, and how it ended."""
-        prompt, drawn = sample.log.context, Drawn()
+        """A whole response, from as many engines as it takes, and how it ended. Time between two engines is not its own:
+        theirs may be with the trainer."""
+        prompt, drawn, left_s = sample.log.context, Drawn(), self._deadline_s
         sampling = self.sampling_of(sample)
         if sample.task.environment is not None:  # a task's prompt that leaves no room for an answer is refused instead
             room = max(1, self._longest - len(prompt))
@@ -179,14 +178,21 @@ class SampleRunner:
         while True:
             if sample.state == "acting" and self._seats.must_ask(sample.id):
                 self._lifecycle.move(sample, "queued", "its engine was taken away meanwhile")
-            seat = await self._seats.of(sample.id, self._deadline_s)
+            try:
+                seat = await self._seats.of(sample.id, self._patience_s)
+            except TimeoutError:
+                raise _Over(f"no engine had a place for it for {self._patience_s:g} s") from None
             self._lifecycle.move(sample, "generating", engine=seat.engine, worker=self._worker, version=seat.version)
             left = sampling
             if drawn.tokens:
                 left = replace(sampling, max_new_tokens=sampling.max_new_tokens - drawn.tokens)
             request = Request(sample.id, drawn.after(prompt), left)
+            began_s = asyncio.get_running_loop().time()
             try:
-                completion = await self._engines.generate(request, seat.engine, self._watch(sample, siblings, drawn))
+                async with asyncio.timeout(left_s):
+                    completion = await self._engines.generate(request, seat.engine, self._watch(sample, siblings, drawn))
+            except TimeoutError:
+                raise _Over(f"generation took more than {self._deadline_s:g} s") from None
             except EngineLost as lost:
                 drawn.extend(lost.drawn)
                 reason, said = f"engine died: {lost.cause.worker}", {"lost_engine": seat.engine}
@@ -200,6 +206,7 @@ class SampleRunner:
                 reason, said = self._stops.pop(sample.id).reason, {}
             if drawn.tokens >= sampling.max_new_tokens:
                 return drawn, "length"
+            left_s -= asyncio.get_running_loop().time() - began_s
             self._seats.lose(sample.id)
             self._lifecycle.move(sample, "queued", reason, tokens=drawn.tokens, **said)
 

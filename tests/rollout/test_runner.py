@@ -210,12 +210,35 @@ def test_a_sample_that_generates_too_long_fails_and_is_aborted() -> None:
     go(main())
 
 
+@pytest.mark.parametrize(("waits_s", "state"), [(2.9, "scored"), (3.1, "failed")])
+def test_what_engines_spent_on_a_response_counts_and_what_it_waited_for_them_does_not(waits_s: float, state: str) -> None:
+    async def main() -> None:
+        run = await setting(says=None, deadline_s=5)
+        sample = run.sample()
+        call = run.start(sample)
+        await asyncio.sleep(2.0)
+        run.toy.draw("4.2", *spoken("4")[:1])
+        run.runner.stop(Stop("4.2", "requeue", "the trainer needs the device"))
+        await until(lambda: sample.state == "queued")
+        await asyncio.sleep(1000.0)
+        run.seats.give(Seat("4.2", 0, 3))
+        await until(lambda: sample.state == "generating")
+        await asyncio.sleep(waits_s)
+        if state == "scored":
+            run.toy.finish("4.2", spoken("4")[1:])
+        await call
+        assert sample.state == state
+        assert sample.reason == ("" if state == "scored" else "generation took more than 5 s")
+
+    go(main())
+
+
 def test_a_sample_that_gets_no_seat_in_time_fails() -> None:
     async def main() -> None:
         run = await setting(deadline_s=5)
         sample = run.sample(engine=None)
         await run.runner.run(sample)
-        assert (sample.state, sample.reason) == ("failed", "generation took more than 5 s")
+        assert (sample.state, sample.reason) == ("failed", "no engine had a place for it for 1800 s")
         assert run.moves.of("4.2") == ["queued", "failed"]
 
     go(main())
