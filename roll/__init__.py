@@ -5,9 +5,15 @@ The names below are the public interface. They are loaded when first used, so th
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from roll.config.lazy import lazily
+
+if "OMP_WAIT_POLICY" not in os.environ:
+    # Torch's threads (of GNU OpenMP, which reads this when it is loaded) spin for milliseconds while they wait for each
+    # other. Two processes that share cores keep each other from going on so, and are twenty times as slow.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 if TYPE_CHECKING:
     from roll.algorithm import Algorithm, LossSpec, make_algorithm

@@ -7,6 +7,7 @@ run, child, sandbox} → data → config`. Imports inside functions count; those
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -160,6 +161,22 @@ from roll.rollout.worker import RolloutWorker
 RolloutWorker(Place("rollout"), Config(model="tiny"), None)
 """
     assert not (HEAVY - {"transformers"}) & imported_by(script)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "spins"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+    ids=["by default", "a count of theirs", "a policy of theirs"],
+)
+def test_threads_that_wait_let_others_have_the_core_unless_users_say_otherwise(
+    theirs: dict[str, str], spins: str | None
+) -> None:
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    environment = {name: value for name, value in os.environ.items() if name not in names} | theirs
+    script = "import sys, roll, os; print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT.parent, env=environment)
+    assert done.stdout.split() == ["False", str(spins)]
 
 
 def imported_by(script: str) -> set[str]:
