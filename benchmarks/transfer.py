@@ -104,8 +104,7 @@ def weights(size: int, bucket_bytes: int, slots: int, threads: int, repeats: int
     return {path: moved / value / 1e9 for path, value in seconds.items()}
 
 
-TOKEN_BYTES = 13
-"""Of the columns of a token log: an id, a mask, a log-prob and a version."""
+TOKEN_BYTES = sum(np.dtype(TOKEN_COLUMNS[name]).itemsize for name in LOGGED)
 LONGEST = 32768
 
 

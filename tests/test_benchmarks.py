@@ -1,0 +1,62 @@
+"""Every benchmark runs, made small, and prints the figures it is known by. How fast anything is stands in no test."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+ENGINE = "--model tiny --device cpu --sequences 8 --prompt 8 --longest 8 --repeats 1 --engines native,generate"
+STEP = "--model tiny --device cpu --prompts 2 --samples 2 --new-tokens 4 --steps 3 --no-trl"
+SMALL = {
+    "algorithms.py": ("--only grpo", "grpo_reward"),
+    "cycle.py": ("--repeats 1", "over_imports"),
+    "engine.py": (ENGINE, "native_over_generate"),
+    "grpo_step.py": (STEP, "roll_seconds"),
+    "ledger.py": ("--transitions 2000 --repeats 1", "ledger_transitions_per_s"),
+    "processes.py": ("--workload tiny --steps 1", "scheduler_s"),
+    "products.py": ("--rows 4 --repeats 1", "rows_4_ms"),
+    "recovery.py": ("--repeats 1", "recovery_s"),
+    "sandbox.py": ("--seconds 1", "floor_per_s"),
+    "scheduler.py": ("--steps 6 --engines 2", "rlvr_over_barrier"),
+    "soak.py": ("--days 0.01", "trained"),
+    "train_step.py": ("--device cpu --shape tiny --tokens 256 --repeats 1", "over_plain_loop"),
+    "transfer.py": ("--gb 0.05 --repeats 1 --bucket-mb 4", "of_memcpy"),
+    "turns.py": ("--steps 2", "local_of_floor"),
+    "webshop.py": ("--products 200 --seeds 2", "search_cpu_ms"),
+}
+NOT_HERE = {"devices.py", "engine_peers.py"}
+"""The smallest of the one is too large for two cores; the other is a process of `engine.py`."""
+
+
+def test_every_benchmark_is_here() -> None:
+    scripts = {path.name for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text()}
+    assert scripts == SMALL.keys() | NOT_HERE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_a_benchmark_prints_its_figures(name: str, tmp_path: Path) -> None:
+    arguments, figure = SMALL[name]
+    command = [sys.executable, str(BENCHMARKS / name), *arguments.split(), "--json", "--threads", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    printed = json.loads(done.stdout.splitlines()[-1])
+    found = list(numbers(printed[figure]))
+    assert found
+    assert all(math.isfinite(number) and number > 0 for number in found)
+
+
+def numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, dict):
+        for each in value.values():
+            yield from numbers(each)
+    else:
+        yield float(value)
