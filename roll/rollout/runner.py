@@ -255,7 +255,7 @@ class SampleRunner:
         environments, spec = self._helpers.environments, sample.task.environment
         assert environments is not None, "the roles of a run with environments have workers for them"
         assert spec is not None
-        rank, episode = self._next(environments), f"{sample.id}.{sample.tries}"
+        rank, episode, over = self._next(environments), f"{sample.id}.{sample.tries}", False
         try:
             self._lifecycle.move(sample, "acting", turn=0)
             opened = await self._acting(environments.call_rank(rank, EnvWorker.reset, episode, spec))
@@ -266,10 +266,11 @@ class SampleRunner:
                 response = await self._respond(sample, conversation, siblings)
                 self._lifecycle.move(sample, "acting", turn=sample.turns)
                 step = await self._acting(environments.call_rank(rank, EnvWorker.step, episode, response.text))
+                over = step.done
                 sample.reward += step.reward
                 sample.turn_rewards.append(step.reward)
                 sample.turn_states.append(state_of(seen))
-                if step.terminated or step.truncated or sample.turns >= self._config.env.max_turns:
+                if over or sample.turns >= self._config.env.max_turns:
                     self._finish_episode(sample, response, step)
                     return
                 if not self._observe(conversation, step):
@@ -278,7 +279,8 @@ class SampleRunner:
                     return
                 seen = step
         finally:
-            await self._close(environments, rank, episode)
+            if not over:  # its last step closes it
+                await self._close(environments, rank, episode)
 
     def _observe(self, conversation: Conversation, step: Step) -> bool:
         """Whether there is room for an answer to what was seen: what nobody answers is not trained on."""

@@ -384,8 +384,8 @@ def right(task: Task, response: Response) -> float:
 
 
 class ToyEnvs(Worker):
-    """Plays episodes of as many turns as the spec has rewards, from the beginning if one is reset again; a spec may name
-    the states they go through. `trouble` may raise at any call."""
+    """Plays episodes of as many turns as the spec has rewards, from the beginning if one is reset again; the last step
+    closes an episode. A spec may name the states they go through. `trouble` may raise at any call."""
 
     def __init__(self, place: Place, log: list[str]) -> None:
         super().__init__(place)
@@ -408,6 +408,8 @@ class ToyEnvs(Worker):
         await self._at("step", episode)
         left = self.episodes[episode]
         reward = left.pop(0)
+        if not left:
+            del self.episodes[episode]
         return Step(f"you said {action}", reward, terminated=not left, info=self._info(episode))
 
     def _info(self, episode: str) -> dict[str, Any]:
