@@ -17,6 +17,7 @@ ENGINE = "--model tiny --device cpu --sequences 8 --prompt 8 --longest 8 --repea
 STEP = "--model tiny --device cpu --prompts 2 --samples 2 --new-tokens 4 --steps 3 --no-trl"
 SMALL = {
     "algorithms.py": ("--only grpo", "grpo_reward"),
+    "calls.py": ("--callers 8 --rounds 2 --repeats 1", "crowded_of_single"),
     "cycle.py": ("--repeats 1", "over_imports"),
     "engine.py": (ENGINE, "native_over_generate"),
     "grpo_step.py": (STEP, "roll_seconds"),

@@ -14,14 +14,14 @@ import os
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
 from roll.cluster.errors import Failure
-from roll.cluster.worker import Place, Worker, parallel_of
+from roll.cluster.worker import Place, Worker, crowded_methods, parallel_of
 from roll.config.errors import RunError, UserError
 from roll.data.batch import Batch
 from roll.data.columns import Block, Columns, Elsewhere, TokenColumn, away, put_away
@@ -36,6 +36,15 @@ class Answer:
 
     value: Any = None
     error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class Started:
+    """What a process says of itself once its worker is made."""
+
+    where: str
+    crowded: frozenset[str]
+    """The worker's methods whose calls travel together."""
 
 
 class Host:
@@ -61,7 +70,7 @@ class Host:
             return self._answer(error, "start")
         except Exception as error:
             return self._failure(error, "its start")
-        return Answer(value=where())
+        return Answer(Started(where(), crowded_methods(type(self._worker))))
 
     async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Answer | Failure:
         assert self._worker is not None, "a worker is started before it is called"
@@ -81,6 +90,16 @@ class Host:
             raise
         except Exception as error:
             return self._failure(error, method)
+
+    async def call_packed(self, packed: bytes) -> bytes:
+        """A call that travelled as bytes, to an answer that does; what cannot be sent is told in it."""
+        method = "a call"
+        try:
+            method, args, kwargs = cloudpickle.loads(packed)
+            return bytes(cloudpickle.dumps(await self.call(method, args, kwargs)))
+        except Exception as error:
+            failure = unsent(Failure.of(error, self._place.name, method, where()))
+            return bytes(cloudpickle.dumps(failure))
 
     async def close(self) -> None:
         worker, self._worker = self._worker, None
@@ -121,6 +140,11 @@ class Host:
         failure = Failure.of(error, self._place.name, method, where())
         logging.getLogger(__name__).error("%s", failure.trace)
         return failure
+
+
+def unsent(failure: Failure) -> Failure:
+    """Of a call whose arguments did not arrive, or whose result could not leave or be read."""
+    return replace(failure, causes=(*failure.causes, "an argument or a result that cannot be sent to another process"))
 
 
 def where() -> str:

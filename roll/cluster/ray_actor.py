@@ -21,8 +21,9 @@ from ray.actor import ActorHandle
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RaySystemError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from roll.cluster.crowd import Crowd, Desk, Packed
 from roll.cluster.errors import CallTimedOut, Failure, TokensLost, WorkerDied, WorkerError
-from roll.cluster.host import Answer, Host
+from roll.cluster.host import Answer, Host, Started, unsent
 from roll.cluster.process import Process
 from roll.cluster.ray_connection import this_node
 from roll.cluster.worker import Place, Worker
@@ -90,6 +91,7 @@ class _Actor:
         if place.device == "cpu":
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides GPUs only from workers that have some of them
         self._host = Host(place, log, self._get, ray.put)
+        self._desk = Desk(self._host.call_packed)
 
     async def _get(self, refs: Sequence[Any]) -> Sequence[Columns]:
         return await asyncio.to_thread(get_all, refs, self._deadline_s)
@@ -107,6 +109,12 @@ class _Actor:
 
     async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Answer | Failure:
         return await self._host.call(method, args, kwargs)
+
+    async def post(self, client: str, calls: list[Packed]) -> None:
+        self._desk.post(client, calls)
+
+    async def answers(self, client: str) -> list[Packed]:
+        return await self._desk.answers(client)
 
     async def close(self) -> None:
         await self._host.close()
@@ -141,18 +149,22 @@ class RayHandle:
         log: Path | None,
         where: str = "not started yet",
         incarnation: int = 0,
+        crowded: frozenset[str] = frozenset(),
         traffic: Traffic | None = None,
     ) -> None:
+        """`crowded` names the worker's methods whose calls travel together."""
         self.place = place
         self.incarnation = incarnation
         self._actor = actor
         self.log = log
         self._where = where
+        self._crowded = crowded
+        self._crowd: Crowd | None = None
         self._traffic = traffic
         self._home: Home | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RayHandle, (self.place, self._actor, self.log, self._where, self.incarnation)
+        return RayHandle, (self.place, self._actor, self.log, self._where, self.incarnation, self._crowded)
 
     async def start(self, make: Callable[[Place], Worker], silent_s: float | None = None) -> None:
         """Makes the worker; one that answers no ping for `silent_s` meanwhile is given up."""
@@ -163,22 +175,57 @@ class RayHandle:
                 await asyncio.wait({starting}, timeout=silent_s / 2)
                 await self.ping(silent_s / 2)
             # waits: the executor bounds every start
-            self._where = self._open(await starting)
+            started: Started = self._open(await starting)
+            self._where, self._crowded = started.where, started.crowded
         finally:
             starting.cancel()
 
     async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if method in self._crowded:
+            return await self._call_along(method, args, kwargs)
         actor = self._reached
         try:
             if self._traffic is not None:
                 self._traffic.count(args, kwargs)
             ref = actor.call.remote(method, args, kwargs)
         except Exception as error:
-            raise TypeError(f"{self.place.name}.{method} cannot be called with what cannot be sent: {error}") from error
+            raise self._unsendable(method, error) from error
         answer = await self._ask(ref, method)
         if self._traffic is not None:
             self._traffic.count(answer)
         return self._open(answer)
+
+    async def _call_along(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A call that travels with others."""
+        try:
+            packed = cloudpickle.dumps((method, args, kwargs))
+        except Exception as error:
+            raise self._unsendable(method, error) from error
+        if self._crowd is None:
+            self._crowd = self._new_crowd()
+        answer = await self._crowd.call(packed)
+        if self._traffic is not None:
+            self._traffic.bytes += len(packed) + len(answer)
+        try:
+            opened: Answer | Failure = cloudpickle.loads(answer)
+        except Exception as error:
+            opened = unsent(Failure.of(error, self.place.name, method, self._where))
+        return self._open(opened)
+
+    def _new_crowd(self) -> Crowd:
+        actor = self._reached
+
+        async def post(client: str, calls: list[Packed]) -> None:
+            _raised(await self._ask(actor.post.remote(client, calls), "post"))
+
+        async def answers(client: str) -> list[Packed]:
+            found: list[Packed] = _raised(await self._ask(actor.answers.remote(client), "answers"))
+            return found
+
+        return Crowd(post, answers)
+
+    def _unsendable(self, method: str, error: Exception) -> TypeError:
+        return TypeError(f"{self.place.name}.{method} cannot be called with what cannot be sent: {error}")
 
     async def ping(self, deadline_s: float) -> None:
         try:
@@ -207,11 +254,10 @@ class RayHandle:
             raise WorkerDied(self.place.name, reason(error), self.log) from error
 
     def _open(self, answer: Answer | Failure) -> Any:
-        if isinstance(answer, Failure):
-            raise WorkerError(answer)
-        if answer.error is not None:
-            raise answer.error
-        return answer.value
+        opened: Answer = _raised(answer)
+        if opened.error is not None:
+            raise opened.error
+        return opened.value
 
     async def close(self, deadline_s: float) -> None:
         await asyncio.wait_for(self._reached.close.remote(), deadline_s)
@@ -234,7 +280,15 @@ class RayHandle:
     def become(self, other: RayHandle) -> None:
         """The worker's next incarnation is the other's actor."""
         self._actor, self._where, self._home = other._actor, other._where, other._home
+        self._crowded, self._crowd = other._crowded, None
         self.incarnation += 1
+
+
+def _raised(answer: Any) -> Any:
+    """The answer, unless it is a failure."""
+    if isinstance(answer, Failure):
+        raise WorkerError(answer)
+    return answer
 
 
 def reason(error: Exception) -> str:
@@ -247,5 +301,4 @@ def _unsent(error: RayError, worker: str, method: str, where: str) -> Failure:
     """A call whose arguments did not arrive, or whose result could not leave or be read here."""
     cause = getattr(error, "cause", None) or error
     failure = Failure.of(getattr(cause, "client_exc", cause), worker, method, where)
-    causes = (*failure.causes, "an argument or a result that cannot be sent to another process")
-    return replace(failure, causes=causes, trace=re.sub(r"\x1b\[\d*m", "", str(error)))
+    return unsent(replace(failure, trace=re.sub(r"\x1b\[\d*m", "", str(error))))

@@ -38,18 +38,24 @@ class Parallel:
     dispatch: Dispatch
     join: Join | None = None
     raises: tuple[type[Exception], ...] = ()
+    crowded: bool = False
 
 
 def parallel(
-    dispatch: Dispatch, join: Join | None = None, *, raises: tuple[type[Exception], ...] = ()
+    dispatch: Dispatch,
+    join: Join | None = None,
+    *,
+    raises: tuple[type[Exception], ...] = (),
+    crowded: bool = False,
 ) -> Callable[[F], F]:
     """`raises` names errors that are answers to the call, such as a refusal: they reach the caller as they are from any
-    worker. Of other errors a worker in another process sends a description, a `WorkerError`."""
+    worker. Of other errors a worker in another process sends a description, a `WorkerError`. `crowded`: many such calls
+    are under way at once, and travel together to another process; no token columns are among what they send."""
     if (dispatch is Dispatch.DATA) != (join is not None):
         raise TypeError("a method dispatched by data needs a join, and only such a method")
 
     def mark(method: F) -> F:
-        setattr(method, _MARK, Parallel(dispatch, join, raises))
+        setattr(method, _MARK, Parallel(dispatch, join, raises, crowded))
         return method
 
     return mark
@@ -60,6 +66,12 @@ def parallel_of(method: Callable[..., Any]) -> Parallel:
     if not isinstance(found, Parallel):
         raise TypeError(f"{method.__qualname__} is not a @parallel method: the controller cannot call it on a role")
     return found
+
+
+def crowded_methods(worker: type) -> frozenset[str]:
+    """Names of a worker's methods whose calls travel together."""
+    marks = ((name, getattr(getattr(worker, name), _MARK, None)) for name in dir(worker))
+    return frozenset(name for name, mark in marks if isinstance(mark, Parallel) and mark.crowded)
 
 
 @dataclass(frozen=True)

@@ -23,17 +23,17 @@ class EnvWorker(Worker):
         """Starts the environment processes."""
         await self._pool.start()
 
-    @parallel(Dispatch.ONE, raises=(EnvFailure,))
+    @parallel(Dispatch.ONE, raises=(EnvFailure,), crowded=True)
     async def reset(self, episode: str, spec: EnvSpec) -> Opened:
         """Begins an episode, or says in an `EnvFailure` why it cannot."""
         return await self._pool.reset(episode, spec)
 
-    @parallel(Dispatch.ONE, raises=(EnvFailure,))
+    @parallel(Dispatch.ONE, raises=(EnvFailure,), crowded=True)
     async def step(self, episode: str, action: str) -> Step:
         """What the action led to, or an `EnvFailure`, which ends the episode. So does a step that is the last."""
         return await self._pool.step(episode, action)
 
-    @parallel(Dispatch.ONE)
+    @parallel(Dispatch.ONE, crowded=True)
     async def close_episodes(self, episodes: Sequence[str]) -> None:
         """Leaves episodes; those that are not open here are none of this worker's."""
         for episode in episodes:

@@ -50,7 +50,7 @@ class RewardWorker(Worker):
         """Names the roles that are asked for parts of rewards; again after one of their workers was started again."""
         self._models.connect(scorers)
 
-    @parallel(Dispatch.ONE, raises=(ScoreFailure,))
+    @parallel(Dispatch.ONE, raises=(ScoreFailure,), crowded=True)
     async def score(self, task: Task, response: Response) -> Verdict:
         """A verdict, or a `ScoreFailure` that says why there is none."""
         try:

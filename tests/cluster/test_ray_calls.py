@@ -158,6 +158,16 @@ class Toy(Worker):
     def gives(self, make: Callable[[], Any]) -> Any:
         return make()
 
+    @parallel(Dispatch.ONE, crowded=True, raises=(Declined,))
+    async def in_a_crowd(self, number: int, make: Callable[[], Any] = lambda: None, *, wait_s: float = 0.0) -> Any:
+        self.calls.append(number)
+        await asyncio.sleep(wait_s)
+        return number, make()
+
+    @parallel(Dispatch.ONE)
+    async def crowd_through(self, others: Cluster[Toy], count: int) -> list[Any]:
+        return await asyncio.gather(*(others.call_rank(0, Toy.in_a_crowd, number) for number in range(count)))
+
 
 def _open_weights() -> None:
     raise FileNotFoundError("no file weights.bin")  # the line of the first cause
@@ -276,6 +286,45 @@ def test_data_is_split_and_joined_as_in_one_process(roles: Roles, lengths: list[
 def test_functions_and_classes_without_a_name_may_be_passed(roles: Roles) -> None:
     factor = 3
     assert roles.run(roles.toys.call(Toy.gives, lambda: factor * 7)) == 21
+
+
+def test_calls_of_a_crowd_are_as_in_one_process(roles: Roles) -> None:
+    async def ask(toys: Cluster[Toy]) -> list[Any]:
+        calls = (toys.call_rank(number % 2, Toy.in_a_crowd, number, wait_s=0.001 * (number % 7)) for number in range(200))
+        return [*(await asyncio.gather(*calls)), await toys.call_each(Toy.taken)]
+
+    assert roles.run(ask(roles.toys)) == roles.run(ask(roles.local))
+
+
+def test_a_crowd_may_come_from_another_worker(roles: Roles) -> None:
+    assert roles.run(roles.other.call(Toy.crowd_through, roles.toys, 50)) == [(number, None) for number in range(50)]
+    assert roles.run(roles.toys.call_each(Toy.taken)) == [list(range(50)), []]
+
+
+def test_what_goes_wrong_with_one_of_a_crowd_is_its_own(roles: Roles) -> None:
+    def decline() -> None:
+        raise Declined("not me")
+
+    def break_down() -> None:
+        raise OSError("broken")
+
+    async def ask() -> list[Any]:
+        makes: list[Any] = [lambda: 1, decline, break_down, threading.Lock, Brittle, Stuck]
+        calls = [roles.toys.call(Toy.in_a_crowd, number, make) for number, make in enumerate(makes)]
+        calls.append(roles.in_short(roles.toys, 0.5).call(Toy.in_a_crowd, 6, wait_s=60))
+        calls.append(roles.toys.call(Toy.in_a_crowd, 7, threading.Lock()))  # type: ignore[arg-type]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    good, declined, broken, *unsent, late, uncalled = roles.run(ask())
+    roles.run(roles.toys.call_each(Toy.taken))
+    assert good == (0, 1)
+    assert (type(declined).__name__, str(declined)) == ("Declined", "not me")
+    assert str(broken).startswith("toy[0] failed in in_a_crowd: OSError: broken")
+    for error in unsent:
+        assert isinstance(error, WorkerError)
+        assert "an argument or a result that cannot be sent to another process" in str(error)
+    assert isinstance(late, CallTimedOut)
+    assert str(uncalled).startswith("toy[0].in_a_crowd cannot be called with what cannot be sent")
 
 
 # data by reference

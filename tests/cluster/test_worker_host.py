@@ -14,7 +14,7 @@ import pytest
 
 from roll.cluster import Dispatch, Place, Worker, parallel
 from roll.cluster.errors import Failure, TokensLost
-from roll.cluster.host import Answer, Host, where
+from roll.cluster.host import Answer, Host, Started, where
 from roll.config.errors import RunError, UserError
 from roll.data import Batch, Sample, Task
 from roll.data.batch import token_block
@@ -38,7 +38,7 @@ class Guest(Worker):
         self.seen.append((args, kwargs))
         return args[0] if args else None
 
-    @parallel(Dispatch.ONE)
+    @parallel(Dispatch.ONE, crowded=True)
     async def later(self, value: Any) -> Any:
         await asyncio.sleep(0)
         return value
@@ -95,7 +95,7 @@ def hosting(use: Callable[[Host, Memory], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
         memory = Memory()
         host = Host(PLACE, None, memory.get, memory.put)
-        assert await host.start(Guest) == Answer(value=where())
+        assert await host.start(Guest) == Answer(Started(where(), frozenset({"later"})))
         await asyncio.wait_for(use(host, memory), 20)
 
     asyncio.run(main())
