@@ -4,7 +4,8 @@ A call to another process costs most of a millisecond, whatever is in it. Here a
 while others are on their way wait for the next trip (`line.py`).
 
 What always holds: every call ends in its own answer, or in the error that took the worker; calls begin there in the order
-they were made here; of a call that was given up nothing is heard any more, and if it has not gone out, it never does.
+they were made here; of a call that was given up nothing is heard any more, and if it has not gone out, it never does; no
+trip keeps others waiting for much longer than the deadline.
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+from roll.cluster.errors import CallTimedOut
 from roll.cluster.line import Line
+
+T = TypeVar("T")
 
 POLL_S = 5.0
 """How long `Desk.answers` waits before it says that there are none yet."""
@@ -31,16 +36,20 @@ class Crowd:
 
     def __init__(
         self,
+        worker: str,
         post: Callable[[str, list[Packed]], Awaitable[None]],
         answers: Callable[[str], Awaitable[list[Packed]]],
+        deadline_s: float,
     ) -> None:
-        """`post` and `answers` are the desk's; whatever they raise ends every call that waits."""
+        """`post` and `answers` are those of the worker's desk. Whatever they raise ends every call that waits, and
+        so does a trip that takes longer than the deadline, not counting the desk's own wait."""
         client = uuid.uuid4().hex
+        self._worker = worker
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self._number = 0
         self._line: Line[Packed, list[Packed]] = Line(
-            lambda calls: post(client, calls),
-            lambda: answers(client),
+            lambda calls: self._in_time(post(client, calls), "a crowd of calls", deadline_s),
+            lambda: self._in_time(answers(client), "whether there are answers", POLL_S + deadline_s),
             take=self._take,
             fail=self._fail,
             busy=lambda: bool(self._waiting),
@@ -60,6 +69,13 @@ class Crowd:
             raise
         finally:
             del self._waiting[call[0]]
+
+    async def _in_time(self, trip: Awaitable[T], what: str, deadline_s: float) -> T:
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await trip
+        except TimeoutError:
+            raise CallTimedOut(self._worker, what, deadline_s) from None
 
     def _take(self, answers: list[Packed]) -> None:
         for number, packed in answers:

@@ -147,16 +147,19 @@ class RayHandle:
         place: Place,
         actor: Any,
         log: Path | None,
+        deadline_s: float,
         where: str = "not started yet",
         incarnation: int = 0,
         crowded: frozenset[str] = frozenset(),
         traffic: Traffic | None = None,
     ) -> None:
-        """`crowded` names the worker's methods whose calls travel together."""
+        """`crowded` names the worker's methods whose calls travel together, and `deadline_s` bounds each of their trips:
+        `Cluster` bounds calls, but what travels for many of them is no one's call."""
         self.place = place
         self.incarnation = incarnation
         self._actor = actor
         self.log = log
+        self._deadline_s = deadline_s
         self._where = where
         self._crowded = crowded
         self._crowd: Crowd | None = None
@@ -164,7 +167,8 @@ class RayHandle:
         self._home: Home | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RayHandle, (self.place, self._actor, self.log, self._where, self.incarnation, self._crowded)
+        told = (self.place, self._actor, self.log, self._deadline_s, self._where, self.incarnation, self._crowded)
+        return RayHandle, told
 
     async def start(self, make: Callable[[Place], Worker], silent_s: float | None = None) -> None:
         """Makes the worker; one that answers no ping for `silent_s` meanwhile is given up."""
@@ -222,7 +226,7 @@ class RayHandle:
             found: list[Packed] = _raised(await self._ask(actor.answers.remote(client), "answers"))
             return found
 
-        return Crowd(post, answers)
+        return Crowd(self.place.name, post, answers, self._deadline_s)
 
     def _unsendable(self, method: str, error: Exception) -> TypeError:
         return TypeError(f"{self.place.name}.{method} cannot be called with what cannot be sent: {error}")

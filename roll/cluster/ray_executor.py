@@ -238,7 +238,7 @@ class RayExecutor:
             num_gpus=len(gpus) if len(gpus) > 1 else share if gpus else 0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
         )
-        return RayHandle(place, actor, log, traffic=self._traffic)
+        return RayHandle(place, actor, log, self.deadline_s, traffic=self._traffic)
 
 
 def _seat(place: Place) -> Seat:

@@ -53,6 +53,8 @@ def parallel(
     are under way at once, and travel together to another process; no token columns are among what they send."""
     if (dispatch is Dispatch.DATA) != (join is not None):
         raise TypeError("a method dispatched by data needs a join, and only such a method")
+    if crowded and dispatch is not Dispatch.ONE:
+        raise TypeError("only calls on one worker travel in a crowd")
 
     def mark(method: F) -> F:
         setattr(method, _MARK, Parallel(dispatch, join, raises, crowded))

@@ -167,6 +167,11 @@ def test_a_join_belongs_to_dispatch_by_data() -> None:
         parallel(Dispatch.ALL, join=join_tokens)
 
 
+def test_a_crowd_is_of_calls_on_one_worker() -> None:
+    with pytest.raises(TypeError, match="one worker"):
+        parallel(Dispatch.ALL, crowded=True)
+
+
 def test_a_marked_method_stays_an_ordinary_method() -> None:
     assert Toy(Place("toy")).name("hello") == "hello toy[0]!"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from toy_workers import now_s, run_virtually
 
 from roll.cluster.crowd import POLL_S, Crowd, Desk, Packed
-from roll.cluster.errors import WorkerDied
+from roll.cluster.errors import CallTimedOut, WorkerDied
 
+DEADLINE_S = 100.0
 LONG_S = 3 * POLL_S
 """By then whoever asks for answers that nobody waits for has gone home."""
 
@@ -31,7 +33,7 @@ class Wire:
         self._work_s = work_s
 
     def crowd(self) -> Crowd:
-        return Crowd(self._post, self._answers)
+        return Crowd("toy[0]", self._post, self._answers, DEADLINE_S)
 
     async def _do(self, packed: bytes) -> bytes:
         self.began.append(packed)
@@ -127,6 +129,33 @@ def test_a_worker_that_dies_ends_every_call_and_a_later_one_is_told_too() -> Non
         with pytest.raises(WorkerDied, match="the wire broke"):
             await crowd.call(packed(4))
         await asyncio.sleep(200)
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize("lost", ["post", "answers"])
+def test_a_trip_that_gets_lost_ends_the_calls_that_wait_and_no_later_one(lost: str) -> None:
+    async def main() -> None:
+        wire = Wire()
+        trip, lose = getattr(wire, f"_{lost}"), True
+
+        async def once_lost(*args: Any) -> Any:
+            nonlocal lose
+            if lose:
+                lose = False
+                await asyncio.Event().wait()
+            return await trip(*args)
+
+        setattr(wire, f"_{lost}", once_lost)
+        crowd = wire.crowd()
+        calls = [asyncio.ensure_future(crowd.call(packed(number))) for number in range(3)]
+        await asyncio.sleep(1)
+        calls.append(asyncio.ensure_future(crowd.call(packed(3))))
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(result, CallTimedOut) for result in results)
+        assert DEADLINE_S <= now_s() < DEADLINE_S + POLL_S + 1
+        assert await crowd.call(packed(4)) == packed(4)[::-1]
+        await asyncio.sleep(LONG_S)
 
     run_virtually(main)
 
