@@ -206,6 +206,7 @@ def trl_child(wanted: dict[str, Any]) -> None:
     on_gpu = torch.cuda.is_available() and wanted["device"] != "cpu"
     vllm = on_gpu and importlib.util.find_spec("vllm") is not None
     samples = len(wanted["prompts"]) * wanted["samples"]
+    parts = 2 if on_gpu and samples % 2 == 0 else 1  # all of them at once take more than the 140 GB of an H200
     steps: list[dict[str, float]] = []
     began = time.perf_counter()
 
@@ -232,7 +233,8 @@ def trl_child(wanted: dict[str, Any]) -> None:
         output_dir=tempfile.mkdtemp(),
         learning_rate=0.0,
         max_steps=wanted["steps"],
-        per_device_train_batch_size=samples,
+        per_device_train_batch_size=samples // parts,
+        gradient_accumulation_steps=parts,
         num_generations=wanted["samples"],
         max_completion_length=wanted["new_tokens"],
         temperature=1.0,

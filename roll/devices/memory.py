@@ -23,12 +23,14 @@ from roll.devices.stages import Stage, StageTable
 from roll.devices.workload import Workload
 from roll.engine.cache import SlotCache
 from roll.engine.engine import EXACT_ROWS, PROMPT_ROWS
+from roll.engine.paged.sizing import roomy
 from roll.engine.sizing import Shape, SlotSizing, rounded
 from roll.model.shape import ModelShape
 from roll.strategy.infer.vllm_args import cache_bytes as vllm_cache
 from roll.strategy.shelf import Level
 from roll.strategy.train.budget import MOMENT_BYTES, Budget, spare
 from roll.strategy.train.footprint import Footprint, PackedSize, Spans
+from roll.strategy.train.layers import compiles
 
 RUNTIME = "interpreter and libraries"
 RUNTIME_BYTES = 700 << 20
@@ -87,12 +89,15 @@ def forward_working(footprint: Footprint, work: Workload, budget: Budget) -> Siz
 
 
 def cache_bytes(shape: PretrainedConfig, dtype: torch.dtype, work: Workload, paged: bool = False) -> int:
-    """An engine's keys and values for its longest sequences, and the layer of a smaller cache that is still there while
-    it grows. A paged one takes all that it may hold, where that is set."""
-    cache = SlotCache(shape, dtype, torch.device("cpu"))
+    """An engine's keys and values for its longest sequences, and what is still there of a smaller cache while it grows:
+    a layer, or all of a paged one. That takes all it may hold, where that is set."""
+    cache, context = SlotCache(shape, dtype, torch.device("cpu")), int(shape.max_position_embeddings)
     if paged and work.kv_tokens:
         return work.kv_tokens * cache.bytes_a_token
-    sizing = SlotSizing(work.running, int(shape.max_position_embeddings), len(cache.layers))
+    if paged:
+        sizes = {roomy(prompt + work.response, context) for prompt in (work.shortest_prompt, work.longest_prompt)}
+        return work.running * sum(sizes) * cache.bytes_a_token
+    sizing = SlotSizing(work.running, context, len(cache.layers))
     largest = sizing.shape(work.longest, work.running, work.kv_tokens or sys.maxsize)
     outgrown = rounded(work.shortest_prompt + work.response) < largest.positions
     smaller = Shape(largest.slots, largest.positions // 2) if outgrown else Shape()
@@ -305,7 +310,9 @@ def _working(
 ) -> tuple[Sizes, Budget | None]:
     """What a worker works in, in the stage that is its own, beside what is resident; and how a trainer cuts its batch."""
     role, dtype, sizes = worker.role, model.dtypes[worker.role], model.sizes_of(worker.role)
-    footprint = Footprint(sizes, dtype, TORCH_DEVICE[worker.kind])
+    device = TORCH_DEVICE[worker.kind]
+    compiled = compiles(work.compile, device, dtype, adapted=bool(sizes.adapters))
+    footprint = Footprint(sizes, dtype, device, compiled)
     if (role, stage) in (("actor_train", "train"), ("critic", "critic")):
         budget = work.budget(footprint, _spare(worker, resident, footprint, work, sizes.trained))
         return train_working(footprint, work, budget), budget

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Literal
 
 from roll.config.schema import Config
 from roll.strategy.train.budget import Budget, Checkpointing, choose
@@ -72,6 +73,7 @@ class Workload:
     """Size of the pieces in which weights travel, of which a side has two; 0 in one process."""
     checkpointing: Checkpointing = "auto"
     optimizer: str = "adamw"
+    compile: Literal["auto", "on", "off"] = "auto"
     judging: JudgeWork | None = None
     kv_tokens: int = 0
     """What an engine's cache holds at most; 0 for what its sequences need."""
@@ -90,6 +92,7 @@ class Workload:
             bucket_bytes=config.weights.bucket_mb << 20 if config.executor == "ray" else 0,
             checkpointing=config.train.activation_checkpointing,
             optimizer=config.train.optimizer,
+            compile=config.train.compile,
             judging=JudgeWork.of(config),
             kv_tokens=config.rollout.kv_tokens,
         )
@@ -109,6 +112,7 @@ class Workload:
             bucket_bytes=0,
             checkpointing=config.train.activation_checkpointing,
             optimizer=config.train.optimizer,
+            compile=config.train.compile,
         )
 
     def of_role(self, role: str) -> Workload:

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from roll.algorithm import LossSpec
 from roll.config.errors import UserError
@@ -33,6 +41,8 @@ from roll.devices.plan import Plan, check_memory, make_plan
 from roll.devices.stages import residency
 from roll.devices.workload import JudgeWork, Workload, micro_batch_of
 from roll.engine.engine import Engine
+from roll.engine.paged.pages import BLOCK
+from roll.engine.paged.sizing import Sizing
 from roll.engine.request import Request, Sampling
 from roll.model import attention
 from roll.model.character import character_tokenizer
@@ -178,6 +188,31 @@ def test_activations_are_what_autograd_keeps(dtype: torch.dtype, shape: str, bat
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_compiled_layer_keeps_what_the_plan_says(shape: str) -> None:
+    """Cut into forward and backward as for a GPU; its attention is one call, as there, without padding."""
+    config, rows = SHAPES[shape], 64
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    layer, hidden = model.model.layers[0], torch.randn(1, rows, config.hidden_size, dtype=torch.bfloat16)
+    angles = model.model.rotary_emb(hidden, torch.arange(rows)[None])
+    forward = torch.compile(layer.forward, backend="aot_eager_decomp_partition", dynamic=True)
+    parameters, kept = {p.data_ptr() for p in model.parameters()}, {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        forward(hidden.requires_grad_(), position_embeddings=angles)
+    shared = {angle.untyped_storage().data_ptr() for angle in angles}  # by all layers
+    found = sum(size for place, (size, _) in kept.items() if place not in shared)
+    footprint = Footprint(ModelShape.of(config), torch.bfloat16, "cuda", compiled=True)
+    assert footprint.layer_bytes(PackedSize(rows, 0, (Spans(1, rows, rows),))) == pytest.approx(found, rel=0.05)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul")
 @pytest.mark.parametrize(
     ("dtype", "vocab", "limit"),
     [
@@ -267,6 +302,17 @@ def test_a_cache_that_grows_has_a_layer_of_what_it_outgrows_beside_it() -> None:
     assert cache_bytes(shape, torch.float32, even) == 10 * 128 * token
     uneven = Workload(20, 120, 8, 6, 4, 4096, running=10, exact=False, bucket_bytes=0)
     assert cache_bytes(shape, torch.float32, uneven) == (10 * 128 + -(-10 * 64 // 3)) * token
+
+
+def test_a_paged_cache_is_planned_as_large_as_it_is_made() -> None:
+    shape = llama(64, 160, 3, 4, 2, 128)
+    model, token = trainer(shape, torch.float32).model, 2 * 3 * 2 * 16 * 4
+    for prompt, response in ((20, 8), (200, 200)):
+        work = Workload(prompt, prompt, response, 6, 4, 4096, running=10, exact=False, bucket_bytes=0)
+        blocks = Sizing(model, 10, 0).wanted(prompt + response) - 1  # one is padding's
+        assert cache_bytes(shape, torch.float32, work, paged=True) == blocks * BLOCK * token
+    grows = Workload(20, 400, 100, 6, 4, 4096, running=10, exact=False, bucket_bytes=0)
+    assert cache_bytes(shape, torch.float32, grows, paged=True) == 10 * (256 + 512) * token, "both while it grows"
 
 
 def test_a_cache_is_planned_no_larger_than_it_may_be() -> None:
@@ -421,12 +467,12 @@ def test_what_does_not_fit_is_said_with_what_to_write() -> None:
     check_memory(planned(box(gpus=1, gpu=0.5), executor="ray", rollout={"max_running": value}))
 
     rollout = {"max_running": 1, "groups_per_step": 64}
-    full = message(box(gpus=1, gpu=0.12), executor="ray", rollout=rollout, train=FIXED)
+    full = message(box(gpus=1, gpu=0.1), executor="ray", rollout=rollout, train=FIXED)
     assert "in the stage train" in full
     assert "actor_train[0]'s activations of a micro-batch" in full
     value = int(full.rpartition("train.micro_batch_tokens=")[2])
     smaller = {**FIXED, "micro_batch_tokens": value}
-    check_memory(planned(box(gpus=1, gpu=0.12), executor="ray", rollout=rollout, train=smaller))
+    check_memory(planned(box(gpus=1, gpu=0.1), executor="ray", rollout=rollout, train=smaller))
 
     full = message(box(gpus=1, gpu=0.01), executor="ray", train=FIXED)
     assert "choose a smaller model" in full

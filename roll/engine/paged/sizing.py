@@ -15,6 +15,11 @@ SHORTEST = 256
 """Tokens that the cache has room for in every slot at least, as far as memory goes."""
 
 
+def roomy(longest: int, context: int) -> int:
+    """Tokens of a slot's share of the cache where requests have up to so many."""
+    return min(context, max(SHORTEST, 1 << (longest - 1).bit_length()))
+
+
 class Sizing:
     def __init__(self, model: PreTrainedModel, slots: int, kv_tokens: int) -> None:
         """`kv_tokens`: what the cache holds; 0 for what the requests of all slots need."""
@@ -31,8 +36,7 @@ class Sizing:
         """Blocks for requests of up to so many tokens."""
         if self.limit.kv_tokens:
             return max(2, self.limit.kv_tokens // BLOCK + 1)
-        tokens = min(self._context, max(SHORTEST, 1 << (longest - 1).bit_length()))
-        return self._slots * -(-tokens // BLOCK) + 1
+        return self._slots * -(-roomy(longest, self._context) // BLOCK) + 1
 
     def most_tokens(self, blocks: int = 0) -> int:
         """What the cache could hold at most, where it has so many blocks now."""

@@ -4,7 +4,8 @@ A row is a token of a packed micro-batch. In every layer it keeps two norms (the
 scaled vector), the attention's output, and gate, activation, up and product of the MLP. An attention keeps its queries
 and outputs, the keys and values gathered along every sequence's path, and the sums of its exponentials. Where attention
 is padded, the spans that share a prefix have a mask, once for all layers. With checkpointing a row keeps each layer's
-input, and one layer at a time is there in full. Compiled layers keep less than that.
+input, and one layer at a time is there in full. A compiled layer keeps less: of a norm what went in and what came out, of
+the MLP gate, up and product.
 
 Tests compare the sizes with what autograd keeps on a CPU.
 """
@@ -54,6 +55,8 @@ class Footprint:
     dtype: torch.dtype
     device: str
     """`cpu` or `cuda`."""
+    compiled: bool = False
+    """Whether the decoder's layers are."""
 
     @property
     def varlen(self) -> bool:
@@ -108,11 +111,12 @@ class Footprint:
     def _row_in_a_layer(self) -> int:
         """Without the attention's own queries, keys and outputs."""
         model, item = self.model, self.dtype.itemsize
-        row = 2 * self._norm_bytes() + item * 4 * model.inner
+        row = 2 * (2 * item * model.hidden if self.compiled else self._norm_bytes())
+        row += item * (3 if self.compiled else 4) * model.inner
         if not self.varlen:  # padded outputs are picked from: what the next matrix takes is a copy
             row += item * model.queries
         if model.normed_heads:
-            row += (4 + item) * (model.queries + model.keys)
+            row += (item if self.compiled else 4 + item) * (model.queries + model.keys)
         return row
 
     def _norm_bytes(self) -> int:

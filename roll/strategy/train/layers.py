@@ -9,14 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from roll.strategy.train.tree_attention import attends_varlen
+
 Forward = Callable[..., Any]
+
+
+def compiles(asked: Literal["auto", "on", "off"], device: str, dtype: torch.dtype, *, adapted: bool) -> bool:
+    """Whether a trainer compiles its layers. Adapters take minutes to compile; padded attention cuts a layer in two, and
+    what is left may not pay."""
+    pays = attends_varlen(device, dtype) and not adapted
+    return {"on": True, "off": False, "auto": pays}[asked]
 
 
 class Layers:

@@ -17,10 +17,9 @@ from roll.model.lora import adapted_layers
 from roll.model.shape import ModelShape
 from roll.strategy.train.budget import Budget, choose, spare_of
 from roll.strategy.train.footprint import Footprint
-from roll.strategy.train.layers import Layers
+from roll.strategy.train.layers import Layers, compiles
 from roll.strategy.train.microbatch import MicroBatch, micro_batches
 from roll.strategy.train.suspects import sample_name
-from roll.strategy.train.tree_attention import attends_varlen
 
 _log = logging.getLogger(__name__)
 
@@ -28,10 +27,9 @@ _log = logging.getLogger(__name__)
 class Passes:
     def __init__(self, model: PreTrainedModel, config: TrainConfig) -> None:
         self._model, self._config = model, config
-        # Adapters take minutes to compile; padded attention cuts a layer in two, and what is left may not pay.
-        pays = attends_varlen(model.device.type, model.dtype) and not adapted_layers(model)
-        compiled = {"on": True, "off": False, "auto": pays}[config.compile]
-        self._layers = Layers(model, compiled=compiled)
+        adapted = bool(adapted_layers(model))
+        self._compiled = compiles(config.compile, model.device.type, model.dtype, adapted=adapted)
+        self._layers = Layers(model, compiled=self._compiled)
         self._budget: Budget | None = None
 
     def over(self, batch: Batch) -> Iterator[MicroBatch]:
@@ -69,7 +67,7 @@ class Passes:
         if self._budget is None:
             longest = int(batch.lengths.max(initial=0))
             model, asked = self._model, self._config
-            footprint = Footprint(ModelShape.of_model(model), model.dtype, model.device.type)
+            footprint = Footprint(ModelShape.of_model(model), model.dtype, model.device.type, self._compiled)
             rows, checkpointing = asked.micro_batch_tokens, asked.activation_checkpointing
             spare = spare_of(model, footprint, asked.optimizer)
             self._budget = choose(footprint, rows, checkpointing, longest, spare)
