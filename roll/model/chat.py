@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from roll.data.task import Message
 from roll.data.tokenlog import FloatArray, IntArray, TokenLog
+from roll.model.template import writes_each_alone
 
 _SENTINEL = "x"
 _KNOWN = 4096
@@ -53,8 +54,11 @@ class ChatRenderer:
         self.tokenizer = tokenizer
         self.stop_ids = frozenset(stop_ids)
         self._stops = [str(tokenizer.decode([stop])) for stop in sorted(self.stop_ids)]
+        template = tokenizer.chat_template
+        self._each_alone = isinstance(template, str) and writes_each_alone(template)
         self._seams: dict[str, str] = {}
         self._known: OrderedDict[str, list[int]] = OrderedDict()
+        self._beginnings: OrderedDict[tuple[str, str], tuple[str, str]] = OrderedDict()
         self._last_opening: tuple[object, Written] = (None, Written("", []))
 
     def opening(self, messages: Sequence[Message], tools: Tools = ()) -> Written:
@@ -82,7 +86,7 @@ class ChatRenderer:
             raise ValueError("a follow-up comes after an assistant's message")
         if before is None:
             before = self._text(history[:-1], generate=True, tools=tools)
-        whole = self._text([*history, *new], generate=True, tools=tools)
+        whole = self._whole(before, history, new, tools)
         after = _after(before, whole, history[-1]["content"])
         seam = self._seam(history, new[0]["role"], tools) if new else ""
         if after is None or not seam or not after.startswith(seam):
@@ -90,6 +94,25 @@ class ChatRenderer:
         if ended is not None:
             after = after.removeprefix(self.tokenizer.decode([ended]))
         return Written(whole, self._tokens(after))
+
+    def _whole(self, before: str, history: Sequence[Message], new: Sequence[Message], tools: Tools) -> str:
+        """The text up to where the next response begins. Where the template writes every message by itself, only the
+        first and the last ones are rendered: else a conversation's turns would cost more and more."""
+        if not self._each_alone or len(history) < 3:
+            return self._text([*history, *new], generate=True, tools=tools)
+        opening, prompt = self._beginning(history[0], tools)
+        added = self._text([history[0], history[-1], *new], generate=True, tools=tools).removeprefix(opening)
+        return before.removesuffix(prompt) + added
+
+    def _beginning(self, first: Message, tools: Tools) -> tuple[str, str]:
+        """The text of a conversation's first message alone, and the generation prompt after it. Kept for a while."""
+        key = (repr(first), repr(tools) if tools else "")
+        if key not in self._beginnings:
+            opening, asked = (self._text([first], generate=generate, tools=tools) for generate in (False, True))
+            self._beginnings[key] = (opening, asked.removeprefix(opening))
+            if len(self._beginnings) > _KNOWN:
+                self._beginnings.popitem(last=False)
+        return self._beginnings[key]
 
     def _seam(self, history: Sequence[Message], role: str, tools: Tools) -> str:
         """What stands between any response and what that role says next."""
