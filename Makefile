@@ -27,7 +27,7 @@ quickstart: install
 
 # Three for two cores: many tests wait for processes that they have started, or ended.
 test: install
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'not slow'
+	$(BIN)/python -m pytest -n 3 --dist loadgroup -m 'not slow'
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow

@@ -19,8 +19,14 @@ def threads_stay_as_they_were() -> Iterator[None]:
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where there is none, those marked `vllm` where it is not installed."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped where there is none, those marked `vllm` where it is not installed.
+
+    Side by side run files, but those that start Ray one after the other: several at once on two cores time out.
+    """
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group("ray" if item.get_closest_marker("ray") else str(item.path)))
     _skip(items, "vllm", "needs vLLM (make test-vllm)", importlib.util.find_spec("vllm") is not None)
     if any(item.get_closest_marker("gpu") is not None for item in items):
         import torch

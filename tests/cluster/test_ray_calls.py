@@ -31,6 +31,8 @@ from roll.data import Batch
 from roll.data.batch import Indices
 from roll.data.columns import Block, Elsewhere, TokenColumn
 
+pytestmark = pytest.mark.ray
+
 T = TypeVar("T")
 MEGABYTE = 10**6
 

@@ -24,6 +24,8 @@ from roll.cluster.ray_executor import RayExecutor
 from roll.config.errors import RunError, UserError
 from roll.config.schema import RayConfig
 
+pytestmark = pytest.mark.ray
+
 Use = Callable[[RayExecutor], Coroutine[Any, Any, Any]]
 
 

@@ -18,6 +18,8 @@ from roll.data import Batch
 from roll.data.batch import Indices
 from roll.data.columns import TokenColumn
 
+pytestmark = pytest.mark.ray
+
 
 def join(results: Sequence[TokenColumn], parts: Sequence[Indices], whole: Batch) -> TokenColumn:
     return TokenColumn.joined(results, parts)

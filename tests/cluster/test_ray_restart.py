@@ -29,6 +29,8 @@ from roll.config.schema import RayConfig
 from roll.data import Batch
 from roll.data.columns import Block, TokenColumn
 
+pytestmark = pytest.mark.ray
+
 T = TypeVar("T")
 
 

@@ -32,7 +32,7 @@ SMALL = (
     f"reward={REWARDS}:letters",
 )
 EXACT = (*SMALL, "deterministic=true", "train.steps=6", "eval.every=3", "run.checkpoint_every=2")
-WAIT_S = 120.0
+WAIT_S = 300.0
 
 # Children are forked off a process that has imported everything, so that each starts at once.
 _processes = multiprocessing.get_context("forkserver")

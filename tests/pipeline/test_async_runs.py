@@ -21,6 +21,8 @@ from roll.pipeline.launch import train
 from roll.pipeline.report import SilentReporter, StepReport
 from roll.run.ledger_index import LedgerIndex
 
+pytestmark = pytest.mark.ray
+
 AHEAD = (
     *SMALL,
     *("executor=ray", "ray.object_store_gb=0.2", "ray.start_deadline_s=120", "ray.call_deadline_s=120"),

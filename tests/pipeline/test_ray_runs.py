@@ -29,6 +29,8 @@ from roll.workers.infer import InferWorker
 from roll.workers.publish import publish
 from roll.workers.train import TrainWorker
 
+pytestmark = pytest.mark.ray
+
 RAY = ("executor=ray", "ray.object_store_gb=0.2", "ray.start_deadline_s=120", "ray.call_deadline_s=120")
 LAYOUTS = {
     "colocated": ("roles.actor_train=0-1", "roles.actor_infer=0-1", "offload=always"),
