@@ -25,6 +25,7 @@ SMALL = {
     "processes.py": ("--workload tiny --steps 1", "scheduler_s"),
     "products.py": ("--rows 4 --repeats 1", "rows_4_ms"),
     "recovery.py": ("--repeats 1", "recovery_s"),
+    "rendering.py": ("--turns 4 --repeats 1", "whole_of_short_4_turns"),
     "sandbox.py": ("--seconds 1", "floor_per_s"),
     "scheduler.py": ("--steps 6 --engines 2", "rlvr_over_barrier"),
     "soak.py": ("--days 0.01", "trained"),

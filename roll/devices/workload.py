@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Literal
 
 from roll.config.schema import Config
 from roll.strategy.train.budget import Budget, Checkpointing, choose
 from roll.strategy.train.footprint import Footprint, PackedSize, Spans
+from roll.strategy.train.layers import Compiling
 
 RUBRIC_TOKENS = 256
 """Of ROLL's own rubric."""
@@ -73,7 +73,7 @@ class Workload:
     """Size of the pieces in which weights travel, of which a side has two; 0 in one process."""
     checkpointing: Checkpointing = "auto"
     optimizer: str = "adamw"
-    compile: Literal["auto", "on", "off"] = "auto"
+    compile: Compiling = "auto"
     judging: JudgeWork | None = None
     kv_tokens: int = 0
     """What an engine's cache holds at most; 0 for what its sequences need."""

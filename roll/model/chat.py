@@ -98,11 +98,12 @@ class ChatRenderer:
     def _whole(self, before: str, history: Sequence[Message], new: Sequence[Message], tools: Tools) -> str:
         """The text up to where the next response begins. Where the template writes every message by itself, only the
         first and the last ones are rendered: else a conversation's turns would cost more and more."""
-        if not self._each_alone or len(history) < 3:
-            return self._text([*history, *new], generate=True, tools=tools)
-        opening, prompt = self._beginning(history[0], tools)
-        added = self._text([history[0], history[-1], *new], generate=True, tools=tools).removeprefix(opening)
-        return before.removesuffix(prompt) + added
+        if self._each_alone and len(history) > 2:
+            opening, prompt = self._beginning(history[0], tools)
+            added = self._text([history[0], history[-1], *new], generate=True, tools=tools)
+            if added.startswith(opening) and before.endswith(prompt):
+                return before.removesuffix(prompt) + added.removeprefix(opening)
+        return self._text([*history, *new], generate=True, tools=tools)
 
     def _beginning(self, first: Message, tools: Tools) -> tuple[str, str]:
         """The text of a conversation's first message alone, and the generation prompt after it. Kept for a while."""

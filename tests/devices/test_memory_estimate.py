@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -129,19 +129,19 @@ def planned_update(footprint: Footprint, work: Workload) -> int:
     return sum(size for _, size in train_working(footprint, work, work.budget(footprint)))
 
 
-def kept_bytes(strategy: SingleStrategy, batch: Batch) -> int:
-    """Bytes of the storages that autograd keeps in an update, parameters left out."""
-    parameters = {p.untyped_storage().data_ptr() for p in strategy.model.parameters()}
+def kept_bytes(work: Callable[[], object], aside: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages that autograd keeps, those of some tensors left out."""
+    left_out = {tensor.untyped_storage().data_ptr() for tensor in aside}
     kept: dict[int, tuple[int, torch.Tensor]] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
+        if storage.data_ptr() not in left_out:
             kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that no address is used twice
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        strategy.update(batch, LOSS, 0)
+        work()
     return sum(size for size, _ in kept.values())
 
 
@@ -179,7 +179,8 @@ def test_activations_are_what_autograd_keeps(dtype: torch.dtype, shape: str, bat
     groups, size, prompt, response = BATCHES[batch]
     config = SHAPES[shape]
     data = ragged(groups, size, prompt, response, config.vocab_size)
-    kept = kept_bytes(trainer(config, dtype), data)
+    strategy = trainer(config, dtype)
+    kept = kept_bytes(lambda: strategy.update(data, LOSS, 0), strategy.model.parameters())
     packed = packed_size(data, dtype)
     logits = dtype.itemsize * packed.predicting * config.vocab_size  # of one chunk, they are kept
     footprint = footprint_of(config, dtype)
@@ -196,18 +197,8 @@ def test_a_compiled_layer_keeps_what_the_plan_says(shape: str) -> None:
     layer, hidden = model.model.layers[0], torch.randn(1, rows, config.hidden_size, dtype=torch.bfloat16)
     angles = model.model.rotary_emb(hidden, torch.arange(rows)[None])
     forward = torch.compile(layer.forward, backend="aot_eager_decomp_partition", dynamic=True)
-    parameters, kept = {p.data_ptr() for p in model.parameters()}, {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        forward(hidden.requires_grad_(), position_embeddings=angles)
-    shared = {angle.untyped_storage().data_ptr() for angle in angles}  # by all layers
-    found = sum(size for place, (size, _) in kept.items() if place not in shared)
+    shared = [*model.parameters(), *angles]  # the angles by all layers
+    found = kept_bytes(lambda: forward(hidden.requires_grad_(), position_embeddings=angles), shared)
     footprint = Footprint(ModelShape.of(config), torch.bfloat16, "cuda", compiled=True)
     assert footprint.layer_bytes(PackedSize(rows, 0, (Spans(1, rows, rows),))) == pytest.approx(found, rel=0.05)
 

@@ -19,9 +19,10 @@ from transformers import PreTrainedModel
 from roll.strategy.train.tree_attention import attends_varlen
 
 Forward = Callable[..., Any]
+Compiling = Literal["auto", "on", "off"]
 
 
-def compiles(asked: Literal["auto", "on", "off"], device: str, dtype: torch.dtype, *, adapted: bool) -> bool:
+def compiles(asked: Compiling, device: str, dtype: torch.dtype, *, adapted: bool) -> bool:
     """Whether a trainer compiles its layers. Adapters take minutes to compile; padded attention cuts a layer in two, and
     what is left may not pay."""
     pays = attends_varlen(device, dtype) and not adapted
