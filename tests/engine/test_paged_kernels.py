@@ -32,7 +32,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from roll.engine.paged import kernels  # noqa: E402
+from roll.engine.paged import attention_kernels, layer_kernels, sampling_kernels  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 KINDS = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
@@ -72,7 +72,7 @@ def test_embeddings_are_those_of_the_given_or_the_last_token(dtype: torch.dtype,
     rows.tokens[1] = -1
     last = torch.tensor([7, 9, 11, 0], dtype=torch.int32, device=DEVICE)
     weight = random(50, hidden, dtype=dtype)
-    ids, found = kernels.embed(rows, last, weight)
+    ids, found = layer_kernels.embed(rows, last, weight)
     assert ids.tolist() == [int(rows.tokens[0]), 9, int(rows.tokens[2])] == rows.ids(last).tolist()
     assert torch.equal(found, weight[ids])
 
@@ -86,11 +86,11 @@ def test_a_norm_adds_first(dtype: torch.dtype, hidden: int) -> None:
         random(hidden, dtype=dtype),
     )
     expected = stream + delta
-    found = kernels.add_norm(stream, delta, weight, 1e-5)
+    found = layer_kernels.add_norm(stream, delta, weight, 1e-5)
     assert torch.equal(stream, expected)
     close(found, rms_norm(expected.float(), (hidden,), None, 1e-5).to(dtype) * weight)
     before = stream.clone()
-    close(kernels.add_norm(stream, None, weight, 1e-5), found)
+    close(layer_kernels.add_norm(stream, None, weight, 1e-5), found)
     assert torch.equal(stream, before)
 
 
@@ -117,7 +117,7 @@ def test_queries_and_keys_are_rotated_and_keys_and_values_kept(
         turned = torch.cat([-part[..., dim // 2 :], part[..., : dim // 2]], dim=-1)
         return part * cosine + turned * sine
 
-    kernels.rotate_and_keep(mixed, norms, 1e-6, cosines, sines, rows, keys, values, heads)
+    layer_kernels.rotate_and_keep(mixed, norms, 1e-6, cosines, sines, rows, keys, values, heads)
     close(mixed.view(3, -1, dim)[:, :heads], rotated(query))
     places = rows.places.long()
     close(keys[places // BLOCK, :, places % BLOCK], rotated(key))
@@ -130,7 +130,7 @@ def test_keys_and_values_are_kept(dtype: torch.dtype) -> None:
     rows, blocks = rows_at([3, 16])
     key, value = random(2, 3, 24, dtype=dtype), random(2, 3, 24, dtype=dtype, seed=1)
     keys, values = torch.zeros(2, blocks, 3, BLOCK, 24, dtype=dtype, device=DEVICE)
-    kernels.keep(key, value, rows, keys, values)
+    layer_kernels.keep(key, value, rows, keys, values)
     places = rows.places.long()
     assert torch.equal(keys[places // BLOCK, :, places % BLOCK], key)
     assert torch.equal(values[places // BLOCK, :, places % BLOCK], value)
@@ -148,7 +148,9 @@ def test_attention_reads_all_positions_and_no_others(
     keys, values = (random(blocks, kv_heads, BLOCK, dim, dtype=dtype, seed=seed) for seed in (1, 2))
     query = random(len(positions), (heads + 2) * dim, dtype=dtype, seed=3)  # the queries are the first of a line
     reading = Reading(dim**-0.5, window, cap)
-    found = kernels.attend(query, rows, keys, values, reading.scale, heads=heads, splits=splits, window=window, cap=cap)
+    found = query.new_empty(len(positions), heads * dim)
+    how = {"heads": heads, "window": window, "cap": cap}
+    attention_kernels.attend(found, query, rows, keys, values, reading.scale, splits=splits, **how)
     for row, position in enumerate(positions):
         own = rows.table[: position // BLOCK + 1, row].long()
         key, value = (_positions(pages[own])[: position + 1] for pages in (keys, values))
@@ -157,10 +159,41 @@ def test_attention_reads_all_positions_and_no_others(
 
 
 @kinds
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (20, None), (None, 3.0), (70, 5.0)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 16), (9, 3, 64), (12, 2, 128), (6, 2, 80), (96, 1, 16)])
+def test_tiles_of_rows_read_what_each_row_would(
+    dtype: torch.dtype, window: int | None, cap: float | None, heads: int, kv_heads: int, dim: int
+) -> None:
+    tile = attention_kernels.tile_rows(heads, kv_heads)
+    parts = [(0, 1), (15, tile), (60, tile + 3), (130, 2 * tile - 1)]  # from where on, how many
+    beginnings = [start + offset for start, count in parts for offset in range(0, count, tile)]
+    tiles, blocks = rows_at([place + tile - 1 for place in beginnings])
+    sheet = tiles.data.repeat_interleave(tile, dim=1)
+    counts = [min(tile, count - offset) for _, count in parts for offset in range(0, count, tile)]
+    for number, (place, count) in enumerate(zip(beginnings, counts, strict=True)):
+        here = slice(number * tile, (number + 1) * tile)
+        sheet[POSITION, here] = 0
+        sheet[POSITION, here][:count] = torch.arange(place, place + count, dtype=torch.int32)
+        sheet[HEADER:, here][:, count:] = 0  # nobody's
+    rows = Rows(torch.cat([sheet[:, :3], sheet], dim=1)).part(3, 3 + sheet.shape[1])  # after some that are not in tiles
+    keys, values = (random(blocks, kv_heads, BLOCK, dim, dtype=dtype, seed=seed) for seed in (1, 2))
+    query = random(rows.count, (heads + 2) * dim, dtype=dtype, seed=3)
+    reading, found = Reading(dim**-0.5, window, cap), query.new_empty(rows.count, heads * dim)
+    attention_kernels.attend_tiles(found, query, rows, keys, values, reading.scale, heads=heads, window=window, cap=cap)
+    assert torch.isfinite(found).all()
+    for number, (place, count) in enumerate(zip(beginnings, counts, strict=True)):
+        own = rows.table[:, number * tile].long()[: (place + count - 1) // BLOCK + 1]
+        key, value = (_positions(pages[own])[: place + count] for pages in (keys, values))
+        mine = slice(number * tile, number * tile + count)
+        expected = _attend(query[mine, : heads * dim].view(count, heads, dim), key, value, reading)
+        close(found[mine], expected.reshape(count, -1))
+
+
+@kinds
 @pytest.mark.parametrize("inner", [40, 1536])
 def test_the_gate(dtype: torch.dtype, inner: int) -> None:
     both = random(3, 2 * inner, dtype=dtype)
-    close(kernels.gate(both), silu(both[:, :inner]) * both[:, inner:])
+    close(layer_kernels.gate(both), silu(both[:, :inner]) * both[:, inner:])
 
 
 @kinds
@@ -175,7 +208,7 @@ def test_draws_are_those_of_the_plain_sampler(dtype: torch.dtype, vocab: int, ca
     logits = random(count, vocab, dtype=dtype) * 3
     last = torch.full((count,), 7, dtype=torch.int32, device=DEVICE)
     out = torch.empty(2, count, dtype=torch.int32, device=DEVICE)
-    kernels.sample(logits, rows, last, out, cap)
+    sampling_kernels.sample(logits, rows, last, out, cap)
     low, high = (line[:count].cpu().numpy().view(np.uint32).astype(int) for line in (rows.seeds_low, rows.seeds_high))
     samplings = [
         Sampling(1, temperature=float(t), seed=int(h) << 32 | int(lo))
@@ -193,6 +226,6 @@ def test_logits_that_are_no_numbers_draw_nothing() -> None:
     logits = random(2, 60, dtype=torch.float32)
     logits[1, 30] = torch.nan
     last, out = torch.zeros(2, dtype=torch.int32, device=DEVICE), torch.empty(2, 2, dtype=torch.int32, device=DEVICE)
-    kernels.sample(logits, rows, last, out, None)
+    sampling_kernels.sample(logits, rows, last, out, None)
     assert out[0, 0] >= 0
     assert out[0, 1] == -1

@@ -82,7 +82,7 @@ class FusedDecoder:
         self._cosines, self._sines = cosines[0].contiguous(), sines[0].contiguous()
 
     def hidden(self, rows: Rows, last: Tensor, plan: PagedPlan) -> Tensor:
-        from roll.engine.paged import kernels
+        from roll.engine.paged import layer_kernels as kernels
 
         _, stream = kernels.embed(rows, last, self._embeddings)
         change: Tensor | None = None

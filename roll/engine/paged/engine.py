@@ -366,26 +366,24 @@ class PagedEngine:
         assert self._steps is not None
         slots = self._slots
         lines = int(slots.held.max())
-        room = self._steps.most_rows - int(slots.draws.sum())
+        room, tile = self._steps.most_prompt_rows, self._steps.tile
         parts: list[Sheet] = []
         for sequence in [each for each in self._filling if not _needs_pass(each)]:
-            count = min(room - 1, sequence.left_to_fill)  # its last token has a row too
+            count = min(room, sequence.left_to_fill)  # its last token has a row among those that draw
             if count > 0:
                 parts.append(self._filled(sequence, count, lines))
-                room -= count
-            if sequence.left_to_fill or room < 1:
+                room -= -(-count // tile) * tile
+            if sequence.left_to_fill:
                 break
             slots.draws[sequence.slot] = True
-            room -= 1
             self._filling.remove(sequence)
         drawing = np.flatnonzero(slots.draws & (slots.launched < slots.limit))
         if not len(drawing) and not parts:
             return False
-        sheet = np.concatenate([self._drawing(drawing, lines), *parts], axis=1)
         truncated = {
             row: self._sequence(slot).request.sampling for row, slot in enumerate(drawing) if slots.truncates[slot]
         }
-        drawn = self._steps.draw(sheet, truncated)
+        drawn = self._steps.draw(self._drawing(drawing, lines), parts, truncated)
         self._flights.append(_Flight(drawn, np.arange(len(drawing)), drawing, slots.reign[drawing]))
         slots.launched[drawing] += 1
         slots.given[drawing] = LAST_DRAWN

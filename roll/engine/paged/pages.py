@@ -69,7 +69,7 @@ class PagedPlan:
     def _keep(self, layer: int, key: Tensor, value: Tensor) -> None:
         """key, value [rows, kv_heads, dim]"""
         if key.is_cuda:
-            from roll.engine.paged import kernels
+            from roll.engine.paged import layer_kernels as kernels
 
             kernels.keep(key, value, self.rows, self.pages.keys[layer], self.pages.values[layer])
             return
@@ -79,27 +79,27 @@ class PagedPlan:
 
 
 class RowPlan(PagedPlan):
-    """Every row by itself: for rows of many sequences, one or few of each. On a CPU, rows that follow each other in one
-    sequence read its keys once."""
+    """Every row by itself, one or few of a sequence; from row `alone` on, on a GPU, in tiles: rows of one sequence that
+    follow each other read its keys once, as all such rows do on a CPU."""
+
+    def __init__(self, pages: Pages, rows: Rows, alone: int | None = None) -> None:
+        super().__init__(pages, rows)
+        self._alone = rows.count if alone is None else alone
 
     def read(self, layer: int, query: Tensor, heads: int, reading: Reading) -> Tensor:
         keys, values = self.pages.keys[layer], self.pages.values[layer]
-        if query.is_cuda:
-            from roll.engine.paged import kernels
-
-            splits = _splits(self.rows.count * keys.shape[1])
-            return kernels.attend(
-                query,
-                self.rows,
-                keys,
-                values,
-                reading.scale,
-                heads=heads,
-                splits=splits,
-                window=reading.window,
-                cap=reading.cap,
-            )
         dim = keys.shape[-1]
+        if query.is_cuda:
+            from roll.engine.paged import attention_kernels as kernels
+
+            seen, alone = query.new_empty(self.rows.count, heads * dim), self._alone
+            first, others = self.rows.part(0, alone), self.rows.part(alone, self.rows.count)
+            how: Any = {"heads": heads, "window": reading.window, "cap": reading.cap}
+            splits = _splits(alone * keys.shape[1])
+            kernels.attend(seen[:alone], query[:alone], first, keys, values, reading.scale, splits=splits, **how)
+            if others.count:
+                kernels.attend_tiles(seen[alone:], query[alone:], others, keys, values, reading.scale, **how)
+            return seen
         out = query.new_empty(self.rows.count, heads, dim)
         for run, count in _runs(self.rows.slots.tolist(), self.rows.positions.tolist()):
             blocks = self.rows.table[: (count - 1) // BLOCK + 1, run.start].long()

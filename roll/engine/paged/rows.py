@@ -35,6 +35,9 @@ class Rows:
     def count(self) -> int:
         return self.data.shape[1]
 
+    def part(self, start: int, end: int) -> Rows:
+        return Rows(self.data[:, start:end])
+
     @property
     def slots(self) -> Tensor:
         return self.data[SLOT]

@@ -8,13 +8,14 @@ is padded to the next. Elsewhere a step is computed at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from roll.engine.paged.decoder import Decoder
@@ -38,6 +39,8 @@ from roll.model.attention import logits_of
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 _PROMPT_SIZES = (256, 512, 1024, 2048, 4096)
 """Rows of prompts that there may be beside those that draw."""
+_FEW = 64
+"""Rows in all that are computed one by one, whether they draw or not."""
 _STAGES = 4
 """Pinned buffers that inputs go through in turn."""
 
@@ -98,6 +101,7 @@ class Steps:
         self._graphs: dict[int, _Graph] = {}
         self._memory = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         self._stages: deque[_Stage] = deque()
+        self._logits: Tensor | None = None
 
     def move(self, pages: Pages, width: int) -> None:
         """Goes on in another cache, which holds the same. No step may be in flight."""
@@ -105,9 +109,18 @@ class Steps:
         self._pages, self._width = pages, width
 
     @property
-    def most_rows(self) -> int:
-        """The largest step there is a graph for."""
-        return _sizes(self._slots)[-1]
+    def most_prompt_rows(self) -> int:
+        """Of the largest step there is a graph for."""
+        return _PROMPT_SIZES[-1]
+
+    @cached_property
+    def tile(self) -> int:
+        """A prompt's rows in a step are padded to a multiple of this."""
+        if self._device.type != "cuda":
+            return 1
+        from roll.engine.paged import attention_kernels as kernels
+
+        return kernels.tile_rows(int(self._model.config.num_attention_heads), self._pages.keys.shape[2])
 
     @torch.inference_mode()
     def fill(self, sheet: Sheet, spans: list[tuple[int, int]], key_places: NDArray[np.int64]) -> None:
@@ -119,15 +132,19 @@ class Steps:
         self._decoder.hidden(rows, self._last, SpanPlan(self._pages, rows, spans, places))
 
     @torch.inference_mode()
-    def draw(self, sheet: Sheet, truncated: Mapping[int, Sampling]) -> Drawn:
-        """Launches a step; the rows that draw come first, a slot's once. `truncated`: rows that draw from a truncated
-        distribution, which takes a wait."""
-        count = sheet.shape[1]
+    def draw(self, drawing: Sheet, prompts: Sequence[Sheet], truncated: Mapping[int, Sampling]) -> Drawn:
+        """Launches a step of rows that draw, one a slot, and rows of prompts, which follow each other. `truncated`: rows
+        that draw from a truncated distribution, which takes a wait."""
+        count, filling = drawing.shape[1], sum(sheet.shape[1] for sheet in prompts)
         if self._device.type != "cuda":
-            return self._draw_at_once(sheet, truncated)
-        graph = self._replay(sheet)
+            return self._draw_at_once(np.concatenate([drawing, *prompts], axis=1), truncated)
+        if filling and count + filling > min(_FEW, self._slots):
+            tiles = [padding(sheet, -(-sheet.shape[1] // self.tile) * self.tile, self._slots) for sheet in prompts]
+            graph = self._replay(np.concatenate([padding(drawing, self._slots, self._slots), *tiles], axis=1))
+        else:
+            graph = self._replay(np.concatenate([drawing, *prompts], axis=1))
         if truncated:
-            self._redraw(graph.logits, graph.results, sheet, truncated)
+            self._redraw(graph.logits, graph.results, drawing, truncated)
         results = torch.empty(graph.results.shape, dtype=torch.int32, pin_memory=True)
         results.copy_(graph.results, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -183,14 +200,24 @@ class Steps:
         return _Graph(rows, computed, graph)
 
     def _compute(self, rows: Rows) -> dict[str, Tensor]:
-        from roll.engine.paged import kernels
+        from roll.engine.paged import sampling_kernels as kernels
 
         drawing = min(rows.count, self._slots)
-        hidden = self._decoder.hidden(rows, self._last, RowPlan(self._pages, rows))[:drawing]
-        logits: Tensor = self._model.get_output_embeddings()(hidden)
+        hidden = self._decoder.hidden(rows, self._last, RowPlan(self._pages, rows, drawing))[:drawing]
+        logits = self._logits_of(hidden)
         results = torch.empty(2, drawing, dtype=torch.int32, device=self._device)
         kernels.sample(logits, rows, self._last, results, self._cap)
         return {"results": results, "logits": logits}
+
+    def _logits_of(self, hidden: Tensor) -> Tensor:
+        """In memory that all graphs share: one step's are read, if at all, before the next step is launched."""
+        output = self._model.get_output_embeddings()
+        if type(output) is not nn.Linear or getattr(output, "bias", None) is not None:
+            logits: Tensor = output(hidden)
+            return logits
+        if self._logits is None:
+            self._logits = hidden.new_empty(self._slots, output.out_features)
+        return torch.mm(hidden, output.weight.t(), out=self._logits[: len(hidden)])
 
     def _redraw(self, logits: Tensor, results: Tensor, sheet: Sheet, truncated: Mapping[int, Sampling]) -> None:
         rows = sorted(truncated)

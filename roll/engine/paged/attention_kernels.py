@@ -1,0 +1,289 @@
+"""The Triton kernels of attention over a paged cache. Imported only where Triton is installed."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from roll.engine.paged.layer_kernels import power
+from roll.engine.paged.rows import Rows
+
+SPLIT_TILE = 64
+"""Positions an attention kernel reads at once."""
+
+
+@triton.jit
+def _attend(
+    query,
+    keys,
+    values,
+    positions,
+    table,
+    out,
+    highest,
+    total,
+    scale,
+    window,
+    cap,
+    query_stride,
+    columns,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program a row, key head and split: the heads that share keys over a share of the row's positions.
+
+    With one split the result is stored as it is; else it is stored in fp32, beside the maximum and the sum it was made
+    with, for `_join`.
+    """
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    group: tl.constexpr = HEADS // KV_HEADS
+    length = tl.load(positions + row) + 1
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(0, length - window)
+    begin = first // TILE * TILE
+    share = tl.cdiv(tl.cdiv(length - begin, TILE), SPLITS) * TILE
+    start = begin + split * share
+    end = tl.minimum(start + share, length)
+
+    members = tl.arange(0, GROUP_PAD)
+    spots = tl.arange(0, PAD)
+    mine = (members < group)[:, None] & (spots < DIM)[None, :]
+    where = row.to(tl.int64) * query_stride + (head * group + members)[:, None] * DIM + spots[None, :]
+    asked = tl.load(query + where, mask=mine, other=0.0)
+    most = tl.full((GROUP_PAD,), -1e30, tl.float32)
+    mass = tl.zeros((GROUP_PAD,), tl.float32)
+    result = tl.zeros((GROUP_PAD, PAD), tl.float32)
+    for tile in range(start, end, TILE):
+        at = tile + tl.arange(0, TILE)
+        seen = at < end
+        block = tl.load(table + (at // BLOCK) * columns + row, mask=seen, other=0).to(tl.int64)
+        base = (block * KV_HEADS + head) * (BLOCK * DIM) + (at % BLOCK) * DIM
+        if WINDOWED:
+            seen = seen & (at >= first)
+        key = tl.load(keys + base[None, :] + spots[:, None], mask=seen[None, :] & (spots < DIM)[:, None], other=0.0)
+        scores = tl.dot(asked, key, input_precision=PRECISION) * scale
+        if CAPPED:
+            scores = cap * (2 / (1 + tl.exp(-2 * scores / cap)) - 1)
+        scores = tl.where(seen[None, :], scores, -1e30)
+        higher = tl.maximum(most, tl.max(scores, 1))
+        weights = tl.where(seen[None, :], tl.exp(scores - higher[:, None]), 0.0)
+        shrink = tl.exp(most - higher)
+        mass = mass * shrink + tl.sum(weights, 1)
+        value = tl.load(values + base[:, None] + spots[None, :], mask=seen[:, None] & (spots < DIM)[None, :], other=0.0)
+        result = result * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+        most = higher
+    if SPLITS == 1:
+        done = result / mass[:, None]
+        target = (row.to(tl.int64) * HEADS + head * group + members)[:, None] * DIM + spots[None, :]
+        tl.store(out + target, done.to(out.dtype.element_ty), mask=mine)
+    else:
+        part = ((row.to(tl.int64) * HEADS + head * group + members) * SPLITS) + split
+        tl.store(out + part[:, None] * DIM + spots[None, :], result, mask=mine)
+        tl.store(highest + part, most, mask=members < group)
+        tl.store(total + part, mass, mask=members < group)
+
+
+@triton.jit
+def _attend_tile(
+    query,
+    keys,
+    values,
+    positions,
+    table,
+    out,
+    scale,
+    window,
+    cap,
+    query_stride,
+    columns,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    LINES: tl.constexpr,
+    DIM: tl.constexpr,
+    PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program a tile of rows and key head: rows of one sequence that follow each other, nobody's after them, read its
+    keys once. LINES is at least ROWS times the heads that share keys."""
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    group: tl.constexpr = HEADS // KV_HEADS
+    lines = tl.arange(0, LINES)
+    real = lines < ROWS * group
+    rows = tile * ROWS + lines // group
+    lengths = tl.load(positions + rows, mask=real, other=0) + 1
+    end = tl.max(lengths, 0)
+    begin = 0
+    if WINDOWED:
+        begin = tl.maximum(0, tl.min(tl.where(real, lengths, end), 0) - window) // TILE * TILE
+
+    spots = tl.arange(0, PAD)
+    mine = real[:, None] & (spots < DIM)[None, :]
+    members = (head * group + lines % group)[:, None] * DIM + spots[None, :]
+    asked = tl.load(query + rows.to(tl.int64)[:, None] * query_stride + members, mask=mine, other=0.0)
+    most = tl.full((LINES,), -1e30, tl.float32)
+    mass = tl.zeros((LINES,), tl.float32)
+    result = tl.zeros((LINES, PAD), tl.float32)
+    for start in range(begin, end, TILE):
+        at = start + tl.arange(0, TILE)
+        there = at < end
+        block = tl.load(table + (at // BLOCK) * columns + tile * ROWS, mask=there, other=0).to(tl.int64)
+        base = (block * KV_HEADS + head) * (BLOCK * DIM) + (at % BLOCK) * DIM
+        seen = at[None, :] < lengths[:, None]
+        if WINDOWED:
+            seen = seen & (at[None, :] >= lengths[:, None] - window)
+        key = tl.load(keys + base[None, :] + spots[:, None], mask=there[None, :] & (spots < DIM)[:, None], other=0.0)
+        scores = tl.dot(asked, key, input_precision=PRECISION) * scale
+        if CAPPED:
+            scores = cap * (2 / (1 + tl.exp(-2 * scores / cap)) - 1)
+        scores = tl.where(seen, scores, -1e30)
+        higher = tl.maximum(most, tl.max(scores, 1))
+        weights = tl.where(seen, tl.exp(scores - higher[:, None]), 0.0)
+        shrink = tl.exp(most - higher)
+        mass = mass * shrink + tl.sum(weights, 1)
+        value = tl.load(values + base[:, None] + spots[None, :], mask=there[:, None] & (spots < DIM)[None, :], other=0.0)
+        result = result * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+        most = higher
+    done = result / tl.maximum(mass, 1e-30)[:, None]
+    tl.store(out + rows.to(tl.int64)[:, None] * (HEADS * DIM) + members, done.to(out.dtype.element_ty), mask=mine)
+
+
+@triton.jit
+def _join(parts, highest, total, out, DIM: tl.constexpr, PAD: tl.constexpr, SPLITS: tl.constexpr):
+    """One program a row and head: the splits of `_attend` put together."""
+    row = tl.program_id(0).to(tl.int64)
+    spots = tl.arange(0, PAD)
+    inside = spots < DIM
+    splits = tl.arange(0, SPLITS)
+    tops = tl.load(highest + row * SPLITS + splits)
+    rates = tl.exp(tops - tl.max(tops, 0))
+    mass = tl.sum(rates * tl.load(total + row * SPLITS + splits), 0)
+    where = (row * SPLITS + splits)[:, None] * DIM + spots[None, :]
+    values = tl.load(parts + where, mask=inside[None, :], other=0.0)
+    joined = tl.sum(values * rates[:, None], 0) / mass
+    tl.store(out + row * DIM + spots, joined.to(out.dtype.element_ty), mask=inside)
+
+
+def attend(
+    out: Tensor,
+    query: Tensor,
+    rows: Rows,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    *,
+    heads: int,
+    splits: int,
+    window: int | None = None,
+    cap: float | None = None,
+) -> None:
+    """Every row over its own positions in one layer's cache, into `out` [rows, heads · dim]. The queries of a row are the
+    first of its line in `query`, which may be longer."""
+    _, kv_heads, block, dim = keys.shape
+    parts = out
+    highest = total = out
+    if splits > 1:
+        parts = query.new_empty(rows.count, heads, splits, dim, dtype=torch.float32)
+        highest, total = query.new_empty(2, rows.count, heads, splits, dtype=torch.float32)
+    launch: Any = _attend[(rows.count, kv_heads, splits)]
+    launch(
+        query,
+        keys,
+        values,
+        rows.positions,
+        rows.table,
+        parts,
+        highest,
+        total,
+        scale,
+        window or 0,
+        cap or 0.0,
+        query.stride(0),
+        rows.data.stride(0),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        GROUP_PAD=max(16, power(heads // kv_heads)),
+        DIM=dim,
+        PAD=max(16, power(dim)),
+        BLOCK=block,
+        TILE=SPLIT_TILE,
+        SPLITS=splits,
+        WINDOWED=bool(window),
+        CAPPED=bool(cap),
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=4,
+        num_stages=3 if dim <= 128 else 2,
+    )
+    if splits > 1:
+        join: Any = _join[(rows.count * heads,)]
+        join(parts, highest, total, out, DIM=dim, PAD=power(dim), SPLITS=splits, num_warps=1)
+
+
+def tile_rows(heads: int, kv_heads: int) -> int:
+    """Rows of a tile: as many as fill a product of matrices with the heads that share keys."""
+    return min(16, 1 << max(0, (64 * kv_heads // heads).bit_length() - 1))
+
+
+def attend_tiles(
+    out: Tensor,
+    query: Tensor,
+    rows: Rows,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    *,
+    heads: int,
+    window: int | None = None,
+    cap: float | None = None,
+) -> None:
+    """As `attend`, for rows in tiles: those of a tile are of one sequence and follow each other, nobody's after them."""
+    _, kv_heads, block, dim = keys.shape
+    tile = tile_rows(heads, kv_heads)
+    launch: Any = _attend_tile[(rows.count // tile, kv_heads)]
+    launch(
+        query,
+        keys,
+        values,
+        rows.positions,
+        rows.table,
+        out,
+        scale,
+        window or 0,
+        cap or 0.0,
+        query.stride(0),
+        rows.data.stride(0),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        ROWS=tile,
+        LINES=max(16, power(tile * heads // kv_heads)),
+        DIM=dim,
+        PAD=max(16, power(dim)),
+        BLOCK=block,
+        TILE=SPLIT_TILE,
+        WINDOWED=bool(window),
+        CAPPED=bool(cap),
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=4,
+        num_stages=3 if dim <= 128 else 2,
+    )

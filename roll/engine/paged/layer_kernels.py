@@ -1,0 +1,232 @@
+"""The Triton kernels of a decoder's layers, all but attention. Imported only where Triton is installed.
+
+Values are rounded where the model's own code rounds them, so that an engine's log-probs are as near to the trainer's as
+two kernels can be. A row's inputs stand in columns of one table of 32-bit numbers (see `rows.py`).
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from roll.engine.paged.rows import Rows
+
+
+@triton.jit
+def _embed(tokens, slots, last, weight, ids, out, HIDDEN: tl.constexpr, PAD: tl.constexpr):
+    """The row's token, which is its slot's last one where none is given, and its embedding."""
+    row = tl.program_id(0)
+    given = tl.load(tokens + row)
+    token = tl.where(given < 0, tl.load(last + tl.load(slots + row)), given).to(tl.int64)
+    spots = tl.arange(0, PAD)
+    inside = spots < HIDDEN
+    values = tl.load(weight + token * HIDDEN + spots, mask=inside)
+    tl.store(out + row.to(tl.int64) * HIDDEN + spots, values, mask=inside)
+    tl.store(ids + row, token)
+
+
+@triton.jit
+def _add_norm(stream, delta, weight, out, eps, HIDDEN: tl.constexpr, PAD: tl.constexpr, ADDS: tl.constexpr):
+    """stream += delta; out = rms_norm(stream) · weight."""
+    row = tl.program_id(0).to(tl.int64)
+    spots = tl.arange(0, PAD)
+    inside = spots < HIDDEN
+    here = row * HIDDEN + spots
+    values = tl.load(stream + here, mask=inside, other=0.0)
+    kind = values.dtype
+    if ADDS:
+        values = (values.to(tl.float32) + tl.load(delta + here, mask=inside, other=0.0).to(tl.float32)).to(kind)
+        tl.store(stream + here, values, mask=inside)
+    wide = values.to(tl.float32)
+    rate = 1 / tl.sqrt(tl.sum(wide * wide, 0) / HIDDEN + eps)
+    normed = (wide * rate).to(kind).to(tl.float32)
+    scaled = normed * tl.load(weight + spots, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + here, scaled.to(kind), mask=inside)
+
+
+@triton.jit
+def _normed(values, rate, query_norm, key_norm, is_query, spots, inside):
+    """A part of a head times its norm's rate and weight."""
+    of_query = tl.load(query_norm + spots, mask=inside, other=0.0)
+    of_key = tl.load(key_norm + spots, mask=inside, other=0.0)
+    scale = tl.where(is_query, of_query, of_key)
+    return ((values * rate).to(scale.dtype).to(tl.float32) * scale.to(tl.float32)).to(scale.dtype).to(tl.float32)
+
+
+@triton.jit
+def _rotate_and_keep(
+    mixed,
+    query_norm,
+    key_norm,
+    cosines,
+    sines,
+    positions,
+    places,
+    keys,
+    values,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORMS: tl.constexpr,
+):
+    """One program a row and head of `mixed` [rows, (heads + 2 kv_heads) · dim]: queries are rotated where they are, keys
+    on their way into the cache, values are put there."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    half: tl.constexpr = DIM // 2
+    spots = tl.arange(0, HALF_PAD)
+    inside = spots < half
+    source = mixed + (row * (HEADS + 2 * KV_HEADS) + head) * DIM + spots
+    first = tl.load(source, mask=inside, other=0.0)
+    second = tl.load(source + half, mask=inside, other=0.0)
+    kind = first.dtype
+    place = tl.load(places + row).to(tl.int64)
+    kv_head = (head - HEADS) % KV_HEADS
+    kept = ((place // BLOCK) * KV_HEADS + kv_head) * BLOCK * DIM + (place % BLOCK) * DIM + spots
+    if head >= HEADS + KV_HEADS:
+        tl.store(values + kept, first, mask=inside)
+        tl.store(values + kept + half, second, mask=inside)
+    else:
+        a, b = first.to(tl.float32), second.to(tl.float32)
+        if NORMS:
+            rate = 1 / tl.sqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / DIM + eps)
+            a = _normed(a, rate, query_norm, key_norm, head < HEADS, spots, inside)
+            b = _normed(b, rate, query_norm + half, key_norm + half, head < HEADS, spots, inside)
+        position = tl.load(positions + row).to(tl.int64)
+        cosine = cosines + position * DIM + spots
+        sine = sines + position * DIM + spots
+        left = (a * tl.load(cosine, mask=inside).to(tl.float32)).to(kind).to(tl.float32)
+        left -= (b * tl.load(sine, mask=inside).to(tl.float32)).to(kind).to(tl.float32)
+        right = (b * tl.load(cosine + half, mask=inside).to(tl.float32)).to(kind).to(tl.float32)
+        right += (a * tl.load(sine + half, mask=inside).to(tl.float32)).to(kind).to(tl.float32)
+        if head >= HEADS:
+            tl.store(keys + kept, left.to(kind), mask=inside)
+            tl.store(keys + kept + half, right.to(kind), mask=inside)
+        else:
+            tl.store(source, left.to(kind), mask=inside)
+            tl.store(source + half, right.to(kind), mask=inside)
+
+
+@triton.jit
+def _keep(
+    key, value, places, keys, values, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Puts [rows, kv_heads, dim] into the cache."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    spots = tl.arange(0, PAD)
+    inside = spots < DIM
+    place = tl.load(places + row).to(tl.int64)
+    source = (row * KV_HEADS + head) * DIM + spots
+    target = ((place // BLOCK) * KV_HEADS + head) * BLOCK * DIM + (place % BLOCK) * DIM + spots
+    tl.store(keys + target, tl.load(key + source, mask=inside), mask=inside)
+    tl.store(values + target, tl.load(value + source, mask=inside), mask=inside)
+
+
+@triton.jit
+def _gate(both, out, INNER: tl.constexpr, BLOCK: tl.constexpr):
+    """silu(first half) · second half, each rounded as the model rounds it."""
+    row = tl.program_id(0).to(tl.int64)
+    spots = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = spots < INNER
+    gate = tl.load(both + row * 2 * INNER + spots, mask=inside, other=0.0)
+    up = tl.load(both + row * 2 * INNER + INNER + spots, mask=inside, other=0.0).to(tl.float32)
+    wide = gate.to(tl.float32)
+    opened = (wide / (1 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    tl.store(out + row * INNER + spots, (opened * up).to(gate.dtype), mask=inside)
+
+
+def embed(rows: Rows, last: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows' tokens and their embeddings. [rows], [rows, hidden]"""
+    hidden = weight.shape[1]
+    ids = torch.empty(rows.count, dtype=torch.int64, device=weight.device)
+    out = weight.new_empty(rows.count, hidden)
+    launch: Any = _embed[(rows.count,)]
+    launch(rows.tokens, rows.slots, last, weight, ids, out, HIDDEN=hidden, PAD=power(hidden), num_warps=_warps(hidden))
+    return ids, out
+
+
+def add_norm(stream: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    rows, hidden = stream.shape
+    out = torch.empty_like(stream)
+    launch: Any = _add_norm[(rows,)]
+    launch(
+        stream,
+        stream if delta is None else delta,
+        weight,
+        out,
+        eps,
+        HIDDEN=hidden,
+        PAD=power(hidden),
+        ADDS=delta is not None,
+        num_warps=_warps(hidden),
+    )
+    return out
+
+
+def rotate_and_keep(
+    mixed: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    cosines: Tensor,
+    sines: Tensor,
+    rows: Rows,
+    keys: Tensor,
+    values: Tensor,
+    heads: int,
+) -> None:
+    """keys, values: one layer's cache [blocks, kv_heads, block, dim]."""
+    _, kv_heads, block, dim = keys.shape
+    query_norm, key_norm = norms or (mixed, mixed)
+    launch: Any = _rotate_and_keep[(rows.count, heads + 2 * kv_heads)]
+    launch(
+        mixed,
+        query_norm,
+        key_norm,
+        cosines,
+        sines,
+        rows.positions,
+        rows.places,
+        keys,
+        values,
+        eps,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        HALF_PAD=power(dim // 2),
+        BLOCK=block,
+        NORMS=norms is not None,
+        num_warps=1,
+    )
+
+
+def keep(key: Tensor, value: Tensor, rows: Rows, keys: Tensor, values: Tensor) -> None:
+    """Puts keys and values [rows, kv_heads, dim] into one layer's cache."""
+    _, kv_heads, block, dim = keys.shape
+    launch: Any = _keep[(rows.count, kv_heads)]
+    given = (key.contiguous(), value.contiguous(), rows.places, keys, values)
+    launch(*given, KV_HEADS=kv_heads, DIM=dim, PAD=power(dim), BLOCK=block, num_warps=1)
+
+
+def gate(both: Tensor) -> Tensor:
+    rows, inner = both.shape[0], both.shape[1] // 2
+    out = both.new_empty(rows, inner)
+    launch: Any = _gate[(rows, triton.cdiv(inner, 1024))]
+    launch(both, out, INNER=inner, BLOCK=1024, num_warps=4)
+    return out
+
+
+def power(size: int) -> int:
+    """The next power of two."""
+    return int(triton.next_power_of_2(size))
+
+
+def _warps(width: int) -> int:
+    return 1 if width <= 512 else 4 if width <= 4096 else 8
