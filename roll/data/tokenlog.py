@@ -51,6 +51,9 @@ class TokenLog:
 
     def __init__(self) -> None:
         self._segments: list[Segment] = []
+        self._branch = 0
+        """Where among them the last branch begins."""
+        self._branch_tokens = 0
 
     @classmethod
     def of_columns(
@@ -92,18 +95,18 @@ class TokenLog:
     def prompt(self, ids: Sequence[int] | IntArray) -> None:
         if self._segments:
             raise ValueError("a token log begins with its prompt: later input is an observation")
-        self._segments.append(Segment("prompt", _frozen(ids, np.int32)))
+        self._append(Segment("prompt", _frozen(ids, np.int32)))
 
     def fork(self, ids: Sequence[int] | IntArray) -> None:
         """Begins a branch with this prompt."""
         if not self._segments or not len(ids):
             raise ValueError("a branch begins with its prompt, after the log has begun with one")
-        self._segments.append(Segment("prompt", _frozen(ids, np.int32)))
+        self._append(Segment("prompt", _frozen(ids, np.int32)))
 
     def observe(self, ids: Sequence[int] | IntArray) -> None:
         if not self._segments:
             raise ValueError("a token log begins with its prompt, not with an observation")
-        self._segments.append(Segment("observation", _frozen(ids, np.int32)))
+        self._append(Segment("observation", _frozen(ids, np.int32)))
 
     def respond(
         self, ids: Sequence[int] | IntArray, logprobs: Sequence[float] | FloatArray, versions: Sequence[int] | IntArray
@@ -112,8 +115,15 @@ class TokenLog:
             raise ValueError("a token log begins with its prompt, not with a response")
         if not len(ids) == len(logprobs) == len(versions):
             raise ValueError(f"{len(ids)} response tokens with {len(logprobs)} log-probs and {len(versions)} versions")
-        segment = Segment("response", _frozen(ids, np.int32), _frozen(logprobs, np.float32), _frozen(versions, np.int32))
+        self._append(
+            Segment("response", _frozen(ids, np.int32), _frozen(logprobs, np.float32), _frozen(versions, np.int32))
+        )
+
+    def _append(self, segment: Segment) -> None:
+        if segment.kind == "prompt":
+            self._branch, self._branch_tokens = len(self._segments), 0
         self._segments.append(segment)
+        self._branch_tokens += len(segment.ids)
 
     def imitate(self, ids: Sequence[int] | IntArray) -> None:
         """Appends a response that nobody sampled."""
@@ -126,16 +136,12 @@ class TokenLog:
     @property
     def context(self) -> IntArray:
         """What the next token follows: the tokens of the last branch."""
-        return _joined([s.ids for s in self._last_branch()], np.int32)
+        return _joined([s.ids for s in self._segments[self._branch :]], np.int32)
 
     @property
     def context_tokens(self) -> int:
         """How many those are."""
-        return sum(len(s.ids) for s in self._last_branch())
-
-    def _last_branch(self) -> list[Segment]:
-        begin = max((i for i, s in enumerate(self._segments) if s.kind == "prompt"), default=0)
-        return self._segments[begin:]
+        return self._branch_tokens
 
     @property
     def loss_mask(self) -> BoolArray:

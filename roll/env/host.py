@@ -62,6 +62,8 @@ class Host:
         self._numbers = itertools.count()
         self._calls: dict[int, _Call] = {}
         self._queue: deque[_Call] = deque()
+        self._outbox: list[bytes] = []
+        """Frames that go out together, as soon as whoever is about to ask has asked."""
         self._loads: dict[str, asyncio.Future[Reply]] = {}
         self._why = ""
         self._hearing = asyncio.create_task(self._hear())
@@ -141,8 +143,15 @@ class Host:
     def _send(self, call: _Call) -> None:
         number = next(self._numbers)
         self._calls[number] = call
-        call.timer = asyncio.get_running_loop().call_later(call.deadline_s, self._late, number)
-        self._child.writer.write(wire.frame((number, call.request)))
+        loop = asyncio.get_running_loop()
+        call.timer = loop.call_later(call.deadline_s, self._late, number)
+        if not self._outbox:
+            loop.call_soon(self._send_out)
+        self._outbox.append(wire.frame((number, call.request)))
+
+    def _send_out(self) -> None:
+        frames, self._outbox = self._outbox, []
+        self._child.writer.write(b"".join(frames))
 
     def _late(self, number: int) -> None:
         """A deadline has passed. What has arrived counts, but it may not have been read yet, if the event loop was held

@@ -12,10 +12,10 @@ Example: after the prompt `<user>2+2?<end><assistant>` and the sampled tokens `4
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -23,9 +23,13 @@ from roll.data.task import Message
 from roll.data.tokenlog import FloatArray, IntArray, TokenLog
 from roll.model.template import writes_each_alone
 
+V = TypeVar("V")
+
 _SENTINEL = "x"
 _KNOWN = 4096
-"""Texts whose tokens are kept."""
+"""Of texts, answers and turns each: how many are kept, with what was made of them."""
+_SHORT = 32
+"""Tokens of an answer that is likely to be given again."""
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """Functions that the model may call, as JSON schemas: templates that know of tools show them."""
@@ -47,18 +51,48 @@ class Written:
     tokens: list[int]
 
 
+@dataclass(frozen=True)
+class _Turn:
+    """What an answer and the messages after it add to a conversation."""
+
+    prompt: str
+    """The generation prompt that the text before ends with."""
+    text: str
+    """All that follows, beginning with that prompt."""
+    tokens: list[int]
+    """Those since the end of the answer."""
+
+
+class _Kept(Generic[V]):
+    """Values of the keys that were asked for last: siblings in one world often say and see the same."""
+
+    def __init__(self) -> None:
+        self._values: OrderedDict[Hashable, V] = OrderedDict()
+
+    def of(self, key: Hashable, make: Callable[[], V]) -> V:
+        if key in self._values:
+            self._values.move_to_end(key)
+            return self._values[key]
+        value = self._values[key] = make()
+        if len(self._values) > _KNOWN:
+            self._values.popitem(last=False)
+        return value
+
+
 class ChatRenderer:
     """Text and tokens of messages under one tokenizer's chat template."""
 
     def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         self.stop_ids = frozenset(stop_ids)
-        self._stops = [str(tokenizer.decode([stop])) for stop in sorted(self.stop_ids)]
+        self._stops = {stop: str(tokenizer.decode([stop])) for stop in sorted(self.stop_ids)}
         template = tokenizer.chat_template
         self._each_alone = isinstance(template, str) and writes_each_alone(template)
         self._seams: dict[str, str] = {}
-        self._known: OrderedDict[str, list[int]] = OrderedDict()
-        self._beginnings: OrderedDict[tuple[str, str], tuple[str, str]] = OrderedDict()
+        self._known: _Kept[list[int]] = _Kept()
+        self._beginnings: _Kept[tuple[str, str]] = _Kept()
+        self._turns: _Kept[_Turn | None] = _Kept()
+        self._answers: _Kept[str] = _Kept()
         self._last_opening: tuple[object, Written] = (None, Written("", []))
 
     def opening(self, messages: Sequence[Message], tools: Tools = ()) -> Written:
@@ -86,34 +120,52 @@ class ChatRenderer:
             raise ValueError("a follow-up comes after an assistant's message")
         if before is None:
             before = self._text(history[:-1], generate=True, tools=tools)
-        whole = self._whole(before, history, new, tools)
+        if self._each_alone and len(history) > 2:
+            turn = self._turn(history[0], history[-1], ended, new, tools)
+            if turn is not None and before.endswith(turn.prompt):
+                return Written(before.removesuffix(turn.prompt) + turn.text, turn.tokens)
+        whole = self._text([*history, *new], generate=True, tools=tools)
+        return Written(whole, self._since(before, whole, history, ended, new, tools))
+
+    def _turn(
+        self, first: Message, answer: Message, ended: int | None, new: Sequence[Message], tools: Tools
+    ) -> _Turn | None:
+        """What a turn adds where the template writes every message by itself: rendered after the first message alone,
+        else a conversation's turns would cost more and more. None where the template does not keep to it."""
+        known = (repr(first), repr(tools) if tools else "")
+
+        def make() -> _Turn | None:
+            opening, prompt = self._beginnings.of(known, lambda: self._beginning(first, tools))
+            added = self._text([first, answer, *new], generate=True, tools=tools)
+            if not added.startswith(opening):
+                return None
+            tokens = self._since(opening + prompt, added, [first, answer], ended, new, tools)
+            return _Turn(prompt, added.removeprefix(opening), tokens)
+
+        return self._turns.of((*known, repr(answer), ended, repr(new)), make)
+
+    def _beginning(self, first: Message, tools: Tools) -> tuple[str, str]:
+        """The text of a conversation's first message alone, and the generation prompt after it."""
+        opening, asked = (self._text([first], generate=generate, tools=tools) for generate in (False, True))
+        return opening, asked.removeprefix(opening)
+
+    def _since(
+        self,
+        before: str,
+        whole: str,
+        history: Sequence[Message],
+        ended: int | None,
+        new: Sequence[Message],
+        tools: Tools,
+    ) -> list[int]:
+        """The tokens since the end of the answer, which began after `before`."""
         after = _after(before, whole, history[-1]["content"])
         seam = self._seam(history, new[0]["role"], tools) if new else ""
         if after is None or not seam or not after.startswith(seam):
             after = self._after_marked(history, new, tools)
         if ended is not None:
-            after = after.removeprefix(self.tokenizer.decode([ended]))
-        return Written(whole, self._tokens(after))
-
-    def _whole(self, before: str, history: Sequence[Message], new: Sequence[Message], tools: Tools) -> str:
-        """The text up to where the next response begins. Where the template writes every message by itself, only the
-        first and the last ones are rendered: else a conversation's turns would cost more and more."""
-        if self._each_alone and len(history) > 2:
-            opening, prompt = self._beginning(history[0], tools)
-            added = self._text([history[0], history[-1], *new], generate=True, tools=tools)
-            if added.startswith(opening) and before.endswith(prompt):
-                return before.removesuffix(prompt) + added.removeprefix(opening)
-        return self._text([*history, *new], generate=True, tools=tools)
-
-    def _beginning(self, first: Message, tools: Tools) -> tuple[str, str]:
-        """The text of a conversation's first message alone, and the generation prompt after it. Kept for a while."""
-        key = (repr(first), repr(tools) if tools else "")
-        if key not in self._beginnings:
-            opening, asked = (self._text([first], generate=generate, tools=tools) for generate in (False, True))
-            self._beginnings[key] = (opening, asked.removeprefix(opening))
-            if len(self._beginnings) > _KNOWN:
-                self._beginnings.popitem(last=False)
-        return self._beginnings[key]
+            after = after.removeprefix(self._stops.get(ended) or self.tokenizer.decode([ended]))
+        return self._tokens(after)
 
     def _seam(self, history: Sequence[Message], role: str, tools: Tools) -> str:
         """What stands between any response and what that role says next."""
@@ -157,14 +209,19 @@ class ChatRenderer:
         if not shown.startswith(opening):
             raise NotImitable("the chat template shows an answer after another beginning than it asks for one with")
         rest = shown[len(opening) :]
-        ends = [rest.rfind(stop) + len(stop) for stop in self._stops if stop in rest]
+        ends = [rest.rfind(stop) + len(stop) for stop in self._stops.values() if stop in rest]
         if not ends:
-            named = ", ".join(map(repr, self._stops)) or "none"
+            named = ", ".join(map(repr, self._stops.values())) or "none"
             raise NotImitable(f"the chat template puts none of the tokens that end an answer ({named}) after one")
         return rest[: max(ends)]
 
     def text(self, ids: Sequence[int] | IntArray) -> str:
         """What a response says: its tokens without the special ones."""
+        if len(ids) > _SHORT:
+            return self._decoded(ids)
+        return self._answers.of(tuple(map(int, ids)), lambda: self._decoded(ids))
+
+    def _decoded(self, ids: Sequence[int] | IntArray) -> str:
         decoded: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return decoded
 
@@ -185,15 +242,11 @@ class ChatRenderer:
         return text
 
     def _tokens(self, text: str) -> list[int]:
-        """Kept for a while: siblings in one world often see the same."""
-        if text in self._known:
-            self._known.move_to_end(text)
-            return self._known[text]
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        self._known[text] = ids
-        if len(self._known) > _KNOWN:
-            self._known.popitem(last=False)
-        return ids
+        def make() -> list[int]:
+            ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            return ids
+
+        return self._known.of(text, make)
 
 
 class Conversation:

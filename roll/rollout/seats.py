@@ -45,6 +45,8 @@ class Seats:
 
     async def of(self, sample: str, deadline_s: float) -> Seat:
         """The sample's seat; waits for one at most so long, then raises `TimeoutError`."""
+        if (seat := self._given.get(sample)) is not None:  # as in every turn but the first
+            return seat
         async with asyncio.timeout(deadline_s):
             while sample not in self._given:
                 self._awaited[sample] = asyncio.get_running_loop().create_future()

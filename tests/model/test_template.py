@@ -16,7 +16,7 @@ from test_chat_rendering import (
 )
 
 from roll.data.task import Message
-from roll.model.chat import ChatRenderer
+from roll.model.chat import ChatRenderer, HistoryRewritten, Tools, Written
 from roll.model.template import writes_each_alone
 
 ASKS = "{% if add_generation_prompt %}A:{% endif %}"
@@ -95,12 +95,28 @@ def test_a_conversation_reads_as_if_it_were_rendered_from_its_beginning(
     template: str, opening: list[str], text: str, turns: list[tuple[str, list[tuple[str, str]]]], tools: bool
 ) -> None:
     tokenizer = bpe_tokenizer(template)
-    chat, shown = ChatRenderer(tokenizer, []), [{"name": "look"}] if tools else []
-    history = [Message(role=role, content=text) for role in opening]
-    before = chat._text(history, generate=True, tools=shown)
-    for answer, said in turns:
-        history.append(Message(role="assistant", content=answer))
-        new = [Message(role=role, content=content) for role, content in said]
-        found = chat._whole(before, history, new, shown)
-        assert found == chat._text([*history, *new], generate=True, tools=shown)
-        history, before = [*history, *new], found
+    chat, plain, shown = ChatRenderer(tokenizer, [1]), ChatRenderer(tokenizer, [1]), [{"name": "look"}] if tools else []
+    plain._each_alone = False
+    for _ in "twice":  # what siblings have said before is known
+        history = [Message(role=role, content=text) for role in opening]
+        before = chat._text(history, generate=True, tools=shown)
+        for answer, said in turns:
+            history.append(Message(role="assistant", content=answer))
+            new = [Message(role=role, content=content) for role, content in said]
+            for ended in (None, 1):
+                expected = _following(plain, history, ended, new, shown, before)
+                assert _following(chat, history, ended, new, shown, before) == expected
+            if expected is None:
+                break
+            assert expected.text == chat._text([*history, *new], generate=True, tools=shown)
+            history, before = [*history, *new], expected.text
+
+
+def _following(
+    chat: ChatRenderer, history: list[Message], ended: int | None, new: list[Message], tools: Tools, before: str
+) -> Written | None:
+    """None where no tokens can follow."""
+    try:
+        return chat.follow_up(history, ended, new, tools, before)
+    except HistoryRewritten:
+        return None
