@@ -1,4 +1,10 @@
-"""In bf16 an engine's log-probs are as near to a forward pass as those of a decoder of transformers."""
+"""In bf16 an engine's log-probs are as near to those in fp32 as transformers' own are, and on a CPU as near to a forward
+pass as transformers' decoder is.
+
+Not on a GPU: there transformers' decoder and forward pass, on an H200, are 0.025 apart (mean, SmolLM2-135M), having most
+of their roundings in common, but either is 0.034 from fp32. A decoder without any error would be 0.034 from that forward
+pass, and could not be within 1.25 × 0.025 of it.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +24,7 @@ from roll.engine.request import Completion
 from roll.model.loading import ModelSource, cpu_multiplies_bf16, find_model, load_model, load_tokenizer
 
 ASKED = ("What is 17 + 25?", "Tell me a story about a dog.", "Write a poem about rain.", "How do I cook rice?")
+ANSWERS = 6 if DEVICE == "cpu" else 24
 pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not cpu_multiplies_bf16(), reason="needs bf16 instructions")
 
 
@@ -52,27 +59,37 @@ def decoded_log_probs(model: LlamaForCausalLM, prompt: Sequence[int], drawn: Seq
 
 
 @pytest.mark.parametrize("engine", ["native", pytest.param("vllm", marks=pytest.mark.vllm)])
-def test_bf16_log_probs_are_as_near_to_a_forward_pass_as_a_decoder_of_transformers(engine: str) -> None:
+def test_bf16_log_probs_are_as_near_as_those_of_transformers(engine: str) -> None:
     source = smollm2()
     values: Any = load_model(source, torch.bfloat16, 0).to(DEVICE)
     served = Served.start(engine, torch.bfloat16, **shape_of(values.config))
     try:
         tokenizer = load_tokenizer(source, ModelConfig())
-        asked = [request(str(n), 40, ids_of(tokenizer, ASKED[n % 4]), seed=n) for n in range(6)]
+        asked = [request(str(n), 40, ids_of(tokenizer, ASKED[n % 4]), seed=n) for n in range(ANSWERS)]
 
         async def main() -> dict[str, Completion]:
             await served.publish(values)
             return await served.generate(*asked)
 
-        done, reference = served.run(main()), plain(values, "sdpa")
-        ours, theirs = [], []
-        for each in asked:
-            prompt, drawn = each.ids.tolist(), done[each.id].ids.tolist()
-            whole = forward_log_probs(reference, prompt, drawn)
-            ours.append((torch.from_numpy(done[each.id].logprobs) - whole).abs())
-            theirs.append((decoded_log_probs(reference, prompt, drawn) - whole).abs())
-        mean, allowed = float(torch.cat(ours).mean()), float(torch.cat(theirs).mean())
-        print(f"mean difference from a forward pass in bf16: {engine} {mean:.4f}, transformers' decoder {allowed:.4f}")
-        assert mean <= 1.25 * allowed
+        done = served.run(main())
     finally:
         served.close()
+    pairs = [(each.ids.tolist(), done[each.id].ids.tolist()) for each in asked]
+    narrow, wide = plain(values, "sdpa"), plain(values, "sdpa").float()
+    ours = torch.cat([torch.from_numpy(done[each.id].logprobs) for each in asked])
+    forward = torch.cat([forward_log_probs(narrow, *pair) for pair in pairs])
+    decoded = torch.cat([decoded_log_probs(narrow, *pair) for pair in pairs])
+    exact = torch.cat([forward_log_probs(wide, *pair) for pair in pairs])
+    print(f"mean difference from a forward pass in bf16: {engine} {mean(ours, forward):.4f}, ", end="")
+    print(
+        f"transformers' decoder {mean(decoded, forward):.4f}; from one in fp32: {engine} {mean(ours, exact):.4f}, ",
+        end="",
+    )
+    print(f"transformers' decoder {mean(decoded, exact):.4f}, its forward pass {mean(forward, exact):.4f}")
+    assert mean(ours, exact) <= 1.25 * mean(decoded, exact)
+    if DEVICE == "cpu":
+        assert mean(ours, forward) <= 1.25 * mean(decoded, forward)
+
+
+def mean(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().mean())
