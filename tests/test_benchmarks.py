@@ -15,9 +15,11 @@ import pytest
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 ENGINE = "--model tiny --device cpu --sequences 8 --prompt 8 --longest 8 --repeats 1 --engines native,generate"
 STEP = "--model tiny --device cpu --prompts 2 --samples 2 --new-tokens 4 --steps 3 --no-trl"
+TALK = "--model tiny --device cpu --conversations 4 --turns 2 --prompt 8 --observation 4 --engines native"
 SMALL = {
     "algorithms.py": ("--only grpo", "grpo_reward"),
     "calls.py": ("--callers 8 --rounds 2 --repeats 1", "crowded_of_single"),
+    "conversations.py": (TALK, "native_ms_a_turn"),
     "cycle.py": ("--repeats 1", "over_imports"),
     "engine.py": (ENGINE, "native_over_generate"),
     "grpo_step.py": (STEP, "roll_seconds"),
