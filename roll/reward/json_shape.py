@@ -87,4 +87,9 @@ def _is_whole(value: Any) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
+    """As JSON has it, where true is not 1, however deep."""
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[name], b[name]) for name in a)
     return bool(a == b) and isinstance(a, bool) == isinstance(b, bool)

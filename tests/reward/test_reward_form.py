@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from roll.data import Response, Task
@@ -113,6 +113,8 @@ shapes = st.recursive(
 
 
 @given(values, shapes)
+@example([False, False, False], {"enum": [[False, False, 0]]})
+@example({"x": True}, {"const": {"x": 1}})
 def test_shapes_hold_what_json_schema_says(value: Any, shape: dict[str, Any]) -> None:
     check_shape(shape)
     assert fits(value, shape) == jsonschema.Draft202012Validator(shape).is_valid(value)
