@@ -40,7 +40,8 @@ SHOWS_TOOLS = """
   {%- endif %}
 {%- endfor %}"""
 SHOWS_TOOLS += ASKS
-ALONE = [CHATML, PLAIN, TRIMMING, TRIMMING_PLAIN, DEFAULT_SYSTEM, SHOWS_TOOLS]
+REPEATS_THE_FIRST = PLAIN.replace("m['content'] + ", "m['content'] + messages[0]['content'] + ")
+ALONE = [CHATML, PLAIN, TRIMMING, TRIMMING_PLAIN, DEFAULT_SYSTEM, SHOWS_TOOLS, REPEATS_THE_FIRST]
 LOOP = "{% for m in messages %}{{ m.content }}%s{% endfor %}" + ASKS
 TOGETHER = [
     FORGETS_THOUGHTS,
@@ -95,15 +96,15 @@ def test_a_conversation_reads_as_if_it_were_rendered_from_its_beginning(
     template: str, opening: list[str], text: str, turns: list[tuple[str, list[tuple[str, str]]]], tools: bool
 ) -> None:
     tokenizer = bpe_tokenizer(template)
-    chat, plain, shown = ChatRenderer(tokenizer, [1]), ChatRenderer(tokenizer, [1]), [{"name": "look"}] if tools else []
+    chat, plain, shown = ChatRenderer(tokenizer, [2]), ChatRenderer(tokenizer, [2]), [{"name": "look"}] if tools else []
     plain._each_alone = False
-    for _ in "twice":  # what siblings have said before is known
-        history = [Message(role=role, content=text) for role in opening]
+    for first in (text, text + "!", text):  # what siblings have said before is known
+        history = [Message(role=role, content=first) for role in opening]
         before = chat._text(history, generate=True, tools=shown)
         for answer, said in turns:
             history.append(Message(role="assistant", content=answer))
             new = [Message(role=role, content=content) for role, content in said]
-            for ended in (None, 1):
+            for ended in (None, 2):
                 expected = _following(plain, history, ended, new, shown, before)
                 assert _following(chat, history, ended, new, shown, before) == expected
             if expected is None:
