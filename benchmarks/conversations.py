@@ -9,7 +9,6 @@ Tokens are random. An answer is drawn and another one put in its place: its own 
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from common import parser, report
 from engine import Native, Runner, build_model, vllm
-from engine_peers import Vllm
+from engine_peers import Vllm, vllm_python
 from engine_work import Sizes, Workload
 
 from roll.model.loading import choose_dtype
@@ -48,24 +47,25 @@ def main() -> None:
     engines: dict[str, Runner] = {}
     if "native" in args.engines:
         engines["native"] = Native(model, args.conversations)
-    python = args.vllm_python or (sys.executable if importlib.util.find_spec("vllm") else None)
-    if "vllm" in args.engines and python:
+    if "vllm" in args.engines and (python := vllm_python(args.vllm_python)):
         engines["vllm"] = vllm(python, args, model, Sizes(args.conversations, longest, args.answer))
-    result: dict[str, object] = {"model": args.model, "dtype": str(dtype), "threads": args.threads}
     print("| engine | ms a turn of all | ms of the first | ms of the last | turns/s |")
     print("| --- | --- | --- | --- | --- |")
+    turn_ms: dict[str, float] = {}
     for name, engine in engines.items():
-        played = [play(engine, args, model.config.vocab_size, seed) for seed in range(2)][-1]  # once to warm up
-        result |= {
-            f"{name}_ms_a_turn": 1e3 * float(np.mean(played)),
-            f"{name}_turns_per_s": args.conversations / float(np.mean(played)),
-        }
-        first, last, speed = 1e3 * played[0], 1e3 * played[-1], result[f"{name}_turns_per_s"]
-        print(f"| {name} | {1e3 * np.mean(played):.1f} | {first:.1f} | {last:.1f} | {speed:.0f} |", flush=True)
+        play(engine, args, model.config.vocab_size, 0)  # to warm up
+        played = 1e3 * np.array(play(engine, args, model.config.vocab_size, 1))
+        turn_ms[name] = float(played.mean())
+        figures = (
+            f"{turn_ms[name]:.1f} | {played[0]:.1f} | {played[-1]:.1f} | {1e3 * args.conversations / turn_ms[name]:.0f}"
+        )
+        print(f"| {name} | {figures} |", flush=True)
         if isinstance(engine, Vllm):
             engine.close()
-    if len(engines) == 2:
-        result["native_over_vllm"] = float(result["vllm_ms_a_turn"]) / float(result["native_ms_a_turn"])  # type: ignore[arg-type]
+    result: dict[str, object] = {"model": args.model, "dtype": str(dtype), "threads": args.threads}
+    result |= {f"{name}_ms_a_turn": ms for name, ms in turn_ms.items()}
+    if len(turn_ms) == 2:
+        result["native_over_vllm"] = turn_ms["vllm"] / turn_ms["native"]
         print(f"native over vllm: {result['native_over_vllm']:.2f}")
     if args.json:
         report(result, True)

@@ -20,7 +20,6 @@ if this interpreter has it, or that of `--vllm-python`.
 from __future__ import annotations
 
 import copy
-import importlib.util
 import sys
 import tempfile
 import time
@@ -32,7 +31,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import parser, report
-from engine_peers import Generate, Vllm
+from engine_peers import Generate, Vllm, vllm_python
 from engine_work import Floor, Outcome, Sizes, Workload, make_workload, read_clock
 
 from roll.engine.make import make_engine
@@ -86,10 +85,8 @@ def main() -> None:
             engines[name] = Native(model, sizes.sequences)
         elif name == "generate":
             engines[name] = Generate(plain(model))
-        elif python := args.vllm_python or (sys.executable if importlib.util.find_spec("vllm") else None):
+        elif python := vllm_python(args.vllm_python):
             engines[name] = vllm(python, args, model, sizes)
-        else:
-            print("vLLM is not here: --vllm-python names an interpreter that has it", file=sys.stderr)
     result: dict[str, object] = {"model": args.model, "dtype": str(dtype), "threads": args.threads}
     result |= measure(engines, works, sizes, model, args.repeats, args.clock)
     for engine in engines.values():

@@ -5,6 +5,7 @@ Run as a program, this is vLLM's process: it imports nothing of ROLL, so that an
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -84,6 +85,14 @@ class _Clock:
 
     def steps_s(self, started: float) -> list[float]:
         return [b - a for a, b in pairwise([started, *self.times])]
+
+
+def vllm_python(asked: str | None) -> str | None:
+    """An interpreter that has vLLM: the one that was asked for, or this one; None, and why, if it has not."""
+    if asked or importlib.util.find_spec("vllm"):
+        return asked or sys.executable
+    print("vLLM is not here: --vllm-python names an interpreter that has it", file=sys.stderr)
+    return None
 
 
 class Vllm:

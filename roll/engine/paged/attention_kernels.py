@@ -200,9 +200,8 @@ def attend(
 ) -> None:
     """Every row over its own positions in one layer's cache, into `out` [rows, heads · dim]. The queries of a row are the
     first of its line in `query`, which may be longer."""
-    _, kv_heads, block, dim = keys.shape
-    parts = out
-    highest = total = out
+    _, kv_heads, _, dim = keys.shape
+    parts = highest = total = out
     if splits > 1:
         parts = query.new_empty(rows.count, heads, splits, dim, dtype=torch.float32)
         highest, total = query.new_empty(2, rows.count, heads, splits, dtype=torch.float32)
@@ -221,19 +220,9 @@ def attend(
         cap or 0.0,
         query.stride(0),
         rows.data.stride(0),
-        HEADS=heads,
-        KV_HEADS=kv_heads,
         GROUP_PAD=max(16, power(heads // kv_heads)),
-        DIM=dim,
-        PAD=max(16, power(dim)),
-        BLOCK=block,
-        TILE=SPLIT_TILE,
         SPLITS=splits,
-        WINDOWED=bool(window),
-        CAPPED=bool(cap),
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=4,
-        num_stages=3 if dim <= 128 else 2,
+        **_constants(query, keys, heads, window, cap),
     )
     if splits > 1:
         join: Any = _join[(rows.count * heads,)]
@@ -258,7 +247,7 @@ def attend_tiles(
     cap: float | None = None,
 ) -> None:
     """As `attend`, for rows in tiles: those of a tile are of one sequence and follow each other, nobody's after them."""
-    _, kv_heads, block, dim = keys.shape
+    kv_heads = keys.shape[1]
     tile = tile_rows(heads, kv_heads)
     launch: Any = _attend_tile[(rows.count // tile, kv_heads)]
     launch(
@@ -273,17 +262,25 @@ def attend_tiles(
         cap or 0.0,
         query.stride(0),
         rows.data.stride(0),
-        HEADS=heads,
-        KV_HEADS=kv_heads,
         ROWS=tile,
         LINES=max(16, power(tile * heads // kv_heads)),
-        DIM=dim,
-        PAD=max(16, power(dim)),
-        BLOCK=block,
-        TILE=SPLIT_TILE,
-        WINDOWED=bool(window),
-        CAPPED=bool(cap),
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=4,
-        num_stages=3 if dim <= 128 else 2,
+        **_constants(query, keys, heads, window, cap),
     )
+
+
+def _constants(query: Tensor, keys: Tensor, heads: int, window: int | None, cap: float | None) -> dict[str, Any]:
+    """What both kernels are compiled for."""
+    _, kv_heads, block, dim = keys.shape
+    return {
+        "HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "DIM": dim,
+        "PAD": max(16, power(dim)),
+        "BLOCK": block,
+        "TILE": SPLIT_TILE,
+        "WINDOWED": bool(window),
+        "CAPPED": bool(cap),
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+        "num_warps": 4,
+        "num_stages": 3 if dim <= 128 else 2,
+    }
