@@ -49,6 +49,10 @@ def _check_sft(config: Config) -> None:
             f"train.updates_per_step is {train.updates_per_step}, but an sft step is one update: write a smaller "
             "data.samples_per_step instead"
         )
+    if train.epochs_per_step > 1:
+        raise ValueError(
+            f"train.epochs_per_step is {train.epochs_per_step}, but an sft step is one update: write data.epochs instead"
+        )
     if data.epochs and _changed(config, "train.steps") is not None:
         raise ValueError(
             f"train.steps is {train.steps} and data.epochs is {data.epochs:g}, and each is the length of the run: "

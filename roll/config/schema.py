@@ -202,7 +202,10 @@ class TrainConfig(Section):
     max_skipped_in_a_row: Count = 5
     """Steps in a row with an update skipped, because its loss or gradient was not finite, after which the run stops."""
     updates_per_step: Count = 1
-    """Optimizer steps a batch is cut into; above 1 the proximal log-probs are computed first."""
+    """Parts a step's batch is cut into, an optimizer step each, the critic's too. Several updates in a step, of parts or
+    epochs, are held to the policy that the step began with: its log-probs are computed first."""
+    epochs_per_step: Count = 1
+    """Times the parts of a step's batch are gone through."""
     micro_batch_tokens: Whole = 0
     """Distinct tokens in a micro-batch; a shared prefix counts once. Changes memory and speed, never the gradient. 0 is
     4096 on a CPU, and on a GPU what fits in its memory, at most 131072."""

@@ -58,11 +58,12 @@ TOKEN_COLUMNS: Mapping[str, Any] = {
     "proximal": np.float32,
     "ref": np.float32,
     "values": np.float32,
+    "returns": np.float32,
     "advantages": np.float32,
 }
 """Columns with one value a token, and their types. The log-probs are under softmax(logits / temperature); `turn` is the
 number of the sample's response that the token is of, below 0 where it was not sampled (-2 where it begins a branch, see
-`tokenlog.py`); `values` is a critic's."""
+`tokenlog.py`); `values` are a critic's, `returns` what it should have said."""
 
 _TYPES = {**SAMPLE_COLUMNS, **TURN_COLUMNS, **TOKEN_COLUMNS}
 

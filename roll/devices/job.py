@@ -33,7 +33,7 @@ def rlvr_job(config: Config, tasks: TaskSet) -> Job:
         *((f"domain {name}", _share(name, config, tasks)) for name in config.domains),
         ("samples a step", f"{rollout.groups_per_step} groups × {rollout.group_size} = {samples}"),
         ("tokens a sample", f"prompt up to {max(prompts)}, response up to {config.longest_response}"),
-        ("updates a step", str(train.updates_per_step)),
+        ("updates a step", str(train.updates_per_step * train.epochs_per_step)),
         ("steps", f"{train.steps}, {train.steps * samples} samples in all"),
     )
     work = Workload.of(config, min(prompts), max(prompts))

@@ -239,6 +239,7 @@ def test_a_plan_has_the_trainer_alone(tmp_path: Path, capfd: pytest.CaptureFixtu
         (["eval.show=0"], "eval.show is set, but nothing reads eval.show"),
         (["pipeline=rlvr"], "data.source is set, but nothing reads data in pipeline rlvr"),
         (["train.updates_per_step=2"], "an sft step is one update: write a smaller data.samples_per_step"),
+        (["train.epochs_per_step=2"], "an sft step is one update: write data.epochs instead"),
         (["data.epochs=2"], "each is the length of the run: write one of them"),
     ],
 )

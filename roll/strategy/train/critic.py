@@ -1,6 +1,6 @@
 """Training a critic in one process on one device: the trainer's micro-batches, a number in place of words.
 
-What always holds: the gradient is that of the mean over the step's sampled tokens, whatever the micro-batches; a
+What always holds: an update's gradient is that of the mean over its sampled tokens, whatever the micro-batches; a
 prediction is made from the state before its token, so it does not know the token.
 """
 
@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from roll.algorithm.credit import token_credit
-from roll.algorithm.rewards import Floats
 from roll.algorithm.streams import CreditSpec, token_weights
 from roll.algorithm.value import value_loss
 from roll.config.schema import TrainConfig
@@ -28,7 +27,8 @@ from roll.strategy.train.base import NotFinite, UpdateStats
 from roll.strategy.train.microbatch import MicroBatch
 from roll.strategy.train.optimizer import MasterAdamW, learning_rate
 from roll.strategy.train.passes import Passes
-from roll.strategy.train.suspects import Suspects, sample_names
+from roll.strategy.train.suspects import Suspects
+from roll.strategy.train.updates import make_updates
 
 
 class CriticStrategy:
@@ -50,11 +50,17 @@ class CriticStrategy:
         return result
 
     def update(self, batch: Batch, credit: CreditSpec, step: int) -> UpdateStats:
-        """Trains on the batch's returns once; its column `values` is what was predicted for it."""
+        """Trains on the batch's returns, in as many updates as the actor makes of it; its column `values` is what was
+        predicted for it."""
         returns = token_credit(batch, credit).returns
         assert returns is not None, "returns are credited where there is a critic"
-        columns = {"before": batch["values"], "returns": returns, "weights": token_weights(batch, "token_mean")}
-        total, error = torch.zeros(2, device=self.model.model.device).unbind()
+        batch, lr = batch.with_columns(returns=returns), learning_rate(self._config, step)
+        stats = make_updates(batch, self._config, lr, lambda part: self._update_once(part, step))
+        return stats.with_metrics({"explained": _explained(batch)})
+
+    def _update_once(self, batch: Batch, step: int) -> UpdateStats:
+        columns = {"before": batch["values"], "returns": batch["returns"], "weights": token_weights(batch, "token_mean")}
+        total = torch.zeros((), device=self.model.model.device)
         suspects, rows = Suspects(), 0
         for micro in self._passes.over(batch):
             values = self._values(micro)
@@ -65,20 +71,10 @@ class CriticStrategy:
             loss.backward()  # type: ignore[no-untyped-call]
             suspects.add(micro, losses, values.grad)
             total, rows = total + loss.detach(), rows + micro.rows
-            error = error + ((known["before"] - known["returns"]) ** 2 * known["weights"]).sum()
         done = self._optimizer.step(step, total)
-        return UpdateStats(
-            loss=float(total),
-            grad_norm=done.norm if done.applied else math.nan,
-            lr=learning_rate(self._config, step),
-            rows=rows,
-            tokens=batch.tokens,
-            updates=1,
-            skipped=int(not done.applied),
-            not_finite=NotFinite() if done.applied else NotFinite(suspects.guilty(batch), done.sick),
-            metrics={"explained": _explained(returns[batch.loss_mask], float(error))},
-            untrained=() if done.applied else sample_names(batch),
-        )
+        norm = done.norm if done.applied else math.nan
+        sick = NotFinite() if done.applied else NotFinite(suspects.guilty(batch), done.sick)
+        return UpdateStats(float(total), norm, 0.0, rows, batch.tokens, 1, int(not done.applied), sick)
 
     def hold(self, level: Level) -> None:
         self._shelf.hold(level, dict(self.model.named_parameters()), self._optimizer.tensors())
@@ -100,7 +96,8 @@ class CriticStrategy:
         return distinct[predictions.sources[predictions.pair_of]]
 
 
-def _explained(returns: Floats, error: float) -> float:
-    """The share of the returns' variance that the predictions had explained before the update."""
+def _explained(batch: Batch) -> float:
+    """The share of the returns' variance that the predictions had explained before the step."""
+    values, returns = (batch[name][batch.loss_mask].astype(np.float64) for name in ("values", "returns"))
     spread = float(np.var(returns)) if len(returns) else 0.0
-    return 1 - error / spread if spread > 0 else 0.0
+    return 1 - float(np.mean((values - returns) ** 2)) / spread if spread > 0 else 0.0

@@ -23,10 +23,9 @@ from roll.algorithm.correction import Mismatch
 from roll.algorithm.credit import token_credit
 from roll.algorithm.losses import resolve_loss
 from roll.algorithm.streams import LossSpec, Streams, TokenLoss, token_weights
-from roll.config.errors import RunError
 from roll.config.schema import TrainConfig
 from roll.data.batch import Batch
-from roll.data.columns import Array, Indices
+from roll.data.columns import Array
 from roll.data.tokenlog import FloatArray
 from roll.model.loading import quiet
 from roll.model.lora import Adapters
@@ -37,7 +36,8 @@ from roll.strategy.train.microbatch import MicroBatch
 from roll.strategy.train.optimizer import MasterAdamW, learning_rate
 from roll.strategy.train.passes import Passes
 from roll.strategy.train.probe import Probe
-from roll.strategy.train.suspects import Suspects, sample_names
+from roll.strategy.train.suspects import Suspects
+from roll.strategy.train.updates import make_updates
 from roll.transfer.weights import Weights
 
 
@@ -77,16 +77,12 @@ class SingleStrategy:
     def update(self, batch: Batch, loss: LossSpec, step: int) -> UpdateStats:
         if "advantage" not in batch:
             raise ValueError("the batch has no column 'advantage': credit it before an update")
-        if self._config.updates_per_step > 1 and "proximal" not in batch:
+        if self._config.updates_per_step * self._config.epochs_per_step > 1 and "proximal" not in batch:
             batch = batch.with_columns(proximal=self.log_probs(batch))
         batch = batch.with_columns(advantages=token_credit(batch, loss.credit).advantages)
-        parts = [batch.select(part) for part in _by_groups(batch, self._config.updates_per_step)]
-        parts = [part for part in parts if part.loss_mask.any()]
-        if not parts:
-            raise RunError("the batch has no sampled tokens to train on")
+        lr = learning_rate(self._config, step)
         with self._adapters.dropping(step) if self._adapters is not None else nullcontext():
-            done = [self._update_once(part, loss, step) for part in parts]
-        return _joined(done, parts, batch, learning_rate(self._config, step))
+            return make_updates(batch, self._config, lr, lambda part: self._update_once(part, loss, step))
 
     def _update_once(self, batch: Batch, spec: LossSpec, step: int) -> UpdateStats:
         assert self._optimizer is not None, "a frozen model cannot be updated"
@@ -178,37 +174,3 @@ def _streams(micro: MicroBatch, current: Tensor, entropy: Tensor, columns: Mappi
         ref=known.get("ref"),
         entropy=entropy,
     )
-
-
-def _by_groups(batch: Batch, parts: int) -> list[Indices]:
-    """Cuts a batch into parts of whole groups, in order, as even as they go."""
-    groups = list(dict.fromkeys(batch["group"].tolist()))
-    pieces = np.array_split(np.array(groups), min(parts, len(groups)))
-    return [np.flatnonzero(np.isin(batch["group"], piece)) for piece in pieces]
-
-
-def _joined(done: list[UpdateStats], parts: list[Batch], batch: Batch, lr: float) -> UpdateStats:
-    """The stats of a step from those of its updates; token means are weighed by the updates' sampled tokens."""
-    sampled = [int(part.loss_mask.sum()) for part in parts]
-    share = [tokens / sum(sampled) for tokens in sampled]
-    names = done[0].metrics
-    metrics = {n: sum(w * s.metrics[n] for w, s in zip(share, done, strict=True)) for n in names}
-    metrics["mismatch_max"] = max(s.metrics["mismatch_max"] for s in done)
-    return UpdateStats(
-        loss=sum(w * s.loss for w, s in zip(share, done, strict=True)),
-        grad_norm=math.nan if any(math.isnan(s.grad_norm) for s in done) else max(s.grad_norm for s in done),
-        lr=lr,
-        rows=sum(s.rows for s in done),
-        tokens=batch.tokens,
-        updates=len(done),
-        skipped=sum(s.skipped for s in done),
-        not_finite=sum((s.not_finite for s in done), start=NotFinite()),
-        metrics=metrics,
-        untrained=_untrained(done, parts),
-    )
-
-
-def _untrained(done: list[UpdateStats], parts: list[Batch]) -> tuple[str, ...]:
-    """The samples of which no update was applied."""
-    applied = {name for stats, part in zip(done, parts, strict=True) if not stats.skipped for name in sample_names(part)}
-    return tuple(name for part in parts for name in sample_names(part) if name not in applied)

@@ -29,8 +29,16 @@ def prepared() -> LlamaForCausalLM:
     return model
 
 
-def make_critic(micro_batch_tokens: int = 64, clip: float | None = 0.2, lr: float = 1e-2) -> CriticStrategy:
-    config = TrainConfig(micro_batch_tokens=micro_batch_tokens, lr=lr, clip_grad_norm=1e9)
+def make_critic(
+    micro_batch_tokens: int = 64, clip: float | None = 0.2, lr: float = 1e-2, updates: int = 1, epochs: int = 1
+) -> CriticStrategy:
+    config = TrainConfig(
+        micro_batch_tokens=micro_batch_tokens,
+        lr=lr,
+        clip_grad_norm=1e9,
+        updates_per_step=updates,
+        epochs_per_step=epochs,
+    )
     critic = CriticStrategy(prepared(), config, clip)
     torch.manual_seed(1)
     torch.nn.init.normal_(critic.model.head.weight, std=0.5)
@@ -89,6 +97,41 @@ def test_gradients_are_those_of_plain_autograd(rows: int, clip: float | None, mo
     assert found.keys() == wanted.keys()
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name], gradient, atol=2e-5, rtol=2e-3)
+
+
+def test_it_makes_as_many_updates_as_the_actor() -> None:
+    batch = make_batch(groups=4)
+    critic, one_by_one = make_critic(updates=2, epochs=2), make_critic()
+    batch = batch.with_columns(values=critic.values(batch))
+    stats = critic.update(batch, GAE, 0)
+    assert (stats.updates, stats.skipped, stats.untrained) == (4, 0, ())
+    for groups in 2 * [[0, 1], [2, 3]]:  # the returns of a sample are its own, whatever part it is in
+        one_by_one.update(batch.select(np.flatnonzero(np.isin(batch["group"], groups))), GAE, 0)
+    np.testing.assert_array_equal(critic.values(batch), one_by_one.values(batch))
+
+
+def test_the_clip_holds_predictions_that_have_moved() -> None:
+    """By an optimizer without momentum: a prediction on its way to the return moves once, then no further."""
+    batch = make_batch(groups=2)
+    batch = batch.with_columns(advantage=np.ones(len(batch), np.float32))
+    moved = {}
+    for clip in (None, 1e-4):
+        critic = CriticStrategy(prepared(), TrainConfig(lr=1e-3, betas=(0, 0), epochs_per_step=20), clip)
+        before = critic.values(batch)
+        batch = batch.with_columns(values=before)
+        critic.update(batch, CreditSpec("gae"), 0)
+        moved[clip] = float(np.abs(critic.values(batch) - before)[batch.loss_mask].mean())
+    assert moved[1e-4] < moved[None] / 2
+
+
+def test_what_is_explained_was_predicted_before_the_step() -> None:
+    critic, batch = make_critic(updates=2), make_batch(groups=4)
+    batch = batch.with_columns(values=critic.values(batch))
+    returns = token_credit(batch, GAE).returns
+    assert returns is not None
+    wanted, said = returns[batch.loss_mask], batch["values"][batch.loss_mask]
+    explained = 1 - ((said - wanted) ** 2).mean() / wanted.var()
+    assert critic.update(batch, GAE, 0).metrics["explained"] == pytest.approx(explained, rel=1e-4)
 
 
 def test_a_sick_return_is_skipped_and_named() -> None:

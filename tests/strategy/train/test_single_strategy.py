@@ -294,6 +294,24 @@ def test_there_are_no_more_updates_than_groups_with_tokens() -> None:
     assert make_strategy(updates_per_step=9).update(batch, LOSS, 0).updates == 2
 
 
+def test_epochs_go_through_the_same_parts_again() -> None:
+    batch = make_batch(6, groups=5)
+    strategy, one_by_one = make_strategy(updates_per_step=2, epochs_per_step=3), make_strategy()
+    stats = strategy.update(batch, LOSS, 3)
+    assert (stats.updates, stats.tokens) == (6, batch.tokens)
+    held = batch.with_columns(proximal=one_by_one.log_probs(batch))  # once, before the first of them
+    for groups in 3 * [[0, 1, 2], [3, 4]]:
+        one_by_one.update(held.select(np.flatnonzero(np.isin(batch["group"], groups))), LOSS, 3)
+    assert_same_bits(parameters(strategy), parameters(one_by_one))
+
+
+def test_a_second_epoch_of_the_whole_batch_is_held_to_the_policy_before_the_first() -> None:
+    batch = make_batch(6, groups=5)
+    strategy = make_strategy(epochs_per_step=4, lr=1e-2)
+    assert strategy.update(batch, LOSS, 3).metrics["clipped"] > 0
+    assert make_strategy(lr=1e-2).update(batch, LOSS, 3).metrics["clipped"] == 0
+
+
 def sick_loss(streams: Streams) -> TokenLoss:
     """A finite loss with a gradient that is not."""
     return TokenLoss(torch.sqrt(streams.current * 0.0))
@@ -387,16 +405,18 @@ def test_one_sick_update_of_several_is_counted() -> None:
 
 
 @settings(max_examples=10, deadline=None, derandomize=True)
-@given(updates=st.integers(1, 6), sick=st.sets(st.integers(0, 4)), seed=st.integers(0, 3))
-def test_the_samples_of_skipped_updates_are_told(updates: int, sick: set[int], seed: int) -> None:
+@given(
+    updates=st.integers(1, 6), epochs=st.integers(1, 2), sick=st.sets(st.integers(0, 4)), seed=st.integers(0, 3)
+)
+def test_the_samples_of_skipped_updates_are_told(updates: int, epochs: int, sick: set[int], seed: int) -> None:
     """Those of the last group have no sampled tokens: they are in no update unless others are in it too."""
     batch = make_batch(seed, groups=6)
     batch = batch.with_columns(advantage=np.where(np.isin(batch["group"], list(sick)), np.nan, batch["advantage"]))
     parts = [set(part.tolist()) for part in np.array_split(np.arange(6), updates)]
     skipped = set().union(*(part for part in parts if part & sick))
-    stats = make_strategy(updates_per_step=updates).update(batch, LOSS, 0)
+    stats = make_strategy(updates_per_step=updates, epochs_per_step=epochs).update(batch, LOSS, 0)
     assert list(stats.untrained) == batch["sample"][np.isin(batch["group"], list(skipped))].tolist()
-    assert stats.skipped == sum(bool(part & sick) for part in parts)
+    assert stats.skipped == epochs * sum(bool(part & sick) for part in parts)
 
 
 def test_samples_without_sampled_tokens_cost_nothing_and_break_nothing(
