@@ -405,9 +405,7 @@ def test_one_sick_update_of_several_is_counted() -> None:
 
 
 @settings(max_examples=10, deadline=None, derandomize=True)
-@given(
-    updates=st.integers(1, 6), epochs=st.integers(1, 2), sick=st.sets(st.integers(0, 4)), seed=st.integers(0, 3)
-)
+@given(updates=st.integers(1, 6), epochs=st.integers(1, 2), sick=st.sets(st.integers(0, 4)), seed=st.integers(0, 3))
 def test_the_samples_of_skipped_updates_are_told(updates: int, epochs: int, sick: set[int], seed: int) -> None:
     """Those of the last group have no sampled tokens: they are in no update unless others are in it too."""
     batch = make_batch(seed, groups=6)
