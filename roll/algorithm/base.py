@@ -17,7 +17,7 @@ from roll.algorithm.advantages import (
     turn_relative,
     without_noise,
 )
-from roll.algorithm.rewards import Floats, overlong, shaped, too_easy_or_hard
+from roll.algorithm.rewards import Floats, overlong, shaped, too_easy_or_hard, turn_factors
 from roll.algorithm.running import KLWeight, RunningScores
 from roll.algorithm.streams import CorrectionSpec, CreditSpec, LossSpec
 from roll.config.algorithm import AlgorithmConfig
@@ -95,6 +95,10 @@ class Algorithm:
         """The samples that are to be trained on, with their column `advantage` (and `turn_advantage` where turns are
         compared). Those left out still count in what others are compared with."""
         config, scores = self.config, self.scores(batch)
+        if "turn_reward" in batch:
+            rewards = np.repeat(batch["reward"], np.diff(batch.turn_offsets))
+            factors = turn_factors(rewards, config.reward_clip, config.reward_scale)
+            batch = batch.with_columns(turn_reward=factors * batch["turn_reward"])
         keep = np.ones(len(batch), np.bool_)
         if config.positive_above is not None:
             keep, advantage = scores > config.positive_above, np.ones(len(batch))
@@ -125,8 +129,8 @@ class Algorithm:
         scores = shaped_alone(batch["reward"], config)
         if config.overlong_share > 0:
             longest = np.array([self.longest_of.get(domain, self._longest) for domain in batch["domain"].tolist()])
-            buffer = config.overlong_share * longest
-            scores = scores + config.overlong_penalty * overlong(batch["response_tokens"], longest, buffer)
+            buffer, lengths = config.overlong_share * longest, batch["response_tokens"] / np.maximum(batch["turns"], 1)
+            scores = scores + config.overlong_penalty * overlong(lengths, longest, buffer)
         if self.needs_sample_kl:
             scores = scores - self._kl.value * batch["kl"]
         return scores

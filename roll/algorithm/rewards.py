@@ -16,6 +16,15 @@ def shaped(rewards: NDArray[Any], bounds: tuple[float, float] | None, scale: flo
     return np.asarray(scale * (values if bounds is None else np.clip(values, *bounds)) + shift)
 
 
+def turn_factors(rewards: NDArray[Any], bounds: tuple[float, float] | None, scale: float) -> Floats:
+    """What the turns of samples with these rewards are multiplied by, so that what they earned keeps its share of a
+    reward that is clipped and scaled: turns of 2, 0 and 1 under a clip at 1 become two thirds, 0 and a third."""
+    values = np.asarray(rewards, np.float64)
+    kept = values if bounds is None else np.clip(values, *bounds)
+    share = np.divide(kept, values, out=np.ones(len(values)), where=values != 0)
+    return np.asarray(scale * np.maximum(share, 0.0))
+
+
 def overlong(lengths: NDArray[Any], longest: int | NDArray[Any], buffer: float | NDArray[Any]) -> Floats:
     """0 up to `longest - buffer` tokens, then falling linearly to -1 at `longest`.
 

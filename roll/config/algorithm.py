@@ -58,13 +58,14 @@ class AlgorithmConfig(Section):
     defaults of all below (`docs/algorithms.md`)."""
 
     reward_clip: tuple[float, float] | None = None
-    """Rewards are clipped to this range first."""
+    """Rewards are clipped to this range first; what an episode's turns earned keeps its share of them."""
     reward_scale: float = 1.0
     """Factor of clipped rewards."""
     reward_shift: float = 0.0
     """Added to scaled rewards."""
     overlong_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Over the last so large a share of `rollout.max_new_tokens` the reward falls linearly; 0 for no such penalty."""
+    """Over the last so large a share of `rollout.max_new_tokens` the reward falls linearly; 0 for no such penalty. Of an
+    episode the mean of its turns counts."""
     overlong_penalty: NonNegative = 1.0
     """What a response of the longest length loses."""
     mask_truncated: bool = False
@@ -99,7 +100,7 @@ class AlgorithmConfig(Section):
     critic_lr: Positive = 1e-5
     """Peak learning rate of the critic; its course is that of `train.lr`."""
     critic_warmup_steps: Whole = 0
-    """Steps in which the critic alone is trained."""
+    """Steps in which the critic alone is trained, before the first of the model's own."""
     value_clip: Positive | None = 0.2
     """How far a prediction may move from the one the step began with before it gains nothing more; null for no limit."""
 
@@ -205,9 +206,9 @@ def _contradictions(c: AlgorithmConfig) -> list[tuple[bool, str]]:
             "algorithm.credit=gae has the critic as its baseline: write algorithm.baseline=none algorithm.scale=none",
         ),
         (
-            c.positive_above is not None and (relative or c.credit != "sample"),
+            c.positive_above is not None and (relative or c.credit != "sample" or c.whiten),
             "algorithm.positive_above gives every response it keeps the advantage 1: write algorithm.baseline=none "
-            "algorithm.scale=none algorithm.credit=sample",
+            "algorithm.scale=none algorithm.credit=sample algorithm.whiten=false",
         ),
         (
             c.turn_weight > 0 and (c.credit != "sample" or c.baseline != "group"),

@@ -152,6 +152,12 @@ def _check_across_fields(config: Config) -> None:
             f"train.updates_per_step is {train.updates_per_step}, but a step has only {rollout.groups_per_step} "
             f"groups: write train.updates_per_step={rollout.groups_per_step} or less"
         )
+    critic_alone = config.algorithm.critic_warmup_steps
+    if critic_alone >= train.steps:
+        raise ValueError(
+            f"algorithm.critic_warmup_steps is {critic_alone}, which leaves nothing of train.steps={train.steps} for the "
+            f"model itself: write algorithm.critic_warmup_steps={train.steps - 1} or less"
+        )
     if train.warmup_steps > train.steps and not config.data.epochs:
         raise ValueError(
             f"train.warmup_steps is {train.warmup_steps}, more than train.steps={train.steps}: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -20,13 +20,14 @@ from roll.data.chat_sources import ChatSource, load_chats
 from roll.data.domains import load_domains
 from roll.data.sources import TaskSet, TaskSource, load_tasks
 from roll.data.task import EnvSpec, Task
-from roll.devices.job import Job, rlvr_job, sft_job
+from roll.devices.job import Job, rlvr_job, rlvr_roles, sft_job
 from roll.devices.plan import Plan
 from roll.env.resolve import check as check_environment
 from roll.env.resolve import located as find_code
 from roll.model.chat import ChatRenderer
 from roll.model.corpus import Corpus, Order, make_corpus
 from roll.model.loading import find_model, load_model_config, load_tokenizer, stop_ids_of
+from roll.model.lora import Base
 from roll.pipeline import rollout_record, sft_record
 from roll.pipeline.held_out import HeldOut, measure
 from roll.pipeline.prompts import fitting
@@ -92,7 +93,15 @@ class RLVRPipeline(Pipeline[Roles, RunState]):
         self._reward = reward
 
     def state(self, saved: Mapping[str, Any]) -> RunState:
-        return RunState(**saved)
+        now = _models_beside(self.config)
+        state = RunState(**{"models": {role: asdict(base) for role, base in now.items()}, **saved})
+        for role, found in state.models.items():
+            if role in now and not now[role].is_now(was := Base(**found)):
+                raise UserError(
+                    f"the {role} of the run in {self.config.run.dir} was {was.path}, but is now {now[role].path}: bring "
+                    "the former back, or write run.dir=OTHER model=RUN for a new run from its weights"
+                )
+        return state
 
     def start(self, executor: Executor, plan: Plan, run: Path | None = None) -> AbstractAsyncContextManager[Roles]:
         return start_roles(self.config, self._reward, executor=executor, map=plan.map, stages=plan.stages, run=run)
@@ -128,6 +137,15 @@ class RLVRPipeline(Pipeline[Roles, RunState]):
                 return await supervision.race(work)
         finally:
             work.close()
+
+
+def _models_beside(config: Config) -> dict[str, Base]:
+    """By role, the models of which no checkpoint of the run holds the weights. A run's newest checkpoint may be another
+    when it is asked for again."""
+    paths = {role: getattr(config.roles, role).model.path for role in config.scoring_roles}
+    if "reference" in rlvr_roles(config):
+        paths["reference"] = config.model.path
+    return {role: find_model(path).base(config.seed) for role, path in paths.items()}
 
 
 class SFTPipeline(Pipeline[TrainRoles, SFTState]):

@@ -143,12 +143,13 @@ class RLVR:
         roles, state, algorithm = self._roles, self.state, self._algorithm
         used = algorithm.metrics()  # before it learns from the step
         value_stats = await self._train_critic(batch)
-        if value_stats is not None and state.step < self._config.algorithm.critic_warmup_steps:
+        own_step = state.step - self._config.algorithm.critic_warmup_steps
+        if value_stats is not None and own_step < 0:
             nothing = UpdateStats.nothing(batch.tokens, untrained=value_stats.untrained)  # the critic alone learns
             return self._with_used(nothing, used).beside("critic", value_stats)
         await self._turns.enter("train")
         with self._recorder.stage("train"):
-            stats = await roles.actor.call(TrainWorker.update, batch, algorithm.loss, state.step)
+            stats = await roles.actor.call(TrainWorker.update, batch, algorithm.loss, own_step)
         if not stats.skipped:
             algorithm.observe(stats.metrics, len(batch))
         self._health.judge(state.step + 1, stats)
@@ -245,7 +246,7 @@ class RLVR:
 def _choosing(algorithm: AlgorithmConfig) -> str:
     """The settings by which samples are left out, for a message."""
     chosen = {name: getattr(algorithm, name) for name in ("mask_truncated", "difficulty", "positive_above")}
-    said = [f"algorithm.{name}={value}" for name, value in chosen.items() if value not in (None, False)]
+    said = [f"algorithm.{name}={value}" for name, value in chosen.items() if value is not None and value is not False]
     return f" ({', '.join(said)})" if said else ""
 
 

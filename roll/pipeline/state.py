@@ -40,6 +40,8 @@ class RunState(State):
     """Where the rollout scheduler goes on, as it says itself."""
     algorithm: dict[str, Any] = field(default_factory=dict)
     """What the algorithm remembers, as it says itself."""
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Models that it uses and does not train, by role: what was found under their names when it began."""
     idle_steps: int = 0
     """Steps in a row that had no group with signal."""
     reward: float = 0.0

@@ -47,7 +47,9 @@ class TrainWorker(DeviceWorker):
         tokenizer = load_tokenizer(source, config.model)
         lora = config.model.adapters if trainable else None
         adapters = Adapters(model, lora, source.base(config.seed), config.seed) if lora is not None else None
-        self._strategy = SingleStrategy(model, tokenizer, config.train, trainable=trainable, adapters=adapters)
+        own_steps = config.train.steps - config.algorithm.critic_warmup_steps
+        train = config.train.model_copy(update={"steps": own_steps})  # the learning rate's course begins with its first
+        self._strategy = SingleStrategy(model, tokenizer, train, trainable=trainable, adapters=adapters)
         self._bucket_bytes = config.weights.bucket_mb << 20
         self._sender: Sender | None = None
         self._group: BroadcastGroup | None = None

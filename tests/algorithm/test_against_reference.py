@@ -25,7 +25,7 @@ from roll.algorithm.correction import Mismatch
 from roll.algorithm.credit import sample_kl, token_credit
 from roll.algorithm.kl import kl_estimate
 from roll.algorithm.losses import resolve_loss
-from roll.algorithm.rewards import overlong, shaped
+from roll.algorithm.rewards import overlong, shaped, turn_factors
 from roll.algorithm.running import KLWeight
 from roll.algorithm.streams import token_weights
 from roll.algorithm.value import value_loss
@@ -195,6 +195,35 @@ def test_turns_in_the_same_state(scale: Any, samples: list[RefSample], gamma: fl
     tokens = token_credit(batch, CreditSpec()).advantages[batch.loss_mask]
     wanted = [ref_credit.credit_turns(sample, row) for sample, row in zip(samples, turns, strict=True)]
     np.testing.assert_allclose(tokens, flat(wanted), rtol=1e-5, atol=1e-5)
+
+
+@quick
+@given(
+    strategies.steps(turn_rewards=True, empty=False), st.sampled_from([None, (-0.5, 0.8)]), st.sampled_from([0.1, 2.0])
+)
+def test_turns_are_shaped_as_their_episode_is(
+    samples: list[RefSample], bounds: tuple[float, float] | None, scale: float
+) -> None:
+    """As if the rewards had been given so: the shaped ones to an algorithm that shapes none."""
+    rewards = np.array([sum(sample.turn_rewards) for sample in samples])
+    kept = scale * rewards if bounds is None else scale * np.clip(rewards, *bounds)
+    factors = [k / r if r else scale for k, r in zip(kept, rewards, strict=True)]
+    given = [
+        replace(sample, turn_rewards=tuple(factor * earned for earned in sample.turn_rewards))
+        for sample, factor in zip(samples, factors, strict=True)
+    ]
+    for pieces in ({"name": "gigpo", "scale": "none"}, {"name": "ppo"}):
+        shaping = AlgorithmConfig(**pieces, reward_clip=bounds, reward_scale=scale)  # type: ignore[arg-type]
+        got = Algorithm(shaping, 8).credit(batch_of(samples, reward=rewards))
+        wanted = Algorithm(AlgorithmConfig(**pieces), 8).credit(batch_of(given, reward=kept))  # type: ignore[arg-type]
+        for name in {"advantage", "turn_reward", "turn_advantage"} & set(wanted.columns):
+            np.testing.assert_allclose(got[name], wanted[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_turn_is_not_blamed_for_the_clip_of_an_episode() -> None:
+    factors = turn_factors(np.array([3.0, 0.0, -2.0, -1.0]), (-1.0, 1.0), 0.1)
+    np.testing.assert_allclose(factors, [0.1 / 3, 0.1, 0.05, 0.1])
+    assert turn_factors(np.array([-3.0]), (1.0, 2.0), 1.0).tolist() == [0.0], "never with another sign"
 
 
 # credit

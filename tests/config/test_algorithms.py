@@ -45,6 +45,7 @@ def test_what_is_written_wins_over_the_recipe() -> None:
         ({"loss": "clip"}, "did you mean 'clipped'"),
         ({"name": "ppo", "baseline": "group"}, "write algorithm.baseline=none"),
         ({"name": "raft_pp", "scale": "batch"}, "algorithm.positive_above gives every response"),
+        ({"name": "raft_pp", "whiten": True}, "write .* algorithm.whiten=false"),
         ({"turn_weight": 1.0, "baseline": "batch"}, "write algorithm.baseline=group"),
         ({"name": "topr", "correction": "truncated"}, "write algorithm.correction=none"),
         ({"correction": "masked", "correction_low": 3.0}, "above algorithm.correction_cap=2"),
@@ -59,6 +60,13 @@ def test_what_is_written_wins_over_the_recipe() -> None:
 def test_what_does_not_go_together_is_refused(algorithm: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         load_config({"algorithm": algorithm})
+
+
+def test_the_critic_alone_does_not_take_all_steps() -> None:
+    ppo = {"algorithm": {"name": "ppo", "critic_warmup_steps": 5}, "rollout": {"filter": "none"}}
+    assert load_config(ppo, ["train.steps=6"]).train.steps == 6
+    with pytest.raises(UserError, match=r"write algorithm\.critic_warmup_steps=4 or less"):
+        load_config(ppo, ["train.steps=5"])
 
 
 @pytest.mark.parametrize("name", sorted(n for n in RECIPES if AlgorithmConfig(name=n).compares_siblings))

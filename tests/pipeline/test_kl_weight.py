@@ -9,6 +9,7 @@ import pytest
 from small_runs import SMALL, TINY, Remains
 
 from roll import load_config
+from roll.config.errors import UserError
 from roll.pipeline.launch import train
 from roll.pipeline.report import SilentReporter
 
@@ -43,3 +44,24 @@ def test_a_fixed_weight_stands_as_it_is_also_while_only_the_critic_learns(tmp_pa
 
 def test_without_a_penalty_there_is_no_weight(tmp_path: Path) -> None:
     assert not [key for step in trained(tmp_path, "train.steps=1") for key in step if key.startswith("train/kl")]
+
+
+def test_the_models_learning_rate_rises_from_its_own_first_step(tmp_path: Path) -> None:
+    settings = ("algorithm=ppo", "algorithm.critic_warmup_steps=1", "train.warmup_steps=2", "train.lr=0.01")
+    assert [step["train/lr"] for step in trained(tmp_path, *settings)] == [0, 0.005, 0.01]
+
+
+def test_a_run_is_not_resumed_against_another_reference(tmp_path: Path) -> None:
+    """A run's folder stands for its newest checkpoint, which is another one when it has trained on."""
+    first = [*SMALL, f"run={tmp_path / 'first'}", "train.steps=1"]
+    train(load_config(TINY, first), reporter=SilentReporter())
+    trained(tmp_path, f"model={tmp_path / 'first'}", "algorithm.kl_coef=0.1")
+    more = [*SMALL, "train.lr=1e-2", "rollout.filter=none", "eval.samples=1", f"model={tmp_path / 'first'}"]
+    again = load_config(TINY, [*more, "algorithm.kl_coef=0.1", f"run={tmp_path / 'run'}", "train.steps=4"])
+    train(again, resume=True, reporter=SilentReporter())
+    train(load_config(TINY, [*first, "train.steps=2"]), resume=True, reporter=SilentReporter())
+    again = load_config(TINY, [*more, "algorithm.kl_coef=0.1", f"run={tmp_path / 'run'}", "train.steps=5"])
+    with pytest.raises(
+        UserError, match=r"the reference of the run in .* was .*step-0*1/model, but is now .*step-0*2/model"
+    ):
+        train(again, resume=True, reporter=SilentReporter())

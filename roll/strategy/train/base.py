@@ -16,7 +16,8 @@ from roll.transfer.weights import Weights
 
 @dataclass(frozen=True)
 class NotFinite:
-    """Where an update was not finite: samples by their loss or its slope, parameters by their gradients."""
+    """Where an update was not finite: samples by their loss or its slope, parameters by their gradients. Neither where
+    only a sum of finite numbers was too large."""
 
     samples: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
@@ -26,7 +27,10 @@ class NotFinite:
 
     def __str__(self) -> str:
         kinds = (("the loss of", self.samples), ("the gradient of", self.parameters))
-        return " and ".join(f"{what} {_some(names)}" for what, names in kinds if names) or "the loss"
+        return (
+            " and ".join(f"{what} {_some(names)}" for what, names in kinds if names)
+            or "the norm of the gradient, or the loss,"
+        )
 
 
 def _some(names: tuple[str, ...], most: int = 3) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from roll.config.errors import RunError
+from roll.config.errors import RunError, UserError
 from roll.config.schema import TrainConfig
 from roll.data.batch import Batch
 from roll.data.columns import Indices
@@ -35,6 +35,10 @@ def _joined(done: list[UpdateStats], parts: list[Batch], batch: Batch, lr: float
     """Token means are weighed by the updates' sampled tokens."""
     sampled = [int(part.loss_mask.sum()) for part in parts]
     share = [tokens / sum(sampled) for tokens in sampled]
+    for other in done[1:]:
+        if other.metrics.keys() != done[0].metrics.keys():
+            names = " and ".join(", ".join(stats.metrics) for stats in (done[0], other))
+            raise UserError(f"algorithm.loss: two updates of a step have other metrics ({names}): give the same in each")
     metrics = {n: sum(w * s.metrics[n] for w, s in zip(share, done, strict=True)) for n in done[0].metrics}
     for name in metrics.keys() & {"mismatch_max"}:
         metrics[name] = max(s.metrics[name] for s in done)

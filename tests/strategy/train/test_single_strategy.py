@@ -396,6 +396,17 @@ def test_a_sample_that_is_too_long_is_named_before_anything_is_computed(limit: i
             compute()
 
 
+def changing_loss(streams: Streams) -> TokenLoss:
+    """Its metrics are named after how many tokens it was given."""
+    return TokenLoss(streams.current * 0.0, {f"of_{len(streams.current)}": streams.current.detach()})
+
+
+def test_a_loss_with_other_metrics_in_another_update_is_refused() -> None:
+    batch = make_batch(9, groups=3)
+    with pytest.raises(UserError, match="two updates of a step have other metrics"):
+        make_strategy(updates_per_step=3).update(batch, LossSpec(f"{__file__}:changing_loss"), 0)
+
+
 def test_one_sick_update_of_several_is_counted() -> None:
     batch = make_batch(9, groups=3)
     for group in (0, 1):
