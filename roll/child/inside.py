@@ -19,6 +19,8 @@ from typing import TextIO, cast
 REASON_CHARS = 500
 DETAIL_CHARS = 4000
 _PR_SET_PDEATHSIG = 1
+_MOST_TOLD = 20
+_told: set[str] = set()
 
 
 def command(module: str) -> str:
@@ -41,7 +43,22 @@ def connect() -> socket.socket:
 
 
 def reason(error: BaseException) -> str:
-    """One line: the error, and where it was raised."""
+    """One line: the error, and where it was raised; what it came of before it, if it came of another."""
+    first = _first_cause(error)
+    return _line(error) if first is error else f"{_line(first)}, then {_line(error)}"
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    seen = {id(error)}
+    while True:
+        before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if before is None or id(before) in seen:
+            return error
+        seen.add(id(before))
+        error = before
+
+
+def _line(error: BaseException) -> str:
     try:
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     except Exception:
@@ -57,6 +74,13 @@ def detail(error: BaseException) -> str:
         return "".join(traceback.format_exception(error))[-DETAIL_CHARS:]
     except Exception:
         return ""
+
+
+def tell(failure: str) -> None:
+    """Writes a failure's detail to this process's log, each once, and the first of them only."""
+    if failure and failure not in _told and len(_told) < _MOST_TOLD:
+        _told.add(failure)
+        print(failure.rstrip(), file=sys.stderr, flush=True)
 
 
 def _die_with(parent_pid: int) -> None:

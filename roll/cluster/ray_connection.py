@@ -58,7 +58,10 @@ def connect(config: RayConfig) -> None:
         ray.init(**settings, runtime_env=environment or None)
     except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
         where = "on this machine" if config.address is None else f"at ray.address={config.address!r}"
-        raise UserError(f"Ray could not be reached or started {where}: {error}") from error
+        token = (
+            "; a cluster that asks for a token needs RAY_AUTH_MODE=token and that token here" if config.address else ""
+        )
+        raise UserError(f"Ray could not be reached or started {where}: {error}{token}") from error
 
 
 def this_node() -> str:

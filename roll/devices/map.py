@@ -99,6 +99,8 @@ def make_map(config: Config, inventory: Inventory, *, roles_in_use: Collection[s
         if role in roles_in_use
     }
     made = DeviceMap(inventory, config.executor, roles)
+    if config.executor == "ray":
+        _check_whole(made)
     native = "actor_infer" in roles and roles["actor_infer"].strategy == "native"
     if config.executor == "local" and native and not made.one_copy:
         raise UserError(
@@ -106,6 +108,24 @@ def make_map(config: Config, inventory: Inventory, *, roles_in_use: Collection[s
             "trainer's own parameters: give both the same devices, or write executor=ray"
         )
     return made
+
+
+def _check_whole(map: DeviceMap) -> None:
+    """Ray gives parts of one GPU, but of several only whole ones: GPUs that hold an engine together are its own."""
+    for role, placement in map.roles.items():
+        others = {other: map.devices(other) for other in map.roles if other != role}
+        for worker in placement.workers:
+            sharing = next((other for other, devices in others.items() if devices & set(worker)), None)
+            if len(worker) == 1 or not placement.on_gpus or sharing is None:
+                continue
+            free = [gpu for gpu in map.inventory.devices("gpu") if not any(gpu in devices for devices in others.values())]
+            whole = tuple(free[: len(free) // len(worker) * len(worker)])
+            instead = f"roles.{role}.devices={format_devices(whole, map.inventory)}" if whole else "more devices"
+            raise UserError(
+                f"roles.{role}.tensor_parallel is {len(worker)}, and roles.{sharing} is on one of the GPUs "
+                f"{format_devices(worker, map.inventory)}, which would hold an engine together and cannot be "
+                f"shared then: write {instead}, or roles.{role}.tensor_parallel=1"
+            )
 
 
 def _refuse_unused(config: Config, roles_in_use: Collection[str]) -> None:

@@ -158,10 +158,24 @@ def _remedy(config: Config, map: DeviceMap, stages: StageTable, model: Model, wo
             value = max(value // 2, least)
             if not estimate(map, stages, model, replace(work, **{size: value})).too_full():
                 return f"write {setting}={value}"
+    if (fewer := _fewer_workers(map, stages, model, work)) is not None:
+        return fewer
     role = part.worker.partition("[")[0]
     elsewhere = f", or other devices for it in roles.{role}.devices" if role in map.roles else ""
     generating = "rollout.max_running, rollout.max_new_tokens or " if "actor_infer" in map.roles else ""
     return f"choose a smaller model, or smaller {generating}train.micro_batch_tokens{elsewhere}"
+
+
+def _fewer_workers(map: DeviceMap, stages: StageTable, model: Model, work: Workload) -> str | None:
+    """A role of which fewer workers would fit, the one with the most first."""
+    for role, placement in sorted(map.roles.items(), key=lambda item: -len(item[1].workers)):
+        count = len(placement.workers)
+        while placement.strategy in ("", "native") and not placement.on_gpus and count > 1:
+            count //= 2
+            less = replace(placement, workers=placement.workers[:count], places=placement.places[:count])
+            if not estimate(replace(map, roles={**map.roles, role: less}), stages, model, work).too_full():
+                return f"write roles.{role}.replicas={count}"
+    return None
 
 
 def _roles(config: Config, map: DeviceMap) -> list[tuple[str, str]]:

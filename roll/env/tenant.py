@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from roll.child.inside import REASON_CHARS, detail, reason
+from roll.child.inside import REASON_CHARS, detail, reason, tell
 from roll.env.base import opened, stepped, tools_of
 from roll.env.resolve import Factory, Unfit, check_options
 from roll.env.wire import Act, Close, Failed, Ready, Reset, Result, Visit
@@ -77,7 +77,9 @@ class Tenant:
             self.ran_out = True
             traceback.clear_frames(error.__traceback__)  # what the call had taken
         try:
-            return Failed("raised", reason(error), detail(error))
+            failed = Failed("raised", reason(error), detail(error))
+            tell(failed.detail)
+            return failed
         except MemoryError:
             return Failed("raised", "MemoryError")
 

@@ -241,15 +241,17 @@ async def _watching(
 ) -> AsyncIterator[None]:
     if config.executor != "local":
         supervision.start()
+    tasks: list[asyncio.Task[None]] = []
     if config.supervise.spare_trainer and recorder is not None and config.executor != "local":
-        supervision.supervisor.spawn(_later(recorder, supervision, config))
+        tasks.append(supervision.supervisor.spawn(_later(recorder, supervision, config)))
     warn = _warnings(recorder)
     watchdog = Watchdog(roles, supervision.supervisor, recorder, config.supervise.watchdog_s, warn)
-    watching = asyncio.create_task(watchdog.run())
+    tasks.append(asyncio.create_task(watchdog.run()))
     try:
         yield
     finally:
-        watching.cancel()
+        for task in tasks:
+            task.cancel()
         await supervision.close()
 
 

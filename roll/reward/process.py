@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import BinaryIO, cast
 
 from roll.child.frames import read_payload
-from roll.child.inside import REASON_CHARS, command, connect, detail, reason
+from roll.child.inside import REASON_CHARS, command, connect, detail, reason, tell
 from roll.child.memory import MemoryLimit
 from roll.config.errors import UserError
 from roll.data.task import Response, Task
@@ -56,6 +56,8 @@ def serve(stream: BinaryIO) -> None:
             why = f"it took more memory than reward.memory_mb={setup.memory_mb} allows: {answer.reason}"
             answer = replace(answer, reason=why if setup.memory_mb else answer.reason, is_last=memory.is_short())
         write_answer(stream, answer)
+        if isinstance(answer, Failed):
+            tell(answer.detail)
 
 
 def judge(function: RewardFn, job: bytes) -> tuple[Answer, bool]:

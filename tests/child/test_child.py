@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import re
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from processes import gone
 
 from roll.child.frames import HEADER, frame, read_payload
-from roll.child.inside import command, detail, reason
+from roll.child.inside import command, detail, reason, tell
 from roll.child.process import Child
 
 ECHO = """
@@ -108,6 +109,33 @@ def test_an_error_is_one_line_with_where_it_was_raised(error: Exception, says: s
     with pytest.raises(type(error)) as caught:
         raise error
     assert reason(caught.value).startswith(f"{says} (test_child.py:")
+
+
+def test_what_an_error_came_of_is_said_first() -> None:
+    def fails(quietly: bool) -> None:
+        try:
+            {}["a"]
+        except KeyError as error:
+            if quietly:
+                raise ValueError("b") from None
+            try:
+                raise OSError("c") from error
+            except OSError:
+                raise ValueError("b")  # noqa: B904
+
+    for quietly, says in ((False, r"KeyError: 'a' \(.*\), then ValueError: b \(.*\)"), (True, r"ValueError: b \(.*\)")):
+        with pytest.raises(ValueError) as caught:
+            fails(quietly)
+        assert re.fullmatch(says, reason(caught.value))
+
+
+def test_each_failure_is_told_once_and_only_the_first_of_many(capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(100):
+        tell(f"failure {number}\n")
+        tell(f"failure {number}\n")
+    told = capsys.readouterr().err.splitlines()
+    assert told == [f"failure {number}" for number in range(len(told))]
+    assert 10 <= len(told) < 100
 
 
 def test_a_long_traceback_is_cut_at_its_beginning() -> None:

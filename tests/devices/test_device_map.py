@@ -106,6 +106,16 @@ def test_engines_of_vllm_hold_their_weights_on_several_gpus_together() -> None:
     assert made.kind == "disaggregated"
 
 
+def test_gpus_that_hold_an_engine_together_are_its_own() -> None:
+    engines = {"strategy": "vllm", "tensor_parallel": 2}
+    with pytest.raises(
+        UserError, match=r"roles\.actor_train is on one of the GPUs 0-1, .* write roles\.actor_infer\.devices=1-6,"
+    ):
+        mapped(EIGHT, roles={"actor_infer": engines})
+    written = {"actor_infer": {**engines, "devices": "0-3"}, "actor_train": 7}
+    assert mapped(EIGHT, roles=written).kind == "disaggregated"
+
+
 def test_an_engine_of_vllm_has_weights_of_its_own_also_in_one_process() -> None:
     made = mapped(EIGHT, "local", roles={"actor_infer": {"strategy": "vllm", "devices": "1"}})
     assert made.roles["actor_infer"].strategy == "vllm"

@@ -465,6 +465,10 @@ def test_what_does_not_fit_is_said_with_what_to_write() -> None:
     smaller = {**FIXED, "micro_batch_tokens": value}
     check_memory(planned(box(gpus=1, gpu=0.1), executor="ray", rollout=rollout, train=smaller))
 
+    full = message(box(), executor="ray", roles={"reward": {"replicas": 3000}})
+    value = int(full.rpartition("write roles.reward.replicas=")[2])
+    check_memory(planned(box(), executor="ray", roles={"reward": {"replicas": value}}))
+
     full = message(box(gpus=1, gpu=0.01), executor="ray", train=FIXED)
     assert "choose a smaller model" in full
     assert "other devices for it in roles.actor_train.devices" in full

@@ -53,6 +53,9 @@ def test_a_reward_that_always_raises_ends_the_run_with_the_reason(
     message = capfd.readouterr().err.strip().splitlines()[-1]
     assert message.startswith("the run failed: ")
     assert "LookupError: the grader's book is missing (odd_rewards.py:" in message
+    logged = (tmp_path / "run" / "graders.log").read_text()
+    assert 1 <= logged.count("Traceback (most recent call last)") <= 4, "once in each process"
+    assert "in raises" in logged
 
 
 def test_a_reward_that_always_raises_ends_a_run_without_held_out_tasks_too(run_small: Callable[..., Remains]) -> None:
