@@ -55,7 +55,7 @@ def _outcome(transcript: Transcript) -> Text:
     said = [_verdict(transcript)]
     said += [f"{name} {value:g}" for name, value in transcript.parts.items()]
     if transcript.finish is not None:
-        said.append(f"ended by {transcript.finish}")
+        said.append(f"{'last answer ' if 'turns' in transcript.parts else ''}ended by {transcript.finish}")
     if transcript.reason:
         said.append(transcript.reason)
     return Text("  " + ", ".join(said), style="magenta" if transcript.state == "scored" else "red")
