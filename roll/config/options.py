@@ -18,12 +18,23 @@ def check_types(function: Callable[..., Any], options: Mapping[str, Any], where:
     from roll.config.names import near
     from roll.config.shape import choices, words
 
-    hints = get_type_hints(function.__init__ if inspect.isclass(function) else function)
-    for option in (option for option in options if option in hints):
-        kind, value = hints[option], options[option]
+    def takes(kind: Any, value: Any) -> bool:
         try:
             TypeAdapter(kind, config=ConfigDict(strict=True)).validate_python(value)
         except ValidationError:
-            text = f"{where}{option} is {shown(value)}, but takes {words(kind)}"
-            meant = near(str(value), choices(kind))
-            raise UserError(text + (f"; did you mean `{meant[0]}`?" if meant else "")) from None
+            return False
+        return True
+
+    def hint(kind: Any, value: Any) -> str:
+        if meant := near(str(value), choices(kind)):
+            return f"; did you mean `{meant[0]}`?"
+        if takes(kind, [value]):
+            return f": write [{value}]"
+        braces = isinstance(value, Mapping) and takes(kind, "")
+        return ': put a text that begins with a brace in quotes, as in "{question}"' if braces else ""
+
+    hints = get_type_hints(function.__init__ if inspect.isclass(function) else function)
+    for option in (option for option in options if option in hints):
+        kind, value = hints[option], options[option]
+        if not takes(kind, value):
+            raise UserError(f"{where}{option} is {shown(value)}, but takes {words(kind)}{hint(kind, value)}")
