@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from roll.config.errors import UserError
 from roll.config.names import did_you_mean
-from roll.config.options import check_types as check_option_types
+from roll.config.options import check_types
 from roll.config.user_code import load_user_code
 from roll.reward.base import RewardFn
 from roll.reward.builtin import BUILTINS
@@ -42,10 +42,18 @@ def make(
     return cast(RewardFn, _made(factory, options, where))
 
 
-def check_types(name: str, options: Mapping[str, Any], where: str = "reward") -> None:
-    """`UserError` where an option of a built-in is of the wrong type. Loads pydantic: grader processes do without."""
-    if name in BUILTINS:
-        check_option_types(_factory(name), options, f"{where}.options.")
+def check_built_in(name: str, options: Mapping[str, Any], where: str = "reward") -> None:
+    """`UserError` where an option of a built-in is of the wrong type, or the token that one names is not there. Loads
+    pydantic: grader processes do without."""
+    if name not in BUILTINS:
+        return
+    check_types(_factory(name), options, f"{where}.options.")
+    token = options.get("token_env")
+    if token and not os.environ.get(token):
+        raise UserError(
+            f"{where}.options.token_env is {token!r}, but no such environment variable is set: `export {token}=…`, or "
+            "leave token_env out"
+        )
 
 
 def callable_reward(name: str, function: Any, where: str = "reward") -> RewardFn:
