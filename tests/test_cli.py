@@ -82,6 +82,13 @@ BAD_INPUT = {
     "model.chat_template=broken.jinja": ["broken.jinja cannot render task", "model.chat_template=FILE"],
     "reward=nummer": ["'nummer' is not known", "did you mean 'number'?"],
     "reward=absent.py:score": ["there is no file", "absent.py"],
+    "'reward={name: http, options: {url: http://localhost:1, token_env: NO_SUCH_TOKEN}}'": [
+        "reward.options.token_env is 'NO_SUCH_TOKEN', but no such environment variable is set",
+    ],
+    "tasks=environment tasks.options.name=frozen_lake tasks.options.holes=1.0": [
+        "'frozen_lake': size=4, holes=1.0: write"
+    ],
+    "tasks=environment tasks.options.name=webshop tasks.options.count=16000": ["'webshop' has 16000 episodes"],
     "run=examples": ["examples is not empty", "write run.dir=OTHER"],
     "run=examples/tiny.yaml": ["cannot write to examples/tiny.yaml", "write run.dir=OTHER"],
 }

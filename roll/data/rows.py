@@ -71,7 +71,7 @@ def json_lines(path: Path, setting: str) -> Iterator[tuple[int, dict[str, Any]]]
     if not path.is_file():
         raise UserError(f"{setting}: there is no file {str(path)!r}")
     # Not `splitlines`, which also cuts at separators that JSON strings may hold as they are (U+2028, U+0085).
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -103,7 +103,7 @@ def _plain(value: Any) -> Any:
 
 def _json(path: Path) -> list[Any]:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        rows = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise UserError(f"{path}: not JSON: {error}") from error
     if not isinstance(rows, list):

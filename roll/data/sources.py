@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from roll.config.errors import UserError
+from roll.config.options import check_types
 from roll.config.schema import SourceConfig, TasksConfig
 from roll.config.user_code import load_user_code
 from roll.data.reasoning_gym import PREFIX, reasoning_gym
@@ -92,6 +93,7 @@ def _find_source(name: str, options: dict[str, Any]) -> tuple[TaskSource, dict[s
     if (found := find_generator(name, options)) is not None:
         return found
     if is_table(name):
+        check_types(table, options, "tasks.options.")
         return table, {"path": name, **options}
     known = [*SOURCES, *ELSEWHERE, *TABLES]
     return load_user_code(ELSEWHERE.get(name, name), what="tasks.source", known=known), options

@@ -48,6 +48,8 @@ def table(
     `held_out` is a share or a number of rows, at even distances, or another table: a file, or the name of a split of the
     same dataset. `limit` leaves out all rows after the first so many. `subset` and `part` are a dataset's configuration
     and the split to train on."""
+    if limit < 0:
+        raise UserError(f"tasks.options: limit is {limit}: write how many rows, or 0 for all")
     columns = _Columns(question, answer, id, domain, info, prompt, system, answer_pattern)
     elsewhere = held_out if isinstance(held_out, str) else ""
     if split == "held_out" and elsewhere:
@@ -115,6 +117,9 @@ class _Columns:
                 raise UserError(
                     f"{row.place}: there is no column {column!r}; the line has {have}{did_you_mean(column, values)}"
                 )
+        for column in filter(None, (self._question, self._id, self._domain)):
+            if values[column] is None:
+                raise UserError(f"{row.place}: {column!r} is null: write something there, or remove the row")
         asked = self._messages(row)
         system = [Message(role="system", content=self._system)] if self._system else []
         shown = [key for key in values if key not in (self._question, self._answer)] if self._info is None else self._info
@@ -129,7 +134,7 @@ class _Columns:
     def _messages(self, row: Row) -> Sequence[Message]:
         asked = row.values[self._question]
         if isinstance(asked, list):
-            if not asked or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in asked):
+            if not asked or not all(map(_is_message, asked)):
                 raise UserError(
                     f"{row.place}: {self._question!r} is a list, but not one of messages with role and content"
                 )
@@ -151,6 +156,8 @@ class _Columns:
                     f"{row.place}: the prompt asks for {{{field}}}, which {why}: write "
                     f"{', '.join(f'{{{name}}}' for name in values)}, or {{{{{field}}}}} for braces"
                 )
+            if field is not None and values[field] is None:
+                raise UserError(f"{row.place}: the prompt asks for {{{field}}}, which is null there: write a text")
         return "".join(text + ("" if field is None else _text(values[field])) for text, field in self._parts)
 
     def _answer_of(self, row: Row) -> Any:
@@ -164,6 +171,10 @@ class _Columns:
             )
         last = found[-1]
         return (last[1] if self._pattern.groups else last[0]).strip()
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("role") is not None and value.get("content") is not None
 
 
 def _text(value: Any) -> str:

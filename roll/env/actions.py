@@ -131,6 +131,11 @@ class ActingEnvironment(Environment):
         return None
 
     @property
+    def episodes(self) -> int | None:
+        """How many there are at most, of the seeds from 0 on; None where every seed makes one."""
+        return None
+
+    @property
     def tools(self) -> list[dict[str, Any]]:
         """The tool that actions are calls of, in the format `json`."""
         return [self.tool.schema] if self._format == "json" else []

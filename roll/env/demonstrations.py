@@ -11,13 +11,14 @@ from roll.data.chat import Chat
 from roll.data.sources import Split
 from roll.data.task import EnvSpec, Message
 from roll.env.episode import check_expert, turns
+from roll.env.tasks import seeds
 
 
 def demonstrations(
     split: Split,
     name: str,
-    count: int = 1000,
-    held_out: int = 100,
+    count: int | None = None,
+    held_out: int | None = None,
     first_seed: int = 0,
     max_turns: int = 100,
     window: int = 0,
@@ -26,14 +27,11 @@ def demonstrations(
     """A chat source: the expert's episodes of an environment, one a seed. The seeds of both splits are those of the tasks
     that `environment` makes of the same options, so what is held out from a later run is not shown here either. `window`
     is for runs with `env.window`: each answer is then shown after what the agent sees there."""
-    if count < 1 or held_out < 0 or max_turns < 1 or window < 0:
-        raise UserError(
-            f"data.options: count={count}, held_out={held_out}, max_turns={max_turns}, window={window}: write a count "
-            "and turns above 0, the others not below"
-        )
-    check_expert(EnvSpec(name, first_seed, options))
-    begin, size = (first_seed, count) if split == "train" else (first_seed + count, held_out)
-    for seed in range(begin, begin + size):
+    if max_turns < 1 or window < 0:
+        raise UserError(f"data.options: max_turns={max_turns}, window={window}: write turns above 0, a window not below")
+    spec = EnvSpec(name, first_seed, options)
+    check_expert(spec)
+    for seed in seeds(split, spec, count, held_out, "data"):
         yield from demonstration(f"{name}#{seed}", EnvSpec(name, seed, options), max_turns=max_turns, window=window)
 
 

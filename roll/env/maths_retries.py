@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 
+from roll.config.errors import UserError
+from roll.data.rows import json_lines
 from roll.env.actions import ActingEnvironment, Action, Format, Invalid
 from roll.env.base import Step
 from roll.env.resolve import register
@@ -23,8 +24,8 @@ _OPERATIONS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, 
 @register("maths_retries")
 class MathsRetries(ActingEnvironment):
     """Questions about numbers, answered by the last number in what is said: sums of `terms` numbers from `low` to `high`
-    with the `operations` given, or the lines of a JSONL file `problems`, taken in turn by the seed, with the columns
-    `question` and `answer` (whose last number counts).
+    with the `operations` given, or the problems of a JSONL file `problems`, each of which is one seed's, with the
+    columns `question` and `answer` (whose last number counts). A question that is there again is not asked again.
 
     There are `tries`. A right answer is worth 1, or `decay` of that for every try before it, and ends the episode; what
     has no number in it is a try too."""
@@ -52,15 +53,22 @@ class MathsRetries(ActingEnvironment):
                 "2 or more terms, and operations from +-*"
             )
         self._tries, self._decay = tries, decay
-        self._problems = _read(problems, question, answer) if problems else ()
+        self._problems = _problems(problems, question, answer) if problems else ()
         self._numbers, self._terms, self._operations = (low, high), terms, operations
         self._question, self._answer = "", Fraction(0)
         self._wrong: list[str] = []
         self._right = False
 
+    @property
+    def episodes(self) -> int | None:
+        return len(self._problems) if self._problems else None
+
     def begin(self, seed: int) -> str:
         if self._problems:
-            self._question, self._answer = self._problems[seed % len(self._problems)]
+            if not 0 <= seed < len(self._problems):
+                last = len(self._problems) - 1
+                raise ValueError(f"maths_retries: the seed is {seed}, but the problems of this file are 0 to {last}")
+            self._question, self._answer = self._problems[seed]
         else:
             self._question, self._answer = self._sum(random.Random(f"maths_retries/{seed}"))
         self._wrong, self._right = [], False
@@ -135,22 +143,23 @@ def _fraction(digits: str) -> Fraction:
     return Fraction(above) / (Fraction(below) if below else 1)
 
 
-@lru_cache(maxsize=8)
-def _read(path: str, question: str, answer: str) -> tuple[tuple[str, Fraction], ...]:
-    """Questions and answers of a file, read once in a process."""
+def _problems(path: str, question: str, answer: str) -> tuple[tuple[str, Fraction], ...]:
+    """Questions and answers of a file, read once in a process as long as it does not change."""
     file = Path(path).expanduser()
-    if not file.is_file():
-        raise ValueError(f"maths_retries: there is no file {str(file)!r}")
-    found: list[tuple[str, Fraction]] = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
-        if line.strip():
-            row = json.loads(line)
-            missing = [column for column in (question, answer) if column not in row]
-            value = None if missing else last_number(str(row[answer]))
-            if value is None:
-                what = f"there is no column {missing[0]!r}" if missing else f"there is no number in {answer!r}"
-                raise ValueError(f"maths_retries: {file}:{number}: {what}")
-            found.append((str(row[question]), value))
+    return _read(file, file.stat().st_mtime_ns if file.is_file() else 0, question, answer)
+
+
+@lru_cache(maxsize=8)
+def _read(file: Path, changed_ns: int, question: str, answer: str) -> tuple[tuple[str, Fraction], ...]:
+    """Each question is there once: the first."""
+    found: dict[str, Fraction] = {}
+    for number, row in json_lines(file, "maths_retries: problems"):
+        missing = [column for column in (question, answer) if row.get(column) is None]
+        value = None if missing else last_number(str(row[answer]))
+        if value is None:
+            what = f"there is no column {missing[0]!r}" if missing else f"there is no number in {answer!r}"
+            raise UserError(f"maths_retries: {file}:{number}: {what}")
+        found.setdefault(str(row[question]), value)
     if not found:
-        raise ValueError(f"maths_retries: {file} has no problems")
-    return tuple(found)
+        raise UserError(f"maths_retries: {file} has no problems")
+    return tuple(found.items())

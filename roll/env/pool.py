@@ -32,6 +32,7 @@ from roll.env import wire
 from roll.env.base import EnvFailure, Opened, Step
 from roll.env.host import Host, Reply
 from roll.env.resolve import located
+from roll.env.stats import EnvStats
 from roll.env.waiting import Waiting
 
 _log = logging.getLogger(__name__)
@@ -54,29 +55,6 @@ class Deadlines:
     """For one step; to close an environment."""
     room_s: float = 600.0
     """To wait for room, while every process has as many episodes as it may."""
-
-
-@dataclass(frozen=True)
-class EnvStats:
-    """Calls by how they ended, since the pool was made, and how things are now."""
-
-    resets: int = 0
-    steps: int = 0
-    finished: int = 0
-    """Episodes that came to their last step."""
-    raised: int = 0
-    deadline: int = 0
-    crashed: int = 0
-    invalid: int = 0
-    lost: int = 0
-    restarts: int = 0
-    """Processes replaced."""
-    reset_mean_s: float = 0.0
-    step_mean_s: float = 0.0
-    """Mean seconds of the answers given, inside the environments."""
-    open: int = 0
-    """Episodes open now, those waiting for room among them."""
-    waiting: int = 0
 
 
 @dataclass(eq=False)
@@ -129,6 +107,7 @@ class EnvPool:
         self._ended: RunError | None = RunError("the environment pool was not started")
         self._counts: Counter[str] = Counter()
         self._seconds = {"reset": 0.0, "step": 0.0}
+        self._stats_taken = EnvStats()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -181,14 +160,20 @@ class EnvPool:
             self._leave(episode)
 
     def stats(self) -> EnvStats:
-        counts = self._counts
+        """Counts since the pool was made."""
         return EnvStats(
-            **counts,
-            reset_mean_s=self._seconds["reset"] / max(counts["resets"], 1),
-            step_mean_s=self._seconds["step"] / max(counts["steps"], 1),
+            **self._counts,
+            reset_s=self._seconds["reset"],
+            step_s=self._seconds["step"],
             open=len(self._episodes),
             waiting=sum(episode.turn is not None and not episode.turn.done() for episode in self._waiting),
         )
+
+    def take_stats(self) -> EnvStats:
+        """Counts since this was asked last."""
+        now = self.stats()
+        since, self._stats_taken = now.since(self._stats_taken), now
+        return since
 
     async def close(self) -> None:
         """Close the environments that have no call under way, which may take up to 5 seconds, then end all processes and

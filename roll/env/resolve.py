@@ -84,11 +84,6 @@ def resolve(name: str, root: str | os.PathLike[str] | None = None) -> Factory:
     return _checked(name, found)
 
 
-def check(spec: EnvSpec, root: str | os.PathLike[str] | None = None) -> None:
-    """Holds that the spec's environment is there and takes its options: `UserError` if not. Makes none."""
-    check_options(spec.name, resolve(spec.name, root), spec.options)
-
-
 def located(spec: EnvSpec) -> EnvSpec:
     """The spec as processes can follow it that never ran the `@register` of its environment: with the place of its code,
     or, of a notebook or a function's inside, with the code itself. `UserError` if that cannot travel."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from roll.env.actions import Format
 from roll.env.grid import Cell, GridEnvironment, drawn
 from roll.env.resolve import register
-from roll.env.sokoban_room import Room, make_room, solve
+from roll.env.sokoban_room import Room, check_shape, make_room, solve
 
 
 @register("sokoban")
@@ -38,6 +38,7 @@ class Sokoban(GridEnvironment):
         turns: int = 30,
     ) -> None:
         super().__init__(moves, format, invalid_penalty, turns)
+        check_shape(height, width, boxes, min_pushes, max_pushes)
         self._shape = (height, width, boxes, min_pushes, max_pushes)
         self._step_cost, self._box_reward, self._done_reward = step_cost, box_reward, done_reward
         self._room: Room | None = None

@@ -58,19 +58,25 @@ class Room:
         return _push_distances(self.floor, self.targets)
 
 
+def check_shape(height: int, width: int, boxes: int, min_pushes: int, max_pushes: int) -> None:
+    """`ValueError` where there is no such room."""
+    inside = (height - 2) * (width - 2)
+    if min(height, width) < 3 or boxes < 1 or inside < 2 * boxes + 1:
+        raise ValueError(
+            f"sokoban: boxes={boxes} in a room of height={height}, width={width}, walls included: write 1 or more, "
+            "as many as leave room to push them"
+        )
+    if min_pushes < 1 or 0 < max_pushes < min_pushes:
+        raise ValueError(f"sokoban: min_pushes={min_pushes}, max_pushes={max_pushes}: write 1 or more, and no less")
+
+
 @lru_cache(maxsize=256)
 def make_room(
     seed: int, height: int = 6, width: int = 6, boxes: int = 1, min_pushes: int = 2, max_pushes: int = 0
 ) -> Room:
     """The room of that seed, with every box off its target. Solving it takes `min_pushes` or more and, unless that is 0,
     no more than `max_pushes`: any such number is as likely as another, if there are rooms of it."""
-    inside = (height - 2) * (width - 2)
-    if min(height, width) < 3 or boxes < 1 or inside < 2 * boxes + 1:
-        raise ValueError(
-            f"sokoban: {boxes} boxes do not fit into a room of {height} × {width}, walls included: write fewer, or more"
-        )
-    if min_pushes < 1 or 0 < max_pushes < min_pushes:
-        raise ValueError(f"sokoban: min_pushes={min_pushes}, max_pushes={max_pushes}: write 1 or more, and no less")
+    check_shape(height, width, boxes, min_pushes, max_pushes)
     noise = random.Random(f"sokoban/{seed}/{height}/{width}/{boxes}")
     for _ in range(_TRIES):
         room = _played_back(noise, height, width, _floor(noise, height, width), boxes, min_pushes, max_pushes)

@@ -8,24 +8,64 @@ from typing import Any
 from roll.config.errors import UserError
 from roll.data.sources import Split
 from roll.data.task import EnvSpec, Task
-from roll.env.resolve import check
+from roll.env.trial import episodes
+
+COUNT, HELD_OUT = 1000, 100
+"""How many episodes train and how many are held out, where nothing is said and there are so many."""
+_SHARE = 10
+"""Of fewer episodes, one of so many is held out."""
 
 
 def environment_tasks(
     split: Split,
     name: str,
-    count: int = 1000,
-    held_out: int = 100,
+    count: int | None = None,
+    held_out: int | None = None,
     first_seed: int = 0,
     domain: str = "",
     **options: Any,
 ) -> Iterable[Task]:
     """A task source: the episodes of an environment, one a seed. `count` of them train, the next `held_out` are held out;
     the first seed is `first_seed`. The domain is the environment's name unless another is given. All other options are
-    the environment's own."""
-    if count < 1 or held_out < 0:
-        raise UserError(f"tasks.options: count={count}, held_out={held_out}: write a count above 0, held_out not below")
-    check(EnvSpec(name, first_seed, options))
-    begin, size = (first_seed, count) if split == "train" else (first_seed + count, held_out)
-    for seed in range(begin, begin + size):
+    the environment's own. Of an environment with few episodes, all are used where nothing else is said."""
+    spec = EnvSpec(name, first_seed, options)
+    for seed in seeds(split, spec, count, held_out, "tasks"):
         yield Task(f"{name}#{seed}", (), domain=domain or name, environment=EnvSpec(name, seed, options))
+
+
+def seeds(split: Split, first: EnvSpec, count: int | None, held_out: int | None, section: str) -> range:
+    """The seeds of a split: those that train begin with that of `first`, and those held out come next. `UserError` if
+    the environment cannot be made so or has fewer; `section` is the part of the config that has the options."""
+    for option, given in (("count", count), ("held_out", held_out), ("first_seed", first.seed)):
+        if given is not None and (not isinstance(given, int) or isinstance(given, bool)):
+            raise UserError(f"{section}.options: {option} is {given!r}: write a whole number")
+    if (count is not None and count < 1) or (held_out is not None and held_out < 0):
+        raise UserError(
+            f"{section}.options: count={count}, held_out={held_out}: write a count above 0, held_out not below"
+        )
+    there = episodes(first)
+    if there is not None and first.seed < 0:
+        raise UserError(f"{section}.options: first_seed is {first.seed}: the seeds of {first.name!r} begin with 0")
+    train, rest = _sizes(None if there is None else there - first.seed, count, held_out)
+    if there is not None and (train < 1 or first.seed + train + rest > there):
+        asked = ", ".join(
+            f"{option}={given}"
+            for option, given in (("count", count), ("held_out", held_out), ("first_seed", first.seed or None))
+            if given is not None
+        )
+        raise UserError(
+            f"{section}.options: {first.name!r} has {there} episodes with its options, too few to train on some and hold "
+            f"others out{f' with {asked}' if asked else ''}: write a smaller count or held_out, or give it more"
+        )
+    begin, size = (first.seed, train) if split == "train" else (first.seed + train, rest)
+    return range(begin, begin + size)
+
+
+def _sizes(there: int | None, count: int | None, held_out: int | None) -> tuple[int, int]:
+    """How many train and how many are held out, of all that are there. Of 50 it is 45 and 5, of 5000 it is 1000 and 100;
+    what is said counts, even where there are too few."""
+    if there is None:
+        return COUNT if count is None else count, HELD_OUT if held_out is None else held_out
+    if held_out is None:
+        held_out = min(HELD_OUT, max(1, there // _SHARE if count is None else there - count))
+    return min(COUNT, there - held_out) if count is None else count, held_out

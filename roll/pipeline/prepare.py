@@ -19,11 +19,11 @@ from roll.config.schema import Config
 from roll.data.chat_sources import ChatSource, load_chats
 from roll.data.domains import load_domains
 from roll.data.sources import TaskSet, TaskSource, load_tasks
-from roll.data.task import EnvSpec, Task
+from roll.data.task import Task
 from roll.devices.job import Job, rlvr_job, rlvr_roles, sft_job
 from roll.devices.plan import Plan
-from roll.env.resolve import check as check_environment
 from roll.env.resolve import located as find_code
+from roll.env.trial import check_seed, episodes, minds_values
 from roll.model.chat import ChatRenderer
 from roll.model.corpus import Corpus, Order, make_corpus
 from roll.model.loading import find_model, load_model_config, load_tokenizer, stop_ids_of
@@ -235,17 +235,18 @@ def _tasks_and_judge(config: Config, reward: RewardFn | None, tasks: TaskSource 
 
 def _located(tasks: TaskSet) -> TaskSet:
     """The tasks with environments that every process finds; refuses those that are not there, or take other options."""
-    checked: dict[tuple[str, frozenset[str]], EnvSpec] = {}
+    checked: dict[tuple[str, str], tuple[str | bytes, int | None]] = {}
 
     def located(task: Task) -> Task:
         spec = task.environment
         if spec is None:
             return task
-        kind = (spec.name, frozenset(spec.options))
+        kind = (spec.name, repr(sorted(spec.options.items()) if minds_values(spec.name) else sorted(spec.options)))
         if kind not in checked:
-            check_environment(spec)
-            checked[kind] = find_code(spec)
-        code = checked[kind].code
+            most = episodes(spec)
+            checked[kind] = find_code(spec).code, most
+        code, most = checked[kind]
+        check_seed(spec, most)
         return replace(task, environment=replace(spec, code=code)) if code else task
 
     return TaskSet(tuple(map(located, tasks.train)), tuple(map(located, tasks.held_out)))

@@ -18,6 +18,7 @@ from roll.devices.inventory import Inventory, Node, this_machine
 from roll.devices.job import SFT_ROLES, rlvr_roles
 from roll.devices.map import SCORING_ROLES, DeviceMap, make_map
 from roll.devices.stages import StageTable, residency
+from roll.env.stats import EnvStats
 from roll.model.loading import SMOLLM2, TINY
 from roll.pipeline.scoring import scorer_peaks, start_scorers
 from roll.pipeline.start import aside
@@ -156,6 +157,15 @@ class Roles(TrainRoles):
         # waits: calls have deadlines
         found = await asyncio.gather(*calls, return_exceptions=True)  # who died meanwhile is missed elsewhere
         return sum((stats for stats in found if isinstance(stats, GraderStats)), GraderStats())
+
+    async def take_environment_stats(self) -> EnvStats | None:
+        """What all environments did since this was asked last; None where there are none."""
+        if self.environments is None:
+            return None
+        calls = [self.environments.call_rank(rank, EnvWorker.take_stats) for rank in range(len(self.environments))]
+        # waits: calls have deadlines
+        found = await asyncio.gather(*calls, return_exceptions=True)  # who died meanwhile is missed elsewhere
+        return sum((stats for stats in found if isinstance(stats, EnvStats)), EnvStats())
 
     def engine_trouble(self, engine: int, reason: str) -> None:
         """An engine does not do what it should: what it had goes elsewhere."""

@@ -70,6 +70,8 @@ class RolloutRecord:
             values["data/controller_bytes_a_sample"] = passed / max(len(rollout.samples), 1)
         values |= await roles.peak_memory()
         values |= (await roles.take_grader_stats()).metrics()
+        if (environments := await roles.take_environment_stats()) is not None:
+            values |= environments.metrics()
         values |= recorder.clock.take()
         values |= staleness_metrics(rollout)
         if overlaps:

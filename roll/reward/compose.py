@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from roll.data.task import Response, Task
 from roll.reward.base import PartFailure, Result, RewardFn, entering, is_deterministic, is_quick, normalise
 from roll.reward.builtin import OF_ROLES
-from roll.reward.make import check_types, make
+from roll.reward.make import check_built_in, make
 from roll.reward.roles import AsksRole, asks_role, told
 
 if TYPE_CHECKING:
@@ -81,11 +81,11 @@ def asked_of_roles(rule: Rule) -> dict[str, AsksRole]:
 
 
 def check_rule(rule: Rule, where: str = "reward") -> None:
-    """`UserError` where an option is of the wrong type."""
+    """`UserError` where an option is of the wrong type, or names a token that is not there."""
     if not rule.parts:
-        check_types(rule.name, rule.options, where)
+        check_built_in(rule.name, rule.options, where)
     for name, part in rule.parts.items():
-        check_types(part.name, part.options, f"{where}.parts.{name}")
+        check_built_in(part.name, part.options, f"{where}.parts.{name}")
 
 
 def warm_up(reward: RewardFn) -> None:

@@ -11,10 +11,11 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, cast, get_type_hints
+from typing import Any, cast
 
 from roll.config.errors import UserError
 from roll.config.names import did_you_mean
+from roll.config.options import check_types
 from roll.config.user_code import load_user_code
 from roll.reward.base import RewardFn
 from roll.reward.builtin import BUILTINS
@@ -41,26 +42,18 @@ def make(
     return cast(RewardFn, _made(factory, options, where))
 
 
-def check_types(name: str, options: Mapping[str, Any], where: str = "reward") -> None:
-    """`UserError` where an option of a built-in is of the wrong type. Loads pydantic: grader processes do without."""
+def check_built_in(name: str, options: Mapping[str, Any], where: str = "reward") -> None:
+    """`UserError` where an option of a built-in is of the wrong type, or the token that one names is not there. Loads
+    pydantic: grader processes do without."""
     if name not in BUILTINS:
         return
-    from pydantic import ConfigDict, TypeAdapter, ValidationError
-
-    from roll.config.explain import shown
-    from roll.config.names import near
-    from roll.config.shape import choices, words
-
-    factory: Any = _factory(name)
-    hints = get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
-    for option in (option for option in options if option in hints):
-        kind, value = hints[option], options[option]
-        try:
-            TypeAdapter(kind, config=ConfigDict(strict=True)).validate_python(value)
-        except ValidationError:
-            text = f"{where}.options.{option} is {shown(value)}, but takes {words(kind)}"
-            meant = near(str(value), choices(kind))
-            raise UserError(text + (f"; did you mean `{meant[0]}`?" if meant else "")) from None
+    check_types(_factory(name), options, f"{where}.options.")
+    token = options.get("token_env")
+    if token and not os.environ.get(token):
+        raise UserError(
+            f"{where}.options.token_env is {token!r}, but no such environment variable is set: `export {token}=…`, or "
+            "leave token_env out"
+        )
 
 
 def callable_reward(name: str, function: Any, where: str = "reward") -> RewardFn:

@@ -9,7 +9,8 @@ from roll.cluster import Dispatch, Place, Worker, parallel
 from roll.config.schema import EnvConfig
 from roll.data.task import EnvSpec
 from roll.env import EnvFailure, Opened, Step
-from roll.env.pool import Deadlines, EnvPool, EnvStats
+from roll.env.pool import Deadlines, EnvPool
+from roll.env.stats import EnvStats
 
 
 class EnvWorker(Worker):
@@ -40,8 +41,9 @@ class EnvWorker(Worker):
             await self._pool.close_episode(episode)
 
     @parallel(Dispatch.ONE)
-    def stats(self) -> EnvStats:
-        return self._pool.stats()
+    def take_stats(self) -> EnvStats:
+        """What the environments did since this was asked last."""
+        return self._pool.take_stats()
 
     async def close(self) -> None:
         await self._pool.close()

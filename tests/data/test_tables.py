@@ -177,12 +177,19 @@ def test_a_missing_reader_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [
         ({"held_out": 1.5}, "held_out is 1.5: write a share below 1, or a whole number"),
         ({"held_out": -1}, "held_out is -1: "),
-        ({"held_out": True}, "held_out is True: "),
+        ({"held_out": True}, "held_out is true, but takes a number or a whole number or text"),
         ({"held_out": 11}, "held_out is 11, but there are 10 rows"),
         ({"held_out": "test"}, "held_out is 'test': write a share below 1, a number of rows, or another table"),
         ({"held_out": "gone.jsonl"}, "tasks.options.held_out: there is no file 'gone.jsonl'"),
         ({"question": "aks"}, "there is no column 'aks'; the line has ask, gold, key, kind, level; did you mean 'ask'?"),
         ({"info": ["tests"]}, "there is no column 'tests'"),
+        ({"info": "level"}, 'tasks.options.info is "level", but takes a list of text or `null`: write [level]'),
+        ({"limit": -5}, "tasks.options: limit is -5: write how many rows, or 0 for all"),
+        ({"limit": "5"}, 'tasks.options.limit is "5", but takes a whole number'),
+        (
+            {"prompt": {"question": None}},
+            'but takes text: put a text that begins with a brace in quotes, as in "{question}"',
+        ),
         ({"prompt": "{question} {levle}"}, "the prompt asks for {levle}, which is no column of it: write {ask}, {key}"),
         ({"prompt": "{gold}"}, "the prompt asks for {gold}, which is the answer"),
         ({"prompt": "put it in \\boxed{}"}, "tasks.options.prompt: {} is no column: write {question}, or {{ and }}"),
@@ -222,6 +229,34 @@ def test_tasks_without_answers_and_questions_in_messages(tmp_path: Path) -> None
     (task,) = load(path, answer="", system="s", held_out=0).train
     assert (task.answer, [m["role"] for m in task.messages]) == (None, ["system", "user"])
     assert "is a list of messages, for which there can be no prompt" in refusal(path, answer="", prompt="{question}")
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "says"),
+    [
+        ({"question": None}, {}, "'question' is null: write something there, or remove the row"),
+        ({"question": "q", "key": None}, {"id": "key"}, "'key' is null"),
+        ({"question": "q", "kind": None}, {"domain": "kind"}, "'kind' is null"),
+        ({"question": "q", "hint": None}, {"prompt": "{question} {hint}"}, "asks for {hint}, which is null there"),
+        ({"question": [{"role": "user", "content": None}]}, {}, "not one of messages with role and content"),
+    ],
+)
+def test_nothing_is_never_asked_as_a_word(
+    tmp_path: Path, row: dict[str, Any], options: dict[str, Any], says: str
+) -> None:
+    whole = {"question": "q", "answer": 1, "key": "k", "kind": "a", "hint": "h"}
+    for kind, place in (("jsonl", "rows.jsonl:2: "), ("json", "rows.json, row 2: ")):
+        said = refusal(write(kind, tmp_path, [whole, {**whole, **row}]), **options)
+        assert place in said
+        assert says in said
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json"])
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path, kind: str) -> None:
+    path = Path(write(kind, tmp_path, [{"question": "q", "answer": 1}]))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    (task,) = load(path, held_out=0).train
+    assert (task.question, task.answer) == ("q", 1)
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="the real files are not here")

@@ -10,7 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roll.config.errors import UserError
+from roll.config.schema import TasksConfig
+from roll.data.sources import load_tasks
+from roll.data.task import Task
 from roll.env.base import opened, stepped
+from roll.env.demonstrations import demonstrations
 from roll.env.maths_retries import MathsRetries, last_number, shown
 
 
@@ -108,13 +113,80 @@ def test_problems_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "problems.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")
     options = {"problems": str(path), "question": "q", "answer": "a", "format": "answer"}
-    for seed in range(4):
+    for seed in range(2):
         world = MathsRetries(**options)  # type: ignore[arg-type]
         text, _ = world.reset(seed)
-        assert text.startswith(rows[seed % 2]["q"])  # type: ignore[arg-type]
-        assert world.expert() == ("<answer>18</answer>" if seed % 2 == 0 else "<answer>0.5</answer>")
+        assert text.startswith(rows[seed]["q"])  # type: ignore[arg-type]
+        assert world.expert() == ("<answer>18</answer>" if seed == 0 else "<answer>0.5</answer>")
         assert world.step("18 0.5").info["invalid"] == 1
         assert world.step(world.expert()).reward == 0.5
+
+
+def problems(folder: Path, count: int) -> str:
+    """A file of so many problems, the first of which is there twice."""
+    rows = [{"question": f"What is {number}?", "answer": number} for number in range(count)]
+    path = folder / f"{count}.jsonl"
+    path.write_text("\n".join(map(json.dumps, [*rows, rows[0]])), encoding="utf-8-sig")
+    return str(path)
+
+
+def test_a_seed_without_a_problem_is_refused(tmp_path: Path) -> None:
+    world = MathsRetries(problems=problems(tmp_path, 3))
+    assert world.episodes == 3
+    for seed in (3, -1):
+        with pytest.raises(ValueError, match=f"the seed is {seed}, but the problems of this file are 0 to 2"):
+            world.reset(seed)
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "sizes"),
+    [
+        (2, {}, (1, 1)),
+        (50, {}, (45, 5)),
+        (1050, {}, (950, 100)),
+        (3000, {}, (1000, 100)),
+        (50, {"held_out": 20}, (30, 20)),
+        (50, {"count": 20}, (20, 30)),
+        (50, {"count": 50, "held_out": 0}, (50, 0)),
+        (50, {"count": 40, "held_out": 5, "first_seed": 5}, (40, 5)),
+    ],
+)
+def test_no_held_out_problem_is_trained_on(
+    tmp_path: Path, lines: int, options: dict[str, int], sizes: tuple[int, int]
+) -> None:
+    file = problems(tmp_path, lines)
+    config = TasksConfig(source="environment", options={"name": "maths_retries", "problems": file, **options})
+    found = load_tasks(config)
+    asked = [[_question(task) for task in part] for part in (found.train, found.held_out)]
+    assert (len(asked[0]), len(asked[1])) == sizes
+    assert len({*asked[0], *asked[1]}) == sum(sizes)
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "says"),
+    [
+        (1, {}, "'maths_retries' has 1 episodes with its options, too few to train on some and hold others out: write"),
+        (50, {"count": 50}, "too few .* with count=50: write a smaller count"),
+        (50, {"count": 1000, "held_out": 100}, "has 50 episodes .* with count=1000, held_out=100"),
+        (50, {"count": 40, "held_out": 10, "first_seed": 5}, "with count=40, held_out=10, first_seed=5"),
+        (50, {"first_seed": -1}, "first_seed is -1: the seeds of 'maths_retries' begin with 0"),
+        (50, {"count": "40"}, "count is '40': write a whole number"),
+        (50, {"count": 0}, "write a count above 0"),
+    ],
+)
+def test_a_file_that_is_too_small_to_split_is_refused(
+    tmp_path: Path, lines: int, options: dict[str, int], says: str
+) -> None:
+    of = {"name": "maths_retries", "problems": problems(tmp_path, lines), **options}
+    with pytest.raises(UserError, match=rf"^tasks\.options: .*{says}"):
+        load_tasks(TasksConfig(source="environment", options=of))
+    with pytest.raises(UserError, match=rf"^data\.options: .*{says}|the seed is -1"):
+        list(demonstrations("train", **of))  # type: ignore[arg-type]
+
+
+def _question(task: Task) -> str:
+    assert task.environment is not None
+    return MathsRetries(**task.environment.options).reset(task.environment.seed)[0].splitlines()[0]
 
 
 @pytest.mark.parametrize(
@@ -127,6 +199,7 @@ def test_problems_of_a_file(tmp_path: Path) -> None:
         ({"problems": "/nowhere.jsonl"}, "there is no file"),
         ({"problems": "{}", "answer": "b"}, "problems.jsonl:1: there is no column 'b'"),
         ({"problems": "{}"}, "problems.jsonl:1: there is no number in 'answer'"),
+        ({"problems": "{}", "question": "why"}, "problems.jsonl:1: there is no column 'why'"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(tmp_path: Path, options: dict[str, object], says: str) -> None:
@@ -134,5 +207,5 @@ def test_what_cannot_be_asked_is_refused(tmp_path: Path, options: dict[str, obje
     path.write_text('{"question": "Who?", "answer": "Nobody"}\n')
     if options.get("problems") == "{}":
         options = {**options, "problems": str(path)}
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises((UserError, ValueError), match=says):
         MathsRetries(**options)  # type: ignore[arg-type]

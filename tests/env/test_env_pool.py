@@ -27,6 +27,7 @@ from roll.env import EnvFailure, Opened, Step, wire
 from roll.env.builtin import Guess
 from roll.env.pool import Deadlines, EnvPool
 from roll.env.process import Server
+from roll.env.stats import EnvStats
 
 WORLDS = str(Path(__file__).with_name("worlds.py"))
 STEP_S = 0.5
@@ -143,6 +144,16 @@ def test_every_way_to_fail_is_named_and_the_next_episode_is_played() -> None:
         stats = pool.stats()
         assert (stats.raised, stats.invalid, stats.deadline, stats.crashed) == (2, 3, 2, 7)
         assert (stats.lost, stats.restarts) == (len(cases), 9)
+        assert pool.take_stats() == stats
+        assert pool.take_stats() == EnvStats(), "nothing since"
+        assert stats.metrics() == {
+            "environments/failed": len(cases),
+            "environments/deadlines": 2,
+            "environments/lost": len(cases),
+            "environments/restarts": 9,
+            "environments/reset_s": stats.reset_s / len(cases),
+        }
+        assert (stats + stats).metrics()["environments/reset_s"] == stats.reset_mean_s
         await pool.reset("a", world())
         with pytest.raises(EnvFailure) as caught:
             await pool.step("a", do("raise", "oops"))

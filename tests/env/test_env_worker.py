@@ -45,12 +45,12 @@ def test_the_role_plays_episodes() -> None:
         for name in "ab":
             assert (await role.call(EnvWorker.reset, name, EnvSpec("echo_turns", 1, {"turns": 1}))).messages
         assert (await role.call(EnvWorker.step, "a", "?")).terminated
-        assert (await role.call(EnvWorker.stats)).open == 1
+        assert (await role.call(EnvWorker.take_stats)).open == 1
         await role.call(EnvWorker.close_episodes, ["a", "b", "c"])
         await role.call(EnvWorker.reset, "a", EnvSpec(f"{WORLDS}:World"))
         with pytest.raises(EnvFailure, match="deadline: step of episode 'a' took more than"):
             await role.call(EnvWorker.step, "a", '["sleep", 60]')
-        assert (await role.call(EnvWorker.stats)).deadline == 1
+        assert (await role.call(EnvWorker.take_stats)).deadline == 1
         await executor.close()
         with pytest.raises(RunError, match="closed"):
             await role.call(EnvWorker.reset, "a", EnvSpec("guess"))
@@ -66,7 +66,7 @@ def test_the_role_keeps_the_limits_of_the_config() -> None:
         await role.call(EnvWorker.reset, "a", EnvSpec("guess"))
         second = asyncio.create_task(role.call(EnvWorker.reset, "b", EnvSpec("guess")))
         await role.call(EnvWorker.reset, "c", EnvSpec("echo_turns"))
-        assert (await role.call(EnvWorker.stats)).waiting == 1
+        assert (await role.call(EnvWorker.take_stats)).waiting == 1
         await role.call(EnvWorker.close_episodes, ["a"])
         assert (await second).messages
         await executor.close()

@@ -258,7 +258,9 @@ def test_the_compact_view_is_short_and_the_full_one_repeats_the_instruction() ->
 
 def test_seeds_are_goals_and_there_are_no_others() -> None:
     world = WebShop(**SMALL)
+    world.reset(0)
     count = len(world._store.catalogue.goals)
+    assert world.episodes == count
     instructions = {begun(seed)._goal.instruction for seed in range(count)}
     assert len(instructions) == count
     for seed in (-1, count):

@@ -54,6 +54,26 @@ def test_turns_in_contexts_of_their_own_are_trained_on(how: str, tmp_path: Path)
     assert all(sum(row["loss_mask"]) == 3 for row in rows)
 
 
+def test_what_environments_did_is_told_with_every_step(tmp_path: Path) -> None:
+    """Failed calls, processes replaced and seconds, where tasks are played in environments, and only there."""
+    (tmp_path / "vowels.py").write_text(
+        VOWELS.replace('return "say', 'if seed == 1: raise KeyError\n        return "say')
+    )
+    world = f"tasks.options={{name: '{tmp_path}/vowels.py:Vowels', count: 4, held_out: 0}}"
+    few = (*QUICK, "train.steps=1", "rollout.group_size=2")
+    train(load_config(TURNS, [*few, world, f"run.dir={tmp_path / 'played'}"]))
+    train(load_config(EXAMPLES / "tiny.yaml", [*few, f"run.dir={tmp_path / 'asked'}"]))
+    played, asked = (
+        next(row for row in Metrics.read(RunFolder.open(tmp_path / run).metrics_path) if "reward/mean" in row)
+        for run in ("played", "asked")
+    )
+    assert played["environments/failed"] > 0
+    assert 0 < played["environments/step_s"] < 1
+    assert 0 < played["environments/reset_s"] < 1
+    assert [played[f"environments/{what}"] for what in ("deadlines", "lost", "restarts")] == [0, 0, 0]
+    assert not [name for name in asked if name.startswith("environments/")]
+
+
 def test_rollouts_are_shown_and_nothing_is_left_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

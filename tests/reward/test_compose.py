@@ -170,6 +170,16 @@ def test_what_cannot_work_is_refused_with_what_to_write(reward: Any, says: str) 
     assert says in refusal(reward)
 
 
+@pytest.mark.parametrize("name", ["judge", "http"])
+def test_a_token_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    model = {"model": "m"} if name == "judge" else {}
+    part = {"name": name, "options": {"url": "http://localhost:1/v1", "token_env": "MY_TOKEN", **model}}
+    assert "reward.options.token_env is 'MY_TOKEN', but no such environment variable is set: `export" in refusal(part)
+    assert "reward.parts.sound.options.token_env is" in refusal({"parts": {"sound": part}})
+    monkeypatch.setenv("MY_TOKEN", "secret")
+    RewardSource.of_config(load_config({"reward": part}).reward).check()
+
+
 def test_a_short_override_does_not_silently_lose_to_parts() -> None:
     assert "each is the whole reward" in refusal(CONFIG["reward"], "reward=number")
 

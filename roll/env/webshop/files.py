@@ -21,6 +21,7 @@ from roll.config.errors import UserError
 from roll.env.webshop.catalogue import Catalogue, Goal, Product
 
 _CHUNK_CHARS = 1 << 20
+_SMALL_BYTES = 32 << 20
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 _NO_PRICE = 100.0
 """What a product costs that says no price, as in the original."""
@@ -30,8 +31,7 @@ _COMBINATIONS = 64
 
 def read(folder: Path, products: int, seed: int) -> Catalogue:
     """The first so many products of the folder's files (0: all), and their goals, in an order that the seed decides."""
-    if not folder.is_dir():
-        raise UserError(f"webshop: data is {str(folder)!r}, which is no folder: write that of items_shuffle.json")
+    check_folder(folder, products)
     attributes = _by_id(_file(folder, "items_ins_v2", products))
     found: dict[str, Product] = {}
     for item in _items(_required(folder, "items_shuffle", products)):
@@ -48,6 +48,19 @@ def read(folder: Path, products: int, seed: int) -> Catalogue:
         raise UserError(f"webshop: the files in {str(folder)!r} hold {len(found)} products, but no instruction for any")
     rng.shuffle(goals)
     return Catalogue(tuple(found.values()), tuple(goals))
+
+
+def check_folder(folder: Path, products: int) -> None:
+    """`UserError` if that is no folder of the original's files."""
+    if not folder.is_dir():
+        raise UserError(f"webshop: data is {str(folder)!r}, which is no folder: write that of items_shuffle.json")
+    _required(folder, "items_shuffle", products)
+
+
+def is_small(folder: Path, products: int) -> bool:
+    """Whether its files are read in a second or so."""
+    files = (_file(folder, stem, products) for stem in ("items_shuffle", "items_ins_v2", "items_human_ins"))
+    return sum(file.stat().st_size for file in files if file is not None) <= _SMALL_BYTES
 
 
 def _file(folder: Path, stem: str, products: int) -> Path | None:

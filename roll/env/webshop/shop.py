@@ -13,8 +13,8 @@ from roll.env.base import Step
 from roll.env.resolve import register
 from roll.env.webshop.catalogue import Catalogue
 from roll.env.webshop.expert import Expert
-from roll.env.webshop.files import read
-from roll.env.webshop.generate import generate
+from roll.env.webshop.files import check_folder, is_small, read
+from roll.env.webshop.generate import ROUNDS, generate
 from roll.env.webshop.reward import score
 from roll.env.webshop.store import Place, Store, is_buy
 from roll.env.webshop.views import PAGE_SIZES, VIEWS, View
@@ -51,12 +51,24 @@ class WebShop(ActingEnvironment):
             raise ValueError(f"webshop: view is {view!r}: write {' or '.join(VIEWS)}")
         if products < (0 if data else 1) or page_size < 0:
             raise ValueError(f"webshop: {products=}, {page_size=}: write how many, above 0")
-        self._store = Store(open_catalogue(products, catalogue_seed, data), page_size or PAGE_SIZES[view])
+        if data:
+            check_folder(Path(data), products)
+        self._catalogue = (products, catalogue_seed, data)
+        self._page_size = page_size or PAGE_SIZES[view]
         self._view = VIEWS[view]
         self._place = Place()
         self._bought, self._score = False, 0.0
 
+    @property
+    def episodes(self) -> int | None:
+        """The catalogue's goals; not known of files that take long to read."""
+        products, _, data = self._catalogue
+        if not data:
+            return ROUNDS * products
+        return len(open_catalogue(*self._catalogue).goals) if is_small(Path(data), products) else None
+
     def begin(self, seed: int) -> str:
+        self._store = Store(open_catalogue(*self._catalogue), self._page_size)
         goals = self._store.catalogue.goals
         if not 0 <= seed < len(goals):
             raise ValueError(f"webshop: the seed is {seed}, but the goals of this catalogue are 0 to {len(goals) - 1}")

@@ -1,0 +1,58 @@
+"""What environments did, in numbers that can be added up over workers and taken apart by time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+
+@dataclass(frozen=True)
+class EnvStats:
+    """Calls by how they ended, and how things are now."""
+
+    resets: int = 0
+    steps: int = 0
+    finished: int = 0
+    """Episodes that came to their last step."""
+    raised: int = 0
+    deadline: int = 0
+    crashed: int = 0
+    invalid: int = 0
+    lost: int = 0
+    restarts: int = 0
+    """Processes replaced."""
+    reset_s: float = 0.0
+    step_s: float = 0.0
+    """Seconds of all answers given, inside the environments."""
+    open: int = 0
+    """Episodes open now, those waiting for room among them."""
+    waiting: int = 0
+
+    @property
+    def reset_mean_s(self) -> float:
+        return self.reset_s / max(self.resets, 1)
+
+    @property
+    def step_mean_s(self) -> float:
+        return self.step_s / max(self.steps, 1)
+
+    def __add__(self, other: EnvStats) -> EnvStats:
+        return EnvStats(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+    def since(self, earlier: EnvStats) -> EnvStats:
+        """What came after, and how things are now."""
+        counted = [each.name for each in fields(self) if each.name not in ("open", "waiting")]
+        return replace(self, **{name: getattr(self, name) - getattr(earlier, name) for name in counted})
+
+    def metrics(self) -> dict[str, float]:
+        """As a run records them; latencies only of what was done."""
+        values: dict[str, float] = {
+            "environments/failed": self.raised + self.deadline + self.crashed + self.invalid,
+            "environments/deadlines": self.deadline,
+            "environments/lost": self.lost,
+            "environments/restarts": self.restarts,
+        }
+        if self.resets:
+            values["environments/reset_s"] = self.reset_mean_s
+        if self.steps:
+            values["environments/step_s"] = self.step_mean_s
+        return values
