@@ -153,17 +153,23 @@ for _name in ("lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv"
 
 
 class _Names(dict):  # type: ignore[type-arg]
-    """The names of a test. Those that it does not define are looked up in the program when they are used."""
+    """The names of a test. Of those that it does not define, what stays in the program is here from the beginning, also
+    for the bodies of classes, where Python asks no `__missing__`; variables are looked up when they are used."""
 
     def __init__(self, line: Line, names: Iterable[str]) -> None:
         super().__init__(__name__="tests")
         self._line, self._names = line, frozenset(names)
+        for name in self._names:
+            try:
+                self.__missing__(name)
+            except (Exception, Gone):  # the test hears of it where it uses the name
+                continue
 
     def __missing__(self, name: str) -> Any:
         if name not in self._names:
             raise KeyError(name)
         found = self._line.ask("name", name)
-        if isinstance(found, Remote):
+        if isinstance(found, (Remote, type)):
             self[name] = found  # a variable may be another the next time
         return found
 
