@@ -7,6 +7,8 @@ A task carries tests in its `info`, in one of these forms (docs/sandbox.md):
     test: "def check(candidate): …", entry_point: add, prompt: "…"     as in HumanEval
     inputs: […], outputs: […], fn_name: add                            as in APPS and TACO, also as `input_output`
 
+With `fn_name` the function may be a method of a class `Solution`, and an output may stand in a list of one.
+
 An assertion that compares a call with a literal becomes a call, so that the comparison is made outside of the sandbox.
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 import ast
 import builtins
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -40,6 +43,8 @@ class CallTest:
     named: Mapping[str, Any] = field(default_factory=dict)
     exact: bool = False
     """Whether a tuple is no list, as in Python. Results that were written as JSON know no tuples."""
+    as_apps: bool = False
+    """Whether the function may be a method of a class `Solution`, and the result may stand in a list of one."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,16 @@ class CodeTests:
     """What comes before every assertion."""
     prefix: str = ""
     """What comes before the program."""
+    entry_point: str = ""
+    """The function that the prefix begins and the program goes on with, if that is the manner."""
+
+    def whole(self, source: str) -> str:
+        """The program with what comes before it. One that defines the entry point itself goes on with nothing: it gets
+        the imports and helpers from before the entry point's beginning."""
+        if not self.entry_point or not _defines(source, self.entry_point):
+            return f"{self.prefix}\n{source}" if self.prefix else source
+        begun = re.search(rf"^(?:async[ \t]+)?def[ \t]+{re.escape(self.entry_point)}\b", self.prefix, re.MULTILINE)
+        return f"{self.prefix[: begun.start()] if begun else self.prefix}\n{source}"
 
 
 def tests_of(task: Task) -> CodeTests:
@@ -87,7 +102,8 @@ def _tests_of(info: Mapping[str, Any]) -> CodeTests | None:
         return CodeTests(tuple(assertion(text, setup) for text in _sequence(info["test_list"])), setup)
     if "test" in info and "entry_point" in info:
         text = f"{info['test']}\n\ncheck({info['entry_point']})"
-        return CodeTests((AssertTest(text, free_names(text)),), prefix=str(info.get("prompt") or ""))
+        test = AssertTest(text, free_names(text))
+        return CodeTests((test,), prefix=str(info.get("prompt") or ""), entry_point=str(info["entry_point"]))
     if "input_output" in info:
         return _pairs(json.loads(info["input_output"]) if isinstance(info["input_output"], str) else info["input_output"])
     return _pairs(info) if "inputs" in info and "outputs" in info else None
@@ -160,8 +176,31 @@ def _pairs(info: Mapping[str, Any]) -> CodeTests:
     name = info.get("fn_name")
     pairs = list(zip(inputs, outputs, strict=True))
     if name:
-        return CodeTests(tuple(CallTest(str(name), _sequence(given), result) for given, result in pairs))
+        calls = [(_arguments(given), _result(given, result)) for given, result in pairs]
+        return CodeTests(tuple(CallTest(str(name), given, result, as_apps=True) for given, result in calls))
     return CodeTests(tuple(InOut(_text(given), _text(result)) for given, result in pairs))
+
+
+def _arguments(given: Any) -> Sequence[Any]:
+    """Some data has the arguments as JSON, one a line."""
+    return (
+        [json.loads(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else _sequence(given)
+    )
+
+
+def _result(given: Any, result: Any) -> Any:
+    return json.loads(result) if isinstance(given, str) and isinstance(result, str) else result
+
+
+def _defines(source: str, name: str) -> bool:
+    """Whether a program defines a function, as far as can be told without reading it as Python: what begins indented is
+    the rest of another's."""
+    lines = [line for line in source.splitlines() if line.strip()]
+    if not lines or lines[0][0] in " \t":
+        return False
+    return bool(
+        re.search(rf"^(?:(?:async[ \t]+)?def[ \t]+{re.escape(name)}\b|{re.escape(name)}[ \t]*=)", source, re.MULTILINE)
+    )
 
 
 def _text(value: Any) -> str:

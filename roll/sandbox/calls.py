@@ -32,6 +32,8 @@ class Call:
     name: str
     arguments: Sequence[Any] = ()
     named: Mapping[str, Any] = field(default_factory=dict)
+    or_method: bool = False
+    """Whether, where there is no such function, it is a method of the program's class `Solution`."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,9 @@ Result = Returned | Failed
 
 def call_all(sandbox: Sandbox, source: str, calls: Sequence[Call], limits: Limits) -> tuple[list[Result], Outcome]:
     """One result for each call, made in order in one process. After a call that ends the process, the others fail."""
-    requests = [["call", call.name, list(call.arguments), dict(call.named)] for call in calls]
+    requests = [
+        ["solve" if call.or_method else "call", call.name, list(call.arguments), dict(call.named)] for call in calls
+    ]
     stdin = b"".join(values.dump(request, _not_plain) for request in requests)
     outcome = execute(sandbox, _serving(source, stdin), limits)
     lines = outcome.stdout.encode().splitlines(keepends=True)
@@ -134,5 +138,5 @@ def _not_plain(value: Any) -> NoReturn:
     raise ValueError(f"a call's arguments must be plain values, and {value!r} is none")
 
 
-def _no_value(number: int) -> NoReturn:
+def _no_value(number: int, *what: Any) -> NoReturn:
     raise ValueError("what was returned is not a plain value")

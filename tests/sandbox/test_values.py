@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -49,10 +50,19 @@ def test_plain_values_cross_over(value: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "crossed"),
     [
-        (Counter("aab"), {"a": 2, "b": 1}),
-        (OrderedDict(b=1), {"b": 1}),
-        (defaultdict(list, {1: [2]}), {1: [2]}),
-        (namedtuple("Point", "x y")(1, 2), (1, 2)),
+        (Counter("aab"), Counter("aab")),
+        (OrderedDict(b=1), OrderedDict(b=1)),
+        (defaultdict(list, {1: [2]}), defaultdict(list, {1: [2]})),
+        (bytearray(b"ab"), bytearray(b"ab")),
+        ({1: 2}.keys(), {1: 2}.keys()),
+        ({1: 2}.items(), {1: 2}.items()),
+        (slice(1, None), slice(1, None)),
+        (abs, abs),
+        (KeyError, KeyError),
+        (date(2024, 2, 29), date(2024, 2, 29)),
+        (datetime(2024, 2, 29, 7, 30, tzinfo=UTC), datetime(2024, 2, 29, 7, 30, tzinfo=UTC)),
+        (time(7, 30, 0, 5), time(7, 30, 0, 5)),
+        (timedelta(-1, 5, 7), timedelta(-1, 5, 7)),
         (range(2, 9, 3), range(2, 9, 3)),
         (int, int),
         (Decimal("1.50"), Decimal("1.50")),
@@ -63,6 +73,28 @@ def test_plain_values_cross_over(value: Any) -> None:
 def test_of_other_types_the_value_crosses_over(value: Any, crossed: Any) -> None:
     arrived = values.load(values.dump(value, none_kept), none_kept)
     assert (arrived, type(arrived)) == (crossed, type(crossed))
+
+
+def test_items_of_named_tuples_keep_their_names() -> None:
+    arrived = values.load(values.dump(namedtuple("Point", "x y")(1, 2), none_kept), none_kept)
+    assert arrived == (1, 2)
+    assert (arrived.x, arrived.y) == (1, 2)
+    again = values.load(values.dump(arrived, none_kept), none_kept)
+    assert (again, again.y) == ((1, 2), 2)
+
+
+def test_values_of_dictionaries_cross_over() -> None:
+    arrived = values.load(values.dump({1: 2, 3: [4]}.values(), none_kept), none_kept)
+    assert (list(arrived), type(arrived)) == ([2, [4]], type({}.values()))
+
+
+class Broken(ValueError):
+    pass
+
+
+def test_an_exception_class_crosses_over_with_what_it_is_made_of() -> None:
+    line = values.dump(Broken, lambda value: 7)
+    assert values.load(line, lambda *what: what) == (7, "Broken", [ValueError])
 
 
 def test_numbers_that_are_none() -> None:
@@ -92,6 +124,8 @@ def test_what_is_not_plain_stays_and_a_number_stands_for_it() -> None:
     [b"", b"[", b"nonsense", b'{"a": 1, "b": 2}', b'{"unknown": 1}', b'{"set": [[1]]}', b'{"dict": [[[], 1]]}',
      b"[" * 100_000,
      b'{"Fraction": "1/0"}', b'{"Fraction": "1e999999999"}', b'{"Decimal": "x"}', b'{"int": 5}', b'{"type": "eval"}',
+     b'{"builtin": "eval"}', b'{"builtin": "open"}', b'{"defaultdict": []}', b'{"named": [["a", "b"], [1]]}',
+     b'{"date": "x"}', b'{"timedelta": [1e300]}', b'{"keys": [[]]}', b'{"items": [1]}', b'{"exception": [1]}',
      b'{"range": [1, 2, 0]}', b'{"bytes": "zz"}', b'\xff'],
 )  # fmt: skip
 def test_what_is_no_value_is_refused(line: bytes) -> None:

@@ -3,26 +3,39 @@
 Tests are texts with `assert` in them, given with the names that they use and do not define. Such a name stands for what
 the program in the other process has under it. Calls go out on the standard output, answers come in on the standard input,
 and verdicts, one line a test, leave by the standard error.
+
+What a test expects is never told to the program: that something of the program's is equal to a plain value, or less, or
+has it among its items, is decided here. Only between two objects of the program's own is the program asked.
 """
 
 from __future__ import annotations
 
 import builtins
+import itertools
 import os
+import sys
+from collections import deque
 
 from roll.sandbox.inside import values
 
 TYPE_CHECKING = False  # without importing typing, which takes a while
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from typing import Any
 
 _LONGEST = 4 << 20
 """Bytes of an answer."""
+_MOST_ITEMS = 100_000
+"""Of an iterator that is an argument."""
+_CHANGEABLE = (list, dict, set, deque, bytearray)
 
 
 class Gone(BaseException):
     """The other process does not answer any more. No `except Exception` of a test's takes it for the test's own."""
+
+
+class NotSendable(BaseException):
+    """An argument that cannot be sent to the program. That is no error of the program's, which a test could expect."""
 
 
 class Line:
@@ -30,9 +43,28 @@ class Line:
 
     def __init__(self) -> None:
         self._answers, self._requests = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+        self._known: dict[int, Any] = {}
 
     def ask(self, *request: Any) -> Any:
         """What the other process answers, or the error that it met."""
+        return self._ask(*request)[1]
+
+    def call(self, what: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """What a call returns. Arguments that it changed are changed here too."""
+        if not any(isinstance(argument, (*_CHANGEABLE, tuple)) for argument in (*arguments, *named.values())):
+            return self.ask("call", what, list(arguments), named)
+        answer = self._ask("change", what, list(arguments), named)
+        if len(answer) == 3 and isinstance(answer[2], list):
+            _take_over([list(arguments), named], answer[2])
+        return answer[1]
+
+    def _ask(self, *request: Any) -> list[Any]:
+        answer = self._exchange(*request)
+        if answer[0] == "value":
+            return answer
+        raise self._error(str(answer[1]), str(answer[-1]))
+
+    def _exchange(self, *request: Any) -> list[Any]:
         try:
             self._requests.write(values.dump(list(request), _number_of))
             self._requests.flush()
@@ -41,35 +73,105 @@ class Line:
             raise Gone from None
         if not line.endswith(b"\n"):
             raise Gone
-        answer = values.load(line, lambda number: Remote(self, number))
+        answer = values.load(line, self._kept)
         if not isinstance(answer, list) or len(answer) < 2:
             raise ValueError("not an answer")
-        if answer[0] == "value":
-            return answer[1]
-        kind = getattr(builtins, str(answer[1]), RuntimeError)
-        is_error = isinstance(kind, type) and issubclass(kind, Exception)
-        raise (kind if is_error else RuntimeError)(str(answer[-1]))
+        return answer
+
+    def _error(self, name: str, text: str) -> Exception:
+        """The error that the program met, with its class, arguments and attributes where they can be had."""
+        try:
+            kind, arguments, attributes = self._exchange("raised")[1]
+            if not issubclass(kind, Exception):
+                return RuntimeError(f"{name}: {text}")
+            error: Exception = kind(*arguments)
+            error.__dict__.update(attributes)
+        except Exception:
+            return _named_error(name, text)
+        if "_number" in vars(kind):
+            error.__dict__["_text"] = text
+        return error
+
+    def _kept(self, number: int, name: str = "", bases: Sequence[type] = ()) -> Any:
+        if number not in self._known:
+            self._known[number] = _exception(number, name, bases) if name else Remote(self, number)
+        return self._known[number]
 
 
 class Remote:
-    """Stands for something in the other process: it can be called, and has its attributes."""
+    """Stands for something in the other process: it can be called, and has its attributes, items and operators."""
 
-    def __init__(self, line: Line, what: Any) -> None:
-        self.__dict__.update(_line=line, _what=what)
+    def __init__(self, line: Line, number: int) -> None:
+        self.__dict__.update(__line=line, __number=number)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self._line.ask("call", self._reference(), list(arguments), named)
+        return self.__dict__["__line"].call(self, arguments, named)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name.startswith("__") and name != "__name__":
             raise AttributeError(name)
-        return self._line.ask("get", self._reference(), name)
+        return self.__dict__["__line"].ask("get", self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._line.ask("set", self._reference(), name, value)
+        self.__dict__["__line"].ask("set", self, name, value)
 
-    def _reference(self) -> Any:
-        return self._what if isinstance(self._what, str) else self
+    def __getitem__(self, key: Any) -> Any:
+        return self._do("getitem", key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._do("setitem", key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self._do("delitem", key)
+
+    def __instancecheck__(self, thing: Any) -> bool:
+        return isinstance(thing, Remote) and thing._do("isinstance", self) is True
+
+    def __eq__(self, other: object) -> bool:
+        """A plain value is never equal: the program would learn what is expected, and could agree."""
+        return isinstance(other, Remote) and self._do("eq", other) is True
+
+    def __hash__(self) -> int:
+        return int(self._do("hash"))
+
+    def _do(self, name: str, *others: Any) -> Any:
+        return self.__dict__["__line"].ask("do", name, [self, *others])
+
+
+def _alone(name: str) -> Callable[[Remote], Any]:
+    return lambda self: self._do(name)
+
+
+def _between(name: str) -> Callable[[Remote, Any], Any]:
+    return lambda self, other: self._do(name, other) if isinstance(other, Remote) else NotImplemented
+
+
+for _name in ("len", "iter", "next", "bool", "str", "repr", "int", "float", "abs", "neg", "reversed"):
+    setattr(Remote, f"__{_name}__", _alone(_name))
+for _name in ("lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_"):
+    setattr(Remote, f"__{_name.rstrip('_')}__", _between(_name))
+
+
+class _Names(dict):  # type: ignore[type-arg]
+    """The names of a test. Of those that it does not define, what stays in the program is here from the beginning, also
+    for the bodies of classes, where Python asks no `__missing__`; variables are looked up when they are used."""
+
+    def __init__(self, line: Line, names: Iterable[str]) -> None:
+        super().__init__(__name__="tests")
+        self._line, self._names = line, frozenset(names)
+        for name in self._names:
+            try:
+                self.__missing__(name)
+            except (Exception, Gone):  # the test hears of it where it uses the name
+                continue
+
+    def __missing__(self, name: str) -> Any:
+        if name not in self._names:
+            raise KeyError(name)
+        found = self._line.ask("name", name)
+        if isinstance(found, (Remote, type)):
+            self[name] = found  # a variable may be another the next time
+        return found
 
 
 def check(setup: str, tests: Sequence[str], names: Sequence[str]) -> None:
@@ -79,10 +181,9 @@ def check(setup: str, tests: Sequence[str], names: Sequence[str]) -> None:
         nothing = os.open(os.devnull, os.O_RDWR)
         os.dup2(nothing, fd)
         os.close(nothing)
+    sys.modules["tests"] = type(sys)("tests")  # where dataclasses look for the module of a class
     for test in tests:
-        globals_: dict[str, Any] = {name: Remote(line, name) for name in names}
-        globals_["__name__"] = "tests"
-        os.write(verdicts, _verdict(setup + "\n" + test, globals_).encode("utf-8", "replace") + b"\n")
+        os.write(verdicts, _verdict(setup + "\n" + test, _Names(line, names)).encode("utf-8", "replace") + b"\n")
 
 
 def _verdict(text: str, names: dict[str, Any]) -> str:
@@ -95,7 +196,57 @@ def _verdict(text: str, names: dict[str, Any]) -> str:
     return "passed"
 
 
-def _number_of(value: Any) -> int:
-    if isinstance(value, Remote) and isinstance(value._what, int):
-        return value._what
-    raise TypeError(f"{type(value).__name__} cannot be sent to the program")
+def _number_of(value: Any) -> int | list[Any]:
+    if isinstance(value, Remote):
+        return int(value.__dict__["__number"])
+    if isinstance(value, type) and "_number" in vars(value):
+        return int(vars(value)["_number"])
+    if hasattr(value, "__next__"):
+        items = list(itertools.islice(value, _MOST_ITEMS))
+        if len(items) < _MOST_ITEMS:
+            return items
+        raise NotSendable(f"an iterator of {_MOST_ITEMS} items or more cannot be sent to the program")
+    what = getattr(value, "__name__", type(value).__name__)
+    raise NotSendable(f"{what} cannot be sent to the program: functions, classes and objects of the tests stay with them")
+
+
+def _exception(number: int, name: str, bases: Sequence[type]) -> type:
+    """A class that stands for an exception class of the program's: it can be raised and caught."""
+    if not all(issubclass(base, Exception) for base in bases):
+        bases = (Exception,)
+    return type(name, tuple(bases), {"_number": number, "__str__": _text_of})
+
+
+def _named_error(name: str, text: str) -> Exception:
+    kind = getattr(builtins, name, None)
+    try:
+        return kind(text) if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError(f"{name}: {text}")
+    except Exception:  # of those that need more than a text
+        return RuntimeError(f"{name}: {text}")
+
+
+def _text_of(error: BaseException) -> str:
+    return str(vars(error).get("_text") or BaseException.__str__(error))
+
+
+def _take_over(here: Any, there: Any) -> Any:
+    """What the program made of a value, put into the one that the test has, so that who holds that sees it."""
+    if type(here) is not type(there):
+        return there
+    if isinstance(here, tuple):
+        return tuple(map(_take_over, here, there)) if len(here) == len(there) else there
+    if not isinstance(here, _CHANGEABLE) or here == there:
+        return here if isinstance(here, _CHANGEABLE) else there
+    if isinstance(here, dict):
+        items = {key: _take_over(here[key], item) if key in here else item for key, item in there.items()}
+        here.clear()
+        for key, item in items.items():
+            here[key] = item
+    elif isinstance(here, set):
+        here.clear()
+        here.update(there)
+    else:
+        taken = list(map(_take_over, here, there)) + list(there)[len(here) :]
+        here.clear()
+        here.extend(taken)
+    return here

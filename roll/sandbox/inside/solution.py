@@ -1,13 +1,23 @@
 """Serves calls of untrusted functions: it reads requests from the standard input and answers on the standard output.
 
-A request is `["call", what, arguments, named arguments]`, `["get", what, name]` or `["set", what, name, value]`, where
-`what` is a global name of the program or something that stayed here. An answer is `["value", value]` or `["error", its
-type, its text]`. What the program prints goes to the standard error. It may write answers of its own: to know what is
-asked is not to know what is right.
+Requests, where `what` is something that stayed here, and in `call` also a global name of the program:
+
+    ["call", what, arguments, named arguments]
+    ["change", what, arguments, named arguments]    answered also with the arguments, if the call changed them
+    ["solve", name, arguments, named arguments]     of a function, or else of a method of the class `Solution`
+    ["name", name]                                  a global name of the program
+    ["get", what, name], ["set", what, name, value]
+    ["do", name, arguments]                         of an operator, or of a function of Python's own
+    ["raised"]                                      the last error: its class, arguments and attributes
+
+An answer is `["value", value]` or `["error", its type, its text]`. What the program prints goes to the standard error. It
+may write answers of its own: to know what is asked is not to know what is right.
 """
 
 from __future__ import annotations
 
+import _operator as operators
+import builtins
 import os
 import sys
 
@@ -26,55 +36,82 @@ def serve(source: str) -> None:
     os.dup2(empty, 0)
     os.close(empty)
     os.dup2(2, 1)
-    program: dict[str, Any] = {"__name__": "solution"}
-    kept: list[Any] = []
-    broken = _error_of(lambda: exec(compile(source, "solution.py", "exec"), program))
+    module = type(sys)("solution")
+    sys.modules["solution"] = module  # where dataclasses and pickle look for the program's classes
+    serving = _Serving(module.__dict__)
+    broken = serving.error_of(lambda: exec(compile(source, "solution.py", "exec"), module.__dict__))
     for line in requests:
-        answer = broken or _answer(line, program, kept)
-        answers.write(_line(answer, kept))
+        answers.write(serving.line(broken or serving.answer(line)))
         answers.flush()
 
 
-def _answer(line: bytes, program: dict[str, Any], kept: list[Any]) -> list[Any]:
-    made: list[Any] = []
+class _Serving:
+    """The program, and all of it that who asks has heard of."""
 
-    def act() -> None:
-        kind, what, *rest = values.load_trusted(line, kept.__getitem__)
-        if isinstance(what, str):
-            if what not in program:
-                raise NameError(f"name {what!r} is not defined")
-            what = program[what]
+    def __init__(self, program: dict[str, Any]) -> None:
+        self._program = program
+        self._kept: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        self._raised: BaseException | None = None
+
+    def answer(self, line: bytes) -> list[Any]:
+        made: list[Any] = []
+        return self.error_of(lambda: made.extend(self._act(line))) or ["value", *made]
+
+    def line(self, answer: list[Any]) -> bytes:
+        made: list[bytes] = []
+        error = self.error_of(lambda: made.append(values.dump(answer, self._keep)))
+        return values.dump(error, self._keep) if error else made[0]
+
+    def error_of(self, act: Callable[[], None]) -> list[Any] | None:
+        try:
+            act()
+        except SystemExit:
+            raise
+        except BaseException as error:
+            self._raised = error
+            return ["error", type(error).__name__, _text(error)]
+        finally:
+            _flush()
+        return None
+
+    def _act(self, line: bytes) -> list[Any]:
+        kind, *rest = values.load_trusted(line, lambda number, *_: self._kept[number])
         if kind == "call":
-            made.append(what(*rest[0], **rest[1]))
-        elif kind == "get":
-            made.append(getattr(what, *rest))
-        else:
-            setattr(what, *rest)
-            made.append(None)
+            what, arguments, named = rest
+            return [(self._named(what) if isinstance(what, str) else what)(*arguments, **named)]
+        if kind == "change":
+            what, arguments, named = rest
+            before = values.dump([arguments, named], id)
+            result = what(*arguments, **named)
+            return [result, [arguments, named] if values.dump([arguments, named], id) != before else None]
+        if kind == "solve":
+            name, arguments, named = rest
+            found = name not in self._program and getattr(self._program.get("Solution"), name, None)
+            return [(getattr(self._program["Solution"](), name) if found else self._named(name))(*arguments, **named)]
+        if kind == "name":
+            return [self._named(rest[0])]
+        if kind == "get":
+            return [getattr(*rest)]
+        if kind == "set":
+            setattr(*rest)
+            return [None]
+        if kind == "do":
+            name, arguments = rest
+            return [getattr(operators if hasattr(operators, name) else builtins, name)(*arguments)]
+        error = self._raised
+        return [[type(error), list(error.args), dict(vars(error))] if error is not None else None]
 
-    return _error_of(act) or ["value", made[0]]
+    def _named(self, name: str) -> Any:
+        if name not in self._program:
+            raise NameError(f"name {name!r} is not defined")
+        return self._program[name]
 
-
-def _line(answer: list[Any], kept: list[Any]) -> bytes:
-    def keep(value: Any) -> int:
-        kept.append(value)
-        return len(kept) - 1
-
-    made: list[bytes] = []
-    error = _error_of(lambda: made.append(values.dump(answer, keep)))
-    return values.dump(error, keep) if error else made[0]
-
-
-def _error_of(act: Callable[[], None]) -> list[Any] | None:
-    try:
-        act()
-    except SystemExit:
-        raise
-    except BaseException as error:
-        return ["error", type(error).__name__, _text(error)]
-    finally:
-        _flush()
-    return None
+    def _keep(self, value: Any) -> int:
+        if id(value) not in self._numbers:  # what is kept lives on, so that its id stays its own
+            self._numbers[id(value)] = len(self._kept)
+            self._kept.append(value)
+        return self._numbers[id(value)]
 
 
 def _text(error: BaseException) -> str:
