@@ -25,7 +25,7 @@ from roll.cluster.executor import Handle
 from roll.cluster.ray_actor import RayHandle, Traffic, get_all, new_actor, reason
 from roll.cluster.ray_connection import NodeFacts, connect, node_facts
 from roll.cluster.worker import Place, Worker
-from roll.config.errors import RunError, UserError
+from roll.config.errors import RunError
 from roll.config.schema import RayConfig
 from roll.data.batch import Batch
 from roll.data.columns import Elsewhere
@@ -90,7 +90,6 @@ class RayExecutor:
         cores_of = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]}
         cores_of[""] = max(cores_of.values())
         self._shares = Counter(_seat(place) for place in (*places, *spares))
-        _check_whole(self._shares)
         self._spare_places = set(spares)
         bundles: list[dict[str, float]] = []
         labels: list[dict[str, str]] = []
@@ -245,17 +244,6 @@ def _seat(place: Place) -> Seat:
     """What a place takes of the cluster: GPUs of a node, or some of its cores."""
     one = (int(place.device.removeprefix("cuda:")),) if place.device.startswith("cuda") else ()
     return place.node, place.gpus or one
-
-
-def _check_whole(shares: Counter[Seat]) -> None:
-    """Ray gives parts of one GPU, but of several GPUs only whole ones: these cannot be shared."""
-    for (node, gpus), workers in shares.items():
-        others = [seat for seat in shares if seat != (node, gpus) and seat[0] == node and set(seat[1]) & set(gpus)]
-        if len(gpus) > 1 and (workers > 1 or others):
-            raise UserError(
-                f"the GPUs {', '.join(map(str, gpus))} hold one engine together, and another worker is on one of them: "
-                "give engines with tensor_parallel above 1 devices of their own"
-            )
 
 
 def _listed(bundles: Sequence[Mapping[str, float]]) -> str:

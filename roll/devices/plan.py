@@ -169,8 +169,10 @@ def _remedy(config: Config, map: DeviceMap, stages: StageTable, model: Model, wo
 def _fewer_workers(map: DeviceMap, stages: StageTable, model: Model, work: Workload) -> str | None:
     """A role of which fewer workers would fit, the one with the most first."""
     for role, placement in sorted(map.roles.items(), key=lambda item: -len(item[1].workers)):
+        if placement.on_gpus:
+            continue  # as many as its devices make
         count = len(placement.workers)
-        while placement.strategy in ("", "native") and not placement.on_gpus and count > 1:
+        while count > 1:
             count //= 2
             less = replace(placement, workers=placement.workers[:count], places=placement.places[:count])
             if not estimate(replace(map, roles={**map.roles, role: less}), stages, model, work).too_full():
