@@ -380,9 +380,8 @@ class PagedEngine:
         drawing = np.flatnonzero(slots.draws & (slots.launched < slots.limit))
         if not len(drawing) and not parts:
             return False
-        truncated = {
-            row: self._sequence(slot).request.sampling for row, slot in enumerate(drawing) if slots.truncates[slot]
-        }
+        truncating = np.flatnonzero(slots.truncates[drawing]).tolist()
+        truncated = {row: self._sequence(drawing[row]).request.sampling for row in truncating}
         drawn = self._steps.draw(self._drawing(drawing, lines), parts, truncated)
         self._flights.append(_Flight(drawn, np.arange(len(drawing)), drawing, slots.reign[drawing]))
         slots.launched[drawing] += 1

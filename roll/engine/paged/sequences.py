@@ -162,9 +162,10 @@ class Slots:
         self._make_room(int(at.max()) + 1)
         self.tokens[slots, at] = tokens
         self.log_probs[slots, at] = log_probs
-        self.drawn[slots] += 1
-        stopped = (self.stops[slots] == tokens[:, None]).any(axis=1)
-        ended: NDArray[np.bool_] = stopped | (self.drawn[slots] >= self.limit[slots])
+        self.drawn[slots] = at + 1
+        ended: NDArray[np.bool_] = at + 1 >= self.limit[slots]
+        for stops in self.stops.T:
+            ended |= stops[slots] == tokens
         return ended
 
     def finish_of(self, slot: int) -> Finish:
