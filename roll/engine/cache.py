@@ -27,7 +27,7 @@ class SlotCache:
     def __init__(self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
         heads = config.num_attention_heads
         self.device = device
-        self._kv_heads = int(config.num_key_value_heads or heads)
+        self._kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
         self._dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
         self._dtype = dtype
         self.shape = Shape()

@@ -7,7 +7,8 @@ ago, is copied from its slot.
 
 What always holds: a token carries the version of the weights that drew it. With `exact`, every forward pass has the same
 number of rows and every sequence attends by itself, so that a request's tokens and log-probs are the same bits whatever
-runs beside it. The cache holds no more than it may: where requests are long, fewer run and the others wait.
+runs beside it; what a request brings of its response is computed token by token, as when it was drawn, so that it goes
+on with the same bits too. The cache holds no more than it may: where requests are long, fewer run and the others wait.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class Engine:
         self._max_running = max_running
         self._exact = exact
         self._columns = not exact and supported(model)
+        self._vocab = int(model.config.vocab_size)
         self._device = next(model.parameters()).device
         self._cache = SlotCache(model.config, next(model.parameters()).dtype, self._device)
         self._limit = Limit(kv_tokens, self._cache.bytes_a_token, self._device, free_bytes)
@@ -113,7 +115,7 @@ class Engine:
         )
 
     def add(self, request: Request) -> None:
-        request.check(self._ids, self.context)
+        request.check(self._ids, self.context, self._vocab)
         if request.tokens > self._cache.shape.tokens:  # else it fits where others are now
             self._limit.check(request, self._limit.tokens(self._cache.shape.tokens))
         self._ids.add(request.id)
@@ -140,7 +142,7 @@ class Engine:
         for sequence in self._slots.running:
             for member in sequence.members:
                 start = heard.get(member.request.id, 0)
-                if len(sequence.ids) > start:
+                if sequence.drawn > start:
                     found.append(sequence.since(member, start))
         return found
 
@@ -148,6 +150,9 @@ class Engine:
         """Tells the engine that the parameters it uses have changed. Prefixes of older versions are not shared on."""
         self.version = version
         self._slots.forget()
+        for sequence in self._slots.running:
+            if not sequence.cached:  # nothing of it is of the old weights
+                sequence.version = version
 
     def settle(self) -> None:
         """A step is done when it returns."""
@@ -189,13 +194,14 @@ class Engine:
     def _admit(self) -> None:
         """Gives as many waiting requests slots as there are or can be; those with equal prompts become one sequence."""
         shape, count = self._room() if self._waiting else (self._cache.shape, 0)
-        fresh: dict[bytes, Sequence] = {}
+        fresh: dict[tuple[bytes, tuple[int, ...]], Sequence] = {}
         for _ in range(count):
             request = self._waiting.popleft()
-            key = request.ids.astype(np.int64).tobytes()
+            prompt, said = (request.prompt, tuple(request.said.tolist())) if self._exact else (request.ids, ())
+            key = prompt.astype(np.int64).tobytes(), said
             sequence = fresh.get(key)
             if sequence is None:
-                sequence = fresh[key] = Sequence(request.ids, [], self.version)
+                sequence = fresh[key] = Sequence(prompt, [], self.version, said=said)
             else:
                 self._shared += len(request.ids)
             sequence.members.append(Member(request))
@@ -306,6 +312,9 @@ class Engine:
     def _sample(self) -> None:
         """Draws a token for every request that can have one; a sequence whose requests drew different ones splits."""
         self._beginning = [sequence for sequence in self._beginning if sequence.hidden is None]
+        for sequence in self._slots.running:
+            if sequence.hidden is not None and sequence.repeats:
+                self._append(sequence, sequence.said[len(sequence.ids)])
         ready = [(slot, each.hidden) for slot, each in enumerate(self._slots.running) if each.hidden is not None]
         rows = EXACT_ROWS if self._exact else max(len(ready), 1)
         for first in range(0, len(ready), rows):
@@ -340,6 +349,10 @@ class Engine:
             self._slots.fork(slot, replace(sequence, members=members, ids=ids, versions=versions))
         token, members = next(iter(branches.items()))
         sequence.members = members
+        self._append(sequence, token)
+
+    def _append(self, sequence: Sequence, token: int) -> None:
+        sequence.hidden = None
         sequence.ids.append(token)
         sequence.versions.append(self.version)
 
@@ -347,7 +360,7 @@ class Engine:
         finished: list[Completion] = []
         for slot in reversed(range(len(self._slots.running))):
             sequence = self._slots.running[slot]
-            for member in list(sequence.members) if sequence.ids else []:
+            for member in list(sequence.members) if sequence.drawn else []:
                 finish = self._finish_of(sequence, member)
                 if finish is not None:
                     finished.append(sequence.completion(member, finish))
@@ -355,10 +368,10 @@ class Engine:
         return finished[::-1]
 
     def _finish_of(self, sequence: Sequence, member: Member) -> Finish | None:
-        sampling = member.request.sampling
-        if sequence.ids[-1] in sampling.stop_ids or hits_stop_string(self._tokenizer, sequence.ids, sampling.stop):
+        sampling, said = member.request.sampling, () if sequence.said else member.request.said
+        if sequence.ids[-1] in sampling.stop_ids or hits_stop_string(self._tokenizer, sequence.ids, sampling.stop, said):
             return "stop"
-        return "length" if len(sequence.ids) >= sampling.max_new_tokens else None
+        return "length" if sequence.drawn >= sampling.max_new_tokens else None
 
     @torch.inference_mode()
     def _leave(self, slot: int, member: Member) -> None:

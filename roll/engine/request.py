@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Container
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 from roll.data.tokenlog import FloatArray, IntArray
 
 Finish = Literal["stop", "length", "abort"]
+LEAST_TEMPERATURE = 1e-6
+"""Nearer to 0, logits divided by it are no numbers any more."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,21 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()
     seed: int = 0
 
+    @property
+    def fault(self) -> str:
+        """What nobody can draw by; empty where there is nothing."""
+        if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature < inf:
+            return f"temperature {self.temperature:g}, which must be 0, or {LEAST_TEMPERATURE:g} and above"
+        if not 0 < self.top_p <= 1:
+            return f"top_p {self.top_p:g}, which must be above 0 and at most 1"
+        if not 0 <= self.seed < 1 << 64:
+            return f"seed {self.seed}, which must have 64 bits and no sign"
+        if any(not 0 <= token < 1 << 31 for token in self.stop_ids):
+            return f"stop_ids {self.stop_ids}, which must be tokens"
+        if not all(text and is_utf8(text) for text in self.stop):
+            return f"stop {self.stop!r}, which must be texts that UTF-8 can hold"
+        return ""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -33,6 +51,8 @@ class Request:
     id: str
     ids: IntArray
     sampling: Sampling
+    drawn: int = 0
+    """How many of the last `ids` are of the response it goes on with, which it has from another engine, say."""
 
     @property
     def tokens(self) -> int:
@@ -45,7 +65,16 @@ class Request:
         parts = f"{len(self.ids)} of prompt and {self.sampling.max_new_tokens} new"
         return f"request {self.id!r} may need {self.tokens} tokens ({parts})"
 
-    def check(self, here: Container[str], context: int) -> None:
+    @property
+    def prompt(self) -> IntArray:
+        return self.ids[: len(self.ids) - self.drawn]
+
+    @property
+    def said(self) -> IntArray:
+        """What it has of the response."""
+        return self.ids[len(self.ids) - self.drawn :]
+
+    def check(self, here: Container[str], context: int, vocab: int) -> None:
         """Refuses what no engine of this context can serve beside the requests that are `here`."""
         if not len(self.ids):
             raise ValueError(f"request {self.id!r} has no tokens to continue")
@@ -54,7 +83,16 @@ class Request:
         if self.id in here:
             raise ValueError(f"request {self.id!r} is here already")
         if self.tokens > context:
-            raise ValueError(f"{self.need}, but the model's context is {context}")
+            raise ValueError(f"{self.need}, but the engine's context is {context}")
+        if not 0 <= self.drawn < len(self.ids):
+            raise ValueError(
+                f"request {self.id!r} has {len(self.ids)} tokens, of which {self.drawn} cannot be drawn ones"
+            )
+        least, most = self.ids.min(), self.ids.max()
+        if least < 0 or most >= vocab:
+            raise ValueError(f"request {self.id!r} has tokens from {least} to {most}, but the model knows 0 to {vocab - 1}")
+        if fault := self.sampling.fault:
+            raise ValueError(f"request {self.id!r} asks for {fault}")
 
 
 @dataclass(frozen=True)
@@ -77,6 +115,14 @@ class Progress:
     ids: IntArray = field(repr=False)
     logprobs: FloatArray = field(repr=False)
     versions: IntArray = field(repr=False)
+
+
+def is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def seed_of(*parts: object) -> int:

@@ -36,29 +36,38 @@ class Sequence:
     prompt_hidden: Tensor | None = None
     ids: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    said: tuple[int, ...] = ()
+    """What its requests bring of their response, where that is computed again token by token, as when it was drawn: the
+    first of `ids`."""
 
     @property
     def length(self) -> int:
         return len(self.prompt) + len(self.ids)
 
     @property
+    def repeats(self) -> bool:
+        """Whether its next token is known."""
+        return len(self.ids) < len(self.said)
+
+    @property
+    def drawn(self) -> int:
+        """Tokens its requests have got here."""
+        return max(len(self.ids) - len(self.said), 0)
+
+    @property
     def cached_tokens(self) -> IntArray:
         return np.concatenate([self.prompt, np.array(self.ids, np.int32)])[: self.cached]
 
     def completion(self, member: Member, finish: Finish) -> Completion:
-        return Completion(
-            member.request.id,
-            np.array(self.ids, np.int32),
-            np.array(member.logprobs, np.float32),
-            np.array(self.versions, np.int32),
-            finish,
-        )
+        drawn = self.since(member, 0)
+        return Completion(drawn.id, drawn.ids, drawn.logprobs, drawn.versions, finish)
 
     def since(self, member: Member, start: int) -> Progress:
+        first = len(self.said) + start
         return Progress(
             member.request.id,
             start,
-            np.array(self.ids[start:], np.int32),
+            np.array(self.ids[first:], np.int32),
             np.array(member.logprobs[start:], np.float32),
-            np.array(self.versions[start:], np.int32),
+            np.array(self.versions[first:], np.int32),
         )

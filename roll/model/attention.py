@@ -7,6 +7,7 @@ keyword argument through the model's own forward, so the model's code is used as
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any, Protocol
 
 import torch
@@ -50,6 +51,34 @@ def forward_rows(model: PreTrainedModel, ids: Tensor, positions: Tensor, plan: A
     output = decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, roll_plan=plan)
     hidden: Tensor = output.last_hidden_state[0]
     return hidden
+
+
+def takes_plans(model: PreTrainedModel) -> bool:
+    """Whether the model's own code asks the plan, rather than attending by itself: tried on one layer without values."""
+    config = deepcopy(model.config)
+    config.num_hidden_layers = 1
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1]
+    plan = _Asked()
+    try:
+        with torch.device("meta"):
+            layer = type(model)(config)
+            layer.set_attn_implementation(NAME)
+            forward_rows(layer, *torch.zeros(2, 2, dtype=torch.int64), plan)
+    except TypeError as error:
+        return "roll_plan" not in str(error)
+    except Exception:  # what cannot be tried so may yet be right, if it says so itself
+        return bool(getattr(type(model), "_supports_attention_backend", False))
+    return plan.asked
+
+
+class _Asked:
+    def __init__(self) -> None:
+        self.asked = False
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        self.asked = True
+        return query.transpose(0, 1)
 
 
 def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:

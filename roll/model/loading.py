@@ -150,6 +150,8 @@ def load_model(source: ModelSource, dtype: torch.dtype, seed: int) -> PreTrained
     for folder in source.adapters:
         model = lora.merge_saved(model, folder)
     model.set_attn_implementation(attention.NAME)
+    if not attention.takes_plans(model):
+        raise UserError(f"model: {source.name!r} is a {type(model).__name__}, whose attention ROLL cannot compute yet")
     return model.eval()
 
 

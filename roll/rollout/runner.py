@@ -186,7 +186,7 @@ class SampleRunner:
             left = sampling
             if drawn.tokens:
                 left = replace(sampling, max_new_tokens=sampling.max_new_tokens - drawn.tokens)
-            request = Request(sample.id, drawn.after(prompt), left)
+            request = Request(sample.id, drawn.after(prompt), left, drawn.tokens)
             began_s = asyncio.get_running_loop().time()
             try:
                 async with asyncio.timeout(left_s):

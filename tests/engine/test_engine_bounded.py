@@ -217,7 +217,7 @@ def test_what_can_never_run_is_refused_by_name_with_what_to_write() -> None:
         served.add(request("long", long, 11))
     with pytest.raises(ValueError, match=r"write rollout\.kv_tokens=128"):
         served.add(request("long", long, 11))
-    with pytest.raises(ValueError, match=f"the model's context is {CONTEXT}"):
+    with pytest.raises(ValueError, match=f"the engine's context is {CONTEXT}"):
         served.add(request("long", long, CONTEXT))
     assert len(run(served, [request("long", long, 10)])["long"].ids) == 10
     poor = engine(free_bytes=lambda device: 160 * TOKEN_BYTES)

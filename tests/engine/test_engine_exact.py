@@ -147,7 +147,7 @@ def test_log_probs_of_a_sequence_do_not_depend_on_what_runs() -> None:
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_request_resumed_from_its_prefix_draws_the_same_tokens(seed: int, exact: bool) -> None:
-    """The log-probs agree as far as kernels do: a prefix is computed as a prompt, in chunks, not token by token."""
+    """Exactly so, or else the log-probs agree as far as kernels do: what it had drawn is computed as a prompt."""
     rng = np.random.default_rng(seed)
     whole = request("a", random_ids(rng, int(rng.integers(1, 30))), 20, seed=seed)
     full = run(engine(2, exact=exact), [whole])["a"]
@@ -157,6 +157,30 @@ def test_a_request_resumed_from_its_prefix_draws_the_same_tokens(seed: int, exac
         finished = run(engine(3, exact=exact), [*neighbours[:2], rest, *neighbours[2:]])["a"]
         assert finished.ids.tolist() == full.ids[done:].tolist()
         np.testing.assert_allclose(finished.logprobs, full.logprobs[done:], atol=1e-4)
+        assert not exact or finished.logprobs.tobytes() == full.logprobs[done:].tobytes()
+
+
+def test_siblings_resumed_at_unlike_places_go_on_with_the_same_bits() -> None:
+    rng = np.random.default_rng(7)
+    prompt = random_ids(rng, 21)
+    whole = [request(str(n), prompt, 16, seed=n % 3, stop=("never said",)) for n in range(6)]
+    full = run(engine(6, exact=True), whole)
+    cuts = {each.id: int(rng.integers(0, 16)) for each in whole}
+    served = engine(4, exact=True)
+    for each in whole:
+        served.add(resumed(each, full[each.id].ids[: cuts[each.id]]))
+    heard: dict[str, list[int]] = {each.id: [] for each in whole}
+    finished: dict[str, Completion] = {}
+    while served.has_work:
+        finished.update((done.id, done) for done in served.step())
+        for told in served.progress({id: len(ids) for id, ids in heard.items()}):
+            heard[told.id] += told.ids.tolist()
+    for each in whole:
+        done, cut = finished[each.id], cuts[each.id]
+        assert done.ids.tolist() == full[each.id].ids[cut:].tolist()
+        assert done.logprobs.tobytes() == full[each.id].logprobs[cut:].tobytes()
+        assert len(done.versions) == 16 - cut
+        assert heard[each.id] == done.ids[: len(heard[each.id])].tolist()
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -173,8 +197,9 @@ def test_an_aborted_request_goes_on_where_it_stopped(exact: bool) -> None:
     assert half.logprobs.tobytes() == full.logprobs[:6].tobytes()
     rest = run(served, [resumed(whole, half.ids)])["a"]
     assert rest.ids.tolist() == full.ids[6:].tolist()
+    assert not exact or rest.logprobs.tobytes() == full.logprobs[6:].tobytes()
 
 
 def resumed(whole: Request, done: IntArray) -> Request:
     sampling = replace(whole.sampling, max_new_tokens=whole.sampling.max_new_tokens - len(done))
-    return Request(whole.id, np.concatenate([whole.ids, done]), sampling)
+    return Request(whole.id, np.concatenate([whole.ids, done]), sampling, len(done))

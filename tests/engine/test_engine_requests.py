@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import CONTEXT, build, engine, ids, plain_llama, random_ids, request, run, under_plans
+from small_models import CONTEXT, SHAPE, build, engine, ids, plain_llama, random_ids, request, run, under_plans
 from tokenizers import Regex, decoders, pre_tokenizers
 from tokenizers import Tokenizer as Core
 from tokenizers.models import BPE, WordLevel
@@ -19,7 +20,10 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from roll.config.errors import RunError
 from roll.engine.engine import Engine
-from roll.engine.request import Completion
+from roll.engine.paged.engine import PagedEngine
+from roll.engine.request import Completion, Request, Sampling
+from roll.engine.stopping import hits_stop_string
+from roll.model.character import character_tokenizer
 
 # ends and refusals
 
@@ -61,6 +65,34 @@ def test_a_request_without_tokens_is_refused_by_name() -> None:
     served = engine()
     with pytest.raises(ValueError, match="'nothing' has no tokens"):
         served.add(request("nothing", []))
+    assert not served.has_work
+
+
+ODD = {
+    "temperature nan": {"temperature": float("nan")},
+    "temperature -1": {"temperature": -1.0},
+    "temperature 1e-38": {"temperature": 1e-38},
+    "top_p 0": {"top_p": 0.0},
+    "top_p 1.5": {"top_p": 1.5},
+    "seed -1": {"seed": -1},
+    "seed 18446744073709551616": {"seed": 1 << 64},
+    "stop_ids": {"stop_ids": (1 << 70,)},
+    "stop ('',)": {"stop": ("",)},
+    "stop ": {"stop": ("\ud800",)},
+}
+
+
+@pytest.mark.parametrize("kind", [Engine, PagedEngine])
+@pytest.mark.parametrize("says", ODD)
+def test_what_cannot_be_drawn_by_is_refused_by_name(kind: type[Engine | PagedEngine], says: str) -> None:
+    served = kind(under_plans(plain_llama()), character_tokenizer(), max_running=2)
+    with pytest.raises(ValueError, match=re.escape(f"request 'odd' asks for {says}")):
+        served.add(request("odd", [1, 2], 5, **ODD[says]))
+    for token in (-1, 120):
+        with pytest.raises(ValueError, match=r"'odd' has tokens from .* the model knows 0 to 119"):
+            served.add(request("odd", [1, token], 5))
+    with pytest.raises(ValueError, match="of which 2 cannot be drawn ones"):
+        served.add(Request("odd", ids(1, 2), Sampling(5), drawn=2))
     assert not served.has_work
 
 
@@ -116,6 +148,14 @@ def space_mark_tokenizer() -> PreTrainedTokenizerFast:
     return wrapped(core)
 
 
+@cache
+def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """Every byte a token, and a run of them that is not whole characters decodes to nothing but replacements."""
+    core = Core(BPE({f"<0x{byte:02X}>": byte for byte in range(256)}, [], byte_fallback=True))
+    core.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return wrapped(core)
+
+
 def recite(tokenizer: PreTrainedTokenizerFast, tokens: list[int], stop: tuple[str, ...]) -> Completion:
     reciter = Recital([0, *tokens], len(tokenizer))
     served = Engine(reciter, tokenizer, max_running=2)  # type: ignore[arg-type]
@@ -167,6 +207,34 @@ def test_stop_strings_in_random_bytes(text: str, stop: list[str]) -> None:
     count = expected_end(tokenizer, tokens, tuple(stop))
     assert (done.finish == "stop") == (count is not None)
     assert done.ids.tolist() == tokens[:count]
+
+
+@given(text=PIECES, stop=st.lists(PIECES.map(lambda s: s[:4]), min_size=1, max_size=2), cut=st.integers(0, 30))
+@settings(max_examples=100, derandomize=True, deadline=None)
+def test_stop_strings_are_seen_across_a_cut_by_tokenizers_that_decode_no_broken_character(
+    text: str, stop: list[str], cut: int
+) -> None:
+    """Byte fallback: one byte too few or too many, and none of the bytes beside it is decoded."""
+    tokenizer = byte_fallback_tokenizer()
+    tokens = list(text.encode())
+    expected = expected_end(tokenizer, tokens, tuple(stop))
+    said = tokens[:cut]
+    found = (n for n in range(cut + 1, len(tokens) + 1) if hits_stop_string(tokenizer, tokens[cut:n], stop, said))
+    first = next(found, None)
+    if expected is None or expected > cut:
+        assert first == expected
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_stop_string_is_seen_across_a_cut(exact: bool) -> None:
+    whole = request("a", random_ids(np.random.default_rng(3), 9), 20, temperature=0.0)
+    free = run(engine(2, exact=exact), [whole])["a"].ids
+    text = character_tokenizer().decode(free[5:8])
+    end = next(n for n in range(1, 21) if text in character_tokenizer().decode(free[:n]))
+    for cut in range(end - 3, end):
+        sampling = Sampling(20 - cut, temperature=0.0, stop=(text,))
+        rest = run(engine(2, exact=exact), [Request("a", np.concatenate([whole.ids, free[:cut]]), sampling, cut)])["a"]
+        assert (rest.ids.tolist(), rest.finish) == (free[cut:end].tolist(), "stop")
 
 
 @pytest.mark.parametrize("stop", [" b", "a b", "b ", " "])
@@ -256,6 +324,25 @@ def test_prompts_computed_by_older_weights_are_not_shared(exact: bool) -> None:
     served.step()
     assert served.stats().computed_prompt_tokens == 2 * len(prompt)
     assert served.stats().shared_prompt_tokens == 2 * len(prompt)
+
+
+def test_a_prompt_of_which_nothing_is_computed_yet_is_of_the_new_weights() -> None:
+    other = build(type(plain_llama()), LlamaConfig(**{**SHAPE, "max_position_embeddings": 400}), seed=1)
+    model = under_plans(build(type(plain_llama()), other.config))
+    shared = random_ids(np.random.default_rng(2), 300)
+    asked = [request(name, np.concatenate([shared, [number]]), 8, temperature=0.0) for number, name in enumerate("ab", 1)]
+    fresh = run(engine(model=under_plans(other)), asked)["b"]
+    served = engine(model=model)
+    for each in asked:
+        served.add(each)
+    served.step()  # a part of the first one's prompt
+    assert served.stats().running == 2
+    model.load_state_dict(other.state_dict())
+    served.set_version(1)
+    done = {each.id: each for _ in range(20) for each in served.step()}["b"]
+    assert done.ids.tolist() == fresh.ids.tolist()
+    assert set(done.versions.tolist()) == {1}
+    np.testing.assert_allclose(done.logprobs, fresh.logprobs, atol=1e-5)
 
 
 # shared prompts
@@ -405,9 +492,10 @@ def test_a_request_goes_on_exactly_where_another_engine_stopped(exact: bool, aft
         first.step()
     (told,) = first.progress({})
     assert told.ids.tolist() == whole.ids[:after].tolist()
-    rest = run(second, [request("a", np.concatenate([prompt, told.ids]), 12 - after, seed=3)])["a"]
+    going_on = Request("a", np.concatenate([prompt, told.ids]), Sampling(12 - after, seed=3), after)
+    rest = run(second, [going_on])["a"]
     assert [*told.ids.tolist(), *rest.ids.tolist()] == whole.ids.tolist()
-    np.testing.assert_allclose([*told.logprobs, *rest.logprobs], whole.logprobs, atol=1e-4)
+    np.testing.assert_allclose([*told.logprobs, *rest.logprobs], whole.logprobs, atol=0 if exact else 1e-4)
     assert (rest.finish, set(rest.versions.tolist())) == (whole.finish, {4})
 
 

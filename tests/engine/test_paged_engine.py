@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from transformers import (
 
 from roll.config.errors import RunError
 from roll.engine.engine import Engine
-from roll.engine.paged import engine, sizing
+from roll.engine.paged import engine, sizing, steps
 from roll.engine.paged.engine import PagedEngine
 from roll.engine.paged.pages import BLOCK
 from roll.engine.request import Completion, Request
@@ -262,7 +263,7 @@ def test_many_requests_on_a_small_cache_all_finish(device: str) -> None:
 
 def test_what_can_never_run_is_refused_by_name() -> None:
     served = paged(kv_tokens=64)
-    with pytest.raises(ValueError, match=rf"'long' may need {CONTEXT + 1} tokens .* the model's context is {CONTEXT}"):
+    with pytest.raises(ValueError, match=rf"'long' may need {CONTEXT + 1} tokens .* the engine's context is {CONTEXT}"):
         served.add(request("long", random_ids(np.random.default_rng(0), CONTEXT - 7), 8))
     with pytest.raises(ValueError, match=r"'wide' may need 65 tokens .* the engine's cache holds 64"):
         served.add(request("wide", random_ids(np.random.default_rng(0), 60), 5))
@@ -333,6 +334,54 @@ def test_damaged_weights_are_noticed(device: str) -> None:
         model.lm_head.weight[5] = torch.nan
     with pytest.raises(RunError, match="not numbers"):
         run(served)
+
+
+@devices
+@pytest.mark.parametrize("failing", ["draw", "fill"])
+def test_after_a_pass_that_failed_requests_begin_anew(failing: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it should have computed is not taken for computed, by those that were in it or by others."""
+    monkeypatch.setattr(engine, "LONG", 24)
+    monkeypatch.setattr(engine, "FEW", 8)
+    prompts = [np.concatenate([random_ids(np.random.default_rng(n // 2), 40), [n]]) for n in range(3)]
+    asked = [request(str(n), prompt, 12, seed=n) for n, prompt in enumerate(prompts)]
+    alone = {each.id: run(paged(device), [each])[each.id] for each in asked}
+    for after in (0, 1, 4):
+        served = paged(device)
+        served.add(asked[0])
+        served.add(asked[1])
+        for _ in range(after):
+            served.step()
+        compute = getattr(steps.Steps, failing)
+        left = iter([torch.OutOfMemoryError("no room")])
+
+        def fails_once(*args: object, compute: Any = compute, left: Any = left) -> object:
+            for error in left:
+                raise error
+            return compute(*args)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(steps.Steps, failing, fails_once)
+            served.add(asked[2])
+            with pytest.raises(torch.OutOfMemoryError):
+                run(served)
+            finished = run(served)
+        for each in asked:
+            assert finished[each.id].ids.tolist() == alone[each.id].ids.tolist(), (after, each.id)
+            np.testing.assert_allclose(finished[each.id].logprobs, alone[each.id].logprobs, atol=1e-4)
+        assert served.stats().running == 0
+
+
+@pytest.mark.parametrize(("prompt", "new"), [(100, 10), (10, 100)])
+def test_a_cache_that_cannot_grow_beside_itself_is_made_anew(
+    prompt: int, new: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sizing.Sizing, "beside", lambda self, wanted, blocks: blocks)
+    served = paged(max_running=1)
+    run(served, [request("short", ids(1, 2, 3), 5)])
+    long = request("long", random_ids(np.random.default_rng(0), prompt), new)
+    done = run(served, [long])["long"]
+    assert done.ids.tolist() == run(paged(), [long])["long"].ids.tolist()
+    assert served.stats().running == 0
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from roll.config.errors import UserError
@@ -221,6 +222,29 @@ def test_what_attention_plans_do_not_compute_is_refused(tmp_path: Path, shape: d
         assert load_model_config(source).model_type == shape["model_type"]
     else:
         assert says in refusal(load_model_config, source)
+
+
+@pytest.mark.parametrize("name", ["GPTJ", "Falcon", "Bloom", "StableLm", "Nemotron"])
+def test_models_that_attend_by_themselves_are_refused(tmp_path: Path, name: str) -> None:
+    shape = {
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    config = getattr(transformers, f"{name}Config")(**shape)
+    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(tmp_path)
+    said = refusal(load_model, find_model(str(tmp_path)), torch.float32, 0)
+    assert f"is a {name}ForCausalLM, whose attention ROLL cannot compute yet" in said
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Phi3", "GPTNeoX", "Olmo2", "Granite"])
+def test_models_whose_attention_asks_a_plan_are_taken(tmp_path: Path, name: str) -> None:
+    shape = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "pad_token_id": 0}
+    config = getattr(transformers, f"{name}Config")(**shape, intermediate_size=16)
+    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(tmp_path)
+    assert load_model(find_model(str(tmp_path)), torch.float32, 0).config.num_hidden_layers == 2
 
 
 def test_stop_tokens_are_the_tokenizers_and_the_models(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ class PagedEngine:
         )
 
     def add(self, request: Request) -> None:
-        request.check(self._by_id, self.context)
+        request.check(self._by_id, self.context, self._shape.vocab)
         if self._pool is None or request.tokens > self._pool.tokens:
             most = self._sizing.most_tokens(self._pool.count if self._pool is not None else 0)
             self._sizing.limit.check(request, most)
@@ -230,14 +230,18 @@ class PagedEngine:
     def step(self) -> list[Completion]:
         """Launches a step, after admitting what fits, and reads an earlier one. Returns what finished."""
         self._count += 1
-        self._admit()
-        launched = False
-        if self._slots.running:
-            self._make_room()
-            self._fill_long()
-            launched = self._launch()
-        while len(self._flights) > (IN_FLIGHT if launched else 0):
-            self._land()
+        try:
+            self._admit()
+            launched = False
+            if self._slots.running:
+                self._make_room()
+                self._fill_long()
+                launched = self._launch()
+            while len(self._flights) > (IN_FLIGHT if launched else 0):
+                self._land()
+        except BaseException:
+            self._start_over()
+            raise
         finished, self._finished = self._finished, []
         return finished
 
@@ -258,7 +262,10 @@ class PagedEngine:
             if len(shared) < len(sequence.keys) and sequence.keys[len(shared)] in coming:
                 passed.append(self._waiting.popleft())
                 continue
-            fresh = -(-len(sequence.known) // BLOCK) - len(shared)
+            blocks = -(-len(sequence.known) // BLOCK)
+            if not self._slots.running and blocks > pool.count - 1:
+                pool, shared = self._new_room(sequence.request, blocks), []
+            fresh = blocks - len(shared)
             reserve = self._slots.running  # they may each need a block soon
             if self._slots.running and fresh + pool.spare_among(shared) > pool.spare - reserve:
                 break
@@ -297,6 +304,17 @@ class PagedEngine:
             self._grow(wanted)
         self._wanted = wanted
         return self._pool
+
+    def _new_room(self, request: Request, blocks: int) -> BlockPool:
+        """Other blocks in the place of those there are, which could not be made more beside themselves."""
+        self._pool = self._pages = self._steps = None
+        self._sizing.forget()
+        if self._parameter.is_cuda:
+            torch.cuda.empty_cache()
+        pool = self._room()
+        if blocks > pool.count - 1:
+            raise RunError(f"{request.need}, but memory has room for {pool.tokens}: others have taken it meanwhile")
+        return pool
 
     @cached_property
     def _capturing(self) -> torch.cuda.Stream | None:
@@ -430,6 +448,16 @@ class PagedEngine:
         self._waiting.appendleft(youngest)
         self._given_up += 1
 
+    def _start_over(self) -> None:
+        """After a step that failed, nobody knows what is in the cache: those that run wait again, with what they have."""
+        self._flights.clear()
+        while self._slots.running:
+            self._give_up()
+        self._filling.clear()
+        self._said.clear()
+        if self._pool is not None:
+            self._pool.forget_all()
+
     # what comes back
 
     def settle(self) -> None:
@@ -450,11 +478,11 @@ class PagedEngine:
             raise RunError("the model's logits are not numbers: the weights are damaged, or the temperature is near 0")
         ended = slots.record(where, tokens[rows], log_probs[rows])
         self._generated += len(where)
-        for slot in where[slots.has_strings[where] & ~ended]:
-            sequence, drawn = self._sequence(slot), int(slots.drawn[slot])
-            if hits_stop_string(self._tokenizer, slots.tokens[slot, :drawn], sequence.request.sampling.stop):
-                self._finish(sequence, "stop")
-        for slot in where[ended]:
+        for slot in where[slots.has_strings[where]]:
+            request, drawn = self._sequence(slot).request, int(slots.drawn[slot])
+            if hits_stop_string(self._tokenizer, slots.tokens[slot, :drawn], request.sampling.stop, request.said):
+                self._finish(self._sequence(slot), "stop")
+        for slot in where[ended & (slots.reign[where] == flight.reigns[here])]:
             self._finish(self._sequence(slot), slots.finish_of(int(slot)))
 
     def _finish(self, sequence: Sequence, finish: Finish) -> None:

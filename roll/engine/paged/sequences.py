@@ -147,6 +147,7 @@ class Slots:
         self.sequences[slot] = None
         self.reign[slot] = _NOBODY
         self.draws[slot] = False
+        self.held[slot] = 0
         self._free.append(slot)
         sequence.slot = -1
 

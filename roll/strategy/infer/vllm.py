@@ -94,6 +94,7 @@ class VllmStrategy:
             self._llm = start(settings, self._folder.name)
         self.context = int(self._llm.model_config.max_model_len)
         """Longest sequence it takes, in tokens."""
+        self._vocab = int(self._llm.model_config.get_vocab_size())
         self._copy: HostCopy | None = None
         self._address: dict[str, Any] = {}
         """Where the engine's workers find the tensors."""
@@ -130,22 +131,10 @@ class VllmStrategy:
             running.task = asyncio.create_task(self._carry(running))
 
     def _check(self, request: Request) -> None:
-        sampling = request.sampling
-        wanted = len(request.ids) + sampling.max_new_tokens
-        if not len(request.ids):
-            raise ValueError(f"request {request.id!r} has no tokens to continue")
-        if sampling.max_new_tokens < 1:
-            raise ValueError(f"request {request.id!r} asks for {sampling.max_new_tokens} new tokens")
-        if request.id in self._running:
-            raise ValueError(f"request {request.id!r} is here already")
-        if wanted > self.context:
+        request.check(self._running, self.context, self._vocab)
+        if 0 < (temperature := request.sampling.temperature) < LEAST_TEMPERATURE:
             raise ValueError(
-                f"request {request.id!r} may need {wanted} tokens ({len(request.ids)} of prompt and "
-                f"{sampling.max_new_tokens} new), but the engine's context is {self.context}"
-            )
-        if 0 < sampling.temperature < LEAST_TEMPERATURE:
-            raise ValueError(
-                f"request {request.id!r} asks for temperature {sampling.temperature:g}: vLLM draws at 0 or at "
+                f"request {request.id!r} asks for temperature {temperature:g}: vLLM draws at 0 or at "
                 f"{LEAST_TEMPERATURE:g} and above"
             )
 
@@ -214,7 +203,8 @@ class VllmStrategy:
             running.logprobs.append(found[token].logprob)
             running.versions.append(self._version)
             self._generated += 1
-            if token not in sampling.stop_ids and hits_stop_string(self._tokenizer, running.ids, sampling.stop):
+            said = running.request.said
+            if token not in sampling.stop_ids and hits_stop_string(self._tokenizer, running.ids, sampling.stop, said):
                 running.finish = "stop"
                 break
         if not self._probing:

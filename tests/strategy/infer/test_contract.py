@@ -337,6 +337,22 @@ def test_stop_strings_end_a_response_with_the_token_that_completes_them(served: 
     served.run(main())
 
 
+def test_stop_strings_are_seen_across_a_cut_and_at_the_last_token(served: Served) -> None:
+    async def main() -> None:
+        whole = tokens((await served.generate(request("a", 40, temperature=0.0)))["a"])
+        text = TOKENIZER.decode(whole[9:12])
+        end = next(n for n in range(1, 41) if text in TOKENIZER.decode(whole[:n]))
+        last = (await served.generate(request("a", end, temperature=0.0, stop=(text,))))["a"]
+        assert (tokens(last), last.finish) == (whole[:end], "stop")
+        asked = request("a", 40, temperature=0.0, stop=(text,))
+        for cut in (end - 2, end - 1):
+            part = Completion("a", last.ids[:cut], last.logprobs[:cut], last.versions[:cut], "abort")
+            rest = (await served.generate(resumed(asked, part)))["a"]
+            assert (tokens(rest), rest.finish) == (whole[cut:end], "stop")
+
+    served.run(main())
+
+
 # requests come and go
 
 
