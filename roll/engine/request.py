@@ -90,7 +90,7 @@ class Request:
             )
         least, most = self.ids.min(), self.ids.max()
         if least < 0 or most >= vocab:
-            raise ValueError(f"request {self.id!r} has tokens from {least} to {most}, but the model knows 0 to {vocab - 1}")
+            raise ValueError(f"request {self.id!r} has tokens {least} to {most}, but the model knows 0 to {vocab - 1}")
         if fault := self.sampling.fault:
             raise ValueError(f"request {self.id!r} asks for {fault}")
 

@@ -64,7 +64,8 @@ def takes_plans(model: PreTrainedModel) -> bool:
         with torch.device("meta"):
             layer = type(model)(config)
             layer.set_attn_implementation(NAME)
-            forward_rows(layer, *torch.zeros(2, 2, dtype=torch.int64), plan)
+            rows = torch.zeros(2, dtype=torch.int64)
+            forward_rows(layer, rows, rows, plan)
     except TypeError as error:
         return "roll_plan" not in str(error)
     except Exception:  # what cannot be tried so may yet be right, if it says so itself

@@ -54,6 +54,9 @@ class TrainSupervision:
         for trainer in self._trainers:
             self.supervisor.watch(trainer, self._trainer_lost(trainer), _nothing, restart=False)
 
+    def stand_by(self) -> None:
+        """Where all is one process nobody is watched: its workers end with it."""
+
     async def keep_spare_trainer(self, config: Config) -> None:
         """Has a process ready for a trainer that dies. A run can do without."""
         warm = partial(warm_up, config.model.path)
@@ -119,6 +122,18 @@ class Supervision(TrainSupervision):
         roles.pool.engine_trouble = self._engine_trouble
         self.supervisor.spawn(self._tell_loads())
         roles.pool.worker_trouble = lambda worker, reason: self.supervisor.condemn("rollout", worker, reason)
+
+    def stand_by(self) -> None:
+        """Only engines have processes of their own even then, and nobody starts one again: with it the run ends."""
+        self._roles.pool.engine_trouble = self._engine_ended
+
+    def _engine_ended(self, engine: int, reason: str) -> None:
+        if engine not in self._roles.alive:
+            return
+        self._roles.alive.discard(engine)
+        self._roles.router.lose(engine)
+        said = "where all is one process it is not started again: go on with --resume, or with executor=ray, which does"
+        self.supervisor.fail(RunError(f"{reason.splitlines()[0]}; {said}"))
 
     def _told(self, rank: int, why: str) -> None:
         self._warn(f"{why.splitlines()[0]}; it is started again")
@@ -239,7 +254,9 @@ async def supervised_trainer(
 async def _watching(
     supervision: TrainSupervision, roles: TrainRoles, config: Config, recorder: Recorder | None
 ) -> AsyncIterator[None]:
-    if config.executor != "local":
+    if config.executor == "local":
+        supervision.stand_by()
+    else:
         supervision.start()
     tasks: list[asyncio.Task[None]] = []
     if config.supervise.spare_trainer and recorder is not None and config.executor != "local":

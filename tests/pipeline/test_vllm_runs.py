@@ -66,7 +66,9 @@ def roll(*arguments: str, output: Path) -> Iterator[Run]:
     name, _, value = mark.partition("=")
     with output.open("wb") as file:
         command = [sys.executable, "-m", "roll.cli", *arguments]
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, name: value})
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, name: value}, start_new_session=True
+        )
         try:
             yield Run(process, output, mark)
         finally:
@@ -92,12 +94,43 @@ def test_a_run_in_one_process(tmp_path: Path) -> None:
     run.is_gone()
 
 
+def steps_of(run: Path) -> int:
+    metrics = run / "metrics.jsonl"
+    return metrics.read_text().count("train/mismatch_max") if metrics.is_file() else 0
+
+
+def test_ctrl_c_ends_a_step_and_the_end_of_an_engine_the_run(tmp_path: Path) -> None:
+    """A terminal's Ctrl-C goes to all processes of its group. Where all is one process nobody starts an engine again."""
+    place = tmp_path / "run"
+    settings = (*VLLM, "train.steps=1000", f"run={place}")
+    with roll("train", TINY, *settings, output=tmp_path / "first") as run:
+        run.wait_for(lambda: steps_of(place) >= 1)
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert run.process.wait(WAIT_S) == 0, run.output.read_text()
+    run.is_gone()
+    done = steps_of(place)
+    with roll("train", TINY, *settings, "--resume", output=tmp_path / "second") as run:
+        run.wait_for(lambda: steps_of(place) > done)
+        for pid in run.engines():
+            os.kill(pid, signal.SIGKILL)
+        assert run.process.wait(60) == 1, run.output.read_text()
+    assert "engine died: actor_infer[0]; where all is one process" in run.output.read_text()
+    run.is_gone()
+
+
+def test_an_engine_ends_with_a_run_that_is_killed_while_it_starts(tmp_path: Path) -> None:
+    with roll("train", TINY, *VLLM, f"run={tmp_path / 'run'}", output=tmp_path / "out") as run:
+        run.wait_for(run.engines)
+        time.sleep(1)
+        assert run.engines()
+    run.is_gone()
+
+
 def test_a_run_on_ray_outlives_the_death_of_its_engine_and_leaves_none_behind_when_it_is_killed(tmp_path: Path) -> None:
     settings = ("train.steps=1000", "rollout.max_staleness=1", f"run={tmp_path / 'run'}")
-    metrics = tmp_path / "run" / "metrics.jsonl"
 
     def steps() -> int:
-        return metrics.read_text().count("train/mismatch_max") if metrics.is_file() else 0
+        return steps_of(tmp_path / "run")
 
     with roll("train", TINY, *VLLM, *RAY, *settings, output=tmp_path / "out") as run:
         run.wait_for(lambda: steps() >= 1)

@@ -15,7 +15,6 @@ Stop strings are looked for here, so that they mean what they mean for the embed
 from __future__ import annotations
 
 import asyncio
-import os
 import tempfile
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import aclosing, suppress
@@ -33,7 +32,9 @@ from roll.engine.engine import EngineStats
 from roll.engine.request import Completion, Finish, Progress, Request
 from roll.engine.stopping import hits_stop_string
 from roll.model.checkpoint_form import with_tied
+from roll.strategy.infer.vllm_args import LEAST_TEMPERATURE
 from roll.strategy.infer.vllm_engine import VllmSettings, drawing, environment_of, probing, start
+from roll.strategy.infer.vllm_process import Keeper
 from roll.strategy.shelf import Level
 from roll.transfer.digest import digests
 from roll.transfer.host_copy import HostCopy
@@ -44,8 +45,6 @@ from roll.transfer.weights import Weights, check_probe
 
 T = TypeVar("T")
 
-LEAST_TEMPERATURE = 0.01
-"""vLLM draws at this temperature where a smaller one above 0 is asked for."""
 _ANSWER_S = 600.0
 """For the engine to do what it is told: to take in weights, say."""
 _LOOK_S = 0.5
@@ -90,8 +89,13 @@ class VllmStrategy:
         self._name = name
         self._settings = settings
         self._folder = tempfile.TemporaryDirectory(prefix="roll-vllm-")
-        with environment_of(settings):
-            self._llm = start(settings, self._folder.name)
+        self._keeper = Keeper()
+        try:
+            with environment_of(settings, self._keeper.environment):
+                self._llm = start(settings, self._folder.name)
+        except BaseException:
+            self._keeper.close()
+            raise
         self.context = int(self._llm.model_config.max_model_len)
         """Longest sequence it takes, in tokens."""
         self._vocab = int(self._llm.model_config.get_vocab_size())
@@ -119,7 +123,6 @@ class VllmStrategy:
         self._news = asyncio.Event()
         self._death: WorkerDied | None = None
         self._count = self._generated = self._computed = self._shared = 0
-        self._following = asyncio.create_task(self._follow())
 
     # requests
 
@@ -372,9 +375,9 @@ class VllmStrategy:
             if running.task is not None:
                 running.task.cancel()
         self._running.clear()
-        self._following.cancel()
         self._llm.shutdown(timeout=_CLOSE_S)
         self._llm = None
+        self._keeper.close()
         if self._copy is not None:
             self._copy.close()
         self._folder.cleanup()
@@ -413,11 +416,6 @@ class VllmStrategy:
             raise RunError(f"{self._name} has not answered for {_ANSWER_S:g} s") from None
         finally:
             asked.cancel()
-
-    async def _follow(self) -> None:
-        """Has the engine's processes end with this one."""
-        with suppress(Exception):
-            await asyncio.wait_for(self._llm.collective_rpc("roll_follow", args=(os.getpid(),)), _ANSWER_S)
 
 
 async def _last(outputs: Any) -> Any:

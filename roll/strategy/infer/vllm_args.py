@@ -39,9 +39,23 @@ OWN = {
     "weight_transfer_config": "weights come by weights.path",
     "enable_sleep_mode": "write offload",
     "disable_log_stats": "leave it out",
+    "stream_interval": "every token is told when it is drawn, with its version",
 }
 """Arguments that are not the user's to write in `engine_args`, and what to do instead."""
 
+_JUDGES_OWN = {
+    "model": "write roles.judge.model",
+    "tokenizer": "write roles.judge.model",
+    "hf_config_path": "write roles.judge.model",
+    "max_num_seqs": "write roles.judge.max_running",
+    "tensor_parallel_size": "write roles.judge.tensor_parallel",
+    "pipeline_parallel_size": "write roles.judge.tensor_parallel",
+    "data_parallel_size": "write roles.judge.replicas",
+    "generation_config": "the judge's answers are drawn by reward.options",
+    "override_generation_config": "the judge's answers are drawn by reward.options",
+}
+LEAST_TEMPERATURE = 0.01
+"""vLLM draws at this temperature where a smaller one above 0 is asked for."""
 _SPARE_PROMPT_TOKENS = 256
 """Of each running sequence, beside its response, where a cache is sized for what may run."""
 _LEAST_SHARE = 0.02
@@ -64,10 +78,18 @@ def check_vllm(config: Config, wanted: RoleConfig | None = None, role: str = "ac
             "deterministic is true, but vLLM's bits depend on what else is running: write "
             f"roles.{role}.strategy=native, or deterministic=false"
         )
+    temperatures = {"rollout": config.rollout.temperature, "eval": config.eval.temperature}
+    for section, temperature in temperatures.items() if role == "actor_infer" else ():
+        if 0 < temperature < LEAST_TEMPERATURE:
+            raise UserError(
+                f"{section}.temperature={temperature:g} is less than vLLM draws at: write {LEAST_TEMPERATURE:g} or more, "
+                f"or roles.{role}.strategy=native"
+            )
     known = argument_names()
     for name in wanted.engine_args:
         if name in OWN:
-            raise UserError(f"roles.{role}.engine_args.{name} is set by ROLL: {OWN[name]}")
+            instead = _JUDGES_OWN.get(name, OWN[name]) if role == "judge" else OWN[name]
+            raise UserError(f"roles.{role}.engine_args.{name} is set by ROLL: {instead}")
         if name not in known:
             raise UserError(
                 f"roles.{role}.engine_args: the installed vLLM has no argument {name!r}"

@@ -122,7 +122,7 @@ def _arguments(settings: VllmSettings) -> dict[str, Any]:
 
 
 @contextmanager
-def environment_of(settings: VllmSettings) -> Iterator[None]:
+def environment_of(settings: VllmSettings, more: Mapping[str, str]) -> Iterator[None]:
     """Variables of this process while the engine's processes are started, which inherit them."""
     defaults = {
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -133,7 +133,7 @@ def environment_of(settings: VllmSettings) -> Iterator[None]:
     if settings.dtype == torch.float32:
         defaults["TRITON_F32_DEFAULT"] = "ieee"  # fp32 is asked for where log-probs shall be the trainer's: no TF32
     # A forked process would miss the threads of its parent's libraries.
-    forced = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", **settings.environment}
+    forced = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", **settings.environment, **more}
     before = dict(os.environ)
     os.environ.update({name: value for name, value in defaults.items() if name not in os.environ} | forced)
     try:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import select
-import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -28,17 +25,6 @@ class _Worker(Protocol):
 class RollWorker:
     """Its methods are called by name, on every worker of an engine; their names begin with `roll_` because vLLM refuses
     to add what a worker of its own has already."""
-
-    def roll_follow(self, owner: int) -> None:
-        """Ends this process when its owner does, however that ends: vLLM outlives the process that started it otherwise,
-        and keeps the device."""
-        descriptor = os.pidfd_open(owner)
-
-        def follow() -> None:
-            select.select([descriptor], [], [])
-            os._exit(1)
-
-        threading.Thread(target=follow, name="follow the owner", daemon=True).start()
 
     def roll_load(self: _Worker, path: str, inode: int, nbytes: int, pieces: Sequence[Sequence[Any]]) -> None:
         """Loads the tensors at an address in place of those it has."""

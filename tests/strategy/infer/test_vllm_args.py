@@ -14,6 +14,7 @@ from roll.cli import main
 from roll.cluster import Place
 from roll.config import Config
 from roll.config.errors import UserError
+from roll.config.schema import RoleConfig
 from roll.strategy.infer.vllm_args import OWN, argument_names, check_vllm, environment, memory_args
 
 INSTALLED = importlib.util.find_spec("vllm") is not None
@@ -78,6 +79,18 @@ def test_an_argument_that_vllm_does_not_have_is_refused_with_the_nearest(pretend
 def test_an_argument_that_is_rolls_to_set_is_refused_with_what_to_write(pretended: None, name: str) -> None:
     with pytest.raises(UserError, match=rf"engine_args\.{name} is set by ROLL: .+"):
         check_vllm(config({name: 1}))
+
+
+def test_what_a_judges_engine_is_set_by_is_the_judges(pretended: None) -> None:
+    judge = RoleConfig(strategy="vllm", engine_args={"max_num_seqs": 3})
+    with pytest.raises(UserError, match=r"roles\.judge\.engine_args\.max_num_seqs .* write roles\.judge\.max_running"):
+        check_vllm(config(), judge, "judge")
+
+
+@pytest.mark.parametrize("section", ["rollout", "eval"])
+def test_temperatures_that_vllm_does_not_draw_at_are_refused_at_load(pretended: None, section: str) -> None:
+    with pytest.raises(UserError, match=rf"{section}\.temperature=0\.005 .* write 0\.01 or more"):
+        check_vllm(config(**{section: {"temperature": 0.005}}))
 
 
 def test_the_same_bits_every_time_are_not_vllms_to_give(pretended: None) -> None:

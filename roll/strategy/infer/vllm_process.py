@@ -1,0 +1,76 @@
+"""The processes of a vLLM engine: they end with the process that started the engine, however that ends, and do not hear a
+terminal's Ctrl-C, which ends a run after its step.
+
+For the first a keeper waits beside the owner and, should that end, ends what has the engine's mark in its environment:
+vLLM outlives its owner otherwise, and keeps the device. The second is a plugin (`vllm.general_plugins`): vLLM loads it in
+every process of its own, also where ROLL is installed but not used, where it does nothing, as in the owner.
+
+The keeper runs this file alone, so it imports nothing of ROLL.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from contextlib import suppress
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+MARK = "ROLL_VLLM_ENGINE"
+"""Variable of the engine's processes: the process that started them and a name of the engine's own."""
+_LOOKS = 10
+_LOOK_S = 0.5
+"""A process that is ended may just be starting another."""
+
+
+def attach() -> None:
+    """The plugin."""
+    owner = os.environ.get(MARK, "").partition(":")[0]
+    if owner not in ("", str(os.getpid())) and os.getpgid(0) == os.getpgid(os.getppid()):
+        os.setpgid(0, 0)
+
+
+class Keeper:
+    """Of one engine's processes, which are started with its `mark`."""
+
+    def __init__(self) -> None:
+        resource_tracker.ensure_running()  # the owner's, which else would be started with the engine, and marked
+        self._mark = f"{os.getpid()}:{uuid.uuid4().hex}"
+        command = [sys.executable, "-S", __file__, self._mark]
+        quiet = subprocess.DEVNULL
+        self._process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {MARK: self._mark}
+
+    def close(self) -> None:
+        """The engine has ended, or shall: none of its processes is left."""
+        self._process.kill()
+        self._process.wait()
+        end(self._mark)
+
+
+def end(mark: str) -> None:
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is somebody else's
+            variables = (place / "environ").read_bytes().split(b"\0")
+            if f"{MARK}={mark}".encode() in variables and int(place.name) != os.getpid():
+                os.kill(int(place.name), signal.SIGKILL)
+
+
+def keep(mark: str) -> None:
+    """Waits for the owner's end, then ends the engine's processes."""
+    select.select([os.pidfd_open(int(mark.partition(":")[0]))], [], [])
+    for _ in range(_LOOKS):
+        end(mark)
+        time.sleep(_LOOK_S)
+
+
+if __name__ == "__main__":
+    keep(sys.argv[1])
