@@ -52,6 +52,7 @@ class Keeper:
     def close(self) -> None:
         """The engine has ended, or shall: none of its processes is left."""
         self._process.kill()
+        # waits: it is killed
         self._process.wait()
         end(self._mark)
 
