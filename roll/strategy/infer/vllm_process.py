@@ -67,7 +67,8 @@ def end(mark: str) -> None:
 
 def keep(mark: str) -> None:
     """Waits for the owner's end, then ends the engine's processes."""
-    select.select([os.pidfd_open(int(mark.partition(":")[0]))], [], [])
+    with suppress(ProcessLookupError):  # it has ended already
+        select.select([os.pidfd_open(int(mark.partition(":")[0]))], [], [])
     for _ in range(_LOOKS):
         end(mark)
         time.sleep(_LOOK_S)
