@@ -62,9 +62,10 @@ class Publisher:
                 lost = {rank for rank in ranks if roles.engines.places[rank].name == error.worker}
                 if not lost or must:
                     raise
-                _log.warning("version %d goes to the other engines: %s", version, str(error).splitlines()[0])
                 self._groups_broken = True
                 ranks -= lost
+                if ranks:
+                    _log.warning("version %d goes to the other engines: %s", version, str(error).splitlines()[0])
                 for rank in lost:
                     roles.engine_trouble(rank, str(error))
 

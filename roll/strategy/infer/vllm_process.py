@@ -47,7 +47,9 @@ class Keeper:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {MARK: self._mark}
+        """Variables to start the engine's processes with. vLLM names its processes, and a process that is named
+        overwrites what can be read of its environment unless it is told not to."""
+        return {MARK: self._mark, "SPT_NOENV": "1"}
 
     def close(self) -> None:
         """The engine has ended, or shall: none of its processes is left."""
