@@ -25,6 +25,7 @@ from roll.engine.cache import SlotCache
 from roll.engine.engine import EXACT_ROWS, PROMPT_ROWS
 from roll.engine.paged.sizing import roomy
 from roll.engine.sizing import Shape, SlotSizing, rounded
+from roll.model.positions import longest_sequence
 from roll.model.shape import ModelShape
 from roll.strategy.infer.vllm_args import cache_bytes as vllm_cache
 from roll.strategy.shelf import Level
@@ -91,7 +92,7 @@ def forward_working(footprint: Footprint, work: Workload, budget: Budget) -> Siz
 def cache_bytes(shape: PretrainedConfig, dtype: torch.dtype, work: Workload, paged: bool = False) -> int:
     """An engine's keys and values for its longest sequences, and what is still there of a smaller cache while it grows:
     a layer, or all of a paged one. That takes all it may hold, where that is set."""
-    cache, context = SlotCache(shape, dtype, torch.device("cpu")), int(shape.max_position_embeddings)
+    cache, context = SlotCache(shape, dtype, torch.device("cpu")), longest_sequence(shape)
     if paged and work.kv_tokens:
         return work.kv_tokens * cache.bytes_a_token
     if paged:
@@ -298,7 +299,7 @@ def _kept(map: DeviceMap, worker: _Worker, model: Model, work: Workload) -> Size
         weights = ("weights", 0) if map.one_copy and role == "actor_infer" else weights
         shape, work = model.shape_of(role), work.of_role(role)
         if worker.strategy == "vllm":
-            context = int(shape.max_position_embeddings)
+            context = longest_sequence(shape)
             return [weights, (CACHE, vllm_cache(shape, dtype.itemsize, context, work.running, work.response))]
         paged = worker.kind == "gpu" and not work.exact
         return [weights, (CACHE, cache_bytes(shape, dtype, work, paged))]

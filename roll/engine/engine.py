@@ -38,6 +38,7 @@ from roll.engine.sizing import FreeBytes, Limit, Shape, SlotSizing
 from roll.engine.slots import Slots
 from roll.engine.stopping import hits_stop_string
 from roll.model.attention import forward_rows, logits_of
+from roll.model.positions import longest_sequence
 
 EXACT_ROWS = 16
 """Rows of every forward pass under `exact`: fixed, because a linear layer's bits depend on their number."""
@@ -96,7 +97,7 @@ class Engine:
     @property
     def context(self) -> int:
         """Longest sequence the model was made for, in tokens."""
-        return int(self.model.config.max_position_embeddings)
+        return longest_sequence(self.model.config)
 
     @property
     def has_work(self) -> bool:

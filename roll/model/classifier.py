@@ -13,6 +13,7 @@ import numpy as np
 from roll.config.errors import UserError
 from roll.data.tokenlog import IntArray
 from roll.model.loading import ModelSource, from_pretrained, load_model_config
+from roll.model.positions import fix_angles
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +55,7 @@ def load_classifier(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
     model, found = from_pretrained(loader, source, dtype=dtype, output_loading_info=True)
     if missing := sorted(found["missing_keys"]):
         raise UserError(f"model: {source.name!r} has no weights of {missing[0]!r}: {_WANTED}")
+    fix_angles(model)
     model.set_attn_implementation(attention.NAME)
     return model.eval().requires_grad_(False)
 

@@ -33,6 +33,7 @@ from roll.config.errors import UserError
 from roll.config.schema import ModelConfig, RoleModel
 from roll.model import lora
 from roll.model.character import CONTEXT, character_tokenizer, tiny_config, tiny_model
+from roll.model.positions import fix_angles, longest_sequence
 
 if TYPE_CHECKING:
     import torch
@@ -149,6 +150,7 @@ def load_model(source: ModelSource, dtype: torch.dtype, seed: int) -> PreTrained
         model = from_pretrained(AutoModelForCausalLM, source, dtype=dtype)
     for folder in source.adapters:
         model = lora.merge_saved(model, folder)
+    fix_angles(model)
     model.set_attn_implementation(attention.NAME)
     if not attention.takes_plans(model):
         raise UserError(f"model: {source.name!r} is a {type(model).__name__}, whose attention ROLL cannot compute yet")
@@ -192,9 +194,9 @@ def context_of(source: ModelSource) -> int:
     settings = Path(source.location) / "config.json"
     if settings.is_file():  # read as it is: `transformers` brings torch along
         found = json.loads(settings.read_text()).get("max_position_embeddings")
-        if found is not None:
+        if found is not None and "longrope" not in settings.read_text():
             return int(found)
-    return int(load_model_config(source).max_position_embeddings)
+    return longest_sequence(load_model_config(source))
 
 
 def stop_ids_of(tokenizer: Tokenizer, source: ModelSource) -> tuple[int, ...]:

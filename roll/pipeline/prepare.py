@@ -28,6 +28,7 @@ from roll.model.chat import ChatRenderer
 from roll.model.corpus import Corpus, Order, make_corpus
 from roll.model.loading import find_model, load_model_config, load_tokenizer, stop_ids_of
 from roll.model.lora import Base
+from roll.model.positions import longest_sequence
 from roll.pipeline import rollout_record, sft_record
 from roll.pipeline.held_out import HeldOut, measure
 from roll.pipeline.prompts import fitting
@@ -218,7 +219,7 @@ def check(
     shape = load_model_config(source)
     tokenizer = load_tokenizer(source, config.model)
     renderer = ChatRenderer(tokenizer, ())
-    task_set = fitting(task_set, renderer, config, int(shape.max_position_embeddings))
+    task_set = fitting(task_set, renderer, config, longest_sequence(shape))
     return task_set, judge
 
 
@@ -297,7 +298,7 @@ def check_chats(config: Config, chats: ChatSource | None = None) -> Corpus:
     source = find_model(config.model.path)
     tokenizer = load_tokenizer(source, config.model)
     renderer = ChatRenderer(tokenizer, stop_ids_of(tokenizer, source))
-    context = int(load_model_config(source).max_position_embeddings)
+    context = longest_sequence(load_model_config(source))
     corpus = make_corpus(chat_set, renderer, config.data, context)
     if 0 < config.train.micro_batch_tokens < corpus.longest_tokens:
         raise UserError(

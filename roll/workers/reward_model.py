@@ -13,6 +13,7 @@ from roll.cluster import Dispatch, Place, parallel
 from roll.config.schema import Config, TrainConfig
 from roll.data.task import Message
 from roll.data.tokenlog import IntArray
+from roll.model.positions import longest_sequence
 from roll.workers.device import DeviceWorker
 from roll.workers.turn import Turn
 
@@ -34,7 +35,7 @@ class RewardModelWorker(DeviceWorker):
         train = TrainConfig(micro_batch_tokens=rows, activation_checkpointing="off", compile=config.train.compile)
         self._strategy = ScoreStrategy(model, train, exact=config.deterministic)
         self._tokenizer = load_tokenizer(source, role.model)
-        context = int(model.config.max_position_embeddings)
+        context = longest_sequence(model.config)
         self._longest = min(rows or context, context)
         self._turn = Turn()
         self._waiting: list[tuple[IntArray, asyncio.Future[float | None]]] = []

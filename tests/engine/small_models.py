@@ -19,6 +19,7 @@ from roll.engine.request import Completion, Request, Sampling
 from roll.engine.sizing import FreeBytes
 from roll.model import attention
 from roll.model.character import character_tokenizer
+from roll.model.positions import fix_angles
 
 CONTEXT = 160
 SHAPE = {
@@ -50,6 +51,7 @@ def build(kind: type[PreTrainedModel], config: PretrainedConfig, seed: int = 0) 
 def under_plans(model: PreTrainedModel) -> PreTrainedModel:
     """A copy with the same weights whose attention is computed by plans."""
     twin = copy.deepcopy(model)
+    fix_angles(twin)
     twin.set_attn_implementation(attention.NAME)
     return twin
 

@@ -20,6 +20,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -31,7 +33,7 @@ from transformers import (
 
 from roll.data.tokenlog import IntArray
 from roll.engine.request import Completion
-from roll.model.loading import find_model, load_model
+from roll.model.loading import context_of, find_model, load_model
 
 NEW_TOKENS = 14
 
@@ -95,6 +97,14 @@ def family(name: str) -> PreTrainedModel:
         rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
         options = {"num_key_value_heads": 1, "rope_parameters": rope, "tie_word_embeddings": True, "mlp_bias": True}
         return build(LlamaForCausalLM, LlamaConfig(**{**shape, **options}))
+    if name == "llama, dynamic rotary":
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+        return build(LlamaForCausalLM, LlamaConfig(**{**shape, "rope_parameters": rope}))
+    if name == "phi3, long rotary":
+        factors = {"short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], "long_factor": [4.0] * 6}
+        rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+        options = {"rope_parameters": rope, "original_max_position_embeddings": 80}
+        return build(Phi3ForCausalLM, Phi3Config(**{**shape, **options}))
     if name.startswith("mistral"):
         window = 9 if name == "mistral, window" else None
         return build(MistralForCausalLM, MistralConfig(**{**shape, "sliding_window": window, "head_dim": 16}))
@@ -115,7 +125,7 @@ def family(name: str) -> PreTrainedModel:
 
 
 FAMILIES = ["llama", "llama, scaled rotary, tied", "mistral", "mistral, window", "smollm3", "gemma", "gemma2", "gemma3"]
-FAMILIES += ["qwen2", "qwen3"]
+FAMILIES += ["qwen2", "qwen3", "llama, dynamic rotary", "phi3, long rotary"]
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -131,7 +141,7 @@ def test_other_families_go_through_the_same_door(name: str, exact: bool) -> None
         torch.testing.assert_close(torch.from_numpy(finished[str(i)].logprobs), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "phi3, long rotary"])
 def test_a_model_folder_is_loaded_ready_for_the_engine(name: str, tmp_path: Path) -> None:
     model = family(name)
     model.save_pretrained(tmp_path)
@@ -139,6 +149,20 @@ def test_a_model_folder_is_loaded_ready_for_the_engine(name: str, tmp_path: Path
     prompt = prompts_of(3, 4)[0]
     finished = run(served, [request("a", prompt, NEW_TOKENS, temperature=0.0)])
     assert finished["a"].ids.tolist() == generated(model, prompt)
+
+
+def test_a_model_whose_angles_depend_on_the_longest_sequence_takes_none_that_change_them(tmp_path: Path) -> None:
+    family("phi3, long rotary").save_pretrained(tmp_path)
+    source = find_model(str(tmp_path))
+    model = load_model(source, torch.float32, 0)
+    assert context_of(source) == engine(3, model=model).context == 80
+    with pytest.raises(ValueError, match=r"81 tokens .*, but the engine's context is 80"):
+        engine(3, model=model).add(request("a", range(70), 11))
+    rotary, states = model.get_decoder().rotary_emb, torch.zeros(1, 1, 48)
+    short, _ = rotary(states, torch.arange(80)[None])
+    long, _ = rotary(states, torch.arange(160)[None])
+    assert torch.equal(short, long[:, :80])
+    assert model.config.rope_parameters["rope_type"] == "longrope"  # as it is saved
 
 
 @pytest.mark.parametrize(("temperature", "exact"), [(0.7, False), (1.0, True), (1.6, False)])

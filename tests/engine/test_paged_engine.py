@@ -80,6 +80,7 @@ def windowed(name: str) -> PreTrainedModel:
 
 
 FAMILIES = ["llama", "llama, scaled rotary, tied", "qwen2", "qwen3", "mistral", "gemma", "gemma2"]
+FAMILIES += ["llama, dynamic rotary", "phi3, long rotary"]
 
 
 @devices

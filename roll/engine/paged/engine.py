@@ -50,6 +50,7 @@ from roll.engine.paged.steps import Drawn, Steps
 from roll.engine.request import Completion, Finish, Progress, Request
 from roll.engine.stopping import hits_stop_string
 from roll.model.attention import logits_of
+from roll.model.positions import longest_sequence
 from roll.model.shape import ModelShape
 
 FILL_ROWS = 8192
@@ -117,7 +118,7 @@ class PagedEngine:
     @property
     def context(self) -> int:
         """Longest sequence the model was made for, in tokens."""
-        return int(self.model.config.max_position_embeddings)
+        return longest_sequence(self.model.config)
 
     @property
     def has_work(self) -> bool:

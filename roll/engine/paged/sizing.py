@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from roll.engine.paged.pages import BLOCK, Pages
 from roll.engine.sizing import Limit
+from roll.model.positions import longest_sequence
 from roll.model.shape import ModelShape
 
 GROWTH_SHARE = 0.9
@@ -26,7 +27,7 @@ class Sizing:
         parameter = next(model.parameters())
         self._shape, self._dtype, self._device = ModelShape.of_model(model), parameter.dtype, parameter.device
         self._block_bytes = Pages.bytes_a_block(self._shape, self._dtype)
-        self._context = int(model.config.max_position_embeddings)
+        self._context = longest_sequence(model.config)
         self._slots = slots
         self.limit = Limit(kv_tokens, self._block_bytes // BLOCK, self._device)
         self._most: int | None = None

