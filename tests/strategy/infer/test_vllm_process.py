@@ -62,8 +62,8 @@ def test_an_owner_that_is_killed_takes_them_along() -> None:
         assert owner.stdout.read() == b""  # which ends when the last process that can write there has
 
 
-@pytest.mark.parametrize("mark", ["", f"{os.getpid()}:some"])
-def test_only_a_process_below_the_owner_leaves_its_group(mark: str) -> None:
-    environment = {**os.environ, "ROLL_VLLM_ENGINE": mark}
+@pytest.mark.parametrize("owned", [False, True])
+def test_only_a_process_below_the_owner_leaves_its_group(owned: bool) -> None:
+    environment = {**os.environ, "ROLL_VLLM_ENGINE": f"{os.getpid()}:some" if owned else ""}
     said = subprocess.run([sys.executable, "-c", GROUP], env=environment, capture_output=True, check=True, timeout=END_S)
-    assert said.stdout.strip() == (b"True" if mark else b"False")
+    assert said.stdout.strip() == (b"True" if owned else b"False")
