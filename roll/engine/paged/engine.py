@@ -15,11 +15,9 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -28,30 +26,15 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from roll.config.errors import RunError
 from roll.data.tokenlog import IntArray, begin_alike
 from roll.engine.engine import EngineStats
-from roll.engine.paged.blocks import BlockPool, Key, keys_of
-from roll.engine.paged.decoder import Decoder, log_probs_of, make_decoder
-from roll.engine.paged.pages import BLOCK, Pages
-from roll.engine.paged.rows import (
-    DRAWS,
-    HEADER,
-    LAST_DRAWN,
-    PLACE,
-    POSITION,
-    SEED_HIGH,
-    SEED_LOW,
-    SLOT,
-    TEMPERATURE,
-    TOKEN,
-    Sheet,
-)
-from roll.engine.paged.sequences import Sequence, Slots
-from roll.engine.paged.sizing import Sizing
-from roll.engine.paged.steps import Drawn, Steps
+from roll.engine.paged.blocks import Key, keys_of
+from roll.engine.paged.pages import BLOCK
+from roll.engine.paged.room import Room
+from roll.engine.paged.rows import LAST_DRAWN, Sheet
+from roll.engine.paged.sequences import Sequence, Slots, drawing_sheet, prompt_sheet
+from roll.engine.paged.steps import Drawn
 from roll.engine.request import Completion, Finish, Progress, Request
 from roll.engine.stopping import hits_stop_string
-from roll.model.attention import logits_of
 from roll.model.positions import longest_sequence
-from roll.model.shape import ModelShape
 
 FILL_ROWS = 8192
 """Most rows of prompts in a pass of their own."""
@@ -94,9 +77,7 @@ class PagedEngine:
         self.model = model
         self.version = version
         self._tokenizer = tokenizer
-        self._sizing = Sizing(model, max_running, kv_tokens)
-        self._shape = ModelShape.of_model(model)
-        self._parameter = next(model.parameters())
+        self._room = Room(model, max_running, kv_tokens)
         self._slots = Slots(max_running)
         self._waiting: deque[Sequence] = deque()
         self._filling: list[Sequence] = []
@@ -106,13 +87,6 @@ class PagedEngine:
         """Tokens and keys of what ended, by its name, under which a conversation's next turn comes; the latest last."""
         self._flights: deque[_Flight] = deque()
         self._finished: list[Completion] = []
-        self._pool: BlockPool | None = None
-        self._pages: Pages | None = None
-        self._steps: Steps | None = None
-        self._longest = 0
-        self._wanted = 0
-        """Blocks that the longest request asked for when the cache was last made or grown."""
-        self._made_decoder: Decoder | None = None
         self._generated = self._computed = self._shared = self._decoded = self._count = self._given_up = 0
 
     @property
@@ -124,17 +98,11 @@ class PagedEngine:
     def has_work(self) -> bool:
         return bool(self._waiting or self._slots.running or self._flights or self._finished)
 
-    @property
-    def _decoder(self) -> Decoder:
-        if self._made_decoder is None:
-            self._made_decoder = make_decoder(self.model, self.context)
-        return self._made_decoder
-
     def stats(self) -> EngineStats:
         return EngineStats(
             waiting=len(self._waiting),
             running=self._slots.running,
-            cached_tokens=self._pool.used * BLOCK if self._pool is not None else 0,
+            cached_tokens=self._room.used_tokens,
             generated_tokens=self._generated,
             decoded_rows=self._decoded,
             computed_prompt_tokens=self._computed,
@@ -143,11 +111,8 @@ class PagedEngine:
         )
 
     def add(self, request: Request) -> None:
-        request.check(self._by_id, self.context, self._shape.vocab)
-        if self._pool is None or request.tokens > self._pool.tokens:
-            most = self._sizing.most_tokens(self._pool.count if self._pool is not None else 0)
-            self._sizing.limit.check(request, most)
-        self._longest = max(self._longest, request.tokens)
+        request.check(self._by_id, self.context, int(self.model.config.vocab_size))
+        self._room.announce(request)
         sequence = Sequence(request)
         self._by_id[request.id] = sequence
         self._waiting.append(sequence)
@@ -185,8 +150,7 @@ class PagedEngine:
             return
         self.version = version
         self._said.clear()
-        if self._pool is not None:
-            self._pool.forget_all()
+        self._room.forget_all()
         for sequence in self._slots.sequences:
             if sequence is not None:
                 sequence.draws_under(version, int(self._slots.drawn[sequence.slot]))
@@ -196,37 +160,11 @@ class PagedEngine:
         self.settle()
         if self._slots.running:
             raise RunError(f"the engine cannot free its cache: {self._slots.running} requests are running")
-        self._pool = self._pages = self._steps = None
-        self._sizing.forget()
-        self._made_decoder = None  # it holds the parameters' storage, which may be laid aside now
-        if self._parameter.is_cuda:
-            torch.cuda.empty_cache()
+        self._room.close()
 
     def log_probs_of(self, ids: IntArray) -> Tensor:
         """fp32 log-probs of a sequence's tokens after the first, computed as a prompt is; nothing running is touched."""
-        if self._steps is not None and (found := self._log_probs_by_step(ids)) is not None:
-            return found
-        return log_probs_of(
-            self._decoder, lambda hidden: logits_of(self.model, hidden), self._shape, ids, self._parameter
-        )
-
-    def _log_probs_by_step(self, ids: IntArray) -> Tensor | None:
-        """The same through a captured step, as tokens are drawn, if there is one so large and there are blocks for it."""
-        assert self._pool is not None
-        assert self._steps is not None
-        count, blocks = len(ids), -(-len(ids) // BLOCK)
-        if not self._parameter.is_cuda or count > self._slots.count or blocks > self._pool.spare:
-            return None
-        taken = self._pool.take(blocks)
-        sheet = np.zeros((HEADER + blocks, count), np.int32)
-        sheet[SLOT] = self._slots.count
-        sheet[POSITION] = np.arange(count)
-        sheet[TOKEN] = ids
-        sheet[PLACE] = np.repeat(np.array(taken, np.int32) * BLOCK, BLOCK)[:count] + sheet[POSITION] % BLOCK
-        sheet[HEADER:] = np.array(taken, np.int32)[:, None]
-        found = torch.log_softmax(self._steps.logits(sheet), dim=-1)
-        self._pool.release(taken)
-        return found[:-1].gather(1, torch.from_numpy(np.asarray(ids[1:], np.int64)).to(found.device)[:, None])[:, 0].cpu()
+        return self._room.log_probs_of(ids)
 
     def step(self) -> list[Completion]:
         """Launches a step, after admitting what fits, and reads an earlier one. Returns what finished."""
@@ -253,7 +191,7 @@ class PagedEngine:
         be computed by another waits until that is launched, and shares it then."""
         if not self._waiting:
             return
-        pool = self._room()
+        pool = self._room.prepare(self.settle)
         coming = {key for other in self._filling for key in self._unfilled(other)}
         passed: list[Sequence] = []
         while self._waiting and self._slots.running < self._slots.count and len(passed) < _PASSED_OVER:
@@ -265,7 +203,7 @@ class PagedEngine:
                 continue
             blocks = -(-len(sequence.known) // BLOCK)
             if not self._slots.running and blocks > pool.count - 1:
-                pool, shared = self._new_room(sequence.request, blocks), []
+                pool, shared = self._room.make_anew(sequence.request, blocks), []
             fresh = blocks - len(shared)
             reserve = self._slots.running  # they may each need a block soon
             if self._slots.running and fresh + pool.spare_among(shared) > pool.spare - reserve:
@@ -293,54 +231,10 @@ class PagedEngine:
     def _unfilled(self, sequence: Sequence) -> list[Key]:
         return sequence.keys[sequence.filled // BLOCK :] if sequence.version == self.version else []
 
-    def _room(self) -> BlockPool:
-        """The blocks; made, or made more, where there are too few for the longest request."""
-        wanted = self._sizing.wanted(self._longest)
-        if self._pool is None:
-            blocks = min(wanted, self._sizing.most_tokens() // BLOCK + 1)
-            self._pool, self._pages = BlockPool(blocks, BLOCK), self._sizing.pages(blocks)
-            width = self._sizing.width(blocks)
-            self._steps = Steps(self.model, self._decoder, self._pages, self._slots.count, width, self._capturing)
-        elif wanted > max(self._pool.count, self._wanted):
-            self._grow(wanted)
-        self._wanted = wanted
-        return self._pool
-
-    def _new_room(self, request: Request, blocks: int) -> BlockPool:
-        """Other blocks in the place of those there are, which could not be made more beside themselves."""
-        self._pool = self._pages = self._steps = None
-        self._sizing.forget()
-        if self._parameter.is_cuda:
-            torch.cuda.empty_cache()
-        pool = self._room()
-        if blocks > pool.count - 1:
-            raise RunError(f"{request.need}, but memory has room for {pool.tokens}: others have taken it meanwhile")
-        return pool
-
-    @cached_property
-    def _capturing(self) -> torch.cuda.Stream | None:
-        """One for all graphs there ever are: cuBLAS keeps tens of megabytes for every stream it ran on."""
-        return torch.cuda.Stream(self._parameter.device) if self._parameter.is_cuda else None  # type: ignore[no-untyped-call]
-
-    def _grow(self, wanted: int) -> None:
-        """A larger cache with the same contents, as far as memory has room for both."""
-        assert self._pool is not None
-        assert self._pages is not None
-        assert self._steps is not None
-        self.settle()
-        blocks = self._sizing.beside(wanted, self._pool.count)
-        if blocks > self._pool.count:
-            pages = self._sizing.pages(blocks)
-            pages.take_over(self._pages)
-            self._steps.move(pages, self._sizing.width(blocks))
-            self._pool.grow(blocks)
-            self._pages = pages
-
     # what is launched
 
     def _fill_long(self) -> None:
         """A pass for long prompts alone."""
-        assert self._steps is not None
         room = FILL_ROWS
         parts: list[Sheet] = []
         spans: list[tuple[int, int]] = []
@@ -355,18 +249,11 @@ class PagedEngine:
             if not room:
                 break
         if parts:
-            self._steps.fill(np.concatenate(parts, axis=1), spans, np.concatenate(places))
+            self._room.steps.fill(np.concatenate(parts, axis=1), spans, np.concatenate(places))
 
     def _filled(self, sequence: Sequence, count: int, lines: int) -> Sheet:
         """The next `count` rows of a prompt, which from now on count as computed."""
-        positions = np.arange(sequence.filled, sequence.filled + count)
-        slots = np.full(count, sequence.slot)
-        sheet = np.zeros((HEADER + lines, count), np.int32)
-        sheet[SLOT] = slots
-        sheet[POSITION] = positions
-        sheet[TOKEN] = sequence.known[positions]
-        sheet[PLACE] = self._slots.places(slots, positions)
-        sheet[HEADER:] = self._slots.table[:lines, [sequence.slot]]
+        sheet = prompt_sheet(self._slots, sequence, count, lines)
         named = sequence.filled // BLOCK
         sequence.filled += count
         self._computed += count
@@ -375,17 +262,15 @@ class PagedEngine:
 
     def _name(self, sequence: Sequence, start: int, end: int) -> None:
         """Others may go on from these blocks of its, unless the weights have changed since it began."""
-        assert self._pool is not None
         if sequence.version == self.version:
             for block, key in zip(sequence.blocks[start:end], sequence.keys[start:end], strict=False):
-                self._pool.name(block, key)
+                self._room.pool.name(block, key)
 
     def _launch(self) -> bool:
         """A row for every sequence that draws, and for prompts as far as there is room; whether there was any."""
-        assert self._steps is not None
         slots = self._slots
         lines = int(slots.held.max())
-        room, tile = self._steps.most_prompt_rows, self._steps.tile
+        room, tile = self._room.steps.most_prompt_rows, self._room.steps.tile
         parts: list[Sheet] = []
         for sequence in [each for each in self._filling if not _needs_pass(each)]:
             count = min(room, sequence.left_to_fill)  # its last token has a row among those that draw
@@ -401,44 +286,27 @@ class PagedEngine:
             return False
         truncating = np.flatnonzero(slots.truncates[drawing]).tolist()
         truncated = {row: self._sequence(drawing[row]).request.sampling for row in truncating}
-        drawn = self._steps.draw(self._drawing(drawing, lines), parts, truncated)
+        drawn = self._room.steps.draw(drawing_sheet(slots, drawing, lines), parts, truncated)
         self._flights.append(_Flight(drawn, np.arange(len(drawing)), drawing, slots.reign[drawing]))
         slots.launched[drawing] += 1
         slots.given[drawing] = LAST_DRAWN
         self._decoded += len(drawing)
         return True
 
-    def _drawing(self, drawing: NDArray[np.int64], lines: int) -> Sheet:
-        slots = self._slots
-        positions = slots.positions[drawing]
-        sheet = np.zeros((HEADER + lines, len(drawing)), np.int32)
-        sheet[SLOT] = drawing
-        sheet[POSITION] = positions
-        sheet[TOKEN] = slots.given[drawing]
-        sheet[PLACE] = slots.places(drawing, positions)
-        sheet[DRAWS] = 1
-        seeds = slots.seeds[drawing]
-        sheet[SEED_LOW] = (seeds & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32)
-        sheet[SEED_HIGH] = (seeds >> np.uint64(32)).astype(np.uint32).view(np.int32)
-        sheet[TEMPERATURE] = slots.temperatures[drawing].view(np.int32)
-        sheet[HEADER:] = slots.table[:lines, drawing]
-        return sheet
-
     def _make_room(self) -> None:
         """Gives every sequence that draws next the block its row goes into; the youngest gives up where there is none."""
-        assert self._pool is not None
         while True:
             slots = self._slots
             next_rows = slots.draws & (slots.launched < slots.limit)
             short = np.flatnonzero(next_rows & (slots.positions // BLOCK >= slots.held))
-            if len(short) <= self._pool.spare:
+            if len(short) <= self._room.pool.spare:
                 break
             if self._flights:
                 self.settle()  # some may have ended
             else:
                 self._give_up()
         for slot in short:
-            slots.hold(self._sequence(slot), self._pool.take(1))
+            slots.hold(self._sequence(slot), self._room.pool.take(1))
 
     def _give_up(self) -> None:
         """The youngest running sequence goes back to wait, first in line."""
@@ -456,8 +324,7 @@ class PagedEngine:
             self._give_up()
         self._filling.clear()
         self._said.clear()
-        if self._pool is not None:
-            self._pool.forget_all()
+        self._room.forget_all()
 
     # what comes back
 
@@ -493,7 +360,6 @@ class PagedEngine:
 
     def _let_go(self, sequence: Sequence) -> None:
         """Takes a running sequence out. Its blocks stay as beginnings for others while nobody else needs them."""
-        assert self._pool is not None
         filled = sequence.left_to_fill <= 0
         self._slots.leave(sequence)
         if sequence in self._filling:
@@ -505,7 +371,7 @@ class PagedEngine:
             self._said[sequence.request.id] = (tokens, sequence.keys)
             if len(self._said) > _REMEMBERED * self._slots.count:
                 self._said.popitem(last=False)
-        self._pool.release(sequence.blocks)
+        self._room.pool.release(sequence.blocks)
         sequence.blocks = []
 
     def _sequence(self, slot: int | np.integer[Any]) -> Sequence:

@@ -11,6 +11,18 @@ from numpy.typing import NDArray
 from roll.data.tokenlog import IntArray
 from roll.engine.paged.blocks import Key
 from roll.engine.paged.pages import BLOCK
+from roll.engine.paged.rows import (
+    DRAWS,
+    HEADER,
+    PLACE,
+    POSITION,
+    SEED_HIGH,
+    SEED_LOW,
+    SLOT,
+    TEMPERATURE,
+    TOKEN,
+    Sheet,
+)
 from roll.engine.request import Completion, Finish, Progress, Request
 
 _NO_STOP = -1
@@ -182,6 +194,36 @@ class Slots:
         if drawn > self.tokens.shape[1]:
             self.tokens = _wider(self.tokens, 2 * drawn, 0)
             self.log_probs = _wider(self.log_probs, 2 * drawn, 0)
+
+
+def prompt_sheet(slots: Slots, sequence: Sequence, count: int, lines: int) -> Sheet:
+    """The next `count` rows of a sequence's prompt, with so many lines of blocks."""
+    positions = np.arange(sequence.filled, sequence.filled + count)
+    own = np.full(count, sequence.slot)
+    sheet = np.zeros((HEADER + lines, count), np.int32)
+    sheet[SLOT] = own
+    sheet[POSITION] = positions
+    sheet[TOKEN] = sequence.known[positions]
+    sheet[PLACE] = slots.places(own, positions)
+    sheet[HEADER:] = slots.table[:lines, [sequence.slot]]
+    return sheet
+
+
+def drawing_sheet(slots: Slots, drawing: NDArray[np.int64], lines: int) -> Sheet:
+    """The next row of each of these slots, after which it draws."""
+    positions = slots.positions[drawing]
+    sheet = np.zeros((HEADER + lines, len(drawing)), np.int32)
+    sheet[SLOT] = drawing
+    sheet[POSITION] = positions
+    sheet[TOKEN] = slots.given[drawing]
+    sheet[PLACE] = slots.places(drawing, positions)
+    sheet[DRAWS] = 1
+    seeds = slots.seeds[drawing]
+    sheet[SEED_LOW] = (seeds & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32)
+    sheet[SEED_HIGH] = (seeds >> np.uint64(32)).astype(np.uint32).view(np.int32)
+    sheet[TEMPERATURE] = slots.temperatures[drawing].view(np.int32)
+    sheet[HEADER:] = slots.table[:lines, drawing]
+    return sheet
 
 
 def _wider(array: NDArray[_Number], columns: int, filler: int) -> NDArray[_Number]:
