@@ -28,6 +28,11 @@ class RoleConfig(Section):
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """More arguments of a vLLM engine, by vLLM's names, such as `{quantization: fp8}`."""
 
+    def context_within(self, tokens: int) -> int:
+        """Of the longest sequence that its model takes, as much as its engines do."""
+        own = self.engine_args.get("max_model_len")
+        return min(tokens, own) if isinstance(own, int) and own > 0 else tokens
+
 
 class RoleModel(Section):
     """The model of a role that has one of its own."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers import PretrainedConfig
 
+from roll.config.workers import RoleConfig
 from roll.devices.inventory import Inventory, Kind
 from roll.devices.map import DeviceMap
 from roll.devices.stages import Stage, StageTable
@@ -287,6 +288,13 @@ def _beside(worker: _Worker, model: Model) -> Sizes:
     return [("vLLM's processes", RUNTIME_BYTES), ("weights on their way to vLLM", weights // worker.devices)]
 
 
+def _vllm_cache(role: str, shape: PretrainedConfig, dtype: torch.dtype, work: Workload) -> int:
+    written, context = work.engines.get(role, RoleConfig()), longest_sequence(shape)
+    if given := written.engine_args.get("kv_cache_memory_bytes"):
+        return int(given)
+    return vllm_cache(shape, dtype.itemsize, written.context_within(context), work.running, work.response)
+
+
 def _kept(map: DeviceMap, worker: _Worker, model: Model, work: Workload) -> Sizes:
     """What a worker keeps from stage to stage."""
     role = worker.role
@@ -299,8 +307,7 @@ def _kept(map: DeviceMap, worker: _Worker, model: Model, work: Workload) -> Size
         weights = ("weights", 0) if map.one_copy and role == "actor_infer" else weights
         shape, work = model.shape_of(role), work.of_role(role)
         if worker.strategy == "vllm":
-            context = longest_sequence(shape)
-            return [weights, (CACHE, vllm_cache(shape, dtype.itemsize, context, work.running, work.response))]
+            return [weights, (CACHE, _vllm_cache(role, shape, dtype, work))]
         paged = worker.kind == "gpu" and not work.exact
         return [weights, (CACHE, cache_bytes(shape, dtype, work, paged))]
     return [weights]

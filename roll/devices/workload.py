@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from math import ceil
 
 from roll.config.schema import Config
+from roll.config.workers import RoleConfig
 from roll.strategy.train.budget import Budget, Checkpointing, choose
 from roll.strategy.train.footprint import Footprint, PackedSize, Spans
 from roll.strategy.train.layers import Compiling
@@ -77,6 +79,8 @@ class Workload:
     judging: JudgeWork | None = None
     kv_tokens: int = 0
     """What an engine's cache holds at most; 0 for what its sequences need."""
+    engines: Mapping[str, RoleConfig] = field(default_factory=dict)
+    """What was written of the roles that have engines."""
 
     @classmethod
     def of(cls, config: Config, shortest_prompt: int, longest_prompt: int) -> Workload:
@@ -95,6 +99,7 @@ class Workload:
             compile=config.train.compile,
             judging=JudgeWork.of(config),
             kv_tokens=config.rollout.kv_tokens,
+            engines={"actor_infer": config.roles.actor_infer, "judge": config.roles.judge},
         )
 
     @classmethod

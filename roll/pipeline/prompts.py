@@ -71,11 +71,12 @@ def _too_long(task: Task, renderer: ChatRenderer, config: Config, context: int) 
     if 0 < longest < prompt:
         why = f"tasks.max_prompt_tokens is {longest}, but {what} has {prompt} tokens"
         return TooLong(task, prompt - longest, why, f"tasks.max_prompt_tokens={prompt} or more")
-    if sample > context:
-        room = context - prompt
-        model = f"the context of {config.model.path!r} is {context}"
-        why = f"{setting} is {response} and {what} has {prompt} tokens, but {model}"
-        return TooLong(task, sample - context, why, f"{setting}={room} or less" if room > 0 else "")
+    taken = config.roles.actor_infer.context_within(context)
+    if sample > taken:
+        room = taken - prompt
+        limit = f"the context of {config.model.path!r}" if taken == context else "max_model_len of roles.actor_infer"
+        why = f"{setting} is {response} and {what} has {prompt} tokens, but {limit} is {taken}"
+        return TooLong(task, sample - taken, why, f"{setting}={room} or less" if room > 0 else "")
     if 0 < packed < sample:
         why = f"train.micro_batch_tokens is {packed}, but {what} and {setting} may make a sample of {sample} tokens"
         remedy = f"train.micro_batch_tokens={sample} or more, or fewer new tokens"

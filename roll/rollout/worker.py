@@ -95,7 +95,7 @@ class RolloutWorker(Worker):
         self._config = config
         self._stop_ids = stop_ids_of(tokenizer, source)
         self._renderer = ChatRenderer(tokenizer, self._stop_ids)
-        self._context = context_of(source)
+        self._context = config.roles.actor_infer.context_within(context_of(source))
         self._outbox = _Outbox()
         self._lifecycle = Lifecycle(self._outbox)
         self._seats = Seats()

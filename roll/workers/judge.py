@@ -40,7 +40,7 @@ class JudgeWorker(DeviceWorker):
         tokenizer = load_tokenizer(source, role)
         self._stop_ids = stop_ids_of(tokenizer, source)
         self._renderer = ChatRenderer(tokenizer, self._stop_ids)
-        self._context = context_of(source)
+        self._context = config.roles.judge.context_within(context_of(source))
         self._seed = config.seed
         self._engine = OwnEngine(place, config)
         self._turn = Turn()

@@ -29,6 +29,7 @@ from roll.devices.inventory import Inventory
 from roll.devices.job import rlvr_job
 from roll.devices.map import make_map
 from roll.devices.memory import (
+    CACHE,
     Model,
     Part,
     cache_bytes,
@@ -379,6 +380,19 @@ def test_the_parts_of_a_gpu() -> None:
     assert ("actor_infer[0]", "an engine's step") not in parts
     assert ("actor_train[0]", "gradients, fp32") not in parts_of(plan, "gpu0", "generate")
     assert set(parts_of(plan, "memory", "train")) == {("controller", "interpreter and libraries")}
+
+
+def test_a_vllm_engines_cache_is_what_was_written() -> None:
+    work = {"max_running": 64, "max_new_tokens": 600}
+
+    def cache(**args: int) -> int:
+        role = {"strategy": "vllm", "engine_args": args}
+        plan = planned(box(gpus=1, gpu=80), executor="local", roles={"actor_infer": role}, rollout=work)
+        return parts_of(plan, "gpu0", "generate")["actor_infer[0]", CACHE]
+
+    assert cache(kv_cache_memory_bytes=1 << 20) == 1 << 20
+    assert cache(max_model_len=2048) == cache()  # more than the model's own 1024
+    assert cache(max_model_len=512) == pytest.approx(cache() * 512 / 856)
 
 
 def test_moments_in_8_bits_are_a_quarter() -> None:

@@ -11,8 +11,12 @@ from small_runs import SMALL, TINY
 
 from roll import Task, UserError, load_config
 from roll.cli import main
+from roll.data.sources import TaskSet
+from roll.model.character import character_tokenizer
+from roll.model.chat import ChatRenderer
 from roll.pipeline.launch import evaluate, train
 from roll.pipeline.prepare import check, prepare
+from roll.pipeline.prompts import fitting
 from roll.pipeline.report import SilentReporter, StepReport
 
 CODE = """
@@ -137,6 +141,15 @@ def test_tasks_that_there_is_no_room_for_are_left_out_and_counted(overrides: tup
 def test_no_room_is_refused_with_what_to_write(overrides: tuple[str, ...], says: str) -> None:
     with pytest.raises(UserError, match=says):
         check(load_config(TINY, overrides), tasks=of_lengths)
+
+
+def test_an_engine_that_was_given_less_room_than_the_model_has_limits_prompts_too() -> None:
+    shorter = ("roles.actor_infer.strategy=vllm", "roles.actor_infer.engine_args.max_model_len=512")
+    config = load_config(TINY, shorter)
+    tasks = TaskSet(tuple(of_lengths("train")), tuple(of_lengths("held_out")))
+    says = "'train-1100' has 1103 tokens, but max_model_len of roles.actor_infer is 512: write tasks.too_long=drop"
+    with pytest.raises(UserError, match=says):
+        fitting(tasks, ChatRenderer(character_tokenizer(), ()), config, 1024)
 
 
 def test_a_long_prompt_is_found_wherever_it_stands() -> None:

@@ -61,6 +61,8 @@ _SPARE_PROMPT_TOKENS = 256
 """Of each running sequence, beside its response, where a cache is sized for what may run."""
 _LEAST_SHARE = 0.02
 """Of a GPU that must be free for vLLM to start at all, where the cache has a size of its own."""
+_LEAST_TOKENS = 1024
+"""In any cache, which is a few of vLLM's blocks."""
 _MARGIN = 1.25
 """vLLM rounds its cache down to whole blocks of all layers."""
 
@@ -118,7 +120,7 @@ def memory_args(shape: PretrainedConfig, itemsize: int, config: Config, place: P
     given = config.roles.actor_infer.engine_args
     if "kv_cache_memory_bytes" in given or "gpu_memory_utilization" in given:
         return {}
-    context = int(given.get("max_model_len") or longest_sequence(shape))
+    context = config.roles.actor_infer.context_within(longest_sequence(shape))
     cache = cache_bytes(shape, itemsize, context, config.rollout.max_running, config.rollout.max_new_tokens)
     share = {} if place.device == "cpu" else {"gpu_memory_utilization": _LEAST_SHARE}
     return {"kv_cache_memory_bytes": cache, **share}
@@ -147,7 +149,7 @@ def environment(place: Place, config: Config) -> dict[str, str]:
 
 def cache_bytes(shape: PretrainedConfig, itemsize: int, context: int, running: int, response: int) -> int:
     """Keys and values of so many sequences with responses of that length, at least of the longest sequence there is."""
-    tokens = max(context, running * min(context, response + _SPARE_PROMPT_TOKENS))
+    tokens = max(_LEAST_TOKENS, context, running * min(context, response + _SPARE_PROMPT_TOKENS))
     return int(_MARGIN * tokens * bytes_a_token(shape, itemsize))
 
 

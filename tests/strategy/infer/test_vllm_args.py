@@ -107,6 +107,10 @@ def test_the_cache_holds_what_may_run_unless_the_user_says_how_much() -> None:
     token = 2 * 2 * 2 * 16 * 2
     assert few == {"kv_cache_memory_bytes": int(1.25 * 4096 * token)}  # the longest sequence must fit
     assert many == {"kv_cache_memory_bytes": int(1.25 * 64 * 344 * token)}
+    shorter = memory_args(shape, 2, config({"max_model_len": 2048}, rollout={"max_running": 1}), place)
+    assert shorter == {"kv_cache_memory_bytes": int(1.25 * 2048 * token)}
+    least = memory_args(shape, 2, config({"max_model_len": 32}, rollout={"max_running": 1}), place)
+    assert least == {"kv_cache_memory_bytes": int(1.25 * 1024 * token)}  # some blocks
     assert memory_args(shape, 2, config({"kv_cache_memory_bytes": 1}), place) == {}
     assert memory_args(shape, 2, config({"gpu_memory_utilization": 0.5}), place) == {}
     assert "gpu_memory_utilization" in memory_args(shape, 2, config(), Place("actor_infer", device="cuda:0"))
