@@ -39,6 +39,7 @@ from roll.engine.request import Request, Sampling, seed_of
 from roll.model import attention
 from roll.model.character import character_tokenizer
 from roll.model.loading import choose_dtype, find_model, in_precision, load_model
+from roll.model.positions import longest_sequence
 
 SIZES = {"cpu": Sizes(64, 32, 192), "cuda": Sizes(256, 128, 1024)}
 PROFILED_STEPS = 20
@@ -171,7 +172,7 @@ def vllm(python: str, args: Any, model: Any, sizes: Sizes) -> Vllm:
         "dtype": str(model.dtype).removeprefix("torch."),
         "enforce_eager": args.device == "cpu" and not args.vllm_compile,
         "max_num_seqs": sizes.sequences,
-        "max_model_len": min(model.config.max_position_embeddings, 2 * (sizes.prompt + sizes.longest)),
+        "max_model_len": min(longest_sequence(model.config), 2 * (sizes.prompt + sizes.longest)),
     }
     if args.device == "cuda":
         options["gpu_memory_utilization"] = 0.4

@@ -289,10 +289,11 @@ def _beside(worker: _Worker, model: Model) -> Sizes:
 
 
 def _vllm_cache(role: str, shape: PretrainedConfig, dtype: torch.dtype, work: Workload) -> int:
-    written, context = work.engines.get(role, RoleConfig()), longest_sequence(shape)
-    if given := written.engine_args.get("kv_cache_memory_bytes"):
-        return int(given)
-    return vllm_cache(shape, dtype.itemsize, written.context_within(context), work.running, work.response)
+    """Of all devices that hold it together."""
+    written = work.engines.get(role, RoleConfig())
+    context, together = written.context_within(longest_sequence(shape)), written.tensor_parallel
+    planned = vllm_cache(shape, dtype.itemsize, context, work.running, work.response, together)
+    return together * int(written.engine_args.get("kv_cache_memory_bytes", planned))
 
 
 def _kept(map: DeviceMap, worker: _Worker, model: Model, work: Workload) -> Sizes:

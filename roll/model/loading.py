@@ -193,8 +193,9 @@ def context_of(source: ModelSource) -> int:
         return CONTEXT
     settings = Path(source.location) / "config.json"
     if settings.is_file():  # read as it is: `transformers` brings torch along
-        found = json.loads(settings.read_text()).get("max_position_embeddings")
-        if found is not None and "longrope" not in settings.read_text():
+        text = settings.read_text()
+        found = json.loads(text).get("max_position_embeddings")
+        if found is not None and "long_factor" not in text:
             return int(found)
     return longest_sequence(load_model_config(source))
 

@@ -7,7 +7,7 @@ one it has in sequences of the length the model was first made for. Longer ones 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,10 +16,21 @@ if TYPE_CHECKING:
 
 def longest_sequence(shape: PretrainedConfig) -> int:
     """In tokens."""
-    rope: Mapping[str, Any] = getattr(shape, "rope_parameters", None) or {}
-    of_layers = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]
-    limits = [part["original_max_position_embeddings"] for part in of_layers if part.get("rope_type") == "longrope"]
+    limits = [rope["original_max_position_embeddings"] for rope in _ropes(shape) if rope["rope_type"] == "longrope"]
     return int(min([shape.max_position_embeddings, *limits]))
+
+
+def is_stretched(shape: PretrainedConfig) -> bool:
+    """Whether the model's positions are scaled, so that others may take it for one of longer sequences."""
+    return any(rope["rope_type"] not in ("default", "llama3") for rope in _ropes(shape))
+
+
+def _ropes(shape: PretrainedConfig) -> Iterator[Mapping[str, Any]]:
+    """How positions become angles, once or for each type of layers."""
+    rope: Mapping[str, Any] = getattr(shape, "rope_parameters", None) or {}
+    for part in (rope, *rope.values()):
+        if isinstance(part, Mapping) and "rope_type" in part:
+            yield part
 
 
 def fix_angles(model: PreTrainedModel) -> None:

@@ -385,12 +385,17 @@ def test_the_parts_of_a_gpu() -> None:
 def test_a_vllm_engines_cache_is_what_was_written() -> None:
     work = {"max_running": 64, "max_new_tokens": 600}
 
-    def cache(**args: int) -> int:
-        role = {"strategy": "vllm", "engine_args": args}
-        plan = planned(box(gpus=1, gpu=80), executor="local", roles={"actor_infer": role}, rollout=work)
-        return parts_of(plan, "gpu0", "generate")["actor_infer[0]", CACHE]
+    def cache(together: int = 1, **args: int) -> int:
+        """On each of the GPUs that hold it together."""
+        role = {"devices": f"1-{together}", "strategy": "vllm", "tensor_parallel": together, "engine_args": args}
+        roles = {"actor_train": {"devices": "0"}, "actor_infer": role}
+        plan = planned(box(gpus=3, gpu=80), executor="ray", roles=roles, rollout=work)
+        found = {parts_of(plan, f"gpu{n}", "generate")["actor_infer[0]", CACHE] for n in range(1, together + 1)}
+        (size,) = found
+        return size
 
-    assert cache(kv_cache_memory_bytes=1 << 20) == 1 << 20
+    assert cache(kv_cache_memory_bytes=1 << 20) == cache(2, kv_cache_memory_bytes=1 << 20) == 1 << 20
+    assert cache() == pytest.approx(2 * cache(2))
     assert cache(max_model_len=2048) == cache()  # more than the model's own 1024
     assert cache(max_model_len=512) == pytest.approx(cache() * 512 / 856)
 

@@ -158,11 +158,17 @@ def test_a_model_whose_angles_depend_on_the_longest_sequence_takes_none_that_cha
     assert context_of(source) == engine(3, model=model).context == 80
     with pytest.raises(ValueError, match=r"81 tokens .*, but the engine's context is 80"):
         engine(3, model=model).add(request("a", range(70), 11))
-    rotary, states = model.get_decoder().rotary_emb, torch.zeros(1, 1, 48)
-    short, _ = rotary(states, torch.arange(80)[None])
-    long, _ = rotary(states, torch.arange(160)[None])
-    assert torch.equal(short, long[:, :80])
     assert model.config.rope_parameters["rope_type"] == "longrope"  # as it is saved
+
+
+@pytest.mark.parametrize("name", ["llama, dynamic rotary", "phi3, long rotary"])
+def test_angles_do_not_depend_on_the_longest_sequence(name: str, tmp_path: Path) -> None:
+    family(name).save_pretrained(tmp_path)
+    rotary = load_model(find_model(str(tmp_path)), torch.float32, 0).get_decoder().rotary_emb
+    states = torch.zeros(1, 1, 48)
+    short, _ = rotary(states, torch.arange(80)[None])
+    long, _ = rotary(states, torch.arange(400)[None])
+    assert torch.equal(short, long[:, :80])
 
 
 @pytest.mark.parametrize(("temperature", "exact"), [(0.7, False), (1.0, True), (1.6, False)])

@@ -38,7 +38,7 @@ def vllm_engine(place: Place, config: Config, role: str = "actor_infer") -> Infe
     check_vllm(config, wanted, role)  # also where the worker's machine is not the one the run was started on
     source = find_model(config.model.path)
     shape, dtype = load_model_config(source), choose_dtype(config.model.dtype, place.device)
-    args = {**speed_args(place), **length_args(shape), **memory_args(shape, dtype.itemsize, config, place)}
+    args = {**speed_args(place), **length_args(shape, wanted, role), **memory_args(shape, dtype.itemsize, config, place)}
     settings = VllmSettings(
         model=source.location,
         shape=shape,

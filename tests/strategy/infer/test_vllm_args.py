@@ -15,7 +15,15 @@ from roll.cluster import Place
 from roll.config import Config
 from roll.config.errors import UserError
 from roll.config.schema import RoleConfig
-from roll.strategy.infer.vllm_args import OWN, argument_names, check_vllm, environment, memory_args
+from roll.strategy.infer.vllm_args import (
+    OWN,
+    argument_names,
+    bytes_a_token,
+    check_vllm,
+    environment,
+    length_args,
+    memory_args,
+)
 
 INSTALLED = importlib.util.find_spec("vllm") is not None
 SOURCE = """
@@ -114,6 +122,42 @@ def test_the_cache_holds_what_may_run_unless_the_user_says_how_much() -> None:
     assert memory_args(shape, 2, config({"kv_cache_memory_bytes": 1}), place) == {}
     assert memory_args(shape, 2, config({"gpu_memory_utilization": 0.5}), place) == {}
     assert "gpu_memory_utilization" in memory_args(shape, 2, config(), Place("actor_infer", device="cuda:0"))
+
+
+def test_the_cache_of_an_engine_on_several_devices_is_that_of_one() -> None:
+    shape = LlamaConfig(num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, hidden_size=64)
+    sizes = {together: bytes_a_token(shape, 2, together) for together in (1, 2, 4, 8)}
+    assert sizes == {1: 4 * 64, 2: 2 * 64, 4: 64, 8: 64}
+
+
+LONG = {"original_max_position_embeddings": 512, "short_factor": [1.0] * 64, "long_factor": [4.0] * 64}
+
+
+def stretched(kind: str, **settings: Any) -> LlamaConfig:
+    rope = {"rope_type": kind, "rope_theta": 10000.0, **settings}
+    return LlamaConfig(max_position_embeddings=2048, rope_parameters=rope)
+
+
+@pytest.mark.parametrize(
+    ("shape", "longest"),
+    [
+        (LlamaConfig(max_position_embeddings=2048), None),
+        (stretched("linear", factor=4.0), 2048),
+        (stretched("dynamic", factor=4.0), 2048),
+        (stretched("longrope", factor=4.0, **LONG), 512),
+    ],
+)
+def test_an_engine_takes_sequences_as_long_as_the_trainer_does(shape: LlamaConfig, longest: int | None) -> None:
+    assert length_args(shape, RoleConfig(), "actor_infer") == ({"max_model_len": longest} if longest else {})
+    assert length_args(shape, RoleConfig(engine_args={"max_model_len": 256}), "actor_infer") == {}
+    with pytest.raises(UserError, match=r"max_model_len is 4096, but .* up to .* tokens: write"):
+        length_args(shape, RoleConfig(engine_args={"max_model_len": 4096}), "actor_infer")
+
+
+@pytest.mark.parametrize("value", ["1024", -1, 0, True, None, 8.5])
+def test_lengths_and_sizes_are_whole_numbers(pretended: None, value: Any) -> None:
+    with pytest.raises(UserError, match=r"max_model_len is .*: write a whole number above 0"):
+        check_vllm(config({"max_model_len": value}))
 
 
 def test_an_engine_started_from_the_controllers_process_sees_its_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:

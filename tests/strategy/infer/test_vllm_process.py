@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -59,7 +60,9 @@ def test_an_owner_that_is_killed_takes_them_along() -> None:
     with started(OWNER, {}) as owner:
         owner.kill()
         assert owner.stdout is not None
-        assert owner.stdout.read() == b""  # which ends when the last process that can write there has
+        ended, _, _ = select.select([owner.stdout], [], [], END_S)  # when the last process that can write there has
+        assert ended
+        assert owner.stdout.read() == b""
 
 
 @pytest.mark.parametrize("owned", [False, True])
