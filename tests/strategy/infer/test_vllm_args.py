@@ -152,6 +152,8 @@ def test_an_engine_takes_sequences_as_long_as_the_trainer_does(shape: LlamaConfi
     assert length_args(shape, RoleConfig(engine_args={"max_model_len": 256}), "actor_infer") == {}
     with pytest.raises(UserError, match=r"max_model_len is 4096, but .* up to .* tokens: write"):
         length_args(shape, RoleConfig(engine_args={"max_model_len": 4096}), "actor_infer")
+    with pytest.raises(UserError, match="verified by a sequence of 12 tokens: write more"):
+        length_args(shape, RoleConfig(engine_args={"max_model_len": 12}), "actor_infer")
 
 
 @pytest.mark.parametrize("value", ["1024", -1, 0, True, None, 8.5])
