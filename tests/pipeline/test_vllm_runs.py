@@ -147,11 +147,15 @@ def test_ctrl_c_ends_a_step_and_the_end_of_an_engine_the_run(tmp_path: Path) -> 
     run.is_gone()
 
 
-def test_an_engine_ends_with_a_run_that_is_killed_while_it_starts(tmp_path: Path) -> None:
+def test_while_an_engine_starts_ctrl_c_does_not_end_it_and_the_end_of_its_run_does(tmp_path: Path) -> None:
     with roll("train", TINY, *VLLM, f"run={tmp_path / 'run'}", output=tmp_path / "out") as run:
         run.wait_for(run.engines)
-        time.sleep(1)
-        assert run.engines()
+        started = run.engines()
+        os.killpg(run.process.pid, signal.SIGINT)
+        run.wait_for(lambda: "stopping after this step" in run.output.read_text())
+        time.sleep(3)
+        assert run.engines() >= started
+        assert run.process.poll() is None
     run.is_gone()
 
 

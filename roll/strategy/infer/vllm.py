@@ -34,7 +34,7 @@ from roll.engine.stopping import hits_stop_string
 from roll.model.checkpoint_form import with_tied
 from roll.strategy.infer.vllm_args import LEAST_TEMPERATURE
 from roll.strategy.infer.vllm_engine import VllmSettings, drawing, environment_of, probing, start
-from roll.strategy.infer.vllm_process import Keeper
+from roll.strategy.infer.vllm_process import Keeper, deaf_to_ctrl_c
 from roll.strategy.shelf import Level
 from roll.transfer.digest import digests
 from roll.transfer.host_copy import HostCopy
@@ -91,7 +91,7 @@ class VllmStrategy:
         self._folder = tempfile.TemporaryDirectory(prefix="roll-vllm-")
         self._keeper = Keeper()
         try:
-            with environment_of(settings, self._keeper.environment):
+            with environment_of(settings, self._keeper.environment), deaf_to_ctrl_c():
                 self._llm = start(settings, self._folder.name)
         except BaseException:
             self._keeper.close()

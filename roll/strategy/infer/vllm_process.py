@@ -2,8 +2,8 @@
 terminal's Ctrl-C, which ends a run after its step.
 
 For the first a keeper waits beside the owner and, should that end, ends what has the engine's mark in its environment:
-vLLM outlives its owner otherwise, and keeps the device. The second is a plugin (`vllm.general_plugins`): vLLM loads it in
-every process of its own, also where ROLL is installed but not used, where it does nothing, as in the owner.
+vLLM outlives its owner otherwise, and keeps the device. For the second they are started with the signal blocked, which
+every process inherits from the one that starts it.
 
 The keeper runs this file alone, so it imports nothing of ROLL.
 """
@@ -15,9 +15,11 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -28,11 +30,19 @@ _LOOK_S = 0.5
 """A process that is ended may just be starting another."""
 
 
-def attach() -> None:
-    """The plugin."""
-    owner = os.environ.get(MARK, "").partition(":")[0]
-    if owner not in ("", str(os.getpid())) and os.getpgid(0) == os.getpgid(os.getppid()):
-        os.setpgid(0, 0)
+@contextmanager
+def deaf_to_ctrl_c() -> Iterator[None]:
+    """What this thread starts in here does not hear Ctrl-C, nor does what that starts. This process does, if a moment
+    later: another thread hears it meanwhile, and the main one handles it when it next comes back to Python."""
+    done = threading.Event()
+    hearing = threading.Thread(target=done.wait, name="hears Ctrl-C", daemon=True)
+    hearing.start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        done.set()
 
 
 class Keeper:

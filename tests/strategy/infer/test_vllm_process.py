@@ -11,14 +11,29 @@ from contextlib import contextmanager
 
 import pytest
 
-from roll.strategy.infer.vllm_process import Keeper
+from roll.strategy.infer.vllm_process import Keeper, deaf_to_ctrl_c
 
 WAITS = "import sys, time; print('here', flush=True); time.sleep(600)"
 WAITS_NAMED = f"import setproctitle; setproctitle.setproctitle('VLLM::EngineCore'); {WAITS}"
-GROUP = "from roll.strategy.infer.vllm_process import attach; attach(); import os; print(os.getpgid(0) == os.getpid())"
+BLOCKED = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()), flush=True)"
+STARTS_ANOTHER = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BLOCKED!r}], check=True)"
+HEARS = """
+import os, signal, threading, time
+from roll.strategy.infer.vllm_process import deaf_to_ctrl_c
+heard = []
+signal.signal(signal.SIGINT, lambda *_: heard.append(threading.current_thread().name))
+with deaf_to_ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+    while not heard:
+        time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGINT)
+while len(heard) < 2:
+    time.sleep(0.01)
+print(*heard)
+"""
 OWNER = f"""
 import os, subprocess, sys, time
-from roll.strategy.infer.vllm_process import Keeper
+from roll.strategy.infer.vllm_process import Keeper, deaf_to_ctrl_c
 keeper = Keeper()
 child = subprocess.Popen([sys.executable, "-c", {WAITS!r}], env={{**os.environ, **keeper.environment}})
 time.sleep(600)
@@ -65,8 +80,16 @@ def test_an_owner_that_is_killed_takes_them_along() -> None:
         assert owner.stdout.read() == b""
 
 
-@pytest.mark.parametrize("owned", [False, True])
-def test_only_a_process_below_the_owner_leaves_its_group(owned: bool) -> None:
-    environment = {**os.environ, "ROLL_VLLM_ENGINE": f"{os.getpid()}:some" if owned else ""}
-    said = subprocess.run([sys.executable, "-c", GROUP], env=environment, capture_output=True, check=True, timeout=END_S)
-    assert said.stdout.strip() == (b"True" if owned else b"False")
+def said(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=END_S, text=True).stdout
+
+
+@pytest.mark.parametrize("code", [BLOCKED, STARTS_ANOTHER], ids=["started", "started by it"])
+def test_what_is_started_deaf_hears_no_ctrl_c_and_what_is_started_later_does(code: str) -> None:
+    with deaf_to_ctrl_c():
+        assert said(code) == "True\n"
+    assert said(code) == "False\n"
+
+
+def test_who_starts_it_hears_ctrl_c_meanwhile() -> None:
+    assert said(HEARS) == "MainThread MainThread\n"
