@@ -223,10 +223,10 @@ class Native:
 
 
 def profile(native: Native, work: Workload, device: str) -> None:
-    """Where the steps after the first, with all requests running, spend their time: by kernel on CUDA, by op on a CPU."""
+    """Where steps spend their time once all prompts are in: by kernel on CUDA, by op on a CPU."""
     cuda = device == "cuda"
     native.start(work)
-    for _ in range(3):
+    for _ in range(PROFILED_STEPS):
         native.step()
     activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * cuda
     for profiled in (False, True):

@@ -69,12 +69,14 @@ def main() -> None:
         print(f"TRL takes {result['over_trl']:.2f} times as long; answer lengths are {100 * apart:.1f} % apart")
         assert apart <= 0.05, "the two do not answer alike"
     if args.learn:
-        runs = [roll_learns(args, seed) for seed in range(args.seeds)]
+        runs = []
+        for seed in range(args.seeds):
+            runs.append(run := roll_learns(args, seed))
+            took = f"{run['steps']} steps, {run['seconds']:.1f} s"
+            print(f"seed {seed}: reward {run['reward']:.3f} after {took}", flush=True)
         result["learned_s"] = [run["seconds"] for run in runs]
         result["learned_steps"] = [run["steps"] for run in runs]
         result["learned_reward"] = [run["reward"] for run in runs]
-        for seed, run in enumerate(runs):
-            print(f"seed {seed}: reward {run['reward']:.3f} after {run['steps']} steps, {run['seconds']:.1f} s")
     if args.json:
         report(result, True)
 
