@@ -75,7 +75,9 @@ def train(
             if not resume and not (recorder and recorder.steps):
                 shutil.rmtree(folder.path)  # refused while it started: nothing happened in it
             raise
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            if not resume and not (recorder and recorder.begun):
+                shutil.rmtree(folder.path)  # stopped while it started
             raise KeyboardInterrupt from None
 
 
@@ -83,10 +85,12 @@ async def _train(
     pipeline: Pipeline[Any, Any], recorder: Recorder, executor: Executor, plan: Plan, checkpoint: Checkpoint | None
 ) -> dict[str, Any]:
     config = pipeline.config
-    recorder.reporter.phase("loading the model" if config.executor == "local" else "starting the workers")
+    loading = "loading the model" + (" and starting vLLM" if config.roles.actor_infer.strategy == "vllm" else "")
+    recorder.reporter.phase(loading if config.executor == "local" else "starting the workers")
     executor.connect()  # before signals are ours: Ray would take them
     with _stopping(recorder):
         async with pipeline.start(executor, plan, recorder.folder.path) as roles:
+            recorder.begun = True
             spare_collector()
             recorder.reporter.started(recorder.folder.path, config.train.steps, checkpoint.step if checkpoint else 0)
             state = await _train_with(roles, pipeline, recorder, checkpoint)
@@ -106,6 +110,7 @@ async def _train_with(
         if checkpoint is None:
             recorder.begin()
         state: State = pipeline.state({} if checkpoint is None else recorder.resume(checkpoint))
+        state.seconds += recorder.lap()  # what it took to start is no step's
         try:
             folder = None if checkpoint is None else checkpoint.path
             return cast(State, await pipeline.train(roles, recorder, state, folder))
@@ -187,18 +192,23 @@ def _may_change(key: str) -> bool:
 @contextmanager
 def _stopping(recorder: Recorder) -> Iterator[None]:
     """The first Ctrl-C or SIGTERM ends the step and saves; the second one cancels the run, whose roles are then closed
-    in order; a third does not wait for that."""
+    in order; a third does not wait for that. Before the run has begun there is nothing to save: the first cancels it,
+    and what is being computed: a library that starts something may hold the event loop for minutes, and may take a
+    KeyboardInterrupt for its own."""
     run = asyncio.current_task()
     assert run is not None
     cancelled = False
 
     def ask(number: int, frame: object) -> None:
         nonlocal cancelled
+        loop = run.get_loop()
         if cancelled:
             raise KeyboardInterrupt
-        if recorder.stop_requested:
+        if recorder.stop_requested or not recorder.begun:
             cancelled = True
-            run.get_loop().call_soon_threadsafe(run.cancel)
+            loop.call_soon_threadsafe(run.cancel)
+            if not recorder.begun and asyncio.current_task(loop) is not None:
+                raise asyncio.CancelledError
         else:
             recorder.stop_requested = True
             recorder.reporter.warned("stopping after this step and saving; again to stop at once")

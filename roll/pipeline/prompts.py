@@ -76,7 +76,10 @@ def _too_long(task: Task, renderer: ChatRenderer, config: Config, context: int) 
         room = taken - prompt
         limit = f"the context of {config.model.path!r}" if taken == context else "max_model_len of roles.actor_infer"
         why = f"{setting} is {response} and {what} has {prompt} tokens, but {limit} is {taken}"
-        return TooLong(task, sample - taken, why, f"{setting}={room} or less" if room > 0 else "")
+        remedies = [f"{setting}={room} or less"] if room > 0 else []
+        if taken < sample <= context:
+            remedies.append(f"roles.actor_infer.engine_args.max_model_len={sample} or more")
+        return TooLong(task, sample - taken, why, ", or ".join(remedies))
     if 0 < packed < sample:
         why = f"train.micro_batch_tokens is {packed}, but {what} and {setting} may make a sample of {sample} tokens"
         remedy = f"train.micro_batch_tokens={sample} or more, or fewer new tokens"

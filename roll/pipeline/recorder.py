@@ -49,6 +49,8 @@ class Recorder:
         self.folder = folder
         self.ledger = ledger
         self.clock = StageClock()
+        self.begun = False
+        """Whether all that the run needs has been started."""
         self.steps = 0
         """Recorded by this process."""
         self.age: dict[str, Any] = {}

@@ -11,6 +11,9 @@ import pytest
 from small_runs import EXACT, SMALL, TINY, Remains, start_roll
 
 from roll.cli import main
+from roll.config import load_config
+from roll.pipeline.launch import train
+from roll.pipeline.report import PlainReporter
 
 
 def _steps_done(path: Path) -> int:
@@ -50,6 +53,17 @@ def test_the_first_interrupt_saves_and_prints_the_command_that_finishes_the_run(
     assert run.checkpoint.step == 6
     assert run.weights() == undisturbed.weights()
     assert run.samples() == undisturbed.samples()
+
+
+def test_an_interrupt_while_a_run_starts_leaves_nothing(tmp_path: Path) -> None:
+    class Impatient(PlainReporter):
+        def phase(self, text: str) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    config = load_config(TINY, [*SMALL, f"run={tmp_path / 'run'}"])
+    with pytest.raises(KeyboardInterrupt):
+        train(config, reporter=Impatient())
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_second_interrupt_ends_at_once(tmp_path: Path) -> None:

@@ -147,9 +147,11 @@ def test_an_engine_that_was_given_less_room_than_the_model_has_limits_prompts_to
     shorter = ("roles.actor_infer.strategy=vllm", "roles.actor_infer.engine_args.max_model_len=512")
     config = load_config(TINY, shorter)
     tasks = TaskSet(tuple(of_lengths("train")), tuple(of_lengths("held_out")))
-    says = "'train-1100' has 1103 tokens, but max_model_len of roles.actor_infer is 512: write tasks.too_long=drop"
-    with pytest.raises(UserError, match=says):
-        fitting(tasks, ChatRenderer(character_tokenizer(), ()), config, 1024)
+    longer = r"roles.actor_infer.engine_args.max_model_len=\d+ or more"
+    for context, remedy in ((1024, "tasks.too_long=drop"), (2048, longer)):
+        says = f"'train-1100' has 1103 tokens, but max_model_len of roles.actor_infer is 512: write {remedy}"
+        with pytest.raises(UserError, match=says):
+            fitting(tasks, ChatRenderer(character_tokenizer(), ()), config, context)
 
 
 def test_a_long_prompt_is_found_wherever_it_stands() -> None:

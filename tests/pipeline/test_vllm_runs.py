@@ -106,6 +106,7 @@ LORA = "model.lora.rank=4"
 RUNS = {
     "in one process": (),
     "two halves of the weights, adapters": ("roles.actor_infer.tensor_parallel=2", LORA),
+    "two halves of the weights, on Ray": (*RAY, "roles.actor_infer.tensor_parallel=2"),
     "two engines, adapters": (*RAY, "roles.actor_infer.replicas=2", LORA),
 }
 
@@ -147,15 +148,24 @@ def test_ctrl_c_ends_a_step_and_the_end_of_an_engine_the_run(tmp_path: Path) -> 
     run.is_gone()
 
 
-def test_while_an_engine_starts_ctrl_c_does_not_end_it_and_the_end_of_its_run_does(tmp_path: Path) -> None:
+def test_an_engine_ends_with_a_run_that_is_killed_while_it_starts(tmp_path: Path) -> None:
     with roll("train", TINY, *VLLM, f"run={tmp_path / 'run'}", output=tmp_path / "out") as run:
         run.wait_for(run.engines)
-        started = run.engines()
+        time.sleep(1)
+        assert run.engines()
+    run.is_gone()
+
+
+def test_ctrl_c_while_an_engine_starts_ends_the_run_and_leaves_nothing(tmp_path: Path) -> None:
+    with roll("train", TINY, *VLLM, f"run={tmp_path / 'run'}", output=tmp_path / "out") as run:
+        run.wait_for(run.engines)
+        time.sleep(1)
         os.killpg(run.process.pid, signal.SIGINT)
-        run.wait_for(lambda: "stopping after this step" in run.output.read_text())
-        time.sleep(3)
-        assert run.engines() >= started
-        assert run.process.poll() is None
+        assert run.process.wait(60) == 1, run.output.read_text()
+    said = run.output.read_text()
+    assert "stopped" in said.splitlines(), said
+    assert "Traceback" not in said, said  # also none of the engine's, which did not hear it
+    assert not (tmp_path / "run").exists()
     run.is_gone()
 
 

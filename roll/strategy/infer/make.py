@@ -31,14 +31,18 @@ def _native(place: Place, config: Config) -> InferStrategy:
 def vllm_engine(place: Place, config: Config, role: str = "actor_infer") -> InferStrategy:
     """An engine of vLLM as `roles.actor_infer` describes it; `role` is whose settings those are."""
     from roll.strategy.infer.vllm import VllmStrategy
-    from roll.strategy.infer.vllm_args import check_vllm, environment, length_args, memory_args, speed_args
+    from roll.strategy.infer.vllm_args import check_vllm, environment, length_args, memory_args, process_args
     from roll.strategy.infer.vllm_engine import VllmSettings
 
     wanted = config.roles.actor_infer
     check_vllm(config, wanted, role)  # also where the worker's machine is not the one the run was started on
     source = find_model(config.model.path)
     shape, dtype = load_model_config(source), choose_dtype(config.model.dtype, place.device)
-    args = {**speed_args(place), **length_args(shape, wanted, role), **memory_args(shape, dtype.itemsize, config, place)}
+    args = {
+        **process_args(place, wanted.tensor_parallel),
+        **length_args(shape, wanted, role),
+        **memory_args(shape, dtype.itemsize, config, place),
+    }
     settings = VllmSettings(
         model=source.location,
         shape=shape,

@@ -151,9 +151,11 @@ def length_args(shape: PretrainedConfig, wanted: RoleConfig, role: str) -> dict[
     return {}
 
 
-def speed_args(place: Place) -> dict[str, Any]:
-    """On a CPU compiling takes minutes and is not repaid by a run of minutes."""
-    return {"enforce_eager": True} if place.device == "cpu" else {}
+def process_args(place: Place, tensor_parallel: int) -> dict[str, Any]:
+    """On a CPU compiling takes minutes and is not repaid by a run of minutes. The devices are the worker's own already:
+    where that is Ray's, vLLM would ask Ray for others."""
+    eager = {"enforce_eager": True} if place.device == "cpu" else {}
+    return {**eager, "distributed_executor_backend": "mp"} if tensor_parallel > 1 else eager
 
 
 def environment(place: Place, config: Config) -> dict[str, str]:
