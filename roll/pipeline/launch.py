@@ -192,23 +192,18 @@ def _may_change(key: str) -> bool:
 @contextmanager
 def _stopping(recorder: Recorder) -> Iterator[None]:
     """The first Ctrl-C or SIGTERM ends the step and saves; the second one cancels the run, whose roles are then closed
-    in order; a third does not wait for that. Before the run has begun there is nothing to save: the first cancels it,
-    and what is being computed: a library that starts something may hold the event loop for minutes, and may take a
-    KeyboardInterrupt for its own."""
+    in order; a third does not wait for that. Before the run has begun there is nothing to save: the first ends it."""
     run = asyncio.current_task()
     assert run is not None
     cancelled = False
 
     def ask(number: int, frame: object) -> None:
         nonlocal cancelled
-        loop = run.get_loop()
-        if cancelled:
+        if cancelled or not recorder.begun:
             raise KeyboardInterrupt
-        if recorder.stop_requested or not recorder.begun:
+        if recorder.stop_requested:
             cancelled = True
-            loop.call_soon_threadsafe(run.cancel)
-            if not recorder.begun and asyncio.current_task(loop) is not None:
-                raise asyncio.CancelledError
+            run.get_loop().call_soon_threadsafe(run.cancel)
         else:
             recorder.stop_requested = True
             recorder.reporter.warned("stopping after this step and saving; again to stop at once")

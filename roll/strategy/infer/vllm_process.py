@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
+from types import FrameType
 
 MARK = "ROLL_VLLM_ENGINE"
 """Variable of the engine's processes: the process that started them and a name of the engine's own."""
@@ -30,19 +31,39 @@ _LOOK_S = 0.5
 """A process that is ended may just be starting another."""
 
 
+class _Interrupted(BaseException):
+    """Ctrl-C, where a KeyboardInterrupt would not get through."""
+
+
 @contextmanager
 def deaf_to_ctrl_c() -> Iterator[None]:
     """What this thread starts in here does not hear Ctrl-C, nor does what that starts. This process does, if a moment
-    later: another thread hears it meanwhile, and the main one handles it when it next comes back to Python."""
+    later: another thread hears it meanwhile, and the main one handles it when it next comes back to Python. It then ends
+    what is done in here: vLLM would take a KeyboardInterrupt for its own and go on to wait, so it gets another exception.
+    """
     done = threading.Event()
-    hearing = threading.Thread(target=done.wait, name="hears Ctrl-C", daemon=True)
-    hearing.start()
+    threading.Thread(target=done.wait, name="hears Ctrl-C", daemon=True).start()
+    handler = signal.getsignal(signal.SIGINT)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if callable(handler):
+            with suppress(KeyboardInterrupt):
+                handler(number, frame)
+            raise _Interrupted
+
+    handles = threading.current_thread() is threading.main_thread() and callable(handler)
+    if handles:
+        signal.signal(signal.SIGINT, interrupt)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
+    except _Interrupted:
+        raise KeyboardInterrupt from None
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         done.set()
+        if handles:
+            signal.signal(signal.SIGINT, handler)
 
 
 class Keeper:
