@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,15 @@ def test_the_first_interrupt_saves_and_prints_the_command_that_finishes_the_run(
     assert run.samples() == undisturbed.samples()
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """Ctrl-C means what it means to a program in the foreground; a shell's background jobs are started deaf to it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
 def test_an_interrupt_while_a_run_starts_leaves_nothing(tmp_path: Path) -> None:
     class Impatient(PlainReporter):
         def phase(self, text: str) -> None:
