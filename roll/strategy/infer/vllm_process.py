@@ -44,26 +44,33 @@ def deaf_to_ctrl_c() -> Iterator[None]:
     done = threading.Event()
     threading.Thread(target=done.wait, name="hears Ctrl-C", daemon=True).start()
     handler = signal.getsignal(signal.SIGINT)
+    handles = threading.current_thread() is threading.main_thread() and callable(handler)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if callable(handler):
-            with suppress(KeyboardInterrupt):
-                handler(number, frame)
-            raise _Interrupted
+        signal.signal(signal.SIGINT, handler)
+        assert callable(handler)
+        with suppress(KeyboardInterrupt):
+            handler(number, frame)
+        raise _Interrupted
 
-    handles = threading.current_thread() is threading.main_thread() and callable(handler)
-    if handles:
-        signal.signal(signal.SIGINT, interrupt)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    except _Interrupted:
-        raise KeyboardInterrupt from None
-    finally:
+    def hear_again() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         done.set()
-        if handles:
-            signal.signal(signal.SIGINT, handler)
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        try:
+            if handles:
+                signal.signal(signal.SIGINT, interrupt)
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            yield
+        finally:
+            hear_again()
+            if handles:
+                signal.signal(signal.SIGINT, handler)
+    except _Interrupted:  # it comes once, but perhaps in the middle of the lines above
+        hear_again()
+        raise KeyboardInterrupt from None
 
 
 class Keeper:

@@ -37,6 +37,25 @@ while len(heard) < 2:
     time.sleep(0.01)
 print(*heard)
 """
+HEARS_AT_THE_END = """
+import os, signal, time
+from roll.strategy.infer.vllm_process import deaf_to_ctrl_c
+heard = []
+def hear(*_): heard.append(0)
+signal.signal(signal.SIGINT, hear)
+for number in range(1000):
+    try:
+        with deaf_to_ctrl_c():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1e-5 * (number % 16))
+    except KeyboardInterrupt:
+        pass
+    while len(heard) <= number:
+        time.sleep(1e-4)
+    assert signal.getsignal(signal.SIGINT) is hear
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+print(len(heard))
+"""
 OWNER = f"""
 import os, subprocess, sys, time
 from roll.strategy.infer.vllm_process import Keeper, deaf_to_ctrl_c
@@ -99,3 +118,8 @@ def test_what_is_started_deaf_hears_no_ctrl_c_and_what_is_started_later_does(cod
 
 def test_ctrl_c_ends_the_start_also_of_what_would_take_it_for_its_own() -> None:
     assert said(HEARS) == "ended\nMainThread MainThread\n"
+
+
+def test_ctrl_c_in_the_last_moment_of_a_start_is_heard_once() -> None:
+    """No other exception gets out, and the handler is put back."""
+    assert said(HEARS_AT_THE_END) == "1000\n"
