@@ -201,6 +201,32 @@ def test_an_existing_run_is_not_overwritten(old_run: Path, refusal: Callable[...
     assert all(way in message for way in ("--resume", "--restart", "run.dir=OTHER"))
 
 
+@pytest.mark.parametrize("restart", [[], ["--restart"]])
+@pytest.mark.parametrize(
+    ("place", "what"),
+    [
+        (".", "which is the working directory"),
+        ("..", "which contains the working directory"),
+        ("thesis", "is not "),
+        ("notes.txt", "it is a file"),
+        ("~", "which is the home folder"),
+    ],
+)
+def test_a_folder_that_is_no_run_is_neither_used_nor_moved(
+    here: Path, monkeypatch: pytest.MonkeyPatch, refusal: Callable[..., str], place: str, what: str, restart: list[str]
+) -> None:
+    (here / "thesis").mkdir()
+    (here / "thesis" / "thesis.tex").write_text("years of work")
+    (here / "config.yaml").write_text("seed: 1")
+    (here / "notes.txt").write_text("mine")
+    (here / "home").mkdir()
+    monkeypatch.setenv("HOME", str(here / "home"))
+    path = str(here / "home") if place == "~" else place
+    message = refusal("train", "examples/tiny.yaml", *SMALL, f"run={path}", *restart)
+    assert what in message
+    assert "write run.dir=" in message
+
+
 def test_resuming_with_other_settings_is_refused(old_run: Path, refusal: Callable[..., str]) -> None:
     same = (*SMALL, "run=runs/tiny")
     message = refusal("train", "examples/tiny.yaml", *same, "train.lr=0.5", "seed=9", "eval.samples=5", "--resume")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +28,7 @@ from roll.reward import RewardFn
 from roll.rollout.evaluate import Evaluation
 from roll.rollout.transcript import Transcript
 from roll.run import Checkpoint, Checkpoints, RunFolder
+from roll.run.folder import first_to_make
 
 MAY_CHANGE_ON_RESUME = (
     *("train.steps", "eval.", "run.", "reward.workers", "reward.deadline_s", "reward.tries"),
@@ -53,6 +53,8 @@ def train(
     `resume` goes on from the run folder's newest checkpoint; `restart` moves an existing run folder aside first.
     """
     reporter = reporter or PlainReporter()
+    if not resume:
+        RunFolder.check_new(Path(config.run.dir), restart)
     pipeline = prepare(config, reward=reward, tasks=tasks, chats=chats)
     with executor_of(config) as executor:
         plan = make_plan(pipeline.config, pipeline.job, inventory_of(config, executor))
@@ -60,25 +62,49 @@ def train(
         for remark in pipeline.remarks:
             reporter.warned(remark)
         place = Path(config.run.dir)
-        if restart and not resume:
-            RunFolder.move_aside(place)
         if resume and not place.exists():
-            raise UserError(f"there is no run in {place} to go on with: leave out --resume to start one")
-        folder = RunFolder.open(place) if resume else RunFolder.create(place, dump_config(config))
+            raise UserError(f"there is no run in {place} to continue: leave out --resume to start one")
+        if resume:
+            folder, undo = RunFolder.open(place), _nothing
+        else:
+            folder, undo = _new_folder(place, dump_config(config), restart)
         recorder: Recorder | None = None
-        try:
-            with folder.lock():
+        with folder.lock():
+            try:
                 checkpoint = _checkpoint_to_resume(config, folder) if resume else None
                 with Recorder.open(pipeline.config, folder, reporter) as recorder:
                     return asyncio.run(_train(pipeline, recorder, executor, plan, checkpoint))
-        except UserError:
-            if not resume and not (recorder and recorder.steps):
-                shutil.rmtree(folder.path)  # refused while it started: nothing happened in it
-            raise
-        except (asyncio.CancelledError, KeyboardInterrupt):
-            if not resume and not (recorder and recorder.begun):
-                shutil.rmtree(folder.path)  # stopped while it started
-            raise KeyboardInterrupt from None
+            except UserError:
+                if not (recorder and recorder.steps):
+                    undo()  # refused while it started: nothing happened in it
+                raise
+            except (asyncio.CancelledError, KeyboardInterrupt):
+                if not (recorder and recorder.begun):
+                    undo()  # stopped while it started
+                raise KeyboardInterrupt from None
+
+
+def _new_folder(place: Path, config_yaml: str, restart: bool) -> tuple[RunFolder, Callable[[], None]]:
+    """The folder of a new run, and what leaves everything as it was if the run never begins."""
+    aside = RunFolder.move_aside(place) if restart else None
+    made = first_to_make(place)
+    try:
+        folder = RunFolder.create(place, config_yaml)
+    except UserError:
+        if aside is not None:
+            RunFolder.move_back(aside, place)
+        raise
+
+    def undo() -> None:
+        folder.discard(made)
+        if aside is not None:
+            RunFolder.move_back(aside, place)
+
+    return folder, undo
+
+
+def _nothing() -> None:
+    pass
 
 
 async def _train(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -25,11 +26,19 @@ def export_model(run: Path, target: Path, *, adapter: bool = False) -> int:
     if adapter and not holds_adapters(model):
         raise UserError(f"the run in {run} trained all weights and has no adapters: export it without --adapter")
     checkpoint.verify()
-    aside = target.with_name(f".{target.name}.aside")
-    shutil.rmtree(aside, ignore_errors=True)
-    if holds_adapters(model) and not adapter:
-        write_merged(model, aside)
-    else:
-        shutil.copytree(model, aside)
-    aside.rename(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    try:
+        aside.mkdir()
+    except OSError as error:
+        raise UserError(f"cannot write {aside} ({error.strerror}): write another folder") from error
+    try:
+        if holds_adapters(model) and not adapter:
+            write_merged(model, aside)
+        else:
+            shutil.copytree(model, aside, dirs_exist_ok=True)
+        aside.rename(target)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
     return checkpoint.step

@@ -13,7 +13,12 @@
       summary.json   what came of it
       curve.png      the reward curve
 
-No run is ever overwritten: a folder in use is resumed, moved aside, or refused. One process writes to it at a time.
+What always holds:
+
+- No run is ever overwritten: its folder is resumed, moved aside, or refused. One process writes to it at a time.
+- Only a run is ever moved, and only what a run has written is ever deleted. A folder is a run if it has a config.yaml and
+  beside it the ledger, or the lock that the run was created under.
+- A run is never in the working directory, the home folder, a repository's root, or a folder that contains one of these.
 """
 
 from __future__ import annotations
@@ -22,10 +27,11 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import socket
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -35,6 +41,9 @@ from roll.config.errors import RunError, UserError
 from roll.run.files import atomic_write, to_json
 
 _LEFTOVER = re.compile(r"\.lock|\..+\.tmp-\d+")
+_HOLDER = re.compile(r"pid \d+ on \S")
+_OWN_FILES = ("metrics.jsonl", "ledger.*", "trace*.json", "summary.json", "curve.png", ".*.tmp-*", "config.yaml")
+_OWN_FOLDERS = ("logs", "samples", "checkpoints", "tensorboard")
 
 
 @dataclass(frozen=True)
@@ -44,25 +53,50 @@ class RunFolder:
     path: Path
 
     @classmethod
+    def check_new(cls, path: Path, restart: bool = False) -> None:
+        """Refuses a place where no new run can be, or can only be with `restart`."""
+        check_place(path)
+        if path.is_dir() and restart:
+            cls._refuse_other(path)
+        elif path.is_dir():
+            cls._refuse_taken(path)
+
+    @classmethod
     def create(cls, path: Path, config_yaml: str) -> RunFolder:
         """A new run at `path`, which must not exist or be empty."""
+        check_place(path)
         folder = cls(_absolute(path))
         try:
-            folder.path.mkdir(parents=True, exist_ok=True)
-            if cls.is_run(folder.path):
-                raise UserError(
-                    f"{path} already holds a run: write --resume to go on with it, --restart to move it aside and "
-                    "start over, or run.dir=OTHER to put the new run elsewhere"
-                )
-            if not _is_empty(folder.path):
-                raise UserError(
-                    f"{path} is not empty, and what it holds is not a run: write run.dir=OTHER to put the run "
-                    "elsewhere, or --restart to move the folder aside"
-                )
-            atomic_write(folder.config_path, config_yaml)
+            # Not `folder.path`: where a link names a folder that is not there yet, that folder is made.
+            Path(os.path.realpath(path)).mkdir(parents=True, exist_ok=True)
+            cls._refuse_taken(path)
+            with folder.lock():
+                cls._refuse_taken(path)  # by a process that created its run meanwhile
+                atomic_write(folder.config_path, config_yaml)
         except OSError as error:
             raise UserError(f"cannot write to {path} ({error.strerror}): write run.dir=OTHER") from error
         return folder
+
+    @classmethod
+    def _refuse_taken(cls, path: Path) -> None:
+        if cls.is_run(path):
+            raise UserError(
+                f"{path} already holds a run: write --resume to continue it, --restart to move it aside and "
+                "start over, or run.dir=OTHER to put the new run elsewhere"
+            )
+        if not _is_empty(path):
+            raise UserError(
+                f"{path} is not empty, and what it holds is not a run ({_some_of(path)}): write run.dir=OTHER to put the "
+                "run elsewhere"
+            )
+
+    @classmethod
+    def _refuse_other(cls, path: Path) -> None:
+        if not cls.is_run(path) and not _is_empty(path):
+            raise UserError(
+                f"{path} is not a run's folder ({_no_run(path)}), and --restart moves only runs aside: move it yourself, "
+                "or write run.dir=OTHER"
+            )
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -70,24 +104,54 @@ class RunFolder:
         if not path.exists():
             raise UserError(f"there is no run in {path}: write the folder of a run")
         if not cls.is_run(path):
-            raise UserError(f"{path} is not a run's folder (it has no config.yaml): write the folder of a run")
+            raise UserError(f"{path} is not a run's folder ({_no_run(path)}): write the folder of a run")
         return cls(_absolute(path))
 
     @staticmethod
     def is_run(path: Path) -> bool:
-        """Whether a run lies at `path`."""
-        return (path / "config.yaml").is_file()
+        """Whether a run lies at `path`. A config.yaml alone may be anybody's."""
+        if not (path / "config.yaml").is_file():
+            return False
+        return (path / "ledger.log").is_file() or _was_locked(path)
 
     @classmethod
     def move_aside(cls, path: Path) -> Path | None:
-        """Rename what lies at `path` to `<name>.1`, `.2` …, the first free one; None where there is nothing to move."""
-        path = _absolute(path)
-        if not path.exists() or (path.is_dir() and _is_empty(path)):
+        """Rename the run at `path` to `<name>.1`, `.2` …, the first free one; None where there is nothing to move.
+
+        Where `path` is a link, the folder that it names is renamed: the new run will be on the same disk.
+        """
+        check_place(path)
+        real = Path(os.path.realpath(path))
+        if not real.exists() or _is_empty(real):
             return None
-        if cls.is_run(path):
-            with cls(path).lock():
-                return _rename_to_free(path)
-        return _rename_to_free(path)
+        cls._refuse_other(path)
+        with cls(real).lock():
+            return _rename_to_free(real)
+
+    @classmethod
+    def move_back(cls, aside: Path, path: Path) -> None:
+        """Undo `move_aside`, where nothing has taken the name since."""
+        real = Path(os.path.realpath(path))
+        if not real.exists() or (real.is_dir() and not any(real.iterdir())):
+            aside.rename(real)
+
+    def discard(self, made: Path | None) -> None:
+        """Delete what a run that never began has written, while it is locked: nothing else is touched.
+
+        The folders down from `made`, which the run was the first to make, go if they are empty then.
+        """
+        for name in _OWN_FOLDERS:
+            shutil.rmtree(self.path / name, ignore_errors=True)
+        for pattern in (*_OWN_FILES, ".lock"):  # the config last but one: until then this is a run
+            for file in self.path.glob(pattern):
+                file.unlink(missing_ok=True)
+        real = Path(os.path.realpath(self.path))
+        while made is not None and real.is_relative_to(made):
+            try:
+                real.rmdir()
+            except OSError:
+                return
+            real = real.parent
 
     @property
     def config_path(self) -> Path:
@@ -155,10 +219,65 @@ class RunFolder:
                     f"{self.path} is on a file system without locks ({error.strerror}): write run.dir=OTHER"
                 ) from error
             _close_in_children(file)
-            file.truncate(0)
-            file.write(f"pid {os.getpid()} on {socket.gethostname()}")
-            file.flush()
+            try:
+                file.truncate(0)
+                file.write(f"pid {os.getpid()} on {socket.gethostname()}")
+                file.flush()
+            except OSError as error:
+                raise UserError(
+                    f"cannot write to {self.path} ({error.strerror}): make room, or write run.dir=OTHER"
+                ) from error
             yield
+
+
+def check_place(path: Path) -> None:
+    """Refuses a place that can be no run's folder, whatever is there; links are followed."""
+    real = Path(os.path.realpath(path))
+    instead = "write run.dir=OTHER, a folder of the run's own such as runs/NAME"
+    if real.exists() and not real.is_dir():
+        raise UserError(f"cannot write to {path} (it is a file): {instead}")
+    for what, kept in _kept():
+        if real == kept:
+            raise UserError(f"run.dir is {path}, which is {what}: {instead}")
+        if kept.is_relative_to(real):
+            raise UserError(f"run.dir is {path}, which contains {what} ({kept}): {instead}")
+    if (real / ".git").exists():
+        raise UserError(f"run.dir is {path}, which is the root of a git repository: {instead}")
+    if ".git" in real.parts:
+        raise UserError(f"run.dir is {path}, which is inside a git repository's own files: {instead}")
+
+
+def first_to_make(path: Path) -> Path | None:
+    """The uppermost folder that does not exist yet on the way down to `path`; None if all do."""
+    real = Path(os.path.realpath(path))
+    return next((folder for folder in (*reversed(real.parents), real) if not folder.exists()), None)
+
+
+def _kept() -> Iterator[tuple[str, Path]]:
+    """Folders that are no run's, with their names."""
+    yield "the root of the file system", Path("/")
+    with suppress(FileNotFoundError):  # it was deleted
+        yield "the working directory", Path.cwd().resolve()
+    with suppress(RuntimeError):  # nobody knows where it is
+        yield "the home folder", Path.home().resolve()
+
+
+def _was_locked(path: Path) -> bool:
+    try:
+        return _HOLDER.match((path / ".lock").read_text(errors="replace")) is not None
+    except OSError:
+        return False
+
+
+def _no_run(path: Path) -> str:
+    if (path / "config.yaml").is_file():
+        return "it has a config.yaml, but neither a ledger.log nor the lock of a run"
+    return "it has no config.yaml"
+
+
+def _some_of(path: Path) -> str:
+    names = sorted(entry.name for entry in path.iterdir() if not _LEFTOVER.fullmatch(entry.name))
+    return ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
 
 
 def _absolute(path: Path) -> Path:
@@ -172,7 +291,10 @@ def _is_empty(path: Path) -> bool:
 
 def _rename_to_free(path: Path) -> Path:
     names = (path.with_name(f"{path.name}.{number}") for number in count(1))
-    return path.rename(next(name for name in names if not os.path.lexists(name)))
+    try:
+        return path.rename(next(name for name in names if not os.path.lexists(name)))
+    except OSError as error:
+        raise UserError(f"{path} cannot be moved aside ({error.strerror}): write run.dir=OTHER") from error
 
 
 def _holder(file: IO[str]) -> str:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 from roll.config.errors import RunError, UserError
 from roll.run import RunFolder
+from roll.run.folder import first_to_make
 
 
 def test_a_run_is_created_and_opened(tmp_path: Path) -> None:
@@ -52,6 +54,8 @@ def test_a_path_that_cannot_be_a_folder_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(UserError, match="cannot write"):
             RunFolder.create(path, "")
+    with pytest.raises(UserError, match="it is a file"):
+        RunFolder.move_aside(tmp_path / "file")
 
 
 def test_only_runs_open(tmp_path: Path) -> None:
@@ -71,6 +75,117 @@ def test_move_aside_takes_the_first_free_number(tmp_path: Path) -> None:
     assert RunFolder.move_aside(path) == tmp_path / "run.3"
     assert not path.exists()
     assert RunFolder.open(tmp_path / "run.2").config_path.read_text() == "first: 1\n"
+
+
+def listing(path: Path) -> list[str]:
+    return sorted(str(entry.relative_to(path)) for entry in path.rglob("*"))
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Somebody's home, with a project that has the working directory inside it."""
+    home = tmp_path / "home"
+    (home / "project" / "src").mkdir(parents=True)
+    (home / "project" / ".git").mkdir()
+    (home / "project" / "config.yaml").write_text("seed: 1\n")
+    (home / "thesis").mkdir()
+    (home / "thesis" / "thesis.tex").write_text("years of work")
+    (home / "empty").mkdir()
+    (home / "link").symlink_to(home / "project")
+    (home / "link-to-cwd").symlink_to(home / "project" / "src")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(home / "project" / "src")
+    return home
+
+
+@pytest.mark.parametrize(
+    ("place", "what"),
+    [
+        (".", "the working directory"),
+        ("..", "contains the working directory"),
+        ("../../link-to-cwd", "the working directory"),
+        ("../../project", "contains the working directory"),
+        ("~", "contains the working directory"),
+        ("/", "the root of the file system"),
+        ("../../link", "contains the working directory"),
+        ("../.git", "inside a git repository"),
+        ("../.git/runs/x", "inside a git repository"),
+    ],
+)
+def test_a_place_that_is_no_runs_is_refused_and_left_alone(home: Path, place: str, what: str) -> None:
+    before, path = listing(home), home if place == "~" else Path(place)
+    for refuse in (lambda: RunFolder.create(path, ""), lambda: RunFolder.move_aside(path)):
+        with pytest.raises(UserError, match=rf"{what}.*write run\.dir=OTHER"):
+            refuse()
+    assert listing(home) == before
+
+
+def test_the_home_folder_and_a_repository_elsewhere_are_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    for path, what in ((home, "the home folder"), (home.parent, "contains the home folder"), (home / "link", "git")):
+        for refuse in (lambda path=path: RunFolder.create(path, ""), lambda path=path: RunFolder.move_aside(path)):
+            with pytest.raises(UserError, match=what):
+                refuse()
+
+
+def test_only_runs_are_moved_aside(home: Path) -> None:
+    before = listing(home)
+    with pytest.raises(UserError, match=r"thesis is not a run's folder \(it has no config\.yaml\).*run\.dir=OTHER"):
+        RunFolder.move_aside(home / "thesis")
+    assert RunFolder.move_aside(home / "empty") is None
+    assert listing(home) == before
+    # A project with a config.yaml of its own, and whatever lock, is no run.
+    shutil.rmtree(home / "project" / ".git")
+    os.chdir("/")
+    for lock in (None, "", "12345\n"):
+        if lock is not None:
+            (home / "project" / ".lock").write_text(lock)
+        assert not RunFolder.is_run(home / "project")
+        with pytest.raises(UserError, match=r"neither a ledger\.log nor the lock of a run"):
+            RunFolder.move_aside(home / "project")
+
+
+def test_a_link_keeps_runs_on_the_disk_that_it_names(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk" / "run")
+    RunFolder.create(tmp_path / "run", "first: 1\n")
+    assert RunFolder.move_aside(tmp_path / "run") == tmp_path / "disk" / "run.1"
+    RunFolder.create(tmp_path / "run", "second: 1\n")
+    assert (tmp_path / "disk" / "run" / "config.yaml").read_text() == "second: 1\n"
+
+
+def test_what_a_run_that_never_began_wrote_is_deleted_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    for place in (tmp_path / "mine", tmp_path / "a" / "b" / "run"):
+        made = first_to_make(place)
+        folder = RunFolder.create(place, "seed: 0\n")
+        with folder.lock():
+            (folder.path / "ledger.log").touch()
+            (folder.path / "logs").mkdir()
+            (folder.path / "logs" / "actor.log").touch()
+            folder.discard(made)
+    assert listing(tmp_path) == ["mine"]  # it was there before, and the others were not
+
+    (tmp_path / "kept").mkdir()
+    made = first_to_make(tmp_path / "kept" / "run")
+    folder = RunFolder.create(tmp_path / "kept" / "run", "seed: 0\n")
+    (folder.path / "notes.txt").write_text("put here meanwhile")
+    with folder.lock():
+        folder.discard(made)
+    assert listing(tmp_path / "kept") == ["run", "run/notes.txt"]
+
+
+def test_a_run_that_never_began_gives_its_name_back(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path / "run", "old: 1\n")
+    aside = RunFolder.move_aside(tmp_path / "run")
+    assert aside is not None
+    made = first_to_make(tmp_path / "run")
+    new = RunFolder.create(tmp_path / "run", "new: 1\n")
+    with new.lock():
+        new.discard(made)
+        RunFolder.move_back(aside, tmp_path / "run")
+    assert RunFolder.open(tmp_path / "run").config_path.read_text() == "old: 1\n"
+    assert listing(tmp_path) == ["run", "run/.lock", "run/config.yaml"]
 
 
 def test_a_run_being_written_is_not_moved(folder: RunFolder) -> None:
@@ -99,6 +214,7 @@ HOLDER = """
 import os, sys, time
 from pathlib import Path
 from roll.run import RunFolder
+from roll.run.folder import first_to_make
 with RunFolder.open(Path(sys.argv[1])).lock():
     if not os.fork():
         print(os.getpid(), flush=True)
