@@ -1,7 +1,7 @@
 """Every algorithm on its example under `examples/algorithms/`: what it reaches, and how long that takes.
 
 All of them train the same model from scratch, at about the same learning rate; StarPO and GiGPO play episodes of three
-turns, the others give single answers. `reward` is the mean of the last three steps, `accuracy` that of held-out tasks at
+turns, the others give single answers. `reward` is the mean of the last three steps, `held_out` that of held-out tasks at
 the end, `half_at` the first step whose mean reward was a half or more, `seconds` the whole run.
 
 The task is a toy: it shows that each of them learns, not which of them is best.
@@ -38,7 +38,7 @@ class Outcome:
     name: str
     rewards: list[float]
     """Mean reward of each step."""
-    accuracy: float
+    held_out: float
     seconds: float
 
     @property
@@ -56,15 +56,15 @@ def main() -> None:
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--svg", type=Path, help="draw the curves there")
     args = options.parse_args()
-    print(f"{'':24}{'reward':>8}{'accuracy':>10}{'half at':>9}{'seconds':>9}")
+    print(f"{'':24}{'reward':>8}{'held out':>10}{'half at':>9}{'seconds':>9}")
     outcomes = []
     for name in args.only:
         outcomes.append(made := outcome(name, args.seed, args.threads))
         half = "-" if made.half_at is None else f"step {made.half_at}"
-        print(f"{name:24}{made.reward:8.2f}{made.accuracy:10.2f}{half:>9}{made.seconds:9.1f}", flush=True)
+        print(f"{name:24}{made.reward:8.2f}{made.held_out:10.2f}{half:>9}{made.seconds:9.1f}", flush=True)
     if args.svg is not None:
         args.svg.write_text(draw(outcomes))
-    found = {f"{o.name}_{what}": getattr(o, what) for o in outcomes for what in ("reward", "accuracy", "seconds")}
+    found = {f"{o.name}_{what}": getattr(o, what) for o in outcomes for what in ("reward", "held_out", "seconds")}
     if args.json:
         report({**found, "least_reward": min(o.reward for o in outcomes)}, as_json=True)
 
@@ -77,7 +77,7 @@ def outcome(name: str, seed: int, threads: int) -> Outcome:
         seconds = time.perf_counter() - began_s
         rows = Metrics.read(RunFolder.open(Path(folder) / "run").metrics_path)
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
-    return Outcome(name, rewards, summary["accuracy_after"], seconds)
+    return Outcome(name, rewards, summary["reward_after"], seconds)
 
 
 def draw(outcomes: Sequence[Outcome]) -> str:

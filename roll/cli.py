@@ -77,6 +77,7 @@ def train(
     _look_for_model(settings)
     from roll.display import LiveReporter, print_summary
     from roll.pipeline.launch import train as run_training
+    from roll.pipeline.report import held_out_lines
 
     if plain or not _console.is_terminal:
         summary = run_training(settings, resume=resume, restart=restart)
@@ -85,6 +86,8 @@ def train(
             summary = run_training(settings, resume=resume, restart=restart, reporter=reporter)
     if summary["stopped"]:
         again = shlex.join(["roll", "train", config, *(overrides or []), "--resume"])
+        for line in held_out_lines(summary):
+            _console.print(line, markup=False, highlight=False)
         _console.print(
             f"stopped after step {summary['steps']} of {summary['steps_planned']}; go on with", highlight=False
         )
@@ -98,7 +101,7 @@ def evaluate(
     target: Annotated[str, typer.Argument(metavar="CONFIG|RUN", help="A YAML file, or the folder of a run.")],
     overrides: Overrides = None,
 ) -> None:
-    """Measure held-out accuracy, for sft held-out loss: of a CONFIG's model, or of a RUN's newest checkpoint."""
+    """Measure the held-out reward, for sft the held-out loss: of a CONFIG's model, or of a RUN's newest checkpoint."""
     settings = _config_of(target, overrides or [])
     _look_for_model(settings)
     from roll.pipeline.launch import evaluate as run_evaluation

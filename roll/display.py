@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from roll.pipeline.report import Measured, StepReport, changes_in
+from roll.pipeline.report import Measured, StepReport, held_out_lines
 from roll.run.folder import RunFolder
 from roll.run.stages import StageTable
 
@@ -50,7 +50,7 @@ class LiveReporter:
     def started(self, run: Path, steps: int, first_step: int) -> None:
         self._run, self._steps = run, steps
         if first_step:
-            self._phase = f"going on from step {first_step}"
+            self._phase = f"resuming after step {first_step}"
 
     def phase(self, text: str) -> None:
         self._phase = text
@@ -90,7 +90,7 @@ class LiveReporter:
         if report:
             for fact in report.facts:
                 table.add_row(*fact)
-            table.add_row("time", f"{report.seconds:.1f} s a step, {clock(report.seconds_left)} left")
+            table.add_row("time", f"{report.seconds:.1f} s per step, {clock(report.seconds_left)} left")
         if shares := share_texts(self._stages):
             table.add_row("rollout", ", ".join(shares))
         table.add_row("now", self._phase)
@@ -122,10 +122,8 @@ def stage_grid(stages: StageTable) -> Table:
 def share_texts(stages: StageTable) -> list[str]:
     """What is known of how well the rollout goes."""
     texts = []
-    if stages.engines_busy is not None:
-        texts.append(f"engines {stages.engines_busy:.0%} busy")
     if stages.waste_share is not None:
-        texts.append(f"waste {stages.waste_share:.1%}")
+        texts.append(f"{stages.waste_share:.1%} of generated tokens discarded")
     if stages.staleness_mean is not None:
         most = "" if stages.staleness_max is None else f" (max {stages.staleness_max:g})"
         texts.append(f"staleness {stages.staleness_mean:.2f}{most}")
@@ -156,13 +154,13 @@ def clock(seconds: float) -> str:
 def print_summary(console: Console, summary: dict[str, Any]) -> None:
     """What was held out before and after, where the curve is, and what to try next."""
     console.print(f"{summary['steps']} steps in {clock(summary['seconds'])} (minutes:seconds)")
-    for name, before, after in changes_in(summary):
-        console.print(f"{name} [bold]{before:.3f} → {after:.3f}[/bold]")
+    for line in held_out_lines(summary):
+        console.print(line, style="bold", markup=False, highlight=False)
     shown = list(zip(summary.get("answers_before", ()), summary.get("answers_after", ()), strict=False))
     if shown:
         table = Table("question", "before", "after", title="Held-out questions, sampled", title_justify="left")
         for first, last in shown:
-            table.add_row(Text(first["question"]), *(_marked(answer) for answer in (first, last)))
+            table.add_row(Text(first["question"]), *(_marked(answer, summary["measure"]) for answer in (first, last)))
         console.print(table)
     run = summary["run"]
     if summary["curve"] is not None:
@@ -180,6 +178,9 @@ def print_summary(console: Console, summary: dict[str, Any]) -> None:
         console.print(f"  {escape(command)}   [dim]# {why}[/dim]", soft_wrap=True, highlight=False)
 
 
-def _marked(answer: dict[str, Any]) -> Text:
-    right = answer["reward"] > 0.5
-    return Text(("✓ " if right else "✗ ") + answer["answer"].strip(), style="green" if right else "red")
+def _marked(answer: dict[str, Any], measure: str) -> Text:
+    """An answer with a mark where rewards say right or wrong, else with its reward."""
+    reward, text = answer["reward"], answer["answer"].strip()
+    if measure != "accuracy":
+        return Text(f"[{reward:g}] {text}")
+    return Text(f"✓ {text}", style="green") if reward == 1 else Text(f"✗ {text}", style="red")

@@ -379,12 +379,12 @@ def test_eval_measures_a_config_and_a_run(here: Path, made_run: Path, capfd: pyt
     assert not (here / "runs").exists()
 
 
-def test_eval_of_a_run_gives_the_accuracy_its_summary_says(made_run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_eval_of_a_run_gives_the_reward_its_summary_says(made_run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Greedy answers to the same questions with the same weights."""
     summary = RunFolder.open(made_run).read_summary()
     assert summary is not None
     assert main(["eval", str(made_run)]) == 0
-    assert f"held-out accuracy {summary['accuracy_after']:.3f} over 4 answers" in capfd.readouterr().out
+    assert f"held-out accuracy {summary['reward_after']:.3f} over 4 answers" in capfd.readouterr().out
 
 
 def test_export_writes_what_transformers_loads(

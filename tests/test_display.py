@@ -27,7 +27,6 @@ STAGES = StageTable(
         StageRow("kept", 40, 2.5, 3.1),
     ),
     waste_share=0.041,
-    engines_busy=0.834,
     staleness_mean=0.4,
     staleness_max=2,
 )
@@ -57,7 +56,7 @@ def test_the_stages_of_samples_are_a_table() -> None:
     assert cells(lines, "samples") == ["1234", "2048", "0", "17", "3", "8", "40"]
     assert cells(lines, "mean s") == ["0.41", "31.2", "0", "1000", "·", "10.0", "2.50"]
     assert cells(lines, "p99 s") == ["2.10", "14321", "0", "12346", "·", "4.00", "3.10"]
-    assert " ".join(cells(lines, "rollout")) == "engines 83% busy, waste 4.1%, staleness 0.40 (max 2)"
+    assert " ".join(cells(lines, "rollout")) == "4.1% of generated tokens discarded, staleness 0.40 (max 2)"
 
 
 def test_the_panel_fits_88_columns_and_24_lines() -> None:
@@ -72,9 +71,8 @@ def test_what_is_not_known_is_not_shown() -> None:
     text = "\n".join(shown())
     assert "rollout" not in text
     assert "mean s" not in text
-    assert cells(shown(StageTable(waste_share=0.5)), "rollout") == ["waste", "50.0%"]
+    assert cells(shown(StageTable(waste_share=0.5)), "rollout")[:4] == ["50.0%", "of", "generated", "tokens"]
     assert cells(shown(StageTable(staleness_mean=1.0)), "rollout") == ["staleness", "1.00"]
-    assert cells(shown(StageTable(engines_busy=0.0)), "rollout") == ["engines", "0%", "busy"]
 
 
 def test_columns_of_the_table_stand_under_their_names() -> None:
@@ -106,7 +104,7 @@ def test_plain_lines_stay_one_a_step(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_of_episodes_the_summary_tells_what_they_tell(capsys: pytest.CaptureFixture[str]) -> None:
     parts = {"parts_before": {"success": 0.1, "turns": 12.0}, "parts_after": {"success": 0.7, "turns": 5.0}}
-    summary = {"steps": 9, "seconds": 3.0, "accuracy_before": -0.5, "accuracy_after": 0.6, **parts}
+    summary = {"steps": 9, "seconds": 3.0, "reward_before": -0.5, "reward_after": 0.6, **parts}
     PlainReporter().finished(summary)
     assert "held-out reward -0.500 -> 0.600: success 0.100 -> 0.700: turns 12.000 -> 5.000" in capsys.readouterr().out
 
@@ -121,3 +119,20 @@ def test_what_to_try_next_names_tensorboard_only_where_there_are_events(tmp_path
     assert f"roll eval {tmp_path}" in text
     assert (f"tensorboard --logdir {tmp_path}/tensorboard" in text) == written
     assert ("tensorboard" in text) == written
+
+
+@pytest.mark.parametrize(
+    ("measure", "reward", "shown"),
+    [("accuracy", 1.0, "✓ said"), ("accuracy", 0.0, "✗ said"), ("reward", 7.5, "[7.5] said"), ("reward", 1.0, "[1] said"),
+     ("reward", 0.0, "[0] said"), ("reward", -0.25, "[-0.25] said")],
+)  # fmt: skip
+def test_answers_have_a_mark_only_where_rewards_say_right_or_wrong(measure: str, reward: float, shown: str) -> None:
+    console = Console(record=True, file=io.StringIO(), width=200)
+    answers = [{"question": "?", "answer": "said\n", "reward": reward}]
+    told = {"reward_before": reward, "reward_after": reward, "measure": measure}
+    summary = {"run": "x", "steps": 2, "seconds": 3, "curve": None, "answers_before": answers, "answers_after": answers}
+    print_summary(console, summary | told)
+    text = console.export_text()
+    assert text.count(shown) == 2
+    assert f"held-out {measure} {reward:.3f} → {reward:.3f}" in text
+    assert ("✓" in text or "✗" in text) == (measure == "accuracy")

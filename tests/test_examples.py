@@ -66,8 +66,8 @@ def test_every_example_script_compiles(path: Path) -> None:
 def test_the_tiny_example_learns(checkout: Path, steps: int, accuracy: float) -> None:
     """Half of it, and as it is."""
     summary = train(load_config("examples/tiny.yaml", [f"train.steps={steps}"]), reporter=SilentReporter())
-    assert summary["accuracy_before"] <= 0.3
-    assert summary["accuracy_after"] >= accuracy
+    assert summary["reward_before"] <= 0.3
+    assert summary["reward_after"] >= accuracy
     assert summary["run"] == str(checkout / "runs" / "tiny")
 
 

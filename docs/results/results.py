@@ -42,8 +42,8 @@ RESULTS = {
         "Four domains at once",
         "accuracy, mean of the domains",
         "reward/mean",
-        "eval/accuracy",
-        tuple(f"eval/{name}/accuracy" for name in ("maths", "code", "instructions", "puzzles")),
+        "eval/reward",
+        tuple(f"eval/{name}/reward" for name in ("maths", "code", "instructions", "puzzles")),
     ),
 }
 

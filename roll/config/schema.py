@@ -219,7 +219,7 @@ class TrainConfig(Section):
 
 
 class EvalConfig(Section):
-    """How held-out accuracy is measured."""
+    """How held-out data is measured."""
 
     every: Whole = 10
     """Steps between evaluations, 0 for only before and after."""

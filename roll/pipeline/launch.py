@@ -120,7 +120,7 @@ async def _train(
             spare_collector()
             recorder.reporter.started(recorder.folder.path, config.train.steps, checkpoint.step if checkpoint else 0)
             state = await _train_with(roles, pipeline, recorder, checkpoint)
-        summary = recorder.finish(state, pipeline.panels)
+        summary = recorder.finish(state, pipeline.panels(state))
         recorder.reporter.finished(summary)
     return summary
 

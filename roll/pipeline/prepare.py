@@ -60,8 +60,6 @@ class Pipeline(ABC, Generic[R, S]):
     config: Config
     """With every size known."""
     job: Job
-    panels: Sequence[Panel]
-    """What its curve shows."""
     remarks: Sequence[str] = ()
     """What the user should know before it starts."""
 
@@ -79,13 +77,15 @@ class Pipeline(ABC, Generic[R, S]):
         state is from."""
 
     @abstractmethod
+    def panels(self, state: S) -> Sequence[Panel]:
+        """What its curve shows."""
+
+    @abstractmethod
     async def evaluate(self, roles: R) -> Evaluation | HeldOut:
         """Measures the model on held-out data."""
 
 
 class RLVRPipeline(Pipeline[Roles, RunState]):
-    panels = rollout_record.PANELS
-
     def __init__(self, config: Config, tasks: TaskSet, reward: RewardSource) -> None:
         self.config = config
         self.remarks = remarks(config, tasks, _rules(config) if reward.pickled is None else {})
@@ -95,7 +95,7 @@ class RLVRPipeline(Pipeline[Roles, RunState]):
 
     def state(self, saved: Mapping[str, Any]) -> RunState:
         now = _models_beside(self.config)
-        state = RunState(**{"models": {role: asdict(base) for role, base in now.items()}, **saved})
+        state = RunState.restored({"models": {role: asdict(base) for role, base in now.items()}, **saved})
         for role, found in state.models.items():
             if role in now and not now[role].is_now(was := Base(**found)):
                 raise UserError(
@@ -111,6 +111,9 @@ class RLVRPipeline(Pipeline[Roles, RunState]):
         async with supervised(roles, self.config, recorder) as (supervision, publisher):
             run = RLVR(self.config, roles, publisher, supervision, self._tasks, recorder, state, checkpoint)
             return await supervision.race(run.run())
+
+    def panels(self, state: RunState) -> Sequence[Panel]:
+        return rollout_record.panels(state)
 
     async def evaluate(self, roles: Roles) -> Evaluation:
         if not self._tasks.held_out:
@@ -150,8 +153,6 @@ def _models_beside(config: Config) -> dict[str, Base]:
 
 
 class SFTPipeline(Pipeline[TrainRoles, SFTState]):
-    panels = sft_record.PANELS
-
     def __init__(self, config: Config, corpus: Corpus) -> None:
         self._corpus = corpus
         self._order = Order.of(len(corpus.train), config.data, config.train.steps, config.seed)
@@ -175,6 +176,9 @@ class SFTPipeline(Pipeline[TrainRoles, SFTState]):
         async with supervised_trainer(roles, self.config, recorder) as supervision:
             run = SFT(self.config, roles, self._corpus, self._order, recorder, state)
             return await supervision.race(run.run())
+
+    def panels(self, state: SFTState) -> Sequence[Panel]:
+        return sft_record.PANELS
 
     async def evaluate(self, roles: TrainRoles) -> HeldOut:
         if self._corpus.held_out is None:

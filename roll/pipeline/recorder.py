@@ -17,6 +17,7 @@ from typing import Any
 from roll.config.schema import Config
 from roll.pipeline.report import Measured, Reporter, StepReport
 from roll.pipeline.state import State
+from roll.pipeline.time_left import seconds_left
 from roll.run import (
     Checkpoint,
     Checkpoints,
@@ -65,6 +66,8 @@ class Recorder:
         self._clock = time.monotonic()
         self._recent: deque[float] = deque(maxlen=3)
         """Seconds of the latest steps; early ones are no guide to later ones."""
+        self._took_s: dict[str, float] = {}
+        """Seconds that each kind of work of the controller took the last time, by the name of its stage."""
 
     @classmethod
     @contextmanager
@@ -88,11 +91,12 @@ class Recorder:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """What the controller does while the block runs, for the trace."""
+        """What the controller does while the block runs, for the trace and the time left."""
         started = time.time()
         try:
             yield
         finally:
+            self._took_s[name] = time.time() - started
             if self._trace is not None:
                 self._trace.span(name, "controller", started, time.time())
 
@@ -108,6 +112,7 @@ class Recorder:
         Returns the state that was saved."""
         self.clock = StageClock()
         state = dict(checkpoint.state)
+        self._took_s = {**state.pop("took_s", {}), **self._took_s}
         self.ledger.roll_back(state.pop("ledger_position"), checkpoint.step)
         self._metrics.truncate_after(checkpoint.step)
         drop_samples_after(self.folder, checkpoint.step)
@@ -140,8 +145,16 @@ class Recorder:
     ) -> None:
         """Tells the reporter of a step that is on disk; `worked_s` is how long one like it takes."""
         self._recent.append(worked_s)
-        steps = self._config.train.steps
-        left_s = sum(self._recent) / len(self._recent) * (steps - step)
+        config, steps = self._config, self._config.train.steps
+        left_s = seconds_left(
+            step,
+            steps,
+            step_s=sum(self._recent) / len(self._recent),
+            evaluation_s=self._took_s.get("evaluate", 0.0),
+            evaluate_every=config.eval.every,
+            checkpoint_s=self._took_s.get("checkpoint", 0.0),
+            checkpoint_every=config.run.checkpoint_every,
+        )
         seconds = metrics["time/step_s"]
         self.reporter.stepped(StepReport(step, steps, seconds, left_s, measure, value, tuple(facts), metrics))
 
@@ -154,7 +167,8 @@ class Recorder:
         self.reporter.phase("saving a checkpoint")
         self.ledger.flush()
         state.seconds += self.lap()
-        with self._checkpoints.saving(state.step, {**state.to_dict(), "ledger_position": self.ledger.position}) as path:
+        saved = {**state.to_dict(), "ledger_position": self.ledger.position, "took_s": self._took_s}
+        with self._checkpoints.saving(state.step, saved) as path:
             await write(path)
 
     def finish(self, state: State, panels: Sequence[Panel]) -> dict[str, Any]:

@@ -84,8 +84,13 @@ class PlainReporter:
         self._say(f"warning: {text}")
 
     def finished(self, summary: dict[str, Any]) -> None:
-        changes = "".join(f": {name.strip()} {before:.3f} -> {after:.3f}" for name, before, after in changes_in(summary))
-        self._say(f"finished {summary['steps']} steps in {summary['seconds']:.0f} s{changes}")
+        how = (
+            f"stopped after step {summary['steps']} of {summary['steps_planned']}"
+            if summary.get("stopped")
+            else (f"finished {summary['steps']} steps")
+        )
+        lines = "".join(f": {line.strip()}" for line in held_out_lines(summary, "->"))
+        self._say(f"{how} in {summary['seconds']:.0f} s{lines}")
 
     def _say(self, text: str) -> None:
         print(text, flush=True)
@@ -96,17 +101,28 @@ class SilentReporter(PlainReporter):
         pass
 
 
-def changes_in(summary: Mapping[str, Any]) -> list[tuple[str, float, float]]:
-    """What was measured on held-out data before and after: names and both values."""
-    episodes = "turns" in summary.get("parts_after", {})
-    pairs = []
+def held_out_lines(summary: Mapping[str, Any], arrow: str = "→") -> list[str]:
+    """What was measured on held-out data, a line each: before and after training, or, where nothing was measured after
+    the last step, when it was measured last."""
+    lines = []
     for measure in MEASURES:
-        name = "held-out reward" if episodes else f"held-out {measure}"
-        pairs.append((name, summary.get(f"{measure}_before"), summary.get(f"{measure}_after")))
-    for each in ("domains", "parts") if episodes else ("domains",):
-        before = summary.get(f"{each}_before", {})
-        pairs += [(f"  {name}", before.get(name), after) for name, after in summary.get(f"{each}_after", {}).items()]
-    return [(name, before, after) for name, before, after in pairs if before is not None and after is not None]
+        before, after = summary.get(f"{measure}_before"), summary.get(f"{measure}_after")
+        name = f"held-out {summary.get('measure', measure) if measure == 'reward' else measure}"
+        if before is None:
+            continue
+        if after is not None:
+            lines.append(f"{name} {before:.3f} {arrow} {after:.3f}")
+            continue
+        last, step = summary[f"{measure}_last"], summary[f"{measure}_last_step"]
+        since = "" if step == summary[f"{measure}_before_step"] else f"{before:.3f} {arrow} "
+        lines.append(f"{name} {since}{last:.3f} at step {step}, not measured after step {summary['steps']}")
+    episodes = "turns" in summary.get("parts_after", {})
+    for each in ("sets", "domains", "parts") if episodes else ("sets", "domains"):
+        was = summary.get(f"{each}_before", {})
+        both = {name: (was[name], now) for name, now in summary.get(f"{each}_after", {}).items() if name in was}
+        lines += [f"  {name} {before:.3f} {arrow} {after:.3f}" for name, (before, after) in both.items()]
+    return lines
 
 
-MEASURES = ("accuracy", "loss")
+MEASURES = ("reward", "loss")
+"""What a summary tells of held-out data: `reward_before`, `reward_after` …"""

@@ -91,7 +91,7 @@ class RLVR:
             await self._scheduler.restore(state.scheduler, self._tasks.train, self._checkpoint)
         async with self._publisher.changing():
             await self._publish(state.step)
-        if state.accuracy_before is None:
+        if state.before is None:
             await self._evaluate()
         while state.step < config.train.steps and not recorder.stop_requested and not self._solved():
             await self._step()
@@ -101,7 +101,7 @@ class RLVR:
             if config.run.checkpoint_every and state.step % config.run.checkpoint_every == 0 and not last:
                 await self._save()
         await self._scheduler.halt()
-        if not recorder.stop_requested and state.accuracy_step != state.step:
+        if not recorder.stop_requested and state.evaluated_step != state.step:
             await self._evaluate()
         await self._save()
         await self._scheduler.finish()
@@ -238,9 +238,9 @@ class RLVR:
         await self._turns.enter("generate")
         with self._recorder.stage("evaluate"):
             evaluation = await self._evaluator.evaluate(self.state.step)
+        self.state.seconds += self._recorder.lap()  # no step's
         if evaluation is not None:
-            self.state.evaluated(evaluation)
-            self._record.evaluated(self.state.step, evaluation)
+            self._record.evaluated(self.state.step, self.state.evaluated(evaluation))
 
 
 def _choosing(algorithm: AlgorithmConfig) -> str:

@@ -13,15 +13,18 @@ from roll.pipeline.recorder import Recorder, update_metrics
 from roll.pipeline.report import Measured
 from roll.pipeline.roles import Roles
 from roll.pipeline.state import RunState
-from roll.rollout.evaluate import Evaluation, Failure, failures_of, part_means, told
+from roll.rollout.evaluate import Evaluation, Failure, failures_of, is_binary, part_means, told
 from roll.rollout.step import Rollout
 from roll.run import Panel
 from roll.strategy.train.base import UpdateStats
 
-PANELS = (
-    Panel("reward and accuracy", "reward/mean", "training reward", "eval/accuracy", "held out"),
-    Panel("answer length (tokens)", "response/tokens_mean"),
-)
+
+def panels(state: RunState) -> tuple[Panel, Panel]:
+    """What the curve of a run shows."""
+    return (
+        Panel("mean reward", "reward/mean", "training reward", "eval/reward", f"held-out {state.measure}"),
+        Panel("answer length (tokens)", "response/tokens_mean"),
+    )
 
 
 class RolloutRecord:
@@ -34,10 +37,10 @@ class RolloutRecord:
         self._told: set[tuple[str, str]] = set()
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        values = {"eval/accuracy": evaluation.accuracy, "eval/tokens_mean": evaluation.tokens_mean}
+        values = {"eval/reward": evaluation.reward, "eval/tokens_mean": evaluation.tokens_mean}
         values |= {f"eval/reward/{name}": mean for name, mean in evaluation.parts.items()}
         for name, score in evaluation.domains.items():
-            values |= {f"eval/{name}/accuracy": score.accuracy, f"eval/{name}/tokens_mean": score.tokens_mean}
+            values |= {f"eval/{name}/reward": score.reward, f"eval/{name}/tokens_mean": score.tokens_mean}
             values |= {f"eval/{name}/reward/{part}": mean for part, mean in score.parts.items()}
         self._recorder.evaluated(step, values, measured(evaluation))
         self._tell(f"step {step}, held-out tasks", evaluation.failures)
@@ -60,6 +63,7 @@ class RolloutRecord:
         for domain in self._domains:
             values |= domain_metrics(domain, rollout, samples)
         state.reward = values["reward/mean"]
+        state.other_rewards = state.other_rewards or not is_binary(s for s in samples if s.state != "failed")
         values |= {"time/step_s": seconds, "time/generate_s": generating_s, "time/train_s": training_s}
         overlaps = self._config.rollout.max_staleness > 0
         values["response/tokens_per_s"] = generated / max(seconds if overlaps else generating_s, 1e-9)
@@ -101,9 +105,9 @@ class RolloutRecord:
 
 
 def measured(evaluation: Evaluation) -> Measured:
-    each = "".join(f", {name} {score.accuracy:.3f}" for name, score in evaluation.domains.items())
+    each = "".join(f", {name} {score.reward:.3f}" for name, score in evaluation.domains.items())
     own = "" if evaluation.domains else told(evaluation.parts)
-    return Measured(evaluation.name, evaluation.accuracy, f"{evaluation.tokens_mean:.1f} tokens a response{own}{each}")
+    return Measured(evaluation.name, evaluation.reward, f"{evaluation.tokens_mean:.1f} tokens per answer{own}{each}")
 
 
 def rollout_metrics(rollout: Rollout, samples: list[Sample], lengths: list[int]) -> dict[str, float]:

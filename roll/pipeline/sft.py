@@ -73,6 +73,7 @@ class SFT:
         self._recorder.reporter.phase("evaluating held-out samples")
         with self._recorder.stage("evaluate"):
             found = await measure(self._roles, self._corpus.held_out, self._config.eval.samples)
+        state.seconds += self._recorder.lap()  # no step's
         state.loss = found.loss
         state.loss_before = found.loss if state.loss_before is None else state.loss_before
         self._record.evaluated(state.step, found)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from roll.rollout.evaluate import Evaluation
+from roll.config.errors import UserError
+from roll.rollout.evaluate import Evaluation, measure_of
 
 
 @dataclass
@@ -33,6 +35,29 @@ class State:
 
 
 @dataclass
+class Measurement:
+    """What an evaluation found, as far as a summary tells it."""
+
+    step: int
+    reward: float
+    domains: dict[str, float] = field(default_factory=dict)
+    """Mean rewards by domain, where there are several."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Means of the parts of held-out rewards; an episode's `success` and `turns` are among them."""
+    answers: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, step: int, evaluation: Evaluation) -> Measurement:
+        return cls(
+            step,
+            evaluation.reward,
+            {name: score.reward for name, score in evaluation.domains.items()},
+            evaluation.parts,
+            [dataclasses.asdict(answer) for answer in evaluation.answers],
+        )
+
+
+@dataclass
 class RunState(State):
     """The state of a run with rollouts."""
 
@@ -48,42 +73,84 @@ class RunState(State):
     """Mean of the last step."""
     seconds_generating: float = 0.0
     generated_tokens: int = 0
-    accuracy_before: float | None = None
-    accuracy: float | None = None
-    accuracy_step: int = -1
-    domains_before: dict[str, float] = field(default_factory=dict)
-    """Accuracies by domain, where there are several."""
-    domains: dict[str, float] = field(default_factory=dict)
-    parts_before: dict[str, float] = field(default_factory=dict)
-    """Means of the parts of held-out rewards; an episode's `success` and `turns` are among them."""
-    parts: dict[str, float] = field(default_factory=dict)
-    answers_before: list[dict[str, Any]] = field(default_factory=list)
-    answers: list[dict[str, Any]] = field(default_factory=list)
+    before: Measurement | None = None
+    """The first evaluation of held-out tasks; None where there are none."""
+    latest: Measurement | None = None
+    """The latest one."""
+    other_rewards: bool = False
+    """Whether a reward other than 0 and 1 was seen, in training or evaluation."""
 
-    def evaluated(self, evaluation: Evaluation) -> None:
-        answers = [dataclasses.asdict(answer) for answer in evaluation.answers]
-        self.domains = {name: score.accuracy for name, score in evaluation.domains.items()}
-        self.parts = evaluation.parts
-        if self.accuracy_before is None:
-            self.accuracy_before, self.answers_before = evaluation.accuracy, answers
-            self.domains_before, self.parts_before = self.domains, self.parts
-        self.accuracy, self.answers, self.accuracy_step = evaluation.accuracy, answers, self.step
+    @classmethod
+    def restored(cls, saved: Mapping[str, Any]) -> RunState:
+        """The state that a checkpoint holds, or that of the beginning from nothing. `UserError` if another version of
+        ROLL wrote what this one does not know."""
+        values = _of_first_version(saved)
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(values.keys() - known):
+            raise UserError(
+                f"the checkpoint was written by another version of ROLL: its state has {', '.join(unknown)}, which this "
+                "version does not know. Resume the run with that version, or write run.dir=OTHER model=RUN for a new run "
+                "from its weights"
+            )
+        for name in ("before", "latest"):
+            if isinstance(values.get(name), Mapping):
+                values[name] = Measurement(**values[name])
+        return cls(**values)
+
+    def evaluated(self, evaluation: Evaluation) -> Evaluation:
+        """The evaluation, called an accuracy only if every reward of the run so far was 0 or 1."""
+        self.other_rewards = self.other_rewards or not evaluation.binary
+        evaluation = dataclasses.replace(evaluation, binary=not self.other_rewards)
+        self.latest = Measurement.of(self.step, evaluation)
+        if self.before is None:
+            self.before = self.latest
+        return evaluation
+
+    @property
+    def evaluated_step(self) -> int:
+        """Step of the latest evaluation, -1 before the first."""
+        return -1 if self.latest is None else self.latest.step
+
+    @property
+    def measure(self) -> str:
+        """What the mean reward of held-out tasks is called."""
+        return measure_of(not self.other_rewards)
 
     def summary(self) -> dict[str, Any]:
-        by_domain = {"domains_before": self.domains_before, "domains_after": self.domains} if self.domains else {}
-        return (
-            super().summary()
-            | by_domain
-            | ({"parts_before": self.parts_before, "parts_after": self.parts} if self.parts else {})
-            | {
-                "seconds_generating": round(self.seconds_generating, 3),
-                "generated_tokens": self.generated_tokens,
-                "accuracy_before": self.accuracy_before,
-                "accuracy_after": self.accuracy,
-                "answers_before": self.answers_before,
-                "answers_after": self.answers,
-            }
-        )
+        before, latest = self.before, self.latest
+        after = latest if self.evaluated_step == self.step else None
+        found = super().summary() | {
+            "seconds_generating": round(self.seconds_generating, 3),
+            "generated_tokens": self.generated_tokens,
+            "measure": self.measure,
+            "reward_before": before and before.reward,
+            "reward_before_step": before and before.step,
+            "reward_after": after and after.reward,
+            "reward_last": latest and latest.reward,
+            "reward_last_step": latest and latest.step,
+            "answers_before": before.answers if before else [],
+            "answers_after": after.answers if after else [],
+        }
+        for name in ("domains", "parts"):
+            if before and getattr(before, name):
+                found |= {f"{name}_before": getattr(before, name), f"{name}_after": getattr(after, name) if after else {}}
+        return found
+
+
+def _of_first_version(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved state under today's names. The first version called every mean reward an accuracy, and did not note
+    whether it was one."""
+    values = dict(saved)
+    if "accuracy_step" not in values:
+        return values
+    reward, reward_before = values.pop("accuracy"), values.pop("accuracy_before")
+    latest = {"step": values.pop("accuracy_step"), "reward": reward}
+    before = {"step": 0, "reward": reward_before}
+    for name in ("domains", "parts", "answers"):
+        latest[name], before[name] = values.pop(name, {}), values.pop(f"{name}_before", {})
+    if reward is not None:
+        values |= {"before": before, "latest": latest, "other_rewards": True}
+    return values
 
 
 @dataclass
@@ -99,8 +166,12 @@ class SFTState(State):
     evaluated_step: int = -1
 
     def summary(self) -> dict[str, Any]:
+        measured = self.loss is not None
         return super().summary() | {
             "trained_tokens": self.trained_tokens,
             "loss_before": self.loss_before,
-            "loss_after": self.loss,
+            "loss_before_step": 0 if measured else None,
+            "loss_after": self.loss if self.evaluated_step == self.step else None,
+            "loss_last": self.loss,
+            "loss_last_step": self.evaluated_step if measured else None,
         }

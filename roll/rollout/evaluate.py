@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -22,7 +22,7 @@ PRIORITY = 1
 
 @dataclass(frozen=True)
 class Answer:
-    """A question, what the model said and whether that was right."""
+    """A question, what the model said and what that was worth."""
 
     question: str
     answer: str
@@ -33,13 +33,15 @@ class Answer:
 class Score:
     """What answers to some tasks were worth."""
 
-    accuracy: float
-    """The mean reward, which is the accuracy where a reward is 0 or 1."""
+    reward: float
+    """The mean reward."""
     tokens_mean: float
     samples: int
     failed: int
     parts: dict[str, float]
     """Means of what the rewards are made of, and of what environments tell, such as `success`."""
+    binary: bool = False
+    """Whether every reward was 0 or 1, so that their mean is an accuracy."""
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Score | None:
@@ -47,9 +49,9 @@ class Score:
         scored = [sample for sample in samples if sample.state == "scored"]
         if not scored:
             return None
-        accuracy = sum(s.reward for s in scored) / len(scored)
+        reward = sum(s.reward for s in scored) / len(scored)
         tokens = sum(s.response_tokens for s in scored) / len(scored)
-        return cls(accuracy, tokens, len(samples), len(samples) - len(scored), part_means(scored))
+        return cls(reward, tokens, len(samples), len(samples) - len(scored), part_means(scored), is_binary(scored))
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Failure:
 class Evaluation:
     """The mean reward over held-out answers; of a run with domains, the mean over its domains."""
 
-    accuracy: float
+    reward: float
     tokens_mean: float
     answers: list[Answer]
     """Some of them, to show."""
@@ -84,19 +86,26 @@ class Evaluation:
     domains: dict[str, Score] = field(default_factory=dict)
     """Where there are several, and for each that could be judged."""
     failures: list[Failure] = field(default_factory=list)
+    binary: bool = False
+    """Whether every reward was 0 or 1."""
+
+    @property
+    def accuracy(self) -> float | None:
+        """The mean reward where every reward was 0 or 1, else None."""
+        return self.reward if self.binary else None
 
     @property
     def name(self) -> str:
-        """What is measured: an episode's rewards add up to anything, and its `success` is told beside them."""
-        return "held-out reward" if "turns" in self.parts else "held-out accuracy"
+        """What the mean reward is called."""
+        return f"held-out {measure_of(self.binary)}"
 
     def __str__(self) -> str:
         whole = (
-            f"{self.name} {self.accuracy:.3f} over {self.samples} answers at temperature {self.temperature:g}, "
-            f"{self.tokens_mean:.1f} tokens an answer, {self.failed} failed{told(self.parts)}"
+            f"{self.name} {self.reward:.3f} over {self.samples} answers at temperature {self.temperature:g}, "
+            f"{self.tokens_mean:.1f} tokens per answer, {self.failed} failed{told(self.parts)}"
         )
         each = (
-            f"{name}: {s.accuracy:.3f} over {s.samples} answers, {s.failed} failed{told(s.parts)}"
+            f"{name}: {s.reward:.3f} over {s.samples} answers, {s.failed} failed{told(s.parts)}"
             for name, s in self.domains.items()
         )
         return "\n  ".join([whole, *each, *map(str, self.failures)])
@@ -147,7 +156,7 @@ class Evaluator:
         answers = [Answer(s.task.question or s.task.id, text, s.reward) for s, text in zip(shown, texts, strict=True)]
         domains = _by_domain(samples)
         return Evaluation(
-            accuracy=fmean(s.accuracy for s in domains.values()) if self._by_domain else whole.accuracy,
+            reward=fmean(s.reward for s in domains.values()) if self._by_domain else whole.reward,
             tokens_mean=whole.tokens_mean,
             answers=answers,
             failed=whole.failed,
@@ -156,7 +165,18 @@ class Evaluator:
             parts=whole.parts,
             domains=domains if self._by_domain or len(domains) > 1 else {},
             failures=failures_of(samples),
+            binary=whole.binary,
         )
+
+
+def measure_of(binary: bool) -> str:
+    """What a mean reward is called: `accuracy` only where every reward is 0 or 1."""
+    return "accuracy" if binary else "reward"
+
+
+def is_binary(samples: Iterable[Sample]) -> bool:
+    """Whether every reward is 0 or 1."""
+    return all(sample.reward in (0.0, 1.0) for sample in samples)
 
 
 def _by_domain(samples: Sequence[Sample]) -> dict[str, Score]:

@@ -47,8 +47,7 @@ class StageTable:
 
     rows: tuple[StageRow, ...] = ()
     waste_share: float | None = None
-    engines_busy: float | None = None
-    """Share of the engines' slots that are generating, 0 to 1."""
+    """Tokens of samples that were dropped, failed or sent back to the queue, over the tokens that were generated."""
     staleness_mean: float | None = None
     """Versions between the weights that drew a sample and those it trains."""
     staleness_max: float | None = None

@@ -111,14 +111,14 @@ def test_each_domain_has_its_own_metrics(finished: tuple[Remains, dict[str, Any]
         assert digits["groups_issued"] + letters["groups_issued"] == row["groups/issued"]
         assert not any(key.startswith("dropped/") for key in digits)
         assert not any(key.startswith("domain/sums/") for key in row)
-    evaluations = [row for row in remains.metrics() if "eval/accuracy" in row]
+    evaluations = [row for row in remains.metrics() if "eval/reward" in row]
     assert len(evaluations) == 2
     for row in evaluations:
-        by_domain = [row[f"eval/{domain}/accuracy"] for domain in (*DOMAINS, "sums")]
-        assert row["eval/accuracy"] == pytest.approx(sum(by_domain) / 3)
+        by_domain = [row[f"eval/{domain}/reward"] for domain in (*DOMAINS, "sums")]
+        assert row["eval/reward"] == pytest.approx(sum(by_domain) / 3)
         assert row["eval/sums/tokens_mean"] <= 2
     assert set(summary["domains_before"]) == set(summary["domains_after"]) == {*DOMAINS, "sums"}
-    assert summary["domains_after"]["sums"] == evaluations[-1]["eval/sums/accuracy"]
+    assert summary["domains_after"]["sums"] == evaluations[-1]["eval/sums/reward"]
     assert json.loads((remains.path / "summary.json").read_text())["domains_after"] == summary["domains_after"]
 
 

@@ -66,8 +66,8 @@ def test_a_run_without_held_out_tasks_is_not_evaluated(run_small: Callable[..., 
     run = run_small("run.curve=true", tasks=lambda split: vowels(split) if split == "train" else ())
     summary = run.folder.read_summary()
     assert summary is not None
-    assert summary["accuracy_before"] is None
-    assert summary["accuracy_after"] is None
+    assert summary["reward_before"] is None
+    assert summary["reward_after"] is None
     assert summary["curve"] == str(run.folder.curve_path)
     assert run.folder.curve_path.is_file()
 
@@ -96,7 +96,7 @@ def test_bad_configs_raise_user_errors() -> None:
 
 def test_evaluate_gives_answers(tmp_path: Path) -> None:
     evaluation = roll.evaluate(roll.load_config(TINY, [*SMALL, "eval.show=2"]))
-    assert 0 <= evaluation.accuracy <= 1
+    assert 0 <= evaluation.reward <= 1
     assert len(evaluation.answers) == 2
     assert evaluation.failed == 0
 

@@ -77,7 +77,7 @@ def test_the_config_reads_back_equal(watched: Watched) -> None:
 
 def test_metrics_have_a_row_for_every_step_and_every_evaluation(watched: Watched) -> None:
     rows = watched.remains.metrics()
-    evaluations = [row for row in rows if "eval/accuracy" in row]
+    evaluations = [row for row in rows if "eval/reward" in row]
     steps = [row for row in rows if "reward/mean" in row]
     assert [row["step"] for row in evaluations] == [0, 1, 2, 3]
     assert [row["step"] for row in steps] == [1, 2, 3]
@@ -165,9 +165,9 @@ def test_the_summary_says_what_came_of_it(watched: Watched) -> None:
     assert (summary["steps"], summary["steps_planned"], summary["seed"]) == (STEPS, STEPS, 0)
     assert summary["stopped"] is False
     assert summary["seconds"] > 0
-    rows = [row for row in watched.remains.metrics() if "eval/accuracy" in row]
-    assert summary["accuracy_before"] == rows[0]["eval/accuracy"]
-    assert summary["accuracy_after"] == rows[-1]["eval/accuracy"]
+    rows = [row for row in watched.remains.metrics() if "eval/reward" in row]
+    assert summary["reward_before"] == rows[0]["eval/reward"]
+    assert summary["reward_after"] == rows[-1]["eval/reward"]
     trained = sum(history[-1].state == "trained" for history in watched.remains.histories().values())
     assert summary["trained_samples"] == trained
     assert [answer["question"] for answer in summary["answers_before"]] == [

@@ -66,8 +66,8 @@ def trained(config: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]
 def test_a_run_learns_what_the_reward_model_likes(tmp_path: Path, liking: Path) -> None:
     more = {"rollout": {"groups_per_step": 8, "group_size": 16, "max_running": 128}, "train": {"steps": 15, "lr": 5e-3}}
     summary, steps = trained(settings(tmp_path / "run", liking, **more, eval={"samples": 64}))
-    assert summary["accuracy_before"] < 0.35
-    assert summary["accuracy_after"] > 0.6  # 0.73 is all there is
+    assert summary["reward_before"] < 0.35
+    assert summary["reward_after"] > 0.6  # 0.73 is all there is
     assert steps[-1]["reward/liked/score"] > steps[0]["reward/liked/score"] + 1
 
 

@@ -62,16 +62,28 @@ def test_every_evaluation_asks_the_same_tasks_with_noise_of_its_own() -> None:
     assert not {s.id for s in before} & {s.id for s in after}
 
 
-def test_accuracy_is_the_mean_of_what_could_be_judged() -> None:
+def test_the_reward_is_the_mean_of_what_could_be_judged() -> None:
     rewards: dict[str, float | str] = {"eval.3.0": 1.0, "eval.3.1": "broken", "eval.3.2": 0.0, "eval.3.3": 0.5}
     evaluation, seen = evaluate(2, lambda s: rewards[s.id], step=3, samples=4, show=3, temperature=0.0)
     assert evaluation is not None
-    assert (evaluation.accuracy, evaluation.failed) == (0.5, 1)
+    assert (evaluation.reward, evaluation.failed) == (0.5, 1)
     lengths = [s.log.response_tokens for s in seen if s.state == "scored"]
     assert evaluation.tokens_mean == sum(lengths) / 3
     shown = [(answer.question, answer.answer, answer.reward) for answer in evaluation.answers]
     assert shown == [(s.task.question, f"answer to {s.task.id}", s.reward) for s in (seen[0], seen[2])]
     assert all(s.temperature == 0.0 for s in seen)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "name"),
+    [((0.0, 1.0), "accuracy"), ((0.0, 0.0), "accuracy"), ((7.5, 7.5), "reward"), ((1.0, 0.5), "reward"),
+     ((-1.0, 1.0), "reward"), ((2.0, 0.0), "reward")],
+)  # fmt: skip
+def test_a_mean_reward_is_an_accuracy_only_where_every_reward_is_0_or_1(rewards: tuple[float, ...], name: str) -> None:
+    evaluation, _ = evaluate(2, lambda s: rewards[int(s.id[-1])], samples=2)
+    assert evaluation is not None
+    assert str(evaluation).startswith(f"held-out {name} {sum(rewards) / 2:.3f} over 2 answers")
+    assert evaluation.accuracy == (sum(rewards) / 2 if name == "accuracy" else None)
 
 
 def test_an_evaluation_nobody_could_judge_names_the_reason() -> None:
@@ -143,7 +155,7 @@ def test_an_evaluation_survives_the_death_of_a_worker() -> None:
         run.kill_worker(0)
         evaluation = await call
         assert evaluation is not None
-        assert (evaluation.accuracy, evaluation.failed) == (1.0, 0)
+        assert (evaluation.reward, evaluation.failed) == (1.0, 0)
         assert 0 < len(evaluation.answers) <= 6
         await run.revive_worker(0)
         await asyncio.sleep(60)
@@ -206,22 +218,22 @@ def test_every_domain_is_asked_as_much_and_counts_as_much(sizes: dict[str, int],
         tasks_asked = Counter(sample.task.id for sample in seen if sample.task.domain == domain)
         assert len(tasks_asked) == min(size, asked[domain])
         assert max(tasks_asked.values()) - min(tasks_asked.values()) <= 1
-    assert {name: score.accuracy for name, score in evaluation.domains.items()} == {name: worth[name] for name in sizes}
-    assert evaluation.accuracy == pytest.approx(sum(worth[name] for name in sizes) / len(sizes))
+    assert {name: score.reward for name, score in evaluation.domains.items()} == {name: worth[name] for name in sizes}
+    assert evaluation.reward == pytest.approx(sum(worth[name] for name in sizes) / len(sizes))
 
 
 def test_labels_alone_are_measured_but_every_task_counts_the_same() -> None:
     evaluation, seen = evaluate_domains({"a": 1, "b": 3}, lambda s: float(s.task.domain == "a"), False, samples=8)
     assert Counter(sample.task.domain for sample in seen) == {"a": 2, "b": 6}
-    assert evaluation.accuracy == 0.25
-    assert {name: score.accuracy for name, score in evaluation.domains.items()} == {"a": 1.0, "b": 0.0}
+    assert evaluation.reward == 0.25
+    assert {name: score.reward for name, score in evaluation.domains.items()} == {"a": 1.0, "b": 0.0}
     assert "\n  a: 1.000 over 2 answers, 0 failed\n  b: 0.000 over 6 answers" in str(evaluation)
     assert evaluate_domains({"a": 3}, lambda s: 1.0, False, samples=3)[0].domains == {}
 
 
 def test_a_domain_nobody_could_judge_is_left_out_of_the_mean() -> None:
     evaluation, _ = evaluate_domains({"a": 2, "b": 2}, lambda s: 0.5 if s.task.domain == "a" else "broken", samples=4)
-    assert (evaluation.accuracy, evaluation.failed, set(evaluation.domains)) == (0.5, 2, {"a"})
+    assert (evaluation.reward, evaluation.failed, set(evaluation.domains)) == (0.5, 2, {"a"})
 
 
 def test_parts_of_rewards_are_told_over_the_answers_that_have_them() -> None:

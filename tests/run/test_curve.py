@@ -10,12 +10,12 @@ from roll.run import Panel, draw_curve
 from roll.run.curve import series, smooth
 
 PANELS = (
-    Panel("learning", "reward/mean", "training reward", "eval/accuracy", "held-out accuracy"),
+    Panel("learning", "reward/mean", "training reward", "eval/reward", "held-out accuracy"),
     Panel("length", "response/tokens_mean"),
 )
 FULL = [
     {"step": step, "reward/mean": step / 20, "response/tokens_mean": 50 - step}
-    | ({"eval/accuracy": step / 20} if step % 5 == 0 else {})
+    | ({"eval/reward": step / 20} if step % 5 == 0 else {})
     for step in range(20)
 ]
 
@@ -26,7 +26,7 @@ FULL = [
         [],
         [{"step": 1}],
         [{"step": 1, "reward/mean": None}],
-        [{"step": 1, "eval/accuracy": 0.5}, {"step": 2, "reward/mean": -1.0}],
+        [{"step": 1, "eval/reward": 0.5}, {"step": 2, "reward/mean": -1.0}],
         FULL,
     ],
     ids=["none", "other", "null", "few", "full"],
