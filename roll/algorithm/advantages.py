@@ -15,7 +15,7 @@ from roll.algorithm.rewards import Floats
 from roll.data.columns import Indices
 
 STD_FLOOR = 1e-6
-"""Scores that spread less are equal: a mean of equal numbers may be off by a rounding."""
+"""Scores that spread less count as equal: what is left is the rounding of fp32 log-probs and rewards."""
 
 
 def index_of(keys: NDArray[Any]) -> Indices:
@@ -24,8 +24,15 @@ def index_of(keys: NDArray[Any]) -> Indices:
 
 
 def mean_within(values: Floats, which: Indices) -> Floats:
-    """The mean of the values with the same number, at each of them."""
-    return np.asarray((np.bincount(which, weights=values) / np.maximum(np.bincount(which), 1))[which])
+    """The mean of the values with the same number, at each of them.
+
+    It is the first of them plus the mean distance from it, so that the mean of equal values is exactly that value.
+    """
+    counts = np.bincount(which)
+    first = np.zeros(len(counts))
+    first[which[::-1]] = values[::-1]  # of several assignments to one place the last one stays
+    apart = np.bincount(which, weights=values - first[which]) / np.maximum(counts, 1)
+    return np.asarray((first + apart)[which])
 
 
 def std_within(values: Floats, which: Indices) -> Floats:
@@ -50,6 +57,12 @@ def without_noise(centred: Floats, spread: Floats) -> Floats:
 def scaled(centred: Floats, spread: Floats) -> Floats:
     """centred / spread, and 0 where there is no spread."""
     return without_noise(centred, spread) / np.maximum(spread, STD_FLOOR)
+
+
+def whitened(values: Floats) -> Floats:
+    """The values with mean 0 and standard deviation (n - 1) 1; zeros where they have no spread, as one alone has none."""
+    together = np.zeros(len(values), np.int64)
+    return scaled(values - mean_within(values, together), std_within(values, together))
 
 
 def group_relative(scores: NDArray[Any], groups: NDArray[Any], scale_by_std: bool) -> Floats:

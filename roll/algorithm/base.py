@@ -56,10 +56,14 @@ class Algorithm:
         return self.config.needs_critic
 
     @property
+    def has_kl_in_reward(self) -> bool:
+        """Whether rewards, those that a critic learns from included, have a KL penalty in them."""
+        return self.config.needs_reference and self.config.kl_in == "reward"
+
+    @property
     def needs_sample_kl(self) -> bool:
         """Whether batches need the column `kl`: samples are compared with the penalty in their reward."""
-        config = self.config
-        return config.needs_reference and config.kl_in == "reward" and config.credit == "sample"
+        return self.has_kl_in_reward and self.config.credit == "sample"
 
     @property
     def loss(self) -> LossSpec:
@@ -145,7 +149,8 @@ class Algorithm:
         elif config.baseline == "leave_one_out":
             advantage = without_noise(scores - leave_one_out(scores, group), std_within(scores, group))
         elif config.baseline == "batch":
-            advantage = scores - mean_within(scores, index_of(domains))
+            domain = index_of(domains)
+            advantage = without_noise(scores - mean_within(scores, domain), std_within(scores, domain))
         elif config.baseline == "running":
             advantage = scores - mean
         elif config.baseline == "greedy":

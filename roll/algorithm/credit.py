@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from roll.algorithm.advantages import returns_of
+from roll.algorithm.advantages import returns_of, whitened
 from roll.algorithm.kl import kl_estimate
 from roll.algorithm.rewards import Floats
 from roll.algorithm.streams import CreditSpec, Estimator
@@ -39,8 +39,8 @@ def token_credit(batch: Batch, spec: CreditSpec) -> TokenCredit:
             values = returns_of(rewards, offsets, spec.discount)
         else:
             values, returns = gae(rewards, _sampled(batch, "values", sampled), offsets, spec.discount, spec.gae_lambda)
-    if spec.whiten and len(values):
-        values = (values - values.mean()) / (values.std() + 1e-8)
+    if spec.whiten:
+        values = whitened(values)
     if spec.clip is not None:
         values = np.clip(values, -spec.clip, spec.clip)
     return TokenCredit(_spread(values, sampled, batch), None if returns is None else _spread(returns, sampled, batch))
@@ -91,6 +91,7 @@ def _token_rewards(batch: Batch, sampled: Indices, offsets: Indices, spec: Credi
 
 
 def _token_kl(batch: Batch, sampled: Indices, estimator: Estimator) -> Floats:
+    """From the proximal log-probs where the batch has them (a step of several updates), else from the sampler's."""
     if "ref" not in batch:
         raise ValueError("a KL penalty needs the reference's log-probs: the batch has no column 'ref'")
     drawn = "proximal" if "proximal" in batch else "behaviour"

@@ -21,11 +21,11 @@ class Moments:
     def add(self, values: Floats) -> None:
         if not len(values):
             return
-        mean = float(values.mean())
+        mean = float(values[0] + (values - values[0]).mean())  # of equal numbers it is exactly that number
         squares = float(((values - mean) ** 2).sum())
         total, gap = self.count + len(values), mean - self.mean
         self.squares += squares + gap**2 * self.count * len(values) / total
-        self.mean += gap * len(values) / total
+        self.mean += gap * (len(values) / total)
         self.count = total
 
     @property

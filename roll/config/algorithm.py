@@ -38,7 +38,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
     "gspo": {**_GROUP, "ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence_mean"},
     "cispo": {**_GROUP, "loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
     "topr": {"baseline": "group", "loss": "topr", "aggregation": "sequence_sum", "correction": "none"},
-    "raft_pp": {"positive_above": 0.0},
+    "raft_pp": {"positive_above": 0.0, "aggregation": "sequence_mean"},
     "lite_ppo": {"baseline": "group", "scale": "batch"},
     "sapo": {**_GROUP, "loss": "sapo", "aggregation": "sequence_mean"},
     "starpo": {**_GROUP, "clip_high": 0.28},

@@ -217,6 +217,11 @@ class TrainConfig(Section):
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the decoder's layers with `torch.compile`; `auto`: on a GPU in 16 bits, without adapters."""
 
+    @property
+    def several_updates(self) -> bool:
+        """Whether a step makes more than one optimizer step, so that its later ones are off-policy."""
+        return self.updates_per_step * self.epochs_per_step > 1
+
 
 class EvalConfig(Section):
     """How held-out data is measured."""

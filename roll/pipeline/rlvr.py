@@ -179,10 +179,14 @@ class RLVR:
         return stats
 
     async def _compared(self, batch: Batch) -> Batch:
-        """The batch with what the algorithm needs of the reference."""
+        """The batch with what the algorithm needs of the reference and, where a KL penalty is in the reward of several
+        updates, the log-probs before the first of them: actor and critic take the penalty from the same ones."""
         if not self._algorithm.needs_reference:
             return batch
         actor, reference = self._roles.actor, self._roles.reference
+        if self._algorithm.has_kl_in_reward and self._config.train.several_updates:
+            await self._turns.enter("train")
+            batch = batch.with_columns(proximal=await actor.call(TrainWorker.log_probs, batch))
         await self._turns.enter("train" if reference is None else "reference")
         if reference is None:  # it is the base of the actor's adapters
             batch = batch.with_columns(ref=await actor.call(TrainWorker.base_log_probs, batch))

@@ -190,13 +190,14 @@ def test_gae_obeys_its_recursion(step: list[RefSample], gamma: float, lam: float
 
 
 def test_whitening_counts_trained_tokens_only() -> None:
-    """1, 2, 3 have mean 2 and deviation sqrt(2/3); the row of weight 0 does not count and is not touched."""
+    """1, 2, 3 have mean 2 and deviation 1 (with n - 1); the row of weight 0 does not count and is not touched."""
     samples = [sample(token(), token()), sample(token(), weight=0), sample(token())]
     found = whiten(samples, [[1, 2], [99], [3]])
-    assert found[0] == near([-(1.5**0.5), 0])
-    assert found[1:] == [[99], near([1.5**0.5])]
+    assert found[0] == near([-1, 0])
+    assert found[1:] == [[99], near([1])]
     assert clip_advantages([[-3, 0.5, 3]], 1) == [[-1, 0.5, 1]]
     assert whiten([sample()], [[]]) == [[]]
+    assert whiten([sample(token())], [[5]]) == [[0]], "one value alone has no spread"
 
 
 def test_estimators_of_kl() -> None:

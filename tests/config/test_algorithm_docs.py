@@ -43,6 +43,13 @@ TABLE = {
 REFUSED = [written.strip("`") for written, _ in rows("written", "why")]
 
 
+DEFAULTS = [
+    (re.findall(r"`(\w+)`", recipe) or ["grpo"], setting.strip("`"), here)
+    for recipe, setting, here, *_ in rows("recipe", "setting", "here", "paper", "TRL", "verl", "why")
+    if setting.startswith("`")
+]
+
+
 def settings_of(pieces: list[str]) -> dict[str, Any]:
     """What a row of the table says, as settings."""
     baseline, scale, credit, loss, ratio, aggregation, kl, clip, besides = pieces
@@ -71,6 +78,23 @@ def test_the_table_says_what_a_recipe_is(name: str) -> None:
     assert set(RECIPES[name]) <= set(said), "the row leaves out a setting of the recipe"
     assert ("ratio" in said) == (config.loss in RATIO_LOSSES)
     assert ("clip_low" in said) == (config.loss in ("clipped", "cispo"))
+
+
+@pytest.mark.parametrize(("recipes", "setting", "here"), DEFAULTS, ids=lambda value: str(value))
+def test_the_defaults_that_are_compared_with_others_are_ours(recipes: list[str], setting: str, here: str) -> None:
+    tiny = str(Path(__file__).parents[2] / "examples" / "tiny.yaml")
+    section, field = setting.split(".")
+    for recipe in recipes:
+        if section == "algorithm":
+            found = getattr(AlgorithmConfig(name=recipe), field)
+        else:
+            found = type(getattr(load_config(tiny, []), section)).model_fields[field].default
+        assert found == yaml.safe_load(here), recipe
+
+
+def test_every_recipe_is_compared_with_others() -> None:
+    said = {recipe for recipes, _, _ in DEFAULTS for recipe in recipes}
+    assert said == set(RECIPES)
 
 
 @pytest.mark.parametrize("name", RECIPES)

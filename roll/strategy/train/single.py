@@ -77,7 +77,7 @@ class SingleStrategy:
     def update(self, batch: Batch, loss: LossSpec, step: int) -> UpdateStats:
         if "advantage" not in batch:
             raise ValueError("the batch has no column 'advantage': credit it before an update")
-        if self._config.updates_per_step * self._config.epochs_per_step > 1 and "proximal" not in batch:
+        if self._config.several_updates and "proximal" not in batch:
             batch = batch.with_columns(proximal=self.log_probs(batch))
         batch = batch.with_columns(advantages=token_credit(batch, loss.credit).advantages)
         lr = learning_rate(self._config, step)

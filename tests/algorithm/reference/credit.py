@@ -87,14 +87,15 @@ def credit_gae(
 
 
 def whiten(samples: Sequence[RefSample], advantages: Rows) -> Rows:
-    """(A - mean) / (std + 1e-8) over the step's trained tokens, std with n. The others' rows stay as they are."""
+    """(A - mean) / std over the step's trained tokens, std with n - 1, and 0 without a spread. The others' rows stay as
+    they are."""
     pool = [advantages[i][t] for i, t in trained_tokens(samples)]
     if not pool:
         return advantages
     centre = sum(pool) / len(pool)
-    spread = math.sqrt(sum((value - centre) ** 2 for value in pool) / len(pool))
+    spread = math.sqrt(sum((value - centre) ** 2 for value in pool) / (len(pool) - 1)) if len(pool) > 1 else 0.0
     return [
-        [(value - centre) / (spread + 1e-8) for value in row] if sample.trained else row
+        [(value - centre) / spread if spread > 1e-6 else 0.0 for value in row] if sample.trained else row
         for sample, row in zip(samples, advantages, strict=True)
     ]
 

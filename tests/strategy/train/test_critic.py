@@ -171,3 +171,12 @@ def test_it_goes_on_where_it_was_saved(tmp_path: Path) -> None:
     for critic in (one, other):
         critic.update(batch, GAE, 1)
     np.testing.assert_array_equal(one.values(batch), other.values(batch))
+
+
+def test_rewards_that_the_actor_would_not_have_are_refused() -> None:
+    """With several updates the actor takes its KL penalties from the proximal log-probs."""
+    critic, batch = make_critic(updates=2), make_batch()
+    batch = batch.with_columns(values=critic.values(batch), ref=batch["behaviour"])
+    with pytest.raises(ValueError, match="'proximal'"):
+        critic.update(batch, CreditSpec("gae", kl_coef=0.1), 0)
+    critic.update(batch.with_columns(proximal=batch["behaviour"]), CreditSpec("gae", kl_coef=0.1), 0)
