@@ -230,7 +230,8 @@ def test_a_folder_that_is_no_run_is_neither_used_nor_moved(
 def test_resuming_with_other_settings_is_refused(old_run: Path, refusal: Callable[..., str]) -> None:
     same = (*SMALL, "run=runs/tiny")
     message = refusal("train", "examples/tiny.yaml", *same, "train.lr=0.5", "seed=9", "eval.samples=5", "--resume")
-    assert "other settings of seed, reward.name, train.lr:" in message
+    assert "other settings of seed, reward.name:" in message
+    assert "seed is 9, was 0: the order of the tasks" in message
     assert "config.yaml --resume" in message
 
 

@@ -200,7 +200,7 @@ class Algorithm:
         return {"kl_coef": self._kl.value, "scores": self._running.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._kl.value = state["kl_coef"]
+        self._kl.restore(state["kl_coef"])
         self._running.restore(state["scores"])
 
 

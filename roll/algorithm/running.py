@@ -58,6 +58,11 @@ class KLWeight:
         self._target = target
         self._horizon = horizon
 
+    def restore(self, value: float) -> None:
+        """Continue with the weight that was reached. One that nothing steers is what the config says."""
+        if self._target is not None:
+            self.value = value
+
     def observe(self, kl: float, samples: int) -> None:
         """The KL a token was so large over so many samples."""
         if self._target is not None and math.isfinite(kl):

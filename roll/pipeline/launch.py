@@ -13,7 +13,7 @@ from typing import Any, cast
 from roll.child.collector import spare_collector
 from roll.cluster import Executor
 from roll.cluster.errors import RemoteError
-from roll.config import Config, UserError, changed_keys, dump_config, load_config
+from roll.config import Config, UserError, dump_config
 from roll.config.schema import SuperviseConfig
 from roll.data.chat_sources import ChatSource
 from roll.data.sources import TaskSource
@@ -22,20 +22,14 @@ from roll.pipeline.held_out import HeldOut
 from roll.pipeline.prepare import Pipeline, RLVRPipeline, prepare
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.report import PlainReporter, Reporter
+from roll.pipeline.resume import Resumed, newest_checkpoint, resumed
 from roll.pipeline.roles import TrainRoles, executor_of, inventory_of
 from roll.pipeline.state import State
 from roll.reward import RewardFn
 from roll.rollout.evaluate import Evaluation
 from roll.rollout.transcript import Transcript
-from roll.run import Checkpoint, Checkpoints, RunFolder
+from roll.run import RunFolder
 from roll.run.folder import first_to_make
-
-MAY_CHANGE_ON_RESUME = (
-    *("train.steps", "eval.", "run.", "reward.workers", "reward.deadline_s", "reward.tries"),
-    *("executor", "devices", "offload", "roles.", "weights.", "ray.", "supervise.", "env.", "data.epochs"),
-)
-MUST_STAY_ON_RESUME = ("roles.reward_model.model.", "roles.judge.model.")
-"""All the same: they are part of the reward."""
 
 
 def train(
@@ -71,9 +65,11 @@ def train(
         recorder: Recorder | None = None
         with folder.lock():
             try:
-                checkpoint = _checkpoint_to_resume(config, folder) if resume else None
+                origin = resumed(config, folder) if resume else Resumed(None, ())
+                for remark in origin.remarks:
+                    reporter.warned(remark)
                 with Recorder.open(pipeline.config, folder, reporter) as recorder:
-                    return asyncio.run(_train(pipeline, recorder, executor, plan, checkpoint))
+                    return asyncio.run(_train(pipeline, recorder, executor, plan, config, origin))
             except UserError:
                 if not (recorder and recorder.steps):
                     undo()  # refused while it started: nothing happened in it
@@ -108,9 +104,10 @@ def _nothing() -> None:
 
 
 async def _train(
-    pipeline: Pipeline[Any, Any], recorder: Recorder, executor: Executor, plan: Plan, checkpoint: Checkpoint | None
+    pipeline: Pipeline[Any, Any], recorder: Recorder, executor: Executor, plan: Plan, written: Config, origin: Resumed
 ) -> dict[str, Any]:
-    config = pipeline.config
+    """`written` is the config as the user wrote it, without the sizes that the pipeline found out."""
+    config, checkpoint = pipeline.config, origin.checkpoint
     loading = "loading the model" + (" and starting vLLM" if config.roles.actor_infer.strategy == "vllm" else "")
     recorder.reporter.phase(loading if config.executor == "local" else "starting the workers")
     executor.connect()  # before signals are ours: Ray would take them
@@ -119,23 +116,26 @@ async def _train(
             recorder.begun = True
             spare_collector()
             recorder.reporter.started(recorder.folder.path, config.train.steps, checkpoint.step if checkpoint else 0)
-            state = await _train_with(roles, pipeline, recorder, checkpoint)
+            state = await _train_with(roles, pipeline, recorder, written, origin)
         summary = recorder.finish(state, pipeline.panels(state))
         recorder.reporter.finished(summary)
     return summary
 
 
 async def _train_with(
-    roles: TrainRoles, pipeline: Pipeline[Any, Any], recorder: Recorder, checkpoint: Checkpoint | None
+    roles: TrainRoles, pipeline: Pipeline[Any, Any], recorder: Recorder, written: Config, origin: Resumed
 ) -> State:
     """The run, going back to its last checkpoint by itself as often as a trainer dies and may."""
     deaths: list[float] = []
+    checkpoint, changes = origin.checkpoint, origin.changes
     if checkpoint is not None:
         await roles.load(checkpoint.path)
     while True:
         if checkpoint is None:
             recorder.begin()
         state: State = pipeline.state({} if checkpoint is None else recorder.resume(checkpoint))
+        recorder.change(state.step, changes, written)
+        changes = ()
         state.seconds += recorder.lap()  # what it took to start is no step's
         try:
             folder = None if checkpoint is None else checkpoint.path
@@ -145,7 +145,7 @@ async def _train_with(
                 raise
             _count_death(deaths, pipeline.config.supervise, error)
             recorder.reporter.warned(f"{str(error).splitlines()[0]}: going back to the last checkpoint")
-        checkpoint = Checkpoints(recorder.folder).latest()
+        checkpoint = newest_checkpoint(recorder.folder)
         await roles.restart_trainers(None if checkpoint is None else checkpoint.path)
 
 
@@ -194,25 +194,6 @@ def play(
 async def _play(pipeline: RLVRPipeline, executor: Executor, plan: Plan, episodes: int) -> list[Transcript]:
     async with pipeline.start(executor, plan) as roles:
         return await pipeline.play(roles, episodes)
-
-
-def _checkpoint_to_resume(config: Config, folder: RunFolder) -> Checkpoint | None:
-    """The newest checkpoint of the run, verified; None when the run died before its first."""
-    saved = load_config(folder.config_path)
-    changed = [key for key in changed_keys(saved, config) if not _may_change(key)]
-    if changed:
-        raise UserError(
-            f"the run in {config.run.dir} was started with other settings of {', '.join(changed)}: "
-            f"resume it as it was (roll train {folder.config_path} --resume), or write run.dir=OTHER for a new run"
-        )
-    checkpoint = Checkpoints(folder).latest()
-    if checkpoint is not None:
-        checkpoint.verify()
-    return checkpoint
-
-
-def _may_change(key: str) -> bool:
-    return key.startswith(MAY_CHANGE_ON_RESUME) and not key.startswith(MUST_STAY_ON_RESUME)
 
 
 @contextmanager

@@ -14,8 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from roll.config import dump_config
 from roll.config.schema import Config
 from roll.pipeline.report import Measured, Reporter, StepReport
+from roll.pipeline.resume import Change
 from roll.pipeline.state import State
 from roll.pipeline.time_left import seconds_left
 from roll.run import (
@@ -29,6 +31,7 @@ from roll.run import (
     draw_curve,
     drop_samples_after,
 )
+from roll.run.history import History
 from roll.run.stages import StageClock
 from roll.run.trace import Trace
 from roll.strategy.train.base import UpdateStats
@@ -62,6 +65,7 @@ class Recorder:
         self._shown_s = 0.0
         self._config = config
         self._metrics = metrics
+        self._history = History(folder)
         self._checkpoints = Checkpoints(folder, keep=config.run.keep_checkpoints)
         self._clock = time.monotonic()
         self._recent: deque[float] = deque(maxlen=3)
@@ -106,6 +110,7 @@ class Recorder:
         self.ledger.roll_back(0, 0)
         self._metrics.truncate_after(-1)
         drop_samples_after(self.folder, -1)
+        self._history.add("began", 0)
 
     def resume(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Goes back to a checkpoint: what came after it is rolled back on the ledger and forgotten by the metrics.
@@ -116,7 +121,16 @@ class Recorder:
         self.ledger.roll_back(state.pop("ledger_position"), checkpoint.step)
         self._metrics.truncate_after(checkpoint.step)
         drop_samples_after(self.folder, checkpoint.step)
+        self._history.add("resumed", checkpoint.step)
         return state
+
+    def change(self, step: int, changes: Sequence[Change], config: Config) -> None:
+        """Puts settings that a run continues with on record and on the screen; config.yaml says them from now on."""
+        for change in changes:
+            self._history.add("changed", step, key=change.key, before=change.before, after=change.after)
+            self.reporter.warned(f"from step {step} on {change}")
+        if changes:
+            self.folder.write_config(dump_config(config))
 
     def evaluated(self, step: int, values: Mapping[str, float], measured: Measured) -> None:
         self._metrics.log(step, values)
@@ -170,6 +184,7 @@ class Recorder:
         saved = {**state.to_dict(), "ledger_position": self.ledger.position, "took_s": self._took_s}
         with self._checkpoints.saving(state.step, saved) as path:
             await write(path)
+        self._history.add("saved", state.step)
 
     def finish(self, state: State, panels: Sequence[Panel]) -> dict[str, Any]:
         """Writes the summary and draws the curve; returns the summary."""

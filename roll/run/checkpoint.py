@@ -110,6 +110,12 @@ class Checkpoints:
         whole = _whole(self._dir)
         return _load(*whole[0]) if whole else None
 
+    def hollow(self) -> list[Path]:
+        """Folders with the name of a checkpoint newer than the newest whole one, but no manifest: they have lost it."""
+        whole = _whole(self._dir)
+        named = [path for path in sorted(self._dir.glob("step-*")) if _NAME.fullmatch(path.name)]
+        return [path for path in named if not (path / _MANIFEST).is_file() and (not whole or _step(path) > whole[0][0])]
+
     def _tidy(self) -> None:
         """Delete what nobody will read: what a crash left, replaced checkpoints, and all but the newest `keep`."""
         for leftover in self._dir.glob(".step-*.tmp-*"):
@@ -157,7 +163,8 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
 
 def _damaged(path: Path, name: str, how: str) -> UserError:
     older = [other for step, other in _whole(path.parent) if step < _step(path)]
-    fall_back = f"delete the folder {path} to go back to {older[0].name}, or " if older else ""
+    run = path.parent.parent
+    fall_back = f"`roll repair {run}` moves it aside, and the run continues from {older[0].name}; or " if older else ""
     return UserError(f"checkpoint file {path / name} is damaged ({how}): {fall_back}start over with --restart")
 
 

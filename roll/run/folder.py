@@ -6,6 +6,7 @@
       ledger.sqlite  an index of it, made when somebody asks
       metrics.jsonl  numbers of every step
       trace.json     every stage of every sample, for Perfetto
+      history.jsonl  when it began, was saved, resumed and repaired, and settings that were changed
       logs/          what workers in processes of their own print, a file each
       samples/       texts and rewards, a file a step
       checkpoints/   whole checkpoints only
@@ -42,13 +43,22 @@ from roll.run.files import atomic_write, to_json
 
 _LEFTOVER = re.compile(r"\.lock|\..+\.tmp-\d+")
 _HOLDER = re.compile(r"pid \d+ on \S")
-_OWN_FILES = ("metrics.jsonl", "ledger.*", "trace*.json", "summary.json", "curve.png", ".*.tmp-*", "config.yaml")
+_OWN_FILES = (
+    "metrics.jsonl",
+    "history.jsonl",
+    "ledger.*",
+    "trace*.json",
+    "summary.json",
+    "curve.png",
+    ".*.tmp-*",
+    "config.yaml",
+)
 _OWN_FOLDERS = ("logs", "samples", "checkpoints", "tensorboard")
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run's folder. It has a config.yaml, written once when the folder was created."""
+    """A run's folder. It has a config.yaml, written when it was created, and again when settings change."""
 
     path: Path
 
@@ -166,6 +176,10 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def history_path(self) -> Path:
+        return self.path / "history.jsonl"
+
+    @property
     def samples_dir(self) -> Path:
         return self.path / "samples"
 
@@ -184,6 +198,10 @@ class RunFolder:
     @property
     def curve_path(self) -> Path:
         return self.path / "curve.png"
+
+    def write_config(self, config_yaml: str) -> None:
+        """Replace config.yaml."""
+        atomic_write(self.config_path, config_yaml)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replace summary.json."""

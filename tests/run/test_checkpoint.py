@@ -164,7 +164,7 @@ def test_damage_is_named_with_what_to_do(folder: RunFolder, name: str, damage: C
     damage(checkpoint.path / name)
     with pytest.raises(UserError) as error:
         checkpoint.verify()
-    for word in (str(checkpoint.path / name), "delete the folder", "step-000009", "--restart"):
+    for word in (str(checkpoint.path / name), f"roll repair {folder.path}", "step-000009", "--restart"):
         assert word in str(error.value)
 
     shutil.rmtree(checkpoint.path)

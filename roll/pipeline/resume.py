@@ -1,0 +1,154 @@
+"""Continuing a run: from which checkpoint, and with which settings.
+
+What always holds: a run that has had a checkpoint never starts from the beginning by itself; a setting that changed is in
+the run's history, and config.yaml says what the run does now.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from roll.config import Config, UserError, changed_keys, load_config
+from roll.config.explain import shown
+from roll.run import Checkpoint, Checkpoints, Metrics, RunFolder
+from roll.run.history import History
+
+MUST_STAY = {
+    "pipeline": "the checkpoint is this pipeline's",
+    "model.": "the checkpoint holds the weights of this model, in this form",
+    "seed": "the order of the tasks and the noise of sampling follow from it",
+    "deterministic": "the bits of the run so far depend on it",
+    "tasks.": "the checkpoint says which of these tasks were drawn",
+    "domains": "the checkpoint says which of their tasks were drawn",
+    "data.": "the checkpoint says which of these conversations were drawn",
+    "reward.": "rewards before and after could not be compared",
+    "roles.reward_model.model.": "it gives rewards, and rewards before and after could not be compared",
+    "roles.judge.model.": "it gives rewards, and rewards before and after could not be compared",
+    "rollout.temperature": "samples that the checkpoint holds were drawn with it",
+    "rollout.top_p": "samples that the checkpoint holds were drawn with it",
+    "rollout.top_k": "samples that the checkpoint holds were drawn with it",
+    "rollout.train_on_truncated": "samples that the checkpoint holds were drawn under it",
+    "rollout.groups_per_step": "the checkpoint says where in its rounds of groups the task order is",
+    "rollout.order": "the checkpoint holds the state of the other order",
+    "rollout.lookahead": "the checkpoint holds the tasks that the order chooses from",
+    "train.optimizer": "the checkpoint holds the moments of the other optimizer",
+    "algorithm.name": "the checkpoint holds the state of the other algorithm",
+    "algorithm.baseline": "the checkpoint holds the statistics of the other baseline",
+    "algorithm.scale": "the checkpoint holds the statistics of the other scale",
+    "algorithm.per_domain": "the checkpoint holds the statistics of the other scale",
+    "algorithm.credit": "the checkpoint has, or lacks, the weights of a critic",
+}
+"""Settings, and sections with a dot at their end, that a run keeps to its end, and why."""
+MAY_CHANGE = ("data.epochs", "reward.workers", "reward.deadline_s", "reward.tries")
+"""All the same, although their sections may not."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting that a run continues with, another than before."""
+
+    key: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} is {shown(self.after)}, was {shown(self.before)}"
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run continues from: None for the checkpoint means from the beginning."""
+
+    checkpoint: Checkpoint | None
+    changes: tuple[Change, ...]
+    remarks: tuple[str, ...] = ()
+
+
+def resumed(config: Config, folder: RunFolder) -> Resumed:
+    """How the run in a folder continues with a config; refused where it cannot."""
+    changes = changes_since(load_config(folder.config_path), config)
+    refuse_changes(folder, config, changes)
+    checkpoint = newest_checkpoint(folder)
+    if checkpoint is not None:
+        checkpoint.verify()
+    return Resumed(checkpoint, changes, tuple(_remarks(folder, checkpoint)))
+
+
+def changes_since(before: Config, after: Config) -> tuple[Change, ...]:
+    """The settings that differ."""
+    return tuple(Change(key, _at(before, key), _at(after, key)) for key in changed_keys(before, after))
+
+
+def why_kept(key: str, config: Config) -> str | None:
+    """Why a run cannot continue with another value of a setting; None if it can."""
+    if key in MAY_CHANGE:
+        return None
+    if key == "rollout.groups_per_step" and config.rollout.order in ("in_order", "lookahead"):
+        return None
+    if key == "algorithm.kl_coef" and config.algorithm.kl_target is not None:
+        return "algorithm.kl_target steers it, and the checkpoint holds the value that was reached"
+    return next((why for name, why in MUST_STAY.items() if _names(name, key)), None)
+
+
+def _names(name: str, key: str) -> bool:
+    return key.startswith(name) if name.endswith(".") else key == name or key.startswith(f"{name}.")
+
+
+def refuse_changes(folder: RunFolder, config: Config, changes: tuple[Change, ...]) -> None:
+    refused = [(change, why) for change in changes if (why := why_kept(change.key, config)) is not None]
+    if refused:
+        listed = "".join(f"\n  {change}: {why}" for change, why in refused)
+        raise UserError(
+            f"the run in {folder.path} cannot continue with other settings of "
+            f"{', '.join(change.key for change, _ in refused)}: resume it without them (roll train {folder.config_path} "
+            f"--resume), or write run.dir=OTHER model={folder.path} for a new run from its weights{listed}"
+        )
+
+
+def newest_checkpoint(folder: RunFolder) -> Checkpoint | None:
+    """The newest checkpoint of a run; None if it has never had one. Refused where they are gone, or one is half there."""
+    checkpoints = Checkpoints(folder)
+    if hollow := checkpoints.hollow():
+        raise UserError(
+            f"checkpoint {hollow[-1]} is damaged (it has no manifest): `roll repair {folder.path}` moves it aside and "
+            "says what the run can continue from"
+        )
+    checkpoint = checkpoints.latest()
+    if checkpoint is None and (step := _once_saved(folder)) is not None:
+        raise UserError(
+            f"the run in {folder.path} has had checkpoints, the newest of step {step}, but {folder.checkpoints_dir} "
+            "holds none: put it back and resume, or start over with --restart, which moves this run aside"
+        )
+    return checkpoint
+
+
+def _once_saved(folder: RunFolder) -> int | None:
+    """The step of a checkpoint that the run must have had."""
+    saved = History(folder).newest_saved()
+    if saved is not None:
+        return saved
+    if (summary := folder.read_summary()) is not None:  # written after the last checkpoint
+        return int(summary["steps"])
+    every = load_config(folder.config_path).run.checkpoint_every
+    if not every or not folder.metrics_path.exists():
+        return None
+    done = max((row["step"] for row in Metrics.read(folder.metrics_path)), default=0)
+    return (done - 1) // every * every if done > every else None  # saved before the next step was begun
+
+
+def _remarks(folder: RunFolder, checkpoint: Checkpoint | None) -> list[str]:
+    """What whoever resumes should know."""
+    if checkpoint is None:
+        return ["the run ended before its first checkpoint: it starts from the beginning"]
+    saved = History(folder).newest_saved()
+    if saved is not None and saved > checkpoint.step:
+        return [f"the checkpoint of step {saved} is gone: the run continues from step {checkpoint.step}"]
+    return []
+
+
+def _at(config: Config, key: str) -> Any:
+    value: Any = config.model_dump()
+    for name in key.split("."):
+        value = value[name]
+    return value
