@@ -41,7 +41,7 @@ def samples(rewards: list[float], groups: list[int], domains: list[str] | None =
 
 
 def tokens(values: list[float], masked: list[bool]) -> Batch:
-    """One sample with a sampled token of each value where it is not masked, in turns that have the values as advantages."""
+    """One sample with a sampled token for each value that is not masked, each in a turn with the value as advantage."""
     sampled = ~np.array([True, *masked])
     turn = np.where(sampled, np.cumsum(sampled) - 1, -1)
     columns: dict[str, Any] = {"ids": np.zeros(len(sampled)), "loss_mask": sampled, "turn": turn}

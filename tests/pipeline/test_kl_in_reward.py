@@ -48,7 +48,8 @@ def test_actor_and_critic_learn_from_the_same_rewards(
     seen = credits_of(tmp_path, monkeypatch, *updates)
     assert [who for who, _, _ in seen] == ["critic", "actor"] * STEPS
     for (_, theirs, critics), (_, ours, actors) in zip(seen[::2], seen[1::2], strict=True):
-        assert critics.returns is not None and actors.returns is not None
+        assert critics.returns is not None
+        assert actors.returns is not None
         np.testing.assert_array_equal(critics.returns, actors.returns)
         assert ("proximal" in theirs) == ("proximal" in ours) == bool(updates)
         if updates:

@@ -51,12 +51,10 @@ class CriticStrategy:
 
     def update(self, batch: Batch, credit: CreditSpec, step: int) -> UpdateStats:
         """Trains on the batch's returns, in as many updates as the actor makes of it; its column `values` is what was
-        predicted for it. With a KL penalty in the rewards of several updates the batch has the column `proximal`, which the
-        actor's penalties are computed from too."""
+        predicted for it. With a KL penalty in the rewards of several updates the batch has the column `proximal`, from
+        which the actor's penalties are computed too."""
         if credit.kl_coef > 0 and self._config.several_updates and "proximal" not in batch:
-            raise ValueError(
-                "the batch has no column 'proximal': the critic would learn from other rewards than the actor"
-            )
+            raise ValueError("the batch has no column 'proximal': the critic would see other rewards than the actor")
         returns = token_credit(batch, credit).returns
         assert returns is not None, "returns are credited where there is a critic"
         batch, lr = batch.with_columns(returns=returns), learning_rate(self._config, step)
