@@ -1,11 +1,14 @@
 """The command line: `roll train`, `eval`, `rollout`, `plan`, `ledger`, `export`, `doctor`.
 
-Exit status 0: done. 1: the run failed. 2: the user's error, one message and nothing else.
+Exit status 0: done. 1: the run failed. 2: the user's error, one message and nothing else. 128 + n: stopped early by
+signal n, so 130 after Ctrl-C, 143 after `kill`, 129 when the terminal was closed; `roll train` has saved by then, unless
+it was stopped twice. Output that nobody reads (`| head`, `>&-`) changes none of these.
 """
 
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,14 +17,30 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
 from roll.config.errors import RunError, UserError
+from roll.pipeline.output import tolerant_output
+from roll.pipeline.stopping import Stopped, exit_status
 
 if TYPE_CHECKING:
     from roll.config import Config
 
+
+class _Commands(TyperGroup):
+    """All commands. A signal's number would be lost in the exit status that typer makes of a KeyboardInterrupt."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stop:
+            _errors.print("stopped")
+            raise typer.Exit(exit_status(stop)) from None
+
+
 app = typer.Typer(
     name="roll",
+    cls=_Commands,
     help="Reinforcement learning of language models: the same program on a laptop's CPU and on a cluster.",
     no_args_is_help=True,
     add_completion=False,
@@ -30,8 +49,6 @@ app = typer.Typer(
 )
 _console = Console()
 _errors = Console(stderr=True)
-_INTERRUPTED = 130
-"""What typer makes of a KeyboardInterrupt."""
 
 ConfigFile = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, see docs/config.md and examples/.")]
 Overrides = Annotated[
@@ -44,7 +61,7 @@ def _version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
 
-        typer.echo(f"roll {version('roll')}")
+        print(f"roll {version('roll')}")
         raise typer.Exit
 
 
@@ -67,7 +84,8 @@ def train(
 ) -> None:
     """Train a model as CONFIG says.
 
-    Ctrl-C ends the step, saves, and prints how to go on; a second Ctrl-C ends at once.
+    Ctrl-C, SIGTERM and a closed terminal (SIGHUP) end the step, save, and print how to go on; a second one ends at once.
+    The exit status is then 128 + the signal's number.
     """
     from roll.config import load_config
 
@@ -79,21 +97,22 @@ def train(
     from roll.pipeline.launch import train as run_training
     from roll.pipeline.report import held_out_lines
 
-    if plain or not _console.is_terminal:
-        summary = run_training(settings, resume=resume, restart=restart)
-    else:
-        with LiveReporter(_console) as reporter:
-            summary = run_training(settings, resume=resume, restart=restart, reporter=reporter)
-    if summary["stopped"]:
+    with tolerant_output(every_error=True):
+        if plain or not _console.is_terminal:
+            summary = run_training(settings, resume=resume, restart=restart)
+        else:
+            with LiveReporter(_console) as reporter:
+                summary = run_training(settings, resume=resume, restart=restart, reporter=reporter)
+        if not summary["stopped"]:
+            print_summary(_console, summary)
+            return
         again = shlex.join(["roll", "train", config, *(overrides or []), "--resume"])
         for line in held_out_lines(summary):
             _console.print(line, markup=False, highlight=False)
-        _console.print(
-            f"stopped after step {summary['steps']} of {summary['steps_planned']}; go on with", highlight=False
-        )
+        done = f"stopped after step {summary['steps']} of {summary['steps_planned']}; go on with"
+        _console.print(done, highlight=False)
         _console.print(f"  {again}", highlight=False, markup=False, soft_wrap=True)
-    else:
-        print_summary(_console, summary)
+        raise typer.Exit(exit_status(Stopped(signal.Signals[summary["stopped_by"]])))
 
 
 @app.command("eval")
@@ -246,19 +265,28 @@ def _quiet_libraries() -> None:
 def main(arguments: list[str] | None = None) -> Any:
     """The entry point: the one place where a user's errors become a message and an exit status."""
     try:
+        with tolerant_output():
+            return _run(arguments)
+    except RunError as error:  # what was printed last could not be written
+        return _failed(error)
+
+
+def _run(arguments: list[str] | None) -> Any:
+    try:
         app(arguments)
     except UserError as error:
         _errors.print(f"[bold red]error:[/] {_escape(str(error))}", highlight=False, soft_wrap=True)
         return 2
     except RunError as error:
-        _errors.print(f"[bold red]the run failed:[/] {_escape(str(error))}", highlight=False, soft_wrap=True)
-        return 1
+        return _failed(error)
     except SystemExit as end:  # how typer ends, also after it has said what is wrong with the arguments
-        if end.code != _INTERRUPTED:
-            return end.code
-        _errors.print("stopped")
-        return 1
+        return end.code
     return 0
+
+
+def _failed(error: RunError) -> int:
+    _errors.print(f"[bold red]the run failed:[/] {_escape(str(error))}", highlight=False, soft_wrap=True)
+    return 1
 
 
 def _escape(text: str) -> str:

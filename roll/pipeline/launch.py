@@ -25,6 +25,7 @@ from roll.pipeline.report import PlainReporter, Reporter
 from roll.pipeline.resume import Resumed, newest_checkpoint, resumed
 from roll.pipeline.roles import TrainRoles, executor_of, inventory_of
 from roll.pipeline.state import State
+from roll.pipeline.stopping import Stopped, cancelled_by_signals, signals_to
 from roll.reward import RewardFn
 from roll.rollout.evaluate import Evaluation
 from roll.rollout.transcript import Transcript
@@ -77,7 +78,7 @@ def train(
             except (asyncio.CancelledError, KeyboardInterrupt):
                 if not (recorder and recorder.begun):
                     undo()  # stopped while it started
-                raise KeyboardInterrupt from None
+                raise Stopped((recorder and recorder.stop_signal) or signal.SIGINT) from None
 
 
 def _new_folder(place: Path, config_yaml: str, restart: bool) -> tuple[RunFolder, Callable[[], None]]:
@@ -173,9 +174,11 @@ def evaluate(
 
 
 async def _evaluate(pipeline: Pipeline[Any, Any], executor: Executor, plan: Plan) -> Evaluation | HeldOut:
-    async with pipeline.start(executor, plan) as roles:
-        found: Evaluation | HeldOut = await pipeline.evaluate(roles)
-    return found
+    executor.connect()  # before signals are ours: Ray would take them
+    with cancelled_by_signals():
+        async with pipeline.start(executor, plan) as roles:
+            found: Evaluation | HeldOut = await pipeline.evaluate(roles)
+        return found
 
 
 def play(
@@ -192,36 +195,31 @@ def play(
 
 
 async def _play(pipeline: RLVRPipeline, executor: Executor, plan: Plan, episodes: int) -> list[Transcript]:
-    async with pipeline.start(executor, plan) as roles:
-        return await pipeline.play(roles, episodes)
+    executor.connect()
+    with cancelled_by_signals():
+        async with pipeline.start(executor, plan) as roles:
+            return await pipeline.play(roles, episodes)
 
 
 @contextmanager
 def _stopping(recorder: Recorder) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM ends the step and saves; the second one cancels the run, whose roles are then closed
-    in order; a third does not wait for that. Before the run has begun there is nothing to save: the first ends it."""
+    """The first signal ends the step and saves; the second one cancels the run, whose roles are then closed in order; a
+    third does not wait for that. Before the run has begun there is nothing to save: the first ends it."""
     run = asyncio.current_task()
     assert run is not None
     cancelled = False
 
-    def ask(number: int, frame: object) -> None:
+    def ask(number: int) -> None:
         nonlocal cancelled
+        again = recorder.stop_requested
+        recorder.stop_signal = signal.Signals(number)
         if cancelled or not recorder.begun:
-            raise KeyboardInterrupt
-        if recorder.stop_requested:
+            raise Stopped(number)
+        if again:
             cancelled = True
             run.get_loop().call_soon_threadsafe(run.cancel)
         else:
-            recorder.stop_requested = True
             recorder.reporter.warned("stopping after this step and saving; again to stop at once")
 
-    signals = (signal.SIGINT, signal.SIGTERM)
-    try:
-        before = [(number, signal.signal(number, ask)) for number in signals]
-    except ValueError:  # not the main thread: whoever runs us handles signals
-        before = []
-    try:
+    with signals_to(ask):
         yield
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)

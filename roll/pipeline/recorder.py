@@ -6,6 +6,7 @@ written; the reporter hears of a step after it is on disk.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -60,7 +61,8 @@ class Recorder:
         self.age: dict[str, Any] = {}
         """How old the last batch was, for the display."""
         self.reporter = reporter
-        self.stop_requested = False
+        self.stop_signal: signal.Signals | None = None
+        """The latest signal that asked the run to end early."""
         self._trace = trace
         self._shown_s = 0.0
         self._config = config
@@ -81,6 +83,11 @@ class Recorder:
             metrics = stack.enter_context(Metrics(folder, tensorboard=config.run.tensorboard))
             trace = stack.enter_context(Trace.open(folder)) if config.run.trace else None
             yield cls(config, folder, ledger, metrics, reporter, trace)
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the run should end after this step."""
+        return self.stop_signal is not None
 
     def append(self, transition: Transition) -> None:
         """A sample has moved."""
@@ -199,6 +206,7 @@ class Recorder:
             "steps": state.step,
             "steps_planned": self._config.train.steps,
             "stopped": self.stop_requested and state.step < self._config.train.steps,
+            "stopped_by": self.stop_signal.name if self.stop_signal is not None else None,
             **state.summary(),
             "curve": str(self.folder.curve_path) if self._config.run.curve else None,
         }

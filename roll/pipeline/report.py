@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from roll.pipeline.output import say
 from roll.run.stages import StageTable
 
 
@@ -93,7 +94,7 @@ class PlainReporter:
         self._say(f"{how} in {summary['seconds']:.0f} s{lines}")
 
     def _say(self, text: str) -> None:
-        print(text, flush=True)
+        say(text)
 
 
 class SilentReporter(PlainReporter):

@@ -1,15 +1,18 @@
-"""Ctrl-C: the first ends the step, saves and says how to go on; the second ends at once."""
+"""Ctrl-C, SIGTERM and SIGHUP: the first ends the step, saves and says how to continue; the second ends at once."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from small_runs import EXACT, SMALL, TINY, Remains, start_roll
+from small_runs import EXACT, SMALL, TINY, WAIT_S, Remains, start_roll
 
 from roll.cli import main
 from roll.config import load_config
@@ -21,7 +24,7 @@ def _steps_done(path: Path) -> int:
     return len(list(path.glob("samples/step-*.jsonl")))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_interrupt_saves_and_prints_the_command_that_finishes_the_run(
     tmp_path: Path, undisturbed: Remains, number: signal.Signals
 ) -> None:
@@ -36,7 +39,7 @@ def test_the_first_interrupt_saves_and_prints_the_command_that_finishes_the_run(
     child = start_roll(["train", TINY, *overrides], tmp_path / "out")
     child.wait_for(lambda: _steps_done(path) >= 1)
     os.kill(child.pid, number)
-    assert child.end() == 0, child.said
+    assert child.end() == 128 + number, child.said
     assert "Traceback" not in child.said
     assert "stopping after this step and saving" in child.said
     assert not child.graders()
@@ -46,6 +49,7 @@ def test_the_first_interrupt_saves_and_prints_the_command_that_finishes_the_run(
     summary = run.folder.read_summary()
     assert summary is not None
     assert summary["stopped"] is True
+    assert summary["stopped_by"] == number.name
     assert f"stopped after step {stopped_at} of 6; go on with" in child.said
 
     command = shlex.split(child.said.strip().splitlines()[-1])
@@ -76,8 +80,9 @@ def test_an_interrupt_while_a_run_starts_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_the_second_interrupt_ends_at_once(tmp_path: Path) -> None:
-    """A grader that hangs keeps the step from ending; the second Ctrl-C does not wait for it."""
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_interrupt_ends_at_once(tmp_path: Path, second: signal.Signals) -> None:
+    """A grader that hangs keeps the step from ending; the second signal does not wait for it."""
     path = tmp_path / "run"
     hang = tmp_path / "hang.py"
     hang.write_text(
@@ -92,9 +97,42 @@ def test_the_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     child.wait_for((tmp_path / "called").exists)
     os.kill(child.pid, signal.SIGINT)
     child.wait_for(lambda: "again to stop at once" in child.said)
-    os.kill(child.pid, signal.SIGINT)
-    assert child.end() == 1, child.said
+    os.kill(child.pid, second)
+    assert child.end() == 128 + second, child.said
     assert child.said.rstrip().endswith("stopped")
     assert "Traceback" not in child.said
     assert not child.graders()
     assert not list(path.glob("checkpoints/step-*"))
+
+
+def test_a_run_that_ignores_hang_ups_keeps_ignoring_them(tmp_path: Path) -> None:
+    """As under `nohup`."""
+    path = tmp_path / "run"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        command = [sys.executable, "-m", "roll.cli", "train", TINY, *SMALL, "train.steps=3", f"run={path}"]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        while process.poll() is None and not _steps_done(path):
+            time.sleep(0.002)
+        process.send_signal(signal.SIGHUP)
+        _, said = process.communicate(timeout=WAIT_S)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert process.returncode == 0, said
+    assert Remains(path).checkpoint.step == 3
+
+
+@pytest.mark.parametrize("command", ["eval", "rollout"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_command_that_saves_nothing_in_order(
+    tmp_path: Path, command: str, number: signal.Signals
+) -> None:
+    called = tmp_path / "called"
+    hang = tmp_path / "hang.py"
+    hang.write_text(f"import time\ndef hang(task, response):\n    open({str(called)!r}, 'w')\n    time.sleep(600)\n")
+    child = start_roll([command, TINY, *SMALL, f"reward={hang}:hang", "reward.deadline_s=600"], tmp_path / "out")
+    child.wait_for(called.exists)
+    os.kill(child.pid, number)
+    assert child.end() == 128 + number, child.said
+    assert child.said.strip() == "stopped"
+    assert not child.graders()
