@@ -247,9 +247,10 @@ def _config_of(target: str, overrides: list[str]) -> Config:
 def _look_for_model(config: Config) -> None:
     """Refuses a model that is not there, before the seconds that importing all the rest takes."""
     _quiet_libraries()
+    from roll.config.root import located
     from roll.model.loading import find_model
 
-    find_model(config.model.path)
+    find_model(located(config).model.path)
 
 
 def _quiet_libraries() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,8 @@ class Algorithm:
         self._longest = max_new_tokens
         self.longest_of: Mapping[str, int] = {}
         """The longest responses of domains that have a limit of their own."""
+        self.root = ""
+        """The folder that the config's names of user code are found from."""
         self._kl = KLWeight(config.kl_coef, config.kl_target, config.kl_horizon)
         self._running = RunningScores()
 
@@ -64,6 +67,11 @@ class Algorithm:
     def needs_sample_kl(self) -> bool:
         """Whether batches need the column `kl`: samples are compared with the penalty in their reward."""
         return self.has_kl_in_reward and self.config.credit == "sample"
+
+    @property
+    def loss_to_send(self) -> LossSpec:
+        """The loss as a trainer finds its code, whoever wrote `loss`."""
+        return replace(self.loss, root=self.root)
 
     @property
     def loss(self) -> LossSpec:
@@ -240,13 +248,14 @@ def loss_params(config: AlgorithmConfig) -> dict[str, Any]:
 def make_algorithm(config: Config) -> Algorithm:
     """The algorithm a run's configuration names."""
     longest, own = config.rollout.max_new_tokens, config.algorithm
-    made = Algorithm(own, longest) if ":" not in own.name else _users_algorithm(own, longest)
+    made = Algorithm(own, longest) if ":" not in own.name else _users_algorithm(own, longest, config.root)
+    made.root = config.root
     made.longest_of = {domain: config.rollout_of(domain).max_new_tokens for domain in config.domains}
     return made
 
 
-def _users_algorithm(config: AlgorithmConfig, longest: int) -> Algorithm:
-    users = load_user_code(config.name, what="algorithm.name")
+def _users_algorithm(config: AlgorithmConfig, longest: int, root: str) -> Algorithm:
+    users = load_user_code(config.name, what="algorithm.name", root=root)
     if not isinstance(users, type) or not issubclass(users, Algorithm):
         kind = "class" if isinstance(users, type) else type(users).__name__
         raise UserError(

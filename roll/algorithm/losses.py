@@ -97,7 +97,7 @@ def policy_ratio(streams: Streams, level: Level) -> Tensor:
 
 def resolve_loss(spec: LossSpec) -> Callable[[Streams], TokenLoss]:
     """The whole loss of a spec."""
-    policy: Loss = LOSSES.get(spec.name) or _users_loss(spec.name, spec.params)
+    policy: Loss = LOSSES.get(spec.name) or _users_loss(spec.name, spec.params, spec.root)
 
     def loss_of(streams: Streams) -> TokenLoss:
         token_loss = policy(streams, **spec.params)
@@ -120,10 +120,10 @@ def resolve_loss(spec: LossSpec) -> Callable[[Streams], TokenLoss]:
     return loss_of
 
 
-def _users_loss(name: str, options: Mapping[str, Any]) -> Loss:
+def _users_loss(name: str, options: Mapping[str, Any], root: str) -> Loss:
     """A loss of the user's, which is held to what every loss gives: a value a token, with a gradient, and metrics of its
     own."""
-    users = load_user_code(name, what="algorithm.loss", known=LOSSES)
+    users = load_user_code(name, what="algorithm.loss", known=LOSSES, root=root)
     _check_options(name, users, options)
 
     def loss_of(streams: Streams, **given: Any) -> TokenLoss:

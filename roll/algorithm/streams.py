@@ -63,6 +63,8 @@ class LossSpec:
     kl_coef: float = 0.0
     kl_estimator: Estimator = "k3"
     entropy_coef: float = 0.0
+    root: str = field(default="", compare=False)
+    """The folder that user code is found from."""
 
     @property
     def wants_entropy(self) -> bool:

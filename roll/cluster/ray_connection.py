@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll.config.errors import UserError
+from roll.config.user_code import SENT_FOLDER
 
 if TYPE_CHECKING:
     from roll.config.schema import RayConfig  # an actor does not need what only a config's reader does
@@ -39,8 +40,9 @@ class NodeFacts:
     """Memory of each GPU, 0 if it could not be found out."""
 
 
-def connect(config: RayConfig) -> None:
-    """Joins the cluster at the config's address, or starts Ray on this machine if it names none."""
+def connect(config: RayConfig, root: str = "") -> None:
+    """Joins the cluster at the config's address, or starts Ray on this machine if it names none. `root` is the folder of
+    the user's code, which the nodes of a cluster get a copy of."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if config.address is None:
@@ -53,7 +55,7 @@ def connect(config: RayConfig) -> None:
     else:
         _reach(config.address)
         settings["address"] = config.address
-        environment = {**_code_for_workers(), **config.runtime_env}
+        environment = _with_code(config.runtime_env, root)
     try:
         ray.init(**settings, runtime_env=environment or None)
     except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
@@ -103,16 +105,32 @@ def _reach(address: str) -> None:
         raise UserError(f"nothing answers at ray.address={address!r} ({error}): is Ray running there?") from error
 
 
-def _code_for_workers() -> Mapping[str, Any]:
-    """How the nodes of a cluster get this code and the user's: the current folder, and this package if it is elsewhere
-    and not installed. A job that Ray runs has its environment already."""
+def _with_code(given: Mapping[str, Any], root: str) -> dict[str, Any]:
+    """A runtime environment with the code for workers; what is `given` counts."""
+    code = _code_for_workers(root)
+    variables = {**code.get("env_vars", {}), **given.get("env_vars", {})}
+    if "working_dir" in given:
+        variables.pop(SENT_FOLDER, None)  # the user says what the workers' folder is
+    return {**code, **given, "env_vars": variables} if variables else {**code, **given}
+
+
+def _code_for_workers(root: str = "") -> dict[str, Any]:
+    """How the nodes of a cluster get this code and the user's: the working directory if the root is in it, or else the
+    root; and this package if it is elsewhere and not installed. A job that Ray runs has its environment already."""
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
         return {}
-    folder, package = Path.cwd(), Path(__file__).parents[1]
-    env: dict[str, Any] = {"working_dir": str(folder), "excludes": _NOT_SENT}
+    folder, package = _folder_to_send(Path(root) if root else Path.cwd()), Path(__file__).parents[1]
+    env: dict[str, Any] = {"working_dir": str(folder), "excludes": _NOT_SENT, "env_vars": {SENT_FOLDER: str(folder)}}
     if not _is_installed(package) and not package.is_relative_to(folder):
         env["py_modules"] = [str(package)]
     return env
+
+
+def _folder_to_send(root: Path) -> Path:
+    """The working directory, which may hold code that the root's refers to, if the root is in it and is sent with it."""
+    here = Path.cwd()
+    within = root.is_relative_to(here) and not set(root.relative_to(here).parts) & set(_NOT_SENT)
+    return here if within else root
 
 
 def _is_installed(package: Path) -> bool:

@@ -43,8 +43,10 @@ _END_S = 60.0
 class RayExecutor:
     """Joins the cluster the config names, or starts Ray on this machine, when it is first needed."""
 
-    def __init__(self, config: RayConfig, log_dir: Path | None = None, silent_s: float = 60.0) -> None:
-        """`silent_s`: a worker that answers no ping for so long while it is started again is given up."""
+    def __init__(self, config: RayConfig, log_dir: Path | None = None, silent_s: float = 60.0, root: str = "") -> None:
+        """`silent_s`: a worker that answers no ping for so long while it is started again is given up. `root` is the
+        folder of the user's code."""
+        self._root = root
         self._config = config
         self._silent_s = silent_s
         self._log_dir = log_dir
@@ -76,7 +78,7 @@ class RayExecutor:
     def connect(self) -> None:
         """Joins or starts Ray, unless this process is connected already."""
         if not ray.is_initialized():
-            connect(self._config)
+            connect(self._config, self._root)
             self._owner = True
 
     def nodes(self) -> list[NodeFacts]:

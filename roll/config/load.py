@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from pathlib import PurePath
@@ -14,6 +15,7 @@ from roll.config.document import Document, Path, YamlError, parse, write
 from roll.config.errors import UserError
 from roll.config.explain import Mistake, Origin
 from roll.config.names import either, near
+from roll.config.root import names_in, relocated, root_of, with_names
 from roll.config.schema import Config, Section
 
 _OVERRIDES_RANK = 1 << 40  # above every line number: overrides are listed after the file
@@ -22,7 +24,8 @@ _OVERRIDES_RANK = 1 << 40  # above every line number: overrides are listed after
 def load_config(source: str | FilePath | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """The configuration of a YAML file or a mapping, with `key.sub=value` overrides applied in order.
 
-    Raises one `UserError` that lists every mistake, a line each.
+    Names of files and code in a YAML file are relative to its folder, those in a mapping and in overrides to the working
+    directory. Raises one `UserError` that lists every mistake, a line each.
     """
     draft = _Draft(source)
     for number, text in enumerate(overrides):
@@ -31,16 +34,17 @@ def load_config(source: str | FilePath | Mapping[str, Any], overrides: Sequence[
 
 
 def dump_config(config: Config) -> str:
-    """Every setting as YAML, in field order; `load_config` reads it back equal."""
+    """Every setting as YAML, in field order; `load_config` reads it back equal, wherever it is written."""
     try:
-        return write(config.model_dump())
+        return write(config.model_copy(update={"root": root_of(config)}).model_dump())
     except YamlError as error:
         raise UserError(f"the configuration cannot be written as YAML: {error}") from None
 
 
 def changed_keys(a: Config, b: Config) -> list[str]:
-    """Dotted names of the settings whose values differ, in field order."""
-    return [shape.dotted(path) for path in _differing(a, b, ())]
+    """Dotted names of the settings whose values differ, in field order. Where their files lie is none of them: the same
+    config in another folder has not changed."""
+    return [shape.dotted(path) for path in _differing(a, b, ()) if path != ("root",)]
 
 
 def _differing(a: Section, b: Section, above: Path) -> Iterator[Path]:
@@ -62,8 +66,10 @@ class _Draft:
         self.mistakes: list[Mistake] = []
         self.origins: dict[Path, Origin] = {}
         self.whole = Origin(0, "")
+        self.file: FilePath | None = None
         data: Any = source
         if not isinstance(source, Mapping):
+            self.file = FilePath(os.path.abspath(source))
             document = _read(FilePath(source))
             data = document.data
             self.whole = Origin(0, str(source))
@@ -138,7 +144,19 @@ class _Draft:
         if config is None or self.mistakes:
             ordered = sorted(self.mistakes, key=lambda mistake: mistake.origin.rank)
             raise UserError("\n".join(dict.fromkeys(map(str, ordered))))
-        return config
+        return self._rooted(config)
+
+    def _rooted(self, config: Config) -> Config:
+        """The config with its root, from which names in the file and in overrides are both found."""
+        beside = os.getcwd() if self.file is None or self._overridden(("root",)) else str(self.file.parent)
+        root = os.path.normpath(os.path.join(beside, os.path.expanduser(config.root)))
+        written_here = {
+            name.keys: relocated(name, os.getcwd(), root) for name in names_in(config) if self._overridden(name.keys)
+        }
+        return with_names(config.model_copy(update={"root": root}), written_here)
+
+    def _overridden(self, path: Path) -> bool:
+        return explain.origin_at(path, self.origins, self.whole).rank >= _OVERRIDES_RANK
 
 
 def _read(path: FilePath) -> Document:

@@ -35,6 +35,16 @@ roll train examples/x.yaml train.lr=3e-6 model=runs/a rollout.stop='["\\n"]' tas
 A value is YAML, except that what goes to a text setting is taken as typed (`run.dir=007` is the folder `007`). Numbers
 may be written `1e-6` or `10_000`; `null` is nothing, `""` is empty text.
 
+A relative name of a file or of code (`train.jsonl`, `near.py:near`, `my_rewards:near`) is found from the folder of the
+YAML file, wherever `roll` is started; `root` names another folder. In an override it is relative to the working
+directory, as in any shell command, and in a mapping given in Python too. Three things are different:
+
+- `run.dir` is relative to the working directory: it is where the run writes.
+- A model (`model`, `roles.judge.model`) or a run that is read (`data.options.runs`) is looked for in the folder of the
+  YAML file, then in the working directory; a model that is in neither is one of the model hub.
+- Options of a function of your own are passed to it as they are written: a path among them is relative to whatever the
+  function makes it relative to.
+
 Nothing is ignored. An unknown or repeated key, a value of the wrong kind and settings that contradict each other are
 refused before anything starts, all of them at once, each with its line and what to write instead:
 

@@ -315,6 +315,9 @@ class Config(Section):
     weights: WeightsConfig = WeightsConfig()
     ray: RayConfig = RayConfig()
     supervise: SuperviseConfig = SuperviseConfig()
+    root: str = ""
+    """Folder that relative names of files and code are found from. Empty: the folder of the YAML file; in Python, of a
+    config without a file, the working directory."""
 
     def rollout_of(self, domain: str) -> RolloutConfig:
         """How samples of a domain's tasks are made."""

@@ -11,14 +11,23 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable
+import sysconfig
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from roll.config.errors import UserError
 from roll.config.names import did_you_mean, either
 
+_INSTALLED = {"site-packages", "dist-packages"}
+SENT_FOLDER = "ROLL_SENT_FOLDER"
+"""The environment variable by which the workers of a cluster know which folder their working directory is a copy of."""
+_IN_OPTIONS: Mapping[str, Mapping[str, Literal["file", "code"]]] = {
+    "maths_retries": {"problems": "file"},
+    "webshop": {"data": "file"},
+    "gymnasium": {"show": "code", "read": "code"},
+}
 _FORMS = ("`package.module:name`", "`path/to/file.py:name`")
 
 
@@ -26,38 +35,65 @@ def load_user_code(text: str, *, what: str, known: Iterable[str] = (), root: str
     """The function or class that `text` names; `UserError` if there is none.
 
     `what` is what it is for, as the user knows it (`reward`, `rollout.filter`), and `known` are the names that would have
-    done without a colon: both are for the message. Modules and relative files are looked for from `root`, by default the
-    current folder. It goes to the front of `sys.path`, as does the folder of a file, which may import its neighbours as
-    a script may. A file runs once in a process, whoever names it; if it failed, again.
+    done without a colon: both are for the message. Modules and relative files are looked for from `root`, the folder of
+    the configuration, by default the working directory. It goes to the front of `sys.path`, as does the folder of a file,
+    which may import its neighbours as a script may. A file runs once in a process, whoever names it; if it failed, again.
     """
     place, _, attribute = text.rpartition(":")
     if not place or not attribute:
         choices = list(known)
         raise UserError(f"{what} {text!r} is not known: write {either([*choices, *_FORMS])}{did_you_mean(text, choices)}")
-    folder = Path.cwd() if root is None or not Path(root).is_dir() else Path(root)  # another machine has its own copy
+    folder = working_copy(root)
     try:
-        module = _run_file(folder / place) if place.endswith(".py") or "/" in place else _import(place, folder)
+        module = _run_file(place, folder) if place.endswith(".py") or "/" in place else _import(place, folder)
         return _get(module, attribute)
     except _Unfound as error:
         raise UserError(f"{what} {text!r}: {error}") from error.__cause__
+
+
+def working_copy(root: str | os.PathLike[str] | None) -> Path:
+    """The folder `root` as it is on this machine: itself, or on another node of a cluster the copy that Ray has made of
+    it, which lies in the working directory. Without a root it is the working directory."""
+    if not root:
+        return Path.cwd()
+    folder = Path(root)
+    if folder.is_dir():
+        return folder
+    sent = os.environ.get(SENT_FOLDER)
+    return Path.cwd() / folder.relative_to(sent) if sent and folder.is_relative_to(sent) else Path.cwd()
+
+
+def find_file(name: str, root: str | os.PathLike[str] | None) -> Path:
+    """Where a file that a configuration names is, or would be."""
+    return Path(os.path.normpath(working_copy(root) / Path(name).expanduser()))
+
+
+def named_in_options(environment: str) -> Mapping[str, Literal["file", "code"]]:
+    """The options of ROLL's own environments, and of a library's, that name files or code."""
+    return _IN_OPTIONS.get(environment.partition(":")[0], {})
+
+
+def shown(path: Path) -> Path:
+    """A path as short as it can be read from here: relative to the working directory where it is inside."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 class _Unfound(Exception):
     """Why there is no such code."""
 
 
-def _run_file(path: Path) -> ModuleType:
-    path = path.expanduser().resolve()
+def _run_file(written: str, folder: Path) -> ModuleType:
+    path = (folder / Path(written).expanduser()).resolve()
     name = f"roll_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     if not path.is_file():
         others = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise _Unfound(f"there is no file {path}{did_you_mean(path.name, others)}")
+        raise _Unfound(f"there is no file {path}{elsewhere(written, folder) or did_you_mean(path.name, others)}")
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise _Unfound(f"{path} is not a Python file: write {either(_FORMS)}")
-    _join_path(path.parent)
+    _put_first(path.parent)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up here
     try:
@@ -71,14 +107,14 @@ def _run_file(path: Path) -> ModuleType:
 
 
 def _import(name: str, folder: Path) -> ModuleType:
-    _join_path(folder)
-    importlib.invalidate_caches()
+    _put_first(folder)
     try:
         return importlib.import_module(name)
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{name}.".startswith(f"{missing}."):
-            raise _Unfound(f"there is no module {missing!r} in {folder} or on sys.path") from error
+            beside = elsewhere(f"{missing.partition('.')[0]}.py", folder) or elsewhere(missing.partition(".")[0], folder)
+            raise _Unfound(f"there is no module {missing!r} in {folder} or on sys.path{beside}") from error
         raise _Unfound(f"importing {name} failed: {_described(error)}") from error
 
 
@@ -96,9 +132,47 @@ def _get(module: ModuleType, attribute: str) -> Any:
     return found
 
 
-def _join_path(folder: Path) -> None:
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+def elsewhere(written: str, folder: Path) -> str:
+    """For a message: that a file which is not in `folder` is in the working directory, and how to name it then."""
+    here = Path.cwd()
+    if os.path.isabs(os.path.expanduser(written)) or not (here / written).exists() or here == folder:
+        return ""
+    name = os.path.relpath(here / written, folder)
+    return (
+        f"; there is {written} in the working directory, but names in a YAML file are relative to its folder: "
+        f"write {name}"
+    )
+
+
+def _put_first(folder: Path) -> None:
+    """Has imports look in a folder before all others, and forgets modules of the same names that came from elsewhere: a
+    file imports its own neighbours, also after a file of another folder has imported its own."""
+    importlib.invalidate_caches()
+    while str(folder) in sys.path:
+        sys.path.remove(str(folder))
+    sys.path.insert(0, str(folder))
+    if not folder.is_dir():
+        return
+    own = {
+        entry.stem if entry.suffix == ".py" else entry.name
+        for entry in folder.iterdir()
+        if entry.name.isidentifier() or entry.suffix == ".py"
+    }
+    for name in own & {name for name in sys.modules if "." not in name} - {"__main__"}:
+        file = getattr(sys.modules[name], "__file__", None)
+        if file is not None and is_users(Path(file)) and not Path(file).resolve().is_relative_to(folder.resolve()):
+            for inside in [known for known in sys.modules if known == name or known.startswith(f"{name}.")]:
+                del sys.modules[inside]
+
+
+def is_users(file: Path) -> bool:
+    """Whether a module's file is the user's own: none of Python's, of an installed package, or of ROLL."""
+    return not any(file.is_relative_to(folder) for folder in _not_users()) and not _INSTALLED & set(file.parts)
+
+
+def _not_users() -> tuple[Path, ...]:
+    own = Path(__file__).resolve().parents[1]
+    return (own, *(Path(path) for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}))
 
 
 def _described(error: BaseException) -> str:

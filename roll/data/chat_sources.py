@@ -10,6 +10,7 @@ Example: the line `{"messages": [{"role": "user", "content": "2+2?"}, {"role": "
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,11 +37,11 @@ class ChatSet:
     held_out: tuple[Chat, ...]
 
 
-def load_chats(config: DataConfig, source: ChatSource | None = None) -> ChatSet:
-    """All conversations of a source; `source` replaces the one the config names."""
+def load_chats(config: DataConfig, source: ChatSource | None = None, root: str = "") -> ChatSet:
+    """All conversations of a source; `source` replaces the one the config names, whose files are found from `root`."""
     options = dict(config.options)
     if source is None:
-        source, options = _find_source(config.source, options)
+        source, options = _find_source(config.source, options, root)
     check_options("data", config.source, source, options)
     chats: dict[Split, tuple[Chat, ...]] = {}
     for split in ("train", "held_out"):
@@ -64,13 +65,14 @@ def chat_file(
     held_out: float = 0.05,
     subset: str = "",
     part: str = "",
+    root: str = "",
 ) -> Iterator[Chat]:
     """A file with a conversation a row. The options name its columns: a list of `messages`; or token `ids` and their
     `loss_mask`, as runs write them to `samples/`; or a `prompt` (text or messages) and a `response`. A share `held_out`
     of the rows, at even distances, is held out. `subset` and `part` are a dataset's configuration and split."""
     if not 0 <= held_out < 1:
         raise UserError(f"data.options: held_out is {held_out}: write a share from 0 to below 1")
-    for position, found in enumerate(read_rows(path, "data.source", subset=subset, part=part)):
+    for position, found in enumerate(read_rows(path, "data.source", subset=subset, part=part, root=root)):
         place, row = found.place, found.values
         if (int((position + 1) * held_out) > int(position * held_out)) != (split == "held_out"):
             continue
@@ -96,13 +98,14 @@ def chat_file(
             raise UserError(f"{place}: {error}") from error
 
 
-def _find_source(name: str, options: dict[str, Any]) -> tuple[ChatSource, dict[str, Any]]:
+def _find_source(name: str, options: dict[str, Any], root: str) -> tuple[ChatSource, dict[str, Any]]:
     if (found := find_generator(name, options)) is not None:
         return found
-    if is_table(name):
-        return chat_file, {"path": name, **options}
-    known = [*SOURCES, *ELSEWHERE, *TABLES]
-    return load_user_code(ELSEWHERE.get(name, name), what="data.source", known=known), options
+    if is_table(name, root):
+        return functools.partial(chat_file, root=root), {"path": name, **options}
+    if name in ELSEWHERE:
+        return functools.partial(load_user_code(ELSEWHERE[name], what="data.source"), root=root), options
+    return load_user_code(name, what="data.source", known=[*SOURCES, *ELSEWHERE, *TABLES], root=root), options
 
 
 def _as_chat(source: str, split: Split, number: int, given: Any) -> Chat:

@@ -19,13 +19,13 @@ UNLABELLED = Task.domain
 """The domain of a task whose source says nothing of it."""
 
 
-def load_domains(domains: Mapping[str, DomainConfig]) -> TaskSet:
-    """All tasks of all domains, those of one after those of another."""
+def load_domains(domains: Mapping[str, DomainConfig], root: str = "") -> TaskSet:
+    """All tasks of all domains, those of one after those of another; files are found from `root`."""
     train: list[Task] = []
     held_out: list[Task] = []
     for name, domain in domains.items():
         if domain.tasks.source:
-            found = _load(name, domain.tasks)
+            found = _load(name, domain.tasks, root)
             train += _of_domains(name, domain.tasks, found.train, domains)
             held_out += _of_domains(name, domain.tasks, found.held_out, domains)
     train = [task for task in train if domains[task.domain].weight > 0]
@@ -54,9 +54,9 @@ def first_of_each(tasks: Sequence[Task], count: int) -> list[Task]:
     return found
 
 
-def _load(name: str, config: SourceConfig) -> TaskSet:
+def _load(name: str, config: SourceConfig, root: str) -> TaskSet:
     try:
-        return load_splits(config)
+        return load_splits(config, root=root)
     except UserError as error:
         within = "." if str(error).startswith("tasks") else ": "
         raise UserError(f"domains.{name}{within}{error}") from error.__cause__

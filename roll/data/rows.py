@@ -16,6 +16,7 @@ from typing import Any
 
 from roll.config.errors import UserError
 from roll.config.names import did_you_mean, either
+from roll.config.user_code import elsewhere, find_file, shown, working_copy
 
 FILES = (".jsonl", ".json", ".parquet")
 HUB = "hf:"
@@ -34,23 +35,24 @@ class Row:
     values: dict[str, Any]
 
 
-def is_table(name: str) -> bool:
+def is_table(name: str, root: str = "") -> bool:
     """Whether a source's name is one of a table."""
-    return name.endswith(FILES) or name.startswith(HUB) or is_saved(name)
+    return name.endswith(FILES) or name.startswith(HUB) or is_saved(name, root)
 
 
-def is_saved(name: str) -> bool:
-    """Whether it is a folder that the `save_to_disk` of `datasets` wrote."""
-    folder = Path(name).expanduser()
+def is_saved(name: str, root: str = "") -> bool:
+    """Whether it is a folder, found from `root`, that the `save_to_disk` of `datasets` wrote."""
+    folder = find_file(name, root)
     return any((folder / file).is_file() for file in _SAVED)
 
 
-def read_rows(table: str, setting: str, *, subset: str = "", part: str = "") -> Iterator[Row]:
-    """The rows of a table in their order; `setting` is what names it. `subset` and `part` are of a dataset: one of its
-    configurations, and one of its splits."""
+def read_rows(table: str, setting: str, *, subset: str = "", part: str = "", root: str = "") -> Iterator[Row]:
+    """The rows of a table in their order; `setting` is what names it, from `root`. `subset` and `part` are of a
+    dataset: one of its configurations, and one of its splits."""
     path = Path(table).expanduser()
-    if table.startswith(HUB) or is_saved(table):
-        yield from _numbered(table, _dataset(table.removeprefix(HUB), setting, subset, part))
+    path = path if path.is_absolute() else shown(find_file(table, root))
+    if table.startswith(HUB) or is_saved(table, root):
+        yield from _numbered(table, _dataset(table.removeprefix(HUB), setting, subset, part, root))
         return
     for option, given in (("subset", subset), ("part", part)):
         if given:
@@ -58,7 +60,7 @@ def read_rows(table: str, setting: str, *, subset: str = "", part: str = "") -> 
     if path.suffix not in FILES:
         raise UserError(f"{setting}: {table!r} is no table: write {either(TABLES)}")
     if not path.is_file():
-        raise UserError(f"{setting}: there is no file {str(path)!r}")
+        raise UserError(f"{setting}: there is no file {str(path)!r}{elsewhere(table, working_copy(root))}")
     if path.suffix == ".jsonl":
         for number, row in json_lines(path, setting):
             yield Row(f"{path}:{number}", f"line-{number}", row)
@@ -124,15 +126,15 @@ def _parquet(path: Path, setting: str) -> Iterator[dict[str, Any]]:
         yield from group.to_pylist()
 
 
-def _dataset(name: str, setting: str, subset: str, part: str) -> Iterator[Any]:
+def _dataset(name: str, setting: str, subset: str, part: str, root: str) -> Iterator[Any]:
     """The rows of a dataset: a folder, or one of the hub's."""
     try:
         import datasets
     except ModuleNotFoundError as error:
         raise _missing("datasets", name, setting) from error
-    folder = Path(name).expanduser()
+    folder = find_file(name, root)
     try:
-        if is_saved(name):
+        if is_saved(name, root):
             if subset:
                 raise UserError(f"{setting}: {name!r} is a folder of one dataset, without the subset {subset!r}")
             found: Any = datasets.load_from_disk(str(folder))

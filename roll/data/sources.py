@@ -6,6 +6,7 @@ tasks are the same from call to call: what a run saw can be found again by a tas
 
 from __future__ import annotations
 
+import functools
 import inspect
 import random
 from collections.abc import Callable, Iterable
@@ -68,19 +69,19 @@ ELSEWHERE = {"environment": "roll.env.tasks:environment_tasks"}
 """Sources that other parts bring."""
 
 
-def load_tasks(config: TasksConfig, source: TaskSource | None = None) -> TaskSet:
-    """All tasks of a source; `source` replaces the one the config names."""
-    tasks = load_splits(config, source)
+def load_tasks(config: TasksConfig, source: TaskSource | None = None, root: str = "") -> TaskSet:
+    """All tasks of a source; `source` replaces the one the config names, whose files are found from `root`."""
+    tasks = load_splits(config, source, root)
     if not tasks.train:
         raise UserError(f"tasks: the source {config.source!r} has no tasks to train on")
     return tasks
 
 
-def load_splits(config: SourceConfig, source: TaskSource | None = None) -> TaskSet:
+def load_splits(config: SourceConfig, source: TaskSource | None = None, root: str = "") -> TaskSet:
     """As `load_tasks`, but there may be none to train on."""
     options = dict(config.options)
     if source is None:
-        source, options = _find_source(config.source, options)
+        source, options = _find_source(config.source, options, root)
     check_options("tasks", config.source, source, options)
     tasks: dict[Split, tuple[Task, ...]] = {}
     for split in ("train", "held_out"):
@@ -89,14 +90,15 @@ def load_splits(config: SourceConfig, source: TaskSource | None = None) -> TaskS
     return TaskSet(tasks["train"], tasks["held_out"])
 
 
-def _find_source(name: str, options: dict[str, Any]) -> tuple[TaskSource, dict[str, Any]]:
+def _find_source(name: str, options: dict[str, Any], root: str) -> tuple[TaskSource, dict[str, Any]]:
     if (found := find_generator(name, options)) is not None:
         return found
-    if is_table(name):
+    if is_table(name, root):
         check_types(table, options, "tasks.options.")
-        return table, {"path": name, **options}
-    known = [*SOURCES, *ELSEWHERE, *TABLES]
-    return load_user_code(ELSEWHERE.get(name, name), what="tasks.source", known=known), options
+        return functools.partial(table, root=root), {"path": name, **options}
+    if name in ELSEWHERE:
+        return functools.partial(load_user_code(ELSEWHERE[name], what="tasks.source"), root=root), options
+    return load_user_code(name, what="tasks.source", known=[*SOURCES, *ELSEWHERE, *TABLES], root=root), options
 
 
 def find_generator(name: str, options: dict[str, Any]) -> tuple[TaskSource, dict[str, Any]] | None:
@@ -123,7 +125,7 @@ def check_options(section: str, name: str, source: Callable[..., Any], options: 
     try:
         inspect.signature(source).bind("train", **options)
     except TypeError as error:
-        takes = ", ".join(list(inspect.signature(source).parameters)[1:]) or "none"
+        takes = ", ".join(name for name in list(inspect.signature(source).parameters)[1:] if name != "root") or "none"
         raise UserError(f"{section}.options: {error} (source {name!r} takes: {takes})") from error
 
 

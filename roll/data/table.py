@@ -37,6 +37,7 @@ def table(
     limit: int = 0,
     subset: str = "",
     part: str = "",
+    root: str = "",
 ) -> Iterable[Task]:
     """A task a row. `question`, `answer`, `id` and `domain` name columns; a question may also be a list of messages;
     without a column of ids a task's id is its row's number. `answer` may be empty, for tasks without. `info` names the
@@ -53,11 +54,13 @@ def table(
     columns = _Columns(question, answer, id, domain, info, prompt, system, answer_pattern)
     elsewhere = held_out if isinstance(held_out, str) else ""
     if split == "held_out" and elsewhere:
-        source, part = _other_table(path, elsewhere)
-        rows = list(read_rows(source, "tasks.options.held_out", subset=subset if source == path else "", part=part))
+        source, part = _other_table(path, elsewhere, root)
+        rows = list(
+            read_rows(source, "tasks.options.held_out", subset=subset if source == path else "", part=part, root=root)
+        )
         prefix = f"{part or Path(source.removeprefix(HUB)).stem}/"
         return [columns.task(row, prefix) for row in rows]
-    rows = list(islice(read_rows(path, "tasks.source", subset=subset, part=part), limit or None))
+    rows = list(islice(read_rows(path, "tasks.source", subset=subset, part=part, root=root), limit or None))
     if not elsewhere:
         assert not isinstance(held_out, str)
         chosen = _held_out_rows(len(rows), held_out)
@@ -65,11 +68,11 @@ def table(
     return [columns.task(row) for row in rows]
 
 
-def _other_table(path: str, held_out: str) -> tuple[str, str]:
+def _other_table(path: str, held_out: str, root: str) -> tuple[str, str]:
     """The table that is held out and, in a dataset, its split."""
-    if is_table(held_out):
+    if is_table(held_out, root):
         return held_out, ""
-    if path.startswith(HUB) or is_saved(path):
+    if path.startswith(HUB) or is_saved(path, root):
         return path, held_out
     raise UserError(
         f"tasks.options: held_out is {held_out!r}: write a share below 1, a number of rows, or another table: a .jsonl, "

@@ -25,6 +25,8 @@ class EnvSpec:
     """Arguments the environment is made with."""
     code: str | bytes = ""
     """Of a registered name, where its class is, or the class itself: for processes that did not register it."""
+    root: str = field(default="", compare=False)
+    """The folder that a relative name is found from in this process; environment processes have their own."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ import numpy as np
 
 from roll.config.errors import UserError
 from roll.config.load import load_config
+from roll.config.root import find_local, located, root_of
 from roll.config.schema import Config
 from roll.data.chat import Chat
 from roll.data.domains import load_domains
@@ -38,7 +39,12 @@ from roll.run.samples import steps_with_samples
 
 
 def dagger(
-    split: Split, runs: str | Sequence[str], last_steps: int = 0, demonstrations: int = 0, held_out: float = 0.05
+    split: Split,
+    runs: str | Sequence[str],
+    last_steps: int = 0,
+    demonstrations: int = 0,
+    held_out: float = 0.05,
+    root: str = "",
 ) -> Iterator[Chat]:
     """A chat source: the expert's labels for the states that the samples of some runs came to, of their `last_steps`
     steps (0: of all). As many `demonstrations` of the first run's training tasks come with them. A share `held_out` of
@@ -48,7 +54,10 @@ def dagger(
             f"data.options: held_out={held_out}, last_steps={last_steps}, demonstrations={demonstrations}: write a share "
             "from 0 to below 1, and numbers not below 0"
         )
-    folders = [RunFolder.open(Path(run).expanduser()) for run in ([runs] if isinstance(runs, str) else runs)]
+    folders = [
+        RunFolder.open(find_local(run, root) or Path(run).expanduser())
+        for run in ([runs] if isinstance(runs, str) else runs)
+    ]
     if not folders:
         raise UserError("data.options: runs names no run: write the folder of one, or a list of them")
     numbers: dict[str, int] = {}
@@ -92,7 +101,7 @@ def _played(folder: RunFolder, last_steps: int) -> Iterator[tuple[Task, list[str
     """The episodes of a run: the task of each, and what was said in it."""
     config = load_config(folder.config_path)
     tasks = _tasks(folder, config)
-    tokenizer = load_tokenizer(find_model(str(folder.path)), config.model)
+    tokenizer = load_tokenizer(find_model(str(folder.path)), located(config).model)
     for step in steps_with_samples(folder)[-last_steps:]:
         for row in read_samples(folder, step):
             task = tasks.get(row["task"])
@@ -117,7 +126,9 @@ def _tasks(folder: RunFolder, config: Config) -> dict[str, Task]:
 
 
 def _task_set(config: Config) -> TaskSet:
-    return load_domains(config.domains) if config.domains else load_tasks(config.tasks)
+    if config.domains:
+        return load_domains(config.domains, root_of(config))
+    return load_tasks(config.tasks, root=root_of(config))
 
 
 def _shown(folder: RunFolder, count: int) -> Iterator[Chat]:

@@ -22,6 +22,7 @@ def demonstrations(
     first_seed: int = 0,
     max_turns: int = 100,
     window: int = 0,
+    root: str = "",
     **options: Any,
 ) -> Iterator[Chat]:
     """A chat source: the expert's episodes of an environment, one a seed. The seeds of both splits are those of the tasks
@@ -29,10 +30,12 @@ def demonstrations(
     is for runs with `env.window`: each answer is then shown after what the agent sees there."""
     if max_turns < 1 or window < 0:
         raise UserError(f"data.options: max_turns={max_turns}, window={window}: write turns above 0, a window not below")
-    spec = EnvSpec(name, first_seed, options)
+    spec = EnvSpec(name, first_seed, options, root=root)
     check_expert(spec)
     for seed in seeds(split, spec, count, held_out, "data"):
-        yield from demonstration(f"{name}#{seed}", EnvSpec(name, seed, options), max_turns=max_turns, window=window)
+        yield from demonstration(
+            f"{name}#{seed}", EnvSpec(name, seed, options, root=root), max_turns=max_turns, window=window
+        )
 
 
 def demonstration(

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from roll.config.errors import UserError
 from roll.data.task import EnvSpec, Message
 from roll.env.base import opened, stepped, tools_of
-from roll.env.resolve import resolve
+from roll.env.resolve import resolve, with_files
 from roll.env.trial import check
 
 
@@ -41,7 +41,7 @@ Says: TypeAlias = Callable[[Turn], str | None]
 def check_expert(spec: EnvSpec) -> None:
     """`UserError` if the spec's environment cannot be made so or has no expert."""
     check(spec)
-    factory = resolve(spec.name)
+    factory = resolve(spec.name, spec.root)
     if inspect.isclass(factory) and not callable(getattr(factory, "expert", None)):
         raise _without_expert(spec)
 
@@ -52,7 +52,7 @@ def turns(
     """The turns of an episode in which `says` speaks: to its end, to a turn that nothing is said to, or to turn `most`.
     `opening` comes before what the environment begins with; with a `window`, the agent sees the beginning and only so
     many of the turns before the present one."""
-    environment = resolve(spec.name)(**spec.options)
+    environment = resolve(spec.name, spec.root)(**with_files(spec.name, spec.options, spec.root))
     expert = getattr(environment, "expert", None)
     if not callable(expert):
         raise _without_expert(spec)

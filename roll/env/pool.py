@@ -89,13 +89,14 @@ class EnvPool:
         memory_mb: int = 0,
         log: Path | None = None,
         limits: Mapping[str, int] | None = None,
+        root: str = "",
     ) -> None:
         self._workers = workers
         self._per_process = per_process
         self._deadlines = deadlines
         self._memory_mb = memory_mb
         self._log = log
-        self._root = os.getcwd()
+        self._root = root or os.getcwd()
         self._hosts: set[Host] = set()
         self._rooms: dict[Host, set[_Episode]] = {}
         self._episodes: dict[str, _Episode] = {}

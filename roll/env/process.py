@@ -109,7 +109,7 @@ class Server:
 
     def _admit(self, number: int, request: Reset) -> None:
         """Give a new environment its home."""
-        tenant = Tenant(self._factories[request.name])
+        tenant = Tenant(self._factories[request.name], self._root)
         try:
             home = self._home(tenant)
         except RuntimeError as error:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from roll.config.errors import UserError
 from roll.config.names import did_you_mean
-from roll.config.user_code import load_user_code
+from roll.config.user_code import find_file, load_user_code, named_in_options
 
 if TYPE_CHECKING:
     from roll.data.task import EnvSpec
@@ -98,6 +98,18 @@ def located(spec: EnvSpec) -> EnvSpec:
 def unpacked(name: str, code: str | bytes, root: str) -> Factory:
     """What makes environments of a spec in another process than that which located it."""
     return pickle.loads(code) if isinstance(code, bytes) else resolve(code or name, root)
+
+
+def with_files(name: str, options: Mapping[str, Any], root: str) -> dict[str, Any]:
+    """An environment's options with the files and functions that they name found from `root`."""
+    found = dict(options)
+    for option, kind in named_in_options(name).items():
+        value = options.get(option)
+        if isinstance(value, str) and value:
+            found[option] = (
+                str(find_file(value, root)) if kind == "file" else load_user_code(value, what=option, root=root)
+            )
+    return found
 
 
 def check_options(name: str, factory: Factory, options: Mapping[str, Any]) -> None:

@@ -23,14 +23,15 @@ def environment_tasks(
     held_out: int | None = None,
     first_seed: int = 0,
     domain: str = "",
+    root: str = "",
     **options: Any,
 ) -> Iterable[Task]:
     """A task source: the episodes of an environment, one a seed. `count` of them train, the next `held_out` are held out;
     the first seed is `first_seed`. The domain is the environment's name unless another is given. All other options are
     the environment's own. Of an environment with few episodes, all are used where nothing else is said."""
-    spec = EnvSpec(name, first_seed, options)
+    spec = EnvSpec(name, first_seed, options, root=root)
     for seed in seeds(split, spec, count, held_out, "tasks"):
-        yield Task(f"{name}#{seed}", (), domain=domain or name, environment=EnvSpec(name, seed, options))
+        yield Task(f"{name}#{seed}", (), domain=domain or name, environment=EnvSpec(name, seed, options, root=root))
 
 
 def seeds(split: Split, first: EnvSpec, count: int | None, held_out: int | None, section: str) -> range:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from roll.child.inside import REASON_CHARS, detail, reason, tell
 from roll.env.base import opened, stepped, tools_of
-from roll.env.resolve import Factory, Unfit, check_options
+from roll.env.resolve import Factory, Unfit, check_options, with_files
 from roll.env.wire import Act, Close, Failed, Ready, Reset, Result, Visit
 
 if TYPE_CHECKING:
@@ -33,8 +33,9 @@ class Home(Protocol):
 class Tenant:
     """An environment, from its making in `Reset` to its `Close`."""
 
-    def __init__(self, factory: Factory) -> None:
+    def __init__(self, factory: Factory, root: str = "") -> None:
         self._factory = factory
+        self._root = root
         self._environment: Any = None
         self.ran_out = False
         """Whether it has met the memory limit."""
@@ -89,7 +90,7 @@ class Tenant:
         except Exception as error:
             raise Unfit(f"the options cannot be read in the environment process: {reason(error)}") from error
         try:
-            environment = self._factory(**options)
+            environment = self._factory(**with_files(request.name, options, self._root))
         except TypeError:
             check_options(request.name, self._factory, options)
             raise

@@ -6,13 +6,11 @@ are made: of them only the names of the options are looked at.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from roll.config.errors import UserError
 from roll.config.options import check_types
-from roll.env.resolve import BUILT_IN, Factory, Unfit, check_options, resolve
+from roll.env.resolve import BUILT_IN, Factory, Unfit, check_options, resolve, with_files
 
 if TYPE_CHECKING:
     from roll.data.task import EnvSpec
@@ -20,9 +18,9 @@ if TYPE_CHECKING:
 _GYMNASIUM = "gymnasium:"
 
 
-def check(spec: EnvSpec, root: str | os.PathLike[str] | None = None) -> None:
+def check(spec: EnvSpec) -> None:
     """Holds that the spec's environment is there, takes its options and has its episode: `UserError` if not."""
-    check_seed(spec, episodes(spec, root))
+    check_seed(spec, episodes(spec))
 
 
 def check_seed(spec: EnvSpec, most: int | None) -> None:
@@ -31,15 +29,15 @@ def check_seed(spec: EnvSpec, most: int | None) -> None:
         raise Unfit(f"environment {spec.name!r}: the seed is {spec.seed}, but its episodes are 0 to {most - 1}")
 
 
-def episodes(spec: EnvSpec, root: str | os.PathLike[str] | None = None) -> int | None:
+def episodes(spec: EnvSpec) -> int | None:
     """How many episodes the spec's environment has at most with its options, of the seeds from 0 on; None where every
     seed makes one, or that is not known. `UserError` if it is not there or cannot be made so."""
-    factory = resolve(spec.name, root)
+    factory = resolve(spec.name, spec.root)
     check_options(spec.name, factory, spec.options)
     if not minds_values(spec.name):
         return None
     check_types(_called(factory), spec.options, f"environment {spec.name!r}: ")
-    return None if _is_foreign(spec.name) else _made(spec.name, factory, spec.options)
+    return None if _is_foreign(spec.name) else _made(spec, factory)
 
 
 def minds_values(name: str) -> bool:
@@ -47,9 +45,10 @@ def minds_values(name: str) -> bool:
     return name in BUILT_IN or name.startswith(_GYMNASIUM)
 
 
-def _made(name: str, factory: Factory, options: Mapping[str, Any]) -> int | None:
+def _made(spec: EnvSpec, factory: Factory) -> int | None:
+    name = spec.name
     try:
-        environment = factory(**options)
+        environment = factory(**with_files(name, spec.options, spec.root))
     except (UserError, ValueError) as error:
         said = str(error).removeprefix(f"{name}: ").removeprefix(f"{_called(factory).__name__}: ")
         raise Unfit(f"environment {name!r}: {said}") from error

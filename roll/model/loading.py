@@ -31,6 +31,7 @@ from transformers.utils import logging
 
 from roll.config.errors import UserError
 from roll.config.schema import ModelConfig, RoleModel
+from roll.config.user_code import elsewhere, shown
 from roll.model import lora
 from roll.model.character import CONTEXT, character_tokenizer, tiny_config, tiny_model
 from roll.model.positions import fix_angles, longest_sequence
@@ -72,11 +73,12 @@ def find_model(path: str) -> ModelSource:
     if path == SMOLLM2:
         return ModelSource(path, str(_converted(_smollm2_file(), SMOLLM2)))
     local = Path(path).expanduser()
+    name = str(shown(local))
     if local.is_file() and local.suffix == ".gguf":
-        return ModelSource(path, str(_converted(local, local.stem)))
+        return ModelSource(name, str(_converted(local, local.stem)))
     if local.is_dir():
         folder = _model_folder(local)
-        return _adapted(path, folder) if holds_adapters(folder) else ModelSource(path, str(folder))
+        return _adapted(name, folder) if holds_adapters(folder) else ModelSource(name, str(folder))
     if _looks_like_hub_id(path):
         _check_hub(path)
         return ModelSource(path, path)
@@ -107,7 +109,8 @@ def load_tokenizer(source: ModelSource, config: ModelConfig | RoleModel) -> Toke
     if config.chat_template is not None:
         template = Path(config.chat_template).expanduser()
         if not template.is_file():
-            raise UserError(f"model.chat_template: there is no file {config.chat_template!r}")
+            beside = elsewhere(template.name, template.parent)
+            raise UserError(f"model.chat_template: there is no file {str(shown(template))!r}{beside}")
         tokenizer.chat_template = template.read_text()
     if not tokenizer.chat_template:
         raise UserError(
@@ -314,13 +317,15 @@ def _model_folder(folder: Path) -> Path:
         return folder
     if (folder / "config.json").is_file():
         if not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()):
-            raise UserError(f"model: {str(folder)!r} has a config.json but no weights (*.safetensors): write {CHOICES}")
+            raise UserError(
+                f"model: {str(shown(folder))!r} has a config.json but no weights (*.safetensors): write {CHOICES}"
+            )
         return folder
     checkpoints = sorted((folder / "checkpoints").glob("step-*/manifest.json"))
     if checkpoints:
         return checkpoints[-1].parent / "model"
     raise UserError(
-        f"model: {str(folder)!r} is neither a model folder (no config.json) nor a run folder with a checkpoint: "
+        f"model: {str(shown(folder))!r} is neither a model folder (no config.json) nor a run folder with a checkpoint: "
         f"write {CHOICES}"
     )
 

@@ -15,6 +15,7 @@ from roll.cluster import Executor
 from roll.config.errors import UserError
 from roll.config.names import did_you_mean
 from roll.config.reward import RewardRule
+from roll.config.root import located
 from roll.config.schema import Config
 from roll.data.chat_sources import ChatSource, load_chats
 from roll.data.domains import load_domains
@@ -195,6 +196,7 @@ def prepare(
     chats: ChatSource | None = None,
 ) -> Pipeline[Any, Any]:
     """The pipeline that a config names; `reward`, `tasks` and `chats` replace those the config names."""
+    config = located(config)
     given = {"reward": reward, "tasks": tasks, "chats": chats}
     unread = {"rlvr": ("chats",), "sft": ("reward", "tasks")}[config.pipeline]
     for name in unread:
@@ -209,11 +211,12 @@ def check(
     config: Config, *, reward: RewardFn | None = None, tasks: TaskSource | None = None
 ) -> tuple[TaskSet, RewardSource]:
     """The tasks and the judge of a run with rollouts, found good together with the model."""
+    config = located(config)
     check_optimizer(config.train.optimizer)
     check_vllm(config)
     check_scorers(config)
     task_set, judge = _tasks_and_judge(config, reward, tasks)
-    task_set = _located(task_set)
+    task_set = _located(task_set, config.root)
     judge.check()
     check_policies(config, task_set)
     _check_limits(config, task_set)
@@ -229,16 +232,20 @@ def check(
 
 def _tasks_and_judge(config: Config, reward: RewardFn | None, tasks: TaskSource | None) -> tuple[TaskSet, RewardSource]:
     if not config.domains:
-        judge = RewardSource.of(reward) if reward is not None else RewardSource.of_config(config.reward)
-        return load_tasks(config.tasks, tasks), judge
+        judge = (
+            RewardSource.of(reward, config.root)
+            if reward is not None
+            else RewardSource.of_config(config.reward, config.root)
+        )
+        return load_tasks(config.tasks, tasks, config.root), judge
     for name, given in (("reward", reward), ("tasks", tasks)):
         if given is not None:
             raise UserError(f"{name} was given, but each of the config's domains has its own: leave it out, or domains")
-    judge = RewardSource.of_domains({name: domain.reward for name, domain in config.domains.items()})
-    return load_domains(config.domains), judge
+    judge = RewardSource.of_domains({name: domain.reward for name, domain in config.domains.items()}, config.root)
+    return load_domains(config.domains, config.root), judge
 
 
-def _located(tasks: TaskSet) -> TaskSet:
+def _located(tasks: TaskSet, root: str) -> TaskSet:
     """The tasks with environments that every process finds; refuses those that are not there, or take other options."""
     checked: dict[tuple[str, str], tuple[str | bytes, int | None]] = {}
 
@@ -246,13 +253,14 @@ def _located(tasks: TaskSet) -> TaskSet:
         spec = task.environment
         if spec is None:
             return task
+        spec = replace(spec, root=root)
         kind = (spec.name, repr(sorted(spec.options.items()) if minds_values(spec.name) else sorted(spec.options)))
         if kind not in checked:
             most = episodes(spec)
             checked[kind] = find_code(spec).code, most
         code, most = checked[kind]
         check_seed(spec, most)
-        return replace(task, environment=replace(spec, code=code)) if code else task
+        return replace(task, environment=replace(spec, code=code) if code else spec)
 
     return TaskSet(tuple(map(located, tasks.train)), tuple(map(located, tasks.held_out)))
 
@@ -287,7 +295,7 @@ def _check_limits(config: Config, tasks: TaskSet) -> None:
 
 def _check_algorithm(config: Config, tasks: TaskSet) -> None:
     """Loads code that the config names, and refuses an algorithm that these tasks have nothing for."""
-    resolve_loss(make_algorithm(config).loss)
+    resolve_loss(make_algorithm(config).loss_to_send)
     if config.algorithm.turn_weight > 0 and not tasks.has_environments:
         raise UserError(
             f"algorithm.turn_weight is {config.algorithm.turn_weight:g}: it compares turns that began in the same state, "
@@ -297,8 +305,9 @@ def _check_algorithm(config: Config, tasks: TaskSet) -> None:
 
 def check_chats(config: Config, chats: ChatSource | None = None) -> Corpus:
     """The conversations to imitate, in tokens, found good together with the model."""
+    config = located(config)
     check_optimizer(config.train.optimizer)
-    chat_set = load_chats(config.data, chats)
+    chat_set = load_chats(config.data, chats, config.root)
     source = find_model(config.model.path)
     tokenizer = load_tokenizer(source, config.model)
     renderer = ChatRenderer(tokenizer, stop_ids_of(tokenizer, source))

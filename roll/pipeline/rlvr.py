@@ -149,7 +149,7 @@ class RLVR:
             return self._with_used(nothing, used).beside("critic", value_stats)
         await self._turns.enter("train")
         with self._recorder.stage("train"):
-            stats = await roles.actor.call(TrainWorker.update, batch, algorithm.loss, own_step)
+            stats = await roles.actor.call(TrainWorker.update, batch, algorithm.loss_to_send, own_step)
         if not stats.skipped:
             algorithm.observe(stats.metrics, len(batch))
         self._health.judge(state.step + 1, stats)
@@ -265,7 +265,7 @@ def make_scheduler(
         lifecycle,
         config.rollout,
         keep,
-        policy=make_policy(config.rollout.policy),
+        policy=make_policy(config.rollout.policy, config.root),
         version=state.step,
         siblings_needed=2 if config.algorithm.compares_siblings else 1,
         greedy_baseline=config.algorithm.baseline == "greedy",
@@ -276,8 +276,8 @@ def make_scheduler(
 def check_policies(config: Config, tasks: TaskSet) -> None:
     """Refuses what names no order, filter, early end or policy."""
     _policies(config, tasks)
-    make_early_end(config.rollout.end_early)
-    make_policy(config.rollout.policy)
+    make_early_end(config.rollout.end_early, config.root)
+    make_policy(config.rollout.policy, config.root)
 
 
 def _policies(config: Config, tasks: TaskSet) -> tuple[TaskOrder, Filter]:
@@ -292,6 +292,7 @@ def _policies(config: Config, tasks: TaskSet) -> tuple[TaskOrder, Filter]:
         cut=rollout.cut,
         window=rollout.lookahead,
         groups_per_step=rollout.groups_per_step,
+        root=config.root,
     )
     return order, _filter(config)
 
@@ -302,6 +303,8 @@ def _filter(config: Config) -> Filter:
     for name, domain in config.domains.items():
         rollout = domain.rollout(config.rollout)
         setting = "rollout.filter" if domain.filter is None else f"domains.{name}.filter"
-        own[name] = make_filter(rollout.filter, *rollout.filter_range, setting=setting, turn_discount=discount)
-    common = make_filter(config.rollout.filter, *config.rollout.filter_range, turn_discount=discount)
+        own[name] = make_filter(
+            rollout.filter, *rollout.filter_range, setting=setting, turn_discount=discount, root=config.root
+        )
+    common = make_filter(config.rollout.filter, *config.rollout.filter_range, turn_discount=discount, root=config.root)
     return by_domain(own, common) if own else common

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -13,13 +12,13 @@ from typing import Any, TypeVar
 from roll.cluster import Cluster, Executor, LocalExecutor, Place, Worker
 from roll.cluster.errors import CallTimedOut, RemoteError, WorkerDied
 from roll.config.errors import UserError
-from roll.config.schema import Config, ModelConfig, RoleModel
+from roll.config.root import located, root_of
+from roll.config.schema import Config
 from roll.devices.inventory import Inventory, Node, this_machine
 from roll.devices.job import SFT_ROLES, rlvr_roles
-from roll.devices.map import SCORING_ROLES, DeviceMap, make_map
+from roll.devices.map import DeviceMap, make_map
 from roll.devices.stages import StageTable, residency
 from roll.env.stats import EnvStats
-from roll.model.loading import SMOLLM2, TINY
 from roll.pipeline.scoring import scorer_peaks, start_scorers
 from roll.pipeline.start import aside
 from roll.reward import RewardSource
@@ -39,7 +38,6 @@ _LEAST_SILENT_S = 20.0
 """Importing libraries may keep a worker that starts from answering for some seconds."""
 
 W = TypeVar("W", bound=Worker)
-S = TypeVar("S", ModelConfig, RoleModel)
 
 Models = tuple[
     Cluster[TrainWorker], Cluster[InferWorker], Cluster[TrainWorker] | None, Cluster[CriticWorker] | None, Scorers
@@ -193,7 +191,7 @@ def make_executor(config: Config) -> Executor:
             f"executor is ray, but the package {error.name} is not installed: run `pip install 'roll[ray]'`, "
             "or write executor=local"
         ) from error
-    return RayExecutor(config.ray, silent_s=max(config.supervise.hang_s, _LEAST_SILENT_S))
+    return RayExecutor(config.ray, silent_s=max(config.supervise.hang_s, _LEAST_SILENT_S), root=root_of(config))
 
 
 @contextmanager
@@ -241,7 +239,7 @@ async def start_roles(
     try:
         map = map or make_map(config, inventory_of(config, executor), roles_in_use=rlvr_roles(config, environments))
         stages = stages or residency(map, False)
-        yield await _start(_with_absolute_paths(config), reward, executor, map, stages, run)
+        yield await _start(located(config), reward, executor, map, stages, run)
     finally:
         await asyncio.shield(executor.close())
 
@@ -260,7 +258,7 @@ async def start_trainer(
     try:
         map = map or make_map(config, inventory_of(config, executor), roles_in_use=SFT_ROLES)
         stages = stages or residency(map, False)
-        config = _with_absolute_paths(config)
+        config = located(config)
         _reserve(config, executor, map, run)
         yield TrainRoles(executor, stages, await _start_actor(config, executor, map, stages), None, None)
     finally:
@@ -313,7 +311,7 @@ async def _start(
     async def start_environments() -> Cluster[EnvWorker] | None:
         if "env" not in places:
             return None
-        cluster = await start("env", lambda place: EnvWorker(place, config.env, environments_log))
+        cluster = await start("env", lambda place: EnvWorker(place, config.env, environments_log, config.root))
         await cluster.call(EnvWorker.start)
         return cluster
 
@@ -375,19 +373,3 @@ async def _answers(cluster: Cluster[Any], rank: int) -> bool:
     except RemoteError:
         return False
     return True
-
-
-def _with_absolute_paths(config: Config) -> Config:
-    """Workers may have another current folder."""
-    own = {role: getattr(config.roles, role) for role in SCORING_ROLES}
-    found = {role: wanted.model_copy(update={"model": _absolute(wanted.model)}) for role, wanted in own.items()}
-    return config.model_copy(update={"model": _absolute(config.model), "roles": config.roles.model_copy(update=found)})
-
-
-def _absolute(model: S) -> S:
-    updates = {}
-    if model.path not in ("", TINY, SMOLLM2) and os.path.exists(os.path.expanduser(model.path)):
-        updates["path"] = os.path.abspath(os.path.expanduser(model.path))
-    if model.chat_template is not None:
-        updates["chat_template"] = os.path.abspath(os.path.expanduser(model.chat_template))
-    return model.model_copy(update=updates)

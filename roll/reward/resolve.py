@@ -35,16 +35,17 @@ class RewardSource:
     """The rule of each domain."""
 
     @classmethod
-    def of(cls, reward: str | RewardFn) -> RewardSource:
-        """The source of a name or of a function. Names are looked at by `check`, not here."""
+    def of(cls, reward: str | RewardFn, root: str = "") -> RewardSource:
+        """The source of a name or of a function. Names are looked at by `check`, not here, from `root`."""
+        root = root or os.getcwd()
         if isinstance(reward, str):
-            return cls(reward, os.getcwd(), Rule(reward))
+            return cls(reward, root, Rule(reward))
         import cloudpickle
 
         label = getattr(reward, "__qualname__", type(reward).__qualname__)
         callable_reward(label, reward)
         try:
-            return cls(label, os.getcwd(), pickled=cast(bytes, cloudpickle.dumps(reward)))
+            return cls(label, root, pickled=cast(bytes, cloudpickle.dumps(reward)))
         except Exception as error:
             raise UserError(
                 f"reward function {label!r} cannot be sent to a grader process ({type(error).__name__}: {error}): "
@@ -52,15 +53,16 @@ class RewardSource:
             ) from error
 
     @classmethod
-    def of_config(cls, config: RewardRule) -> RewardSource:
+    def of_config(cls, config: RewardRule, root: str = "") -> RewardSource:
         """The source of what a configuration says. Names and options are looked at by `check`, not here."""
-        return cls(config.label, os.getcwd(), Rule.of(config))
+        return cls(config.label, root or os.getcwd(), Rule.of(config))
 
     @classmethod
-    def of_domains(cls, configs: Mapping[str, RewardRule]) -> RewardSource:
+    def of_domains(cls, configs: Mapping[str, RewardRule], root: str = "") -> RewardSource:
         """The source of one reward that judges each task by its own domain's rule."""
         label = ", ".join(f"{config.label} ({domain})" for domain, config in configs.items())
-        return cls(label, os.getcwd(), domains={domain: Rule.of(config) for domain, config in configs.items()})
+        rules = {domain: Rule.of(config) for domain, config in configs.items()}
+        return cls(label, root or os.getcwd(), domains=rules)
 
     def check(self) -> None:
         """Load the reward here and now: a wrong name or option then costs a second, not a started run."""

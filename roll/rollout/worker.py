@@ -134,7 +134,7 @@ class RolloutWorker(Worker):
             stop_ids=self._stop_ids,
             context=self._context,
             worker=self.place.rank,
-            end_early=make_early_end(self._config.rollout.end_early),
+            end_early=make_early_end(self._config.rollout.end_early, self._config.root),
         )
 
     @parallel(Dispatch.ONE)

@@ -14,10 +14,10 @@ from roll.env.stats import EnvStats
 
 
 class EnvWorker(Worker):
-    def __init__(self, place: Place, config: EnvConfig, log: Path | None = None) -> None:
+    def __init__(self, place: Place, config: EnvConfig, log: Path | None = None, root: str = "") -> None:
         super().__init__(place)
         deadlines = Deadlines(reset_s=config.reset_deadline_s, step_s=config.step_deadline_s)
-        self._pool = EnvPool(config.processes, config.per_process, deadlines, config.memory_mb, log, config.limits)
+        self._pool = EnvPool(config.processes, config.per_process, deadlines, config.memory_mb, log, config.limits, root)
 
     @parallel(Dispatch.ALL)
     async def start(self) -> None:

@@ -101,14 +101,15 @@ def test_a_value_yaml_cannot_hold_is_refused_by_dump() -> None:
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "---\n", "train:\n", "train: {}\nmodel:\n"])
 def test_empty_means_defaults(text: str, folder: Path) -> None:
-    assert load_text(text, folder) == Config()
+    assert changed_keys(load_text(text, folder), Config()) == []
 
 
 def test_source_may_be_a_path_a_string_or_a_mapping(tmp_path: Path) -> None:
     file = tmp_path / "x.yaml"
     file.write_text("seed: 3\n")
     expected = Config(seed=3)
-    assert load_config(file) == load_config(str(file)) == load_config({"seed": 3}) == expected
+    for source in (file, str(file), {"seed": 3}):
+        assert changed_keys(load_config(source), expected) == []
     mapping = {"model": ModelConfig(path="a"), "run": Path("runs/b"), "rollout": {"stop": ("x",)}}
     config = load_config(mapping)
     assert (config.model.path, config.run.dir, config.rollout.stop) == ("a", "runs/b", ("x",))

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.config import Config, dump_config, load_config
+from roll.config import Config, changed_keys, dump_config, load_config
 from roll.config.errors import UserError
 from roll.config.schema import RewardConfig
 from roll.data import Response, Task
@@ -124,7 +124,7 @@ def test_the_parts_of_a_configuration_are_composed() -> None:
 def test_a_configuration_of_rewards_is_written_and_read_back(source: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(dump_config(load_config(source)))
-    assert load_config(file) == load_config(source)
+    assert changed_keys(load_config(file), load_config(source)) == []
     loaded = pickle.loads(pickle.dumps(RewardSource.of_config(load_config(file).reward)))
     loaded.check()
 
