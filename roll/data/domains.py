@@ -23,11 +23,13 @@ def load_domains(domains: Mapping[str, DomainConfig], root: str = "") -> TaskSet
     """All tasks of all domains, those of one after those of another; files are found from `root`."""
     train: list[Task] = []
     held_out: list[Task] = []
+    skipped: list[str] = []
     for name, domain in domains.items():
         if domain.tasks.source:
             found = _load(name, domain.tasks, root)
             train += _of_domains(name, domain.tasks, found.train, domains)
             held_out += _of_domains(name, domain.tasks, found.held_out, domains)
+            skipped += found.skipped
     train = [task for task in train if domains[task.domain].weight > 0]
     trained, measured = {task.domain for task in train}, {task.domain for task in held_out}
     for name, domain in domains.items():
@@ -35,7 +37,7 @@ def load_domains(domains: Mapping[str, DomainConfig], root: str = "") -> TaskSet
             raise UserError(f"domains.{name} has no tasks to train on: {_remedy(name, domain)}")
         if domain.weight == 0 and name not in measured:
             raise UserError(f"domains.{name} has weight 0 and no held-out tasks, so it is of no use: remove it")
-    return TaskSet(tuple(train), tuple(held_out))
+    return TaskSet(tuple(train), tuple(held_out), skipped=tuple(skipped))
 
 
 def domains_of(tasks: Sequence[Task]) -> list[str]:

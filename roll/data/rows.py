@@ -1,28 +1,36 @@
-"""Rows of tables: the lines of a JSON file, the rows of a Parquet file or of a Hugging Face dataset, as plain objects.
+"""Rows of tables: of JSON, CSV and Parquet files and of Hugging Face datasets, as plain objects.
 
 What always holds: a row comes with its place, in words that a message can name and a person can find, and its position
 in the table never changes while the table does not.
+
+A name with `*` in it stands for all files that it matches, in the order of their names: `bbh/*.json`, `MATH/**/*.json`.
 """
 
 from __future__ import annotations
 
+import glob
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from roll.config.errors import UserError
 from roll.config.names import did_you_mean, either
 from roll.config.user_code import elsewhere, find_file, shown, working_copy
+from roll.data.csv_rows import DELIMITERS, csv_rows
+from roll.data.layout import Layout, read_text
 
-FILES = (".jsonl", ".json", ".parquet")
+FILES = (".jsonl", ".json", *DELIMITERS, ".parquet")
 HUB = "hf:"
 """What a dataset's name begins with: `hf:openai/gsm8k`, or `hf:` and a folder that `save_to_disk` wrote."""
 TABLES = (f"a {', '.join(FILES)} file", f"`{HUB}dataset`")
 """The forms of a table's name, in words."""
+Located: TypeAlias = tuple[str, str, Any]
+"""A row's place, its name and what it holds."""
+_PLAIN = Layout()
 _SAVED = ("dataset_info.json", "dataset_dict.json")
 
 
@@ -31,7 +39,7 @@ class Row:
     place: str
     """`tasks.jsonl:12`, `tasks.parquet, row 12`."""
     name: str
-    """`line-12`, `row-12`: the same as long as the rows before it are."""
+    """`line-12`, `row-12`: the same as long as the rows before it are. Of several files: `algebra/7/row-1`."""
     values: dict[str, Any]
 
 
@@ -46,26 +54,58 @@ def is_saved(name: str, root: str = "") -> bool:
     return any((folder / file).is_file() for file in _SAVED)
 
 
-def read_rows(table: str, setting: str, *, subset: str = "", part: str = "", root: str = "") -> Iterator[Row]:
-    """The rows of a table in their order; `setting` is what names it, from `root`. `subset` and `part` are of a
-    dataset: one of its configurations, and one of its splits."""
-    path = Path(table).expanduser()
-    path = path if path.is_absolute() else shown(find_file(table, root))
+def read_rows(
+    table: str, setting: str, *, subset: str = "", part: str = "", layout: Layout = _PLAIN, root: str = ""
+) -> Iterator[Row]:
+    """The rows of a table in their order; `setting` is what names it, from `root`. `subset` and `part` are of a dataset:
+    one of its configurations, and one of its splits. `layout` is of a file."""
     if table.startswith(HUB) or is_saved(table, root):
-        yield from _numbered(table, _dataset(table.removeprefix(HUB), setting, subset, part, root))
+        for number, row in enumerate(_dataset(table.removeprefix(HUB), setting, subset, part, root), 1):
+            yield _row(f"{table}, row {number}", f"row-{number}", row)
         return
     for option, given in (("subset", subset), ("part", part)):
         if given:
             raise UserError(f"{setting}: {table!r} is a file, which has no {option} {given!r}: leave it out")
-    if path.suffix not in FILES:
+    if not table.endswith(FILES):
         raise UserError(f"{setting}: {table!r} is no table: write {either(TABLES)}")
-    if not path.is_file():
-        raise UserError(f"{setting}: there is no file {str(path)!r}{elsewhere(table, working_copy(root))}")
-    if path.suffix == ".jsonl":
-        for number, row in json_lines(path, setting):
-            yield Row(f"{path}:{number}", f"line-{number}", row)
+    for path, prefix in _files(table, setting, root):
+        for place, name, row in _file(path, setting, layout):
+            yield _row(place, f"{prefix}{name}", row)
+
+
+def _files(table: str, setting: str, root: str) -> Iterator[tuple[Path, str]]:
+    """The files that a name stands for; of several, with what tells the rows of one from those of another."""
+    path = Path(table).expanduser()
+    path = path if path.is_absolute() else shown(find_file(table, root))
+    if path.is_file() or not glob.has_magic(table):
+        if not path.is_file():
+            raise UserError(f"{setting}: there is no file {str(path)!r}{elsewhere(table, working_copy(root))}")
+        yield path, ""
+        return
+    found = sorted(name for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+    if not found:
+        raise UserError(f"{setting}: no file matches {table!r}")
+    above = Path(*path.parts[: next(n for n, part in enumerate(path.parts) if glob.has_magic(part))])
+    for name in found:
+        yield Path(name), f"{Path(name).relative_to(above).with_suffix('').as_posix()}/"
+
+
+def _file(path: Path, setting: str, layout: Layout) -> Iterator[Located]:
+    if path.suffix == ".parquet":
+        for number, row in enumerate(_parquet(path, setting), 1):
+            yield f"{path}, row {number}", f"row-{number}", row
+    elif path.suffix == ".json":
+        yield from _json(path, layout.rows)
     else:
-        yield from _numbered(path, _parquet(path, setting) if path.suffix == ".parquet" else iter(_json(path)))
+        lines = json_lines(path, setting) if path.suffix == ".jsonl" else csv_rows(path, layout)
+        for number, row in lines:
+            yield f"{path}:{number}", f"line-{number}", row
+
+
+def _row(place: str, name: str, values: Any) -> Row:
+    if not isinstance(values, dict):
+        raise UserError(f"{place}: not an object with columns")
+    return Row(place, name, {column: _plain(value) for column, value in values.items()})
 
 
 def json_lines(path: Path, setting: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -73,7 +113,7 @@ def json_lines(path: Path, setting: str) -> Iterator[tuple[int, dict[str, Any]]]
     if not path.is_file():
         raise UserError(f"{setting}: there is no file {str(path)!r}")
     # Not `splitlines`, which also cuts at separators that JSON strings may hold as they are (U+2028, U+0085).
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -83,13 +123,6 @@ def json_lines(path: Path, setting: str) -> Iterator[tuple[int, dict[str, Any]]]
         if not isinstance(row, dict):
             raise UserError(f"{path}:{number}: not a JSON object")
         yield number, row
-
-
-def _numbered(table: object, rows: Iterator[Any]) -> Iterator[Row]:
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict):
-            raise UserError(f"{table}, row {number}: not an object with columns")
-        yield Row(f"{table}, row {number}", f"row-{number}", {name: _plain(value) for name, value in row.items()})
 
 
 def _plain(value: Any) -> Any:
@@ -103,14 +136,66 @@ def _plain(value: Any) -> Any:
     return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _json(path: Path) -> list[Any]:
+def _json(path: Path, key: str) -> Iterator[Located]:
+    """The rows of a JSON file: those of its list; of an object, those of the list under the key, or the object itself,
+    if no key is named and it has no list of objects; or JSON lines, which some call `.json` too."""
     try:
-        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+        held = json.loads(read_text(path))
     except ValueError as error:
-        raise UserError(f"{path}: not JSON: {error}") from error
-    if not isinstance(rows, list):
-        raise UserError(f"{path}: it holds one {type(rows).__name__}, but takes a list of objects, one a row")
-    return rows
+        if not _is_json_lines(path):
+            raise UserError(f"{path}: not JSON: {error}") from error
+        for number, row in json_lines(path, ""):
+            yield f"{path}:{number}", f"line-{number}", row
+        return
+    for number, row in enumerate(_listed(path, held, key), 1):
+        yield f"{path}, row {number}", f"row-{number}", row
+
+
+def _is_json_lines(path: Path) -> bool:
+    """Whether the first line with something in it is an object."""
+    first = next((line for line in read_text(path).split("\n") if line.strip()), "")
+    try:
+        return isinstance(json.loads(first), dict)
+    except ValueError:
+        return False
+
+
+def _listed(path: Path, held: Any, key: str) -> list[Any]:
+    """The list of rows in a JSON value."""
+    if key:
+        try:
+            rows = lookup(held, key) if isinstance(held, dict) else None
+        except KeyError:
+            rows = None
+        if not isinstance(rows, list):
+            keys = f"the keys {', '.join(held)}" if isinstance(held, dict) else f"a {type(held).__name__} at its top"
+            raise UserError(f"{path}: the option rows is {key!r}, but there is no list of that name; the file has {keys}")
+        return rows
+    if isinstance(held, list):
+        return held
+    if not isinstance(held, dict) or not held:
+        raise UserError(f"{path}: it holds one {type(held).__name__}, but takes a list of objects, one per row")
+    lists = [name for name, value in held.items() if _is_rows(value)]
+    if len(lists) > 1:
+        raise UserError(
+            f"{path}: it has several lists of rows, {', '.join(lists)}: name one with the option rows: {lists[0]}"
+        )
+    return held[lists[0]] if lists else [held]
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def lookup(values: Mapping[str, Any], column: str) -> Any:
+    """What a column holds; `question.stem` is also the key `stem` of the object in `question`. `KeyError` if there is no
+    such column."""
+    if column in values:
+        return values[column]
+    outer, dot, inner = column.partition(".")
+    if dot and isinstance(values.get(outer), dict):
+        return lookup(values[outer], inner)
+    raise KeyError(column)
 
 
 def _parquet(path: Path, setting: str) -> Iterator[dict[str, Any]]:

@@ -9,17 +9,16 @@ from __future__ import annotations
 import functools
 import inspect
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from roll.config.errors import UserError
-from roll.config.options import check_types
 from roll.config.schema import SourceConfig, TasksConfig
 from roll.config.user_code import load_user_code
 from roll.data.reasoning_gym import PREFIX, reasoning_gym
 from roll.data.rows import TABLES, is_table
-from roll.data.table import table
+from roll.data.table import Rows, check_table_options, table
 from roll.data.task import Task
 
 Split = Literal["train", "held_out"]
@@ -34,6 +33,8 @@ class TaskSet:
     held_out: tuple[Task, ...]
     left_out: tuple[str, ...] = ()
     """Ids of those that there is no room for."""
+    skipped: tuple[str, ...] = ()
+    """Places of the rows that options say to skip."""
 
     @property
     def has_environments(self) -> bool:
@@ -84,17 +85,20 @@ def load_splits(config: SourceConfig, source: TaskSource | None = None, root: st
         source, options = _find_source(config.source, options, root)
     check_options("tasks", config.source, source, options)
     tasks: dict[Split, tuple[Task, ...]] = {}
+    skipped: dict[str, None] = {}
     for split in ("train", "held_out"):
-        tasks[split] = call_source("tasks", config.source, source, split, options)
+        given = call_source("tasks", config.source, source, split, options)
+        tasks[split] = tuple(given)
         _check_tasks(config.source, split, tasks[split])
-    return TaskSet(tasks["train"], tasks["held_out"])
+        skipped |= dict.fromkeys(given.skipped if isinstance(given, Rows) else ())
+    return TaskSet(tasks["train"], tasks["held_out"], skipped=tuple(skipped))
 
 
 def _find_source(name: str, options: dict[str, Any], root: str) -> tuple[TaskSource, dict[str, Any]]:
     if (found := find_generator(name, options)) is not None:
         return found
     if is_table(name, root):
-        check_types(table, options, "tasks.options.")
+        check_table_options(options)
         return functools.partial(table, root=root), {"path": name, **options}
     if name in ELSEWHERE:
         return functools.partial(load_user_code(ELSEWHERE[name], what="tasks.source"), root=root), options
@@ -110,10 +114,11 @@ def find_generator(name: str, options: dict[str, Any]) -> tuple[TaskSource, dict
 
 def call_source(
     section: str, name: str, source: Callable[..., Iterable[Any]], split: Split, options: dict[str, Any]
-) -> tuple[Any, ...]:
+) -> Sequence[Any]:
     """All that a source gives for a split; `section` is the part of the config that names it."""
     try:
-        return tuple(source(split, **options))
+        given = source(split, **options)
+        return given if isinstance(given, Rows) else tuple(given)
     except UserError:
         raise
     except Exception as error:

@@ -262,7 +262,7 @@ def _located(tasks: TaskSet, root: str) -> TaskSet:
         check_seed(spec, most)
         return replace(task, environment=replace(spec, code=code) if code else spec)
 
-    return TaskSet(tuple(map(located, tasks.train)), tuple(map(located, tasks.held_out)))
+    return replace(tasks, train=tuple(map(located, tasks.train)), held_out=tuple(map(located, tasks.held_out)))
 
 
 def _rules(config: Config) -> dict[str, RewardRule]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jinja2 import TemplateError
 
@@ -46,7 +46,8 @@ def fitting(tasks: TaskSet, renderer: ChatRenderer, config: Config, context: int
     left_out = {id(long.task) for long in found}
     train, held_out = ([t for t in part if id(t) not in left_out] for part in (tasks.train, tasks.held_out))
     _check_left(found, domains_of(tasks.train), domains_of(train))
-    return TaskSet(tuple(train), tuple(held_out), tuple(long.task.id for long in found))
+    left = tuple(long.task.id for long in found)
+    return replace(tasks, train=tuple(train), held_out=tuple(held_out), left_out=left)
 
 
 def _check_left(found: Iterable[TooLong], before: Sequence[str], after: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from roll.reward.builtin import OF_SHAPE
 
 def remarks(config: Config, tasks: TaskSet, rules: Mapping[str, RewardRule]) -> list[str]:
     """`rules` are the config's rewards, each by the setting that it is under."""
-    return [*_left_out(tasks), *_answers_unread(config, tasks, rules)]
+    return [*_left_out(tasks), *_skipped(tasks), *_answers_unread(config, tasks, rules)]
 
 
 def _left_out(tasks: TaskSet) -> Iterator[str]:
@@ -22,6 +22,14 @@ def _left_out(tasks: TaskSet) -> Iterator[str]:
         yield (
             f"{len(tasks.left_out)} of {every} tasks are left out, because their prompts are too long "
             f"(tasks.too_long: drop): {_some(tasks.left_out)}"
+        )
+
+
+def _skipped(tasks: TaskSet) -> Iterator[str]:
+    if tasks.skipped:
+        yield (
+            f"{len(tasks.skipped)} rows are left out, as the option skip or the format says (docs/tasks.md): "
+            f"{_some(tasks.skipped)}"
         )
 
 

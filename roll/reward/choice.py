@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 
+from roll.data.choices import ALPHABET, Choices
 from roll.data.task import Response, Task
 from roll.reward.extract import last_tag
 from roll.reward.maths import last_box
 
-_ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _WRAP = r"(?:[\s*_$(\[{\"'`]|\\text|\\mathrm|\\textbf|\\boxed|\\\(){0,8}"
 """What may stand around a letter: brackets, quotes, emphasis, LaTeX. So much and no more: searches must end."""
 _AFTER = r"(?![\w])(?!['’](?:s|m|d|ll|ve|re)\b)"
@@ -20,8 +20,9 @@ _AFTER = r"(?![\w])(?!['’](?:s|m|d|ll|ve|re)\b)"
 class Choice:
     """1 if the letter chosen is the task's answer, else 0.
 
-    The answer is a letter, however written (`B`, `(b)`, `B.`), or, for tasks whose info has `choices`, the number of the
-    right one, counted from 0, or its text. What the text chose is looked for in this order, the last of a kind counts: a
+    The answer is a letter, however written (`B`, `(b)`, `B.`). For tasks whose info has `choices`, in any form that
+    `Choices` reads, it is the label of the right one, its position counted from 0, or its text: the first of these that
+    there is. Choices whose labels are digits may be named by digit or by letter. What the text chose is looked for in this order, the last of a kind counts: a
     box, an `<answer>` tag, a sentence such as `The answer is (B)`, a text or line that is a letter and its choice, a
     letter in brackets, a capital letter standing alone; at last, where `texts` allows it, the text of exactly one choice.
     """
@@ -37,12 +38,15 @@ class Choice:
             raise ValueError(f"letters is {self.letters!r}, but takes letters, each once: ABCD")
 
     def __call__(self, task: Task, response: Response) -> float:
-        choices = [str(choice) for choice in task.info.get("choices") or ()]
-        letters = self.letters.upper() or _ALPHABET[: len(choices) or 10]
+        choices = choices_of(task)
+        letters = self.letters.upper() or (choices.letters if choices else ALPHABET[:10])
         answer = _answer(task, letters, choices)
-        chosen = chosen_letter(response.text, letters)
-        if chosen is None and self.texts:
-            chosen = _by_text(response.text, letters, choices)
+        digits = _digits(choices)
+        chosen = chosen_letter(response.text, letters + digits)
+        if chosen is not None and chosen in digits:
+            chosen = letters[digits.index(chosen)]
+        if chosen is None and self.texts and choices:
+            chosen = _by_text(response.text, letters, choices.texts)
         return float(chosen == answer)
 
 
@@ -102,18 +106,35 @@ def _by_text(text: str, letters: str, choices: Sequence[str]) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def _answer(task: Task, letters: str, choices: Sequence[str]) -> str:
-    answer = task.answer
-    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
-        return letters[answer]
-    if isinstance(answer, str):
-        if answer in choices:
-            return letters[list(choices).index(answer)]
-        letter = answer.strip().strip("()[].:").upper()
-        if len(letter) == 1 and letter in letters:
-            return letter
+def choices_of(task: Task) -> Choices | None:
+    """The choices in the task's info; None if there are none."""
+    published = task.info.get("choices")
+    if published is None or (isinstance(published, Sized) and not len(published)):
+        return None
+    try:
+        return Choices.of(published)
+    except ValueError as error:
+        raise ValueError(f"the choices of task {task.id!r} cannot be read: {error}") from error
+
+
+def _answer(task: Task, letters: str, choices: Choices | None) -> str:
+    """The letter of the right choice."""
+    if choices is not None:
+        try:
+            return letters[choices.position(task.answer)]
+        except (ValueError, IndexError):
+            pass
+    letter = str(task.answer).strip().strip("()[].:").upper()
+    if isinstance(task.answer, str) and len(letter) == 1 and letter in letters:
+        return letter
     among = f"one of {letters}" + (", or one of its choices" if choices else "")
-    raise ValueError(f"the answer of task {task.id!r}, {answer!r}, is not {among}")
+    raise ValueError(f"the answer of task {task.id!r}, {task.answer!r}, is not {among}")
+
+
+def _digits(choices: Choices | None) -> str:
+    """The labels of the choices if they are digits."""
+    labels = choices.labels if choices else ()
+    return "".join(labels) if all(len(label) == 1 and label.isdecimal() for label in labels) else ""
 
 
 def _words(text: str) -> str:

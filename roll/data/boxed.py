@@ -1,0 +1,35 @@
+"""The last box of a solution in LaTeX."""
+
+from __future__ import annotations
+
+import re
+
+_TOKENS = re.compile(r"(?P<box>\\(?:boxed|fbox)\b\s*)|\\.|[{}]", re.DOTALL)
+_ARGUMENT = re.compile(r"\\[a-zA-Z]+|[^\s{}$.,]")
+
+
+def boxed(text: str) -> str | None:
+    """What the last `\\boxed{}` or `\\fbox{}` holds, whatever braces are in it; of `\\boxed 2` the 2; None without one.
+
+    Of a box in a box it is the outer one's: an answer is all that its author framed.
+    """
+    found: str | None = None
+    opened: list[int | None] = []  # of each open brace, where its box begins, if it is one's
+    token = _TOKENS.search(text)
+    while token is not None:
+        end = token.end()
+        if token["box"]:
+            if text[end : end + 1] == "{":
+                opened.append(end + 1)
+                end += 1
+            elif bare := _ARGUMENT.match(text, end):
+                found = bare[0]
+                end = bare.end()
+        elif token[0] == "{":
+            opened.append(None)
+        elif token[0] == "}" and opened:
+            begun = opened.pop()
+            if begun is not None and not any(start is not None for start in opened):
+                found = text[begun : token.start()].strip()
+        token = _TOKENS.search(text, end)
+    return found

@@ -1,0 +1,74 @@
+"""Rows of CSV and TSV files.
+
+What always holds: every row has the file's columns, or is refused with its line; a field may hold quotes, line ends and
+any amount of text; a field with nothing in it is null.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from roll.config.errors import UserError
+from roll.data.layout import Layout, read_text
+
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+"""The character between two fields, by the ending of a file's name."""
+_LONGEST_FIELD = 2**31 - 1
+
+
+def csv_rows(path: Path, layout: Layout) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows with the numbers of the lines that they begin on."""
+    records = _records(path, layout)
+    if not records:
+        return
+    line, first = records[0]
+    if layout.columns:
+        names = list(layout.columns)
+    elif layout.is_headerless(first):
+        names = list(layout.headerless)
+    else:
+        names, records = _header(path, line, first), records[1:]
+    for line, fields in records:
+        if len(fields) != len(names):
+            have = f"{len(names)} columns ({', '.join(names)})"
+            raise UserError(f"{path}:{line}: the row has {len(fields)} fields, but there are {have}")
+        yield line, {name: field if field.strip() else None for name, field in zip(names, fields, strict=True)}
+
+
+def _records(path: Path, layout: Layout) -> list[tuple[int, list[str]]]:
+    """The fields of every record but empty lines, with the line that it begins on."""
+    delimiter = layout.delimiter or DELIMITERS[path.suffix]
+    text = io.StringIO(read_text(path), newline="")  # line ends inside of fields stay as they are
+    records: list[tuple[int, list[str]]] = []
+    start = 1
+    allowed = csv.field_size_limit(_LONGEST_FIELD)
+    try:
+        quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if layout.quotes else csv.QUOTE_NONE
+        reader = csv.reader(text, delimiter=delimiter, quoting=quoting, strict=True)
+        for fields in reader:
+            if fields:
+                records.append((start, fields))
+            start = reader.line_num + 1
+    except csv.Error as error:
+        raise UserError(
+            f"{path}:{start}: this row cannot be read: {error}: inside of a quoted field write a quote twice; if quotes "
+            "mean nothing in this file, write the option quotes: false"
+        ) from error
+    finally:
+        csv.field_size_limit(allowed)
+    return records
+
+
+def _header(path: Path, line: int, fields: Sequence[str]) -> list[str]:
+    names = [field.strip() or f"column {number}" for number, field in enumerate(fields, 1)]
+    twice = next((name for position, name in enumerate(names) if name in names[:position]), None)
+    if twice is not None:
+        raise UserError(
+            f"{path}:{line}: the header names the column {twice!r} twice: rename one; for a file without a header write "
+            "the option columns: [question, …, answer]"
+        )
+    return names

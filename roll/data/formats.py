@@ -1,0 +1,160 @@
+"""Published datasets by name: `format: arc` says which columns there are, what the model is asked and what is right.
+
+A format is a set of options of a table (`roll/data/row_task.py`) and nothing more; an option written beside it in a
+config replaces its own. A dataset that is published in several ways has several variants, and each row is read by
+the first variant whose columns it has. A column whose name ends in `?` may be missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from roll.config.errors import UserError
+from roll.config.names import did_you_mean
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a dataset is published."""
+
+    rewards: tuple[str, ...]
+    """The rewards that can judge its tasks; the first is the usual one."""
+    variants: tuple[Mapping[str, Any], ...]
+    """Options of a table for each way in which it is published."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options that all variants have."""
+    headerless: tuple[str, ...] = ()
+    """The columns of its CSV files, where those are published without a header."""
+
+
+_WORKED = "Think step by step, and put the final answer in \\boxed{{}}."
+_LETTER = 'Think step by step, then end with "The answer is (X).", where X is the letter of the right choice.'
+_BLOCK = "in one ```python block"
+
+FORMATS: Mapping[str, Format] = MappingProxyType(
+    {
+        "gsm8k": Format(
+            rewards=("number", "math"),
+            variants=({"question": "question", "answer": "answer"},),
+            options={"answer_pattern": r"####\s*(.+)", "prompt": f"{{question}}\n{_WORKED}"},
+        ),
+        "math": Format(
+            rewards=("math",),
+            variants=(
+                {"question": "problem", "answer": "solution", "answer_boxed": True},
+                {"question": "problem", "answer": "answer"},
+            ),
+            options={"id": "unique_id?", "prompt": f"{{question}}\n{_WORKED}"},
+        ),
+        "svamp": Format(
+            rewards=("number", "math"),
+            variants=({"question": "Question", "answer": "Answer", "prompt": f"{{Body}} {{question}}\n{_WORKED}"},),
+            options={"id": "ID?"},
+        ),
+        "asdiv": Format(
+            rewards=("math", "number"),
+            variants=(
+                {"question": "question", "answer": "answer", "prompt": f"{{body}} {{question}}\n{_WORKED}"},
+                {"question": "Question", "answer": "Answer", "prompt": f"{{Body}} {{question}}\n{_WORKED}"},
+            ),
+            # of "9 (apples)" the 9; some rows have several answers: "3 (hours); 20 (minutes)"
+            options={
+                "id": "ID?",
+                "answer_pattern": r"(?s)\A\s*(.+?)\s*(?:\([^()]*\))?\s*\Z",
+                "skip": {"answer?": ";", "Answer?": ";"},
+            },
+        ),
+        "mmlu": Format(
+            rewards=("choice",),
+            variants=(
+                {"question": "question", "choices": "choices", "answer": "answer"},
+                {"question": "question", "choices": ("A", "B", "C", "D"), "answer": "answer"},
+            ),
+            options={"prompt": f"{{question}}\n{{choices}}\n{_LETTER}"},
+            headerless=("question", "A", "B", "C", "D", "answer"),
+        ),
+        "arc": Format(
+            rewards=("choice",),
+            variants=(
+                {"question": "question.stem", "choices": "question.choices", "answer": "answerKey"},
+                {"question": "question", "choices": "choices", "answer": "answerKey"},
+            ),
+            options={"id": "id?", "prompt": f"{{question}}\n{{choices}}\n{_LETTER}"},
+        ),
+        "bbh": Format(
+            rewards=("exact",),
+            variants=({"question": "input", "answer": "target"},),
+            options={
+                "answer_also": r"\A\((\w)\)\Z",
+                "prompt": "{question}\nThink step by step, then write the answer alone in <answer></answer>.",
+            },
+        ),
+        "gpqa": Format(
+            rewards=("choice",),
+            variants=(
+                {
+                    "question": "Question",
+                    "choices": ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"),
+                    "answer": "Correct Answer",
+                    "shuffle_choices": True,
+                },
+            ),
+            options={
+                "id": "Record ID?",
+                "info": ("High-level domain?", "Subdomain?"),
+                "prompt": f"{{question}}\n{{choices}}\n{_LETTER}",
+            },
+        ),
+        "humaneval": Format(
+            rewards=("code",),
+            variants=({"question": "prompt", "answer": ""},),
+            options={
+                "id": "task_id?",
+                "info": ("prompt", "test", "entry_point"),
+                "prompt": f"Complete this Python function. Write all of it {_BLOCK}.\n\n```python\n{{question}}\n```",
+            },
+        ),
+        "mbpp": Format(
+            rewards=("code",),
+            variants=({"question": "text", "answer": "code"}, {"question": "prompt", "answer": "code"}),
+            options={
+                "id": "task_id?",
+                "info": ("test_list", "test_setup_code?", "test_imports?"),
+                "prompt": f"{{question}}\nIt has to pass these tests:\n{{test_list}}\nWrite the Python code {_BLOCK}.",
+            },
+        ),
+        "apps": Format(
+            rewards=("code",),
+            variants=({"question": "question", "answer": ""},),
+            options={
+                "id": "problem_id?",
+                "info": ("input_output", "difficulty?"),
+                "skip": {"input_output": r"\A\s*(\{\s*\})?\s*\Z"},  # some problems have no tests
+                "prompt": "{question}\n{starter_code?}\nIf there is starter code above, complete it; if not, write a "
+                f"program that reads standard input and writes standard output. Write the Python code {_BLOCK}.",
+            },
+        ),
+        "ifeval": Format(
+            rewards=("instructions",),
+            variants=({"question": "prompt", "answer": ""},),
+            options={
+                "id": "key?",
+                "info": ("instruction_id_list", "kwargs"),
+                "skip": {"kwargs": r'"language": "(de|fi|it|pt|sw|vi)"'},  # the reward tells languages by their script
+            },
+        ),
+    }
+)
+
+
+def find_format(name: str) -> Format:
+    """The format of that name."""
+    found = FORMATS.get(name)
+    if found is None:
+        raise UserError(
+            f"tasks.options.format is {name!r}, but takes one of {', '.join(FORMATS)}{did_you_mean(name, FORMATS)}"
+        )
+    return found

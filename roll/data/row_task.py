@@ -1,0 +1,321 @@
+"""From a row of a table to a task: by the columns that the options of the table name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from string import Formatter
+from typing import Any, TypeAlias
+
+from roll.config.errors import UserError
+from roll.config.names import did_you_mean
+from roll.data.boxed import boxed
+from roll.data.choices import AnswerIs, Choices
+from roll.data.rows import Row, lookup
+from roll.data.task import Message, Task
+
+HeldOut: TypeAlias = float | int | str
+"""A share of the rows, a number of them, or another table: a file, or a split of the same dataset."""
+_Part: TypeAlias = tuple[str, str | None]
+"""A text of a template, and the column that comes after it."""
+
+
+@dataclass(frozen=True)
+class TableOptions:
+    """How the rows of a table are read. A column is named as in the table; `question.stem` is the key `stem` of the
+    object in the column `question`; a column with `?` after its name may be missing or null."""
+
+    format: str = ""
+    """A published dataset's name (`roll/data/formats.py`): the options that it has by default."""
+    question: str = "question"
+    """Column with the question: a text, or a list of messages."""
+    answer: str = "answer"
+    """Column with the answer; empty for tasks without one."""
+    answer_pattern: str = ""
+    """Regular expression: the answer is what its first group matches, or all that it matches, the last time it does."""
+    answer_boxed: bool = False
+    """Whether the answer is what the last `\\boxed{}` in its column holds."""
+    answer_also: str = ""
+    """Regular expression: what it matches in the answer is another right answer."""
+    choices: str | Sequence[str] = ""
+    """Column with the choices, or a column for each."""
+    answer_is: AnswerIs = ""
+    """How the answer names a choice: `label`, `index` (from 0), `number` (from 1) or `text`; empty: whichever fits."""
+    shuffle_choices: bool = False
+    """Whether choices come in another order, always the same for a row."""
+    id: str = ""
+    """Column with ids; without it, a task's id is its row's number."""
+    domain: str = ""
+    """Column with domains."""
+    info: Sequence[str] | None = None
+    """Columns that rewards see beside the answer; by default all others."""
+    prompt: str = ""
+    """What the model is asked, with `{question}`, `{choices}` and other columns in braces."""
+    system: str = ""
+    """System message before it."""
+    skip: Mapping[str, str] = field(default_factory=dict)
+    """Rows to leave out: for a column, a regular expression that is found in it."""
+    held_out: HeldOut = 0.1
+    """A share or a number of rows, at even distances, or another table: a file, or a split of the same dataset."""
+    limit: int = 0
+    """How many rows, from the first, are read at most; 0 for all."""
+    subset: str = ""
+    """A dataset's configuration."""
+    part: str = ""
+    """A dataset's split to train on."""
+    columns: Sequence[str] = ()
+    """Names of the columns of a CSV file without a header."""
+    rows: str = ""
+    """The key in a JSON file that the rows are under."""
+    delimiter: str = ""
+    """The character between the fields of a CSV file."""
+    quotes: bool = True
+    """Whether fields of a CSV file may be in double quotes."""
+
+
+class RowReader:
+    """How a row becomes a task."""
+
+    def __init__(self, options: TableOptions) -> None:
+        self.options = options
+        self._choices = () if isinstance(options.choices, str) else tuple(options.choices)
+        self._choices_column = options.choices if isinstance(options.choices, str) else ""
+        self._parts = _parts(options.prompt)
+        self._pattern = pattern(options.answer_pattern, "answer_pattern")
+        self._also = pattern(options.answer_also, "answer_also")
+        if options.shuffle_choices and not options.choices:
+            raise UserError("tasks.options.shuffle_choices is true, but no column has choices: write choices=COLUMN")
+        if options.answer_is and not options.choices:
+            raise UserError(
+                f"tasks.options.answer_is is {options.answer_is!r}, but no column has choices: write choices=COLUMN"
+            )
+
+    @property
+    def needed(self) -> list[str]:
+        """The columns that a row must have."""
+        given = self.options
+        named = [given.question, given.answer, given.id, given.domain, *(given.info or ()), self._choices_column]
+        prompted = [name for _, name in self._parts if name not in (None, "question", "choices")]
+        every = dict.fromkeys(name for name in (*named, *self._choices) if name)
+        return [name for name in (*every, *(n for n in prompted if n and n not in every)) if not name.endswith("?")]
+
+    def fits(self, row: Row) -> bool:
+        return all(has(row, column) for column in self.needed)
+
+    def task(self, row: Row, prefix: str = "") -> Task:
+        """`prefix` tells rows of one table from those of another."""
+        given = self.options
+        self._check(row)
+        choices = self._choices_of(row)
+        answer = self._answer_of(row, choices) if given.answer else None
+        if choices is not None and given.shuffle_choices:
+            was = None if answer is None else choices.letters.index(answer)
+            choices, order = choices.shuffled(searchable(get(row, given.question)))
+            answer = None if was is None else choices.letters[order.index(was)]
+        name = get(row, given.id) if given.id else None
+        domain = get(row, given.domain) if given.domain else None
+        system = [Message(role="system", content=given.system)] if given.system else []
+        info, implied = self._info(row, choices)
+        if choices is None and implied is not None:
+            answer = _in_letters(answer, implied)
+        return Task(
+            id=f"{prefix}{row.name}" if name is None else str(name),
+            messages=(*system, *self._messages(row, choices or implied)),
+            answer=answer,
+            domain="default" if domain is None else str(domain),
+            info=info,
+        )
+
+    def _check(self, row: Row) -> None:
+        given = self.options
+        named = (given.question, given.answer, given.id, given.domain, *(given.info or ()), self._choices_column)
+        for column in filter(None, (*named, *self._choices)):
+            if not column.endswith("?") and not has(row, column):
+                have = ", ".join(row.values)
+                raise UserError(
+                    f"{row.place}: there is no column {column!r}; the line has {have}{did_you_mean(column, row.values)}"
+                )
+        for column in filter(None, (given.question, given.id, given.domain)):
+            if not column.endswith("?") and get(row, column) is None:
+                raise UserError(f"{row.place}: {column!r} is null: write something there, or remove the row")
+
+    def _info(self, row: Row, choices: Choices | None) -> tuple[dict[str, Any], Choices | None]:
+        """What rewards see, and the choices among it that no option names: those of a column `choices`."""
+        given, values = self.options, row.values
+        if given.info is None:
+            info = {name: value for name, value in values.items() if name not in (given.question, given.answer)}
+        else:
+            names = [name if has(row, name) else name.removesuffix("?") for name in given.info]
+            info = {name: get(row, name) for name in names if has(row, name)}
+        implied = None
+        if choices is None and "choices" not in (given.question, given.answer) and values.get("choices"):
+            try:
+                implied = Choices.of(values["choices"])
+            except ValueError:
+                implied = None
+        if choices is not None:
+            info["choices"] = choices.by_letter
+        elif implied is not None and "choices" in info:
+            info["choices"] = implied.by_letter
+        return info, implied
+
+    def _choices_of(self, row: Row) -> Choices | None:
+        try:
+            if self._choices_column:
+                return Choices.of(get(row, self._choices_column))
+            if self._choices:
+                return Choices.labelled_by({name: get(row, name) for name in self._choices})
+        except ValueError as error:
+            raise UserError(f"{row.place}: the choices cannot be read: {error}") from error
+        return None
+
+    def _messages(self, row: Row, choices: Choices | None) -> Sequence[Message]:
+        given = self.options
+        asked = get(row, given.question)
+        prompt = self._parts
+        if isinstance(asked, list):
+            if not asked or not all(map(_is_message, asked)):
+                raise UserError(
+                    f"{row.place}: {given.question!r} is a list, but not one of messages with role and content"
+                )
+            if given.prompt:
+                raise UserError(
+                    f"{row.place}: {given.question!r} is a list of messages, for which there can be no prompt"
+                )
+            return asked
+        if not prompt and given.choices:
+            prompt = _parts("{question}\n{choices}")
+        text = self._filled(row, str(asked), prompt, choices) if prompt else str(asked)
+        return (Message(role="user", content=text),)
+
+    def _filled(self, row: Row, question: str, parts: Sequence[_Part], choices: Choices | None) -> str:
+        given = self.options
+        values: dict[str, Any] = {**row.values, "question": question}
+        if choices is not None:
+            values |= {"choices": str(choices)} | ({self._choices_column: str(choices)} if self._choices_column else {})
+        if given.answer and given.answer != "question":
+            values.pop(given.answer, None)
+
+        def text_of(column: str) -> str:
+            optional = column.endswith("?") and column not in values
+            name = column[:-1] if optional else column
+            try:
+                value = lookup(values, name) if name != given.answer or name == "question" else values[name]
+            except KeyError:
+                if optional and name != given.answer:
+                    return ""
+                why = "is the answer" if name == given.answer else "is no column of it"
+                raise UserError(
+                    f"{row.place}: the prompt asks for {{{name}}}, which {why}: write "
+                    f"{', '.join(f'{{{known}}}' for known in values)}, or {{{{{name}}}}} for braces"
+                ) from None
+            if value is None and not optional:
+                raise UserError(f"{row.place}: the prompt asks for {{{name}}}, which is null there: write a text")
+            return "" if value is None else _text(value)
+
+        return "".join(text + ("" if column is None else text_of(column)) for text, column in parts)
+
+    def _answer_of(self, row: Row, choices: Choices | None) -> Any:
+        given = self.options
+        answer = get(row, given.answer)
+        if choices is not None:
+            return choices.letters[self._chosen(row, answer, choices)]
+        if given.answer_boxed:
+            found = boxed(str(answer))
+            if found is None:
+                raise UserError(f"{row.place}: there is no \\boxed{{}} in the answer {str(answer)[-60:]!r}")
+            answer = found
+        if self._pattern is not None:
+            answer = self._matched(row, answer)
+        if self._also is not None and (also := self._also.search(str(answer))):
+            return [answer, also[1] if self._also.groups else also[0]]
+        return answer
+
+    def _chosen(self, row: Row, answer: Any, choices: Choices) -> int:
+        """The position of the right choice: that of the column the answer is in, or the one that the answer names."""
+        given = self.options
+        if given.answer in self._choices:
+            there = [name for name in self._choices if get(row, name) is not None]
+            if given.answer not in there:
+                raise UserError(f"{row.place}: {given.answer!r} is null: write something there, or remove the row")
+            return there.index(given.answer)
+        if self._pattern is not None:
+            answer = self._matched(row, answer)
+        try:
+            return choices.position(answer, given.answer_is)
+        except ValueError as error:
+            raise UserError(f"{row.place}: {error}") from error
+
+    def _matched(self, row: Row, answer: Any) -> str:
+        assert self._pattern is not None
+        found = list(self._pattern.finditer(str(answer)))
+        if not found:
+            raise UserError(
+                f"{row.place}: answer_pattern {self._pattern.pattern!r} is nowhere in the answer {str(answer)[-60:]!r}"
+            )
+        last = found[-1]
+        return (last[1] if self._pattern.groups else last[0]).strip()
+
+
+def _in_letters(answer: Any, choices: Choices) -> Any:
+    """The answer as it was, unless the letters of the choices would make it another's: published labels may be digits."""
+    try:
+        letter = choices.letters[choices.position(answer)]
+        return answer if Choices.of(choices.by_letter).position(answer) == choices.letters.index(letter) else letter
+    except ValueError:
+        return answer
+
+
+def has(row: Row, column: str) -> bool:
+    try:
+        lookup(row.values, column)
+    except KeyError:
+        return False
+    return True
+
+
+def get(row: Row, column: str) -> Any:
+    """What a column holds; None if it may be missing, and is."""
+    if has(row, column):
+        return lookup(row.values, column)
+    return lookup(row.values, column[:-1]) if column.endswith("?") and has(row, column[:-1]) else None
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("role") is not None and value.get("content") is not None
+
+
+def _text(value: Any) -> str:
+    """A column in a prompt: a list is a line each."""
+    return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def searchable(value: Any) -> str:
+    """A column for a search: null is empty, lists and objects are JSON."""
+    if value is None:
+        return ""
+    return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, list | dict) else str(value)
+
+
+def _parts(prompt: str) -> list[_Part]:
+    """A template as texts, each with the column that comes after it; the last may have none."""
+    try:
+        parts = list(Formatter().parse(prompt))
+    except ValueError as error:
+        raise UserError(f"tasks.options.prompt: {error}: write {{{{ and }}}} for braces that are meant") from error
+    for _, column, form, conversion in parts:
+        if column == "" or form or conversion:
+            written = f"{{{column}:{form}}}" if form else f"{{{column}}}"
+            raise UserError(
+                f"tasks.options.prompt: {written} is no column: write {{question}}, or {{{{ and }}}} for braces"
+            )
+    return [(text, column) for text, column, _, _ in parts]
+
+
+def pattern(text: str, option: str) -> re.Pattern[str] | None:
+    try:
+        return re.compile(text) if text else None
+    except re.error as error:
+        raise UserError(f"tasks.options.{option}: {text!r} is no regular expression: {error}") from error
