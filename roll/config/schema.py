@@ -83,8 +83,8 @@ class TasksConfig(SourceConfig):
     """What to solve."""
 
     source: str = "addition"
-    """`addition`, `echo`, `environment`, `reasoning_gym:family`, a `.jsonl`, `.json` or `.parquet` file, `hf:dataset`, or
-    a function: `module:name` or `file.py:name` (`docs/tasks.md`)."""
+    """`addition`, `echo`, `environment`, `reasoning_gym:family`, a `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` file,
+    `hf:dataset`, or a function: `module:name` or `file.py:name` (`docs/tasks.md`)."""
     weights: dict[str, Positive] = Field(default_factory=dict)
     """Share of each domain among the groups, by name; empty: every task equally often."""
     sample_by: Literal["epochs", "solve_rate"] = "epochs"
@@ -101,9 +101,9 @@ class DataConfig(Section):
     short: ClassVar[str | None] = "source"
 
     source: str = "addition"
-    """A `.jsonl`, `.json` or `.parquet` file, `hf:dataset`, a source of tasks with answers (`addition`, `echo`,
-    `reasoning_gym:family`), `demonstrations` or `dagger` (an environment's expert), or a function: `module:name` or
-    `file.py:name`."""
+    """A `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` file, `hf:dataset`, a source of tasks with answers (`addition`,
+    `echo`, `reasoning_gym:family`), `demonstrations` or `dagger` (an environment's expert), or a function: `module:name`
+    or `file.py:name`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the source; of a file: the names of its columns, and the share `held_out`."""
     samples_per_step: Count = 32

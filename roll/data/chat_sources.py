@@ -19,6 +19,7 @@ from roll.config.errors import UserError
 from roll.config.schema import DataConfig
 from roll.config.user_code import load_user_code
 from roll.data.chat import Chat
+from roll.data.layout import Layout
 from roll.data.rows import TABLES, is_table, read_rows
 from roll.data.sources import SOURCES, Split, call_source, check_options, find_generator
 from roll.data.task import Message, Task
@@ -65,15 +66,21 @@ def chat_file(
     held_out: float = 0.05,
     subset: str = "",
     part: str = "",
+    columns: Sequence[str] = (),
+    rows: str = "",
+    delimiter: str = "",
+    quotes: bool = True,
     root: str = "",
 ) -> Iterator[Chat]:
     """A file with a conversation a row. The options name its columns: a list of `messages`; or token `ids` and their
     `loss_mask`, as runs write them to `samples/`; or a `prompt` (text or messages) and a `response`. A share `held_out`
-    of the rows, at even distances, is held out. `subset` and `part` are a dataset's configuration and split."""
+    of the rows, at even distances, is held out. `subset` and `part` are a dataset's configuration and split; `columns`,
+    `rows`, `delimiter` and `quotes` say how a CSV or JSON file is laid out, as for tasks."""
     if not 0 <= held_out < 1:
         raise UserError(f"data.options: held_out is {held_out}: write a share from 0 to below 1")
-    for position, found in enumerate(read_rows(path, "data.source", subset=subset, part=part, root=root)):
-        place, row = found.place, found.values
+    layout = Layout(tuple(columns), rows, delimiter, quotes)
+    found = read_rows(path, "data.source", subset=subset, part=part, layout=layout, root=root)
+    for position, (place, row) in enumerate((row.place, row.values) for row in found):
         if (int((position + 1) * held_out) > int(position * held_out)) != (split == "held_out"):
             continue
         name = f"row-{position + 1}"

@@ -21,7 +21,7 @@ class Format:
     """How a dataset is published."""
 
     rewards: tuple[str, ...]
-    """The rewards that can judge its tasks; the first is the usual one."""
+    """The built-in rewards that can judge its tasks; the first is the usual one."""
     variants: tuple[Mapping[str, Any], ...]
     """Options of a table for each way in which it is published."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -30,6 +30,7 @@ class Format:
     """The columns of its CSV files, where those are published without a header."""
 
 
+_TEXT = ("exact", "fuzzy")
 _WORKED = "Think step by step, and put the final answer in \\boxed{{}}."
 _LETTER = 'Think step by step, then end with "The answer is (X).", where X is the letter of the right choice.'
 _BLOCK = "in one ```python block"
@@ -37,12 +38,12 @@ _BLOCK = "in one ```python block"
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
         "gsm8k": Format(
-            rewards=("number", "math"),
+            rewards=("number", "math", *_TEXT),
             variants=({"question": "question", "answer": "answer"},),
             options={"answer_pattern": r"####\s*(.+)", "prompt": f"{{question}}\n{_WORKED}"},
         ),
         "math": Format(
-            rewards=("math",),
+            rewards=("math", *_TEXT),
             variants=(
                 {"question": "problem", "answer": "solution", "answer_boxed": True},
                 {"question": "problem", "answer": "answer"},
@@ -50,12 +51,12 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             options={"id": "unique_id?", "prompt": f"{{question}}\n{_WORKED}"},
         ),
         "svamp": Format(
-            rewards=("number", "math"),
+            rewards=("number", "math", *_TEXT),
             variants=({"question": "Question", "answer": "Answer", "prompt": f"{{Body}} {{question}}\n{_WORKED}"},),
             options={"id": "ID?"},
         ),
         "asdiv": Format(
-            rewards=("math", "number"),
+            rewards=("math", "number", *_TEXT),
             variants=(
                 {"question": "question", "answer": "answer", "prompt": f"{{body}} {{question}}\n{_WORKED}"},
                 {"question": "Question", "answer": "Answer", "prompt": f"{{Body}} {{question}}\n{_WORKED}"},
@@ -68,7 +69,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             },
         ),
         "mmlu": Format(
-            rewards=("choice",),
+            rewards=("choice", *_TEXT),
             variants=(
                 {"question": "question", "choices": "choices", "answer": "answer"},
                 {"question": "question", "choices": ("A", "B", "C", "D"), "answer": "answer"},
@@ -77,7 +78,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             headerless=("question", "A", "B", "C", "D", "answer"),
         ),
         "arc": Format(
-            rewards=("choice",),
+            rewards=("choice", *_TEXT),
             variants=(
                 {"question": "question.stem", "choices": "question.choices", "answer": "answerKey"},
                 {"question": "question", "choices": "choices", "answer": "answerKey"},
@@ -85,7 +86,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             options={"id": "id?", "prompt": f"{{question}}\n{{choices}}\n{_LETTER}"},
         ),
         "bbh": Format(
-            rewards=("exact",),
+            rewards=("exact", "fuzzy", "choice", "number", "math"),
             variants=({"question": "input", "answer": "target"},),
             options={
                 "answer_also": r"\A\((\w)\)\Z",
@@ -93,7 +94,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             },
         ),
         "gpqa": Format(
-            rewards=("choice",),
+            rewards=("choice", *_TEXT),
             variants=(
                 {
                     "question": "Question",

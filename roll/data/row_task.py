@@ -262,10 +262,14 @@ class RowReader:
 def _in_letters(answer: Any, choices: Choices) -> Any:
     """The answer as it was, unless the letters of the choices would make it another's: published labels may be digits."""
     try:
-        letter = choices.letters[choices.position(answer)]
-        return answer if Choices.of(choices.by_letter).position(answer) == choices.letters.index(letter) else letter
+        position = choices.position(answer)
     except ValueError:
         return answer
+    try:
+        kept = Choices.of(choices.by_letter).position(answer) == position
+    except ValueError:
+        kept = False
+    return answer if kept else choices.letters[position]
 
 
 def has(row: Row, column: str) -> bool:

@@ -19,6 +19,7 @@ from roll.config.root import located
 from roll.config.schema import Config
 from roll.data.chat_sources import ChatSource, load_chats
 from roll.data.domains import load_domains
+from roll.data.formats import FORMATS
 from roll.data.sources import TaskSet, TaskSource, load_tasks
 from roll.data.task import Task
 from roll.devices.job import Job, rlvr_job, rlvr_roles, sft_job
@@ -43,6 +44,7 @@ from roll.pipeline.state import RunState, SFTState, State
 from roll.pipeline.supervision import supervised, supervised_trainer
 from roll.pipeline.turns import Turns
 from roll.reward import RewardFn, RewardSource
+from roll.reward.builtin import ASKS_OTHERS, BUILTINS, OF_SHAPE
 from roll.rollout.evaluate import Evaluation, Evaluator
 from roll.rollout.play import play
 from roll.rollout.transcript import Transcript
@@ -221,6 +223,8 @@ def check(
     check_policies(config, task_set)
     _check_limits(config, task_set)
     _check_rewards(config, task_set, reward is not None)
+    if reward is None and tasks is None:
+        _check_formats(config)
     _check_algorithm(config, task_set)
     source = find_model(config.model.path)
     shape = load_model_config(source)
@@ -281,6 +285,21 @@ def _check_rewards(config: Config, tasks: TaskSet, given: bool) -> None:
             raise UserError(
                 f"{setting} is {'a function' if given else repr(rule.label)}, but all its tasks are played in "
                 "environments, whose steps say what an attempt is worth: leave it out"
+            )
+
+
+def _check_formats(config: Config) -> None:
+    """Refuses built-in rewards that cannot judge the tasks of a named format."""
+    sources = {f"domains.{name}.": domain.tasks for name, domain in config.domains.items()} or {"": config.tasks}
+    for (within, source), (setting, rule) in zip(sources.items(), _rules(config).items(), strict=True):
+        name = str(source.options.get("format"))
+        format = FORMATS.get(name)
+        names = {part.name for part in rule.parts.values() if part.weight or part.gate} or {rule.name}
+        judging = names - OF_SHAPE
+        if format is not None and judging and judging <= BUILTINS.keys() - {*format.rewards, *ASKS_OTHERS}:
+            raise UserError(
+                f"{within}tasks.options.format is {name!r}, but {setting} is {rule.label!r}, which cannot judge its "
+                f"tasks: write {setting}: {format.rewards[0]} (docs/tasks.md)"
             )
 
 

@@ -30,3 +30,6 @@ OF_SHAPE = frozenset({"format", "length", "repetition"})
 
 OF_ROLES = ("judge", "reward_model")
 """Those that a role may give."""
+
+ASKS_OTHERS = frozenset({"http", *OF_ROLES})
+"""Those that somebody else decides for, so that they may judge any task."""

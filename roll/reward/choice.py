@@ -22,9 +22,10 @@ class Choice:
 
     The answer is a letter, however written (`B`, `(b)`, `B.`). For tasks whose info has `choices`, in any form that
     `Choices` reads, it is the label of the right one, its position counted from 0, or its text: the first of these that
-    there is. Choices whose labels are digits may be named by digit or by letter. What the text chose is looked for in this order, the last of a kind counts: a
-    box, an `<answer>` tag, a sentence such as `The answer is (B)`, a text or line that is a letter and its choice, a
-    letter in brackets, a capital letter standing alone; at last, where `texts` allows it, the text of exactly one choice.
+    there is. Choices whose labels are digits may be named by digit or by letter. What the text chose is looked for in
+    this order, the last of a kind counts: a box, an `<answer>` tag, a sentence such as `The answer is (B)`, a text or
+    line that is a letter and its choice, a letter in brackets, a capital letter standing alone; at last, where `texts`
+    allows it, the text of exactly one choice.
     """
 
     letters: str = ""

@@ -3,7 +3,7 @@
 A task carries tests in its `info`, in one of these forms (docs/sandbox.md):
 
     tests: [{stdin: "2 3\\n", stdout: "5\\n"}, {call: add, args: [2, 3], result: 5}, {assert: "assert add(2, 3) == 5"}]
-    test_list: ["assert add(2, 3) == 5"], test_setup_code: ""          as in MBPP
+    test_list: ["assert add(2, 3) == 5"], test_setup_code: ""          as in MBPP, or test_imports: ["import math"]
     test: "def check(candidate): …", entry_point: add, prompt: "…"     as in HumanEval
     inputs: […], outputs: […], fn_name: add                            as in APPS and TACO, also as `input_output`
 
@@ -20,6 +20,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any, TypeAlias
 
 from roll.data.task import Task
@@ -98,14 +99,15 @@ def _tests_of(info: Mapping[str, Any]) -> CodeTests | None:
         tests = tuple(_written(test, setup) for test in _sequence(info["tests"]))
         return CodeTests(tests, setup, str(info.get("prefix") or ""))
     if "test_list" in info:
-        setup = str(info.get("test_setup_code") or "")
+        setup = "\n".join(filter(None, (_text(info.get("test_imports") or ""), info.get("test_setup_code"))))
         return CodeTests(tuple(assertion(text, setup) for text in _sequence(info["test_list"])), setup)
     if "test" in info and "entry_point" in info:
         text = f"{info['test']}\n\ncheck({info['entry_point']})"
         test = AssertTest(text, free_names(text))
         return CodeTests((test,), prefix=str(info.get("prompt") or ""), entry_point=str(info["entry_point"]))
     if "input_output" in info:
-        return _pairs(json.loads(info["input_output"]) if isinstance(info["input_output"], str) else info["input_output"])
+        pairs = info["input_output"]
+        return _pairs(_loads(pairs) if isinstance(pairs, str) else pairs)
     return _pairs(info) if "inputs" in info and "outputs" in info else None
 
 
@@ -183,13 +185,23 @@ def _pairs(info: Mapping[str, Any]) -> CodeTests:
 
 def _arguments(given: Any) -> Sequence[Any]:
     """Some data has the arguments as JSON, one a line."""
-    return (
-        [json.loads(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else _sequence(given)
-    )
+    return [_loads(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else _sequence(given)
 
 
 def _result(given: Any, result: Any) -> Any:
-    return json.loads(result) if isinstance(given, str) and isinstance(result, str) else result
+    return _loads(result) if isinstance(given, str) and isinstance(result, str) else result
+
+
+def _loads(text: str) -> Any:
+    """JSON, with whole numbers of any length: Python reads no more than some thousand digits from text."""
+    return json.loads(text, parse_int=_whole)
+
+
+def _whole(digits: str) -> int:
+    try:
+        return int(digits)
+    except ValueError:
+        return int(Decimal(digits))
 
 
 def _defines(source: str, name: str) -> bool:

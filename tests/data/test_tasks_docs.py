@@ -49,7 +49,7 @@ def test_the_examples_hold_on_the_real_files(text: str, monkeypatch: pytest.Monk
     if config.domains:
         tasks = load_domains(config.domains)
         assert domains_of(tasks.train) == domains_of(tasks.held_out) == sorted(config.domains)
-    elif not config.tasks.source.startswith("hf:"):
+    elif (REAL / config.tasks.source).is_file():
         tasks = load_tasks(config.tasks)
         assert tasks.train
         assert tasks.held_out
