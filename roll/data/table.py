@@ -6,6 +6,7 @@ Example: with `prompt: "{question} Answer with a number."` and `answer_pattern: 
 
 from __future__ import annotations
 
+import glob
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -44,10 +45,11 @@ def table(split: Literal["train", "held_out"], path: str, root: str = "", **opti
     if split == "held_out" and elsewhere:
         source, part = _other_table(path, elsewhere, root)
         subset = common.subset if source == path else ""
-        kept = _Kept(read_rows(source, "tasks.options.held_out", subset=subset, part=part, layout=layout, root=root), common.skip)
-        prefix = f"{part or Path(source.removeprefix(HUB)).stem}/".replace("*", "")
-        return Rows((_task(row, readers, prefix) for row in kept), kept.skipped)
-    kept = _Kept(read_rows(path, "tasks.source", subset=common.subset, part=common.part, layout=layout, root=root), common.skip)
+        found = read_rows(source, "tasks.options.held_out", subset=subset, part=part, layout=layout, root=root)
+        kept = _Kept(found, common.skip)
+        return Rows((_task(row, readers, f"{part or _name(source)}/") for row in kept), kept.skipped)
+    found = read_rows(path, "tasks.source", subset=common.subset, part=common.part, layout=layout, root=root)
+    kept = _Kept(found, common.skip)
     rows = list(islice(kept, common.limit or None))
     if not elsewhere:
         assert not isinstance(common.held_out, str)
@@ -111,6 +113,12 @@ def _other_table(path: str, held_out: str, root: str) -> tuple[str, str]:
         f"tasks.options: held_out is {held_out!r}: write a share below 1, a number of rows, or another table: "
         f"{either(TABLES)}"
     )
+
+
+def _name(table: str) -> str:
+    """What the ids of a table's tasks begin with: a file's name, or of many files the last folder that they share."""
+    parts = [Path(part).stem for part in Path(table.removeprefix(HUB)).parts]
+    return next((part for part in reversed(parts) if not glob.has_magic(part)), "held_out")
 
 
 def _held_out_rows(count: int, held_out: float | int) -> set[int]:

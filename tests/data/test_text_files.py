@@ -183,7 +183,7 @@ def test_many_files_are_one_table(tmp_path: Path) -> None:
     assert "no file matches" in refusal(tmp_path / "MATH" / "*.csv")
     one = tmp_path / "MATH" / "algebra" / "1.json"
     (held_out,) = load(tmp_path / "MATH" / "algebra" / "*.json", held_out=str(tmp_path / "MATH/logic/*.json")).held_out
-    assert held_out.question == "logic/b"
+    assert (held_out.id, held_out.question) == ("logic/b/row-1", "logic/b")
     assert asked(load(one))[0][0] == "row-1"
 
 
