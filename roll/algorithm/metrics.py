@@ -12,6 +12,7 @@ from roll.config.errors import UserError
 OF_TRAINER = frozenset(
     {
         *("loss", "grad_norm", "lr", "tokens", "rows", "updates", "skipped"),
+        *("micro_batch_tokens", "oom_retries"),
         *("entropy", "kl", "correction", "correction_cut"),
         *("mismatch", "mismatch_max", "mismatch_k3", "mismatch_ess"),
     }

@@ -1,4 +1,5 @@
-"""Whether training is healthy: updates that were skipped are said, and too many of them in a row end the run."""
+"""Whether training is healthy: updates that were skipped, or done again for want of memory, are said, and too many
+skipped in a row end the run."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections import Counter
 from roll.config.errors import RunError
 from roll.pipeline.report import Reporter
 from roll.strategy.train.base import UpdateStats
+from roll.strategy.train.out_of_memory import shrunk
 
 
 class Health:
@@ -18,6 +20,8 @@ class Health:
 
     def judge(self, step: int, stats: UpdateStats, role: str = "actor_train") -> None:
         """Takes note of what a role did in a step."""
+        if stats.oom_retries:
+            self._reporter.warned(f"step {step}: {shrunk('train.micro_batch_tokens', stats.micro_batch_tokens)} ({role})")
         if not stats.skipped:
             self._in_a_row[role] = 0
             return

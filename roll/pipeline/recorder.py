@@ -229,5 +229,7 @@ def update_metrics(stats: UpdateStats) -> dict[str, float]:
         "train/rows": stats.rows,
         "train/updates": stats.updates,
         "train/skipped": stats.skipped,
+        "train/micro_batch_tokens": stats.micro_batch_tokens,
+        "train/oom_retries": stats.oom_retries,
     }
     return values | {f"train/{name}": value for name, value in stats.metrics.items()}

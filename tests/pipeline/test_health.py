@@ -33,6 +33,16 @@ def stats(skipped: int, updates: int = 1) -> UpdateStats:
     return UpdateStats(0.0, 1.0, 1e-3, 10, 10, updates, skipped, names)
 
 
+def test_a_pass_that_was_done_again_for_want_of_memory_is_said() -> None:
+    reporter = Warnings()
+    health = Health(reporter, max_skipped_in_a_row=3)
+    health.judge(4, stats(0).with_memory(2048, 1), "critic")
+    health.judge(5, stats(0).with_memory(2048, 0), "critic")
+    assert len(reporter.said) == 1
+    assert reporter.said[0].startswith("step 4: the GPU ran out of memory: the pass was done again with at most 2048 ")
+    assert "train.micro_batch_tokens=2048" in reporter.said[0]
+
+
 def test_only_steps_in_a_row_stop_a_run() -> None:
     reporter = Warnings()
     health = Health(reporter, max_skipped_in_a_row=3)

@@ -58,6 +58,10 @@ class UpdateStats:
     metrics: dict[str, float] = field(default_factory=dict)
     untrained: tuple[str, ...] = ()
     """Samples that were in skipped updates and in no other."""
+    micro_batch_tokens: int = 0
+    """Tokens a micro-batch may have at the end of it."""
+    oom_retries: int = 0
+    """Passes since the last update that were done again with smaller micro-batches, for want of memory."""
 
     @classmethod
     def nothing(cls, tokens: int, untrained: tuple[str, ...] = ()) -> UpdateStats:
@@ -67,7 +71,12 @@ class UpdateStats:
     def beside(self, name: str, other: UpdateStats) -> UpdateStats:
         """These stats with another's loss, gradient and metrics among the metrics, under its name."""
         theirs = {"loss": other.loss, "grad_norm": other.grad_norm, "skipped": float(other.skipped), **other.metrics}
+        theirs |= {"micro_batch_tokens": other.micro_batch_tokens, "oom_retries": other.oom_retries}
         return self.with_metrics({f"{name}_{key}": value for key, value in theirs.items()})
+
+    def with_memory(self, micro_batch_tokens: int, oom_retries: int) -> UpdateStats:
+        """These stats, with how the work was cut for the device's memory."""
+        return replace(self, micro_batch_tokens=micro_batch_tokens, oom_retries=oom_retries)
 
     def with_metrics(self, metrics: Mapping[str, float]) -> UpdateStats:
         """These stats, with more among their metrics."""

@@ -7,6 +7,7 @@ prediction is made from the state before its token, so it does not know the toke
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,9 @@ class CriticStrategy:
     @torch.no_grad()
     def values(self, batch: Batch) -> FloatArray:
         """What is predicted from the state before each sampled token; 0 elsewhere."""
+        return self._passes.attempt(batch, lambda: self._all_values(batch))
+
+    def _all_values(self, batch: Batch) -> FloatArray:
         result = np.zeros(batch.tokens, np.float32)
         for where, values in [(micro.where, self._values(micro)) for micro in self._passes.over(batch)]:
             result[where] = values.cpu().numpy()
@@ -59,9 +63,19 @@ class CriticStrategy:
         assert returns is not None, "returns are credited where there is a critic"
         batch, lr = batch.with_columns(returns=returns), learning_rate(self._config, step)
         stats = make_updates(batch, self._config, lr, lambda part: self._update_once(part, step))
+        stats = stats.with_memory(self._passes.limit_rows, self._passes.take_retries())
         return stats.with_metrics({"explained": _explained(batch)})
 
     def _update_once(self, batch: Batch, step: int) -> UpdateStats:
+        work = partial(self._gradients, batch)
+        total, suspects, rows = self._passes.attempt(batch, work, undo=self._optimizer.zero_grad)
+        done = self._optimizer.step(step, total)
+        norm = done.norm if done.applied else math.nan
+        sick = NotFinite() if done.applied else NotFinite(suspects.guilty(batch), done.sick)
+        return UpdateStats(float(total), norm, 0.0, rows, batch.tokens, 1, int(not done.applied), sick)
+
+    def _gradients(self, batch: Batch) -> tuple[Tensor, Suspects, int]:
+        """Sums the gradients of an update, and gives its loss, what made it and how many rows were computed."""
         columns = {"before": batch["values"], "returns": batch["returns"], "weights": token_weights(batch, "token_mean")}
         total = torch.zeros((), device=self.model.model.device)
         suspects, rows = Suspects(), 0
@@ -74,10 +88,7 @@ class CriticStrategy:
             loss.backward()  # type: ignore[no-untyped-call]
             suspects.add(micro, losses, values.grad)
             total, rows = total + loss.detach(), rows + micro.rows
-        done = self._optimizer.step(step, total)
-        norm = done.norm if done.applied else math.nan
-        sick = NotFinite() if done.applied else NotFinite(suspects.guilty(batch), done.sick)
-        return UpdateStats(float(total), norm, 0.0, rows, batch.tokens, 1, int(not done.applied), sick)
+        return total, suspects, rows
 
     def hold(self, level: Level) -> None:
         self._shelf.hold(level, dict(self.model.named_parameters()), self._optimizer.tensors())
@@ -87,10 +98,12 @@ class CriticStrategy:
         with quiet():
             self.model.save(folder)
         self._optimizer.save(folder / "optimizer.safetensors")
+        self._passes.save(folder)
 
     def load(self, folder: Path) -> None:
         self.model.load(folder)
         self._optimizer.load(folder / "optimizer.safetensors")
+        self._passes.load(folder)
 
     def _values(self, micro: MicroBatch) -> Tensor:
         """[tokens]"""

@@ -25,7 +25,7 @@ from roll.data.batch import Batch
 from roll.data.columns import Indices
 from roll.data.tokenlog import branches
 from roll.model.attention import AttentionPlan, forward_rows
-from roll.strategy.train.packing import cut, pack
+from roll.strategy.train.packing import PrefixTree, cut, pack
 from roll.strategy.train.predictions import Predictions, on_device
 from roll.strategy.train.tree_attention import tree_plan
 
@@ -67,13 +67,9 @@ def micro_batches(batch: Batch, limit_rows: int, model: PreTrainedModel, share: 
     Without `share` a prefix that samples have in common is computed for each of them.
     """
     device, dtype = model.device, model.dtype
-    sequences, masks = batch.rows("ids"), batch.rows("loss_mask")
-    spans = [branches(turn) for turn in batch.rows("turn")] if "turn" in batch else [[slice(None)]] * len(batch)
+    sequences, masks, spans = batch.rows("ids"), batch.rows("loss_mask"), _spans(batch)
     turns, heat = _turns(batch), batch["temperature"]
-    wanted = np.flatnonzero([mask.any() for mask in masks])
-    for piece in cut([sequences[i] for i in wanted], limit_rows, share):
-        members = wanted[piece]
-        tree = pack([sequences[i][span] for i in members for span in spans[i]], share)
+    for members, tree in _packed(batch, limit_rows, share):
         found = iter(tree.paths)
         paths = [np.concatenate([next(found) for _ in spans[i]]) for i in members]
         spots = [response_positions(masks[i]) for i in members]
@@ -97,6 +93,25 @@ def micro_batches(batch: Batch, limit_rows: int, model: PreTrainedModel, share: 
             members=members,
             ends=on_device(np.array([path[-1] for path in paths]), device),
         )
+
+
+def largest_rows(batch: Batch, limit_rows: int, share: bool = True) -> int:
+    """The rows of the largest of the batch's micro-batches; 0 where it has none."""
+    return max((tree.rows for _, tree in _packed(batch, limit_rows, share)), default=0)
+
+
+def _packed(batch: Batch, limit_rows: int, share: bool) -> Iterator[tuple[Indices, PrefixTree]]:
+    """The samples of each micro-batch, and their prefix tree."""
+    sequences, masks, spans = batch.rows("ids"), batch.rows("loss_mask"), _spans(batch)
+    wanted = np.flatnonzero([mask.any() for mask in masks])
+    for piece in cut([sequences[i] for i in wanted], limit_rows, share):
+        members = wanted[piece]
+        yield members, pack([sequences[i][span] for i in members for span in spans[i]], share)
+
+
+def _spans(batch: Batch) -> list[list[slice]]:
+    """Where the branches of each sample are among its tokens."""
+    return [branches(turn) for turn in batch.rows("turn")] if "turn" in batch else [[slice(None)]] * len(batch)
 
 
 def sequence(ids: NDArray[Any], model: PreTrainedModel) -> MicroBatch:

@@ -18,8 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from roll.config.errors import UserError
+from roll.config.errors import RunError, UserError
 from roll.config.schema import TrainConfig
+from roll.strategy.train.out_of_memory import is_out_of_memory, said_first
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,22 @@ class MasterAdamW:
     def step(self, step: int, loss: Tensor | None = None) -> Step:
         """Applies the summed gradients at training step `step` (from 0).
 
-        A norm or a loss that is not finite leaves weights and moments as they are. The device is waited for once.
+        A norm or a loss that is not finite leaves weights and moments as they are. The device is waited for once. Without
+        memory for it the run ends: some weights may have been written, so it cannot be done again.
         """
+        try:
+            return self._step(step, loss)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise RunError(
+                f"the GPU ran out of memory in the optimizer's step ({said_first(error)}), where micro-batches play no "
+                "part and weights may have been written already: write train.optimizer=adamw_8bit (its moments take a "
+                "quarter) or a smaller rollout.kv_tokens, or leave the GPU more memory, and resume the run from its last "
+                "checkpoint"
+            ) from error
+
+    def _step(self, step: int, loss: Tensor | None) -> Step:
         slopes = self.gradients()
         norm = nn.utils.get_total_norm(slopes.values())
         read = torch.stack([norm, norm if loss is None else loss.to(norm.dtype)])
@@ -86,7 +101,10 @@ class MasterAdamW:
         return {name: master.grad for name, master in self._masters.items() if master.grad is not None}
 
     def zero_grad(self) -> None:
+        """Drops all gradients, also one that a backward pass left before it was added to its master."""
         self._adamw.zero_grad(set_to_none=True)
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     @torch.no_grad()
     def _write_parameters(self) -> None:

@@ -1,15 +1,23 @@
-"""A trainer's passes over a batch: how it is cut into micro-batches, and how the decoder runs over one."""
+"""A trainer's passes over a batch: how it is cut into micro-batches, and how the decoder runs over one.
+
+What always holds: a pass that the device has no memory for is done again from its start, once, with smaller
+micro-batches, which all later ones keep to; it then leaves what it would have left with them in the first place.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from roll.config.errors import UserError
+from roll.config.errors import RunError, UserError
 from roll.config.schema import TrainConfig
 from roll.data.batch import Batch
 from roll.data.tokenlog import branches
@@ -19,19 +27,77 @@ from roll.model.shape import ModelShape
 from roll.strategy.train.budget import Budget, choose, spare_of
 from roll.strategy.train.footprint import Footprint
 from roll.strategy.train.layers import Layers, compiles
-from roll.strategy.train.microbatch import MicroBatch, micro_batches
+from roll.strategy.train.microbatch import MicroBatch, largest_rows, micro_batches
+from roll.strategy.train.out_of_memory import free_memory, is_out_of_memory, kept_noise, said_first, shrunk
 from roll.strategy.train.suspects import sample_name
 
 _log = logging.getLogger(__name__)
 
+FILE = "micro_batches.json"
+"""Beside a checkpoint's optimizer, where memory had run out before."""
+SHORTER = "a smaller rollout.max_new_tokens (in pipeline sft data.max_tokens)"
+
+T = TypeVar("T")
+
 
 class Passes:
-    def __init__(self, model: PreTrainedModel, config: TrainConfig) -> None:
-        self._model, self._config = model, config
+    def __init__(self, model: PreTrainedModel, config: TrainConfig, *, setting: str = "train.micro_batch_tokens") -> None:
+        """`setting` is where `config.micro_batch_tokens` was written."""
+        self._model, self._config, self._setting = model, config, setting
         adapted = bool(adapted_layers(model))
         self._compiled = compiles(config.compile, model.device.type, model.dtype, adapted=adapted)
         self._layers = Layers(model, compiled=self._compiled)
         self._budget: Budget | None = None
+        self._most_rows: int | None = None
+        """What a micro-batch may have since memory ran out."""
+        self._retries = 0
+
+    @property
+    def limit_rows(self) -> int:
+        """The tokens a micro-batch may have now; 0 before the first."""
+        return self._budget.rows if self._budget is not None else 0
+
+    def take_retries(self) -> int:
+        """How many passes were done again, since this was asked last, because the device had run out of memory."""
+        taken, self._retries = self._retries, 0
+        return taken
+
+    def attempt(self, batch: Batch, work: Callable[[], T], undo: Callable[[], None] | None = None) -> T:
+        """What `work` gives, which goes over the batch from its start whenever it is called.
+
+        If the device runs out of memory in it, `undo` drops what it has left and it is called once more, with
+        micro-batches at most half as large, from then on for all batches. A second time ends the run.
+        """
+        restore = kept_noise(self._model.device)
+        try:
+            return work()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            said = said_first(error)
+        if undo is not None:
+            undo()
+        free_memory(self._model.device)
+        before, checkpointed = self._shrink(batch, said), self._checkpointed
+        self._retries += 1
+        restore()
+        try:
+            return work()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            longest, rows = _longest(batch)[1], self.limit_rows
+            smaller = f"{self._setting}={max(rows // 2, longest)}" if rows > longest else SHORTER
+            raise RunError(
+                f"the GPU ran out of memory with up to {before} tokens in a micro-batch, and again with up to {rows} "
+                f"({said_first(error)}); {self._setting} is {self._asked}: write {smaller}"
+                f"{_or_checkpointing(checkpointed)}, and resume the run"
+            ) from error
+
+    def warn_of_retries(self) -> None:
+        """Logs passes that were done again, for a role whose updates do not say so."""
+        if self.take_retries():
+            _log.warning("%s", shrunk(self._setting, self.limit_rows))
 
     def over(self, batch: Batch) -> Iterator[MicroBatch]:
         budget = self.budget(batch)
@@ -40,16 +106,61 @@ class Passes:
 
     def hidden(self, micro: MicroBatch) -> Tensor:
         """The last hidden state of every row."""
-        checkpointed = self._budget is not None and self._budget.checkpointed
-        with self._layers.running(checkpointed=checkpointed):
+        with self._layers.running(checkpointed=self._checkpointed):
             return micro.hidden(self._model)
+
+    def save(self, folder: Path) -> None:
+        """Writes how small micro-batches had to be made, if they had to be."""
+        if self._most_rows is not None:
+            said = {"asked_tokens": self._config.micro_batch_tokens, "most_tokens": self._most_rows}
+            (folder / FILE).write_text(json.dumps(said), encoding="utf-8")
+
+    def load(self, folder: Path) -> None:
+        """Keeps to what `save` wrote, unless another size was asked for meanwhile."""
+        self._most_rows = None
+        if (folder / FILE).is_file():
+            said = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            if said["asked_tokens"] == self._config.micro_batch_tokens:
+                self._most_rows = int(said["most_tokens"])
+        if self._budget is not None:
+            self._budget = self._within(self._budget)
+
+    @property
+    def _checkpointed(self) -> bool:
+        return self._budget is not None and self._budget.checkpointed
+
+    @property
+    def _asked(self) -> str:
+        return str(self._config.micro_batch_tokens) if self._config.micro_batch_tokens else "0, which is what fits"
+
+    def _within(self, budget: Budget) -> Budget:
+        return budget if self._most_rows is None else replace(budget, rows=min(budget.rows, self._most_rows))
+
+    def _shrink(self, batch: Batch, said: str) -> int:
+        """Halves what a micro-batch may have, until the batch's largest one is smaller; gives how large that was. It is
+        not made smaller than the longest sample, which is never cut."""
+        budget, (name, longest) = self.budget(batch), _longest(batch)
+        largest = rows = largest_rows(batch, budget.rows, self._config.share_prefixes)
+        limit = budget.rows
+        while rows >= largest:
+            if limit <= longest:
+                raise RunError(
+                    f"the GPU ran out of memory with a micro-batch of {largest} tokens ({said}), and smaller ones cannot "
+                    f"be made: sample {name} has {longest} tokens and is not cut ({self._setting} is {self._asked}); "
+                    f"write {SHORTER}{_or_checkpointing(budget.checkpointed)}, or leave the GPU more memory, and resume "
+                    "the run"
+                )
+            limit = max(limit // 2, longest)
+            rows = largest_rows(batch, limit, self._config.share_prefixes)
+        self._most_rows = limit
+        self._budget = self._within(budget)
+        return largest
 
     def _check_lengths(self, batch: Batch) -> None:
         """Raises if a sample to be trained on is longer than the model or the user allows."""
         if not len(batch):
             return
-        lengths = np.where(batch.sum_tokens(batch.loss_mask) > 0, batch.lengths, 0)
-        tokens, name = int(lengths.max()), sample_name(batch, int(lengths.argmax()))
+        name, tokens = _longest(batch)
         context, asked = longest_sequence(self._model.config), self._config.micro_batch_tokens
         if tokens > context and (longest := _longest_branch(batch, context)) is not None:
             name, tokens = sample_name(batch, longest[0]), longest[1]
@@ -71,7 +182,7 @@ class Passes:
             footprint = Footprint(ModelShape.of_model(model), model.dtype, model.device.type, self._compiled)
             rows, checkpointing = asked.micro_batch_tokens, asked.activation_checkpointing
             spare = spare_of(model, footprint, asked.optimizer)
-            self._budget = choose(footprint, rows, checkpointing, longest, spare)
+            self._budget = self._within(choose(footprint, rows, checkpointing, longest, spare))
             if spare is not None and not rows and self._budget.rows < longest:
                 _log.warning(
                     "the GPU has memory for %d tokens in a micro-batch beside what is on it: samples are trained on one "
@@ -79,6 +190,16 @@ class Passes:
                     self._budget.rows,
                 )
         return self._budget
+
+
+def _longest(batch: Batch) -> tuple[str, int]:
+    """The longest sample to be trained on, and its tokens."""
+    lengths = np.where(batch.sum_tokens(batch.loss_mask) > 0, batch.lengths, 0)
+    return sample_name(batch, int(lengths.argmax())), int(lengths.max())
+
+
+def _or_checkpointing(already: bool) -> str:
+    return "" if already else " or train.activation_checkpointing=on"
 
 
 def _longest_branch(batch: Batch, limit: int) -> tuple[int, int] | None:

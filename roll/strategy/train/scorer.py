@@ -26,7 +26,7 @@ class ScoreStrategy:
         """`model` is a decoder with a head `score` of one output."""
         self.model = model
         self._head: nn.Module = model.score
-        self._passes = Passes(model, config)
+        self._passes = Passes(model, config, setting="roles.reward_model.micro_batch_tokens")
         self._exact = exact
         self._shelf = Shelf(model.device)
 
@@ -38,8 +38,14 @@ class ScoreStrategy:
 
     @torch.no_grad()
     def _scores(self, conversations: Sequence[IntArray]) -> FloatArray:
-        result = np.zeros(len(conversations), np.float32)
-        for micro in self._passes.over(_batch([as_read(ids, self.model.config) for ids in conversations])):
+        batch = _batch([as_read(ids, self.model.config) for ids in conversations])
+        result = self._passes.attempt(batch, lambda: self._all_scores(batch))
+        self._passes.warn_of_retries()
+        return result
+
+    def _all_scores(self, batch: Batch) -> FloatArray:
+        result = np.zeros(len(batch), np.float32)
+        for micro in self._passes.over(batch):
             result[micro.members] = self._head(self._passes.hidden(micro)[micro.ends])[:, 0].float().cpu().numpy()
         return result
 

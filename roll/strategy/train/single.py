@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -67,9 +68,15 @@ class SingleStrategy:
     @torch.no_grad()
     def log_probs(self, batch: Batch, *, base: bool = False) -> FloatArray:
         assert not base or self._adapters is not None, "a model without adapters is no longer its base"
-        result = np.zeros(batch.tokens, np.float32)
         with self._adapters.off() if base and self._adapters is not None else nullcontext():
-            done = [(micro.where, self._current(micro)[0]) for micro in self._passes.over(batch)]
+            result = self._passes.attempt(batch, lambda: self._log_probs(batch))
+        if self._optimizer is None:
+            self._passes.warn_of_retries()  # a frozen model makes no update that would say it
+        return result
+
+    def _log_probs(self, batch: Batch) -> FloatArray:
+        result = np.zeros(batch.tokens, np.float32)
+        done = [(micro.where, self._current(micro)[0]) for micro in self._passes.over(batch)]
         for where, current in done:  # nothing waits for the device before all is under way
             result[where] = current.cpu().numpy()
         return result
@@ -82,11 +89,25 @@ class SingleStrategy:
         batch = batch.with_columns(advantages=token_credit(batch, loss.credit).advantages)
         lr = learning_rate(self._config, step)
         with self._adapters.dropping(step) if self._adapters is not None else nullcontext():
-            return make_updates(batch, self._config, lr, lambda part: self._update_once(part, loss, step))
+            stats = make_updates(batch, self._config, lr, lambda part: self._update_once(part, loss, step))
+        return stats.with_memory(self._passes.limit_rows, self._passes.take_retries())
 
     def _update_once(self, batch: Batch, spec: LossSpec, step: int) -> UpdateStats:
-        assert self._optimizer is not None, "a frozen model cannot be updated"
+        optimizer = self._optimizer
+        assert optimizer is not None, "a frozen model cannot be updated"
         loss_of = resolve_loss(spec)
+        work = partial(self._gradients, batch, spec, loss_of)
+        seen, suspects, rows = self._passes.attempt(batch, work, undo=optimizer.zero_grad)
+        done = optimizer.step(step, seen.loss)
+        total, metrics = seen.result()
+        sick = NotFinite() if done.applied else NotFinite(suspects.guilty(batch), done.sick)
+        norm = done.norm if done.applied else math.nan
+        return UpdateStats(total, norm, 0.0, rows, batch.tokens, 1, int(not done.applied), sick, metrics)
+
+    def _gradients(
+        self, batch: Batch, spec: LossSpec, loss_of: Callable[[Streams], TokenLoss]
+    ) -> tuple[_Seen, Suspects, int]:
+        """Sums the gradients of an update, and says what was seen on the way and how many rows were computed."""
         weights = token_weights(batch, spec.aggregation, spec.length)
         columns = {name: batch[name] for name in ("behaviour", "proximal", "ref", "advantages") if name in batch}
         seen, suspects, rows = _Seen(), Suspects(), 0
@@ -100,11 +121,7 @@ class SingleStrategy:
             seen.add(weighted.detach(), streams, token_loss, spec)
             suspects.add(micro, token_loss.values, current.grad)
             rows += micro.rows
-        done = self._optimizer.step(step, seen.loss)
-        total, metrics = seen.result()
-        sick = NotFinite() if done.applied else NotFinite(suspects.guilty(batch), done.sick)
-        norm = done.norm if done.applied else math.nan
-        return UpdateStats(total, norm, 0.0, rows, batch.tokens, 1, int(not done.applied), sick, metrics)
+        return seen, suspects, rows
 
     def weights(self, version: int) -> Weights:
         parameters = dict(self.model.named_parameters())
@@ -123,6 +140,7 @@ class SingleStrategy:
                 self.model.save_pretrained(folder / "model", max_shard_size="1TB")  # one file, whatever the size
         self._tokenizer.save_pretrained(folder / "model")
         self._optimizer.save(folder / "optimizer.safetensors")
+        self._passes.save(folder)
 
     def load(self, folder: Path) -> None:
         """Reads what `save` wrote, into the parameters' own storage."""
@@ -135,6 +153,7 @@ class SingleStrategy:
                 for name, parameter in self.model.named_parameters():
                     parameter.copy_(saved[name])
         self._optimizer.load(folder / "optimizer.safetensors")
+        self._passes.load(folder)
 
     def _current(self, micro: MicroBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         hidden = self._passes.hidden(micro)
