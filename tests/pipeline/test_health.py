@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from small_runs import SMALL, TINY, Remains
 
 from roll.algorithm import Algorithm
@@ -18,6 +19,9 @@ from roll.pipeline.health import Health
 from roll.pipeline.launch import train
 from roll.pipeline.report import SilentReporter
 from roll.strategy.train.base import NotFinite, UpdateStats
+from roll.strategy.train.critic import CriticStrategy
+from roll.strategy.train.microbatch import MicroBatch
+from roll.strategy.train.single import SingleStrategy
 
 
 class Warnings(SilentReporter):
@@ -109,3 +113,34 @@ def test_a_run_that_only_skips_stops_and_says_where(tmp_path: Path) -> None:
     assert [text.partition(":")[0] for text in reporter.said] == ["step 1", "step 2"]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["train/skipped"] for row in rows if "train/skipped" in row] == [1]
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_memory_that_runs_out_is_on_screen_and_in_the_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
+    """In the second step the first micro-batch of the actor, and of the critic if there is one, is refused."""
+    strategy = (SingleStrategy, "_current") if algorithm == "grpo" else (CriticStrategy, "_values")
+    real, refused = getattr(*strategy), []
+
+    def full(self: Any, micro: MicroBatch, **more: Any) -> Any:
+        if torch.is_grad_enabled() and self._optimizer._adamw.state and not refused:
+            refused.append(micro.rows)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1 GiB.")
+        return real(self, micro, **more)
+
+    monkeypatch.setattr(*strategy, full)
+    settings = (f"algorithm={algorithm}", "train.steps=3", "rollout.filter=none", "eval.samples=1")
+    reporter = Warnings()
+    train(load_config(TINY, [*SMALL, *settings, f"run={tmp_path / 'run'}"]), reporter=reporter)
+    steps = [row for row in Remains(tmp_path / "run").metrics() if "train/loss" in row]
+    prefix = "train/" if algorithm == "grpo" else "train/critic_"
+    assert [step[f"{prefix}oom_retries"] for step in steps] == [0, 1, 0]
+    first, *later = [step[f"{prefix}micro_batch_tokens"] for step in steps]
+    assert first == 4096
+    assert later[0] == later[1] < refused[0] <= first
+    role = "actor_train" if algorithm == "grpo" else "critic"
+    said = [text for text in reporter.said if "ran out of memory" in text]
+    assert len(said) == 1
+    assert said[0].startswith("step 2: ")
+    assert f"write train.micro_batch_tokens={later[0]:.0f} to start with it ({role})" in said[0]
