@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 
-_TOKENS = re.compile(r"(?P<box>\\(?:boxed|fbox)\b\s*)|\\.|[{}]", re.DOTALL)
+_TOKENS = re.compile(r"(?P<box>\\(?:boxed|fbox)(?![a-zA-Z])\s*)|\\.|[{}]", re.DOTALL)
 _ARGUMENT = re.compile(r"\\[a-zA-Z]+|[^\s{}$.,]")
 
 
 def boxed(text: str) -> str | None:
     """What the last `\\boxed{}` or `\\fbox{}` holds, whatever braces are in it; of `\\boxed 2` the 2; None without one.
 
-    Of a box in a box it is the outer one's: an answer is all that its author framed.
+    The last box is the one that is closed last: of a box in a box the outer one, and never one that is not closed.
     """
     found: str | None = None
     opened: list[int | None] = []  # of each open brace, where its box begins, if it is one's
@@ -29,7 +29,7 @@ def boxed(text: str) -> str | None:
             opened.append(None)
         elif token[0] == "}" and opened:
             begun = opened.pop()
-            if begun is not None and not any(start is not None for start in opened):
+            if begun is not None:
                 found = text[begun : token.start()].strip()
         token = _TOKENS.search(text, end)
     return found

@@ -96,6 +96,8 @@ class Choices:
         `B` the second of texts without labels. Then a number is a position, counted from 0, or a text; a text is the text
         of a choice, or a position.
         """
+        if answer is None:
+            raise ValueError("the answer is null, which names no choice")
         readings = {"label": self._by_label, "index": self._by_index, "number": self._by_number, "text": self._by_text}
         if by:
             order: list[str] = [by]

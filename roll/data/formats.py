@@ -133,7 +133,8 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             options={
                 "id": "problem_id?",
                 "info": ("input_output", "difficulty?"),
-                "skip": {"input_output": r"\A\s*(\{\s*\})?\s*\Z"},  # some problems have no tests
+                # some problems have no tests
+                "skip": {"input_output": r'\A\s*(\{\s*\})?\s*\Z|"inputs":\s*\[\s*\]'},
                 "prompt": "{question}\n{starter_code?}\nIf there is starter code above, complete it; if not, write a "
                 f"program that reads standard input and writes standard output. Write the Python code {_BLOCK}.",
             },

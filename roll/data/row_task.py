@@ -13,7 +13,7 @@ from roll.config.errors import UserError
 from roll.config.names import did_you_mean
 from roll.data.boxed import boxed
 from roll.data.choices import AnswerIs, Choices
-from roll.data.rows import Row, lookup
+from roll.data.rows import Row, lookup, some
 from roll.data.task import Message, Task
 
 HeldOut: TypeAlias = float | int | str
@@ -133,7 +133,7 @@ class RowReader:
         named = (given.question, given.answer, given.id, given.domain, *(given.info or ()), self._choices_column)
         for column in filter(None, (*named, *self._choices)):
             if not column.endswith("?") and not has(row, column):
-                have = ", ".join(row.values)
+                have = some(row.values)
                 raise UserError(
                     f"{row.place}: there is no column {column!r}; the line has {have}{did_you_mean(column, row.values)}"
                 )
@@ -209,7 +209,7 @@ class RowReader:
                 why = "is the answer" if name == given.answer else "is no column of it"
                 raise UserError(
                     f"{row.place}: the prompt asks for {{{name}}}, which {why}: write "
-                    f"{', '.join(f'{{{known}}}' for known in values)}, or {{{{{name}}}}} for braces"
+                    f"{some(f'{{{known}}}' for known in values)}, or {{{{{name}}}}} for braces"
                 ) from None
             if value is None and not optional:
                 raise UserError(f"{row.place}: the prompt asks for {{{name}}}, which is null there: write a text")
@@ -222,6 +222,8 @@ class RowReader:
         answer = get(row, given.answer)
         if choices is not None:
             return choices.letters[self._chosen(row, answer, choices)]
+        if answer is None and (given.answer_boxed or self._pattern is not None):
+            raise UserError(f"{row.place}: {given.answer!r} is null: write an answer there, or remove the row")
         if given.answer_boxed:
             found = boxed(str(answer))
             if found is None:

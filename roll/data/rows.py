@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -26,7 +26,7 @@ from roll.data.layout import Layout, read_text
 FILES = (".jsonl", ".json", *DELIMITERS, ".parquet")
 HUB = "hf:"
 """What a dataset's name begins with: `hf:openai/gsm8k`, or `hf:` and a folder that `save_to_disk` wrote."""
-TABLES = (f"a {', '.join(FILES)} file", f"`{HUB}dataset`")
+TABLES = (f"a {either(FILES)} file", f"`{HUB}dataset`")
 """The forms of a table's name, in words."""
 Located: TypeAlias = tuple[str, str, Any]
 """A row's place, its name and what it holds."""
@@ -168,7 +168,7 @@ def _listed(path: Path, held: Any, key: str) -> list[Any]:
         except KeyError:
             rows = None
         if not isinstance(rows, list):
-            keys = f"the keys {', '.join(held)}" if isinstance(held, dict) else f"a {type(held).__name__} at its top"
+            keys = f"the keys {some(held)}" if isinstance(held, dict) else f"a {type(held).__name__} at its top"
             raise UserError(f"{path}: the option rows is {key!r}, but there is no list of that name; the file has {keys}")
         return rows
     if isinstance(held, list):
@@ -177,14 +177,18 @@ def _listed(path: Path, held: Any, key: str) -> list[Any]:
         raise UserError(f"{path}: it holds one {type(held).__name__}, but takes a list of objects, one per row")
     lists = [name for name, value in held.items() if _is_rows(value)]
     if len(lists) > 1:
-        raise UserError(
-            f"{path}: it has several lists of rows, {', '.join(lists)}: name one with the option rows: {lists[0]}"
-        )
+        raise UserError(f"{path}: it has several lists of rows, {some(lists)}: name one with the option rows: {lists[0]}")
     return held[lists[0]] if lists else [held]
 
 
 def _is_rows(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+    return isinstance(value, list) and any(isinstance(item, dict) for item in value)
+
+
+def some(names: Iterable[str], most: int = 20) -> str:
+    """Names in a message, which a file may have thousands of."""
+    every = list(names)
+    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
 
 
 def lookup(values: Mapping[str, Any], column: str) -> Any:

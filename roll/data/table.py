@@ -19,7 +19,7 @@ from roll.config.options import check_types
 from roll.data.formats import Format, find_format
 from roll.data.layout import Layout
 from roll.data.row_task import RowReader, TableOptions, get, pattern, searchable
-from roll.data.rows import HUB, TABLES, Row, is_saved, is_table, read_rows
+from roll.data.rows import HUB, TABLES, Row, is_saved, is_table, read_rows, some
 from roll.data.task import Task
 
 
@@ -98,7 +98,7 @@ def _task(row: Row, readers: Sequence[RowReader], prefix: str = "") -> Task:
         ways = either([", ".join(reader.needed) for reader in readers])
         raise UserError(
             f"{row.place}: format {readers[0].options.format!r} has the columns {ways}, but the row has "
-            f"{', '.join(row.values)}: name the row's in tasks.options"
+            f"{some(row.values)}: name the row's in tasks.options"
         )
     return (fitting or readers[0]).task(row, prefix)
 

@@ -94,7 +94,7 @@ def test_how_an_answer_is_read_can_be_said(by: Any, answer: str, position: int) 
 
 @pytest.mark.parametrize("answer", [4, -1, "E", "", "hail", None, [], True, 1.5, "1.5"])
 def test_an_answer_that_names_none_is_refused(answer: Any) -> None:
-    with pytest.raises(ValueError, match=r"names none of the choices: A \('ice'\)|is not the text of a choice"):
+    with pytest.raises(ValueError, match=r"names none of the choices: A \('ice'\)|is null|is not the text of a choice"):
         Choices.of(SKY).position(answer)
 
 
@@ -208,7 +208,7 @@ def test_choices_that_no_option_names_leave_the_answer_alone(tmp_path: Path) -> 
     ("row", "options", "says"),
     [
         ({"choices": SKY, "answer": "hail"}, {"choices": "choices"}, "rows.jsonl:2: the answer 'hail' names none of"),
-        ({"choices": SKY, "answer": None}, {"choices": "choices"}, "rows.jsonl:2: None is not the text of a choice"),
+        ({"choices": SKY, "answer": None}, {"choices": "choices"}, "rows.jsonl:2: the answer is null"),
         ({"choices": "?", "answer": "A"}, {"choices": "choices"}, "rows.jsonl:2: the choices cannot be read: '?' is not"),
         ({"answer": "A"}, {"choices": "choices"}, "rows.jsonl:2: there is no column 'choices'"),
         ({"A": "x", "answer": "A"}, {"choices": ["A", "B"]}, "there is no column"),

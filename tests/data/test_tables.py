@@ -239,6 +239,7 @@ def test_tasks_without_answers_and_questions_in_messages(tmp_path: Path) -> None
         ({"question": "q", "kind": None}, {"domain": "kind"}, "'kind' is null"),
         ({"question": "q", "hint": None}, {"prompt": "{question} {hint}"}, "asks for {hint}, which is null there"),
         ({"question": [{"role": "user", "content": None}]}, {}, "not one of messages with role and content"),
+        ({"answer": None}, {"answer_pattern": "(.*)"}, "'answer' is null: write an answer there"),
     ],
 )
 def test_nothing_is_never_asked_as_a_word(

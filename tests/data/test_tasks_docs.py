@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from roll.config import load_config
+from roll.config import Config, load_config
 from roll.config.document import parse
 from roll.data.domains import domains_of, load_domains
+from roll.data.formats import FORMATS
+from roll.data.row_task import TableOptions
 from roll.data.sources import load_tasks
 from roll.reward import RewardSource
 
@@ -53,3 +56,22 @@ def test_the_examples_hold_on_the_real_files(text: str, monkeypatch: pytest.Monk
         tasks = load_tasks(config.tasks)
         assert tasks.train
         assert tasks.held_out
+
+
+def test_every_option_of_a_table_and_every_format_is_on_the_page() -> None:
+    options = TASKS.partition("| option |")[2].partition("\n\n")[0]
+    cells = re.findall(r"^\| `(.*?)` \|", options, re.MULTILINE)
+    assert {name for cell in cells for name in cell.split("`, `")} == {field.name for field in fields(TableOptions)}
+    formats = TASKS.partition("| `format` | columns")[2].partition("\n\n")[0]
+    usual = dict(re.findall(r"^\| `(\w+)` \|.*\| \[?`(\w+)`[^|]*\|$", formats, re.MULTILINE))
+    assert usual == {name: format.rewards[0] for name, format in FORMATS.items()}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_has_a_configuration_with_its_reward(name: str) -> None:
+    (config,) = [config for config in map(load_text, EXAMPLES) if config.tasks.options.get("format") == name]
+    assert config.reward.name == FORMATS[name].rewards[0]
+
+
+def load_text(text: str) -> Config:
+    return load_config(parse(text).data)

@@ -160,6 +160,8 @@ def test_lines_may_be_in_a_json_file_and_an_object_may_be_a_row(tmp_path: Path) 
         ),
         (json.dumps(ROWS), {"rows": "b"}, "a list at its top"),
         (json.dumps({"examples": [*ROWS, {"question": "c"}]}), {}, "a.json, row 3: there is no column 'answer'"),
+        (json.dumps({"examples": [*ROWS, 5]}), {}, "a.json, row 3: not an object with columns"),
+        (json.dumps({f"q{n}": ROWS[0] for n in range(99)}), {}, "q18, q19 and 79 more"),
         ("5", {}, "takes a list of objects"),
         ("", {}, "a.json: not JSON"),
         ("{", {}, "a.json: not JSON"),
