@@ -218,6 +218,31 @@ def export(
 
 
 @app.command()
+def repair(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what is damaged.")] = False,
+) -> None:
+    """Find what is damaged in a run's folder and mend it; what is taken out is moved aside, never deleted."""
+    from roll.rollout.buffer import under_way
+    from roll.run.repair import repair as mend
+
+    done = mend(run, under_way, dry_run=dry_run)
+    for finding in done.findings:
+        _console.print(finding, markup=False, highlight=False, soft_wrap=True)
+    if not done.findings:
+        said = f"nothing in {run} is damaged"
+    elif dry_run:
+        said = f"nothing was changed: `roll repair {run}` mends it"
+    else:
+        said = f"mended; what was there before is in {done.aside}" if done.aside else "mended"
+    _console.print(said, markup=False, highlight=False, soft_wrap=True)
+    if not dry_run:
+        _console.print(f"next: {done.next}", markup=False, highlight=False, soft_wrap=True)
+    if not done.can_continue:
+        raise typer.Exit(1)
+
+
+@app.command()
 def doctor() -> None:
     """Show versions and devices, what is missing, and what optional packages are for."""
     from roll.doctor import examine

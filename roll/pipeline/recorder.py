@@ -125,7 +125,8 @@ class Recorder:
         self.clock = StageClock()
         state = dict(checkpoint.state)
         self._took_s = {**state.pop("took_s", {}), **self._took_s}
-        self.ledger.roll_back(state.pop("ledger_position"), checkpoint.step)
+        position, mark = state.pop("ledger_position"), state.pop("ledger_mark", None)
+        self.ledger.roll_back(position, checkpoint.step, mark)
         self._metrics.truncate_after(checkpoint.step)
         drop_samples_after(self.folder, checkpoint.step)
         self._history.add("resumed", checkpoint.step)
@@ -186,9 +187,10 @@ class Recorder:
         if latest is not None and latest.step == state.step:
             return
         self.reporter.phase("saving a checkpoint")
-        self.ledger.flush()
+        mark = self.ledger.mark()
         state.seconds += self.lap()
-        saved = {**state.to_dict(), "ledger_position": self.ledger.position, "took_s": self._took_s}
+        place = {"ledger_position": self.ledger.position, "ledger_mark": mark}
+        saved = {**state.to_dict(), **place, "took_s": self._took_s}
         with self._checkpoints.saving(state.step, saved) as path:
             await write(path)
         self._history.add("saved", state.step)

@@ -76,6 +76,12 @@ def unfinished(state: dict[str, Any], ready: Container[int]) -> list[Unfinished]
     ]
 
 
+def under_way(state: Mapping[str, Any]) -> dict[str, str]:
+    """The samples of a state that have not ended, each with its task."""
+    groups = [*state.get("ready", ()), *state.get("open", ())]
+    return {s["id"]: group["task"] for group in groups for s in group["samples"] if s["state"] not in ENDS}
+
+
 def write_part(folder: Path, part: int, samples: Sequence[Sample]) -> None:
     """Writes samples with their tokens into a checkpoint's folder."""
     tokens, lines = _files(folder, part)

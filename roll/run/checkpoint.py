@@ -110,6 +110,21 @@ class Checkpoints:
         whole = _whole(self._dir)
         return _load(*whole[0]) if whole else None
 
+    def examined(self) -> Iterator[tuple[Path, Checkpoint | None, str | None]]:
+        """Every folder with the name of a checkpoint, newest first: the checkpoint, or what is wrong with it."""
+        for path in sorted(self._dir.glob("step-*"), key=_step_or_none, reverse=True):
+            if not _NAME.fullmatch(path.name):
+                continue
+            try:
+                if not (path / _MANIFEST).is_file():
+                    raise _damaged(path, _MANIFEST, "it is missing")
+                checkpoint = _load(_step(path), path)
+                checkpoint.verify()
+            except _DamagedError as error:
+                yield path, None, f"{error.name}: {error.how}"
+            else:
+                yield path, checkpoint, None
+
     def hollow(self) -> list[Path]:
         """Folders with the name of a checkpoint newer than the newest whole one, but no manifest: they have lost it."""
         whole = _whole(self._dir)
@@ -145,6 +160,10 @@ def _step(path: Path) -> int:
     return int(match[1] or match[2])
 
 
+def _step_or_none(path: Path) -> int:
+    return _step(path) if _NAME.fullmatch(path.name) else -1
+
+
 def _load(step: int, path: Path) -> Checkpoint:
     return Checkpoint(step, path, _read_json(path, _STATE))
 
@@ -161,11 +180,21 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
     return content
 
 
+class _DamagedError(UserError):
+    """A checkpoint's file is not what was written."""
+
+    def __init__(self, message: str, name: str, how: str) -> None:
+        super().__init__(message)
+        self.name = name
+        self.how = how
+
+
 def _damaged(path: Path, name: str, how: str) -> UserError:
     older = [other for step, other in _whole(path.parent) if step < _step(path)]
     run = path.parent.parent
     fall_back = f"`roll repair {run}` moves it aside, and the run continues from {older[0].name}; or " if older else ""
-    return UserError(f"checkpoint file {path / name} is damaged ({how}): {fall_back}start over with --restart")
+    said = f"checkpoint file {path / name} is damaged ({how}): {fall_back}start over with --restart"
+    return _DamagedError(said, name, how)
 
 
 def _write_manifest(directory: Path, step: int) -> None:

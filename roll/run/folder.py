@@ -214,7 +214,9 @@ class RunFolder:
         except FileNotFoundError:
             return None
         except ValueError as error:
-            raise RunError(f"{self.summary_path} is damaged: {error}") from error
+            raise RunError(
+                f"{self.summary_path} is damaged ({error}): `roll repair {self.path}` moves it aside"
+            ) from error
         return summary
 
     @contextmanager

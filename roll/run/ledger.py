@@ -12,6 +12,11 @@ A record is one line: eight hex digits of CRC-32, a space, compact JSON.
 
     6d1c4f0a {"sample":"t3/0","state":"queued","time_s":1700000000.5,"info":{"task":"t3"}}
 
+Where a repair took damaged bytes out there is a gap in their place, so that all others stay where checkpoints and
+rolled_back records say they are. It is a line too, and no reader of records sees it:
+
+    0d0cbe5a {"lost":87}
+
 Rolling back, by example. A checkpoint is taken at byte 200; `a` is trained and `c` appears after it; the run dies and
 goes back to the checkpoint:
 
@@ -50,6 +55,12 @@ _BLOCK_BYTES = 2**20
 _SAMPLE_AT = HEADER_BYTES + len('{"sample":"')
 _TO_STATE = b'","state":"'
 _UNDONE = f'{ROLLED_BACK}"'.encode()
+_LOST = b'{"lost":'
+_TAIL_BYTES = 2**20
+GAP = "gap"
+"""The mark of a place that a repair made."""
+GAP_BYTES = 32
+"""The least that a gap takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +85,18 @@ class Transition:
     def decode(cls, record: bytes) -> Transition:
         """The transition of a whole record."""
         return cls(**json.loads(record[HEADER_BYTES:]))
+
+
+def gap(size: int) -> bytes:
+    """A line of `size` bytes in place of records that were lost."""
+    assert size >= GAP_BYTES, f"a gap of {size} bytes is too small"
+    payload = b"%b%d}" % (_LOST, size)
+    payload = payload.ljust(size - HEADER_BYTES - 1)
+    return b"%08x %b\n" % (crc32(payload), payload)
+
+
+def is_gap(line: bytes) -> bool:
+    return line.startswith(_LOST, HEADER_BYTES)
 
 
 def _value(value: Any) -> str:
@@ -166,18 +189,25 @@ class Ledger:
             raise RunError(f"cannot write to {self.path}: {error.strerror}") from error
         self._flushed = self._written
 
-    def roll_back(self, position: int, step: int) -> list[str]:
-        """Return to the checkpoint of `step`, taken at `position`; the samples it undid.
+    def mark(self) -> str:
+        """The checksum of the last record, flushed first; with the position, a checkpoint's place in the file."""
+        self.flush()
+        return mark_at(self.path, self._flushed)
+
+    def roll_back(self, position: int, step: int, mark: str | None = None) -> list[str]:
+        """Return to the checkpoint of `step`, taken at `position`, where `mark` was that; the samples it undid.
 
         Each sample whose state now is not the one it had at `position` gets one `rolled_back` record, flushed. Doing it
         twice, or again after dying half-way, adds only what is missing. Of the record only what follows `position` is
         read, unless it was gone back behind `position` since.
         """
         self.flush()
-        if not _is_boundary(self.path, position, self._flushed):
+        found = _is_boundary(self.path, position, self._flushed)
+        if not found or (mark is not None and mark_at(self.path, position) not in (mark, GAP)):
             raise RunError(
                 f"{self.path} does not reach the checkpoint of step {step}: it was taken at byte {position}, and the "
-                f"ledger's {self._flushed} bytes have no record ending there"
+                f"ledger's {self._flushed} bytes have {'another' if found else 'no'} record ending there; "
+                f"`roll repair {self.path.parent}` mends it and says what was lost"
             )
         undone = _changed_since(self.path, position)
         info = {"position": position, "step": step}
@@ -268,11 +298,24 @@ def record_blocks(
             rest = lines.pop()
             whole = _count_whole(lines)
             if whole:
-                yield start, lines[:whole]
+                yield from _without_gaps(start, lines[:whole]) if _LOST in content else [(start, lines[:whole])]
             if whole < len(lines):
                 _refuse_if_whole_follow(path, file, start + sum(map(len, lines[:whole])) + whole)
                 return
             start += len(content) - len(rest)
+
+
+def _without_gaps(start: int, lines: list[bytes]) -> Iterator[tuple[int, list[bytes]]]:
+    """The records between gaps; after a gap at the end, none, where they would begin."""
+    run: list[bytes] = []
+    for line in lines:
+        if is_gap(line):
+            if run:
+                yield start, run
+            start, run = start + sum(map(len, run)) + len(run) + len(line) + 1, []
+        else:
+            run.append(line)
+    yield start, run
 
 
 def _count_whole(lines: list[bytes]) -> int:
@@ -296,7 +339,7 @@ def _refuse_if_whole_follow(path: Path, file: IO[bytes], damage: int) -> None:
     number = sum(len(lines) for _, lines in record_blocks(path, 0, damage)) + 1
     raise RunError(
         f"{path} is corrupt: the record on line {number} is damaged, and whole ones follow it; "
-        "restore the file, or start over with --restart"
+        f"`roll repair {path.parent}` mends it and says what was lost"
     )
 
 
@@ -315,6 +358,20 @@ def _is_boundary(path: Path, position: int, size: int) -> bool:
     with path.open("rb") as file:
         file.seek(position - 1)
         return file.read(1) == b"\n"
+
+
+def mark_at(path: Path, position: int) -> str:
+    """The checksum of the record that ends at `position`, `GAP` if a gap does, "" if nothing does."""
+    with path.open("rb") as file:
+        start = max(0, position - _TAIL_BYTES)
+        file.seek(start)
+        content = file.read(position - start)
+    if len(content) < position - start or not content.endswith(b"\n"):
+        return ""
+    line = content[content.rfind(b"\n", 0, -1) + 1 : -1]
+    if not is_whole(line):
+        return ""
+    return GAP if is_gap(line) else line[: HEADER_BYTES - 1].decode("ascii")
 
 
 def _split(line: bytes) -> tuple[bytes, bool]:

@@ -69,11 +69,14 @@ class Metrics:
             raise UserError(f"{path} does not exist: write the folder of a run that has metrics") from error
         whole = content[: content.rfind(b"\n") + 1]
         rows: list[dict[str, Any]] = []
-        for number, line in enumerate(whole.splitlines(), start=1):
-            try:
-                rows.append(json.loads(line))
-            except ValueError as error:
-                raise RunError(f"{path} is damaged on line {number} ({error}): delete that line") from error
+        for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
+            row = parse_row(line)
+            if row is None:
+                raise RunError(
+                    f"{path} is damaged on line {number}: `roll repair {path.parent}` moves that line aside and says "
+                    "what was lost"
+                )
+            rows.append(row)
         return rows
 
     def _event_writer(self) -> Any:
@@ -83,6 +86,18 @@ class Metrics:
             # TensorBoard hides the events at and after purge_step that an earlier process of this run wrote.
             self._events = SummaryWriter(str(self._tensorboard_dir), purge_step=self._first_step, flush_secs=10)
         return self._events
+
+
+def parse_row(line: bytes) -> dict[str, Any] | None:
+    """What a line of metrics.jsonl says; None if it is damaged."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] < 0:
+        return None
+    numbers = all(value is None or isinstance(value, int | float) for value in row.values())
+    return row if numbers else None
 
 
 def _open_at_whole_line(path: Path) -> IO[bytes]:

@@ -49,13 +49,26 @@ def read_samples(folder: RunFolder, step: int) -> list[dict[str, Any]]:
 
 def _rows(folder: RunFolder, step: int, path: Path) -> list[dict[str, Any]]:
     try:
-        return [json.loads(line) for line in path.read_bytes().splitlines()]
+        lines = path.read_bytes().split(b"\n")
     except FileNotFoundError as error:
         steps = steps_with_samples(folder)
         known = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has none; run.save_samples=true writes them"
         raise UserError(f"{folder.path} has no samples of step {step}: {known}") from error
-    except ValueError as error:
-        raise RunError(f"{path} is damaged: {error}") from error
+    rows = [parse_sample(line) for line in lines if line]
+    if None in rows:
+        raise RunError(
+            f"{path} is damaged on line {rows.index(None) + 1}: `roll repair {folder.path}` moves that line aside"
+        )
+    return [row for row in rows if row is not None]
+
+
+def parse_sample(line: bytes) -> dict[str, Any] | None:
+    """The row that a line says; None if it is damaged."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("sample", ""), str) else None
 
 
 def _path(folder: RunFolder, step: int, part: int | None = None) -> Path:

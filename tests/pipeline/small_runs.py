@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.run import ROLLED_BACK, Checkpoint, Checkpoints, Ledger, Metrics, RunFolder, Transition, read_samples
+from roll.run.ledger import is_gap
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = str(EXAMPLES / "tiny.yaml")
@@ -161,6 +162,9 @@ class Remains:
         lives: dict[str, list[tuple[int, str]]] = {}
         offset = 0
         for line in self.folder.ledger_path.read_bytes().splitlines(keepends=True):
+            if is_gap(line):
+                offset += len(line)
+                continue
             transition = Transition.decode(line)
             life = lives.setdefault(transition.sample, [(-1, "new")])
             if transition.state == ROLLED_BACK:

@@ -1,0 +1,332 @@
+"""Mending a ledger: damaged bytes become gaps, and the place of the newest checkpoint is where it was.
+
+What always holds:
+
+- Whole records stay, byte for byte, but those of samples whose story no longer makes sense without what was lost.
+- The first `position` bytes of the mended ledger are what came before the checkpoint, so that checkpoint and rolled_back
+  records find it: where bytes are missing a gap is longer, and where bytes were added it is shorter.
+- A sample that the checkpoint continues with has a record that names its task.
+
+By example. The checkpoint was taken at byte 300, and a flipped bit damages the record of `b`:
+
+    byte   0  a queued         byte   0  a queued
+    byte 100  b queu?d    →    byte 100  (gap of 100 bytes)
+    byte 200  a trained        byte 200  a trained
+    byte 300  c queued         byte 300  c queued
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from roll.run.files import atomic_open
+from roll.run.ledger import GAP, GAP_BYTES, HEADER_BYTES, ROLLED_BACK, Transition, gap, is_gap, is_whole
+from roll.run.ledger_story import story
+
+_ENDS = ("trained", "dropped")
+_COPY_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the newest checkpoint was taken."""
+
+    position: int = 0
+    mark: str | None = None
+    """Checksum of the record that ended there, where it is known."""
+    under_way: Mapping[str, str] = field(default_factory=dict)
+    """Samples that the checkpoint continues with, each with its task."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of the mended ledger: lines of the old one, or `made` bytes in place of lost ones."""
+
+    start: int
+    end: int
+    made: bytes | None = None
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start if self.made is None else len(self.made)
+
+
+@dataclass(frozen=True)
+class Mended:
+    """What a repair does to a ledger, or would do."""
+
+    pieces: tuple[_Piece, ...]
+    gaps: tuple[tuple[int, int], ...]
+    """Where bytes were damaged or missing, and how many."""
+    samples: tuple[str, ...]
+    """Whose whole records were given up, because part of their story was lost."""
+    cut_bytes: int
+    """Of a half-written end, or of what nothing tells the place of."""
+
+    @property
+    def nothing(self) -> bool:
+        return not self.gaps and not self.cut_bytes
+
+    def write(self, path: Path) -> None:
+        """Replaces the ledger at `path` with the mended one."""
+        path.touch()
+        with path.open("rb") as old, atomic_open(path) as new:
+            for piece in self.pieces:
+                if piece.made is not None:
+                    new.write(piece.made)
+                    continue
+                old.seek(piece.start)
+                left = piece.end - piece.start
+                while left:
+                    chunk = old.read(min(left, _COPY_BYTES))
+                    new.write(chunk)
+                    left -= len(chunk)
+
+
+def mend(path: Path, place: Place) -> Mended:
+    """What it takes to make the ledger at `path` whole, with `place` in it."""
+    size = path.stat().st_size if path.exists() else 0
+    if not size and not place.position:
+        return Mended((), (), (), 0)
+    if not size:
+        lost, _ = _with_tasks([_Piece(0, 0, gap(place.position))], place.under_way)
+        return Mended(tuple(lost), ((0, place.position),), (), 0)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return _Mending(content, place).mended()
+
+
+class _Mending:
+    def __init__(self, content: mmap.mmap, place: Place) -> None:
+        self._content = content
+        self._place = place
+        self._parts = list(_parts(content))
+        """Start, end, and whether whole: runs of whole lines and runs of damaged ones, in turns."""
+
+    def mended(self) -> Mended:
+        size, position = len(self._content), self._place.position
+        before = self._before_checkpoint()
+        damaged = [(start, end) for start, end, whole in self._parts if not whole]
+        torn = self._parts[-1][0] if not self._parts[-1][2] else size
+        if before is None:
+            # Nothing tells where the checkpoint was: what comes after the last damage before it has no place.
+            before = max((start for start, _ in damaged if start < position), default=size)
+            while position - before < GAP_BYTES:
+                before = self._line_before(before)
+            place = _Piece(before, before, gap(position - before))
+            head, tail, cut = [*self._cut(0, before), place], [], size - before
+        else:
+            after = max(min(torn, size), before)
+            head, tail, cut = self._cut(0, before), self._cut(before, after), size - after
+        gaps = [(piece.start, piece.size) for piece in (*head, *tail) if piece.made is not None]
+        shift = position - sum(piece.size for piece in head)
+        if shift:
+            gaps.append((before, abs(shift)))
+        samples: list[str] = []
+        if shift or any(piece.made is not None for piece in head):
+            head, samples = self._sensible(self._fitted(head, position))
+        return Mended(tuple(_joined([*head, *tail])), tuple(gaps), tuple(samples), cut)
+
+    def _before_checkpoint(self) -> int | None:
+        """Where the checkpoint was taken, as the file is now; None if nothing tells."""
+        position, mark, content = self._place.position, self._place.mark, self._content
+        if position == 0:
+            return 0
+        inside = any(start < position <= end and not whole for start, end, whole in self._parts)
+        ends = position <= len(content) and content[position - 1] == ord("\n")
+        if ends and (self._mark_before(position) in (mark, GAP) or (mark is None and not inside)):
+            return position
+        if mark and (moved := self._nearest(mark)) is not None:
+            return moved
+        return position if inside else None
+
+    def _nearest(self, mark: str) -> int | None:
+        """The end of the record with that checksum that is nearest to where it should be."""
+        found: list[int] = []
+        start, wanted = 0, mark.encode() + b" "
+        while (start := self._content.find(wanted, start)) >= 0:
+            end = self._content.find(b"\n", start) + 1
+            begins = start == 0 or self._content[start - 1] == ord("\n")
+            if begins and end and is_whole(self._content[start : end - 1]):
+                found.append(end)
+            start += 1
+        return min(found, key=lambda end: abs(end - self._place.position), default=None)
+
+    def _mark_before(self, position: int) -> str:
+        line = self._content[self._line_before(position) : position - 1]
+        return GAP if is_gap(line) else line[: HEADER_BYTES - 1].decode("ascii", "replace")
+
+    def _line_before(self, end: int) -> int:
+        """Where the line begins that ends at `end`."""
+        return self._content.rfind(b"\n", 0, max(end - 1, 0)) + 1
+
+    def _cut(self, begin: int, end: int) -> list[_Piece]:
+        """The pieces of a range: whole lines as they are, gaps for damaged ones."""
+        pieces: list[_Piece] = []
+        for start, stop, whole in self._parts:
+            start, stop = max(start, begin), min(stop, end)
+            if start >= stop:
+                continue
+            if whole:
+                pieces.append(_Piece(start, stop))
+                continue
+            need = stop - start
+            while need < GAP_BYTES and pieces:  # so small that whole lines before it go too
+                last = pieces.pop()
+                split = self._line_before(last.end) if last.made is None else last.start
+                need += last.end - max(split, last.start)
+                if last.start < split:
+                    pieces.append(_Piece(last.start, split))
+                start = stop - need
+            pieces.append(_Piece(start, stop, gap(max(need, GAP_BYTES))))
+        return pieces
+
+    def _fitted(self, pieces: list[_Piece], position: int) -> list[_Piece]:
+        """The pieces, so many bytes in all: the last gap takes up what is missing or too much, and where that is not
+        enough, whole lines before it."""
+        size = sum(piece.size for piece in pieces)
+        if size == position:
+            return pieces
+        at = next((number for number in reversed(range(len(pieces))) if pieces[number].made is not None), len(pieces))
+        rest = pieces[at + 1 :]
+        kept = pieces[:at]
+        room = position - sum(piece.size for piece in (*kept, *rest))
+        while room < GAP_BYTES and (room or not rest):  # at the end a gap says that this is the place
+            if not kept:  # nothing before the gap: what follows it goes
+                first = rest.pop(0)
+                split = first.end if first.made is not None else self._content.find(b"\n", first.start) + 1
+                room += first.size if first.made is not None else split - first.start
+                if split < first.end:
+                    rest.insert(0, _Piece(split, first.end))
+                continue
+            last = kept.pop()
+            split = max(self._line_before(last.end), last.start) if last.made is None else last.start
+            room += last.size if last.made is not None else last.end - split
+            if last.made is None and last.start < split:
+                kept.append(_Piece(last.start, split))
+        where = kept[-1].end if kept else 0
+        return [*kept, *([_Piece(where, where, gap(room))] if room else []), *rest]
+
+    def _sensible(self, pieces: list[_Piece]) -> tuple[list[_Piece], list[str]]:
+        """The pieces without the records of samples whose story does not hold together, and who they are. Samples that
+        the checkpoint continues with get a record of their task in a gap."""
+        stories: dict[str, list[tuple[int, Transition]]] = {}
+        for offset, line in self._lines(pieces):
+            transition = Transition.decode(line)
+            stories.setdefault(transition.sample, []).append((offset, transition))
+        under_way = self._place.under_way
+        broken = {sample for sample, records in stories.items() if not _holds_together(records, sample in under_way)}
+        queued = {sample: task for sample, task in under_way.items() if sample in broken or sample not in stories}
+        ended = iter(sorted(stories.keys() - broken - under_way.keys(), key=lambda sample: stories[sample][0][0]))
+        while True:
+            made, placed = _with_tasks(self._without(pieces, broken), queued)
+            oldest = None if placed else next(ended, None)
+            if oldest is None:
+                return made, sorted(broken)
+            broken.add(oldest)  # for room; it ended before the checkpoint
+
+    def _lines(self, pieces: list[_Piece]) -> Iterator[tuple[int, bytes]]:
+        """Where each record will be, and its line."""
+        offset = 0
+        for piece in pieces:
+            if piece.made is None:
+                for line in self._content[piece.start : piece.end].split(b"\n")[:-1]:
+                    if not is_gap(line):
+                        yield offset, line
+                    offset += len(line) + 1
+            else:
+                offset += piece.size
+
+    def _without(self, pieces: list[_Piece], samples: set[str]) -> list[_Piece]:
+        if not samples:
+            return pieces
+        made: list[_Piece] = []
+        for piece in pieces:
+            if piece.made is not None:
+                made.append(piece)
+                continue
+            start = piece.start
+            for line in self._content[piece.start : piece.end].split(b"\n")[:-1]:
+                end = start + len(line) + 1
+                goes = not is_gap(line) and Transition.decode(line).sample in samples
+                made.append(_Piece(start, end, gap(end - start) if goes else None))
+                start = end
+        return list(_joined(made))
+
+
+def _parts(content: mmap.mmap) -> Iterator[tuple[int, int, bool]]:
+    start = at = 0
+    whole: bool | None = None
+    before = b""
+    while at < len(content):
+        end = content.find(b"\n", at) + 1 or len(content)
+        line = content[at:end]
+        good = line.endswith(b"\n") and is_whole(line[:-1]) and line != before  # or written twice
+        if whole is not None and good != whole:
+            yield start, at, whole
+            start = at
+        whole, at, before = good, end, line
+    if whole is not None:
+        yield start, at, whole
+
+
+def _holds_together(records: list[tuple[int, Transition]], goes_on: bool) -> bool:
+    """Whether a sample's records are a story: of a task, ended at most once and for good, and not open for ever."""
+    steps = [step for step in story(records) if step.counts]
+    if not steps:
+        return True
+    states = [step.transition.state for step in steps]
+    if states[0] != "queued" or steps[0].task is None or ROLLED_BACK in states:
+        return False
+    if any(state in _ENDS for state in states[:-1]):
+        return False
+    return goes_on or states[-1] in (*_ENDS, "failed")
+
+
+def _with_tasks(pieces: list[_Piece], tasks: Mapping[str, str]) -> tuple[list[_Piece], bool]:
+    """The pieces with a record for each sample, in gaps that have room for it, and whether there was room for all.
+
+    Where the last piece is a gap, one stays at its end: by it the place of the checkpoint is known.
+    """
+    made = []
+    waiting = list(tasks.items())
+    for number, piece in enumerate(pieces):
+        if piece.made is None:
+            made.append(piece)
+            continue
+        filled, room, last = b"", piece.size, number == len(pieces) - 1
+        while waiting and (record := _queued(*waiting[0], room, last)) is not None:
+            filled, room = filled + record, room - len(record)
+            waiting.pop(0)
+        made.append(_Piece(piece.start, piece.end, filled + (gap(room) if room else b"")))
+    return made, not waiting
+
+
+def _queued(sample: str, task: str, room: int, last: bool) -> bytes | None:
+    """A record that a sample was queued for its task, of a size after which there is room for a gap, or for nothing."""
+    record = Transition(sample, "queued", time_s=0.0, info={"task": task}).encode()
+    if len(record) + GAP_BYTES <= room or (len(record) == room and not last):
+        return record
+    bare = Transition(sample, "queued", time_s=0.0, info={"task": task, "lost": ""}).encode()
+    if len(bare) > room or last:
+        return None
+    return Transition(sample, "queued", time_s=0.0, info={"task": task, "lost": " " * (room - len(bare))}).encode()
+
+
+def _joined(pieces: list[_Piece]) -> Iterator[_Piece]:
+    """The pieces, with neighbours of the old file as one, and gaps too."""
+    last: _Piece | None = None
+    for piece in pieces:
+        if last is not None and last.made is None and piece.made is None and last.end == piece.start:
+            last = _Piece(last.start, piece.end)
+            continue
+        if last is not None and last.made and piece.made and is_gap(last.made) and is_gap(piece.made):
+            last = _Piece(last.start, piece.end, gap(last.size + piece.size))
+            continue
+        if last is not None:
+            yield last
+        last = piece
+    if last is not None:
+        yield last

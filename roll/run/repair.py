@@ -1,0 +1,244 @@
+"""Repairing a run's folder: what is damaged in it, and making it whole enough to continue.
+
+What always holds: nothing is deleted. A file that is changed, and whatever is taken away, lies as it was in
+`damaged-DATE-TIME/` of the run's folder. After a repair every file can be read, and the run continues from its newest
+whole checkpoint, if one is left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from roll.config import load_config
+from roll.config.errors import UserError
+from roll.run.checkpoint import Checkpoint, Checkpoints
+from roll.run.files import atomic_open, atomic_write
+from roll.run.folder import RunFolder
+from roll.run.history import History, parse_event
+from roll.run.ledger_repair import Mended, Place, mend
+from roll.run.ledger_tables import index_path
+from roll.run.metrics import parse_row
+from roll.run.samples import parse_sample
+
+UnderWay = Callable[[Mapping[str, Any]], Mapping[str, str]]
+"""Of a checkpoint's state, the samples that it continues with, each with its task."""
+
+
+@dataclass
+class Repair:
+    """What was found, and done unless it is only looked at."""
+
+    folder: RunFolder
+    checkpoint: Checkpoint | None
+    findings: list[str] = field(default_factory=list)
+    """What is damaged, a sentence each."""
+    aside: Path | None = None
+    """Where what was damaged lies now."""
+    settings_lost: bool = False
+
+    @property
+    def next(self) -> str:
+        """What the run can do now."""
+        if self.settings_lost:
+            return "put config.yaml back: the run cannot continue without it"
+        if self.checkpoint is not None:
+            return f"`roll train CONFIG --resume` continues from step {self.checkpoint.step}"
+        if History(self.folder).newest_saved() is not None:
+            return "no whole checkpoint is left: put one back, or start over with --restart"
+        return "the run has no checkpoint yet: `roll train CONFIG --resume` starts from the beginning"
+
+    @property
+    def can_continue(self) -> bool:
+        if self.settings_lost:
+            return False
+        return self.checkpoint is not None or History(self.folder).newest_saved() is None
+
+
+def repair(run: Path, under_way: UnderWay, *, dry_run: bool = False) -> Repair:
+    """Finds what is damaged in a run and mends it; with `dry_run` it is only found."""
+    folder = RunFolder.open(run)
+    with folder.lock():
+        repairing = _Repairing(folder, dry_run)
+        repairing.config()
+        checkpoint = repairing.checkpoints()
+        repairing.ledger(_place(checkpoint, under_way))
+        repairing.lines(folder.metrics_path, lambda line: parse_row(line) is not None, _steps_of)
+        repairing.lines(folder.history_path, lambda line: parse_event(line) is not None, _count_of)
+        for file in sorted(folder.samples_dir.glob("step-*.jsonl")):
+            repairing.lines(file, lambda line: parse_sample(line) is not None, _count_of)
+        for file in sorted(folder.path.glob("trace*.json")):
+            repairing.trace(file)
+        repairing.summary()
+        done = Repair(folder, checkpoint, repairing.findings, repairing.aside, repairing.settings_lost)
+        if done.findings and not dry_run:
+            step = 0 if checkpoint is None else checkpoint.step
+            History(folder).add("repaired", step, found=done.findings)
+        return done
+
+
+def _place(checkpoint: Checkpoint | None, under_way: UnderWay) -> Place:
+    if checkpoint is None:
+        return Place()
+    state = checkpoint.state
+    return Place(state.get("ledger_position", 0), state.get("ledger_mark"), under_way(state.get("scheduler") or {}))
+
+
+class _Repairing:
+    def __init__(self, folder: RunFolder, dry_run: bool) -> None:
+        self._folder = folder
+        self._dry_run = dry_run
+        self.findings: list[str] = []
+        self.settings_lost = False
+        self.aside: Path | None = None
+
+    def checkpoints(self) -> Checkpoint | None:
+        """The newest whole checkpoint; damaged ones are moved aside."""
+        newest: Checkpoint | None = None
+        for path, checkpoint, problem in Checkpoints(self._folder).examined():
+            if problem is None:
+                newest = checkpoint if newest is None else newest
+            else:
+                self._found(path, f"damaged checkpoint ({problem})")
+                self._move(path)
+        return newest
+
+    def config(self) -> None:
+        """Nothing else says what it said: it can only be put back."""
+        try:
+            load_config(self._folder.config_path)
+        except UserError as error:
+            self.settings_lost = True
+            self._found(self._folder.config_path, f"cannot be read: put it back, or start over with --restart ({error})")
+
+    def ledger(self, place: Place) -> None:
+        path = self._folder.ledger_path
+        mended = mend(path, place)
+        if mended.nothing:
+            return
+        self._found(path, _ledger_words(mended))
+        if not self._dry_run:
+            self._keep(path)
+            mended.write(path)
+            if index_path(path).exists():
+                self._move(index_path(path))  # it is made again
+
+    def lines(self, path: Path, good: Callable[[bytes], bool], lost: Callable[[list[bytes], list[bytes]], str]) -> None:
+        """Takes damaged lines out of a file, and a half-written one at its end."""
+        if not path.is_file():
+            return
+        content = path.read_bytes()
+        lines = content.split(b"\n")
+        torn = lines.pop()
+        kept = [line for line in lines if good(line)]
+        bad = [line for line in lines if not good(line)]
+        if not bad and not torn:
+            return
+        said = [lost(bad, kept)] if bad else []
+        said += [f"a half-written end of {len(torn)} bytes"] if torn else []
+        self._found(path, ", ".join(said) + " taken out")
+        if not self._dry_run:
+            self._keep(path)
+            atomic_write(path, b"".join(line + b"\n" for line in kept))
+
+    def trace(self, path: Path) -> None:
+        """Takes damaged events out of a trace, and ends one that a kill left open."""
+        bad = number = 0
+        with path.open("rb") as file:
+            lines = file.read().split(b"\n")
+        events = []
+        for line in lines:
+            event = line.strip().removesuffix(b",")
+            if event in (b"", b"[", b"]"):
+                continue
+            number += 1
+            if _is_object(event):
+                events.append(event)
+            else:
+                bad += 1
+        torn = bool(lines[-1]) and bad == 1 and not _is_object(lines[-1].strip().removesuffix(b","))
+        if not bad or torn:  # viewers read a trace without its end
+            return
+        self._found(path, f"{bad} of {number} events are damaged, taken out")
+        if not self._dry_run:
+            self._keep(path)
+            with atomic_open(path) as new:
+                new.write(b"[\n" + b",\n".join(events) + b"\n]\n")
+
+    def summary(self) -> None:
+        path = self._folder.summary_path
+        if path.is_file() and not _is_object(path.read_bytes()):
+            self._found(path, "damaged, taken away; the run writes it again when it ends")
+            self._move(path)
+
+    def _found(self, path: Path, what: str) -> None:
+        self.findings.append(f"{path.relative_to(self._folder.path)}: {what}")
+
+    def _keep(self, path: Path) -> None:
+        """Puts a file beside, as it is, before it is changed."""
+        if not path.exists():
+            return
+        target = self._target(path)
+        try:
+            os.link(path, target)
+        except OSError:  # a file system without links
+            shutil.copy2(path, target)
+
+    def _move(self, path: Path) -> None:
+        if not self._dry_run:
+            path.rename(self._target(path))
+
+    def _target(self, path: Path) -> Path:
+        if self.aside is None:
+            stamp = time.strftime("%Y%m%d-%H%M%S")
+            names = (f"damaged-{stamp}" + (f".{number}" if number else "") for number in count())
+            self.aside = next(place for name in names if not (place := self._folder.path / name).exists())
+            try:
+                self.aside.mkdir()
+            except OSError as error:
+                raise UserError(f"cannot write to {self._folder.path} ({error.strerror})") from error
+        target = self.aside / path.relative_to(self._folder.path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return target
+
+
+def _ledger_words(mended: Mended) -> str:
+    said = []
+    if mended.gaps:
+        lost = sum(size for _, size in mended.gaps)
+        places = f"byte {mended.gaps[0][0]}" + (f" and {len(mended.gaps) - 1} more places" if mended.gaps[1:] else "")
+        said.append(f"{lost} bytes of records are lost at {places}")
+    if mended.samples:
+        more = " …" if len(mended.samples) > 3 else ""
+        who = f"{len(mended.samples)} samples of whose" if mended.samples[1:] else "1 sample of whose"
+        verb = "are" if mended.samples[1:] else "is"
+        said.append(f"{who} story a part is lost {verb} taken out ({', '.join(mended.samples[:3])}{more})")
+    if mended.cut_bytes:
+        said.append(f"the last {mended.cut_bytes} bytes are cut off")
+    return "; ".join(said)
+
+
+def _count_of(bad: list[bytes], kept: list[bytes]) -> str:
+    return f"{len(bad)} of {len(bad) + len(kept)} lines are damaged,"
+
+
+def _steps_of(bad: list[bytes], kept: list[bytes]) -> str:
+    """How many lines, and of which steps there is none left."""
+    steps = {row["step"] for line in kept if (row := parse_row(line)) is not None}
+    gone = [step for step in range(1, max(steps, default=0)) if step not in steps]
+    of = f" (step{'s' if gone[1:] else ''} {', '.join(map(str, gone[:5]))}{' …' if gone[5:] else ''})" if gone else ""
+    return f"{_count_of(bad, kept).removesuffix(',')}{of},"
+
+
+def _is_object(text: bytes) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
