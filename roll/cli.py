@@ -7,9 +7,11 @@ it was stopped twice. Output that nobody reads (`| head`, `>&-`) changes none of
 
 from __future__ import annotations
 
+import json
 import shlex
 import signal
 import sys
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -119,19 +121,21 @@ def train(
 def evaluate(
     target: Annotated[str, typer.Argument(metavar="CONFIG|RUN", help="A YAML file, or the folder of a run.")],
     overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with all numbers.")] = False,
 ) -> None:
     """Measure the held-out reward, for sft the held-out loss: of a CONFIG's model, or of a RUN's newest checkpoint."""
     settings = _config_of(target, overrides or [])
     _look_for_model(settings)
     from roll.pipeline.launch import evaluate as run_evaluation
 
-    result = run_evaluation(settings)
-    if answers := getattr(result, "answers", None):
-        table = Table("question", "answer", "reward")
-        for answer in answers:
-            table.add_row(Text(answer.question), Text(answer.answer.strip()), f"{answer.reward:g}")
-        _console.print(table)
-    _console.print(str(result))
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # users' code may print when it is loaded
+        result = run_evaluation(settings)
+    if as_json:
+        print(json.dumps(result.to_dict(), allow_nan=False))
+        return
+    from roll.display import print_evaluation
+
+    print_evaluation(_console, result)
 
 
 @app.command()

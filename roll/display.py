@@ -15,7 +15,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from roll.pipeline.held_out import HeldOut
 from roll.pipeline.report import Measured, StepReport, held_out_lines
+from roll.rollout.evaluate import Evaluation
 from roll.run.folder import RunFolder
 from roll.run.stages import StageTable
 
@@ -158,9 +160,13 @@ def print_summary(console: Console, summary: dict[str, Any]) -> None:
         console.print(line, style="bold", markup=False, highlight=False)
     shown = list(zip(summary.get("answers_before", ()), summary.get("answers_after", ()), strict=False))
     if shown:
-        table = Table("question", "before", "after", title="Held-out questions, sampled", title_justify="left")
+        sets = len(summary.get("measures", ())) > 1
+        columns = [*(["set"] if sets else []), "question", "before", "after"]
+        table = Table(*columns, title="Held-out questions, sampled", title_justify="left")
         for first, last in shown:
-            table.add_row(Text(first["question"]), *(_marked(answer, summary["measure"]) for answer in (first, last)))
+            measure = summary["measures"][first["set"]] if sets else summary["measure"]
+            cells = [Text(first["set"])] if sets else []
+            table.add_row(*cells, Text(first["question"]), *(_marked(answer, measure) for answer in (first, last)))
         console.print(table)
     run = summary["run"]
     if summary["curve"] is not None:
@@ -176,6 +182,42 @@ def print_summary(console: Console, summary: dict[str, Any]) -> None:
         commands.insert(2, (f"tensorboard --logdir {events}", "every metric of every step"))
     for command, why in commands:
         console.print(f"  {escape(command)}   [dim]# {why}[/dim]", soft_wrap=True, highlight=False)
+
+
+def print_evaluation(console: Console, result: Evaluation | HeldOut) -> None:
+    """What `roll eval` found: some answers, and every number; where there are several sets, in a table."""
+    if not isinstance(result, Evaluation):
+        console.print(str(result), markup=False, highlight=False, soft_wrap=True)
+        return
+    sets = len(result.sets) > 1
+    if result.answers:
+        table = Table(*(["set"] if sets else []), "question", "answer", "reward")
+        for answer in result.answers:
+            cells = [Text(answer.question), Text(answer.answer.strip()), Text(f"{answer.reward:g}")]
+            table.add_row(*([Text(answer.set)] if sets else []), *cells)
+        console.print(table)
+    if sets:
+        console.print(set_table(result))
+        for name, found in result.sets.items():
+            for line in found.details():
+                console.print(f"{name}: {line.strip()}", markup=False, highlight=False, soft_wrap=True)
+    else:
+        console.print(str(result), markup=False, highlight=False, soft_wrap=True)
+
+
+def set_table(evaluation: Evaluation) -> Table:
+    """A row for each estimate of each set."""
+    table = Table()
+    for name in ("set", "measure", "value", "95 % interval", "tasks", "answers", "failed"):
+        table.add_column(name, no_wrap=True)
+    for found in evaluation.sets.values():
+        own, *rest = found.name, str(found.samples), str(found.failed)
+        for name, estimate in found.estimates.items():
+            interval = "" if estimate.low is None else f"{estimate.low:.3f} to {estimate.high:.3f}"
+            measure = found.measure if name == "reward" else name
+            table.add_row(own, measure, f"{estimate.value:.3f}", interval, str(estimate.tasks), *rest)
+            own, rest = "", []
+    return table
 
 
 def _marked(answer: dict[str, Any], measure: str) -> Text:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from roll.config.evaluation import check_evaluation
+
 if TYPE_CHECKING:
     from roll.config.schema import Config, RolloutConfig
 
@@ -12,7 +14,8 @@ UNREAD = {
     "rlvr": ("data",),
     "sft": (
         *("tasks", "domains", "reward", "env", "rollout", "algorithm", "weights"),
-        *("eval.temperature", "eval.show", "run.save_samples"),
+        *("eval.temperature", "eval.show", "eval.attempts", "eval.pass_at", "eval.majority_at", "eval.solved_at"),
+        *("eval.sets", "run.save_samples"),
     ),
 }
 """The sections and settings that a pipeline has no use for."""
@@ -30,6 +33,7 @@ def check(config: Config) -> None:
         _check_sft(config)
     else:
         _check_scoring(config)
+        _check_sets(config)
     _check_across_fields(config)
 
 
@@ -100,6 +104,13 @@ def _check_domains(config: Config) -> None:
         )
     if not any(domain.tasks.source for domain in config.domains.values()):
         raise ValueError(f"domains.{next(iter(config.domains))}.tasks has no source, and no other domain has one")
+
+
+def _check_sets(config: Config) -> None:
+    for name in config.eval.sets:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"eval.sets has {name!r}: a name is of letters, digits, - and _")
+    check_evaluation(config.eval, bool(config.domains))
 
 
 def _check_groups(config: Config, rollout: RolloutConfig, setting: str) -> None:

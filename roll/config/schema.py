@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from roll.config.algorithm import AlgorithmConfig
 from roll.config.checks import UNREAD, check
 from roll.config.domains import DomainConfig, SourceConfig, Stops
+from roll.config.evaluation import EvalConfig, EvalSetConfig, domain_of
 from roll.config.reward import RewardConfig, RewardPart, RewardRule
 from roll.config.section import BelowOne, Count, Devices, Names, NonNegative, Positive, Section, Share, Whole
 from roll.config.workers import RayConfig, RoleConfig, RoleModel, RolesConfig, SuperviseConfig, WeightsConfig
@@ -21,6 +22,8 @@ __all__ = [
     "UNREAD",
     "AlgorithmConfig",
     "DomainConfig",
+    "EvalConfig",
+    "EvalSetConfig",
     "RayConfig",
     "RewardConfig",
     "RewardPart",
@@ -223,19 +226,6 @@ class TrainConfig(Section):
         return self.updates_per_step * self.epochs_per_step > 1
 
 
-class EvalConfig(Section):
-    """How held-out data is measured."""
-
-    every: Whole = 10
-    """Steps between evaluations, 0 for only before and after."""
-    samples: Count = 128
-    """Answers, spread evenly over the held-out tasks."""
-    temperature: NonNegative = 1.0
-    """Sampling temperature; 0 is greedy."""
-    show: Whole = 3
-    """Held-out questions whose answers are shown before and after training."""
-
-
 class RunConfig(Section):
     """Where the run lives and what it keeps."""
 
@@ -321,7 +311,31 @@ class Config(Section):
 
     def rollout_of(self, domain: str) -> RolloutConfig:
         """How samples of a domain's tasks are made."""
-        return self.domains[domain].rollout(self.rollout) if domain in self.domains else self.rollout
+        return self.own_rollouts.get(domain, self.rollout)
+
+    @property
+    def own_rollouts(self) -> dict[str, RolloutConfig]:
+        """How samples of domains and of sets to evaluate on are made, by the domain of their tasks."""
+        own = {name: domain.rollout(self.rollout) for name, domain in self.domains.items()}
+        for name, each in self.eval.sets.items():
+            chosen = {"max_new_tokens": each.max_new_tokens, "stop": each.stop}
+            changes = {field: value for field, value in chosen.items() if value is not None}
+            own[domain_of(name)] = self.rollout.model_copy(update=changes)
+        return own
+
+    @property
+    def longest_evaluated(self) -> int:
+        """The most new tokens of a response, in training or in an evaluation."""
+        return max(
+            self.longest_response, *(self.rollout_of(domain_of(name)).max_new_tokens for name in self.eval.sets), 0
+        )
+
+    @property
+    def reward_rules(self) -> dict[str, RewardRule]:
+        """The rewards of the run and of its evaluations, each by the setting that it is under."""
+        rules: dict[str, RewardRule] = {f"domains.{name}.reward": domain.reward for name, domain in self.domains.items()}
+        own = {f"eval.sets.{name}.reward": each.reward for name, each in self.eval.sets.items()}
+        return (rules or {"reward": self.reward}) | {where: rule for where, rule in own.items() if rule is not None}
 
     @property
     def longest_response(self) -> int:
@@ -339,9 +353,8 @@ class Config(Section):
     @property
     def scoring_roles(self) -> dict[str, str]:
         """The roles whose models give parts of rewards, each with a setting that asks for it."""
-        rules = {f"domains.{name}.reward": domain.reward for name, domain in self.domains.items()}
         found: dict[str, str] = {}
-        for where, rule in (rules or {"reward": self.reward}).items():
+        for where, rule in self.reward_rules.items():
             for part, role in rule.asked.items():
                 found.setdefault(role, f"{where}.parts.{part}" if part else where)
         return found

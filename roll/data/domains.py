@@ -7,6 +7,7 @@ so that ids of two sources never meet; a domain of weight 0 has nothing to train
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from roll.config.domains import DomainConfig, SourceConfig
@@ -57,11 +58,19 @@ def first_of_each(tasks: Sequence[Task], count: int) -> list[Task]:
 
 
 def _load(name: str, config: SourceConfig, root: str) -> TaskSet:
-    try:
+    with naming(f"domains.{name}", f"domains.{name}.tasks"):
         return load_splits(config, root=root)
+
+
+@contextmanager
+def naming(where: str, tasks: str) -> Iterator[None]:
+    """Errors of a source say where it is named: what they say of `tasks` is of the section `tasks`."""
+    try:
+        yield
     except UserError as error:
-        within = "." if str(error).startswith("tasks") else ": "
-        raise UserError(f"domains.{name}{within}{error}") from error.__cause__
+        text = str(error)
+        said = f"{tasks}{text.removeprefix('tasks')}" if text.startswith("tasks") else f"{where}: {text}"
+        raise UserError(said) from error.__cause__
 
 
 def _of_domains(

@@ -47,6 +47,10 @@ class Sample:
     turn_states: list[int] = field(default_factory=list)
     """What the environment was like before each turn: equal numbers are equal states."""
     parts: dict[str, float] = field(default_factory=dict)
+    votes: bool = False
+    """Whether its answer is asked for, to be counted with those of other attempts at its task."""
+    answer: str | None = None
+    """What its grader read from its response, if it was asked."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Spent in each state."""
     entered_s: float = 0.0

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import random
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from roll.config.errors import UserError
@@ -35,6 +35,8 @@ class TaskSet:
     """Ids of those that there is no room for."""
     skipped: tuple[str, ...] = ()
     """Places of the rows that options say to skip."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Of held-out tasks that are of sets to evaluate on: the domain that their source gave them, by their ids."""
 
     @property
     def has_environments(self) -> bool:

@@ -44,8 +44,7 @@ class JudgeWork:
     @classmethod
     def of(cls, config: Config) -> JudgeWork | None:
         """The largest of all rewards that ask the role, None if none does. A rubric's characters count as tokens."""
-        rules = [domain.reward for domain in config.domains.values()] or [config.reward]
-        parts = [part for rule in rules for part in (rule.parts.values() or [rule])]
+        parts = [part for rule in config.reward_rules.values() for part in (rule.parts.values() or [rule])]
         options = [part.options for part in parts if part.name == "judge" and not part.options.get("url")]
         if not options:
             return None
@@ -79,6 +78,8 @@ class Workload:
     judging: JudgeWork | None = None
     kv_tokens: int = 0
     """What an engine's cache holds at most; 0 for what its sequences need."""
+    evaluated: int = 0
+    """Longest response in an evaluation, where that is longer than in training."""
     engines: Mapping[str, RoleConfig] = field(default_factory=dict)
     """What was written of the roles that have engines."""
 
@@ -99,6 +100,7 @@ class Workload:
             compile=config.train.compile,
             judging=JudgeWork.of(config),
             kv_tokens=config.rollout.kv_tokens,
+            evaluated=config.longest_evaluated,
             engines={"actor_infer": config.roles.actor_infer, "judge": config.roles.judge},
         )
 
@@ -121,12 +123,16 @@ class Workload:
         )
 
     def of_role(self, role: str) -> Workload:
-        """The work as a role sees it: a judge is shown whole attempts, and replies to them."""
+        """The work as a role sees it: engines also answer what is evaluated; a judge is shown whole attempts, and replies
+        to them."""
+        if role == "actor_infer" and self.evaluated > self.response:
+            return replace(self, response=self.evaluated)
         if role == "reward_model":  # conversations with nothing in common
             return replace(self, group_size=1, groups=self.groups * self.group_size, limit_rows=0)
         if role != "judge" or self.judging is None:
             return self
-        judging, shown = self.judging, self.longest + self.judging.rubric
+        judging = self.judging
+        shown = self.longest_prompt + max(self.response, self.evaluated) + judging.rubric
         shortest = self.shortest_prompt + judging.rubric
         sizes = replace(self, shortest_prompt=shortest, longest_prompt=shown, response=judging.reply)
         return replace(sizes, running=judging.running, kv_tokens=0)

@@ -330,6 +330,14 @@ def _model_folder(folder: Path) -> Path:
     )
 
 
+def steps_of(path: str) -> int | None:
+    """Training steps of a run's newest checkpoint; None for a model that is no run's."""
+    found = find_model(path)
+    folder = found.adapters[-1] if found.adapters else found.location
+    step = re.fullmatch(r"step-([0-9]+)", Path(folder or "").parent.name)
+    return int(step[1]) if step else None
+
+
 def _looks_like_hub_id(path: str) -> bool:
     return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) is not None and not Path(path).parent.is_dir()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -21,10 +22,17 @@ class HeldOut:
     token_probability: float
     """p: how often a token drawn at temperature 1 would be the right one."""
     tokens: int
+    step: int | None = None
+    """Training steps of the weights, as far as a run made them."""
+    model: str = ""
 
     @property
     def perplexity(self) -> float:
         return math.exp(min(self.loss, 700.0))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"pipeline": "sft", **asdict(self), "perplexity": self.perplexity}
 
     def __str__(self) -> str:
         return (
@@ -34,8 +42,9 @@ class HeldOut:
 
 
 async def measure(roles: TrainRoles, held_out: Batch, samples: int) -> HeldOut:
-    """Measures so many held-out samples, at even distances if there are more."""
-    chosen = np.unique(np.linspace(0, len(held_out) - 1, min(samples, len(held_out))).round().astype(np.int64))
+    """Measures so many held-out samples, at even distances if there are more; 0 for all of them."""
+    count = min(samples or len(held_out), len(held_out))
+    chosen = np.unique(np.linspace(0, len(held_out) - 1, count).round().astype(np.int64))
     batch = held_out.select(chosen)
     batch = batch.with_columns(proximal=await roles.actor.call(TrainWorker.log_probs, batch))
     batch = await roles.executor.fetch(batch)

@@ -13,12 +13,14 @@ from roll.algorithm import make_algorithm
 from roll.algorithm.losses import resolve_loss
 from roll.cluster import Executor
 from roll.config.errors import UserError
+from roll.config.evaluation import domain_of, set_of
 from roll.config.names import did_you_mean
 from roll.config.reward import RewardRule
 from roll.config.root import located
 from roll.config.schema import Config
 from roll.data.chat_sources import ChatSource, load_chats
 from roll.data.domains import load_domains
+from roll.data.eval_sets import with_eval_sets
 from roll.data.formats import FORMATS
 from roll.data.sources import TaskSet, TaskSource, load_tasks
 from roll.data.task import Task
@@ -28,7 +30,7 @@ from roll.env.resolve import located as find_code
 from roll.env.trial import check_seed, episodes, minds_values
 from roll.model.chat import ChatRenderer
 from roll.model.corpus import Corpus, Order, make_corpus
-from roll.model.loading import find_model, load_model_config, load_tokenizer, stop_ids_of
+from roll.model.loading import find_model, load_model_config, load_tokenizer, steps_of, stop_ids_of
 from roll.model.lora import Base
 from roll.model.positions import longest_sequence
 from roll.pipeline import rollout_record, sft_record
@@ -36,7 +38,7 @@ from roll.pipeline.held_out import HeldOut, measure
 from roll.pipeline.prompts import fitting
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.remarks import remarks
-from roll.pipeline.rlvr import RLVR, check_policies
+from roll.pipeline.rlvr import RLVR, check_policies, make_evaluator
 from roll.pipeline.roles import Roles, TrainRoles, start_roles, start_trainer
 from roll.pipeline.scoring import check_scorers
 from roll.pipeline.sft import SFT
@@ -45,7 +47,7 @@ from roll.pipeline.supervision import supervised, supervised_trainer
 from roll.pipeline.turns import Turns
 from roll.reward import RewardFn, RewardSource
 from roll.reward.builtin import ASKS_OTHERS, BUILTINS, OF_SHAPE
-from roll.rollout.evaluate import Evaluation, Evaluator
+from roll.rollout.evaluate import Evaluation
 from roll.rollout.play import play
 from roll.rollout.transcript import Transcript
 from roll.run import Panel
@@ -123,10 +125,10 @@ class RLVRPipeline(Pipeline[Roles, RunState]):
             source = f"the source {self.config.tasks.source!r} has"
             whose = "domains: they have" if self.config.domains else f"tasks: {source}"
             raise UserError(f"{whose} no held-out tasks to evaluate on")
-        evaluator = Evaluator(self._tasks.held_out, roles.pool, self.config.eval, bool(self.config.domains))
-        evaluation = await self._with_weights(roles, evaluator.evaluate(0))
+        evaluation = await self._with_weights(roles, make_evaluator(self.config, self._tasks, roles).evaluate(0))
         assert evaluation is not None
-        return evaluation
+        model = self.config.model.path
+        return replace(evaluation, model=model, step=steps_of(model))
 
     async def play(self, roles: Roles, episodes: int) -> list[Transcript]:
         """Attempts at tasks that it would train on."""
@@ -187,7 +189,9 @@ class SFTPipeline(Pipeline[TrainRoles, SFTState]):
         if self._corpus.held_out is None:
             raise UserError(f"data: the source {self.config.data.source!r} has no held-out conversations to measure")
         async with supervised_trainer(roles, self.config) as supervision:
-            return await supervision.race(measure(roles, self._corpus.held_out, self.config.eval.samples))
+            found = await supervision.race(measure(roles, self._corpus.held_out, self.config.eval.samples))
+        model = self.config.model.path
+        return replace(found, model=model, step=steps_of(model))
 
 
 def prepare(
@@ -218,13 +222,15 @@ def check(
     check_vllm(config)
     check_scorers(config)
     task_set, judge = _tasks_and_judge(config, reward, tasks)
-    task_set = _located(task_set, config.root)
+    task_set = _located(with_eval_sets(task_set, config.eval.sets, config.root), config.root)
+    judge = judge.with_sets(_set_rewards(config))
     judge.check()
     check_policies(config, task_set)
     _check_limits(config, task_set)
     _check_rewards(config, task_set, reward is not None)
     if reward is None and tasks is None:
         _check_formats(config)
+    _check_votes(config, task_set, judge)
     _check_algorithm(config, task_set)
     source = find_model(config.model.path)
     shape = load_model_config(source)
@@ -269,6 +275,11 @@ def _located(tasks: TaskSet, root: str) -> TaskSet:
     return replace(tasks, train=tuple(map(located, tasks.train)), held_out=tuple(map(located, tasks.held_out)))
 
 
+def _set_rewards(config: Config) -> dict[str, RewardRule]:
+    """The rewards of sets to evaluate on that have their own, by the domain of their tasks."""
+    return {domain_of(name): each.reward for name, each in config.eval.sets.items() if each.reward is not None}
+
+
 def _rules(config: Config) -> dict[str, RewardRule]:
     """The rewards of the config, by the setting that each is under."""
     if not config.domains:
@@ -278,7 +289,14 @@ def _rules(config: Config) -> dict[str, RewardRule]:
 
 def _check_rewards(config: Config, tasks: TaskSet, given: bool) -> None:
     """Refuses a reward that would judge nothing, because the environments of the tasks say what an attempt is worth."""
-    asked = [task for task in (*tasks.train, *tasks.held_out) if task.environment is None]
+    own = _set_rewards(config)
+    for domain, rule in own.items():
+        if all(task.environment is not None for task in tasks.held_out if task.domain == domain):
+            raise UserError(
+                f"eval.sets.{set_of(domain)}.reward is {rule.label!r}, but all its tasks are played in environments, "
+                "whose steps say what an attempt is worth: leave it out"
+            )
+    asked = [task for task in (*tasks.train, *tasks.held_out) if task.environment is None and task.domain not in own]
     judged = {task.domain if config.domains else "" for task in asked}
     for name, (setting, rule) in zip(config.domains or [""], _rules(config).items(), strict=True):
         if name not in judged and (given or (rule.name, rule.options, rule.parts) != (RewardRule().name, {}, {})):
@@ -290,16 +308,44 @@ def _check_rewards(config: Config, tasks: TaskSet, given: bool) -> None:
 
 def _check_formats(config: Config) -> None:
     """Refuses built-in rewards that cannot judge the tasks of a named format."""
-    sources = {f"domains.{name}.": domain.tasks for name, domain in config.domains.items()} or {"": config.tasks}
-    for (within, source), (setting, rule) in zip(sources.items(), _rules(config).items(), strict=True):
+    sources = {f"domains.{name}.tasks": domain.tasks for name, domain in config.domains.items()} or {
+        "tasks": config.tasks
+    }
+    judged = list(zip(sources.items(), _rules(config).items(), strict=True))
+    for name, each in config.eval.sets.items():
+        setting = "reward" if each.reward is None else f"eval.sets.{name}.reward"
+        judged.append(((f"eval.sets.{name}", each), (setting, each.reward or config.reward)))
+    for (within, source), (setting, rule) in judged:
         name = str(source.options.get("format"))
         format = FORMATS.get(name)
         names = {part.name for part in rule.parts.values() if part.weight or part.gate} or {rule.name}
         judging = names - OF_SHAPE
         if format is not None and judging and judging <= BUILTINS.keys() - {*format.rewards, *ASKS_OTHERS}:
             raise UserError(
-                f"{within}tasks.options.format is {name!r}, but {setting} is {rule.label!r}, which cannot judge its "
+                f"{within}.options.format is {name!r}, but {setting} is {rule.label!r}, which cannot judge its "
                 f"tasks: write {setting}: {format.rewards[0]} (docs/tasks.md)"
+            )
+
+
+def _check_votes(config: Config, tasks: TaskSet, judge: RewardSource) -> None:
+    """Refuses maj@k where nobody says which answer a response gives."""
+    for task in {task.domain: task for task in tasks.held_out}.values():
+        name = set_of(task.domain)
+        if not config.eval.settings(name).majority_at:
+            continue
+        where = f"eval.sets.{name}" if name in config.eval.sets else "eval"
+        if any(other.environment is not None for other in tasks.held_out if other.domain == task.domain):
+            raise UserError(
+                f"{where}.majority_at is set, but its tasks are played in environments, where there is no answer to vote "
+                f"by: write {where}.majority_at=[]"
+            )
+        if not judge.reads_answers(task.domain):
+            own = f"domains.{task.domain}.reward" if task.domain in config.domains else "the reward"
+            own = f"{where}.reward" if name in config.eval.sets and config.eval.sets[name].reward is not None else own
+            raise UserError(
+                f"{where}.majority_at is set, but {own} does not say which answer a response gives: use number, math, "
+                "choice or exact (of a composed reward, in one part only), give your own a method answer_of(task, "
+                f"response), or write {where}.majority_at=[]"
             )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from jinja2 import TemplateError
 
 from roll.config.errors import UserError
+from roll.config.evaluation import HELD_OUT, set_of
 from roll.config.schema import Config
 from roll.data.domains import domains_of, first_of_each
 from roll.data.sources import TaskSet
@@ -46,6 +47,7 @@ def fitting(tasks: TaskSet, renderer: ChatRenderer, config: Config, context: int
     left_out = {id(long.task) for long in found}
     train, held_out = ([t for t in part if id(t) not in left_out] for part in (tasks.train, tasks.held_out))
     _check_left(found, domains_of(tasks.train), domains_of(train))
+    _check_sets(found, domains_of(tasks.held_out), domains_of(held_out))
     left = tuple(long.task.id for long in found)
     return replace(tasks, train=tuple(train), held_out=tuple(held_out), left_out=left)
 
@@ -61,6 +63,13 @@ def _check_left(found: Iterable[TooLong], before: Sequence[str], after: Sequence
             )
 
 
+def _check_sets(found: Iterable[TooLong], before: Sequence[str], after: Sequence[str]) -> None:
+    for domain in before:
+        if domain not in after and set_of(domain) != HELD_OUT:
+            why = next(long.why for long in found if long.task.domain == domain)
+            raise UserError(f"tasks.too_long is drop, which leaves no task of eval.sets.{set_of(domain)}: {why}")
+
+
 def _too_long(task: Task, renderer: ChatRenderer, config: Config, context: int) -> TooLong | None:
     if task.environment is not None:
         return None
@@ -68,6 +77,10 @@ def _too_long(task: Task, renderer: ChatRenderer, config: Config, context: int) 
     own = task.domain in config.domains and config.domains[task.domain].max_new_tokens is not None
     setting = f"domains.{task.domain}.max_new_tokens" if own else "rollout.max_new_tokens"
     longest, packed, sample = config.tasks.max_prompt_tokens, config.train.micro_batch_tokens, prompt + response
+    if (name := set_of(task.domain)) in config.eval.sets:
+        packed = 0  # nothing of it is trained on
+        if config.eval.sets[name].max_new_tokens is not None:
+            setting = f"eval.sets.{name}.max_new_tokens"
     what = f"the prompt of task {task.id!r}"
     if 0 < longest < prompt:
         why = f"tasks.max_prompt_tokens is {longest}, but {what} has {prompt} tokens"

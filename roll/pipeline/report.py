@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from roll.config.evaluation import HELD_OUT
 from roll.pipeline.output import say
 from roll.run.stages import StageTable
 
@@ -118,10 +119,27 @@ def held_out_lines(summary: Mapping[str, Any], arrow: str = "→") -> list[str]:
         since = "" if step == summary[f"{measure}_before_step"] else f"{before:.3f} {arrow} "
         lines.append(f"{name} {since}{last:.3f} at step {step}, not measured after step {summary['steps']}")
     episodes = "turns" in summary.get("parts_after", {})
-    for each in ("sets", "domains", "parts") if episodes else ("sets", "domains"):
+    lines += _set_lines(summary, arrow)
+    for each in ("domains", "parts") if episodes else ("domains",):
         was = summary.get(f"{each}_before", {})
         both = {name: (was[name], now) for name, now in summary.get(f"{each}_after", {}).items() if name in was}
         lines += [f"  {name} {before:.3f} {arrow} {after:.3f}" for name, (before, after) in both.items()]
+    return lines
+
+
+def _set_lines(summary: Mapping[str, Any], arrow: str) -> list[str]:
+    """What was found on each set before and after; of the run's own held-out tasks, what stands nowhere else."""
+    lines = []
+    for name, after in summary.get("sets_after", {}).items():
+        before, own = summary["sets_before"].get(name, {}), name == HELD_OUT
+        named = {"reward": summary["measures"][name]}
+        changes = [
+            f"{named.get(of, of)} {before[of]:.3f} {arrow} {now:.3f}"
+            for of, now in after.items()
+            if of in before and not of.endswith(("_low", "_high")) and not (own and of == "reward")
+        ]
+        if changes:
+            lines.append(f"  {'' if own else f'{name}: '}{', '.join(changes)}")
     return lines
 
 

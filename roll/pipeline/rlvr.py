@@ -76,7 +76,7 @@ class RLVR:
         supervision.scorer_restored = self._turns.scorer_restored
         self._scheduler = make_scheduler(config, tasks, roles, Lifecycle(recorder), state)
         supervision.worker_lost = self._scheduler.worker_lost
-        self._evaluator = Evaluator(tasks.held_out, roles.pool, config.eval, bool(config.domains))
+        self._evaluator = make_evaluator(config, tasks, roles)
 
     async def run(self) -> RunState:
         """Trains until the last step, or until somebody asks to stop; then evaluates and saves."""
@@ -271,6 +271,11 @@ def make_scheduler(
         greedy_baseline=config.algorithm.baseline == "greedy",
         temperatures={domain: config.rollout_of(domain).temperature for domain in config.domains},
     )
+
+
+def make_evaluator(config: Config, tasks: TaskSet, roles: Roles) -> Evaluator:
+    """The evaluator of a run's held-out tasks, or of the sets that its config names."""
+    return Evaluator(tasks.held_out, roles.pool, config.eval, bool(config.domains), tasks.labels)
 
 
 def check_policies(config: Config, tasks: TaskSet) -> None:

@@ -7,13 +7,23 @@ from statistics import fmean
 
 import numpy as np
 
+from roll.config.evaluation import HELD_OUT
 from roll.config.schema import Config
 from roll.data.sample import Sample
 from roll.pipeline.recorder import Recorder, update_metrics
 from roll.pipeline.report import Measured
 from roll.pipeline.roles import Roles
-from roll.pipeline.state import RunState
-from roll.rollout.evaluate import Evaluation, Failure, failures_of, is_binary, part_means, told
+from roll.pipeline.state import RunState, numbers
+from roll.rollout.evaluate import (
+    Evaluation,
+    Failure,
+    SetEvaluation,
+    failures_of,
+    is_binary,
+    measure_of,
+    part_means,
+    told,
+)
 from roll.rollout.step import Rollout
 from roll.run import Panel
 from roll.strategy.train.base import UpdateStats
@@ -21,8 +31,12 @@ from roll.strategy.train.base import UpdateStats
 
 def panels(state: RunState) -> tuple[Panel, Panel]:
     """What the curve of a run shows."""
+    sets = list(state.latest.sets) if state.latest else []
+    dots = {f"eval/{name}/reward": f"{name} {measure_of(name not in state.other_rewards)}" for name in sets}
+    if sets in ([], [HELD_OUT]):
+        dots = {"eval/reward": f"held-out {state.measure}"}
     return (
-        Panel("mean reward", "reward/mean", "training reward", "eval/reward", f"held-out {state.measure}"),
+        Panel("mean reward", "reward/mean", "training reward", dots),
         Panel("answer length (tokens)", "response/tokens_mean"),
     )
 
@@ -38,10 +52,8 @@ class RolloutRecord:
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         values = {"eval/reward": evaluation.reward, "eval/tokens_mean": evaluation.tokens_mean}
-        values |= {f"eval/reward/{name}": mean for name, mean in evaluation.parts.items()}
-        for name, score in evaluation.domains.items():
-            values |= {f"eval/{name}/reward": score.reward, f"eval/{name}/tokens_mean": score.tokens_mean}
-            values |= {f"eval/{name}/reward/{part}": mean for part, mean in score.parts.items()}
+        for name, found in evaluation.sets.items():
+            values |= set_metrics("eval" if name == HELD_OUT else f"eval/{name}", found)
         self._recorder.evaluated(step, values, measured(evaluation))
         self._tell(f"step {step}, held-out tasks", evaluation.failures)
 
@@ -63,7 +75,8 @@ class RolloutRecord:
         for domain in self._domains:
             values |= domain_metrics(domain, rollout, samples)
         state.reward = values["reward/mean"]
-        state.other_rewards = state.other_rewards or not is_binary(s for s in samples if s.state != "failed")
+        if not is_binary(s for s in samples if s.state != "failed"):
+            state.saw_other_rewards()
         values |= {"time/step_s": seconds, "time/generate_s": generating_s, "time/train_s": training_s}
         overlaps = self._config.rollout.max_staleness > 0
         values["response/tokens_per_s"] = generated / max(seconds if overlaps else generating_s, 1e-9)
@@ -104,10 +117,26 @@ class RolloutRecord:
                 self._recorder.reporter.warned(f"{where}: {failure}")
 
 
+def set_metrics(where: str, found: SetEvaluation) -> dict[str, float]:
+    """The numbers of one set, under a name."""
+    values = {name: value for name, value in numbers(found).items() if value is not None}
+    values |= {"tokens_mean": found.tokens_mean, "failed": found.failed}
+    values |= {f"reward/{part}": mean for part, mean in found.parts.items()}
+    for name, score in found.domains.items():
+        values |= {f"{name}/reward": score.reward, f"{name}/tokens_mean": score.tokens_mean}
+        values |= {f"{name}/reward/{part}": mean for part, mean in score.parts.items()}
+    return {f"{where}/{name}": value for name, value in values.items()}
+
+
 def measured(evaluation: Evaluation) -> Measured:
     each = "".join(f", {name} {score.reward:.3f}" for name, score in evaluation.domains.items())
+    for name, found in evaluation.sets.items():
+        each += "" if name == HELD_OUT else f", {name} {found.measure} {found.reward.value:.3f}"
+        each += "".join(f", {of} {found.estimates[of].value:.3f}" for of in found.estimates if of != "reward")
     own = "" if evaluation.domains else told(evaluation.parts)
-    return Measured(evaluation.name, evaluation.reward, f"{evaluation.tokens_mean:.1f} tokens per answer{own}{each}")
+    mean = f"mean of {len(evaluation.sets)} sets, " if len(evaluation.sets) > 1 else ""
+    detail = f"{mean}{evaluation.tokens_mean:.1f} tokens per answer{own}{each}"
+    return Measured(evaluation.name, evaluation.reward, detail)
 
 
 def rollout_metrics(rollout: Rollout, samples: list[Sample], lengths: list[int]) -> dict[str, float]:

@@ -16,8 +16,8 @@ from roll.run import Panel, Transition
 from roll.strategy.train.base import UpdateStats
 
 PANELS = (
-    Panel("loss (nats a token)", "train/loss", "training", "eval/loss", "held out"),
-    Panel("mean probability of a held-out token", dots="eval/token_probability"),
+    Panel("loss (nats a token)", "train/loss", "training", {"eval/loss": "held out"}),
+    Panel("mean probability of a held-out token", dots={"eval/token_probability": ""}),
 )
 OF_SAMPLING = ("train/mismatch", "train/correction")
 """What a trainer measures against the sampler of its tokens; here nobody sampled them."""

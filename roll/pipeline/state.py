@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roll.config.errors import UserError
-from roll.rollout.evaluate import Evaluation, measure_of
+from roll.config.evaluation import HELD_OUT
+from roll.rollout.evaluate import Evaluation, SetEvaluation, measure_of
 
 
 @dataclass
@@ -40,6 +41,8 @@ class Measurement:
 
     step: int
     reward: float
+    sets: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    """Of each set: `reward`, `pass@4` …, and the bounds of their intervals, `reward_low`, `reward_high` …"""
     domains: dict[str, float] = field(default_factory=dict)
     """Mean rewards by domain, where there are several."""
     parts: dict[str, float] = field(default_factory=dict)
@@ -51,10 +54,19 @@ class Measurement:
         return cls(
             step,
             evaluation.reward,
+            {name: numbers(found) for name, found in evaluation.sets.items()},
             {name: score.reward for name, score in evaluation.domains.items()},
             evaluation.parts,
             [dataclasses.asdict(answer) for answer in evaluation.answers],
         )
+
+
+def numbers(found: SetEvaluation) -> dict[str, float | None]:
+    """The estimates of a set and the bounds of their intervals, by the names that metrics and summaries have for them."""
+    values: dict[str, float | None] = {}
+    for name, estimate in found.estimates.items():
+        values |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+    return values
 
 
 @dataclass
@@ -77,8 +89,8 @@ class RunState(State):
     """The first evaluation of held-out tasks; None where there are none."""
     latest: Measurement | None = None
     """The latest one."""
-    other_rewards: bool = False
-    """Whether a reward other than 0 and 1 was seen, in training or evaluation."""
+    other_rewards: list[str] = field(default_factory=list)
+    """Sets of which a reward other than 0 and 1 was seen."""
 
     @classmethod
     def restored(cls, saved: Mapping[str, Any]) -> RunState:
@@ -98,13 +110,24 @@ class RunState(State):
         return cls(**values)
 
     def evaluated(self, evaluation: Evaluation) -> Evaluation:
-        """The evaluation, called an accuracy only if every reward of the run so far was 0 or 1."""
-        self.other_rewards = self.other_rewards or not evaluation.binary
-        evaluation = dataclasses.replace(evaluation, binary=not self.other_rewards)
+        """The evaluation, in which a set's mean reward is an accuracy only if every reward of the set so far in the run
+        was 0 or 1."""
+        for name, found in evaluation.sets.items():
+            if not found.binary:
+                self.saw_other_rewards(name)
+        sets = {
+            name: dataclasses.replace(found, binary=name not in self.other_rewards)
+            for name, found in evaluation.sets.items()
+        }
+        evaluation = dataclasses.replace(evaluation, sets=sets)
         self.latest = Measurement.of(self.step, evaluation)
         if self.before is None:
             self.before = self.latest
         return evaluation
+
+    def saw_other_rewards(self, name: str = HELD_OUT) -> None:
+        """A reward of a set was neither 0 nor 1; those of training are of the run's held-out tasks too."""
+        self.other_rewards = sorted({*self.other_rewards, name})
 
     @property
     def evaluated_step(self) -> int:
@@ -114,7 +137,8 @@ class RunState(State):
     @property
     def measure(self) -> str:
         """What the mean reward of held-out tasks is called."""
-        return measure_of(not self.other_rewards)
+        sets = self.latest.sets if self.latest else {HELD_OUT: {}}
+        return measure_of(not any(name in self.other_rewards for name in sets))
 
     def summary(self) -> dict[str, Any]:
         before, latest = self.before, self.latest
@@ -123,6 +147,7 @@ class RunState(State):
             "seconds_generating": round(self.seconds_generating, 3),
             "generated_tokens": self.generated_tokens,
             "measure": self.measure,
+            "measures": {name: measure_of(name not in self.other_rewards) for name in (latest.sets if latest else {})},
             "reward_before": before and before.reward,
             "reward_before_step": before and before.step,
             "reward_after": after and after.reward,
@@ -131,7 +156,7 @@ class RunState(State):
             "answers_before": before.answers if before else [],
             "answers_after": after.answers if after else [],
         }
-        for name in ("domains", "parts"):
+        for name in ("sets", "domains", "parts"):
             if before and getattr(before, name):
                 found |= {f"{name}_before": getattr(before, name), f"{name}_after": getattr(after, name) if after else {}}
         return found
@@ -149,7 +174,8 @@ def _of_first_version(saved: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("domains", "parts", "answers"):
         latest[name], before[name] = values.pop(name, {}), values.pop(f"{name}_before", {})
     if reward is not None:
-        values |= {"before": before, "latest": latest, "other_rewards": True}
+        values |= {"before": before, "latest": latest, "other_rewards": [HELD_OUT]}
+        before["sets"], latest["sets"] = ({HELD_OUT: {"reward": found["reward"]}} for found in (before, latest))
     return values
 
 

@@ -20,7 +20,8 @@ from roll.reward.roles import AsksRole, Models, Said, Unanswered
 
 
 class Asking:
-    """`rewards` are those of each domain, or under None of all tasks, by their parts' names; `cache` answers are kept."""
+    """`rewards` are those of each domain, or under None of all others, by their parts' names; `cache` answers are
+    kept."""
 
     def __init__(self, rewards: Mapping[str | None, Mapping[str, AsksRole]], models: Models, cache: int = 0) -> None:
         self._rewards = rewards
@@ -31,7 +32,7 @@ class Asking:
 
     async def said(self, task: Task, response: Response) -> Said:
         """What the roles say of an attempt; nothing where its reward asks none."""
-        rewards = self._rewards.get(task.domain) or self._rewards.get(None)
+        rewards = self._rewards.get(task.domain, self._rewards.get(None))
         if not rewards:
             return {}
         key = hashlib.blake2b(pack(task, response, {}), digest_size=16).digest()

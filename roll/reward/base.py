@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import CoroutineType
-from typing import Any, Literal, SupportsFloat, TypeAlias
+from typing import Any, Literal, SupportsFloat, TypeAlias, cast
 
 from roll.data.task import Response, Task
 
@@ -24,6 +24,8 @@ class Verdict:
 
     reward: float
     parts: dict[str, float] = field(default_factory=dict)
+    answer: str | None = None
+    """The answer that was read from the response, for a vote; None if there is none, or nobody asked for it."""
 
 
 class ScoreFailure(Exception):
@@ -73,6 +75,19 @@ def is_quick(reward: RewardFn) -> bool:
     """Whether a reward says, by an attribute `quick`, that it is done with a short text at once whatever stands in it, so
     that it needs no process to hang or die in."""
     return bool(getattr(reward, "quick", False))
+
+
+def reads_answers(reward: RewardFn) -> bool:
+    """Whether a reward can say, by a method `answer_of(task, response)`, which answer it read from a response."""
+    return callable(getattr(reward, "answer_of", None))
+
+
+def answer_of(reward: RewardFn, task: Task, response: Response) -> str | None:
+    """The answer that a reward reads from a response, in a form in which equal answers are equal strings."""
+    answer = cast(Any, reward).answer_of(task, response)
+    if answer is not None and not isinstance(answer, str):
+        raise ValueError(f"answer_of returned {_short(answer)} ({type(answer).__name__}), not a string or None")
+    return answer
 
 
 def normalise(result: object) -> Verdict:

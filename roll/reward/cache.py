@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from dataclasses import replace
 
 from roll.reward.base import Verdict
 
@@ -27,13 +28,13 @@ class VerdictCache:
             return None
         self._verdicts.move_to_end(key)
         verdict = self._verdicts[key]
-        return Verdict(verdict.reward, dict(verdict.parts))
+        return replace(verdict, parts=dict(verdict.parts))
 
     def put(self, job: bytes, verdict: Verdict) -> None:
         """Keeps a verdict, in place of the one not asked for the longest."""
         if not self._size:
             return
-        self._verdicts[_key(job)] = Verdict(verdict.reward, dict(verdict.parts))
+        self._verdicts[_key(job)] = replace(verdict, parts=dict(verdict.parts))
         if len(self._verdicts) > self._size:
             self._verdicts.popitem(last=False)
 

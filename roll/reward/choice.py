@@ -39,16 +39,26 @@ class Choice:
             raise ValueError(f"letters is {self.letters!r}, but takes letters, each once: ABCD")
 
     def __call__(self, task: Task, response: Response) -> float:
+        letters, choices = self._offered(task)
+        return float(self._chosen(response, letters, choices) == _answer(task, letters, choices))
+
+    def answer_of(self, task: Task, response: Response) -> str | None:
+        """The letter chosen."""
+        return self._chosen(response, *self._offered(task))
+
+    def _offered(self, task: Task) -> tuple[str, Choices | None]:
+        """The letters and the choices of a task."""
         choices = choices_of(task)
-        letters = self.letters.upper() or (choices.letters if choices else ALPHABET[:10])
-        answer = _answer(task, letters, choices)
+        return self.letters.upper() or (choices.letters if choices else ALPHABET[:10]), choices
+
+    def _chosen(self, response: Response, letters: str, choices: Choices | None) -> str | None:
         digits = _digits(choices)
         chosen = chosen_letter(response.text, letters + digits)
         if chosen is not None and chosen in digits:
             chosen = letters[digits.index(chosen)]
         if chosen is None and self.texts and choices:
             chosen = _by_text(response.text, letters, choices.texts)
-        return float(chosen == answer)
+        return chosen
 
 
 def chosen_letter(text: str, letters: str = "ABCDEFGHIJ") -> str | None:

@@ -9,15 +9,26 @@ What always holds: the reward does not depend on the order of the parts, and a p
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from roll.data.task import Response, Task
-from roll.reward.base import PartFailure, Result, RewardFn, entering, is_deterministic, is_quick, normalise
+from roll.reward.base import (
+    PartFailure,
+    Result,
+    RewardFn,
+    answer_of,
+    entering,
+    is_deterministic,
+    is_quick,
+    normalise,
+    reads_answers,
+)
 from roll.reward.builtin import OF_ROLES
 from roll.reward.make import check_built_in, make
 from roll.reward.roles import AsksRole, asks_role, told
@@ -132,6 +143,12 @@ class Composed:
     def deterministic(self, task: Task) -> bool:
         """Whether all parts give the same verdict every time."""
         return all(is_deterministic(reward, task) for reward in self._rewards.values())
+
+    @property
+    def answer_of(self) -> Callable[[Task, Response], str | None] | None:
+        """That of the one part that reads answers; None if there is none, or more than one."""
+        reading = [reward for reward in self._rewards.values() if reads_answers(reward)]
+        return functools.partial(answer_of, reading[0]) if len(reading) == 1 else None
 
     @property
     def quick(self) -> bool:

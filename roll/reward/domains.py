@@ -6,15 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from roll.data.task import Response, Task
-from roll.reward.base import RewardFn, is_deterministic
+from roll.reward.base import RewardFn, answer_of, is_deterministic
 from roll.reward.compose import warm_up
 
 
 class ByDomain:
-    """What always holds: nothing but a task's domain decides who judges it."""
+    """What always holds: nothing but a task's domain decides who judges it. `others` judges those of all domains that
+    have no reward of their own."""
 
-    def __init__(self, rewards: Mapping[str, RewardFn]) -> None:
+    def __init__(self, rewards: Mapping[str, RewardFn], others: RewardFn | None = None) -> None:
         self._rewards = rewards
+        self._others = others
 
     def __call__(self, task: Task, response: Response) -> Any:
         return self._of(task)(task, response)
@@ -23,14 +25,25 @@ class ByDomain:
         """Whether the reward of the task's domain gives the same verdict every time."""
         return is_deterministic(self._of(task), task)
 
+    def answer_of(self, task: Task, response: Response) -> str | None:
+        """The answer that the reward of the task's domain reads."""
+        return answer_of(self._of(task), task, response)
+
+    def of(self, domain: str) -> RewardFn | None:
+        """The reward of a domain."""
+        return self._rewards.get(domain, self._others)
+
     def warm_up(self) -> None:
         """Warms up those of all domains."""
         for reward in self._rewards.values():
             warm_up(reward)
+        if self._others is not None:
+            warm_up(self._others)
 
     def _of(self, task: Task) -> RewardFn:
-        if task.domain not in self._rewards:
+        reward = self.of(task.domain)
+        if reward is None:
             raise ValueError(
                 f"no reward is for the domain {task.domain!r} of task {task.id!r}: {', '.join(self._rewards)}"
             )
-        return self._rewards[task.domain]
+        return reward

@@ -39,8 +39,12 @@ class Exact:
 
     def __call__(self, task: Task, response: Response) -> float:
         answers = [plain(answer, self.ignore_case, self.ignore_punctuation) for answer in answers_of(task)]
+        return float(self.answer_of(task, response) in answers)
+
+    def answer_of(self, task: Task, response: Response) -> str | None:
+        """What stands where the answer is looked for, without what does not matter."""
         found = extract(response.text, self.find, self.pattern)
-        return float(found is not None and plain(found, self.ignore_case, self.ignore_punctuation) in answers)
+        return None if found is None else plain(found, self.ignore_case, self.ignore_punctuation)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import functools
 import logging
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from roll.data.task import Response, Task
@@ -35,12 +36,23 @@ class Math:
         gold = _parse_gold(str(task.answer), self.step_s)
         if not gold:
             raise ValueError(f"the answer of task {task.id!r}, {task.answer!r}, is not something math-verify can read")
+        attempt = self._attempt(response)
+        return float(attempt is not None and _math_verify().verify(gold, attempt, timeout_seconds=self.step_s))
+
+    def answer_of(self, task: Task, response: Response) -> str | None:
+        """The answer as sympy writes it, decimals as fractions: `0.5` and `\\frac12` are the same, `x(x+1)` and `x^2+x`
+        are not. Of what sympy cannot read, its text."""
+        attempt = self._attempt(response)
+        return _written(attempt[0]) if attempt else None
+
+    def _attempt(self, response: Response) -> list[Any] | None:
+        """What math-verify reads in a text; None if only a box counts and there is none."""
         box = last_box(response.text)
         if box is None and self.boxed:
-            return 0.0
-        verifier = _math_verify()
-        attempt = verifier.parse(response.text if box is None else f"\\boxed{{{box}}}", parsing_timeout=self.step_s)
-        return float(verifier.verify(gold, attempt, timeout_seconds=self.step_s))
+            return None
+        text = response.text if box is None else f"\\boxed{{{box}}}"
+        parsed: list[Any] = _math_verify().parse(text, parsing_timeout=self.step_s)
+        return parsed
 
     def warm_up(self) -> None:
         """Loads what the first verdict would have to."""
@@ -61,6 +73,12 @@ def last_box(text: str) -> str | None:
             if content is not None and content > start:
                 start, end = content, match.start()
     return text[start:end] if start >= 0 else None
+
+
+def _written(answer: Any) -> str:
+    if isinstance(answer, str):
+        return " ".join(answer.split())
+    return str(Fraction(str(answer)) if getattr(answer, "is_Float", False) else answer)
 
 
 @functools.cache

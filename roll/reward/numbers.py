@@ -47,6 +47,11 @@ class Number:
         allowed = max(Decimal(str(self.tolerance)), Decimal(str(self.relative)) * abs(answer))
         return float(abs(found - answer) <= allowed)
 
+    def answer_of(self, task: Task, response: Response) -> str | None:
+        """The last number, written without what does not change it: `1,234.50` is `1234.5`."""
+        found = last_number(response.text)
+        return None if found is None else plain_number(found)
+
 
 def last_number(text: str) -> Decimal | None:
     """The last number written in the text, or None."""
@@ -56,6 +61,13 @@ def last_number(text: str) -> Decimal | None:
     *_, last = _NUMBER.finditer(text[:end].rsplit(None, 1)[-1])  # no number goes over several words
     value = Decimal(last["digits"].replace(",", ""))
     return value.copy_negate() if last["sign"] else value
+
+
+def plain_number(value: Decimal) -> str:
+    """Equal numbers as equal strings."""
+    text = format(value, "f")
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return "0" if text in ("-0", "") else text
 
 
 def _answer(task: Task) -> Decimal:

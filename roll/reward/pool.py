@@ -104,13 +104,14 @@ class GraderPool:
         for grader in graders:
             self._hand_on(grader)
 
-    async def score(self, task: Task, response: Response, said: Said | None = None) -> Verdict:
-        """Judge an attempt, of which roles `said` so much. May be cancelled at any time; the pool stays whole."""
+    async def score(self, task: Task, response: Response, said: Said | None = None, *, votes: bool = False) -> Verdict:
+        """Judge an attempt, of which roles `said` so much; `votes`: the verdict is to have its answer. May be cancelled
+        at any time; the pool stays whole."""
         self._raise_if_ended()
-        quick = self._quick.get(task.domain) or self._quick.get(None)
+        quick = self._quick.get(self._source.key_of(task.domain))
         if quick is not None and len(response.text) <= QUICK_CHARS:
-            return self._verdict(task, judged(quick, task, response, said)[0])
-        job = pack(task, response, said or {})
+            return self._verdict(task, judged(quick, task, response, said, votes)[0])
+        job = pack(task, response, said or {}, votes)
         if (kept := self._kept(job)) is not None:
             return kept
         for tries_left in reversed(range(self._tries)):
@@ -273,12 +274,12 @@ class GraderPool:
         self._latency[what] += Latency(1, seconds)
 
 
-def pack(task: Task, response: Response, said: Said) -> bytes:
+def pack(task: Task, response: Response, said: Said, votes: bool = False) -> bytes:
     """The job as bytes. By value where types are of `__main__`: an answer may be of any type."""
     import cloudpickle
 
     try:
-        job: bytes = cloudpickle.dumps((task, response, said))
+        job: bytes = cloudpickle.dumps((task, response, said, votes))
     except Exception as error:
         reason = f"task {task.id!r} cannot be sent to a grader process: {type(error).__name__}: {error}"
         raise ScoreFailure("raised", reason) from error

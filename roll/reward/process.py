@@ -19,7 +19,7 @@ from roll.child.inside import REASON_CHARS, command, connect, detail, reason, te
 from roll.child.memory import MemoryLimit
 from roll.config.errors import UserError
 from roll.data.task import Response, Task
-from roll.reward.base import FailureKind, PartFailure, Result, RewardFn, entering, is_deterministic, normalise
+from roll.reward.base import FailureKind, PartFailure, Result, RewardFn, answer_of, entering, is_deterministic, normalise
 from roll.reward.roles import Said, said
 from roll.reward.wire import Answer, Entered, Failed, Ready, Refused, Scored, SetUp, write_answer
 
@@ -63,14 +63,16 @@ def serve(stream: BinaryIO) -> None:
 def judge(function: RewardFn, job: bytes) -> tuple[Answer, bool]:
     """What the function makes of a job, whatever it raises or returns, and whether it ran out of memory."""
     try:
-        task, response, known = pickle.loads(job)
+        task, response, known, votes = pickle.loads(job)
     except BaseException as error:
         return Failed("raised", f"the task cannot be read in the grader process: {reason(error)}", detail(error)), False
-    return judged(function, task, response, known)
+    return judged(function, task, response, known, votes)
 
 
-def judged(function: RewardFn, task: Task, response: Response, known: Said | None = None) -> tuple[Scored | Failed, bool]:
-    """The same of a job that is here; `known` is what roles said of it."""
+def judged(
+    function: RewardFn, task: Task, response: Response, known: Said | None = None, votes: bool = False
+) -> tuple[Scored | Failed, bool]:
+    """The same of a job that is here; `known` is what roles said of it; `votes`: its answer is asked for too."""
     started = time.perf_counter()
     said.set(known or {})
     try:
@@ -78,10 +80,11 @@ def judged(function: RewardFn, task: Task, response: Response, known: Said | Non
         seconds = time.perf_counter() - started
         parts_s = dict(result.seconds) if isinstance(result, Result) else {}
         deterministic = is_deterministic(function, task)
+        answer = answer_of(function, task, response) if votes else None
     except BaseException as error:  # SystemExit too: a grader that calls sys.exit() has raised
         return _failed(error)
     try:
-        return Scored(normalise(result), seconds, parts_s, deterministic), False
+        return Scored(replace(normalise(result), answer=answer), seconds, parts_s, deterministic), False
     except ValueError as error:
         return Failed("invalid", str(error)[:REASON_CHARS]), False
     except BaseException as error:

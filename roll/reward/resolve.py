@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 from roll.config.errors import UserError
-from roll.reward.base import RewardFn, is_quick
+from roll.reward.base import RewardFn, is_quick, reads_answers
 from roll.reward.builtin import BUILTINS
 from roll.reward.compose import Rule, asked_of_roles, check_rule, compose, warm_up
 from roll.reward.domains import ByDomain
@@ -33,6 +33,8 @@ class RewardSource:
     pickled: bytes | None = None
     domains: Mapping[str, Rule] | None = None
     """The rule of each domain."""
+    sets: Mapping[str, Rule] = field(default_factory=dict)
+    """The rules of sets to evaluate on that have their own, by the domain of their tasks."""
 
     @classmethod
     def of(cls, reward: str | RewardFn, root: str = "") -> RewardSource:
@@ -64,11 +66,21 @@ class RewardSource:
         rules = {domain: Rule.of(config) for domain, config in configs.items()}
         return cls(label, root or os.getcwd(), domains=rules)
 
+    def with_sets(self, configs: Mapping[str, RewardRule]) -> RewardSource:
+        """The same, with rewards of sets to evaluate on, by the domain of their tasks."""
+        return replace(self, sets={domain: Rule.of(config) for domain, config in configs.items()})
+
+    def reads_answers(self, domain: str) -> bool:
+        """Whether the reward of a domain's tasks can say which answer it read from a response."""
+        function = self._function()
+        own = function.of(domain) if isinstance(function, ByDomain) else function
+        return own is not None and reads_answers(own)
+
     def check(self) -> None:
         """Load the reward here and now: a wrong name or option then costs a second, not a started run."""
         if self.rule is not None:
             check_rule(self.rule)
-        for domain, rule in (self.domains or {}).items():
+        for domain, rule in {**(self.domains or {}), **self.sets}.items():
             check_rule(rule, _setting(domain))
         self._function()
 
@@ -79,21 +91,39 @@ class RewardSource:
         return function
 
     def quick(self) -> dict[str | None, RewardFn]:
-        """Those of the rewards that need no process, by domain, or under None for all tasks. Only ROLL's own: no other
-        code is loaded here."""
-        rules = self._rules()
-        own: dict[str | None, Rule] = {domain: rule for domain, rule in rules.items() if rule.names <= BUILTINS.keys()}
-        rewards = {domain: compose(rule, root=self.root) for domain, rule in own.items()}
-        return {domain: reward for domain, reward in rewards.items() if is_quick(reward)}
+        """Those of the rewards that need no process, by `key_of` the domain. Only ROLL's own: no other code is loaded
+        here."""
+        return {domain: reward for domain, rule in self._rules().items() if (reward := self._quick(rule)) is not None}
+
+    def key_of(self, domain: str) -> str | None:
+        """The domain, if it has a reward of its own; None for the reward of all others."""
+        return domain if domain in self.sets or domain in (self.domains or {}) else None
 
     def asked_of_roles(self) -> dict[str | None, dict[str, AsksRole]]:
-        """What roles are to be asked before a grader is, by domain, or under None for all tasks."""
-        return {domain: asked for domain, rule in self._rules().items() if (asked := asked_of_roles(rule))}
+        """What roles are to be asked before a grader is, by domain, or under None for all that are not named."""
+        asked = {domain: asked_of_roles(rule) for domain, rule in self._rules().items()}
+        return {domain: parts for domain, parts in asked.items() if parts or domain in self.sets}
+
+    def _quick(self, rule: Rule) -> RewardFn | None:
+        if not rule.names <= BUILTINS.keys():
+            return None
+        reward = compose(rule, root=self.root)
+        return reward if is_quick(reward) else None
 
     def _rules(self) -> dict[str | None, Rule]:
-        return {None: self.rule} if self.rule is not None else dict((self.domains or {}).items())
+        rules: dict[str | None, Rule] = dict((self.domains or {}).items())
+        if self.rule is not None:
+            rules[None] = self.rule
+        return rules | dict(self.sets.items())
 
     def _function(self) -> RewardFn:
+        if not self.sets:
+            return self._trained()
+        own = {domain: compose(rule, root=self.root, where=_setting(domain)) for domain, rule in self.sets.items()}
+        return ByDomain(own, self._trained())
+
+    def _trained(self) -> RewardFn:
+        """The reward of tasks that are of no set with its own."""
         if self.rule is not None:
             return compose(self.rule, root=self.root)
         if self.domains is not None:
@@ -104,4 +134,4 @@ class RewardSource:
 
 
 def _setting(domain: str) -> str:
-    return f"domains.{domain}.reward"
+    return f"{'eval.sets' if domain.startswith('eval/') else 'domains'}.{domain.removeprefix('eval/')}.reward"

@@ -1,9 +1,9 @@
 """What the pool and a grader process say to each other: pickled frames, each after its length.
 
 The pool sends a `SetUp`, and the process says `Ready` or `Refused`. Then the pool sends a job, a pickled `(task,
-response, said)`, where `said` is what roles said of it, and the process answers `Scored` or `Failed`, after an `Entered`
-for each part of a composed reward: one job at a time, so answers need no names. Answers hold only numbers and strings; no
-type of the user's ever has to be read by the pool.
+response, said, votes)`, where `said` is what roles said of it and `votes` asks for its answer, and the process answers
+`Scored` or `Failed`, after an `Entered` for each part of a composed reward: one job at a time, so answers need no names.
+Answers hold only numbers and strings; no type of the user's ever has to be read by the pool.
 """
 
 from __future__ import annotations

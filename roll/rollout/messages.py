@@ -24,6 +24,8 @@ class Lease:
     tries: int = 1
     greedy: str | None = None
     """The one of its samples that is drawn at temperature 0."""
+    votes: bool = False
+    """Whether the answers of its samples are asked for."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Outcome:
     kills: float = 0.0
     turn_rewards: list[float] = field(default_factory=list)
     turn_states: list[int] = field(default_factory=list)
+    answer: str | None = None
 
 
 @dataclass

@@ -154,6 +154,7 @@ class RolloutPool:
             self.version,
             first.tries,
             next((sample.id for sample in samples if sample.greedy), None),
+            first.votes,
         )
         try:
             self._lines[worker].post(lease)
@@ -312,7 +313,7 @@ class RolloutPool:
             self._give_back(out, sample.id)
 
     def _ended(self, sample: Sample, outcome: Outcome) -> None:
-        sample.reward, sample.parts = outcome.reward, outcome.parts
+        sample.reward, sample.parts, sample.answer = outcome.reward, outcome.parts, outcome.answer
         sample.tokens, sample.response_tokens = outcome.tokens, outcome.response_tokens
         sample.finish = outcome.finish
         sample.turns, sample.tries, sample.kills = outcome.turns, outcome.tries, outcome.kills

@@ -28,7 +28,7 @@ from roll.env import EnvFailure, Opened, Step
 from roll.env.base import STATE
 from roll.env.state import state_of
 from roll.model.chat import ChatRenderer, Conversation, Tools
-from roll.reward import ScoreFailure
+from roll.reward import ScoreFailure, Verdict
 from roll.rollout.door import Drawn, EngineDoor, EngineLost, RequestRefused, Watch
 from roll.rollout.early_end import EarlyEnd, Running
 from roll.rollout.lifecycle import Lifecycle
@@ -88,7 +88,7 @@ class SampleRunner:
         self._lifecycle = lifecycle
         self._seats = seats
         self._sampling = training_sampling(config.rollout, stop_ids)
-        self._domains = {domain: training_sampling(config.rollout_of(domain), stop_ids) for domain in config.domains}
+        self._domains = {domain: training_sampling(own, stop_ids) for domain, own in config.own_rollouts.items()}
         self._config = config
         self._longest = min(config.env.max_tokens or context, context)
         """Tokens of an episode's conversation, as the model sees it."""
@@ -136,7 +136,8 @@ class SampleRunner:
         conversation = self._open(sample, sample.task.messages)
         response = await self._respond(sample, conversation, siblings)
         self._scoring(sample, response)
-        sample.reward, sample.parts = await self._verdict(sample, response)
+        verdict = await self._verdict(sample, response)
+        sample.reward, sample.parts, sample.answer = verdict.reward, verdict.parts, verdict.answer
         self._scored(sample)
 
     def _open(self, sample: Sample, messages: Sequence[Message], tools: Tools = ()) -> Conversation:
@@ -238,17 +239,17 @@ class SampleRunner:
             info["versions"] = [sample.oldest, sample.newest]
         self._lifecycle.move(sample, "scoring", sample.ended, **info)
 
-    async def _verdict(self, sample: Sample, response: Response) -> tuple[float, dict[str, float]]:
+    async def _verdict(self, sample: Sample, response: Response) -> Verdict:
+        votes = (True,) if sample.votes else ()
         try:
-            verdict = await self._patiently(
+            return await self._patiently(
                 lambda: self._helpers.rewards.call_rank(
-                    self._next(self._helpers.rewards), RewardWorker.score, sample.task, response
+                    self._next(self._helpers.rewards), RewardWorker.score, sample.task, response, *votes
                 ),
                 "grader",
             )
         except ScoreFailure as failure:
             raise _Over(f"reward {failure}", kill=float(failure.kind in ("deadline", "crashed"))) from None
-        return verdict.reward, verdict.parts
 
     async def _episode(self, sample: Sample, siblings: Sequence[Sample]) -> None:
         """A conversation with an environment, to its end or the last turn."""

@@ -152,7 +152,9 @@ class RolloutWorker(Worker):
     def _begin(self, lease: Lease) -> None:
         task, group, now = lease.task, lease.group, time.time()
         samples = [
-            Sample(id, task, group, lease.temperature, state="queued", tries=lease.tries, entered_s=now)
+            Sample(
+                id, task, group, lease.temperature, state="queued", tries=lease.tries, votes=lease.votes, entered_s=now
+            )
             for id in lease.samples
         ]
         for sample in samples:
@@ -331,6 +333,7 @@ def _outcome(sample: Sample) -> Outcome:
         sample.kills,
         sample.turn_rewards,
         sample.turn_states,
+        sample.answer,
     )
 
 

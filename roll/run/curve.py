@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from roll.run.files import atomic_open
 
 _BLUE, _ORANGE, _GREEN, _INK = "#2f6fde", "#e8710a", "#2a9d74", "#3c4043"
+_DOTS = (_ORANGE, "#8e44ad", "#c0392b", "#16808a", "#7f6000", "#5f6368")
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A metric of every step as a line, and one that is measured now and then as dots. Either may be left out."""
+    """A metric of every step as a line, and those that are measured now and then as dots. Either may be left out."""
 
     title: str
     line: str = ""
     line_label: str = ""
-    dots: str = ""
-    dots_label: str = ""
+    dots: Mapping[str, str] = field(default_factory=dict)
+    """Labels by the names of metrics."""
 
 
 def draw_curve(metrics: list[dict[str, Any]], path: Path, title: str, panels: Sequence[Panel]) -> None:
@@ -34,7 +35,8 @@ def draw_curve(metrics: list[dict[str, Any]], path: Path, title: str, panels: Se
     figure.suptitle(title, fontsize=11, fontweight="bold", color=_INK)
     for panel, axes, color in zip(panels, figure.subplots(1, 2, width_ratios=(3, 2)), (_BLUE, _GREEN), strict=True):
         _draw_steps(axes, *series(metrics, panel.line), color=color, label=panel.line_label)
-        _draw_dots(axes, *series(metrics, panel.dots), label=panel.dots_label)
+        for number, (name, label) in enumerate(panel.dots.items()):
+            _draw_dots(axes, *series(metrics, name), color=_DOTS[number % len(_DOTS)], label=label)
         _finish(axes, panel.title, legend=bool(panel.line_label))
     with atomic_open(path) as file:
         FigureCanvasAgg(figure).print_png(file)
@@ -64,11 +66,11 @@ def _draw_steps(axes: Any, steps: list[int], values: list[float], *, color: str,
     axes.plot(steps, smooth(values, max(5, len(values) // 12)), color=color, linewidth=2, label=label)
 
 
-def _draw_dots(axes: Any, steps: list[int], values: list[float], *, label: str) -> None:
+def _draw_dots(axes: Any, steps: list[int], values: list[float], *, color: str, label: str) -> None:
     """A value now and then."""
     if steps:
         axes.plot(
-            steps, values, color=_ORANGE, linewidth=1.2, linestyle=(0, (4, 2)), marker="o", markersize=5.5,
+            steps, values, color=color, linewidth=1.2, linestyle=(0, (4, 2)), marker="o", markersize=5.5,
             markeredgecolor="white", markeredgewidth=0.8, label=label, zorder=3,
         )  # fmt: skip
 

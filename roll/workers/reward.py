@@ -51,14 +51,14 @@ class RewardWorker(Worker):
         self._models.connect(scorers)
 
     @parallel(Dispatch.ONE, raises=(ScoreFailure,), crowded=True)
-    async def score(self, task: Task, response: Response) -> Verdict:
-        """A verdict, or a `ScoreFailure` that says why there is none."""
+    async def score(self, task: Task, response: Response, votes: bool = False) -> Verdict:
+        """A verdict, with the response's answer if it `votes`, or a `ScoreFailure` that says why there is none."""
         try:
             said = await self._asking.said(task, response)
         except ScoreFailure as failure:
             self._pool.count(failure)
             raise
-        return await self._pool.score(task, response, said)
+        return await self._pool.score(task, response, said, votes=votes)
 
     @parallel(Dispatch.ONE)
     def take_stats(self) -> GraderStats:

@@ -9,13 +9,18 @@ import pytest
 from roll.config.errors import UserError
 from roll.pipeline.report import PlainReporter, held_out_lines
 from roll.pipeline.state import RunState, SFTState
-from roll.rollout.evaluate import Evaluation
+from roll.rollout.estimate import Estimate
+from roll.rollout.evaluate import Evaluation, SetEvaluation
 
 
-def found(reward: float, binary: bool = True) -> Evaluation:
-    return Evaluation(
-        reward=reward, tokens_mean=3.0, answers=[], failed=0, samples=4, temperature=1.0, parts={}, binary=binary
-    )
+def found(reward: float, binary: bool = True, name: str = "held_out", **more: float) -> Evaluation:
+    return Evaluation({name: of_set(reward, binary, name, **more)})
+
+
+def of_set(reward: float, binary: bool = True, name: str = "held_out", **more: float) -> SetEvaluation:
+    passed = {int(of.removeprefix("pass_")): Estimate(value, 0.0, 1.0, 4) for of, value in more.items()}
+    mean = Estimate(reward, None, None, 4)
+    return SetEvaluation(name, 4, 1, 4, 0, 1.0, 1.0, mean, binary, passed, {}, tokens_mean=3.0)
 
 
 def told(state: RunState | SFTState, **more: Any) -> list[str]:
@@ -69,8 +74,32 @@ def test_once_another_value_was_seen_a_mean_of_ones_is_no_accuracy() -> None:
     """A wrong answer may be worth 1."""
     state = after_steps((0, found(7.5, False)), steps=2)
     assert state.evaluated(found(1.0)).name == "held-out reward"
-    seen_in_training = RunState(other_rewards=True)
+    seen_in_training = RunState()
+    seen_in_training.saw_other_rewards()
     assert seen_in_training.evaluated(found(0.0)).accuracy is None
+    assert seen_in_training.evaluated(found(0.5, name="custom")).accuracy == 0.5, "a set has rewards of its own"
+
+
+def test_every_set_is_told_before_and_after() -> None:
+    before = Evaluation({"easy": of_set(0.5, name="easy", pass_4=0.75), "hard": of_set(3.5, False, "hard")})
+    after = Evaluation({"easy": of_set(0.75, name="easy", pass_4=1.0), "hard": of_set(4.5, False, "hard")})
+    state = after_steps((0, before), (2, after), steps=2)
+    assert told(state) == [
+        "held-out reward 2.000 → 2.625",
+        "  easy: accuracy 0.500 → 0.750, pass@4 0.750 → 1.000",
+        "  hard: reward 3.500 → 4.500",
+    ]
+    summary = state.summary()
+    assert summary["measures"] == {"easy": "accuracy", "hard": "reward"}
+    assert summary["sets_after"]["easy"]["pass@4_high"] == 1.0
+    state.step = 3
+    assert told(state) == ["held-out reward 2.000 → 2.625 at step 2, not measured after step 3"]
+    assert state.summary()["sets_after"] == {}
+
+
+def test_of_the_runs_own_tasks_what_stands_nowhere_else_is_told() -> None:
+    state = after_steps((0, found(0.5, pass_2=0.6)), (2, found(0.75, pass_2=0.8)), steps=2)
+    assert told(state) == ["held-out accuracy 0.500 → 0.750", "  pass@2 0.600 → 0.800"]
 
 
 def test_without_held_out_tasks_nothing_is_told() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -246,3 +247,107 @@ def test_parts_of_rewards_are_told_over_the_answers_that_have_them() -> None:
     assert evaluation is not None
     assert evaluation.parts == {"success": pytest.approx(1 / 3), "format": 1.0}
     assert ", success 0.333, format 1.000" in str(evaluation)
+
+
+# several attempts, and several sets
+
+
+@given(held_out=st.integers(1, 12), attempts=st.integers(1, 5), samples=st.integers(0, 40))
+@settings(max_examples=30, derandomize=True, deadline=None)
+def test_every_task_that_is_asked_is_asked_as_often(held_out: int, attempts: int, samples: int) -> None:
+    samples = samples and max(samples, attempts)
+    evaluation, seen = evaluate(held_out, lambda s: 1.0, attempts=attempts, samples=samples)
+    assert evaluation is not None
+    counts = Counter(sample.task.id for sample in seen)
+    assert set(counts.values()) == {attempts}
+    assert len(counts) == min(held_out, samples // attempts if samples else held_out)
+    assert evaluation.sets["held_out"].tasks == len(counts)
+    assert len(evaluation.answers) == min(len(counts), 3), "of different tasks"
+
+
+def test_a_task_of_which_too_few_attempts_were_judged_is_left_out_of_pass_at_k() -> None:
+    def outcome(sample: Sample) -> float | str:
+        sample.answer = "right"
+        return "broken" if sample.id == "eval.0.0" else 1.0 if sample.task.id == "h0" else 0.0
+
+    evaluation, seen = evaluate(2, outcome, attempts=2, pass_at=[1, 2], majority_at=[2], samples=4)
+    assert evaluation is not None
+    found, whole = evaluation.sets["held_out"], seen[2].task.id
+    assert (found.pass_at[1].tasks, found.pass_at[2].tasks, found.majority_at[2].tasks) == (2, 1, 1)
+    assert found.pass_at[2].value == found.majority_at[2].value == float(whole == "h0")
+    assert ", over 1 tasks" in str(evaluation)
+
+
+def test_pass_at_k_and_majority_at_k_come_from_the_attempts_of_each_task() -> None:
+    worth = {"h0": (1, 1, 0, 0), "h1": (0, 0, 0, 1)}
+    said = {"h0": ("a", "a", "b", None), "h1": ("x", "x", "y", "z")}
+    made: Counter[str] = Counter()
+
+    def outcome(sample: Sample) -> float:
+        number = made[sample.task.id]
+        made[sample.task.id] += 1
+        sample.answer = said[sample.task.id][number]
+        return float(worth[sample.task.id][number])
+
+    evaluation, _ = evaluate(2, outcome, attempts=4, pass_at=[1, 2, 4], majority_at=[4], samples=8)
+    assert evaluation is not None
+    found = evaluation.sets["held_out"]
+    assert found.reward.value == found.pass_at[1].value == pytest.approx(3 / 8)
+    assert found.pass_at[2].value == pytest.approx((5 / 6 + 1 / 2) / 2)
+    assert found.pass_at[4].value == 1.0
+    assert found.majority_at[4].value == pytest.approx(0.5), "a is right, x is wrong"
+
+
+@pytest.mark.parametrize(("solved_at", "share"), [(1.0, 0.5), (0.5, 1.0), (1.1, 0.0)])
+def test_a_task_is_solved_from_a_reward_on(solved_at: float, share: float) -> None:
+    """0.1 + 0.2 + 0.7 counts as 1."""
+    worth = {"h0": 0.1 + 0.2 + 0.7 - 1e-16, "h1": 0.75}
+    config = {"attempts": 1, "pass_at": [1], "solved_at": solved_at, "samples": 2}
+    evaluation, _ = evaluate(2, lambda s: worth[s.task.id], **config)
+    assert evaluation is not None
+    assert evaluation.sets["held_out"].pass_at[1].value == share
+    assert evaluation.name == "held-out reward"
+
+
+def test_sets_are_counted_apart_and_drawn_as_each_says() -> None:
+    tasks = [Task.ask(f"{name}/{i}", "?", domain=f"eval/{name}") for name in ("easy", "hard") for i in range(4)]
+    labels = {task.id: "odd" if task.id[-1] in "13" else "even" for task in tasks}
+    sets = {"easy": {"source": "x", "samples": 6}, "hard": {"source": "y", "temperature": 0.25, "attempts": 2}}
+    seen: list[Sample] = []
+
+    def outcome(sample: Sample) -> float:
+        seen.append(sample)
+        return 1.0 if sample.task.domain == "eval/easy" else 5.0 * (labels[sample.task.id] == "odd")
+
+    async def main() -> Evaluation | None:
+        pool = await ToyRunner(outcome).pool(1)
+        config = EvalConfig.model_validate({"sets": sets, "samples": 8})
+        return await Evaluator(tasks, pool, config, labels=labels).evaluate(7)
+
+    evaluation = go(main())
+    assert evaluation is not None
+    easy, hard = evaluation.sets["easy"], evaluation.sets["hard"]
+    assert (easy.reward.value, easy.measure, easy.samples, easy.tasks) == (1.0, "accuracy", 6, 4)
+    assert (hard.reward.value, hard.measure, hard.samples, hard.tasks) == (2.5, "reward", 8, 4)
+    assert {sample.task.domain: sample.temperature for sample in seen} == {"eval/easy": 1.0, "eval/hard": 0.25}
+    assert {name: score.reward for name, score in hard.domains.items()} == {"even": 0.0, "odd": 5.0}
+    assert (evaluation.reward, evaluation.samples, evaluation.accuracy) == (1.75, 14, None)
+    assert {sample.id.rsplit(".", 1)[0] for sample in seen} == {"eval.7.easy", "eval.7.hard"}
+    told = json.loads(json.dumps(evaluation.to_dict(), allow_nan=False))
+    assert told["sets"]["hard"]["reward"]["value"] == 2.5
+    assert told["sets"]["hard"]["domains"]["odd"]["reward"] == 5.0
+    assert (told["step"], told["measure"]) == (7, "reward")
+
+
+def test_a_set_of_which_nothing_could_be_judged_is_named() -> None:
+    task = Task.ask("x/1", "?", domain="eval/x")
+
+    async def main() -> None:
+        pool = await ToyRunner(lambda sample: "no grader").pool(1)
+        config = EvalConfig.model_validate({"sets": {"x": "source"}, "samples": 2})
+        with pytest.raises(
+            RunError, match=r"no held-out answer of eval\.sets\.x could be judged; the first reason: no gr"
+        ):
+            await Evaluator([task], pool, config).evaluate(0)
+
+    go(main())

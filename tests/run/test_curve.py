@@ -10,7 +10,7 @@ from roll.run import Panel, draw_curve
 from roll.run.curve import series, smooth
 
 PANELS = (
-    Panel("learning", "reward/mean", "training reward", "eval/reward", "held-out accuracy"),
+    Panel("learning", "reward/mean", "training reward", {"eval/reward": "held-out accuracy"}),
     Panel("length", "response/tokens_mean"),
 )
 FULL = [

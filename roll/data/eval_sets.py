@@ -1,0 +1,52 @@
+"""The tasks of the sets that a run is evaluated on, `eval.sets`.
+
+What always holds: every task of a set has the set's own domain, which no task to train on has, and an id that begins with
+the set's name: it is judged and drawn as its set says, and never meets a task of another source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from roll.config.errors import UserError
+from roll.config.evaluation import EvalSetConfig, domain_of, set_of
+from roll.data.domains import naming
+from roll.data.rows import is_table
+from roll.data.sources import TaskSet, load_splits
+from roll.data.task import Task
+
+
+def with_eval_sets(tasks: TaskSet, sets: Mapping[str, EvalSetConfig], root: str = "") -> TaskSet:
+    """The tasks to train on, with those of the sets held out in place of all others; the same if there are no sets. Files
+    are found from `root`."""
+    if not sets:
+        return tasks
+    for task in tasks.train:
+        if set_of(task.domain) in sets:
+            raise UserError(
+                f"task {task.id!r} is to be trained on, but its domain {task.domain!r} is that of the tasks of "
+                f"eval.sets.{set_of(task.domain)}: give it another"
+            )
+    held_out: list[Task] = []
+    labels: dict[str, str] = {}
+    for name, config in sets.items():
+        for task in _load(name, config, root):
+            asked = replace(task, id=f"{name}/{task.id}", domain=domain_of(name))
+            labels[asked.id] = task.domain
+            held_out.append(asked)
+    return replace(tasks, held_out=tuple(held_out), labels=labels)
+
+
+def _load(name: str, config: EvalSetConfig, root: str) -> tuple[Task, ...]:
+    """All rows of a table that does not say which are held out; the held-out tasks of any other source."""
+    whole = is_table(config.source, root) and "held_out" not in config.options
+    if whole:
+        config = config.model_copy(update={"options": {**config.options, "held_out": 0}})
+    with naming(f"eval.sets.{name}", f"eval.sets.{name}"):
+        found = load_splits(config, root=root)
+    tasks = found.train if whole else found.held_out
+    if not tasks:
+        what = "has no rows" if whole else "gave no held-out tasks"
+        raise UserError(f"eval.sets.{name}: the source {config.source!r} {what} to evaluate on")
+    return tasks

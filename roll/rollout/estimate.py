@@ -1,0 +1,154 @@
+"""What an evaluation estimates from several attempts at each of some tasks: mean reward, pass@k and maj@k, each with an
+interval.
+
+Attempts at one task are alike, so tasks, not attempts, are what intervals count: eight attempts at each of 30 tasks say
+less than one attempt at each of 240.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over tasks, and the bounds of its 95 % interval, which need two tasks or more."""
+
+    value: float
+    low: float | None
+    high: float | None
+    tasks: int
+
+    @property
+    def interval(self) -> str:
+        """In words; empty if there is none."""
+        return "" if self.low is None else f"95 % interval {self.low:.3f} to {self.high:.3f}"
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f}" if self.low is None else f"{self.value:.3f} ({self.interval})"
+
+
+def pass_at(attempts: int, solved: int, k: int) -> float:
+    """Probability that of k attempts at a task, chosen from those made, at least one has solved it: 1 - C(n-c, k) /
+    C(n, k), the unbiased estimator of Chen et al. (2021), arXiv 2107.03374."""
+    if not 1 <= k <= attempts:
+        raise ValueError(f"pass@{k} needs {k} attempts, but there are {attempts}")
+    return 1.0 - math.comb(attempts - solved, k) / math.comb(attempts, k)
+
+
+def majority_at(answers: Sequence[Hashable | None], solved: Sequence[bool], k: int) -> float:
+    """How right the most frequent answer among k attempts is, in the mean over every choice of k of those made.
+
+    An attempt without an answer (None) does not vote. Where several answers are the most frequent, their mean counts;
+    where no attempt has an answer, 0. An answer is as right as the attempts that gave it are in the mean.
+
+    For every number of votes v that a winner may have, the choices are counted answer by answer: `ways[t][m]` is in how
+    many ways m attempts can be chosen from the answers seen so far so that none has more than v votes and t of them have
+    v; `right[t][m]` is the sum over these ways of how right those t are.
+    """
+    made = len(answers)
+    if not 1 <= k <= made:
+        raise ValueError(f"maj@{k} needs {k} attempts, but there are {made}")
+    counts = Counter(answer for answer in answers if answer is not None)
+    worth = {
+        answer: fmean(s for a, s in zip(answers, solved, strict=True) if a == answer) for answer in counts
+    }  # of an answer
+    silent = made - counts.total()
+    total = 0.0
+    for votes in range(1, min(k, max(counts.values(), default=0)) + 1):
+        ties = k // votes
+        ways = [[0] * (k + 1) for _ in range(ties + 1)]
+        right = [[0.0] * (k + 1) for _ in range(ties + 1)]
+        for chosen in range(min(silent, k) + 1):
+            ways[0][chosen] = math.comb(silent, chosen)
+        for answer, count in counts.items():
+            ways, right = _with_answer(ways, right, count, worth[answer], votes, k)
+        total += sum(right[t][k] / t for t in range(1, ties + 1))
+    return total / math.comb(made, k)
+
+
+def _with_answer(
+    ways: list[list[int]], right: list[list[float]], count: int, worth: float, votes: int, k: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    """The tables of `majority_at` after one more answer, which `count` attempts gave."""
+    more_ways = [[0] * (k + 1) for _ in ways]
+    more_right = [[0.0] * (k + 1) for _ in ways]
+    for given in range(min(count, votes) + 1):
+        times, wins = math.comb(count, given), given == votes
+        for tied in range(len(ways) - wins):
+            for chosen in range(k + 1 - given):
+                before = ways[tied][chosen]
+                if before:
+                    more_ways[tied + wins][chosen + given] += times * before
+                    more_right[tied + wins][chosen + given] += times * (right[tied][chosen] + wins * worth * before)
+    return more_ways, more_right
+
+
+def mean_of(strata: Sequence[Sequence[Sequence[float]]], *, shares: bool, answers: int = 0) -> Estimate:
+    """The mean over strata of the mean of all values in each, with a 95 % interval.
+
+    A stratum is a list of tasks, a task a list of values. `shares`: every value is a share of right answers, from 0 to 1;
+    `answers`: of how many answers in all, where a value is of several.
+    The standard error is that of a mean over clusters, one for each task. The interval is Student's about the mean; of
+    shares it is Wilson's, which stays between 0 and 1 and is not empty at either end, with as many independent answers
+    as have that standard error, but no more than there are, or, where all are right or all wrong, as there are tasks.
+    """
+    means, variances, tasks, values = [], [], 0, 0
+    for stratum in strata:
+        count = sum(map(len, stratum))
+        mean = math.fsum(value for task in stratum for value in task) / count
+        means.append(mean)
+        variances.append(_variance(stratum, mean, count))
+        tasks += len(stratum)
+        values += count
+    value = fmean(means)
+    if any(len(stratum) < 2 for stratum in strata):
+        return Estimate(value, None, None, tasks)
+    variance = math.fsum(variances) / len(strata) ** 2
+    quantile = student_quantile(0.5 + CONFIDENCE / 2, tasks - len(strata))
+    if not shares:
+        reach = quantile * math.sqrt(variance)
+        return Estimate(value, value - reach, value + reach, tasks)
+    independent = len(strata) ** 2 / math.fsum(1 / len(stratum) for stratum in strata)
+    if 0 < value < 1:
+        independent = min(value * (1 - value) / variance, answers or values) if variance else answers or values
+    return Estimate(value, *wilson(value, independent, quantile), tasks)
+
+
+def _variance(stratum: Sequence[Sequence[float]], mean: float, count: int) -> float:
+    """Of the mean of a stratum's values, where values of one task may be alike in any way."""
+    if len(stratum) < 2:
+        return 0.0
+    off = math.fsum(math.fsum(value - mean for value in task) ** 2 for task in stratum)
+    return off / count**2 * len(stratum) / (len(stratum) - 1)
+
+
+def wilson(share: float, count: float, quantile: float) -> tuple[float, float]:
+    """Wilson's interval for a share of `count` independent answers."""
+    scale = quantile**2 / count
+    middle = (share + scale / 2) / (1 + scale)
+    reach = quantile / (1 + scale) * math.sqrt(share * (1 - share) / count + scale / (4 * count))
+    return max(0.0, min(share, middle - reach)), min(1.0, max(share, middle + reach))
+
+
+def student_quantile(probability: float, degrees: int) -> float:
+    """Quantile of Student's distribution: exact for 1 and 2 degrees of freedom, else Cornish and Fisher's expansion about
+    the normal one, at 0.975 within 0.2 %."""
+    if degrees == 1:
+        return math.tan(math.pi * (probability - 0.5))
+    if degrees == 2:
+        return (2 * probability - 1) / math.sqrt(2 * probability * (1 - probability))
+    z = NormalDist().inv_cdf(probability)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + math.fsum(term / degrees**power for power, term in enumerate(terms, 1))
