@@ -7,7 +7,8 @@ A task carries tests in its `info`, in one of these forms (docs/sandbox.md):
     test: "def check(candidate): …", entry_point: add, prompt: "…"     as in HumanEval
     inputs: […], outputs: […], fn_name: add                            as in APPS and TACO, also as `input_output`
 
-With `fn_name` the function may be a method of a class `Solution`, and an output may stand in a list of one.
+With `fn_name` the function may be a method of a class `Solution`, an output may stand in a list of one, and what sites
+with such tasks import for a program (`_ON_SITE`) need not be imported.
 
 An assertion that compares a call with a literal becomes a call, so that the comparison is made outside of the sandbox.
 """
@@ -70,14 +71,54 @@ class CodeTests:
     """What comes before the program."""
     entry_point: str = ""
     """The function that the prefix begins and the program goes on with, if that is the manner."""
+    as_on_site: bool = False
+    """Whether names that sites for such tasks import for a program (`List`, `deque`, `math`) are there."""
 
     def whole(self, source: str) -> str:
         """The program with what comes before it. One that defines the entry point itself goes on with nothing: it gets
         the imports and helpers from before the entry point's beginning."""
+        if self.as_on_site:
+            return _after(_imports(source), source)
         if not self.entry_point or not _defines(source, self.entry_point):
-            return f"{self.prefix}\n{source}" if self.prefix else source
+            return _after(self.prefix, source)
         begun = re.search(rf"^(?:async[ \t]+)?def[ \t]+{re.escape(self.entry_point)}\b", self.prefix, re.MULTILINE)
-        return f"{self.prefix[: begun.start()] if begun else self.prefix}\n{source}"
+        return _after(self.prefix[: begun.start()] if begun else self.prefix, source)
+
+
+_ON_SITE: Mapping[str, str] = {
+    "bisect": "bisect_left bisect_right insort insort_left insort_right",
+    "collections": "ChainMap Counter OrderedDict defaultdict deque namedtuple",
+    "functools": "cache cmp_to_key lru_cache partial reduce",
+    "heapq": "heapify heappop heappush heappushpop heapreplace nlargest nsmallest",
+    "itertools": "accumulate chain combinations combinations_with_replacement count cycle groupby islice permutations "
+    "product repeat starmap takewhile zip_longest",
+    "math": "ceil comb cos exp factorial floor gcd hypot inf isqrt log log10 log2 perm pi sin sqrt tan",
+    "string": "ascii_letters ascii_lowercase ascii_uppercase digits",
+    "typing": "Any Callable DefaultDict Deque Dict FrozenSet Generator Iterable Iterator List NamedTuple Optional "
+    "Sequence Set Tuple TypeVar Union",
+}
+"""Names that a program may use without importing them where its site does so, by their modules."""
+_MODULES = {*_ON_SITE, "copy", "datetime", "decimal", "fractions", "operator", "random", "re", "sys", "time"}
+_IMPORTS = {name: f"import {name}" for name in sorted(_MODULES)} | {
+    name: f"from {module} import {name}" for module, names in _ON_SITE.items() for name in names.split()
+}
+_FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t][^\n]*\n?", re.MULTILINE)
+
+
+def _imports(source: str) -> str:
+    """Imports of those names that a program uses, does not define, and may take for granted."""
+    try:
+        missing = free_names(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ""
+    return "\n".join(_IMPORTS[name] for name in missing if name in _IMPORTS)
+
+
+def _after(prefix: str, source: str) -> str:
+    """A program after other lines; imports of `__future__` must come first of all."""
+    if not prefix:
+        return source
+    return "".join([*_FUTURE.findall(source), prefix, "\n", _FUTURE.sub("", source)])
 
 
 def tests_of(task: Task) -> CodeTests:
@@ -179,7 +220,8 @@ def _pairs(info: Mapping[str, Any]) -> CodeTests:
     pairs = list(zip(inputs, outputs, strict=True))
     if name:
         calls = [(_arguments(given), _result(given, result)) for given, result in pairs]
-        return CodeTests(tuple(CallTest(str(name), given, result, as_apps=True) for given, result in calls))
+        tests = (CallTest(str(name), given, result, as_apps=True) for given, result in calls)
+        return CodeTests(tuple(tests), as_on_site=True)
     return CodeTests(tuple(InOut(_text(given), _text(result)) for given, result in pairs))
 
 

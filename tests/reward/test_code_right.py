@@ -8,6 +8,7 @@ import pytest
 
 from roll.data.task import Response, Task
 from roll.reward.code import Code
+from roll.reward.code_tests import _IMPORTS
 from roll.sandbox import Limits, best
 from roll.sandbox.calls import check_all
 
@@ -193,6 +194,37 @@ def test_an_output_may_stand_in_a_list_of_one() -> None:
     assert graded(ADD, {"inputs": [[1, 2]], "outputs": [[4]], "fn_name": "add"}) == 0
     assert graded(ADD, {"inputs": [[1, 2]], "outputs": [[3, 3]], "fn_name": "add"}) == 0
     assert graded(ADD, {"inputs": [[[1], [2]]], "outputs": [[1, 2]], "fn_name": "add"}) == 1
+
+
+def test_what_a_site_imports_for_a_function_need_not_be_imported() -> None:
+    body = "        return heappop(deque([nums]).popleft()) + math.floor(sqrt(0)) + bisect.bisect_left([], 1)"
+    program = f"class Solution:\n    def least(self, nums: List[int]) -> Optional[int]:\n{body}"
+    info = {"inputs": [[[2, 7, 11]], [[3, 4]]], "outputs": [2, 3], "fn_name": "least"}
+    assert graded(program, info) == 1
+    assert graded(f"from __future__ import annotations\n{program}", info) == 1
+    assert graded(f"def sqrt(x): return 1\n{program}", info) == 0, "its own comes first"
+    assert graded(f"{program} + unknown", info) == 0
+    assert graded("print(math.floor(1.5))", {"inputs": [""], "outputs": ["1"]}) == 0, "a program imports for itself"
+
+
+def test_names_of_a_site_are_there() -> None:
+    for line in _IMPORTS.values():
+        exec(line)
+
+
+def test_imports_of_the_future_come_first() -> None:
+    test = "def check(candidate):\n    assert candidate(1) == 2"
+    info = {"test": test, "entry_point": "f", "prompt": "import math\n\ndef f(x):\n"}
+    assert graded("from __future__ import annotations\ndef f(x: Later):\n    return x + math.floor(1)", info) == 1
+
+
+def test_tests_may_bring_imports_and_numbers_may_be_huge() -> None:
+    info = {"test_imports": ["import math"], "test_list": ["assert math.isclose(area(1), math.pi)"]}
+    assert graded("def area(r): return 3.141592653589793 * r * r", info) == 1
+    assert graded("def area(r): return 3 * r * r", info) == 0
+    pairs = '{"fn_name": "f", "inputs": [[1]], "outputs": [1' + "0" * 5000 + "]}"
+    assert graded("def f(x): return 10 ** 5000", {"input_output": pairs}) == 1
+    assert graded("def f(x): return 10 ** 4999", {"input_output": pairs}) == 0
 
 
 def test_arguments_may_be_written_as_json_one_a_line() -> None:
