@@ -210,6 +210,8 @@ class ChatRenderer:
         text = _common(one, other)
         ending = self._find_ending(history[:-1], tools)
         closing = self._first_stop(text if ending is None else _common(text, ending))
+        if not closing:  # some templates end an answer only where something follows it
+            closing = self._first_stop(_common(text, self._before_header(history, tools)))
         self._seams[role] = _Seam(text, closing, len(text) if one != other else closing)
         return self._seams[role]
 
@@ -224,6 +226,17 @@ class ChatRenderer:
         except (TemplateError, TypeError, ValueError):
             return None
         return one[len(_common(one, other)) + len(_SENTINEL) :]
+
+    def _before_header(self, history: Sequence[Message], tools: Tools) -> str:
+        """What the template writes between an answer and the beginning of a user's message, which is found where the same
+        message opens a conversation. Empty where the template takes no user's message there."""
+        one, other = (Message(role="user", content=text) for text in (_SENTINEL, _OTHER))
+        try:
+            after = _common(*(self._after_marked(history, [new], tools) for new in (one, other)))
+            opening = _common(*(self._text([new], generate=True, tools=tools) for new in (one, other)))
+        except (TemplateError, TypeError, ValueError, HistoryRewritten):
+            return ""
+        return after[: len(after) - len(_common(after[::-1], opening[::-1]))]
 
     def _first_stop(self, text: str) -> int:
         """Where the first stop token in it ends; 0 if there is none."""

@@ -278,11 +278,13 @@ def test_a_conversation_has_the_tokens_that_the_template_writes(family: Family) 
 def test_what_follows_an_answer_does_not_depend_on_what_it_says(family: Family) -> None:
     chat = renderer(family)
     asked, following = messages_of(["user"]), Message(role="user", content="And 3 + 3?")
+    noise = np.random.default_rng(3).integers(0, len(chat.tokenizer), (40, 6)).tolist()
+    noise = [[token for token in ids if token not in chat.stop_ids] for ids in noise]
     for end in (None, *sorted(chat.stop_ids)):
         seen = set()
-        for text in ANSWERS:
+        for said in (*(tokens(chat, text) for text in ANSWERS), *noise):
             conversation = Conversation(chat, asked)
-            ids = [*tokens(chat, text), *([] if end is None else [end])]
+            ids = [*said, *([] if end is None else [end])]
             respond(conversation, ids)
             conversation.observe([following])
             segments = conversation.log.segments

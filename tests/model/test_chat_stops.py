@@ -84,6 +84,9 @@ IN_TURN = (
     "{{ raise_exception('user and assistant take turns') }}{% endif %}{% endfor %}" + SPACED
 )
 THINKS = template("'<bot>think:' + m.content + '<eot>'", ask="'<bot>think:'")
+BETWEEN = template("'<bot>' + m.content + ('' if loop.last else '<eot>\\n')", "'<user>' + m.content + '\\n'")
+"""It ends an answer only where something follows."""
+OWN_END = template("'<bot>' + m.content + '<stop>'")
 ALIKE = template("'<bot>' + m.content + '</s>'", "'</s>' + m.content")
 """The token that ends an answer begins a message, too."""
 NAMED = template("'bot: ' + m.content + '\\n'", "'user: ' + m.content + '\\n'", "'bot: '")
@@ -119,6 +122,13 @@ CASES = [
     (CLOSED, ["<eot>", "<user>"], "<user>", "r<bot>"),
     (CLOSED, ["<eot>", "<stop>"], "<stop>", "<user>r<bot>"),
     (WITH_NEWLINE, ["<eot>", "<user>"], "<user>", "r<bot>"),
+    (BETWEEN, ["<eot>", "</s>"], None, "<eot>\n<user>r\n<bot>"),
+    (BETWEEN, ["<eot>", "</s>"], "<eot>", "\n<user>r\n<bot>"),
+    (BETWEEN, ["<eot>", "</s>"], "</s>", "\n<user>r\n<bot>"),
+    (BETWEEN, ["<eot>", "<user>"], "<user>", "r\n<bot>"),
+    (OWN_END, ["<stop>", "</s>"], None, "<stop><user>r<bot>"),
+    (OWN_END, ["<stop>", "</s>"], "<stop>", "<user>r<bot>"),
+    (OWN_END, ["<stop>", "</s>"], "</s>", "<user>r<bot>"),
     (ALIKE, ["</s>"], None, "</s></s>r<bot>"),
     (ALIKE, ["</s>"], "</s>", "</s>r<bot>"),
     (NAMED, ["</s>", ":"], ":", "\nuser: r\nbot: "),
@@ -144,6 +154,9 @@ def test_a_response_is_ended_once(shape: str, stops: list[str], end: str | None,
         (CLOSED, "<eot>", "<tool>3<bot>"),
         (CLOSED, "</s>", "<tool>3<bot>"),
         (CLOSED, None, "<eot><tool>3<bot>"),
+        (BETWEEN, None, "<eot>\n<tool>3<bot>"),
+        (BETWEEN, "</s>", "\n<tool>3<bot>"),
+        (BETWEEN, "<tool>", "3<bot>"),
     ],
 )
 def test_a_tools_result_follows_as_a_users_message_does(shape: str, end: str | None, expected: str) -> None:
