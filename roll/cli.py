@@ -27,6 +27,7 @@ from roll.pipeline.stopping import Stopped, exit_status
 
 if TYPE_CHECKING:
     from roll.config import Config
+    from roll.pipeline.run_code import Code
 
 
 class _Commands(TyperGroup):
@@ -58,6 +59,15 @@ Overrides = Annotated[
     typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace those of the file: train.lr=1e-6 seed=1"),
 ]
 
+CodeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--code",
+        metavar="run|current",
+        help="Of a run: the code that it was trained with and keeps, or the files as they are now.",
+    ),
+]
+
 
 def _version(wanted: bool) -> None:
     if wanted:
@@ -83,6 +93,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's newest checkpoint.")] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Move an existing run folder aside and start over.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="One line a step instead of a live display.")] = False,
+    code: CodeOption = None,
 ) -> None:
     """Train a model as CONFIG says.
 
@@ -93,7 +104,10 @@ def train(
 
     if resume and restart:
         raise UserError("--resume goes on with a run and --restart begins it anew: write one of them")
+    if code and not resume:
+        raise UserError("--code says which code a run is resumed with: write --resume too, or leave it out")
     settings = load_config(config, overrides or [])
+    chosen = _check_code(settings, code) if resume else None
     _look_for_model(settings)
     from roll.display import LiveReporter, print_summary
     from roll.pipeline.launch import train as run_training
@@ -101,14 +115,14 @@ def train(
 
     with tolerant_output(every_error=True):
         if plain or not _console.is_terminal:
-            summary = run_training(settings, resume=resume, restart=restart)
+            summary = run_training(settings, resume=resume, restart=restart, code=chosen)
         else:
             with LiveReporter(_console) as reporter:
-                summary = run_training(settings, resume=resume, restart=restart, reporter=reporter)
+                summary = run_training(settings, resume=resume, restart=restart, code=chosen, reporter=reporter)
         if not summary["stopped"]:
             print_summary(_console, summary)
             return
-        again = shlex.join(["roll", "train", config, *(overrides or []), "--resume"])
+        again = shlex.join(["roll", "train", config, *(overrides or []), "--resume", *(["--code", code] if code else [])])
         for line in held_out_lines(summary):
             _console.print(line, markup=False, highlight=False)
         done = f"stopped after step {summary['steps']} of {summary['steps_planned']}; go on with"
@@ -122,9 +136,10 @@ def evaluate(
     target: Annotated[str, typer.Argument(metavar="CONFIG|RUN", help="A YAML file, or the folder of a run.")],
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with all numbers.")] = False,
+    code: CodeOption = None,
 ) -> None:
     """Measure the held-out reward, for sft the held-out loss: of a CONFIG's model, or of a RUN's newest checkpoint."""
-    settings = _config_of(target, overrides or [])
+    settings = _config_of(target, overrides or [], code)
     _look_for_model(settings)
     from roll.pipeline.launch import evaluate as run_evaluation
 
@@ -144,9 +159,10 @@ def rollout(
     overrides: Overrides = None,
     episodes: Annotated[int, typer.Option(min=1, metavar="N", help="Attempts to make.")] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON list, with every passage.")] = False,
+    code: CodeOption = None,
 ) -> None:
     """Make rollouts without training and show them: who said what, rewards, and which tokens would be trained on."""
-    settings = _config_of(target, overrides or [])
+    settings = _config_of(target, overrides or [], code)
     _look_for_model(settings)
     from roll.pipeline.launch import play
     from roll.transcript_view import print_json, print_transcripts
@@ -202,6 +218,8 @@ def ledger(
         index = LedgerIndex.open(record, lambda done, size: status.update(f"reading the ledger: {done / size:.0%}"))
     with index:
         found = answers(index, Questions(task, sample, dropped, stages, solve_rates))
+    if not as_json and not run.is_file():
+        _print_reward(run)
     print_answers(_console, found, as_json)
 
 
@@ -262,15 +280,42 @@ def doctor() -> None:
         raise typer.Exit(1)
 
 
-def _config_of(target: str, overrides: list[str]) -> Config:
-    """The config of a file, or of a run with its newest checkpoint as the model."""
+def _config_of(target: str, overrides: list[str], code: str | None) -> Config:
+    """The config of a file, or of a run with its newest checkpoint as the model and the code that it was trained with."""
     from roll.config import load_config
 
     if not Path(target).is_dir():
+        if code:
+            raise UserError(f"--code says which code of a run is used, but {target} is a file: leave it out")
         return load_config(target, overrides)
-    from roll.run import RunFolder
+    from roll.pipeline.run_code import config_of_run
 
-    return load_config(RunFolder.open(Path(target)).config_path, [f"model={target}", "model.lora=0", *overrides])
+    config, said = config_of_run(Path(target), overrides, code)
+    if said:
+        _errors.print(said, markup=False, highlight=False, soft_wrap=True)
+    return config
+
+
+def _check_code(config: Config, code: str | None) -> Code | None:
+    """Refuses to resume a run whose code has changed, before the seconds that importing all the rest takes."""
+    from roll.pipeline.run_code import check_code, code_to_resume
+    from roll.run.folder import RunFolder
+
+    chosen = check_code(code)
+    place = Path(config.run.dir)
+    if RunFolder.is_run(place):
+        code_to_resume(config, {}, place, chosen)
+    return chosen
+
+
+def _print_reward(run: Path) -> None:
+    """Says what judged the attempts of a run."""
+    from roll.config import load_config
+    from roll.run.code import RunCode, reward_of
+
+    reward = reward_of(load_config(run / "config.yaml"), RunCode.open(run))
+    if reward is not None:
+        _console.print(f"reward: {reward}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _look_for_model(config: Config) -> None:

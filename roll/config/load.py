@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from pathlib import PurePath
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
@@ -15,7 +15,7 @@ from roll.config.document import Document, Path, YamlError, parse, write
 from roll.config.errors import UserError
 from roll.config.explain import Mistake, Origin
 from roll.config.names import either, near
-from roll.config.root import names_in, relocated, root_of, with_names
+from roll.config.root import is_object, moved_root, names_in, relocated, run_of, with_names
 from roll.config.schema import Config, Section
 
 _OVERRIDES_RANK = 1 << 40  # above every line number: overrides are listed after the file
@@ -36,7 +36,7 @@ def load_config(source: str | FilePath | Mapping[str, Any], overrides: Sequence[
 def dump_config(config: Config) -> str:
     """Every setting as YAML, in field order; `load_config` reads it back equal, wherever it is written."""
     try:
-        return write(config.model_copy(update={"root": root_of(config)}).model_dump())
+        return write(config.model_copy(update={"root": config.root or os.getcwd()}).model_dump())
     except YamlError as error:
         raise UserError(f"the configuration cannot be written as YAML: {error}") from None
 
@@ -148,15 +148,28 @@ class _Draft:
 
     def _rooted(self, config: Config) -> Config:
         """The config with its root, from which names in the file and in overrides are both found."""
-        beside = os.getcwd() if self.file is None or self._overridden(("root",)) else str(self.file.parent)
+        run = run_of(self.file)
+        here = self.file is None or self._overridden(("root",)) or (run is not None and not config.root)
+        beside = os.getcwd() if here else str(cast(FilePath, self.file).parent)
         root = os.path.normpath(os.path.join(beside, os.path.expanduser(config.root)))
-        written_here = {
-            name.keys: relocated(name, os.getcwd(), root) for name in names_in(config) if self._overridden(name.keys)
-        }
-        return with_names(config.model_copy(update={"root": root}), written_here)
+        if run is not None:
+            root = root if os.path.isdir(root) else moved_root(run) or root
+            config = config if self._overridden(("run", "dir")) else _in_folder(config, run)
+        found = {}
+        for name in names_in(config):
+            if self._overridden(name.keys):
+                found[name.keys] = relocated(name, os.getcwd(), root)
+            elif run is not None and is_object(name.value):
+                found[name.keys] = os.path.join(run, name.value)
+        return with_names(config.model_copy(update={"root": root}), found)
 
     def _overridden(self, path: Path) -> bool:
         return explain.origin_at(path, self.origins, self.whole).rank >= _OVERRIDES_RANK
+
+
+def _in_folder(config: Config, run: FilePath) -> Config:
+    """The config of a run that may have been started from another folder than this."""
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": str(run)})})
 
 
 def _read(path: FilePath) -> Document:

@@ -8,6 +8,7 @@ and compared for all of them.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -63,6 +64,11 @@ def is_code(name: str) -> bool:
     return bool(place and attribute) and name.partition(":")[0] not in _LIBRARIES
 
 
+def is_object(name: str) -> bool:
+    """Whether a name is one of an object that a run was given in Python and keeps: `code/reward.pkl:near`."""
+    return name.rpartition(":")[0].endswith(".pkl")
+
+
 def is_file_of_code(place: str) -> bool:
     """Whether what stands before the colon is a file, not a module."""
     return place.endswith(".py") or "/" in place
@@ -71,6 +77,25 @@ def is_file_of_code(place: str) -> bool:
 def root_of(config: Config) -> str:
     """The folder that the config's names are found from, on this machine."""
     return str(working_copy(config.root))
+
+
+def run_of(file: Path | None) -> Path | None:
+    """The folder of the run whose config.yaml a file is; None if it is none."""
+    if file is None or file.name != "config.yaml":
+        return None
+    marks = ("ledger.log", ".lock", "code")
+    return file.parent if any((file.parent / mark).exists() for mark in marks) else None
+
+
+def moved_root(run: Path) -> str | None:
+    """Where the root of a run is now if its project has been moved together with the run; None if it is not there."""
+    try:
+        manifest = json.loads((run / "code" / "manifest.json").read_bytes())
+        root = os.path.normpath(run / manifest["root_from_run"])
+        files = [os.path.join(root, manifest["base"], file["path"]) for file in manifest["files"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return root if os.path.isdir(root) and (not files or any(map(os.path.isfile, files))) else None
 
 
 def names_in(config: Config) -> list[Name]:

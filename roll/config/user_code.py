@@ -93,7 +93,7 @@ def _run_file(written: str, folder: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise _Unfound(f"{path} is not a Python file: write {either(_FORMS)}")
-    _put_first(path.parent)
+    put_first(path.parent)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up here
     try:
@@ -107,7 +107,7 @@ def _run_file(written: str, folder: Path) -> ModuleType:
 
 
 def _import(name: str, folder: Path) -> ModuleType:
-    _put_first(folder)
+    put_first(folder)
     try:
         return importlib.import_module(name)
     except Exception as error:
@@ -144,7 +144,7 @@ def elsewhere(written: str, folder: Path) -> str:
     )
 
 
-def _put_first(folder: Path) -> None:
+def put_first(folder: Path) -> None:
     """Has imports look in a folder before all others, and forgets modules of the same names that came from elsewhere: a
     file imports its own neighbours, also after a file of another folder has imported its own."""
     importlib.invalidate_caches()

@@ -24,12 +24,14 @@ from roll.pipeline.recorder import Recorder
 from roll.pipeline.report import PlainReporter, Reporter
 from roll.pipeline.resume import Resumed, newest_checkpoint, resumed
 from roll.pipeline.roles import TrainRoles, executor_of, inventory_of
+from roll.pipeline.run_code import Chosen, Code, code_to_resume
 from roll.pipeline.state import State
 from roll.pipeline.stopping import Stopped, cancelled_by_signals, signals_to
 from roll.reward import RewardFn
 from roll.rollout.evaluate import Evaluation
 from roll.rollout.transcript import Transcript
 from roll.run import RunFolder
+from roll.run.code import Given, Recording, saved_form
 from roll.run.folder import first_to_make
 
 
@@ -42,35 +44,51 @@ def train(
     tasks: TaskSource | None = None,
     chats: ChatSource | None = None,
     reporter: Reporter | None = None,
+    code: Code | None = None,
 ) -> dict[str, Any]:
     """Trains as the config says and returns the summary. `reward`, `tasks` and `chats` replace those the config names.
 
-    `resume` goes on from the run folder's newest checkpoint; `restart` moves an existing run folder aside first.
+    `resume` goes on from the run folder's newest checkpoint; `restart` moves an existing run folder aside first. A
+    run whose code or data has changed is only resumed if `code` says with which: `run`, the copy that it keeps, or
+    `current`, what is there now.
     """
     reporter = reporter or PlainReporter()
-    if not resume:
-        RunFolder.check_new(Path(config.run.dir), restart)
-    pipeline = prepare(config, reward=reward, tasks=tasks, chats=chats)
+    place, given = Path(config.run.dir), {"reward": reward, "tasks": tasks, "chats": chats}
+    if resume:
+        chosen = _code_to_resume(config, given, place, code)
+    else:
+        if code is not None:
+            raise UserError(f"code is {code!r}, but a new run has only the code that is there now: leave it out")
+        RunFolder.check_new(place, restart)
+        chosen = Chosen(config, given, saved_form(config, given))
+    for remark in chosen.says:
+        reporter.warned(remark)
+    config = chosen.config
+    pipeline = prepare(config, **chosen.given)
     with executor_of(config) as executor:
         plan = make_plan(pipeline.config, pipeline.job, inventory_of(config, executor))
         check_memory(plan)
         for remark in pipeline.remarks:
             reporter.warned(remark)
-        place = Path(config.run.dir)
-        if resume and not place.exists():
-            raise UserError(f"there is no run in {place} to continue: leave out --resume to start one")
+        recording = Recording.of(config, chosen.given, place, chosen.kept) if chosen.changed or not resume else None
+        for remark in recording.remarks if recording else ():
+            reporter.warned(remark)
+        written = saved_form(chosen.compared, chosen.given)
         if resume:
             folder, undo = RunFolder.open(place), _nothing
         else:
-            folder, undo = _new_folder(place, dump_config(config), restart)
+            folder, undo = _new_folder(place, dump_config(written), restart)
         recorder: Recorder | None = None
         with folder.lock():
             try:
-                origin = resumed(config, folder) if resume else Resumed(None, ())
+                origin = resumed(chosen.compared, folder) if resume else Resumed(None, ())
+                if not resume and recording is not None:
+                    recording.write(folder.path)
                 for remark in origin.remarks:
                     reporter.warned(remark)
                 with Recorder.open(pipeline.config, folder, reporter) as recorder:
-                    return asyncio.run(_train(pipeline, recorder, executor, plan, config, origin))
+                    other_code = recording if resume else None
+                    return asyncio.run(_train(pipeline, recorder, executor, plan, written, origin, other_code))
             except UserError:
                 if not (recorder and recorder.steps):
                     undo()  # refused while it started: nothing happened in it
@@ -104,10 +122,23 @@ def _nothing() -> None:
     pass
 
 
+def _code_to_resume(config: Config, given: Given, place: Path, code: Code | None) -> Chosen:
+    if not place.exists():
+        raise UserError(f"there is no run in {place} to continue: leave out --resume to start one")
+    return code_to_resume(config, given, RunFolder.open(place).path, code)
+
+
 async def _train(
-    pipeline: Pipeline[Any, Any], recorder: Recorder, executor: Executor, plan: Plan, written: Config, origin: Resumed
+    pipeline: Pipeline[Any, Any],
+    recorder: Recorder,
+    executor: Executor,
+    plan: Plan,
+    written: Config,
+    origin: Resumed,
+    other_code: Recording | None,
 ) -> dict[str, Any]:
-    """`written` is the config as the user wrote it, without the sizes that the pipeline found out."""
+    """`written` is the config as the user wrote it, without the sizes that the pipeline found out. `other_code` is what
+    the run continues with if it is not what it was trained with so far."""
     config, checkpoint = pipeline.config, origin.checkpoint
     loading = "loading the model" + (" and starting vLLM" if config.roles.actor_infer.strategy == "vllm" else "")
     recorder.reporter.phase(loading if config.executor == "local" else "starting the workers")
@@ -117,14 +148,19 @@ async def _train(
             recorder.begun = True
             spare_collector()
             recorder.reporter.started(recorder.folder.path, config.train.steps, checkpoint.step if checkpoint else 0)
-            state = await _train_with(roles, pipeline, recorder, written, origin)
+            state = await _train_with(roles, pipeline, recorder, written, origin, other_code)
         summary = recorder.finish(state, pipeline.panels(state))
         recorder.reporter.finished(summary)
     return summary
 
 
 async def _train_with(
-    roles: TrainRoles, pipeline: Pipeline[Any, Any], recorder: Recorder, written: Config, origin: Resumed
+    roles: TrainRoles,
+    pipeline: Pipeline[Any, Any],
+    recorder: Recorder,
+    written: Config,
+    origin: Resumed,
+    other_code: Recording | None,
 ) -> State:
     """The run, going back to its last checkpoint by itself as often as a trainer dies and may."""
     deaths: list[float] = []
@@ -136,7 +172,9 @@ async def _train_with(
             recorder.begin()
         state: State = pipeline.state({} if checkpoint is None else recorder.resume(checkpoint))
         recorder.change(state.step, changes, written)
-        changes = ()
+        if other_code is not None:
+            recorder.change_code(state.step, other_code, written)
+        changes, other_code = (), None
         state.seconds += recorder.lap()  # what it took to start is no step's
         try:
             folder = None if checkpoint is None else checkpoint.path

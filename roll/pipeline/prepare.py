@@ -16,7 +16,7 @@ from roll.config.errors import UserError
 from roll.config.evaluation import domain_of, set_of
 from roll.config.names import did_you_mean
 from roll.config.reward import RewardRule
-from roll.config.root import located
+from roll.config.root import is_object, located
 from roll.config.schema import Config
 from roll.data.chat_sources import ChatSource, load_chats
 from roll.data.domains import load_domains
@@ -51,6 +51,7 @@ from roll.rollout.evaluate import Evaluation
 from roll.rollout.play import play
 from roll.rollout.transcript import Transcript
 from roll.run import Panel
+from roll.run.code import load_object
 from roll.strategy.infer.vllm_args import check_vllm
 from roll.strategy.train.optimizer import check_optimizer
 
@@ -221,6 +222,8 @@ def check(
     check_optimizer(config.train.optimizer)
     check_vllm(config)
     check_scorers(config)
+    reward = _kept(config.reward.name) if reward is None else reward
+    tasks = _kept(config.tasks.source) if tasks is None else tasks
     task_set, judge = _tasks_and_judge(config, reward, tasks)
     task_set = _located(with_eval_sets(task_set, config.eval.sets, config.root), config.root)
     judge = judge.with_sets(_set_rewards(config))
@@ -238,6 +241,11 @@ def check(
     renderer = ChatRenderer(tokenizer, ())
     task_set = fitting(task_set, renderer, config, longest_sequence(shape))
     return task_set, judge
+
+
+def _kept(name: str) -> Any:
+    """The object that a name of a run's config means: one that the run was given in Python. None if it means none."""
+    return load_object(name) if is_object(name) else None
 
 
 def _tasks_and_judge(config: Config, reward: RewardFn | None, tasks: TaskSource | None) -> tuple[TaskSet, RewardSource]:
@@ -372,6 +380,7 @@ def check_chats(config: Config, chats: ChatSource | None = None) -> Corpus:
     """The conversations to imitate, in tokens, found good together with the model."""
     config = located(config)
     check_optimizer(config.train.optimizer)
+    chats = _kept(config.data.source) if chats is None else chats
     chat_set = load_chats(config.data, chats, config.root)
     source = find_model(config.model.path)
     tokenizer = load_tokenizer(source, config.model)

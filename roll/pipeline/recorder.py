@@ -32,6 +32,7 @@ from roll.run import (
     draw_curve,
     drop_samples_after,
 )
+from roll.run.code import Recording, RunCode, reward_of
 from roll.run.history import History
 from roll.run.stages import StageClock
 from roll.run.trace import Trace
@@ -140,6 +141,12 @@ class Recorder:
         if changes:
             self.folder.write_config(dump_config(config))
 
+    def change_code(self, step: int, code: Recording, config: Config) -> None:
+        """Puts other code that a run continues with on record; the former is kept beside it."""
+        code.replace(self.folder.path, step)
+        self.folder.write_config(dump_config(config))
+        self._history.add("changed", step, key="code", before=f"code/before_step_{step}", after="code")
+
     def evaluated(self, step: int, values: Mapping[str, float], measured: Measured) -> None:
         self._metrics.log(step, values)
         self.reporter.evaluated(step, measured)
@@ -205,6 +212,7 @@ class Recorder:
             "pipeline": self._config.pipeline,
             "model": self._config.model.path,
             "seed": self._config.seed,
+            "reward": reward_of(self._config, RunCode.open(self.folder.path)),
             "steps": state.step,
             "steps_planned": self._config.train.steps,
             "stopped": self.stop_requested and state.step < self._config.train.steps,

@@ -67,12 +67,20 @@ class Resumed:
 
 def resumed(config: Config, folder: RunFolder) -> Resumed:
     """How the run in a folder continues with a config; refused where it cannot."""
-    changes = changes_since(load_config(folder.config_path), config)
-    refuse_changes(folder, config, changes)
+    changes = changes_of(config, folder)
     checkpoint = newest_checkpoint(folder)
     if checkpoint is not None:
         checkpoint.verify()
     return Resumed(checkpoint, changes, tuple(_remarks(folder, checkpoint)))
+
+
+def changes_of(config: Config, folder: RunFolder) -> tuple[Change, ...]:
+    """The settings that the run in a folder continues with other values of; refused where it cannot."""
+    before = load_config(folder.config_path)
+    before = before.model_copy(update={"run": before.run.model_copy(update={"dir": config.run.dir})})  # it is this folder
+    changes = changes_since(before, config)
+    refuse_changes(folder, config, changes)
+    return changes
 
 
 def changes_since(before: Config, after: Config) -> tuple[Change, ...]:

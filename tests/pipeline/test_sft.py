@@ -176,8 +176,10 @@ def test_a_run_is_not_resumed_on_other_conversations(tmp_path: Path) -> None:
     file.write_text('{"prompt": "q", "response": "a"}\n' * 8)
     run(tmp_path / "run", f"data.source={file}", "train.steps=1")
     file.write_text('{"prompt": "q", "response": "b"}\n' * 8)
-    with pytest.raises(UserError, match="are not those that the run in"):
+    with pytest.raises(UserError, match=r"a\.jsonl \(data\.source\) has changed"):
         run(tmp_path / "run", f"data.source={file}", "train.steps=2", resume=True)
+    with pytest.raises(UserError, match="are not those that the run in"):
+        run(tmp_path / "run", f"data.source={file}", "train.steps=2", resume=True, code="current")
 
 
 def test_runs_go_on_from_each_other_without_an_export(tmp_path: Path) -> None:

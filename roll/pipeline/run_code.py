@@ -1,0 +1,126 @@
+"""Which code a run is evaluated or resumed with: the copy that it keeps, or the files as they are now.
+
+Loads nothing that computes: a run that must not be resumed is refused before torch is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, cast, get_args
+
+from roll.config import Config, UserError, load_config
+from roll.config.names import either
+from roll.config.root import is_object, root_of
+from roll.config.user_code import shown
+from roll.pipeline.resume import changes_of
+from roll.run.code import SETTINGS, Given, RunCode, saved_form
+from roll.run.folder import RunFolder
+
+Code: TypeAlias = Literal["run", "current"]
+"""`run` is the copy in the run's folder, `current` the files as they are now."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The code that a run continues with."""
+
+    config: Config
+    """Names the code."""
+    given: dict[str, Any]
+    """Objects passed in Python that take part."""
+    compared: Config
+    """The config as the run's own is compared with it: what is given in Python is no setting."""
+    says: tuple[str, ...] = ()
+    kept: RunCode | None = None
+    changed: bool = False
+    """Whether the code is not the recorded one, and is to be recorded from here on."""
+
+
+def check_code(code: str | None) -> Code | None:
+    if code is not None and code not in get_args(Code):
+        raise UserError(f"code is {code!r}: write {either(get_args(Code))}")
+    return cast("Code | None", code)
+
+
+def config_of_run(run: Path, overrides: Sequence[str] = (), code: str | None = None) -> tuple[Config, str]:
+    """The config of a run with its newest checkpoint as the model, and what to say about the code that it names: the
+    run's copy unless `code` is `current`."""
+    check_code(code)
+    folder = RunFolder.open(run)
+    config = load_config(folder.config_path, [f"model={folder.path}", "model.lora=0", *overrides])
+    recorded = RunCode.open(folder.path)
+    if recorded is None:
+        return config, "" if code is None else f"{shown(folder.path)} keeps no code: using the files as they are now"
+    if not recorded.manifest.pieces:
+        return config, ""
+    if code == "current":
+        return recorded.with_objects(config), f"using the code as it is now, found from {root_of(config)}"
+    said = f"using the code the run was trained with: {shown(recorded.folder)} ({recorded.label})"
+    return recorded.applied(config), said
+
+
+def code_to_resume(config: Config, given: Given, run: Path, code: str | None) -> Chosen:
+    """The code that the run in a folder continues with. Refused where it has changed and `code` does not say which."""
+    check_code(code)
+    given = {name: value for name, value in given.items() if value is not None}
+    recorded = RunCode.open(run)
+    if recorded is None:
+        warning = f"{shown(run)} does not record the code it was trained with: continuing with the code as it is now"
+        return Chosen(config, given, saved_form(config, given), (warning,), changed=True)
+    config, says = _with_kept_objects(config, given, recorded)
+    differing = recorded.differences(config, given)
+    compared = recorded.with_objects(config, given)
+    if differing and code is None:
+        changes_of(compared, RunFolder(run))  # another setting is the greater difference, and names other files
+    if code == "run" or (code is None and recorded.manifest.files and not Path(config.root).is_dir()):
+        if data := [difference for difference in differing if difference.is_data]:
+            raise UserError(
+                f"data of the run in {shown(run)} has changed since it was started, and a run keeps no copies of data: "
+                f"bring it back, or write --code current (in Python: code='current') to continue with it as it is now"
+                f"{_listed(data)}"
+            )
+        says.append(f"using the code the run was trained with: {shown(recorded.folder)} ({recorded.label})")
+        return Chosen(recorded.applied(config), {}, compared, tuple(says), recorded)
+    if differing and code is None:
+        raise UserError(
+            f"the run in {shown(run)} was trained with other code or data: write --code run (in Python: code='run') to "
+            "continue with the copy of the code that the run keeps, or --code current (code='current') to continue with "
+            f"what is there now, on record{_listed(differing)}"
+        )
+    says += [f"continuing with other code or data: {difference}" for difference in differing]
+    for name in given:
+        if name not in {SETTINGS_OF_PIECES[piece.setting] for piece in recorded.objects}:
+            section = SETTINGS[name][0]
+            compared = compared.model_copy(update={section: getattr(load_config(run / "config.yaml"), section)})
+    return Chosen(config, given, compared, tuple(says), recorded, changed=bool(differing))
+
+
+SETTINGS_OF_PIECES = {".".join(keys): name for name, keys in SETTINGS.items()}
+
+
+def _with_kept_objects(config: Config, given: Given, recorded: RunCode) -> tuple[Config, list[str]]:
+    """The config with those objects that the run was given before and is not given now, and what to say about them."""
+    says = []
+    for piece in recorded.objects:
+        name = SETTINGS_OF_PIECES[piece.setting]
+        if name not in given:
+            section, key = SETTINGS[name]
+            now = getattr(getattr(config, section), key)
+            if now != piece.written and not is_object(now):
+                raise UserError(
+                    f"{piece.setting} is {now!r}, but the run was given its {name} in Python ({piece.name}): leave the "
+                    f"setting as it was, {piece.written!r}, to continue with that"
+                )
+            says.append(
+                f"using the {name} that the run was given in Python: {piece.name}, kept in {shown(recorded.folder)}"
+            )
+    return (recorded.with_objects(config, given) if says else config), says
+
+
+def _listed(differences: Sequence[object]) -> str:
+    return "".join(f"\n  {difference}" for difference in differences)
+
+
+__all__ = ["Chosen", "Code", "check_code", "code_to_resume", "config_of_run", "saved_form"]

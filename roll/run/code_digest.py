@@ -1,0 +1,193 @@
+"""Digests of functions and objects: the same in every process, another when the code is another.
+
+Pickles do not do: their bytes depend on what else a process has done. A digest is of the source without comments and
+layout, of what the code refers to by name (functions, classes and plain values of the user's, not of packages), of
+default arguments and closures, and of an object's attributes. Of code without a source (an interactive session), and of
+a lambda, it is of the compiled code.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import inspect
+import sys
+import textwrap
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from roll.config.user_code import is_users
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_MOST = 10_000
+"""Values of a container that are looked at one by one."""
+
+
+def digest_of(value: Any) -> str:
+    """The digest of a function, a class, an object or a list of values."""
+    found = hashlib.sha256()
+    for line in _described(value, {}):
+        found.update(line.encode("utf-8", "surrogatepass"))
+        found.update(b"\n")
+    return found.hexdigest()
+
+
+def source_of(value: Any) -> str:
+    """The text of the code, empty where there is none; an object's is that of its class."""
+    for wanted in (_unwrapped(value), type(value)):
+        try:
+            return inspect.getsource(wanted)
+        except (OSError, TypeError):
+            continue
+    return ""
+
+
+def file_of(value: Any) -> Path | None:
+    """The file that the code is in, if it is in one."""
+    for wanted in (_unwrapped(value), type(value)):
+        try:
+            file = Path(inspect.getfile(wanted))
+        except (OSError, TypeError):
+            continue
+        if file.is_file() and is_users(file.resolve()):
+            return file.resolve()
+    return None
+
+
+def _unwrapped(value: Any) -> Any:
+    while isinstance(value, functools.partial | types.MethodType):
+        value = value.func if isinstance(value, functools.partial) else value.__func__
+    return value
+
+
+def _described(value: Any, seen: dict[int, Any]) -> Iterator[str]:
+    if isinstance(value, _PLAIN):
+        yield f"{type(value).__name__} {value!r}"
+        return
+    if id(value) in seen:
+        yield f"again {type(value).__name__}"
+        return
+    seen[id(value)] = value  # kept, so that no other value gets its id
+    if isinstance(value, functools.partial):
+        yield "partial"
+        for part in (value.func, value.args, value.keywords):
+            yield from _described(part, seen)
+    elif isinstance(value, types.MethodType):
+        yield from _described(value.__func__, seen)
+        yield from _described(value.__self__, seen)
+    elif isinstance(value, types.FunctionType):
+        yield from _function(value, seen)
+    elif isinstance(value, type):
+        yield from _class(value, seen)
+    elif isinstance(value, types.ModuleType):
+        yield f"module {value.__name__}"
+    elif isinstance(value, Mapping):
+        yield f"mapping {len(value)}"
+        for key in sorted(value, key=repr)[:_MOST]:
+            yield f"key {key!r}"
+            yield from _described(value[key], seen)
+    elif isinstance(value, set | frozenset):
+        yield f"set {sorted(map(repr, value))}"
+    elif isinstance(value, list | tuple):
+        yield f"list {len(value)}"
+        for item in value[:_MOST]:
+            yield from _described(item, seen)
+    else:
+        yield from _object(value, seen)
+
+
+def _function(function: types.FunctionType, seen: dict[int, Any]) -> Iterator[str]:
+    if not _is_users(function):
+        yield f"function {function.__module__}.{function.__qualname__}"
+        return
+    yield f"function {function.__name__}"
+    yield from _code(function, function.__code__)
+    yield from _described(function.__defaults__, seen)
+    yield from _described(function.__kwdefaults__, seen)
+    for cell in function.__closure__ or ():
+        try:
+            yield from _described(cell.cell_contents, seen)
+        except ValueError:
+            yield "empty cell"
+    for name in sorted(_names(function.__code__)):
+        if name in function.__globals__:
+            yield f"global {name}"
+            yield from _described(function.__globals__[name], seen)
+
+
+def _code(function: Any, code: types.CodeType) -> Iterator[str]:
+    """The source as a syntax tree or, where there is none that stands for itself, the compiled code."""
+    if function.__name__ == "<lambda>":  # its source is that of the whole statement around it
+        yield from _compiled(code)
+        return
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        yield ast.dump(tree)
+    except (OSError, TypeError, SyntaxError, ValueError):
+        yield from _compiled(code)
+
+
+def _compiled(code: types.CodeType) -> Iterator[str]:
+    yield f"code {code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_freevars}"
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _compiled(constant)
+        elif isinstance(constant, frozenset):
+            yield f"set {sorted(map(repr, constant))}"
+        else:
+            yield repr(constant)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names(constant)
+    return names
+
+
+def _class(kind: type, seen: dict[int, Any]) -> Iterator[str]:
+    yield f"class {kind.__qualname__}"
+    if not _is_users(kind):
+        yield kind.__module__
+        return
+    for name, value in sorted(vars(kind).items()):
+        value = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+        value = value.fget if isinstance(value, property) else value
+        if name == "_abc_impl" or (name.startswith("__") and not isinstance(value, types.FunctionType)):
+            continue  # Python's own notes, of which it makes more while the class is used
+        yield f"attribute {name}"
+        yield from _described(value, seen)
+    for base in kind.__bases__:
+        yield from _described(base, seen)
+
+
+def _object(value: Any, seen: dict[int, Any]) -> Iterator[str]:
+    yield f"object {type(value).__qualname__}"
+    yield from _class(type(value), seen)
+    if hasattr(value, "tobytes"):  # arrays
+        yield hashlib.sha256(value.tobytes()).hexdigest()
+        return
+    attributes = getattr(value, "__dict__", None)
+    if attributes is None:
+        slots = [slot for kind in type(value).__mro__ for slot in getattr(kind, "__slots__", ())]
+        attributes = {slot: getattr(value, slot) for slot in slots if hasattr(value, slot)}
+    if _is_users(type(value)) or type(value).__module__.startswith("roll."):
+        yield from _described(dict(attributes), seen)
+
+
+def _is_users(code: Any) -> bool:
+    """Whether a function or a class is the user's own; what has no file, as in a notebook, is."""
+    module = getattr(code, "__module__", None) or ""
+    if module == "builtins":
+        return False
+    if isinstance(code, types.FunctionType):
+        file = Path(code.__code__.co_filename)
+        return not file.is_file() or is_users(file.resolve())
+    place = getattr(sys.modules.get(module), "__file__", None)
+    if place is None:
+        return module.partition(".")[0] not in sys.stdlib_module_names
+    return is_users(Path(place).resolve())

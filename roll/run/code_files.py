@@ -1,0 +1,178 @@
+"""Which files the user's code consists of: those that a configuration names, and all that these import.
+
+What always holds: every file lies in one of the folders that the user's code is in, and is none of Python's, of an
+installed package or of a virtual environment. Imports are read from the text, those inside functions too, so that a
+module which a reward imports when it is first called is found before that. One whose name is only known when the code
+runs is found if this process has imported it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from roll.config.user_code import is_users
+
+_NEVER = {"site-packages", "dist-packages", "node_modules", "__pycache__", ".venv", "venv", ".git", ".tox", ".nox"}
+_NAME = re.compile(r"[\w*~ ][\w.*/ -]*")
+"""A relative path; `..` leads out of the folder, and an absolute one is no neighbour."""
+_LONGEST_NAME = 200
+_SUFFIXES = (".py", ".so", ".pyd")
+
+
+def files_of_code(entries: Iterable[Path], folders: Sequence[Path]) -> list[Path]:
+    """The entries and all files in `folders` that they import, directly or through others, sorted. Imports are looked for
+    beside the importing file and in the folders."""
+    found: set[Path] = set()
+    waiting = [entry.resolve() for entry in entries]
+    while waiting:
+        file = waiting.pop()
+        if file in found or not is_kept(file, folders):
+            continue
+        found.add(file)
+        if file.suffix == ".py":
+            waiting += _imported_by(file, folders)
+    return sorted(found)
+
+
+def loaded_files(folders: Sequence[Path]) -> list[Path]:
+    """The files in `folders` of modules that this process has imported, sorted. The script that runs is none of them."""
+    files = set()
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if name not in ("__main__", "__mp_main__") and isinstance(file, str) and file.endswith(_SUFFIXES):
+            files.add(Path(file).resolve())
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    files.discard(Path(script).resolve() if script else Path())
+    return sorted(file for file in files if is_kept(file, folders))
+
+
+def files_named_by(modules: Iterable[Path], folders: Sequence[Path]) -> list[Path]:
+    """Files beside the modules, other than code, that their text names: `Path(__file__).with_name("words.txt")`,
+    `open("data/words.txt")`, `f"{split}.jsonl"`. Code that is run from a copy needs them there too."""
+    found: set[Path] = set()
+    for module in modules:
+        texts = _texts(module)
+        starts = [module.parent, *(folder for folder in folders if module.is_relative_to(folder))]
+        places = [start / text for start in starts for text in texts if "*" not in text and (start / text).is_dir()]
+        for folder in dict.fromkeys([*starts, *places]):
+            for text in texts:
+                matches = folder.glob(text) if "*" in text else (folder / text,)
+                found |= {file.resolve() for file in matches if file.suffix not in ("", ".py") and file.is_file()}
+    return sorted(file for file in found if is_kept(file, folders))
+
+
+def _texts(module: Path) -> set[str]:
+    """What stands in quotes in a module and could be the name of a file or a folder; `*` is for what is filled in."""
+    try:
+        tree = ast.parse(module.read_bytes())
+    except (SyntaxError, ValueError, OSError):
+        return set()
+    texts = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = (str(part.value) if isinstance(part, ast.Constant) else "*" for part in node.values)
+            texts.add(re.sub(r"\*+", "*", "".join(parts)))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.add(node.value.replace("*", ""))
+    return {text for text in texts if text.strip("*./") and len(text) < _LONGEST_NAME and _NAME.fullmatch(text)}
+
+
+def is_kept(file: Path, folders: Sequence[Path]) -> bool:
+    """Whether a file is part of the user's code."""
+    inside = any(file.is_relative_to(folder) for folder in folders)
+    return inside and file.is_file() and is_users(file) and not _NEVER & set(file.parts) and not _is_copy(file)
+
+
+def _is_copy(file: Path) -> bool:
+    """Whether a file is one of those that a run keeps."""
+    kept = (folder for folder in file.parents if folder.name == "files" and folder.parent.name == "code")
+    return any((folder.parent / "manifest.json").is_file() for folder in kept)
+
+
+def packages_of(files: Sequence[Path]) -> dict[str, str]:
+    """Versions of the installed distributions that the files import, by name, sorted."""
+    imported = {
+        name.partition(".")[0] for file in files if file.suffix == ".py" for name, dots in _imports(file) if not dots
+    }
+    own = {file.stem for file in files} | {folder.name for file in files for folder in file.parents}
+    found = [distribution_of(top) for top in imported - own - set(sys.stdlib_module_names)]
+    return dict(sorted(package for package in found if package is not None))
+
+
+def distribution_of(module: str) -> tuple[str, str] | None:
+    """Name and version of the installed distribution that a module is from."""
+    top = module.partition(".")[0]
+    try:
+        return top, importlib.metadata.version(top)
+    except importlib.metadata.PackageNotFoundError:  # its distribution has another name: looking that up takes a while
+        names = importlib.metadata.packages_distributions().get(top)
+        return (names[0], importlib.metadata.version(names[0])) if names else None
+
+
+def _imported_by(file: Path, folders: Sequence[Path]) -> Iterator[Path]:
+    for name, level in _imports(file):
+        if level:
+            start = file.parents[level - 1] if level <= len(file.parents) else file.parent
+            yield from _module_files(name, start)
+        else:
+            for folder in dict.fromkeys([file.parent, *folders]):
+                yield from _module_files(name, folder)
+
+
+def _imports(file: Path) -> set[tuple[str, int]]:
+    """The modules that a file imports, each with the number of dots before its name. `from a import b` may mean the
+    module `a.b`, so it stands for both."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError, OSError):
+        return set()
+    found: set[tuple[str, int]] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {(alias.name, 0) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            found |= {(module, node.level)} if module else {("", node.level)}
+            found |= {(f"{module}.{alias.name}".lstrip("."), node.level) for alias in node.names if alias.name != "*"}
+        elif isinstance(node, ast.Call) and (name := _named_in_call(node)):
+            found.add((name, 0))
+    return found
+
+
+def _named_in_call(node: ast.Call) -> str:
+    """The module of `import_module("name")` or `__import__("name")`."""
+    called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    if called not in ("import_module", "__import__") or not node.args or not isinstance(node.args[0], ast.Constant):
+        return ""
+    value = node.args[0].value
+    return value if isinstance(value, str) and not value.startswith(".") else ""
+
+
+def _module_files(name: str, folder: Path) -> Iterator[Path]:
+    """The file of a module and those of the packages around it, as far as they lie in the folder."""
+    here = folder
+    parts = name.split(".") if name else []
+    if not parts:
+        yield from _existing(folder / "__init__.py")
+    for part in parts:
+        yield from _existing(here / f"{part}.py", here / part / "__init__.py")
+        here = here / part
+        if not here.is_dir():
+            return
+
+
+def _existing(*files: Path) -> Iterator[Path]:
+    for file in files:
+        if file.is_file():
+            yield file.resolve()
+
+
+def common_folder(folders: Iterable[Path]) -> Path:
+    """The innermost folder that all of them are in."""
+    return Path(os.path.commonpath([str(folder) for folder in folders]))
