@@ -71,6 +71,17 @@ def is_deterministic(reward: RewardFn, task: Task) -> bool:
     return bool(said(task) if callable(said) else said)
 
 
+def check_answer(reward: RewardFn, task: Task) -> bool:
+    """Whether the task's answer is found good.
+
+    A reward says so by a method `check_answer(task)`: True for an answer that is good, False for one that only a verdict
+    can tell, and `ValueError` for one that no response satisfies, with what is wrong with it and what to write instead.
+    Of a reward that has no such method, every answer is good.
+    """
+    check = getattr(reward, "check_answer", None)
+    return bool(check(task)) if callable(check) else True
+
+
 def is_quick(reward: RewardFn) -> bool:
     """Whether a reward says, by an attribute `quick`, that it is done with a short text at once whatever stands in it, so
     that it needs no process to hang or die in."""

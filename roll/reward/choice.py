@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from roll.data.choices import ALPHABET, Choices
 from roll.data.task import Response, Task
-from roll.reward.extract import last_tag
-from roll.reward.maths import last_box
+from roll.reward.extract import marked, visible
 
 _WRAP = r"(?:[\s*_$(\[{\"'`]|\\text|\\mathrm|\\textbf|\\boxed|\\\(){0,8}"
 """What may stand around a letter: brackets, quotes, emphasis, LaTeX. So much and no more: searches must end."""
 _AFTER = r"(?![\w])(?!['’](?:s|m|d|ll|ve|re)\b)"
+
+_GIVEN = re.compile(r"\b(?:answer|choice|option)s?\b(?:\s{1,4}(?:is|are|was)\b[\s:]{0,4}|[\s*_]{0,4}[:=])", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,10 @@ class Choice:
     The answer is a letter, however written (`B`, `(b)`, `B.`). For tasks whose info has `choices`, in any form that
     `Choices` reads, it is the label of the right one, its position counted from 0, or its text: the first of these that
     there is. Choices whose labels are digits may be named by digit or by letter. What the text chose is looked for in
-    this order, the last of a kind counts: a box, an `<answer>` tag, a sentence such as `The answer is (B)`, a text or
-    line that is a letter and its choice, a letter in brackets, a capital letter standing alone; at last, where `texts`
-    allows it, the text of exactly one choice.
+    this order, the last of a kind counts: an `<answer>` tag, a box, what follows `####`, a sentence such as `The answer
+    is (B)`, a text or line that is a letter and its choice, a letter in brackets, a capital letter standing alone; at
+    last, where `texts` allows it, the text of exactly one choice. A tag, a box or `####` decides, whatever it holds; one
+    that names several letters chooses none.
     """
 
     letters: str = ""
@@ -60,13 +62,38 @@ class Choice:
             chosen = _by_text(response.text, letters, choices.texts)
         return chosen
 
+    def check_answer(self, task: Task) -> bool:
+        """Always checks: `ValueError` if the task's answer is none of its choices."""
+        self(task, Response("", 0, "stop"))
+        return True
+
 
 def chosen_letter(text: str, letters: str = "ABCDEFGHIJ") -> str | None:
     """The letter that a text chooses, in upper case, or None."""
-    for inside in (last_box(text), last_tag(text, "answer")):
-        if inside is not None and (found := _leading(inside, letters) or _said(inside, letters)):
-            return found
-    return _said(text, letters) or _leading(text, letters) or _line(text, letters) or _alone(text, letters)
+    shown = visible(text) or ""
+    place = marked(shown)
+    if place is not None:
+        return _only(place.text, letters)
+    found = _said(shown, letters) or _leading(shown, letters) or _line(shown, letters) or _alone(shown, letters)
+    return None if found is not None and _hedged(shown, letters) else found
+
+
+def _only(text: str, letters: str) -> str | None:
+    """The letter that a tag or a box holds; None if it names several."""
+    if _hedged(text, letters):
+        return None
+    return _leading(text, letters) or _said(text, letters) or _alone(text, letters)
+
+
+def _hedged(text: str, letters: str) -> bool:
+    """Whether the text, or the last sentence of it that gives an answer, names several letters: `B or C`, `(A), (B)`."""
+    one = rf"{_WRAP}[{letters}](?!\w)[)\]}}*_\"'`$.]{{0,6}}"
+    between = r"(?:\s{0,2}(?:,|/|&|;|\bor\b|\band\b)\s{0,2}){1,2}"
+    several = re.compile(rf"\s{{0,4}}{one}{between}{one}\s{{0,4}}(?:[.,;\n]|\Z|or\b|and\b)", re.IGNORECASE)
+    last = None
+    for last in _GIVEN.finditer(text):  # noqa: B007 (the last one)
+        pass
+    return bool(several.match(text)) or (last is not None and several.match(text, last.end()) is not None)
 
 
 def _leading(text: str, letters: str) -> str | None:
@@ -111,7 +138,10 @@ def _alone(text: str, letters: str) -> str | None:
 
 
 def _by_text(text: str, letters: str, choices: Sequence[str]) -> str | None:
-    """The letter of the one choice whose text is in the text."""
+    """The letter of the one choice whose text is in the text, or in its tag or box."""
+    shown = visible(text) or ""
+    place = marked(shown)
+    text = shown if place is None else place.text
     said, texts = _words(text), [_words(choice) for choice in choices]
     found = [letter for letter, words in zip(letters, texts, strict=False) if words.strip() and words in said]
     return found[0] if len(found) == 1 else None

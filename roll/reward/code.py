@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from roll.data.task import Response, Task
 from roll.reward.code_tests import AssertTest, CallTest, CodeTest, CodeTests, InOut, tests_of
+from roll.reward.extract import visible
 from roll.sandbox import Limits, Program, Sandbox, best, run_blocking
 from roll.sandbox.calls import Call, Returned, call_all, check_all
 
@@ -32,8 +33,8 @@ class Code:
     credit: Credit = "all"
     """`all`: all tests or nothing. `share`: the share of tests passed."""
     block: Block = "last"
-    """Which fenced block of the text is the program: `last`, `first`, or `all`, one after the other. A text that has
-    none is the program itself, and so, with `text`, is every one."""
+    """Which fenced block of the text, without its thinking, is the program: `last`, `first`, or `all`, one after the
+    other. A text that has none is the program itself, and so, with `text`, is every one."""
     seconds: float = 4.0
     """What one program may compute; by the clock it may take twice that, so that a busy machine fails nobody. Each input
     is a program of its own; all calls of a response, and all its assertions, are one."""
@@ -56,7 +57,7 @@ class Code:
 
     def __call__(self, task: Task, response: Response) -> Mapping[str, float]:
         tests = tests_of(task)
-        source = program_in(response.text, self.block)
+        source = program_in(visible(response.text) or "", self.block)
         passed = self.passed(source, tests) if source.strip() else [False] * len(tests.tests)
         share = sum(passed) / len(passed)
         return {"reward": float(all(passed)) if self.credit == "all" else share, "tests_passed": share}
@@ -64,6 +65,10 @@ class Code:
     def warm_up(self) -> None:
         """Finds the sandbox, which the first verdict would have to."""
         best()
+
+    def check_answer(self, task: Task) -> bool:
+        """Always checks: `ValueError` if the task has no tests that can be read."""
+        return bool(tests_of(task).tests)
 
     def passed(self, source: str, tests: CodeTests, sandbox: Sandbox | None = None) -> list[bool]:
         """Of each test, whether the program passes it. Where only all of them count, the first failure ends it."""

@@ -23,6 +23,7 @@ from roll.reward.base import (
     Result,
     RewardFn,
     answer_of,
+    check_answer,
     entering,
     is_deterministic,
     is_quick,
@@ -143,6 +144,11 @@ class Composed:
     def deterministic(self, task: Task) -> bool:
         """Whether all parts give the same verdict every time."""
         return all(is_deterministic(reward, task) for reward in self._rewards.values())
+
+    def check_answer(self, task: Task) -> bool:
+        """Whether all parts find the task's answer good."""
+        found = [check_answer(reward, task) for reward in self._rewards.values()]
+        return all(found)
 
     @property
     def answer_of(self) -> Callable[[Task, Response], str | None] | None:

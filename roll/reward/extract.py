@@ -1,14 +1,168 @@
-"""Where in a text its answer stands."""
+"""Where in a text its answer stands: the one search that all rewards share.
+
+First the thinking is removed (`visible`); it is never judged. In what is left the answer is looked for in this order
+(`stated`), and the first place that is there decides, whatever it holds:
+
+    tag        the last closed `<answer>…</answer>`; if it holds a box, what the box holds
+    box        the last closed `\\boxed{…}`
+    hashes     what follows the last `####` on its line
+    statement  what follows the last "the answer is" or "Answer:" on its line
+
+A text that has none of these is left to the reward that reads it: `number` takes the last number, and so on.
+"""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from roll.reward.maths import last_box
+Place: TypeAlias = Literal["stated", "text", "last_line", "boxed", "answer"]
+"""The first of tag, box, `####` and final statement that there is, else all of the text; all of the text; its last line
+that is not empty; its last `\\boxed{}`; its last `<answer>…</answer>`. Thinking is no part of the text."""
 
-Place: TypeAlias = Literal["text", "last_line", "boxed", "answer"]
-"""All of the text; its last line that is not empty; its last `\\boxed{}`; its last `<answer>…</answer>`."""
+Source: TypeAlias = Literal["tag", "box", "hashes", "statement"]
+
+# Openings of a box, escaped characters and braces: enough to follow the nesting.
+_BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
+_THINKING = re.compile(r"<(/?)(think|thinking|thought|reasoning)>|\[(/?)(THINK)\]", re.IGNORECASE)
+_MARKUP = r"[ \t*_`]{0,4}"
+_CLAUSE = r"(?:[^\n.:=?!]|\.(?=\d)){0,60}?"
+_SAID = re.compile(
+    rf"""\banswers?\b(?:
+        {_CLAUSE}\b(?:is|are|was|equals|(?:would|should|must|will)[ ]be)\b(?:[ ]equal[ ]to\b)?{_MARKUP}[:=]?
+      | {_CLAUSE}[:=]
+    )
+    | ^[ \t\#*_]{{0,12}}(?:the[ ])?(?:final[ ])?answer[ \t*_]{{0,12}}$""",
+    re.IGNORECASE | re.VERBOSE | re.MULTILINE,
+)
+"""What introduces an answer: `the answer to this is`, `**Answer:**`, or a heading `Final Answer` over it."""
+_HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*([^\n]*)")
+_SENTENCE_END = re.compile(r"[.!?]{1,4}[\"')*_`$]{0,4}(?=\s{1,4}[A-Z\\$(*#])")
+
+
+@dataclass(frozen=True)
+class Stated:
+    """The answer that a text states, and where."""
+
+    text: str
+    source: Source
+
+
+def visible(text: str) -> str | None:
+    """The text without its thinking; None if it ends while thinking: then there is no answer.
+
+    Thinking is what stands between `<think>` and `</think>`; `<thinking>`, `<thought>`, `<reasoning>` and `[THINK]` are
+    the same. A closing tag that nothing opened ends thinking that the prompt began: all before it is thinking too.
+    """
+    kept: list[str] = []
+    at, thinking = 0, ""
+    for mark in _THINKING.finditer(text):
+        name = (mark[2] or f"[{mark[4]}]").casefold()
+        if mark[1] or mark[3]:
+            if thinking and thinking != name:
+                continue
+            if not thinking:
+                kept.clear()
+            at, thinking = mark.end(), ""
+        elif not thinking:
+            kept.append(text[at : mark.start()])
+            thinking = name
+    if thinking:
+        return None
+    return "\n".join([*kept, text[at:]]).strip() if at else text
+
+
+def stated(text: str | None) -> Stated | None:
+    """The answer that a text without thinking states, or None if none of the places is there."""
+    return None if text is None else marked(text) or statement(text)
+
+
+def marked(text: str) -> Stated | None:
+    """The answer in a tag, a box or after `####`."""
+    tag = last_tag(text, "answer")
+    if tag is not None:
+        box = last_box(tag)
+        return Stated(tag.strip() if box is None else box.strip(), "tag")
+    box = last_box(text)
+    if box is not None:
+        return Stated(box.strip(), "box")
+    hashes = _after_hashes(text)
+    return None if hashes is None else Stated(hashes, "hashes")
+
+
+def statement(text: str) -> Stated | None:
+    """What the last sentence that says "the answer is" gives as the answer, to the end of its line, without the mark that
+    ends it; after a heading `Answer`, the next line."""
+    last = None
+    for last in _SAID.finditer(text):  # noqa: B007 (the last one)
+        pass
+    return None if last is None else Stated(_line(text[last.end() :]), "statement")
+
+
+def _line(rest: str) -> str:
+    """The first line of a text that is not empty, or the formula that begins there, without markup around it."""
+    rest = rest.lstrip(" \t\r\n*_`:=#>")
+    for opening, closing in (("\\[", "\\]"), ("$$", "$$")):
+        end = rest.find(closing, 2)
+        if rest.startswith(opening) and end >= 0:
+            return rest[2:end].strip()
+    return trimmed(rest.partition("\n")[0])
+
+
+def trimmed(text: str) -> str:
+    """Without emphasis around it and the full stop that ends it."""
+    return text.strip().strip("*`").rstrip("_ ").removesuffix(".").strip("*` \t").rstrip("_")
+
+
+def first_sentence(text: str) -> str:
+    """The first sentence of a line: of `5. I hope this helps`, `5`."""
+    end = _SENTENCE_END.search(text)
+    return trimmed(text[: end.start()] if end else text)
+
+
+def _after_hashes(text: str) -> str | None:
+    """What follows the last `####` on its line, or on the next, if nothing follows on its own. Words that more text
+    follows are a heading of Markdown, and no answer."""
+    last = None
+    for last in _HASHES.finditer(text):  # noqa: B007 (the last one)
+        pass
+    if last is None:
+        return None
+    found, after = last[1].strip(), text[last.end() :].strip()
+    if not found:
+        return trimmed(after.partition("\n")[0])
+    if after and re.search(r"[^\W\d_]{2}", re.sub(r"\\[a-zA-Z]+", "", found)):
+        return None
+    inner = statement(found)
+    return inner.text if inner else trimmed(found)
+
+
+def last_tag(text: str, tag: str) -> str | None:
+    """What the last closed `<tag>…</tag>` of the text holds, the innermost if they nest, or None."""
+    start, opened, end = -1, -1, -1
+    for mark in re.finditer(rf"<(/?){re.escape(tag)}>", text, re.IGNORECASE):
+        if not mark[1]:
+            opened = mark.end()
+        elif opened >= 0:
+            start, end = opened, mark.start()
+    return text[start:end] if start >= 0 else None
+
+
+def last_box(text: str) -> str | None:
+    """What the last closed `\\boxed{}` of the text holds, the innermost if they nest, or None."""
+    opened: list[int | None] = []  # where each open brace's content starts, if the brace is a box's
+    start, end = -1, -1
+    for match in _BRACES.finditer(text):
+        if match["box"]:
+            opened.append(match.end())
+        elif match[0] == "{":
+            opened.append(None)
+        elif match[0] == "}" and opened:
+            content = opened.pop()
+            if content is not None and content > start:
+                start, end = content, match.start()
+    return text[start:end] if start >= 0 else None
 
 
 def check_place(place: str, pattern: str | None) -> None:
@@ -27,34 +181,42 @@ def compiled(pattern: str) -> re.Pattern[str]:
         raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from error
 
 
-def extract(text: str, place: Place, pattern: str | None = None) -> str | None:
-    """What stands at the place; of that, where there is a pattern, its last match (its first group, if it has one)."""
-    found = _at(text, place)
-    if found is None or pattern is None:
+def extract(text: str, place: Place, pattern: str | None = None) -> list[str]:
+    """What stands at the place in the text without its thinking; of that, where there is a pattern, its last match (its
+    first group, if it has one). Empty: nothing does. Two, where a statement was found that may be the whole answer."""
+    shown = visible(text)
+    if shown is None:
+        return []
+    found = _at(shown, place)
+    if pattern is None:
         return found
+    return [match for each in found if (match := _last_match(pattern, each)) is not None]
+
+
+def _last_match(pattern: str, text: str) -> str | None:
     last = None
-    for match in compiled(pattern).finditer(found):
+    for match in compiled(pattern).finditer(text):
         last = match
     if last is None:
         return None
     return last[1] if last.re.groups else last[0]
 
 
-def last_tag(text: str, tag: str) -> str | None:
-    """What the last closed `<tag>…</tag>` of the text holds, the innermost if they nest, or None."""
-    end = text.rfind(f"</{tag}>")
-    start = text.rfind(f"<{tag}>", 0, max(end, 0))
-    return text[start + len(tag) + 2 : end] if start >= 0 else None
-
-
-def _at(text: str, place: Place) -> str | None:
+def _at(text: str, place: Place) -> list[str]:
+    if place == "stated":
+        found = stated(text)
+        if found is None:
+            return [text]
+        return [found.text, text] if found.source == "statement" else [found.text]
+    if place == "text":
+        return [text]
     if place == "boxed":
-        return last_box(text)
-    if place == "answer":
-        return last_tag(text, "answer")
-    if place == "last_line":
-        return next((line for line in reversed(text.splitlines()) if line.strip()), None)
-    return text
+        one = last_box(text)
+    elif place == "answer":
+        one = last_tag(text, "answer")
+    else:
+        one = next((line for line in reversed(text.splitlines()) if line.strip()), None)
+    return [] if one is None else [one]
 
 
 def plain(text: str, ignore_case: bool, ignore_punctuation: bool) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roll.data.task import Response, Task
-from roll.reward.extract import compiled
+from roll.reward.extract import compiled, visible
 from roll.reward.json_shape import check_shape, fits
 
 _FENCE = re.compile(r"\s*```[\w-]*\n(.*?)\n?```\s*", re.DOTALL)
@@ -29,7 +29,7 @@ class Format:
     only_tags: bool = False
     """Whether there may be nothing but white space outside the tags."""
     json: bool = False
-    """Whether the text must be JSON, in a code fence or not."""
+    """Whether the text, without its thinking, must be JSON, in a code fence or not."""
     schema: dict[str, Any] = field(default_factory=dict)
     """JSON schema of it: type, enum, const, properties, required, additionalProperties, items, minItems, maxItems,
     minLength, maxLength, pattern, minimum, maximum."""
@@ -60,7 +60,7 @@ class Format:
         if self.tags:
             held["tags"] = has_tags(text, self.tags, self.only_tags)
         if self.json or self.schema:
-            is_json, value = read_json(text)
+            is_json, value = read_json(visible(text) or "")
             held["json"] = is_json
             if self.schema:
                 held["schema"] = is_json and fits(value, self.schema)

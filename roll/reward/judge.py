@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias
 from roll.config.names import did_you_mean
 from roll.data.task import Message, Response, Task
 from roll.reward.chat_server import ChatServer, check_drawing
+from roll.reward.extract import visible
 from roll.reward.role_judge import RoleJudge
 
 Ask: TypeAlias = Callable[[Sequence[Message]], str]
@@ -104,14 +105,15 @@ class Judge:
     def messages(self, task: Task, response: Response) -> list[Message]:
         """The conversation that asks for a verdict. What stands in the response is never taken for a place to fill."""
         answer = "(none given)" if task.answer is None else str(task.answer)
-        values = {"question": task.question, "answer": answer, "response": response.text}
+        values = {"question": task.question, "answer": answer, "response": visible(response.text) or "(no answer)"}
         values |= {"low": f"{self.low:g}", "high": f"{self.high:g}"}
         text = _PLACE.sub(lambda place: values[place[1]], self.rubric)
         asked = Message(role="user", content=text)
         return [Message(role="system", content=self.system), asked] if self.system else [asked]
 
     def read(self, reply: str) -> float | None:
-        """The last verdict of a reply, as a value from 0 to 1 (of words: their values), or None."""
+        """The last verdict of a reply after its thinking, as a value from 0 to 1 (of words: their values), or None."""
+        reply = visible(reply) or ""
         if self.words:
             pattern = "|".join(re.escape(word) for word in sorted(self.words, key=len, reverse=True))
             said = re.findall(rf"(?<!\w)(?:{pattern})(?!\w)", reply, re.IGNORECASE)

@@ -71,7 +71,7 @@ def _of_function(name: str, function: Any, options: Mapping[str, Any], where: st
         return callable_reward(name, function, where)
     _bind(name, function, (None, None), options, where)
     reward = functools.partial(function, **options)
-    for said in ("deterministic", "warm_up", "answer_of"):
+    for said in ("deterministic", "warm_up", "answer_of", "check_answer"):
         if hasattr(function, said):
             setattr(reward, said, getattr(function, said))
     return cast(RewardFn, reward)

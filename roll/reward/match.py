@@ -16,11 +16,12 @@ from roll.reward.extract import Place, check_place, extract, plain
 
 @dataclass(frozen=True)
 class Exact:
-    """1 if the text is the task's answer, else 0. White space around it, and how much of it stands between words, does
-    not matter."""
+    """1 if the answer that the text states is the task's, else 0; a text that states none is the answer as a whole. White
+    space around it, and how much of it stands between words, does not matter."""
 
-    find: Place = "text"
-    """Where the answer stands: `text` (all of it), `last_line`, `boxed`, `answer` (the last `<answer>…</answer>`)."""
+    find: Place = "stated"
+    """Where the answer stands: `stated` (the first of tag, box, `####` and final statement that there is, else all of the
+    text), `text` (all of it), `last_line`, `boxed`, `answer` (the last `<answer>…</answer>`)."""
     pattern: str | None = None
     """Regular expression whose last match there, or its first group, is the answer."""
     ignore_case: bool = False
@@ -38,13 +39,23 @@ class Exact:
         return self.pattern is None
 
     def __call__(self, task: Task, response: Response) -> float:
-        answers = [plain(answer, self.ignore_case, self.ignore_punctuation) for answer in answers_of(task)]
-        return float(self.answer_of(task, response) in answers)
+        answers = self._answers(task)
+        return float(any(found in answers for found in self._found(response)))
 
     def answer_of(self, task: Task, response: Response) -> str | None:
         """What stands where the answer is looked for, without what does not matter."""
+        return next(iter(self._found(response)), None)
+
+    def _found(self, response: Response) -> list[str]:
         found = extract(response.text, self.find, self.pattern)
-        return None if found is None else plain(found, self.ignore_case, self.ignore_punctuation)
+        return [plain(each, self.ignore_case, self.ignore_punctuation) for each in found]
+
+    def check_answer(self, task: Task) -> bool:
+        """Always checks: `ValueError` if there is no answer, or nothing is left of it to compare."""
+        return bool(_comparable(task, self._answers(task)))
+
+    def _answers(self, task: Task) -> list[str]:
+        return [plain(answer, self.ignore_case, self.ignore_punctuation) for answer in answers_of(task)]
 
 
 @dataclass(frozen=True)
@@ -57,7 +68,7 @@ class Fuzzy:
     """Likeness below this is 0."""
     all_or_nothing: bool = False
     """Whether likeness at or above the threshold is 1."""
-    find: Place = "text"
+    find: Place = "stated"
     """As in `exact`."""
     pattern: str | None = None
     """As in `exact`."""
@@ -75,16 +86,21 @@ class Fuzzy:
             raise ValueError("all_or_nothing is true, but threshold is 0, which everything reaches: write a threshold")
 
     def __call__(self, task: Task, response: Response) -> float:
-        answers = [plain(answer, self.ignore_case, self.ignore_punctuation) for answer in answers_of(task)]
+        answers = self._answers(task)
         found = extract(response.text, self.find, self.pattern)
-        if found is None:
-            return 0.0
-        text = plain(found, self.ignore_case, self.ignore_punctuation)
+        texts = [plain(each, self.ignore_case, self.ignore_punctuation) for each in found]
         measure = likeness_by_words if self.by == "words" else likeness_by_characters
-        likeness = max(measure(answer, text) for answer in answers)
+        likeness = max((measure(answer, text) for answer in answers for text in texts), default=0.0)
         if likeness < self.threshold:
             return 0.0
         return 1.0 if self.all_or_nothing else likeness
+
+    def check_answer(self, task: Task) -> bool:
+        """Always checks: `ValueError` if there is no answer, or nothing is left of it to compare."""
+        return bool(_comparable(task, self._answers(task)))
+
+    def _answers(self, task: Task) -> list[str]:
+        return [plain(answer, self.ignore_case, self.ignore_punctuation) for answer in answers_of(task)]
 
 
 def answers_of(task: Task) -> list[str]:
@@ -93,6 +109,17 @@ def answers_of(task: Task) -> list[str]:
     if not answers or any(answer is None for answer in answers):
         raise ValueError(f"task {task.id!r} has no answer to compare with")
     return [str(answer) for answer in answers]
+
+
+def _comparable(task: Task, answers: list[str]) -> list[str]:
+    """Answers as they are compared; a text of signs has nothing left when punctuation is ignored."""
+    for given, left in zip(answers_of(task), answers, strict=True):
+        if given.strip() and not left:
+            raise ValueError(
+                f"the answer of task {task.id!r}, {given!r}, has no letter or digit, but ignore_punctuation is true: "
+                "write ignore_punctuation: false"
+            )
+    return answers
 
 
 def likeness_by_words(a: str, b: str) -> float:

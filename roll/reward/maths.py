@@ -10,14 +10,33 @@ from fractions import Fraction
 from typing import Any
 
 from roll.data.task import Response, Task
+from roll.reward.extract import first_sentence, last_box, last_tag, marked, stated, statement, visible
+from roll.reward.math_text import (
+    LONGEST,
+    expression_in,
+    has_words,
+    is_letters,
+    is_listed,
+    outside_text,
+    sides,
+    tidy,
+    unmarked,
+    without_unit,
+    words,
+)
+from roll.reward.numbers import plain_number
+from roll.reward.numerals import Numeral, read_number
 
-# Openings of a box, escaped characters and braces: enough to follow the nesting.
-_BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
+_PLACES = 6
+"""Decimal places in which numbers must agree, as math-verify has it: 0.333333 is a third, 0.33 is not."""
+_MOST_SIDES = 4
+"""Sides that an equation may have."""
 
 
 @dataclass(frozen=True)
 class Math:
-    """1 if the text's last `\\boxed{}` (without one, the text's answer) equals the task's LaTeX answer, else 0."""
+    """1 if the answer that the text states (in a tag, a box, after `####`, in its final statement, or in its last line)
+    equals the task's LaTeX answer, else 0."""
 
     boxed: bool = False
     """Whether only a boxed answer counts."""
@@ -31,54 +50,148 @@ class Math:
             raise ValueError(f"step_s is {self.step_s}, but takes a whole number ≥ 1")
 
     def __call__(self, task: Task, response: Response) -> float:
-        if task.answer is None:
-            raise ValueError(f"task {task.id!r} has no answer to compare with")
-        gold = _parse_gold(str(task.answer), self.step_s)
-        if not gold:
-            raise ValueError(f"the answer of task {task.id!r}, {task.answer!r}, is not something math-verify can read")
-        attempt = self._attempt(response)
-        return float(attempt is not None and _math_verify().verify(gold, attempt, timeout_seconds=self.step_s))
+        gold = _gold(task)
+        if not _is_plain(gold) and not _parsed(gold, self.step_s):
+            raise ValueError(f"{_answer(task)}, is not something math-verify can read: {_ADVICE}")
+        attempt = attempt_in(response.text, self.boxed)
+        return float(bool(attempt) and _equal(gold, attempt or "", self.step_s))
 
     def answer_of(self, task: Task, response: Response) -> str | None:
-        """The answer as sympy writes it, decimals as fractions: `0.5` and `\\frac12` are the same, `x(x+1)` and `x^2+x`
-        are not. Of what sympy cannot read, its text."""
-        attempt = self._attempt(response)
-        return _written(attempt[0]) if attempt else None
-
-    def _attempt(self, response: Response) -> list[Any] | None:
-        """What math-verify reads in a text; None if only a box counts and there is none."""
-        box = last_box(response.text)
-        if box is None and self.boxed:
+        """The answer as it is compared: `0.5` and `\\frac12` are the same, `x(x+1)` and `x^2+x` are not. Of what
+        math-verify cannot read, its text."""
+        attempt = attempt_in(response.text, self.boxed)
+        if not attempt:
             return None
-        text = response.text if box is None else f"\\boxed{{{box}}}"
-        parsed: list[Any] = _math_verify().parse(text, parsing_timeout=self.step_s)
-        return parsed
+        told = sides(attempt)[-1]
+        number = _number(told)
+        if number is not None and number.value is not None:
+            return plain_number(number.value / (100 if number.percent else 1))
+        if is_letters(told):
+            return words(told)
+        parsed = _parse(told, self.step_s)
+        return _written(parsed[0]) if parsed else "".join(told.split())
 
     def warm_up(self) -> None:
         """Loads what the first verdict would have to."""
-        self(Task.ask("warm-up", "", r"\frac{1}{2}"), Response(r"\boxed{0.5}", 1, "stop"))
+        self(Task.ask("warm-up", "", r"\sqrt{8}"), Response(r"\boxed{2\sqrt{2}}", 1, "stop"))
+
+    def check_answer(self, task: Task) -> bool:
+        """Checks numbers and words here. Whether math-verify can read another answer, a verdict tells."""
+        return _is_plain(_gold(task))
+
+    def model_answer(self, task: Task) -> str:
+        """A response that is right if any is."""
+        return rf"\boxed{{{_gold(task)}}}"
 
 
-def last_box(text: str) -> str | None:
-    """What the last closed `\\boxed{}` of the text holds, the innermost if they nest, or None."""
-    opened: list[int | None] = []  # where each open brace's content starts, if the brace is a box's
-    start, end = -1, -1
-    for match in _BRACES.finditer(text):
-        if match["box"]:
-            opened.append(match.end())
-        elif match[0] == "{":
-            opened.append(None)
-        elif match[0] == "}" and opened:
-            content = opened.pop()
-            if content is not None and content > start:
-                start, end = content, match.start()
-    return text[start:end] if start >= 0 else None
+_ADVICE = "write a number or LaTeX, without words beside it, such as 9, \\frac{1}{2}, x^2+1, (1, 2) or \\text{Monday}"
 
 
-def _written(answer: Any) -> str:
-    if isinstance(answer, str):
-        return " ".join(answer.split())
-    return str(Fraction(str(answer)) if getattr(answer, "is_Float", False) else answer)
+def attempt_in(text: str, boxed: bool = False) -> str | None:
+    """The expression that a text gives as its answer, in tidy LaTeX, or None."""
+    shown = visible(text)
+    if shown is None:
+        return None
+    if boxed:
+        tag = last_tag(shown, "answer")
+        box = last_box(shown if tag is None else tag)
+        return None if box is None or len(box) > LONGEST else tidy(box)
+    found = stated(shown)
+    if found is None:
+        return expression_in(_last_line(shown))
+    inner = statement(unmarked(found.text))
+    if inner is not None or found.source == "statement":
+        return expression_in(first_sentence((inner or found).text))
+    if found.source != "box":
+        return expression_in(found.text)
+    return tidy(found.text) if len(found.text) <= LONGEST else None
+
+
+def _last_line(text: str) -> str:
+    """The last line that has a digit or a formula in it, or else the last that is not empty."""
+    lines = [line.strip() for line in text.splitlines() if line.strip(" \t*_`#")]
+    told = (
+        line for line in reversed(lines) if any(c.isdigit() or c in "$\\" or c.isnumeric() for c in line.strip("\\[]"))
+    )
+    return next(told, lines[-1] if lines else "")
+
+
+def _gold(task: Task) -> str:
+    """The task's answer in tidy LaTeX; `ValueError` if it has none, or one that no answer equals."""
+    if task.answer is None or isinstance(task.answer, bool):
+        raise ValueError(f"task {task.id!r} has no answer to compare with")
+    text = str(task.answer)
+    found = marked(text)
+    gold = tidy(found.text if found else text)
+    if not gold:
+        raise ValueError(f"{_answer(task)}, is empty: {_ADVICE}")
+    if not _is_plain(gold) and has_words(outside_text(gold)):
+        raise ValueError(f"{_answer(task)}, has words beside the mathematics, which no answer would equal: {_ADVICE}")
+    return gold
+
+
+def _answer(task: Task) -> str:
+    return f"the answer of task {task.id!r}, {task.answer!r}"
+
+
+def _is_plain(gold: str) -> bool:
+    """Whether an answer is compared without math-verify's help, or can be: a number, or words."""
+    return _number(gold) is not None or is_letters(gold)
+
+
+@functools.lru_cache(maxsize=4096)
+def _number(text: str) -> Numeral | None:
+    return read_number(text) or read_number(without_unit(text))
+
+
+def _equal(gold: str, attempt: str, step_s: int) -> bool:
+    if is_letters(gold):
+        return words(gold) == words(attempt)
+    number = _number(gold)
+    if number is not None:
+        found = _number(attempt)
+        if found is not None:
+            return _equal_numbers(number, found)
+        attempt = without_unit(attempt)
+    if "".join(attempt.split()) == "".join(gold.split()):
+        return True
+    if re.search(r"\d\s?_", attempt) and "_" not in gold:  # the base of a numeral, which math-verify does not read
+        return False
+    if has_words(outside_text(attempt)) or (is_listed(attempt) and not _may_be_several(gold)):
+        return False
+    wanted, told = sides(gold), sides(attempt)
+    if len(wanted) > 1:
+        return _verified(gold, attempt, step_s)
+    return len(told) <= _MOST_SIDES and all(_verified(wanted[0], side, step_s) for side in reversed(told))
+
+
+def _equal_numbers(gold: Numeral, found: Numeral) -> bool:
+    """Whether two numbers are the same. 50% is one half; where the gold has a percent sign it may be left out."""
+    assert gold.value is not None
+    assert found.value is not None
+    if gold.percent and not found.percent and gold.value == found.value:
+        return True
+    wanted, told = gold.value / (100 if gold.percent else 1), found.value / (100 if found.percent else 1)
+    if wanted == told or (wanted.denominator == told.denominator == 1):
+        return wanted == told
+    return round(wanted, _PLACES) == round(told, _PLACES)
+
+
+def _may_be_several(gold: str) -> bool:
+    return is_listed(gold) or any(
+        mark in gold for mark in ("(", "[", "\\{", "\\pm", "\\cup", "\\begin", "<", ">", "\\le", "\\ge")
+    )
+
+
+def _written(expression: Any) -> str:
+    if getattr(expression, "is_Float", False) or getattr(expression, "is_Rational", False):
+        return plain_number(Fraction(str(expression)))
+    return str(expression)
+
+
+def _verified(gold: str, attempt: str, step_s: int) -> bool:
+    verifier = _math_verify()
+    return bool(verifier.verify(_parsed(gold, step_s), _parse(attempt, step_s), timeout_seconds=step_s))
 
 
 @functools.cache
@@ -89,8 +202,10 @@ def _math_verify() -> Any:
     return math_verify
 
 
-@functools.lru_cache(maxsize=1024)
-def _parse_gold(answer: str, step_s: int) -> list[Any]:
-    box = last_box(answer)
-    parsed: list[Any] = _math_verify().parse(f"\\boxed{{{answer if box is None else box}}}", parsing_timeout=step_s)
+def _parse(text: str, step_s: int) -> list[Any]:
+    parsed: list[Any] = _math_verify().parse(rf"\boxed{{{text}}}", parsing_timeout=step_s, fallback_mode="no_fallback")
     return parsed
+
+
+_parsed = functools.lru_cache(maxsize=1024)(_parse)
+"""Of golds, which many attempts are compared with."""

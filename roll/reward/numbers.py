@@ -1,29 +1,23 @@
-"""`number`: the last number of the text is the answer."""
+"""`number`: the number that the text gives as its answer is the task's."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from fractions import Fraction
 
 from roll.data.task import Response, Task
+from roll.reward.extract import first_sentence, marked, stated, visible
+from roll.reward.numerals import LONGEST, Numeral, numerals, plain_numerals, read_number, tail_with_digits
 
-# A minus is a sign unless it follows a digit, a word, a closing bracket or another dash: "3-5" ends in 5, "= -5" in -5.
-# A point belongs to a number only between digits, or before them at a word's start: "It is 5." ends in 5.
-_NUMBER = re.compile(
-    r"""(?P<sign>(?<![\w)\]}.%–-])[-\N{MINUS SIGN}])?
-        (?:\\?[$€£¥])?
-        (?P<digits>
-            (?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]) | [0-9]+) (?:\.[0-9]+)?
-            | (?<![\w.])\.[0-9]+
-        )""",
-    re.VERBOSE,
-)
+_LISTED = re.compile(r"[ \t]*(?:[,;&+*/-]|x|,?[ \t]*(?:or|and|to|nor|vs\.?))?[ \t(]*", re.IGNORECASE)
+"""What stands between numbers that are listed, or are parts of an expression."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """1 if the last number in the text is the task's answer, else 0. `1,234`, `$1234` and `1234.0` are the same."""
+    """1 if the number that the text gives as its answer is the task's, else 0: the last number of the place where the
+    answer stands (tag, box, `####`, final statement), or of the whole text if it has none of these."""
 
     tolerance: float = 0.0
     """How far off a right number may be."""
@@ -38,46 +32,75 @@ class Number:
                 raise ValueError(f"{name} is {value:g}, but takes a number ≥ 0")
 
     def __call__(self, task: Task, response: Response) -> float:
-        answer = _answer(task)
-        found = last_number(response.text)
+        answer = number_of(task)
+        found = given_number(response.text)
         if found is None:
             return 0.0
         if not (self.tolerance or self.relative):
             return float(found == answer)
-        allowed = max(Decimal(str(self.tolerance)), Decimal(str(self.relative)) * abs(answer))
+        allowed = max(Fraction(str(self.tolerance)), Fraction(str(self.relative)) * abs(answer))
         return float(abs(found - answer) <= allowed)
 
     def answer_of(self, task: Task, response: Response) -> str | None:
-        """The last number, written without what does not change it: `1,234.50` is `1234.5`."""
-        found = last_number(response.text)
+        """The number that the text gives, written without what does not change it: `1,234.50` is `1234.5`."""
+        found = given_number(response.text)
         return None if found is None else plain_number(found)
 
+    def check_answer(self, task: Task) -> bool:
+        """Always checks: `ValueError` if the task's answer is no number."""
+        number_of(task)
+        return True
 
-def last_number(text: str) -> Decimal | None:
-    """The last number written in the text, or None."""
-    end = max(text.rfind(digit) for digit in "0123456789") + 1
-    if not end:
+
+def given_number(text: str) -> Fraction | None:
+    """The number that a text gives as its answer, or None."""
+    shown = visible(text)
+    if shown is None:
         return None
-    *_, last = _NUMBER.finditer(text[:end].rsplit(None, 1)[-1])  # no number goes over several words
-    value = Decimal(last["digits"].replace(",", ""))
-    return value.copy_negate() if last["sign"] else value
+    found = stated(shown)
+    if found is None:
+        return last_number(shown)
+    if found.source == "statement":
+        return last_number(first_sentence(found.text))
+    if found.text.rstrip(" .)`*$").endswith(("!", "?")):  # a factorial, or a guess
+        return None
+    return last_number(found.text)
 
 
-def plain_number(value: Decimal) -> str:
-    """Equal numbers as equal strings."""
-    text = format(value, "f")
-    text = text.rstrip("0").rstrip(".") if "." in text else text
-    return "0" if text in ("-0", "") else text
+def last_number(text: str) -> Fraction | None:
+    """The last number written in the text; None if there is none, if what stands there only begins like one (`3:30`), or
+    if it is one of a list (`6, 7`, `6 or 7`) or of an expression that is not worked out (`2 + 3`)."""
+    plain = plain_numerals(tail_with_digits(text))
+    last: Numeral | None = None
+    before: Numeral | None = None
+    for numeral in numerals(plain):
+        before, last = last, numeral
+    if last is None or last.value is None:
+        return None
+    if before is not None and before.value != last.value and _LISTED.fullmatch(plain, before.end, last.start):
+        return None
+    return last.value
 
 
-def _answer(task: Task) -> Decimal:
-    if not isinstance(task.answer, bool):
-        try:
-            value = Decimal(str(task.answer).strip())
-            if value.is_finite():
-                return value
-        except InvalidOperation:
-            found = last_number(task.answer) if isinstance(task.answer, str) else None
-            if found is not None:
-                return found
-    raise ValueError(f"the answer of task {task.id!r}, {task.answer!r}, is not a number")
+def plain_number(value: Fraction) -> str:
+    """Equal numbers as equal strings: a decimal where there is an exact one, else a fraction."""
+    places = next((places for places in range(1, LONGEST) if not 10**places % value.denominator), 0)
+    if value.denominator == 1 or not places:
+        return str(value)
+    digits = f"{abs(value.numerator) * 10**places // value.denominator:0{places + 1}}"
+    return f"{'-' if value < 0 else ''}{digits[:-places]}.{digits[-places:]}"
+
+
+def number_of(task: Task) -> Fraction:
+    """The task's answer as a number."""
+    answer = task.answer
+    if answer is not None and not isinstance(answer, bool):
+        text = str(answer)
+        found = marked(text) if isinstance(answer, str) else None
+        numeral = read_number(found.text if found else text)
+        if numeral is not None and numeral.value is not None:
+            return numeral.value
+    raise ValueError(
+        f"the answer of task {task.id!r}, {answer!r}, is not a number: write one such as 72, -1,234.5, 1/2 or 1.2e3 "
+        "(with tasks from a table, answer_pattern takes it out of a longer text), or choose another reward, such as math"
+    )

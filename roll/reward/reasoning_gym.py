@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from roll.data.reasoning_gym import make_puzzles
 from roll.data.task import Response, Task
-
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+from roll.reward.extract import extract
 
 
 @dataclass(frozen=True)
 class ReasoningGym:
-    """What the puzzle's own verifier gives the answer: the last `<answer>…</answer>` of the text, or the text. An answer
-    that the verifier cannot read is worth 0."""
+    """What the puzzle's own verifier gives the answer that the text states, or the text if it states none; of a final
+    statement and the whole text, the better. An answer that the verifier cannot read is worth 0."""
 
     wrong: float = 0.01
     """Scores up to this are 0: what many families give an answer for being one."""
@@ -27,20 +25,25 @@ class ReasoningGym:
 
     def __call__(self, task: Task, response: Response) -> float:
         made_by = _made_by(task)
-        tagged = _TAGGED.findall(response.text)
-        answer = (tagged[-1] if tagged else response.text).strip()
         puzzles, entry = _puzzles(*made_by[:-1]), _entry(*made_by)
-        if not answer:
-            return 0.0
-        try:
-            score = float(puzzles.score_answer(answer, entry))
-        except Exception:  # verifiers parse answers as they come; what breaks one is no solution
-            return 0.0
+        answers = [answer for each in extract(response.text, "stated") if (answer := each.strip())]
+        score = max((_score(puzzles, entry, answer) for answer in answers), default=0.0)
         return score if score > self.wrong and (self.partial or score >= 1) else 0.0
+
+    def check_answer(self, task: Task) -> bool:
+        """Checks that the task says how its puzzle is made. A puzzle's own answer is its verifier's affair."""
+        return bool(_made_by(task))
 
     def warm_up(self) -> None:
         """Loads the package, which takes a second or more."""
         make_puzzles("chain_sum", {}, 0, 1)
+
+
+def _score(puzzles: Any, entry: Any, answer: str) -> float:
+    try:
+        return float(puzzles.score_answer(answer, entry))
+    except Exception:  # verifiers parse answers as they come; what breaks one is no solution
+        return 0.0
 
 
 def _made_by(task: Task) -> tuple[str, str, int, int, int]:

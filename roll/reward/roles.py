@@ -14,6 +14,7 @@ from typing import ClassVar, Protocol, TypeAlias, TypeGuard
 
 from roll.data.task import Message, Response, Task
 from roll.reward.base import RewardFn
+from roll.reward.extract import visible
 
 Said: TypeAlias = Mapping[str, Mapping[str, float]]
 """What roles said of an attempt: the values of each part they were asked for, by its name; empty for a whole reward."""
@@ -110,7 +111,7 @@ class ModelScore:
         raise LookupError("the role reward_model was not asked: this reward is given where a run has that role")
 
     async def ask(self, task: Task, response: Response, models: Models) -> Mapping[str, float]:
-        answer = Message(role="assistant", content=response.text)
+        answer = Message(role="assistant", content=visible(response.text) or "")
         score = await models.score([*task.messages, answer], self.timeout_s)
         value = self.scale * score + self.shift
         return {"reward": _sigmoid(value) if self.sigmoid else value, "score": score}

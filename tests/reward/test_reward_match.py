@@ -54,7 +54,7 @@ def test_a_task_without_an_answer_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"find": "somewhere"}, "find is 'somewhere', but takes text, last_line, boxed, answer"),
+        ({"find": "somewhere"}, "find is 'somewhere', but takes stated, text, last_line, boxed, answer"),
         ({"pattern": "("}, "pattern '\\(' is not a regular expression"),
     ],
 )

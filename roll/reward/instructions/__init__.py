@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from roll.data.task import Response, Task
+from roll.reward.extract import visible
 from roll.reward.instructions.constraints import CONSTRAINTS, follows
 
 __all__ = ["CONSTRAINTS", "Instructions", "loosened"]
@@ -14,7 +15,7 @@ __all__ = ["CONSTRAINTS", "Instructions", "loosened"]
 
 @dataclass(frozen=True)
 class Instructions:
-    """The share of a task's instructions that the text follows, or 1 if it follows all of them, else 0.
+    """The share of a task's instructions that the text, without its thinking, follows, or 1 if it follows all, else 0.
 
     A task's info has `instruction_id_list`, names such as `punctuation:no_comma`, and `kwargs`, the arguments of each:
     the form of the IFEval data set. Both readings, share and all, are parts of the verdict.
@@ -27,9 +28,14 @@ class Instructions:
     deterministic = True
 
     def __call__(self, task: Task, response: Response) -> dict[str, float]:
-        held = [self._follows(response.text, name, arguments) for name, arguments in instructions_of(task)]
+        text = visible(response.text) or ""
+        held = [self._follows(text, name, arguments) for name, arguments in instructions_of(task)]
         values = {"share": sum(held) / len(held), "all": float(all(held))}
         return {"reward": values[self.score], **values}
+
+    def check_answer(self, task: Task) -> bool:
+        """Always checks: `ValueError` if the task has no instructions, or not as many arguments."""
+        return bool(instructions_of(task))
 
     def _follows(self, text: str, name: str, arguments: Mapping[str, Any]) -> bool:
         texts = loosened(text) if self.mode == "loose" else [text]
