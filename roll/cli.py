@@ -194,6 +194,8 @@ def plan(config: ConfigFile, overrides: Overrides = None) -> None:
     _console.print(what, markup=False, soft_wrap=True)
     for drawn in draw(made, _console.width):
         _console.print(drawn)
+    if pipeline.checked:
+        _console.print(pipeline.checked, markup=False, highlight=False)
     for remark in pipeline.remarks:
         _console.print(Text(f"warning: {remark}", "yellow"), soft_wrap=True)
     check_memory(made)

@@ -37,6 +37,8 @@ class TaskSet:
     """Places of the rows that options say to skip."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Of held-out tasks that are of sets to evaluate on: the domain that their source gave them, by their ids."""
+    answers: str = ""
+    """Of how many the answers were checked, in words; empty where the reward looks at none."""
 
     @property
     def has_environments(self) -> bool:

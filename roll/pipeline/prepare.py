@@ -46,6 +46,7 @@ from roll.pipeline.state import RunState, SFTState, State
 from roll.pipeline.supervision import supervised, supervised_trainer
 from roll.pipeline.turns import Turns
 from roll.reward import RewardFn, RewardSource
+from roll.reward.answers import check_answers
 from roll.reward.builtin import ASKS_OTHERS, BUILTINS, OF_SHAPE
 from roll.rollout.evaluate import Evaluation
 from roll.rollout.play import play
@@ -68,6 +69,8 @@ class Pipeline(ABC, Generic[R, S]):
     job: Job
     remarks: Sequence[str] = ()
     """What the user should know before it starts."""
+    checked: str = ""
+    """What was checked of its tasks, in words."""
 
     @abstractmethod
     def state(self, saved: Mapping[str, Any]) -> S:
@@ -95,6 +98,7 @@ class RLVRPipeline(Pipeline[Roles, RunState]):
     def __init__(self, config: Config, tasks: TaskSet, reward: RewardSource) -> None:
         self.config = config
         self.remarks = remarks(config, tasks, _rules(config) if reward.pickled is None else {})
+        self.checked = tasks.answers
         self.job = rlvr_job(config, tasks)
         self._tasks = tasks
         self._reward = reward
@@ -235,12 +239,13 @@ def check(
         _check_formats(config)
     _check_votes(config, task_set, judge)
     _check_algorithm(config, task_set)
+    answers = check_answers(judge, (*task_set.train, *task_set.held_out), config.reward.deadline_s)
     source = find_model(config.model.path)
     shape = load_model_config(source)
     tokenizer = load_tokenizer(source, config.model)
     renderer = ChatRenderer(tokenizer, ())
     task_set = fitting(task_set, renderer, config, longest_sequence(shape))
-    return task_set, judge
+    return replace(task_set, answers=str(answers or "")), judge
 
 
 def _kept(name: str) -> Any:

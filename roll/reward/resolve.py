@@ -13,7 +13,7 @@ from roll.reward.base import RewardFn, is_quick, reads_answers
 from roll.reward.builtin import BUILTINS
 from roll.reward.compose import Rule, asked_of_roles, check_rule, compose, warm_up
 from roll.reward.domains import ByDomain
-from roll.reward.make import callable_reward
+from roll.reward.make import callable_reward, make
 from roll.reward.roles import AsksRole
 
 if TYPE_CHECKING:
@@ -99,6 +99,19 @@ class RewardSource:
         """The domain, if it has a reward of its own; None for the reward of all others."""
         return domain if domain in self.sets or domain in (self.domains or {}) else None
 
+    def parts(self) -> list[SourcePart]:
+        """The rewards that judge on their own: each part of a rule, or a function."""
+        found: list[SourcePart] = []
+        if self.pickled is not None:
+            found.append(SourcePart(None, "reward", self._trained(), replace(self, sets={})))
+        for domain, rule in self._rules().items():
+            setting = _setting(domain) if domain is not None else "reward"
+            named = {f"{setting}.parts.{name}": (part.name, part.options) for name, part in rule.parts.items()}
+            for where, (name, options) in (named or {setting: (rule.name, rule.options)}).items():
+                reward = make(name, options, root=self.root, where=where)
+                found.append(SourcePart(domain, where, reward, RewardSource(name, self.root, Rule(name, options))))
+        return found
+
     def asked_of_roles(self) -> dict[str | None, dict[str, AsksRole]]:
         """What roles are to be asked before a grader is, by domain, or under None for all that are not named."""
         asked = {domain: asked_of_roles(rule) for domain, rule in self._rules().items()}
@@ -131,6 +144,17 @@ class RewardSource:
             return ByDomain({domain: compose(rule, root=self.root, where=_setting(domain)) for domain, rule in rules})
         assert self.pickled is not None
         return cast(RewardFn, pickle.loads(self.pickled))
+
+
+@dataclass(frozen=True)
+class SourcePart:
+    """One reward of a source, `key_of` the domain whose tasks it judges, and the setting that names it."""
+
+    domain: str | None
+    setting: str
+    reward: RewardFn
+    source: RewardSource
+    """Of this reward alone."""
 
 
 def _setting(domain: str) -> str:

@@ -1,0 +1,125 @@
+"""Whether tasks can be solved at all: their answers, held against the reward that judges them, before a run starts.
+
+Numbers, letters, texts and tests are checked for every task. Where only a verdict tells (the LaTeX of `math`, about 50 ms
+each), a number of tasks, spread evenly, are judged in a grader process with their own answer as the response: it must be
+worth 1. An answer that no response satisfies is refused by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from roll.child.together import together
+from roll.config.errors import UserError
+from roll.data.task import Response, Task
+from roll.reward.base import RewardFn, ScoreFailure, check_answer
+from roll.reward.pool import GraderPool
+from roll.reward.resolve import RewardSource
+
+MOST = 256
+"""Tasks whose answers are tried by a verdict, of each reward."""
+_NAMED = 3
+_RAISED = re.compile(r"^ValueError: | \([\w.]+:\d+\)$")
+"""What a grader puts around the text of an exception."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class AnswersChecked:
+    """Of how many tasks the answers were checked."""
+
+    checked: int
+    tasks: int
+
+    def __str__(self) -> str:
+        count = f"all {self.tasks}" if self.checked == self.tasks else f"{self.checked} of {self.tasks}"
+        return f"checked the answers of {count} tasks"
+
+
+def check_answers(source: RewardSource, tasks: Sequence[Task], deadline_s: float = 10.0) -> AnswersChecked | None:
+    """Of how many tasks the answers were checked; None where nothing in the reward looks at answers. `UserError` names a
+    task whose answer no response satisfies, and says what to write instead."""
+    parts = source.parts()
+    judged = [task for task in tasks if task.environment is None]
+    slow: dict[int, list[Task]] = {}
+    faults: dict[str, str] = {}
+    unchecked: set[int] = set()
+    looks = False
+    for number, task in enumerate(judged):
+        for at, part in enumerate(parts):
+            if part.domain != source.key_of(task.domain) or not hasattr(part.reward, "check_answer"):
+                continue
+            looks = True
+            try:
+                good = check_answer(part.reward, task)
+            except ValueError as error:
+                faults.setdefault(task.id, f"{part.setting}: {error}")
+                continue
+            if not good:
+                slow.setdefault(at, []).append(task)
+                unchecked.add(number)
+    _refuse(faults)
+    for at, several in slow.items():
+        some = _spread(several, MOST)
+        if hasattr(parts[at].reward, "model_answer"):
+            _refuse(_run(_tried(parts[at].source, parts[at].setting, parts[at].reward, some, deadline_s)))
+            tried = set(map(id, some))
+            unchecked -= {number for number, task in enumerate(judged) if id(task) in tried}
+    return AnswersChecked(len(judged) - len(unchecked), len(judged)) if looks else None
+
+
+def _refuse(faults: dict[str, str]) -> None:
+    if not faults:
+        return
+    first, *others = faults
+    rest = ", ".join(map(repr, others[:_NAMED])) + (" …" if len(others) > _NAMED else "")
+    more = f" (and so it is with {len(others)} more: {rest})" if others else ""
+    raise UserError(f"{faults[first]}{more}")
+
+
+async def _tried(
+    source: RewardSource, setting: str, reward: RewardFn, tasks: Sequence[Task], deadline_s: float
+) -> dict[str, str]:
+    """What is wrong with the answers of tasks, by their ids."""
+    faults: dict[str, str] = {}
+
+    async def attempt(pool: GraderPool, task: Task) -> None:
+        text: str = reward.model_answer(task)  # type: ignore[attr-defined]
+        try:
+            verdict = await pool.score(task, Response(text, 1, "stop"))
+        except ScoreFailure as failure:
+            faults[task.id] = f"{setting}: {_RAISED.sub('', failure.reason)}"
+            return
+        if verdict.reward < 1:
+            faults[task.id] = (
+                f"{setting}: the answer of task {task.id!r}, {task.answer!r}, is not worth 1 as a response to itself: "
+                "write it in another form, or choose another reward"
+            )
+
+    async with GraderPool(source, deadline_s=deadline_s, tries=1, log=Path(os.devnull)) as pool:
+        await together(attempt(pool, task) for task in tasks)
+    return {task.id: faults[task.id] for task in tasks if task.id in faults}
+
+
+def _spread(tasks: Sequence[Task], most: int) -> list[Task]:
+    """So many of the tasks, at even distances."""
+    count = min(most, len(tasks))
+    return [tasks[place * len(tasks) // count] for place in range(count)]
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """What the work finds, also where an event loop is running, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
