@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from roll.config.evaluation import domain_of
 from roll.config.schema import Config
 from roll.data.domains import first_of_each
 from roll.data.sources import TaskSet
@@ -31,6 +32,7 @@ def rlvr_job(config: Config, tasks: TaskSet) -> Job:
         ("tasks", f"{len(tasks.train)} to train on, {len(tasks.held_out)} held out"),
         *([("left out", f"{len(tasks.left_out)} tasks, their prompts are too long")] if tasks.left_out else []),
         *((f"domain {name}", _share(name, config, tasks)) for name in config.domains),
+        *((f"eval set {name}", _set(name, config, tasks)) for name in config.eval.sets),
         ("samples a step", f"{rollout.groups_per_step} groups × {rollout.group_size} = {samples}"),
         ("tokens a sample", f"prompt up to {max(prompts)}, response up to {config.longest_response}"),
         ("updates a step", str(train.updates_per_step * train.epochs_per_step)),
@@ -44,6 +46,15 @@ def _share(domain: str, config: Config, tasks: TaskSet) -> str:
     train, held_out = (sum(task.domain == domain for task in part) for part in (tasks.train, tasks.held_out))
     share = config.mix.get(domain, 0) / sum(config.mix.values())
     return f"{share:.3g} of the groups, {train} tasks, {held_out} held out"
+
+
+def _set(name: str, config: Config, tasks: TaskSet) -> str:
+    count, settings = sum(task.domain == domain_of(name) for task in tasks.held_out), config.eval.settings(name)
+    if settings.attempts or not settings.samples:
+        attempts = settings.attempts or 1
+        asked = min(count, settings.samples // attempts) if settings.samples else count
+        return f"{count} tasks, {asked} asked × {attempts} = {asked * attempts} answers"
+    return f"{count} tasks, {settings.samples} answers"
 
 
 def rlvr_roles(config: Config, environments: bool = False) -> frozenset[str]:

@@ -112,12 +112,14 @@ def held_out_lines(summary: Mapping[str, Any], arrow: str = "→") -> list[str]:
         name = f"held-out {summary.get('measure', measure) if measure == 'reward' else measure}"
         if before is None:
             continue
-        if after is not None:
+        if after is None:
+            last, step = summary[f"{measure}_last"], summary[f"{measure}_last_step"]
+            since = "" if step == summary[f"{measure}_before_step"] else f"{before:.3f} {arrow} "
+            lines.append(f"{name} {since}{last:.3f} at step {step}, not measured after step {summary['steps']}")
+        elif measure == "reward" and _sets_changed(summary):
+            lines.append(f"{name} {after:.3f}; before training other sets were evaluated")
+        else:
             lines.append(f"{name} {before:.3f} {arrow} {after:.3f}")
-            continue
-        last, step = summary[f"{measure}_last"], summary[f"{measure}_last_step"]
-        since = "" if step == summary[f"{measure}_before_step"] else f"{before:.3f} {arrow} "
-        lines.append(f"{name} {since}{last:.3f} at step {step}, not measured after step {summary['steps']}")
     episodes = "turns" in summary.get("parts_after", {})
     lines += _set_lines(summary, arrow)
     for each in ("domains", "parts") if episodes else ("domains",):
@@ -125,6 +127,11 @@ def held_out_lines(summary: Mapping[str, Any], arrow: str = "→") -> list[str]:
         both = {name: (was[name], now) for name, now in summary.get(f"{each}_after", {}).items() if name in was}
         lines += [f"  {name} {before:.3f} {arrow} {after:.3f}" for name, (before, after) in both.items()]
     return lines
+
+
+def _sets_changed(summary: Mapping[str, Any]) -> bool:
+    before, after = (set(summary.get(f"sets_{when}", ())) for when in ("before", "after"))
+    return before != after
 
 
 def _set_lines(summary: Mapping[str, Any], arrow: str) -> list[str]:

@@ -97,6 +97,18 @@ def test_every_set_is_told_before_and_after() -> None:
     assert state.summary()["sets_after"] == {}
 
 
+def test_means_over_different_sets_are_not_compared() -> None:
+    before, after = (
+        found(0.5, name="easy"),
+        Evaluation({"easy": of_set(0.6, name="easy"), "hard": of_set(0.1, name="hard")}),
+    )
+    state = after_steps((0, before), (2, after), steps=2)
+    assert told(state) == [
+        "held-out accuracy 0.350; before training other sets were evaluated",
+        "  easy: accuracy 0.500 → 0.600",
+    ]
+
+
 def test_of_the_runs_own_tasks_what_stands_nowhere_else_is_told() -> None:
     state = after_steps((0, found(0.5, pass_2=0.6)), (2, found(0.75, pass_2=0.8)), steps=2)
     assert told(state) == ["held-out accuracy 0.500 → 0.750", "  pass@2 0.600 → 0.800"]
