@@ -30,16 +30,19 @@ def with_eval_sets(tasks: TaskSet, sets: Mapping[str, EvalSetConfig], root: str 
             )
     held_out: list[Task] = []
     labels: dict[str, str] = {}
+    skipped = list(tasks.skipped)
     for name, config in sets.items():
-        for task in _load(name, config, root):
+        found = _load(name, config, root)
+        skipped += found.skipped
+        for task in found.held_out:
             asked = replace(task, id=f"{name}/{task.id}", domain=domain_of(name))
             labels[asked.id] = task.domain
             held_out.append(asked)
-    return replace(tasks, held_out=tuple(held_out), labels=labels)
+    return replace(tasks, held_out=tuple(held_out), labels=labels, skipped=tuple(dict.fromkeys(skipped)))
 
 
-def _load(name: str, config: EvalSetConfig, root: str) -> tuple[Task, ...]:
-    """All rows of a table that does not say which are held out; the held-out tasks of any other source."""
+def _load(name: str, config: EvalSetConfig, root: str) -> TaskSet:
+    """All rows of a table that does not say which are held out, else the held-out tasks of the source, as held out."""
     whole = is_table(config.source, root) and "held_out" not in config.options
     if whole:
         config = config.model_copy(update={"options": {**config.options, "held_out": 0}})
@@ -49,4 +52,4 @@ def _load(name: str, config: EvalSetConfig, root: str) -> tuple[Task, ...]:
     if not tasks:
         what = "has no rows" if whole else "gave no held-out tasks"
         raise UserError(f"eval.sets.{name}: the source {config.source!r} {what} to evaluate on")
-    return tasks
+    return TaskSet((), tasks, skipped=found.skipped)

@@ -84,7 +84,7 @@ def _files(table: str, setting: str, root: str) -> Iterator[tuple[Path, str]]:
         return
     found = sorted(name for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
     if not found:
-        raise UserError(f"{setting}: no file matches {table!r}")
+        raise UserError(f"{setting}: no file matches {str(path)!r}{elsewhere(table, working_copy(root))}")
     above = Path(*path.parts[: next(n for n, part in enumerate(path.parts) if glob.has_magic(part))])
     for name in found:
         yield Path(name), f"{Path(name).relative_to(above).with_suffix('').as_posix()}/"

@@ -89,3 +89,9 @@ def test_a_task_to_train_on_cannot_be_of_a_sets_domain() -> None:
     ):
         held_out(sneaky, file="rows.jsonl")
     assert held_out(sneaky, other="rows.jsonl").train == sneaky.train
+
+
+def test_rows_that_a_set_skips_are_counted() -> None:
+    found = held_out(file={"source": "rows.jsonl", "options": {"skip": {"kind": "odd"}}})
+    assert (len(found.held_out), len(found.skipped)) == (10, 10)
+    assert found.skipped[0].endswith("rows.jsonl:2")
