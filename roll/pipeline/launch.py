@@ -30,8 +30,9 @@ from roll.pipeline.stopping import Stopped, cancelled_by_signals, signals_to
 from roll.reward import RewardFn
 from roll.rollout.evaluate import Evaluation
 from roll.rollout.transcript import Transcript
-from roll.run import RunFolder
+from roll.run import Checkpoints, RunFolder
 from roll.run.code import Given, Recording, saved_form
+from roll.run.disk import explain, file_of, full_disk
 from roll.run.folder import first_to_make
 
 
@@ -83,10 +84,11 @@ def train(
             try:
                 origin = resumed(chosen.compared, folder) if resume else Resumed(None, ())
                 if not resume and recording is not None:
-                    recording.write(folder.path)
+                    with _saying_full(folder):
+                        recording.write(folder.path)
                 for remark in origin.remarks:
                     reporter.warned(remark)
-                with Recorder.open(pipeline.config, folder, reporter) as recorder:
+                with _saying_full(folder), Recorder.open(pipeline.config, folder, reporter) as recorder:
                     other_code = recording if resume else None
                     return asyncio.run(_train(pipeline, recorder, executor, plan, written, origin, other_code))
             except UserError:
@@ -126,6 +128,20 @@ def _code_to_resume(config: Config, given: Given, place: Path, code: Code | None
     if not place.exists():
         raise UserError(f"there is no run in {place} to continue: leave out --resume to start one")
     return code_to_resume(config, given, RunFolder.open(place).path, code)
+
+
+@contextmanager
+def _saying_full(folder: RunFolder) -> Iterator[None]:
+    """Says a full disk in one message, wherever it showed."""
+    try:
+        yield
+    except Exception as error:
+        said = full_disk(error)
+        if said is None:
+            raise
+        latest = Checkpoints(folder).latest()
+        what = file_of(error) or "what the run leaves behind"
+        raise explain(folder.path, what, said, None if latest is None else latest.step) from error
 
 
 async def _train(

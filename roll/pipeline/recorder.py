@@ -33,6 +33,7 @@ from roll.run import (
     drop_samples_after,
 )
 from roll.run.code import Recording, RunCode, reward_of
+from roll.run.disk import Closing
 from roll.run.history import History
 from roll.run.stages import StageClock
 from roll.run.trace import Trace
@@ -80,9 +81,13 @@ class Recorder:
     @contextmanager
     def open(cls, config: Config, folder: RunFolder, reporter: Reporter) -> Iterator[Recorder]:
         with ExitStack() as stack:
-            ledger = stack.enter_context(Ledger.open(folder.ledger_path))
-            metrics = stack.enter_context(Metrics(folder, tensorboard=config.run.tensorboard))
-            trace = stack.enter_context(Trace.open(folder)) if config.run.trace else None
+            ledger = Ledger.open(folder.ledger_path)
+            stack.enter_context(Closing(ledger))
+            metrics = Metrics(folder, tensorboard=config.run.tensorboard)
+            stack.enter_context(Closing(metrics))
+            trace = Trace.open(folder) if config.run.trace else None
+            if trace is not None:
+                stack.enter_context(Closing(trace))
             yield cls(config, folder, ledger, metrics, reporter, trace)
 
     @property

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll.config.errors import UserError
+from roll.config.errors import RunError, UserError
+from roll.run.disk import full_disk
 from roll.run.files import atomic_write, sync_folder, to_json
 from roll.run.folder import RunFolder
 
@@ -95,8 +96,10 @@ class Checkpoints:
             # Not `to_json`: what is read back must be what was saved, so NaN stays NaN.
             (aside / _STATE).write_text(json.dumps(state, indent=2))
             _write_manifest(aside, step)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(aside, ignore_errors=True)
+            if (said := full_disk(error)) is not None:
+                raise RunError(f"cannot write to {final}: {said}") from error
             raise
         if final.exists():
             # `latest` reads the old one under this name for the instant in which neither has the real one.

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from roll.config.errors import RunError
 from roll.run.files import sync_folder, to_json
 from roll.run.folder import RunFolder
 
@@ -28,13 +29,16 @@ class History:
         """Adds an event; it is on disk when this returns."""
         line = to_json({"time_s": time.time(), "event": event, "step": step, **details}).encode() + b"\n"
         new = not self.path.exists()
-        with self.path.open("ab+") as file:
-            size = file.seek(0, os.SEEK_END)
-            if size and _last_byte(self.path) != b"\n":
-                line = b"\n" + line  # what a kill left half-written is a line of its own, which nobody reads
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with self.path.open("ab+") as file:
+                size = file.seek(0, os.SEEK_END)
+                if size and _last_byte(self.path) != b"\n":
+                    line = b"\n" + line  # what a kill left half-written is a line of its own, which nobody reads
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise RunError(f"cannot write to {self.path}: {error.strerror}") from error
         if new:
             sync_folder(self.path.parent)
 

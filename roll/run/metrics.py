@@ -33,8 +33,11 @@ class Metrics:
         """Add the numbers of a step; they are in the file when this returns."""
         assert not {"step", "time_s"} & values.keys(), "step and time_s are written by log itself"
         numbers = {name: value if isinstance(value, int) else float(value) for name, value in values.items()}
-        self._file.write(to_json({"step": step, "time_s": time.time(), **numbers}).encode() + b"\n")
-        self._file.flush()
+        try:
+            self._file.write(to_json({"step": step, "time_s": time.time(), **numbers}).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise RunError(f"cannot write to {self._path}: {error.strerror}") from error
         if self._tensorboard_dir is not None:
             for name, number in numbers.items():
                 self._event_writer().add_scalar(name, number, step)
@@ -49,10 +52,12 @@ class Metrics:
 
     def close(self) -> None:
         """Let go of the files."""
-        self._file.close()
-        if self._events is not None:
-            self._events.close()
-            self._events = None
+        try:
+            self._file.close()
+        finally:
+            if self._events is not None:
+                events, self._events = self._events, None
+                events.close()
 
     def __enter__(self) -> Metrics:
         return self

@@ -1,0 +1,95 @@
+"""A disk that is full: recognised wherever it shows, and said once.
+
+Writers fail in their own ways: Python raises an `OSError`, safetensors and tokenizers errors of their own, a worker in
+another process sends its error as text. All of them quote the operating system.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from roll.config.errors import RunError
+
+_NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_WORDS = ("No space left on device", "Disk quota exceeded", "File too large")
+_QUOTED = re.compile("|".join([*_WORDS, *(rf"\bos error {number}\b" for number in _NUMBERS)]))
+_FILE = re.compile(r"cannot write to (\S+): |'(/[^']+)'")
+
+
+class DiskFull(RunError):
+    """No more can be written where the run is."""
+
+
+def full_disk(error: BaseException) -> str | None:
+    """What the operating system said, if an error comes of a full disk, a used-up quota or a limit on files."""
+    for cause in _causes(error):
+        if isinstance(cause, OSError) and cause.errno in _NUMBERS:
+            return _WORDS[_NUMBERS.index(cause.errno)]
+        if found := _QUOTED.search(str(cause)):
+            said = found[0]
+            number = next((n for n in _NUMBERS if said.endswith(f"os error {n}")), None)
+            return said if number is None else _WORDS[_NUMBERS.index(number)]
+    return None
+
+
+def file_of(error: BaseException) -> str | None:
+    """The file that could not be written, if an error names it."""
+    for cause in _causes(error):
+        if isinstance(cause, OSError) and isinstance(cause.filename, str):
+            return cause.filename
+        if found := _FILE.search(str(cause)):
+            return found[1] or found[2]
+    return None
+
+
+def explain(folder: Path, what: str, said: str, saved: int | None) -> DiskFull:
+    """The one message: what could not be written, why, how much is free, and how to continue."""
+    how = f"the checkpoint of step {saved} is whole" if saved is not None else "there is no checkpoint yet"
+    on = f"continue from step {saved}" if saved is not None else "start from the beginning"
+    what = what.removeprefix(f"{folder}/")
+    return DiskFull(
+        f"{what} could not be written to {folder}: {said} ({human_bytes(shutil.disk_usage(folder).free)} free); {how}: "
+        f"make room, and {on} with --resume. `roll plan` says how much a run writes, and run.keep what it deletes"
+    )
+
+
+def human_bytes(count: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} bytes"
+
+
+class Closing(AbstractContextManager[None]):
+    """Closes a file's writer. Where the disk is full already, that closing it fails too is no news."""
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            self._writer.close()
+        except Exception as failure:
+            if error is None or full_disk(failure) is None:
+                raise
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, what led to it, and those of a group."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        at = waiting.pop(0)
+        if at is None or id(at) in seen:
+            continue
+        seen.add(id(at))
+        yield at
+        waiting += [at.__cause__, None if at.__suppress_context__ else at.__context__]
+        waiting += getattr(at, "exceptions", ())
