@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-AnswerIs: TypeAlias = Literal["", "label", "index", "number", "text"]
-"""How an answer names a choice: by label, by position counted from 0 or from 1, or by text; empty: whichever fits."""
+AnswerIs: TypeAlias = Literal["", "label", "index", "number", "text", "key"]
+"""How an answer names a choice: by label, by position counted from 0 or from 1, by text, or by label or index but never
+by text; empty: whichever fits."""
 _TEXTS, _LABELS = ("text", "texts"), ("label", "labels")
 _SHAPES = "a list of texts, {text: [...], label: [...]}, a list of {label, text}, or {label: text}"
 
@@ -100,7 +101,7 @@ class Choices:
             raise ValueError("the answer is null, which names no choice")
         readings = {"label": self._by_label, "index": self._by_index, "number": self._by_number, "text": self._by_text}
         if by:
-            order: list[str] = [by]
+            order = ["label", "index"] if by == "key" else [by]
         elif isinstance(answer, int | float) and not isinstance(answer, bool):
             order = ["label", "index", "text"]
         else:

@@ -74,7 +74,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
                 {"question": "question", "choices": "choices", "answer": "answer"},
                 {"question": "question", "choices": ("A", "B", "C", "D"), "answer": "answer"},
             ),
-            options={"prompt": f"{{question}}\n{{choices}}\n{_LETTER}"},
+            options={"answer_is": "key", "prompt": f"{{question}}\n{{choices}}\n{_LETTER}"},
             headerless=("question", "A", "B", "C", "D", "answer"),
         ),
         "arc": Format(

@@ -42,7 +42,8 @@ class TableOptions:
     choices: str | Sequence[str] = ""
     """Column with the choices, or a column for each."""
     answer_is: AnswerIs = ""
-    """How the answer names a choice: `label`, `index` (from 0), `number` (from 1) or `text`; empty: whichever fits."""
+    """How the answer names a choice: `label`, `index` (from 0), `number` (from 1), `text`, or `key` (label or index);
+    empty: whichever fits."""
     shuffle_choices: bool = False
     """Whether choices come in another order, always the same for a row."""
     id: str = ""

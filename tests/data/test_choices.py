@@ -86,7 +86,8 @@ def test_an_answer_is_a_label_first(published: Any, answer: Any, position: int) 
 
 
 @pytest.mark.parametrize(
-    ("by", "answer", "position"), [("index", "2", 2), ("number", "2", 1), ("text", "2", 0), ("label", "b", 1)]
+    ("by", "answer", "position"),
+    [("index", "2", 2), ("number", "2", 1), ("text", "2", 0), ("label", "b", 1), ("key", "2", 2)],
 )
 def test_how_an_answer_is_read_can_be_said(by: Any, answer: str, position: int) -> None:
     assert Choices.of(["2", "5", "7"]).position(answer, by) == position

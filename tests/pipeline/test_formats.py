@@ -260,6 +260,22 @@ CASES = [
         answers=["A"],
     ),
     Case(
+        "mmlu",
+        table(["question", "subject", "choices", "answer"], ["Two?", "s", '["1", "0", "2", "3"]', "2"]),
+        ["C"],
+        ["A"],
+        ["Two?\nA. 1\nB. 0\nC. 2\nD. 3"],
+        answers=["C"],
+    ),
+    Case(
+        "mmlu",
+        table(["question", "subject", "choices", "answer"], ["Two?", "s", '["2", "0", "1", "3"]', "0"]),
+        ["A"],
+        ["B"],
+        ["Two?\nA. 2\nB. 0"],
+        answers=["A"],
+    ),
+    Case(
         "arc",
         lines({"id": "x1", **ARC, "answerKey": "C"}, {"id": "x2", **ARC_DIGITS}),
         ["The answer is (C).", "The answer is (C)."],
