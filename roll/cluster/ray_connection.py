@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from roll.cluster.upload import NOT_SENT, excluded, too_large
 from roll.config.errors import UserError
 from roll.config.user_code import SENT_FOLDER
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 _FACTS_S = 60.0
 _REACH_S = 5.0
 """Ray itself tries for minutes to reach an address nobody listens at."""
-_NOT_SENT = ["runs", ".git", ".venv", "venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"]
+_TOO_LARGE = re.compile(r"Package size \(.*?\) exceeds the maximum size of [\d.]+\s?\w+")
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,9 @@ def connect(config: RayConfig, root: str = "") -> None:
         environment = _with_code(config.runtime_env, root)
     try:
         ray.init(**settings, runtime_env=environment or None)
-    except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+    except (ConnectionError, ValueError, RuntimeError, TimeoutError, RayError) as error:
+        if (found := _TOO_LARGE.search(str(error))) is not None and "working_dir" in environment:
+            raise too_large(Path(environment["working_dir"]), found[0]) from error
         where = "on this machine" if config.address is None else f"at ray.address={config.address!r}"
         token = (
             "; a cluster that asks for a token needs RAY_AUTH_MODE=token and that token here" if config.address else ""
@@ -111,7 +115,9 @@ def _with_code(given: Mapping[str, Any], root: str) -> dict[str, Any]:
     variables = {**code.get("env_vars", {}), **given.get("env_vars", {})}
     if "working_dir" in given:
         variables.pop(SENT_FOLDER, None)  # the user says what the workers' folder is
-    return {**code, **given, "env_vars": variables} if variables else {**code, **given}
+    lines = [*code.get("excludes", ()), *given.get("excludes", ())]
+    env = {**code, **given, **({"excludes": lines} if lines else {})}
+    return {**env, "env_vars": variables} if variables else env
 
 
 def _code_for_workers(root: str = "") -> dict[str, Any]:
@@ -120,7 +126,8 @@ def _code_for_workers(root: str = "") -> dict[str, Any]:
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
         return {}
     folder, package = _folder_to_send(Path(root) if root else Path.cwd()), Path(__file__).parents[1]
-    env: dict[str, Any] = {"working_dir": str(folder), "excludes": _NOT_SENT, "env_vars": {SENT_FOLDER: str(folder)}}
+    env: dict[str, Any] = {"working_dir": str(folder), "excludes": excluded(folder)}
+    env["env_vars"] = {SENT_FOLDER: str(folder)}
     if not _is_installed(package) and not package.is_relative_to(folder):
         env["py_modules"] = [str(package)]
     return env
@@ -129,7 +136,7 @@ def _code_for_workers(root: str = "") -> dict[str, Any]:
 def _folder_to_send(root: Path) -> Path:
     """The working directory, which may hold code that the root's refers to, if the root is in it and is sent with it."""
     here = Path.cwd()
-    within = root.is_relative_to(here) and not set(root.relative_to(here).parts) & set(_NOT_SENT)
+    within = root.is_relative_to(here) and not set(root.relative_to(here).parts) & set(NOT_SENT)
     return here if within else root
 
 

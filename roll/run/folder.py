@@ -53,7 +53,7 @@ _OWN_FILES = (
     ".*.tmp-*",
     "config.yaml",
 )
-_OWN_FOLDERS = ("logs", "samples", "checkpoints", "tensorboard")
+_OWN_FOLDERS = ("code", "logs", "samples", "checkpoints", "tensorboard")
 
 
 @dataclass(frozen=True)
