@@ -41,7 +41,12 @@ eval:
     plain: {source: echo, max_new_tokens: 1}
     rows: {source: rows.jsonl, reward: exact, attempts: 2, pass_at: [], majority_at: []}
     mine:
-      {source: "evaluated.py:hard", reward: "evaluated.py:judge", pass_at: 4, majority_at: [], solved_at: 7.5, temperature: .5}
+      source: evaluated.py:hard
+      reward: evaluated.py:judge
+      pass_at: 4
+      majority_at: []
+      solved_at: 7.5
+      temperature: 0.5
 """
 QUICK = [setting for setting in SMALL if not setting.startswith(("reward", "eval.samples"))]
 
