@@ -385,7 +385,7 @@ def test_eval_of_a_run_gives_the_reward_its_summary_says(made_run: Path, capfd: 
     summary = RunFolder.open(made_run).read_summary()
     assert summary is not None
     assert main(["eval", str(made_run)]) == 0
-    assert f"held-out accuracy {summary['reward_after']:.3f} over 4 answers" in capfd.readouterr().out
+    assert f"held-out reward {summary['reward_after']:.3f} over 4 answers" in capfd.readouterr().out
 
 
 def test_export_writes_what_transformers_loads(
