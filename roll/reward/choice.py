@@ -14,6 +14,7 @@ _WRAP = r"(?:[\s*_$(\[{\"'`]|\\text|\\mathrm|\\textbf|\\boxed|\\\(){0,8}"
 """What may stand around a letter: brackets, quotes, emphasis, LaTeX. So much and no more: searches must end."""
 _AFTER = r"(?![\w])(?!['’](?:s|m|d|ll|ve|re)\b)"
 
+_BETWEEN = re.compile(r"[\s*_]{0,4}(?:,|/|&|;|,?\s{0,2}\bor\b|,?\s{0,2}\band\b)[\s*_]{0,4}", re.IGNORECASE)
 _GIVEN = re.compile(r"\b(?:answer|choice|option)s?\b(?:\s{1,4}(?:is|are|was)\b[\s:]{0,4}|[\s*_]{0,4}[:=])", re.IGNORECASE)
 
 
@@ -130,11 +131,16 @@ def _line(text: str, letters: str) -> str | None:
 
 
 def _alone(text: str, letters: str) -> str | None:
-    """The last letter in brackets; without one, the last capital letter that is a word and no article or pronoun."""
-    if bracketed := re.findall(rf"[(\[]([{letters}])[)\]]", text, re.IGNORECASE):
-        return str(bracketed[-1]).upper()
-    alone = re.findall(rf"(?<![\w'’-])(?!(?:A|I)\s+\w)([{letters}])(?![\w'’-])", text)
-    return str(alone[-1]) if alone else None
+    """The last letter in brackets; without one, the last capital letter that is a word and no article or pronoun. None if
+    it is one of several that are listed: `either A or B`."""
+    bracketed = list(re.finditer(rf"[(\[]([{letters}])[)\]]", text, re.IGNORECASE))
+    alone = rf"(?<![\w'’-])(?!(?:A|I)\s+(?!(?:or|and)\b)\w)([{letters}])(?![\w'’-])"
+    found = bracketed or list(re.finditer(alone, text))
+    if not found:
+        return None
+    if len(found) > 1 and _BETWEEN.fullmatch(text, found[-2].end(), found[-1].start()):
+        return None if found[-2][1].upper() != found[-1][1].upper() else found[-1][1].upper()
+    return found[-1][1].upper()
 
 
 def _by_text(text: str, letters: str, choices: Sequence[str]) -> str | None:

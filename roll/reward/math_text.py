@@ -151,6 +151,11 @@ def outside_text(text: str) -> str:
     return _JOINED.sub(" ", _TEXT.sub(" ", text))
 
 
+def joined(text: str) -> str:
+    """The text with what LaTeX marks as text written plainly, without the words that join several answers."""
+    return _JOINED.sub(" ", unmarked(text))
+
+
 def is_letters(text: str) -> bool:
     """Whether it is letters alone, words or the name of a choice: such answers are compared as text."""
     return bool(re.fullmatch(r"[(\s]*[^\W\d_]+(?:[\s'’-]+[^\W\d_]+)*[)\s.]*", _TEXT.sub(r"\1", text)))

@@ -17,6 +17,7 @@ from roll.reward.math_text import (
     has_words,
     is_letters,
     is_listed,
+    joined,
     outside_text,
     sides,
     tidy,
@@ -153,11 +154,13 @@ def _equal(gold: str, attempt: str, step_s: int) -> bool:
         if found is not None:
             return _equal_numbers(number, found)
         attempt = without_unit(attempt)
+    elif not has_words(unmarked(gold)):
+        attempt = _without_word(attempt)
     if "".join(attempt.split()) == "".join(gold.split()):
         return True
     if re.search(r"\d\s?_", attempt) and "_" not in gold:  # the base of a numeral, which math-verify does not read
         return False
-    if has_words(outside_text(attempt)) or (is_listed(attempt) and not _may_be_several(gold)):
+    if _says_more(gold, attempt) or (is_listed(attempt) and not _may_be_several(gold)):
         return False
     wanted, told = sides(gold), sides(attempt)
     if len(wanted) > 1:
@@ -175,6 +178,17 @@ def _equal_numbers(gold: Numeral, found: Numeral) -> bool:
     if wanted == told or (wanted.denominator == told.denominator == 1):
         return wanted == told
     return round(wanted, _PLACES) == round(told, _PLACES)
+
+
+def _says_more(gold: str, attempt: str) -> bool:
+    """Whether there are words beside the mathematics: of a language, or marked as text where the gold has no text."""
+    return has_words(outside_text(attempt)) or (has_words(joined(attempt)) and not has_words(unmarked(gold)))
+
+
+def _without_word(attempt: str) -> str:
+    """Without a unit that stands apart: of `5\\sqrt{2} cm`, but not of `2ab`."""
+    head = without_unit(attempt)
+    return head if attempt[len(head) :].startswith((" ", "\\")) and has_words(attempt[len(head) :]) else attempt
 
 
 def _may_be_several(gold: str) -> bool:
