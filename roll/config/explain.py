@@ -44,9 +44,15 @@ def bare(value: Any) -> str:
     return value if isinstance(value, str) and value else shown(value)
 
 
+RENAMED = {"run.keep_checkpoints": "run.keep.checkpoints"}
+"""Settings that have another name now."""
+
+
 def unknown(path: Path) -> str:
     """The mistake of a key that is no setting."""
     path = (*path[:-1], str(path[-1]))
+    if (now := RENAMED.get(shape.dotted(path))) is not None:
+        return f"{shape.dotted(path)} has another name: write {now}"
     text = f"{shape.dotted(path)} is not a setting"
     above: Path = ()
     for end in range(1, len(path)):

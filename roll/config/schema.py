@@ -226,6 +226,21 @@ class TrainConfig(Section):
         return self.updates_per_step * self.epochs_per_step > 1
 
 
+class KeepConfig(Section):
+    """What a run keeps of what it writes; the rest is deleted as it goes (`docs/runs.md`)."""
+
+    checkpoints: Count = 2
+    """Newest checkpoints kept."""
+    checkpoints_every: Whole = 0
+    """Checkpoints of every so many steps are kept for ever besides; 0: none."""
+    best: bool = False
+    """Keep the checkpoint with the best held-out result besides, of those saved right after an evaluation."""
+    samples: Whole = 0
+    """Newest steps whose samples are kept; 0: all."""
+    trace_mb: Whole = 1024
+    """Trace files kept, in MiB, the oldest deleted first; 0: all. A file ends at a quarter of it."""
+
+
 class RunConfig(Section):
     """Where the run lives and what it keeps."""
 
@@ -235,8 +250,7 @@ class RunConfig(Section):
     """The run's folder."""
     checkpoint_every: Whole = 20
     """Steps between checkpoints, 0 for only at the end."""
-    keep_checkpoints: Count = 2
-    """Newest checkpoints kept."""
+    keep: KeepConfig = KeepConfig()
     tensorboard: bool = True
     """Write TensorBoard events."""
     save_samples: bool = True

@@ -31,12 +31,14 @@ from roll.run import (
     Transition,
     draw_curve,
     drop_samples_after,
+    drop_samples_before,
 )
+from roll.run.checkpoint import SCORE
 from roll.run.code import Recording, RunCode, reward_of
 from roll.run.disk import Closing
 from roll.run.history import History
 from roll.run.stages import StageClock
-from roll.run.trace import Trace
+from roll.run.trace import MAX_BYTES, Trace, drop_traces
 from roll.strategy.train.base import UpdateStats
 
 _SHOW_S = 0.5
@@ -70,7 +72,10 @@ class Recorder:
         self._config = config
         self._metrics = metrics
         self._history = History(folder)
-        self._checkpoints = Checkpoints(folder, keep=config.run.keep_checkpoints)
+        keep = config.run.keep
+        self._checkpoints = Checkpoints(folder, keep.checkpoints, keep.checkpoints_every, keep.best)
+        self._score: tuple[int, float] | None = None
+        """The step that was measured last on held-out data, and how good it was: more is better."""
         self._clock = time.monotonic()
         self._recent: deque[float] = deque(maxlen=3)
         """Seconds of the latest steps; early ones are no guide to later ones."""
@@ -85,10 +90,15 @@ class Recorder:
             stack.enter_context(Closing(ledger))
             metrics = Metrics(folder, tensorboard=config.run.tensorboard)
             stack.enter_context(Closing(metrics))
-            trace = Trace.open(folder) if config.run.trace else None
-            if trace is not None:
-                stack.enter_context(Closing(trace))
-            yield cls(config, folder, ledger, metrics, reporter, trace)
+            trace = Trace.open(folder, _trace_bytes(config)) if config.run.trace else None
+            recorder = cls(config, folder, ledger, metrics, reporter, trace)
+            stack.enter_context(Closing(recorder))
+            yield recorder
+
+    def close(self) -> None:
+        """Ends the trace. The ledger and the metrics have owners of their own."""
+        if self._trace is not None:
+            self._trace.close()
 
     @property
     def stop_requested(self) -> bool:
@@ -131,7 +141,7 @@ class Recorder:
         self.clock = StageClock()
         state = dict(checkpoint.state)
         self._took_s = {**state.pop("took_s", {}), **self._took_s}
-        position, mark = state.pop("ledger_position"), state.pop("ledger_mark", None)
+        position, mark, _ = state.pop("ledger_position"), state.pop("ledger_mark", None), state.pop(SCORE, None)
         self.ledger.roll_back(position, checkpoint.step, mark)
         self._metrics.truncate_after(checkpoint.step)
         drop_samples_after(self.folder, checkpoint.step)
@@ -154,6 +164,7 @@ class Recorder:
 
     def evaluated(self, step: int, values: Mapping[str, float], measured: Measured) -> None:
         self._metrics.log(step, values)
+        self._score = step, -measured.value if measured.measure.endswith("loss") else measured.value
         self.reporter.evaluated(step, measured)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -165,7 +176,17 @@ class Recorder:
                 if name.startswith("queue/"):
                     self._trace.counter(name, time.time(), value)
             self._trace.flush()
+            if self._trace.nearly_full:
+                self._next_trace()
         self._metrics.log(step, values)
+
+    def _next_trace(self) -> None:
+        """Ends a trace that is nearly full and begins the next; of old ones those are deleted that are too much."""
+        assert self._trace is not None
+        self._trace.close()
+        self._trace = Trace.open(self.folder, _trace_bytes(self._config))
+        if keep_mb := self._config.run.keep.trace_mb:
+            drop_traces(self.folder, (keep_mb << 20) - _trace_bytes(self._config))
 
     def report(
         self,
@@ -178,6 +199,8 @@ class Recorder:
         worked_s: float,
     ) -> None:
         """Tells the reporter of a step that is on disk; `worked_s` is how long one like it takes."""
+        if keep := self._config.run.keep.samples:
+            drop_samples_before(self.folder, step - keep + 1)
         self._recent.append(worked_s)
         config, steps = self._config, self._config.train.steps
         left_s = seconds_left(
@@ -203,6 +226,8 @@ class Recorder:
         state.seconds += self.lap()
         place = {"ledger_position": self.ledger.position, "ledger_mark": mark}
         saved = {**state.to_dict(), **place, "took_s": self._took_s}
+        if self._score is not None and self._score[0] == state.step:
+            saved[SCORE] = self._score[1]
         with self._checkpoints.saving(state.step, saved) as path:
             await write(path)
         self._history.add("saved", state.step)
@@ -233,6 +258,11 @@ class Recorder:
         now = time.monotonic()
         seconds, self._clock = now - self._clock, now
         return seconds
+
+
+def _trace_bytes(config: Config) -> int:
+    """Where a trace file ends: several of them fit into what is kept."""
+    return min(MAX_BYTES, max((config.run.keep.trace_mb << 20) // 4, 1 << 16)) if config.run.keep.trace_mb else MAX_BYTES
 
 
 def update_metrics(stats: UpdateStats) -> dict[str, float]:

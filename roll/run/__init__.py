@@ -13,7 +13,7 @@ from roll.run.folder import RunFolder
 from roll.run.ledger import ROLLED_BACK, Ledger, Transition
 from roll.run.ledger_index import LedgerIndex
 from roll.run.metrics import Metrics
-from roll.run.samples import drop_samples_after, read_samples, write_samples
+from roll.run.samples import drop_samples_after, drop_samples_before, read_samples, write_samples
 
 __all__ = [
     "ROLLED_BACK",
@@ -29,6 +29,7 @@ __all__ = [
     "atomic_write",
     "draw_curve",
     "drop_samples_after",
+    "drop_samples_before",
     "read_samples",
     "to_json",
     "write_samples",

@@ -35,6 +35,8 @@ from roll.run.folder import RunFolder
 _ALGORITHM = "sha256"
 _MANIFEST = "manifest.json"
 _STATE = "state.json"
+SCORE = "held_out_score"
+"""What the best checkpoint has most of, where its state says it."""
 _NAME = re.compile(r"step-(\d{6,})|\.step-(\d{6,})\.old-\d+")
 
 
@@ -68,12 +70,14 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of a run, the newest `keep` of them."""
+    """The checkpoints of a run: the newest `keep` of them, those of every `every` steps, and the best if `best`."""
 
-    def __init__(self, folder: RunFolder, keep: int = 2) -> None:
+    def __init__(self, folder: RunFolder, keep: int = 2, every: int = 0, best: bool = False) -> None:
         assert keep >= 1, "the newest checkpoint is always kept"
         self._dir = folder.checkpoints_dir
         self._keep = keep
+        self._every = every
+        self._best = best
 
     @contextmanager
     def saving(self, step: int, state: dict[str, Any]) -> Iterator[Path]:
@@ -135,14 +139,17 @@ class Checkpoints:
         return [path for path in named if not (path / _MANIFEST).is_file() and (not whole or _step(path) > whole[0][0])]
 
     def _tidy(self) -> None:
-        """Delete what nobody will read: what a crash left, replaced checkpoints, and all but the newest `keep`."""
+        """Delete what nobody will read: what a crash left, replaced checkpoints, and all but those to be kept."""
         for leftover in self._dir.glob(".step-*.tmp-*"):
             shutil.rmtree(leftover)
         for replaced in self._dir.glob(".step-*.old-*"):
             final = self._dir / f"step-{_step(replaced):06d}"
             if not final.exists():
                 replaced.rename(final)  # The crash came before the new one had the name.
-        outdated = [path for _, path in _whole(self._dir)[self._keep :]]
+        outdated = [path for step, path in _whole(self._dir)[self._keep :] if not self._every or step % self._every]
+        if self._best and outdated:
+            best = _best(self._dir)
+            outdated = [path for path in outdated if path != best]
         for path in [*self._dir.glob(".step-*.old-*"), *outdated]:
             # Renamed first, so that no half of a checkpoint is ever seen under its name.
             shutil.rmtree(path.rename(self._dir / f".step-{_step(path):06d}.tmp-{os.getpid()}"))
@@ -155,6 +162,19 @@ def _whole(directory: Path) -> list[tuple[int, Path]]:
         if _NAME.fullmatch(path.name) and (path / _MANIFEST).is_file():
             found.setdefault(_step(path), path)
     return sorted(found.items(), reverse=True)
+
+
+def _best(directory: Path) -> Path | None:
+    """The checkpoint with the highest score, the newest of equals; those that were not measured have none."""
+    scores = []
+    for step, path in _whole(directory):
+        try:
+            score = json.loads((path / _STATE).read_bytes()).get(SCORE)
+        except (OSError, ValueError, AttributeError):  # damaged: it is refused where it is read
+            continue
+        if isinstance(score, int | float) and score == score:
+            scores.append((score, step, path))
+    return max(scores)[2] if scores else None
 
 
 def _step(path: Path) -> int:

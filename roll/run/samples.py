@@ -32,6 +32,13 @@ def drop_samples_after(folder: RunFolder, step: int) -> None:
             path.unlink()
 
 
+def drop_samples_before(folder: RunFolder, step: int) -> None:
+    """Delete the samples of steps before `step`."""
+    for path in folder.samples_dir.glob("step-*.jsonl"):
+        if _step(path) < step:
+            path.unlink(missing_ok=True)
+
+
 def steps_with_samples(folder: RunFolder) -> list[int]:
     """The steps whose samples can be read."""
     return sorted({_step(file) for file in folder.samples_dir.glob("step-*.jsonl")})

@@ -29,6 +29,7 @@ still gets a lane that was free at its own time.
 from __future__ import annotations
 
 import os
+import re
 from heapq import heapify, heappop, heappush
 from itertools import count
 from json.encoder import encode_basestring_ascii as quote
@@ -89,9 +90,14 @@ class Trace:
 
     @classmethod
     def open(cls, folder: RunFolder, max_bytes: int = MAX_BYTES) -> Trace:
-        """A new trace of the run: `trace.json`, or `trace-2.json` … beside those that earlier processes left."""
-        names = (f"trace-{number}.json" if number > 1 else "trace.json" for number in count(1))
-        return cls(next(path for name in names if not (path := folder.path / name).exists()), max_bytes)
+        """A new trace of the run: `trace.json`, or `trace-2.json` … after those that are there."""
+        number = max((_number(path) for path in trace_files(folder)), default=0) + 1
+        return cls(folder.path / (f"trace-{number}.json" if number > 1 else "trace.json"), max_bytes)
+
+    @property
+    def nearly_full(self) -> bool:
+        """Whether it is time for another file."""
+        return self._room < self._max_bytes / 8
 
     def append(self, transition: Transition) -> None:
         """Adds a sample's move. Moves of one sample come in order; where hosts' clocks disagree, no time passes."""
@@ -261,6 +267,28 @@ class Trace:
         self._pending.clear()
         self._moved_us.clear()
         self._open.clear()
+
+
+def trace_files(folder: RunFolder) -> list[Path]:
+    """A run's traces, the oldest first."""
+    return sorted((path for path in folder.path.glob("trace*.json") if _number(path)), key=_number)
+
+
+def drop_traces(folder: RunFolder, keep_bytes: int) -> None:
+    """Delete the oldest traces until the others have at most so many bytes; the newest stays."""
+    files = trace_files(folder)
+    size = sum(path.stat().st_size for path in files)
+    for path in files[:-1]:
+        if size <= keep_bytes:
+            return
+        size -= path.stat().st_size
+        path.unlink()
+
+
+def _number(path: Path) -> int:
+    """Which of a run's traces a file is, from 1; 0 if it is none."""
+    match = re.fullmatch(r"trace(?:-(\d+))?\.json", path.name)
+    return 0 if match is None else int(match[1] or 1)
 
 
 class _Row:

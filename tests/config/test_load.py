@@ -220,3 +220,9 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     heavy = "{'torch', 'numpy', 'transformers', 'ray', 'vllm'}"
     code = f"import sys, roll.config; sys.exit(str({heavy} & set(sys.modules)) if {heavy} & set(sys.modules) else 0)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+def test_a_setting_that_was_renamed_names_the_new_one() -> None:
+    for source, overrides in (({"run": {"keep_checkpoints": 3}}, []), ({}, ["run.keep_checkpoints=3"])):
+        with pytest.raises(UserError, match=r"run\.keep_checkpoints has another name: write run\.keep\.checkpoints"):
+            load_config(source, overrides)

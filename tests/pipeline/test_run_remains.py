@@ -23,6 +23,7 @@ from roll.pipeline.report import SilentReporter
 from roll.rollout.door import EngineDoor
 from roll.rollout.lifecycle import MOVES
 from roll.run import read_samples
+from roll.run.trace import trace_files
 from roll.workers.train import TrainWorker
 
 STEPS = 3
@@ -211,3 +212,26 @@ def test_a_run_with_nothing_left_to_learn_ends_early_and_resumes_to_the_same_end
     assert "nothing left to learn" in capfd.readouterr().out
     assert main(["train", TINY, *arguments, "--resume"]) == 0
     assert Remains(tmp_path / "run").checkpoint.step == 10
+
+
+def test_a_run_deletes_what_it_is_told_not_to_keep(run_small: Callable[..., Remains]) -> None:
+    """Checkpoints, samples and traces; what is left can be read and continued."""
+    keep = ("run.keep.checkpoints=1", "run.keep.checkpoints_every=2", "run.keep.samples=2", "run.checkpoint_every=1")
+    run = run_small("train.steps=5", *keep)
+    assert sorted(path.name for path in run.folder.checkpoints_dir.iterdir()) == [
+        f"step-{step:06d}" for step in (2, 4, 5)
+    ]
+    assert sorted(run.samples()) == [4, 5]
+    run_small("train.steps=6", *keep, "run.keep.best=true", "eval.every=1", resume=True)
+    assert sorted(run.samples()) == [5, 6]
+    assert run.checkpoint.step == 6
+
+
+def test_a_trace_goes_on_in_the_next_file(run_small: Callable[..., Remains], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roll.pipeline.recorder._trace_bytes", lambda config: 8192)
+    run = run_small("train.steps=4", "run.keep.trace_mb=1")
+    files = trace_files(run.folder)
+    assert len(files) >= 3
+    for file in files:
+        events = json.loads(file.read_bytes())
+        assert not any("the trace ends here" in event["name"] for event in events[:-1])

@@ -56,6 +56,26 @@ def test_the_newest_are_kept(folder: RunFolder) -> None:
     assert latest.step == 1_000_000
 
 
+def test_every_so_many_steps_and_the_best_are_kept_besides(folder: RunFolder) -> None:
+    checkpoints = Checkpoints(folder, keep=2, every=100, best=True)
+    scores = {20: 0.1, 40: 0.9, 60: 0.3, 80: 0.9, 100: 0.2, 120: float("nan"), 140: None, 200: 0.5, 220: 0.6, 240: 0.7}
+    for step, score in scores.items():
+        save(checkpoints, step, writer(str(step)), {} if score is None else {"held_out_score": score})
+    assert names(folder) == [f"step-{step:06d}" for step in (80, 100, 200, 220, 240)]
+    fewer = Checkpoints(folder, keep=1)
+    save(fewer, 260, writer("260"), {})
+    assert names(folder) == ["step-000260"]
+
+
+def test_a_checkpoint_that_cannot_be_read_is_not_the_best(folder: RunFolder) -> None:
+    checkpoints = Checkpoints(folder, keep=1, best=True)
+    for step in (1, 2):
+        save(checkpoints, step, writer("x"), {"held_out_score": -step})
+    (folder.checkpoints_dir / "step-000001" / "state.json").write_text("{")
+    save(checkpoints, 3, writer("x"), {})
+    assert names(folder) == ["step-000002", "step-000003"]
+
+
 def test_a_step_before_the_newest_is_not_saved(folder: RunFolder) -> None:
     checkpoints = Checkpoints(folder)
     save(checkpoints, 10, writer("ten"), {})

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from roll.config.errors import RunError
 from roll.rollout.lifecycle import MOVES
 from roll.run import RunFolder, Transition
-from roll.run.trace import Trace, _Row
+from roll.run.trace import Trace, _Row, drop_traces, trace_files
 
 Event = dict[str, Any]
 ENDS = ("trained", "dropped", "failed")
@@ -503,3 +503,19 @@ def test_writes_that_take_less_than_they_were_given_go_on(tmp_path: Path, monkey
     with Trace(tmp_path / "trace.json") as trace:
         trace.span("train", "controller", 0, 1, note="x" * 300)
     assert complete(events(trace.path.read_text()))[0]["args"] == {"note": "x" * 300}
+
+
+def test_old_traces_are_deleted_and_the_next_has_a_number_of_its_own(folder: RunFolder) -> None:
+    for number in range(1, 5):
+        with Trace.open(folder) as trace:
+            assert trace.path.name == (f"trace-{number}.json" if number > 1 else "trace.json")
+            trace.counter("queue", 1.0, number)
+    (folder.path / "trace-notes.json").write_text("mine")
+    size = (folder.path / "trace-4.json").stat().st_size
+    drop_traces(folder, 2 * size + 10)
+    assert [path.name for path in trace_files(folder)] == ["trace-3.json", "trace-4.json"]
+    drop_traces(folder, 0)
+    assert [path.name for path in trace_files(folder)] == ["trace-4.json"]
+    assert (folder.path / "trace-notes.json").exists()
+    with Trace.open(folder) as trace:
+        assert trace.path.name == "trace-5.json"
