@@ -17,10 +17,10 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 if TYPE_CHECKING:
     from roll.algorithm import Algorithm, LossSpec, make_algorithm
+    from roll.api import evaluate, play, train
     from roll.cluster import Cluster
     from roll.config import Config, RunError, UserError, load_config
     from roll.data import Batch, Chat, Response, Sample, Task, TokenLog
-    from roll.pipeline.launch import evaluate, train
     from roll.pipeline.prepare import check
     from roll.pipeline.rlvr import make_scheduler
     from roll.pipeline.roles import Roles, TrainRoles, start_roles, start_trainer
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "roll.algorithm": ("Algorithm", "LossSpec", "make_algorithm"),
+    "roll.api": ("evaluate", "play", "train"),
     "roll.cluster": ("Cluster",),
     "roll.config": ("Config", "RunError", "UserError", "load_config"),
     "roll.data": ("Batch", "Chat", "Response", "Sample", "Task", "TokenLog"),
-    "roll.pipeline.launch": ("evaluate", "train"),
     "roll.pipeline.prepare": ("check",),
     "roll.pipeline.rlvr": ("make_scheduler",),
     "roll.pipeline.roles": ("Roles", "TrainRoles", "start_roles", "start_trainer"),
@@ -76,6 +76,7 @@ __all__ = [
     "load_config",
     "make_algorithm",
     "make_scheduler",
+    "play",
     "publish",
     "start_roles",
     "start_trainer",

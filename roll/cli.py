@@ -22,6 +22,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from roll.config.errors import RunError, UserError
+from roll.config.spelling import command_line
 from roll.pipeline.output import tolerant_output
 from roll.pipeline.stopping import Stopped, exit_status
 
@@ -103,7 +104,7 @@ def train(
     from roll.config import load_config
 
     if resume and restart:
-        raise UserError("--resume goes on with a run and --restart begins it anew: write one of them")
+        raise UserError("--resume continues a run and --restart begins it again: write one of them")
     if code and not resume:
         raise UserError("--code says which code a run is resumed with: write --resume too, or leave it out")
     settings = load_config(config, overrides or [])
@@ -342,7 +343,7 @@ def _quiet_libraries() -> None:
 def main(arguments: list[str] | None = None) -> Any:
     """The entry point: the one place where a user's errors become a message and an exit status."""
     try:
-        with tolerant_output():
+        with tolerant_output(), command_line():
             return _run(arguments)
     except RunError as error:  # what was printed last could not be written
         return _failed(error)

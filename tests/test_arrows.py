@@ -22,7 +22,7 @@ import roll
 ROOT = Path(roll.__file__).parent
 
 TIERS = [
-    {"__init__", "cli", "display", "doctor", "ledger_view", "transcript_view"},
+    {"__init__", "api", "cli", "display", "doctor", "ledger_view", "transcript_view"},
     {"pipeline"},
     {"rollout", "workers", "devices"},
     {"algorithm", "strategy", "env", "reward", "transfer"},

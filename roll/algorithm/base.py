@@ -75,6 +75,7 @@ class Algorithm:
 
     @property
     def loss(self) -> LossSpec:
+        """The loss that trains on its advantages, as it is sent to the trainer."""
         config = self.config
         in_loss = config.kl_in == "loss"
         correction = None
@@ -208,6 +209,7 @@ class Algorithm:
         return {"kl_coef": self._kl.value, "scores": self._running.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
+        """Takes back what `state` returned, of a checkpoint."""
         self._kl.restore(state["kl_coef"])
         self._running.restore(state["scores"])
 

@@ -41,6 +41,8 @@ class PendingCall:
 
 
 class Cluster(Generic[W]):
+    """The workers of one role: a call to a cluster fans out to them and joins their results."""
+
     def __init__(
         self, role: str, handles: Sequence[Handle], deadline_s: float = 1800.0, executor: Executor | None = None
     ) -> None:
@@ -59,10 +61,12 @@ class Cluster(Generic[W]):
 
     @classmethod
     async def start(cls, executor: Executor, make: Callable[[Place], W], places: Sequence[Place]) -> Cluster[W]:
+        """Starts a worker at each place; `make` runs where the worker is."""
         return cls(places[0].role, await executor.start(make, places), executor.deadline_s, executor)
 
     @property
     def places(self) -> list[Place]:
+        """Where each worker is, by rank."""
         return [handle.place for handle in self._handles]
 
     def __len__(self) -> int:

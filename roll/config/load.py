@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from pathlib import PurePath
 from typing import Any, cast
@@ -21,16 +21,39 @@ from roll.config.schema import Config, Section
 _OVERRIDES_RANK = 1 << 40  # above every line number: overrides are listed after the file
 
 
-def load_config(source: str | FilePath | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a YAML file or a mapping, with `key.sub=value` overrides applied in order.
+def load_config(
+    source: Config | str | FilePath | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> Config:
+    """The configuration of `source`, a YAML file, a mapping or another configuration, with `overrides` applied in order.
 
-    Names of files and code in a YAML file are relative to its folder, those in a mapping and in overrides to the working
-    directory. Raises one `UserError` that lists every mistake, a line each.
+    Overrides are a list of `"key.sub=value"`, each value as in YAML, or a mapping of settings, with sections as mappings
+    or keys with dots: `{"train": {"lr": 1e-5}}` or `{"train.lr": 1e-5}`. Names of files and code in a YAML file are
+    relative to its folder, those in a mapping and in overrides to the working directory. Raises one `UserError` that
+    lists every mistake, a line each.
+
+        load_config("examples/tiny.yaml", ["train.lr=1e-5", "run=runs/a"])
+        load_config({"model": "tiny", "tasks": "echo"}, {"train": {"steps": 10}})
     """
     draft = _Draft(source)
-    for number, text in enumerate(overrides):
+    if isinstance(overrides, Mapping):
+        for number, (name, value) in enumerate(overrides.items()):
+            draft.set(name, value, Origin(_OVERRIDES_RANK + number, ""))
+        return draft.finish()
+    for number, text in enumerate(_texts(overrides)):
         draft.override(text, Origin(_OVERRIDES_RANK + number, f"override {text}"))
     return draft.finish()
+
+
+def _texts(overrides: Any) -> list[str]:
+    """Overrides that are a list of texts, and nothing else."""
+    form = 'write a list of "key.sub=value", as in ["train.lr=1e-5"], or a dict, as in {"train.lr": 1e-5}'
+    if isinstance(overrides, str) or not isinstance(overrides, Iterable):
+        raise UserError(f"overrides is {overrides!r}: {form}")
+    texts = list(overrides)
+    for text in texts:
+        if not isinstance(text, str):
+            raise UserError(f"overrides has {text!r}: {form}")
+    return texts
 
 
 def dump_config(config: Config) -> str:
@@ -62,13 +85,18 @@ class _Draft:
     Sections in `tree` are always written out: short forms are expanded, empty sections are empty mappings.
     """
 
-    def __init__(self, source: str | FilePath | Mapping[str, Any]) -> None:
+    def __init__(self, source: Any) -> None:
         self.mistakes: list[Mistake] = []
         self.origins: dict[Path, Origin] = {}
         self.whole = Origin(0, "")
         self.file: FilePath | None = None
         data: Any = source
-        if not isinstance(source, Mapping):
+        if not isinstance(source, (str, PurePath, Mapping, Config)):
+            raise UserError(
+                f"a configuration is {source!r:.100} ({type(source).__name__}): write the path of a YAML file, a dict or "
+                "a roll.Config"
+            )
+        if isinstance(source, (str, PurePath)):
             self.file = FilePath(os.path.abspath(source))
             document = _read(FilePath(source))
             data = document.data
@@ -104,6 +132,17 @@ class _Draft:
             value = _override_value(path, raw)
         except YamlError as error:
             return self._refuse(origin, f"the value of {name} is not readable YAML: {error.problem}")
+        return self._set(path, value, origin)
+
+    def set(self, name: Any, value: Any, origin: Origin) -> None:
+        """Apply one setting, or a section's settings, of a Python program."""
+        path: Path = tuple(name.split(".")) if isinstance(name, str) else (name,)
+        if shape.type_at(path) is shape.UNKNOWN:
+            return self._refuse(origin, explain.unknown(path))
+        return self._set(path, value, origin)
+
+    def _set(self, path: Path, value: Any, origin: Origin) -> None:
+        kind = shape.type_at(path)
         tree = _written_out(value, kind)
         if shape.section_in(kind) and (value is None or not isinstance(tree, dict)):
             return self._refuse(origin, explain.unfit(path, value))
@@ -224,6 +263,8 @@ def _written_out(value: Any, kind: Any) -> Any:
         return {key: _written_out(item, shape.child(kind, key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_written_out(item, shape.child(kind, position)) for position, item in enumerate(value)]
+    if hasattr(value, "__index__") and not isinstance(value, int):
+        return int(value)  # of NumPy, say
     return str(value) if isinstance(value, PurePath) else value
 
 

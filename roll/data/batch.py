@@ -75,6 +75,9 @@ Column = Array | TokenColumn
 
 @dataclass(frozen=True)
 class Batch:
+    """Many samples, ragged: columns with a value per sample, per turn or per token. `offsets[i]` is the position of
+    sample i's first token; the last offset is the number of tokens."""
+
     offsets: Indices
     columns: Mapping[str, Column]
     """Sample and turn columns are arrays; token columns are `TokenColumn`s, also where an array was given."""
@@ -108,6 +111,7 @@ class Batch:
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sample]) -> Batch:
+        """The batch of samples whose token logs are here."""
         block = token_block(samples)
         lengths = [len(sample.log) for sample in samples]
         return cls.from_blocks(samples, lengths, [block], np.zeros(len(samples), np.int64), _offsets(lengths)[:-1])
@@ -156,26 +160,32 @@ class Batch:
 
     @property
     def tokens(self) -> int:
+        """Tokens of all samples."""
         return int(self.offsets[-1])
 
     @property
     def lengths(self) -> Indices:
+        """Tokens of each sample."""
         return np.diff(self.offsets)
 
     @property
     def turn_offsets(self) -> Indices:
+        """The position of each sample's first turn, and at the end the number of turns."""
         return _offsets(self["turns"])
 
     @property
     def ids(self) -> IntArray:
+        """Token ids, `[tokens]`."""
         return self["ids"]
 
     @property
     def loss_mask(self) -> BoolArray:
+        """Whether each token is trained on, `[tokens]`."""
         return self["loss_mask"]
 
     @property
     def behaviour(self) -> FloatArray:
+        """Log-probabilities of the sampler, `[tokens]`; 0 where a token was not sampled."""
         return self["behaviour"]
 
     def rows(self, name: str) -> list[Array]:
@@ -227,6 +237,7 @@ class Batch:
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
+        """One batch of the samples of several, in their order."""
         if not batches:
             raise ValueError("concat needs at least one batch")
         names = list(batches[0].columns)

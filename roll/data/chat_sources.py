@@ -20,7 +20,7 @@ from roll.config.schema import DataConfig
 from roll.config.user_code import load_user_code
 from roll.data.chat import Chat
 from roll.data.layout import Layout
-from roll.data.rows import TABLES, is_table, read_rows
+from roll.data.rows import TABLES, GivenRows, is_table, read_rows
 from roll.data.sources import SOURCES, Split, call_source, check_options, find_generator
 from roll.data.task import Message, Task
 from roll.data.tokenlog import TokenLog
@@ -56,7 +56,7 @@ def load_chats(config: DataConfig, source: ChatSource | None = None, root: str =
 
 def chat_file(
     split: Split,
-    path: str,
+    path: str | GivenRows,
     messages: str = "messages",
     prompt: str = "prompt",
     response: str = "response",

@@ -43,6 +43,15 @@ class Row:
     values: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class GivenRows:
+    """Rows that a program gave in place of a table's name."""
+
+    name: str
+    """What they were given as, for messages."""
+    rows: tuple[dict[str, Any], ...]
+
+
 def is_table(name: str, root: str = "") -> bool:
     """Whether a source's name is one of a table."""
     return name.endswith(FILES) or name.startswith(HUB) or is_saved(name, root)
@@ -55,10 +64,14 @@ def is_saved(name: str, root: str = "") -> bool:
 
 
 def read_rows(
-    table: str, setting: str, *, subset: str = "", part: str = "", layout: Layout = _PLAIN, root: str = ""
+    table: str | GivenRows, setting: str, *, subset: str = "", part: str = "", layout: Layout = _PLAIN, root: str = ""
 ) -> Iterator[Row]:
     """The rows of a table in their order; `setting` is what names it, from `root`. `subset` and `part` are of a dataset:
     one of its configurations, and one of its splits. `layout` is of a file."""
+    if isinstance(table, GivenRows):
+        for position, values in enumerate(table.rows):
+            yield Row(f"{table.name}[{position}]", f"row-{position + 1}", values)
+        return
     if table.startswith(HUB) or is_saved(table, root):
         for number, row in enumerate(_dataset(table.removeprefix(HUB), setting, subset, part, root), 1):
             yield _row(f"{table}, row {number}", f"row-{number}", row)

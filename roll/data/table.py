@@ -19,7 +19,7 @@ from roll.config.options import check_types
 from roll.data.formats import Format, find_format
 from roll.data.layout import Layout
 from roll.data.row_task import RowReader, TableOptions, get, pattern, searchable
-from roll.data.rows import HUB, TABLES, Row, is_saved, is_table, read_rows, some
+from roll.data.rows import HUB, TABLES, GivenRows, Row, is_saved, is_table, read_rows, some
 from roll.data.task import Task
 
 
@@ -31,7 +31,7 @@ class Rows(list[Task]):
         self.skipped = tuple(skipped)
 
 
-def table(split: Literal["train", "held_out"], path: str, root: str = "", **options: Any) -> Rows:
+def table(split: Literal["train", "held_out"], path: str | GivenRows, root: str = "", **options: Any) -> Rows:
     """A task per row; `path` is found from `root`, and `options` are those of `TableOptions`."""
     check_table_options(options)
     format = find_format(options["format"]) if options.get("format") else Format((), ({},))
@@ -53,7 +53,7 @@ def table(split: Literal["train", "held_out"], path: str, root: str = "", **opti
     rows = list(islice(kept, common.limit or None))
     if not elsewhere:
         assert not isinstance(common.held_out, str)
-        chosen = _held_out_rows(len(rows), common.held_out)
+        chosen = held_out_rows(len(rows), common.held_out)
         rows = [row for position, row in enumerate(rows) if (position in chosen) == (split == "held_out")]
     return Rows((_task(row, readers) for row in rows), kept.skipped)
 
@@ -103,11 +103,11 @@ def _task(row: Row, readers: Sequence[RowReader], prefix: str = "") -> Task:
     return (fitting or readers[0]).task(row, prefix)
 
 
-def _other_table(path: str, held_out: str, root: str) -> tuple[str, str]:
+def _other_table(path: str | GivenRows, held_out: str, root: str) -> tuple[str, str]:
     """The table that is held out and, in a dataset, its split."""
     if is_table(held_out, root):
         return held_out, ""
-    if path.startswith(HUB) or is_saved(path, root):
+    if isinstance(path, str) and (path.startswith(HUB) or is_saved(path, root)):
         return path, held_out
     raise UserError(
         f"tasks.options: held_out is {held_out!r}: write a share below 1, a number of rows, or another table: "
@@ -121,7 +121,7 @@ def _name(table: str) -> str:
     return next((part for part in reversed(parts) if not glob.has_magic(part)), "held_out")
 
 
-def _held_out_rows(count: int, held_out: float | int) -> set[int]:
+def held_out_rows(count: int, held_out: float | int) -> set[int]:
     """Positions at even distances: of 10 rows, 2 are the fifth and the last."""
     if isinstance(held_out, bool) or held_out < 0 or (isinstance(held_out, float) and held_out >= 1):
         raise UserError(f"tasks.options: held_out is {held_out}: write a share below 1, or a whole number of rows")

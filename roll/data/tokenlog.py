@@ -87,12 +87,14 @@ class TokenLog:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
+        """What was appended, in order."""
         return tuple(self._segments)
 
     def __len__(self) -> int:
         return sum(len(segment.ids) for segment in self._segments)
 
     def prompt(self, ids: Sequence[int] | IntArray) -> None:
+        """Appends tokens of a prompt, which are not trained on."""
         if self._segments:
             raise ValueError("a token log begins with its prompt: later input is an observation")
         self._append(Segment("prompt", _frozen(ids, np.int32)))
@@ -104,6 +106,7 @@ class TokenLog:
         self._append(Segment("prompt", _frozen(ids, np.int32)))
 
     def observe(self, ids: Sequence[int] | IntArray) -> None:
+        """Appends tokens that an environment said, which are not trained on."""
         if not self._segments:
             raise ValueError("a token log begins with its prompt, not with an observation")
         self._append(Segment("observation", _frozen(ids, np.int32)))
@@ -111,6 +114,7 @@ class TokenLog:
     def respond(
         self, ids: Sequence[int] | IntArray, logprobs: Sequence[float] | FloatArray, versions: Sequence[int] | IntArray
     ) -> None:
+        """Appends sampled tokens with the sampler's log-probabilities and the version of its weights."""
         if not self._segments:
             raise ValueError("a token log begins with its prompt, not with a response")
         if not len(ids) == len(logprobs) == len(versions):
@@ -131,6 +135,7 @@ class TokenLog:
 
     @property
     def ids(self) -> IntArray:
+        """All token ids."""
         return _joined([s.ids for s in self._segments], np.int32)
 
     @property
@@ -145,6 +150,7 @@ class TokenLog:
 
     @property
     def loss_mask(self) -> BoolArray:
+        """Whether each token was sampled, and so may be trained on."""
         return _joined([np.full(len(s.ids), s.kind == "response") for s in self._segments], np.bool_)
 
     @property
@@ -178,6 +184,7 @@ class TokenLog:
 
     @property
     def response_tokens(self) -> int:
+        """How many tokens were sampled."""
         return sum(len(s.ids) for s in self._segments if s.kind == "response")
 
 

@@ -15,6 +15,7 @@ from roll.cluster import Executor
 from roll.cluster.errors import RemoteError
 from roll.config import Config, UserError, dump_config
 from roll.config.schema import SuperviseConfig
+from roll.config.spelling import option
 from roll.data.chat_sources import ChatSource
 from roll.data.sources import TaskSource
 from roll.devices.plan import Plan, check_memory, make_plan
@@ -126,7 +127,7 @@ def _nothing() -> None:
 
 def _code_to_resume(config: Config, given: Given, place: Path, code: Code | None) -> Chosen:
     if not place.exists():
-        raise UserError(f"there is no run in {place} to continue: leave out --resume to start one")
+        raise UserError(f"there is no run in {place} to continue: leave out {option('resume')} to start one")
     return code_to_resume(config, given, RunFolder.open(place).path, code)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from roll.config import Config, UserError, changed_keys, load_config
 from roll.config.explain import shown
+from roll.config.spelling import option, resuming
 from roll.run import Checkpoint, Checkpoints, Metrics, RunFolder
 from roll.run.history import History
 
@@ -109,8 +110,9 @@ def refuse_changes(folder: RunFolder, config: Config, changes: tuple[Change, ...
         listed = "".join(f"\n  {change}: {why}" for change, why in refused)
         raise UserError(
             f"the run in {folder.path} cannot continue with other settings of "
-            f"{', '.join(change.key for change, _ in refused)}: resume it without them (roll train {folder.config_path} "
-            f"--resume), or write run.dir=OTHER model={folder.path} for a new run from its weights{listed}"
+            f"{', '.join(change.key for change, _ in refused)}: resume it without them "
+            f"({resuming(folder.config_path)}), or write run.dir=OTHER model={folder.path} for a new run from its "
+            f"weights{listed}"
         )
 
 
@@ -126,7 +128,7 @@ def newest_checkpoint(folder: RunFolder) -> Checkpoint | None:
     if checkpoint is None and (step := _once_saved(folder)) is not None:
         raise UserError(
             f"the run in {folder.path} has had checkpoints, the newest of step {step}, but {folder.checkpoints_dir} "
-            "holds none: put it back and resume, or start over with --restart, which moves this run aside"
+            f"holds none: put it back and resume, or start over with {option('restart')}, which moves this run aside"
         )
     return checkpoint
 

@@ -58,6 +58,7 @@ class TrainRoles:
 
     @property
     def trainers(self) -> list[Cluster[TrainWorker] | Cluster[CriticWorker]]:
+        """The roles with weights of their own: actor, reference and critic, as far as the run has them."""
         return [cluster for cluster in (self.actor, self.reference, self.critic) if cluster is not None]
 
     @property
@@ -90,11 +91,13 @@ class TrainRoles:
             await self.load(checkpoint)
 
     async def load(self, checkpoint: Path) -> None:
+        """Has the actor and the critic load a checkpoint."""
         await self.actor.call(TrainWorker.load, checkpoint)
         if self.critic is not None:
             await self.critic.call(CriticWorker.load, checkpoint)
 
     async def save(self, checkpoint: Path) -> None:
+        """Has the actor and the critic write a checkpoint."""
         await self.actor.call(TrainWorker.save, checkpoint)
         if self.critic is not None:
             await self.critic.call(CriticWorker.save, checkpoint)

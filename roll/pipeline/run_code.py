@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 from roll.config import Config, UserError, load_config
 from roll.config.names import either
 from roll.config.root import is_object, root_of
+from roll.config.spelling import option
 from roll.config.user_code import shown
 from roll.pipeline.resume import changes_of
 from roll.run.code import SETTINGS, Given, RunCode, saved_form
@@ -78,15 +79,15 @@ def code_to_resume(config: Config, given: Given, run: Path, code: str | None) ->
         if data := [difference for difference in differing if difference.is_data]:
             raise UserError(
                 f"data of the run in {shown(run)} has changed since it was started, and a run keeps no copies of data: "
-                f"bring it back, or write --code current (in Python: code='current') to continue with it as it is now"
+                f"bring it back, or write {option('code', 'current')} to continue with it as it is now"
                 f"{_listed(data)}"
             )
         says.append(f"using the code the run was trained with: {shown(recorded.folder)} ({recorded.label})")
         return Chosen(recorded.applied(config), {}, compared, tuple(says), recorded)
     if differing and code is None:
         raise UserError(
-            f"the run in {shown(run)} was trained with other code or data: write --code run (in Python: code='run') to "
-            "continue with the copy of the code that the run keeps, or --code current (code='current') to continue with "
+            f"the run in {shown(run)} was trained with other code or data: write {option('code', 'run')} to continue "
+            f"with the copy of the code that the run keeps, or {option('code', 'current')} to continue with "
             f"what is there now, on record{_listed(differing)}"
         )
     says += [f"continuing with other code or data: {difference}" for difference in differing]

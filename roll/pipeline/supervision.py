@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from roll.cluster.supervisor import RestartPolicy, Supervisor
 from roll.config.errors import RunError
 from roll.config.schema import Config, SuperviseConfig
+from roll.config.spelling import option
 from roll.model.loading import warm_up
 from roll.pipeline.publisher import Publisher
 from roll.pipeline.recorder import Recorder
@@ -132,7 +133,7 @@ class Supervision(TrainSupervision):
             return
         self._roles.alive.discard(engine)
         self._roles.router.lose(engine)
-        said = "where all is one process it is not started again: go on with --resume, or with executor=ray, which does"
+        said = f"executor local does not restart it: continue with {option('resume')}, or write executor=ray, which does"
         self.supervisor.fail(RunError(f"{reason.splitlines()[0]}; {said}"))
 
     def _told(self, rank: int, why: str) -> None:

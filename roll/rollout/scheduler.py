@@ -47,6 +47,8 @@ MOST_SKIPS = 100_000
 
 
 class RolloutScheduler:
+    """Drives every sample from its task to the batch that trains on it."""
+
     def __init__(
         self,
         order: TaskOrder,
@@ -164,6 +166,7 @@ class RolloutScheduler:
         return f"stale: {version - oldest} versions old at version {version}"
 
     def published(self, version: int) -> None:
+        """The engines serve this version of the weights now: samples too old for it are handled, and new ones begin."""
         self._version = self._pool.version = version
         self.before_publish(version)  # again, for what began while the weights were on their way
         self._fill()

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.config.errors import RunError, UserError
+from roll.config.spelling import option
 from roll.run.disk import full_disk
 from roll.run.files import atomic_write, sync_folder, to_json
 from roll.run.folder import RunFolder
@@ -216,7 +217,7 @@ def _damaged(path: Path, name: str, how: str) -> UserError:
     older = [other for step, other in _whole(path.parent) if step < _step(path)]
     run = path.parent.parent
     fall_back = f"`roll repair {run}` moves it aside, and the run continues from {older[0].name}; or " if older else ""
-    said = f"checkpoint file {path / name} is damaged ({how}): {fall_back}start over with --restart"
+    said = f"checkpoint file {path / name} is damaged ({how}): {fall_back}start over with {option('restart')}"
     return _DamagedError(said, name, how)
 
 

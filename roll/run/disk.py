@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from roll.config.errors import RunError
+from roll.config.spelling import option
 
 _NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _WORDS = ("No space left on device", "Disk quota exceeded", "File too large")
@@ -56,7 +57,7 @@ def explain(folder: Path, what: str, said: str, saved: int | None) -> DiskFull:
     what = what.removeprefix(f"{folder}/")
     return DiskFull(
         f"{what} could not be written to {folder}: {said} ({human_bytes(shutil.disk_usage(folder).free)} free); {how}: "
-        f"make room, and {on} with --resume. `roll plan` says how much a run writes, and run.keep what it deletes"
+        f"make room, and {on} with {option('resume')}. `roll plan` says how much a run writes, and run.keep what it deletes"
     )
 
 

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from roll.config.errors import UserError
+from roll.config.spelling import option
 from roll.model.loading import holds_adapters, write_merged
 from roll.run.checkpoint import Checkpoints
 from roll.run.folder import RunFolder
@@ -24,7 +25,9 @@ def export_model(run: Path, target: Path, *, adapter: bool = False) -> int:
         raise UserError(f"{target} exists already: write another folder")
     model = checkpoint.path / "model"
     if adapter and not holds_adapters(model):
-        raise UserError(f"the run in {run} trained all weights and has no adapters: export it without --adapter")
+        raise UserError(
+            f"the run in {run} trained all weights and has no adapters: export it without {option('adapter')}"
+        )
     checkpoint.verify()
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f".{target.name}.tmp-{os.getpid()}")

@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from roll.config.errors import RunError, UserError
+from roll.config.spelling import option
 from roll.run.files import atomic_write, to_json
 
 _LEFTOVER = re.compile(r"\.lock|\..+\.tmp-\d+")
@@ -91,8 +92,8 @@ class RunFolder:
     def _refuse_taken(cls, path: Path) -> None:
         if cls.is_run(path):
             raise UserError(
-                f"{path} already holds a run: write --resume to continue it, --restart to move it aside and "
-                "start over, or run.dir=OTHER to put the new run elsewhere"
+                f"{path} already holds a run: write {option('resume')} to continue it, {option('restart')} to move it "
+                "aside and start over, or run.dir=OTHER to put the new run elsewhere"
             )
         if not _is_empty(path):
             raise UserError(
@@ -104,8 +105,8 @@ class RunFolder:
     def _refuse_other(cls, path: Path) -> None:
         if not cls.is_run(path) and not _is_empty(path):
             raise UserError(
-                f"{path} is not a run's folder ({_no_run(path)}), and --restart moves only runs aside: move it yourself, "
-                "or write run.dir=OTHER"
+                f"{path} is not a run's folder ({_no_run(path)}), and {option('restart')} moves only runs aside: move it "
+                "yourself, or write run.dir=OTHER"
             )
 
     @classmethod

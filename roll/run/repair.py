@@ -19,6 +19,7 @@ from typing import Any
 
 from roll.config import load_config
 from roll.config.errors import UserError
+from roll.config.spelling import option, resuming
 from roll.run.checkpoint import Checkpoint, Checkpoints
 from roll.run.files import atomic_open, atomic_write
 from roll.run.folder import RunFolder
@@ -50,10 +51,10 @@ class Repair:
         if self.settings_lost:
             return "put config.yaml back: the run cannot continue without it"
         if self.checkpoint is not None:
-            return f"`roll train CONFIG --resume` continues from step {self.checkpoint.step}"
+            return f"`{resuming('CONFIG')}` continues from step {self.checkpoint.step}"
         if History(self.folder).newest_saved() is not None:
-            return "no whole checkpoint is left: put one back, or start over with --restart"
-        return "the run has no checkpoint yet: `roll train CONFIG --resume` starts from the beginning"
+            return f"no whole checkpoint is left: put one back, or start over with {option('restart')}"
+        return f"the run has no checkpoint yet: `{resuming('CONFIG')}` starts from the beginning"
 
     @property
     def can_continue(self) -> bool:
@@ -116,7 +117,8 @@ class _Repairing:
             load_config(self._folder.config_path)
         except UserError as error:
             self.settings_lost = True
-            self._found(self._folder.config_path, f"cannot be read: put it back, or start over with --restart ({error})")
+            remedy = f"put it back, or start over with {option('restart')}"
+            self._found(self._folder.config_path, f"cannot be read: {remedy} ({error})")
 
     def ledger(self, place: Place) -> None:
         path = self._folder.ledger_path

@@ -67,6 +67,8 @@ class _Box:
 
 
 class InferWorker(DeviceWorker):
+    """A worker with an inference engine: it takes requests and serves one version of the weights at a time."""
+
     def __init__(self, place: Place, config: Config) -> None:
         from roll.strategy.infer.make import make_engine
 
@@ -83,6 +85,7 @@ class InferWorker(DeviceWorker):
 
     @parallel(Dispatch.ALL)
     async def load_weights(self, weights: Weights) -> None:
+        """Loads weights that are here whole, and verifies their digests."""
         await self._strategy.load_weights(weights)
 
     @parallel(Dispatch.ALL)
@@ -98,6 +101,7 @@ class InferWorker(DeviceWorker):
 
     @parallel(Dispatch.ONE)
     def load_bucket(self, bucket: int) -> None:
+        """Takes over the bucket of weights that the trainer has written."""
         assert self._receiver is not None
         self._receiver.load(bucket)
 
@@ -221,14 +225,17 @@ class InferWorker(DeviceWorker):
 
     @parallel(Dispatch.ALL)
     def abort(self, ids: Sequence[str]) -> None:
+        """Ends requests; what they have sampled so far is returned as their result."""
         self._strategy.abort(ids)
 
     @parallel(Dispatch.ALL)
     async def pause(self) -> None:
+        """Holds all running requests where they are, until `resume`."""
         await self._strategy.pause()
 
     @parallel(Dispatch.ALL)
     async def resume(self) -> None:
+        """Continues the requests that `pause` held."""
         await self._strategy.resume()
 
     @parallel(Dispatch.ALL)
@@ -240,10 +247,12 @@ class InferWorker(DeviceWorker):
 
     @parallel(Dispatch.ONE)
     def stats(self) -> EngineStats:
+        """What the engine has done so far."""
         return self._strategy.stats()
 
     @parallel(Dispatch.ALL)
     def load(self) -> Load:
+        """How many requests and tokens the engine holds."""
         if not self._clients_of:  # also while it has no weights yet
             return Load(0, 0, 0)
         stats = self._strategy.stats()

@@ -16,6 +16,8 @@ from roll.workers.scorers import ScorerModels, Scorers
 
 
 class RewardWorker(Worker):
+    """A worker that judges responses in grader processes."""
+
     def __init__(
         self,
         place: Place,

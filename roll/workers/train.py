@@ -40,6 +40,8 @@ def _join_samples(results: Sequence[Array], parts: Sequence[Indices], whole: Bat
 
 
 class TrainWorker(DeviceWorker):
+    """A worker with a model and its optimizer: it computes log-probabilities and updates the weights."""
+
     def __init__(self, place: Place, config: Config, *, trainable: bool = True) -> None:
         super().__init__(place, config.deterministic)
         source = find_model(config.model.path)
@@ -76,6 +78,7 @@ class TrainWorker(DeviceWorker):
 
     @parallel(Dispatch.ONE)
     def weights(self, version: int) -> Weights:
+        """The weights as a version that engines can load and verify."""
         return self._strategy.weights(version)
 
     @parallel(Dispatch.ONE)
@@ -89,6 +92,7 @@ class TrainWorker(DeviceWorker):
 
     @parallel(Dispatch.ONE)
     def write_bucket(self, bucket: int) -> None:
+        """Writes one bucket of the weights to where the engines read it."""
         self._sending().write(bucket)
 
     @parallel(Dispatch.ONE)
@@ -120,10 +124,12 @@ class TrainWorker(DeviceWorker):
 
     @parallel(Dispatch.ONE)
     def save(self, folder: FilePath) -> None:
+        """Writes the model and the optimizer into the folder of a checkpoint."""
         self._strategy.save(folder)
 
     @parallel(Dispatch.ALL)
     def load(self, folder: FilePath) -> None:
+        """Reads the model and the optimizer from the folder of a checkpoint."""
         self._strategy.load(folder)
 
     def _sending(self) -> Sender:

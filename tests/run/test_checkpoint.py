@@ -184,7 +184,7 @@ def test_damage_is_named_with_what_to_do(folder: RunFolder, name: str, damage: C
     damage(checkpoint.path / name)
     with pytest.raises(UserError) as error:
         checkpoint.verify()
-    for word in (str(checkpoint.path / name), f"roll repair {folder.path}", "step-000009", "--restart"):
+    for word in (str(checkpoint.path / name), f"roll repair {folder.path}", "step-000009", "restart=True"):
         assert word in str(error.value)
 
     shutil.rmtree(checkpoint.path)
@@ -204,7 +204,7 @@ def test_a_flipped_bit_in_a_manifest_is_seen(folder: RunFolder) -> None:
         if damaged.split() == whole.split():
             continue
         manifest.write_bytes(damaged)
-        with pytest.raises(UserError, match="start over with --restart"):
+        with pytest.raises(UserError, match="start over with restart=True"):
             checkpoint.verify()
 
 

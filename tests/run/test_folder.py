@@ -31,7 +31,7 @@ def test_a_relative_path_survives_a_change_of_folder(tmp_path: Path, monkeypatch
 def test_an_existing_run_is_refused_with_what_to_write(folder: RunFolder) -> None:
     with pytest.raises(UserError) as error:
         RunFolder.create(folder.path, "other: 1\n")
-    for word in (str(folder.path), "--resume", "--restart", "run.dir=OTHER"):
+    for word in (str(folder.path), "resume=True", "restart=True", "run.dir=OTHER"):
         assert word in str(error.value)
     assert folder.config_path.read_text() == "seed: 0\n"
 
@@ -40,7 +40,7 @@ def test_a_folder_of_other_things_is_refused_without_suggesting_resume(tmp_path:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(UserError, match=r"run\.dir=OTHER") as error:
         RunFolder.create(tmp_path, "")
-    assert "--resume" not in str(error.value)
+    assert "resume=True" not in str(error.value)
 
 
 def test_what_a_crash_left_of_creating_does_not_stop_the_next_try(tmp_path: Path) -> None:

@@ -339,7 +339,7 @@ def test_without_a_checkpoint_left_the_run_cannot_continue(run: RunFolder) -> No
         (path / "state.json").write_text("{}")
     done: Repair = repair(run.path, nobody)
     assert not done.can_continue
-    assert "start over with --restart" in done.next
+    assert "start over with restart=True" in done.next
     assert len(done.findings) == 2
 
 

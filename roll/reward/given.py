@@ -1,0 +1,46 @@
+"""Rewards that a program gives as functions, several of them beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from roll.config.errors import UserError
+from roll.reward.base import RewardFn
+from roll.reward.builtin import OF_ROLES
+from roll.reward.compose import Composed, Part
+from roll.reward.make import callable_reward, check_built_in, make
+
+
+def compose_given(parts: Mapping[str, Mapping[str, Any]], functions: Mapping[str, RewardFn]) -> Composed:
+    """A weighted sum of named parts, as settings say it, some of which are functions; their options are arguments."""
+    rewards = {name: _reward(name, part, functions.get(name)) for name, part in parts.items()}
+    return _Given({name: Part(**part) for name, part in parts.items()}, rewards)
+
+
+def refuse_roles(parts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuses parts that a role's model gives: it is asked before a grader is, which functions cannot wait for."""
+    for name, part in parts.items():
+        if part.get("name") in OF_ROLES:
+            raise UserError(
+                f"reward.parts.{name} is {part['name']}, whose value a role's model gives, and it cannot be combined "
+                "with functions: name those as 'file.py:name'"
+            )
+
+
+class _Given(Composed):
+    """A composed reward with a name of its own, for messages."""
+
+    def __init__(self, parts: Mapping[str, Part], rewards: Mapping[str, RewardFn]) -> None:
+        super().__init__(parts, rewards)
+        self.__qualname__ = " + ".join(parts)
+
+
+def _reward(name: str, part: Mapping[str, Any], function: RewardFn | None) -> RewardFn:
+    where = f"reward.parts.{name}"
+    if function is not None:
+        if part.get("options"):
+            raise UserError(f"{where}.options is set, but the part is a function: write functools.partial(function, …)")
+        return callable_reward(part["name"], function, where)
+    check_built_in(part["name"], part.get("options", {}), where)
+    return make(part["name"], part.get("options", {}), where=where)
