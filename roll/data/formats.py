@@ -64,8 +64,8 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             # of "9 (apples)" the 9; some rows have several answers: "3 (hours); 20 (minutes)"
             options={
                 "id": "ID?",
-                "answer_pattern": r"(?s)\A\s*(.+?)\s*(?:\([^()]*\))?\s*\Z",
-                "skip": {"answer?": ";", "Answer?": ";"},
+                "answer_pattern": r"(?s)\A\s*(.+?)\s*(?:\((?:[^()]|\([^()]*\))*\))?\s*\Z",
+                "skip": {"answer?": r";|\)\s*,", "Answer?": r";|\)\s*,"},
             },
         ),
         "mmlu": Format(
