@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from roll.config.evaluation import HELD_OUT
 from roll.pipeline.held_out import HeldOut
 from roll.pipeline.report import Measured, StepReport, held_out_lines
 from roll.rollout.evaluate import Evaluation
@@ -158,14 +159,15 @@ def print_summary(console: Console, summary: dict[str, Any]) -> None:
     console.print(f"{summary['steps']} steps in {clock(summary['seconds'])} (minutes:seconds)")
     for line in held_out_lines(summary):
         console.print(line, style="bold", markup=False, highlight=False)
-    shown = list(zip(summary.get("answers_before", ()), summary.get("answers_after", ()), strict=False))
+    pairs = zip(summary.get("answers_before", ()), summary.get("answers_after", ()), strict=False)
+    shown = [(first, last) for first, last in pairs if _asked(first) == _asked(last)]
     if shown:
         sets = len(summary.get("measures", ())) > 1
         columns = [*(["set"] if sets else []), "question", "before", "after"]
         table = Table(*columns, title="Held-out questions, sampled", title_justify="left")
         for first, last in shown:
-            measure = summary["measures"][first["set"]] if sets else summary["measure"]
-            cells = [Text(first["set"])] if sets else []
+            measure = summary["measures"][last["set"]] if sets else summary["measure"]
+            cells = [Text(last["set"])] if sets else []
             table.add_row(*cells, Text(first["question"]), *(_marked(answer, measure) for answer in (first, last)))
         console.print(table)
     run = summary["run"]
@@ -218,6 +220,11 @@ def set_table(evaluation: Evaluation) -> Table:
             table.add_row(own, measure, f"{estimate.value:.3f}", interval, str(estimate.tasks), *rest)
             own, rest = "", []
     return table
+
+
+def _asked(answer: dict[str, Any]) -> tuple[str, str]:
+    """The set and the question that an answer is to."""
+    return answer.get("set", HELD_OUT), answer["question"]
 
 
 def _marked(answer: dict[str, Any], measure: str) -> Text:

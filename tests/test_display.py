@@ -109,6 +109,22 @@ def test_of_episodes_the_summary_tells_what_they_tell(capsys: pytest.CaptureFixt
     assert "held-out reward -0.500 -> 0.600: success 0.100 -> 0.700: turns 12.000 -> 5.000" in capsys.readouterr().out
 
 
+def test_answers_to_other_questions_are_not_shown_beside_each_other() -> None:
+    """A run that was resumed with other sets to evaluate on."""
+    console = Console(record=True, file=io.StringIO(), width=200)
+    before = [{"question": "old?", "answer": "a", "reward": 1.0}, {"question": "same?", "answer": "b", "reward": 1.0}]
+    after = [{**answer, "set": name} for name, answer in zip(("x", "held_out"), before, strict=True)]
+    after[0]["question"] = "new?"
+    told = {"measure": "reward", "measures": {"x": "reward", "held_out": "accuracy"}}
+    summary = {"run": "x", "steps": 2, "seconds": 3, "curve": None, "answers_before": before, "answers_after": after}
+    print_summary(console, summary | told)
+    text = console.export_text()
+    assert "same?" in text
+    assert text.count("✓ b") == 2
+    assert "old?" not in text
+    assert "new?" not in text
+
+
 @pytest.mark.parametrize("written", [True, False])
 def test_what_to_try_next_names_tensorboard_only_where_there_are_events(tmp_path: Path, written: bool) -> None:
     if written:
