@@ -44,7 +44,9 @@ VULGAR = {
     for c in map(chr, (0xBC, 0xBD, 0xBE, *range(0x2150, 0x215F), 0x2189))
 }
 _DIGITS = "0123456789" + "".join(chr(0xFF10 + digit) for digit in range(10)) + "⁰¹²³⁴⁵⁶⁷⁸⁹" + "".join(VULGAR)
-_TAIL = 2 * LONGEST
+_RUNNING = _DIGITS + ".,:/'^- "
+_TAIL = 200
+"""Characters that are read for the last numerals of a text, and more where these begin within a numeral."""
 _VULGAR = re.compile(f"(\\d?)([{''.join(VULGAR)}])")
 _SUPERSCRIPTS = {ord(sup): digit for sup, digit in zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-", strict=True)}
 _SUPER = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
@@ -118,9 +120,11 @@ class Numeral:
 def tail_with_digits(text: str) -> str:
     """The end of a text that holds its last numerals: long texts are not read whole for one number."""
     end = max(text.rfind(digit) for digit in _DIGITS) + 1
-    if end <= _TAIL:
-        return text[: end + _TAIL]
-    return text[end - _TAIL : end + _TAIL].lstrip(_DIGITS + ".,:/'^- ")
+    start = max(0, end - _TAIL)
+    while start and end - start < _TAIL + 2 * LONGEST and text[start - 1] in _RUNNING:
+        start -= 1
+    tail = text[start : end + _TAIL]
+    return tail.lstrip(_RUNNING) if start and text[start - 1] in _RUNNING else tail
 
 
 def plain_numerals(text: str) -> str:

@@ -169,6 +169,14 @@ def test_long_texts_are_searched_in_linear_time(piece: str) -> None:
         attempt_in(f"<answer>{text}</answer>")
 
 
+@given(st.integers(1, 10**300), st.sampled_from(["", "x ", "so 1 2 3, "]), st.integers(0, 400))
+def test_long_texts_are_read_from_the_last_number(value: int, piece: str, times: int) -> None:
+    for written in (str(value), f"{value:,}"):
+        if len(written) <= 400:
+            assert last_number(f"{piece * times}it is {written} {'y ' * times}") == value
+    assert last_number("9" * 100_000) is None
+
+
 @pytest.mark.parametrize(
     ("answer", "text"),
     [
