@@ -57,7 +57,8 @@ def explain(folder: Path, what: str, said: str, saved: int | None) -> DiskFull:
     what = what.removeprefix(f"{folder}/")
     return DiskFull(
         f"{what} could not be written to {folder}: {said} ({human_bytes(shutil.disk_usage(folder).free)} free); {how}: "
-        f"make room, and {on} with {option('resume')}. `roll plan` says how much a run writes, and run.keep what it deletes"
+        f"make room, and {on} with {option('resume')}. `roll plan` says how much a run writes, and run.keep what it "
+        "deletes"
     )
 
 
