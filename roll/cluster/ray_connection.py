@@ -116,8 +116,7 @@ def _with_code(given: Mapping[str, Any], root: str) -> dict[str, Any]:
     if "working_dir" in given:
         variables.pop(SENT_FOLDER, None)  # the user says what the workers' folder is
     lines = [*code.get("excludes", ()), *given.get("excludes", ())]
-    env = {**code, **given, **({"excludes": lines} if lines else {})}
-    return {**env, "env_vars": variables} if variables else env
+    return {**code, **given, **({"excludes": lines} if lines else {}), "env_vars": variables}
 
 
 def _code_for_workers(root: str = "") -> dict[str, Any]:
@@ -134,7 +133,11 @@ def _code_for_workers(root: str = "") -> dict[str, Any]:
 
 
 def _folder_to_send(root: Path) -> Path:
-    """The working directory, which may hold code that the root's refers to, if the root is in it and is sent with it."""
+    """The working directory, which may hold code that the root's refers to, if the root is in it and is sent with it. Of
+    the code that a run keeps, all of it: runs are not sent."""
+    for folder in (root, *root.parents):
+        if folder.name == "files" and (folder.parent / "manifest.json").is_file():
+            return folder
     here = Path.cwd()
     within = root.is_relative_to(here) and not set(root.relative_to(here).parts) & set(NOT_SENT)
     return here if within else root
