@@ -24,7 +24,7 @@ import numpy as np
 
 from roll.config.errors import UserError
 from roll.config.load import load_config
-from roll.config.root import find_local, located, root_of
+from roll.config.root import find_local, is_object, located, root_of
 from roll.config.schema import Config
 from roll.data.chat import Chat
 from roll.data.domains import load_domains
@@ -36,6 +36,7 @@ from roll.env.episode import Turn, check_expert, turns
 from roll.model.chat import ChatRenderer
 from roll.model.loading import find_model, load_tokenizer, stop_ids_of
 from roll.run import RunFolder, read_samples
+from roll.run.code import RunCode, load_object
 from roll.run.samples import steps_with_samples
 
 
@@ -64,7 +65,7 @@ def dagger(
     numbers: dict[str, int] = {}
     seen: set[tuple[str, ...]] = set()
     for folder in folders:
-        window = load_config(folder.config_path).env.window
+        window = _config(folder).env.window
         for task, actions in _played(folder, last_steps):
             number = numbers.setdefault(task.id, len(numbers))
             if (int((number + 1) * held_out) > int(number * held_out)) != (split == "held_out"):
@@ -100,7 +101,7 @@ def _recorded(actions: Sequence[str]) -> Callable[[Sequence[Message]], str | Non
 
 def _played(folder: RunFolder, last_steps: int) -> Iterator[tuple[Task, list[str]]]:
     """The episodes of a run: the task of each, and what was said in it."""
-    config = load_config(folder.config_path)
+    config = _config(folder)
     tasks = _tasks(folder, config)
     source = find_model(str(folder.path))
     tokenizer = load_tokenizer(source, located(config).model)
@@ -131,11 +132,18 @@ def _tasks(folder: RunFolder, config: Config) -> dict[str, Task]:
 def _task_set(config: Config) -> TaskSet:
     if config.domains:
         return load_domains(config.domains, root_of(config))
-    return load_tasks(config.tasks, root=root_of(config))
+    kept = load_object(config.tasks.source) if is_object(config.tasks.source) else None
+    return load_tasks(config.tasks, kept, root_of(config))
+
+
+def _config(folder: RunFolder) -> Config:
+    """The config of a run with the code that it was trained with."""
+    config, code = load_config(folder.config_path), RunCode.open(folder.path)
+    return config if code is None or not code.manifest.pieces else code.applied(config)
 
 
 def _shown(folder: RunFolder, count: int) -> Iterator[Chat]:
-    config = load_config(folder.config_path)
+    config = _config(folder)
     for task in [task for task in _task_set(config).train if task.environment is not None][:count]:
         assert task.environment is not None
         yield from demonstration(f"{task.id}/shown", task.environment, task.messages, window=config.env.window)
