@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import parser, report
 
 from simulation.barrier import run_barrier
-from simulation.bound import on_policy_bound_s, run_bound
+from simulation.bound import on_policy_bound_s, overlapping_bound_s, step_bounds
 from simulation.clock import run
 from simulation.engine import SimEngine
 from simulation.workload import AGENTIC, RLVR, Workload, needed
@@ -39,7 +39,7 @@ def main() -> None:
 
 def peers(workload: Workload, steps: int) -> dict[str, Any]:
     groups = needed(workload, steps)
-    bound = run_bound(workload, groups)
+    parts = step_bounds(workload, groups)
     barrier = run_barrier(workload, steps)
     return {
         "samples_per_step": workload.samples_per_step,
@@ -47,10 +47,10 @@ def peers(workload: Workload, steps: int) -> dict[str, Any]:
         "barrier_utilisation": barrier.utilisation,
         "barrier_rounds": sum(step.rounds for step in barrier.steps) / steps,
         "barrier_tokens": barrier.decoded_tokens,
-        "bound_s": bound.seconds,
-        "bound_decode_s": bound.decode_s,
-        "bound_longest_s": bound.longest_s,
-        "bound_training_s": bound.training_s,
+        "bound_s": overlapping_bound_s(workload, groups),
+        "bound_decode_s": sum(part.decode_s for part in parts),
+        "bound_longest_s": max(part.longest_s for part in parts),
+        "bound_training_s": sum(part.training_s for part in parts),
         "on_policy_bound_s": on_policy_bound_s(workload, groups),
     }
 

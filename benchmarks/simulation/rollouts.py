@@ -143,7 +143,7 @@ class SimRollouts(Worker):
         sample.drawn = 0
         turn = sample.episode.turns[sample.turn]
         sample.turn += 1
-        if turn.environment_s:
+        if turn.environment_s or (not sample.ended and sample.turn < len(sample.episode.turns)):
             self._move(sample, "acting", "", turn=sample.turn)
             sample.timer = self._loop.call_later(turn.environment_s, self._acted, sample)
         else:

@@ -1,15 +1,19 @@
-"""The barrier and the bound on workloads one can work out by hand, and the bound below the barrier on others."""
+"""The barrier and the bound on workloads one can work out by hand; the bound below barrier and scheduler on others."""
 
 from __future__ import annotations
 
 import math
+import tempfile
 from dataclasses import astuple, replace
+from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulation.barrier import run_barrier
-from simulation.bound import Bound, on_policy_bound_s, run_bound
+from simulation.bound import StepBound, on_policy_bound_s, overlapping_bound_s, step_bounds
+from simulation.clock import run
+from simulation.controller import simulate
 from simulation.environments import EnvironmentSteps
 from simulation.lengths import Lengths, LogNormal, Solving
 from simulation.spec import EngineSpec
@@ -95,11 +99,12 @@ def test_the_bound_by_hand() -> None:
     of_group_s = 2 * (10 * 3.0 / 4 + attention_s) + 0.5
     path_s = 0.5 + 10 * 1.5 + attention_s + 0.5
     training_s = [2 * 2 * 15 / 10 + 2.0, 2 * 15 / 10 + 2.0]
-    bound = run_bound(workload, steps)
-    by_hand = Bound(4 * of_group_s / 2, path_s, sum(training_s))
-    assert astuple(bound) == pytest.approx(astuple(by_hand))
-    assert bound.seconds == max(bound.decode_s, bound.longest_s, bound.training_s)
     decode_s = [3 * of_group_s / 2, of_group_s / 2]
+    for part, decode, train in zip(step_bounds(workload, steps), decode_s, training_s, strict=True):
+        assert astuple(part) == pytest.approx(astuple(StepBound(decode, path_s, train)))
+    first_s = max(decode_s[0], path_s) + training_s[0]
+    second_s = max(first_s, decode_s[0] + decode_s[1], path_s) + training_s[1]
+    assert overlapping_bound_s(workload, steps) == pytest.approx(second_s)
     turns_s = [max(decode, path_s) + train for decode, train in zip(decode_s, training_s, strict=True)]
     assert on_policy_bound_s(workload, steps) == pytest.approx(sum(turns_s))
 
@@ -113,7 +118,7 @@ def test_the_bound_knows_turns() -> None:
         environment=EnvironmentSteps(LogNormal(mean=7.0, sigma=0.0), straggler_share=0.0),
         grading=None,
     )
-    bound = run_bound(workload, [StepGroups((0,), (0,))])
+    (bound,) = step_bounds(workload, [StepGroups((0,), (0,))])
     assert bound.decode_s == pytest.approx((0.5 + 2 * (0.8 + 30 * 3.0 / 4)) / 2)
     assert bound.longest_s == pytest.approx(0.5 + 0.8 + 30 * 1.5 + 3 * 7.0)
 
@@ -155,10 +160,25 @@ def test_no_barrier_beats_the_bound(workload: Workload, steps: int) -> None:
     run = run_barrier(workload, steps)
     groups = [step.groups for step in run.steps]
     assert groups == needed(workload, steps)
-    bound_s = run_bound(workload, groups).seconds
+    bound_s = overlapping_bound_s(workload, groups)
     in_turns_s = on_policy_bound_s(workload, groups)
     assert bound_s <= in_turns_s * (1 + 1e-9)
     assert in_turns_s <= run.seconds * (1 + 1e-9)
     assert run.seconds == pytest.approx(sum(step.seconds for step in run.steps))
     assert 0 < run.utilisation <= 1
     assert run == run_barrier(workload, steps)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(workloads, st.integers(1, 5))
+def test_no_schedule_beats_the_bound(staleness: int, workload: Workload, steps: int) -> None:
+    """The real scheduler on simulated engines, from the first token to each step's publishing."""
+    with tempfile.TemporaryDirectory() as folder:
+        times, _ = run(simulate(workload, steps, Path(folder) / "ledger", max_staleness=staleness, tasks=64))
+    groups = [step.groups for step in times]
+    for done in range(1, steps + 1):
+        published_s = times[done - 1].published_s
+        assert overlapping_bound_s(workload, groups[:done]) <= published_s * (1 + 1e-9)
+        if not staleness:
+            assert on_policy_bound_s(workload, groups[:done]) <= published_s * (1 + 1e-9)
