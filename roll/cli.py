@@ -184,6 +184,7 @@ def plan(config: ConfigFile, overrides: Overrides = None) -> None:
     _look_for_model(settings)
     from roll.devices.draw import draw
     from roll.devices.plan import check_memory, make_plan
+    from roll.devices.writes import check_disk, disk_remark
     from roll.pipeline.prepare import prepare
     from roll.pipeline.roles import executor_of, inventory_of
 
@@ -199,7 +200,11 @@ def plan(config: ConfigFile, overrides: Overrides = None) -> None:
         _console.print(pipeline.checked, markup=False, highlight=False)
     for remark in pipeline.remarks:
         _console.print(Text(f"warning: {remark}", "yellow"), soft_wrap=True)
+    place = Path(settings.run.dir)
+    if (too_much := disk_remark(made.writes, place)) is not None:
+        _console.print(Text(f"warning: {too_much}", "yellow"), soft_wrap=True)
     check_memory(made)
+    check_disk(made.writes, place)
 
 
 @app.command()

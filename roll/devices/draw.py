@@ -44,7 +44,7 @@ def draw(plan: Plan, width: int = 100) -> list[Table | Text]:
     """What `roll plan` shows on a screen so many characters wide."""
     engines = plan.map.kind != "trainer only"
     summary = Text((f"Layout: trainer and engines are {plan.map.kind}. " if engines else "") + plan.why)
-    return [*draw_map(plan, width), summary, draw_roles(plan), draw_sizes(plan), draw_memory(plan)]
+    return [*draw_map(plan, width), summary, draw_roles(plan), draw_sizes(plan), draw_memory(plan), draw_writes(plan)]
 
 
 def draw_map(plan: Plan, width: int) -> list[Table]:
@@ -90,6 +90,18 @@ def draw_memory(plan: Plan) -> Table:
             name = when = ""
         table.add_row("", "", "", Text(f"of {_mib(pool.capacity)} MiB"), Text(_mib(total), style="bold"))
         table.add_section()
+    return table
+
+
+def draw_writes(plan: Plan) -> Table:
+    """What the run will leave on disk; all but checkpoints is estimated, and mostly less."""
+    writes = plan.writes
+    table = Table("written to disk", "about")
+    kept = f"{writes.checkpoints} × {human(writes.checkpoint_bytes)}"
+    table.add_row(f"checkpoints, {kept} kept", human(writes.checkpoints * writes.checkpoint_bytes))
+    for what, size in writes.lasting:
+        table.add_row(what, f"up to {human(size)}")
+    table.add_row("all, and a checkpoint being written", Text(f"up to {human(writes.peak_bytes)}", style="bold"))
     return table
 
 

@@ -15,6 +15,7 @@ from roll.devices.map import SCORING_ROLES, DeviceMap, RolePlacement, make_map
 from roll.devices.memory import CACHE, FULL, Estimate, Model, Part, estimate, largest
 from roll.devices.stages import StageTable, residency
 from roll.devices.workload import Workload
+from roll.devices.writes import Writes, planned_writes
 from roll.model.classifier import load_classifier_config
 from roll.model.loading import choose_dtype, find_model, load_model_config
 from roll.model.shape import ModelShape
@@ -42,6 +43,8 @@ class Plan:
     sizes: tuple[tuple[str, str], ...]
     problem: str | None
     """Why the run cannot start, and what to write instead."""
+    writes: Writes
+    """What it will leave on disk."""
 
 
 def make_plan(config: Config, job: Job, inventory: Inventory | None = None) -> Plan:
@@ -66,6 +69,7 @@ def make_plan(config: Config, job: Job, inventory: Inventory | None = None) -> P
         roles=_roles(config, map),
         sizes=(*job.sizes, ("tokens a micro-batch", _micro_batch(memory.budgets["actor_train[0]"]))),
         problem=_problem(config, map, stages, model, memory, job.work),
+        writes=planned_writes(config, map, model, job.work),
     )
 
 

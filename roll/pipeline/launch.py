@@ -19,6 +19,7 @@ from roll.config.spelling import option
 from roll.data.chat_sources import ChatSource
 from roll.data.sources import TaskSource
 from roll.devices.plan import Plan, check_memory, make_plan
+from roll.devices.writes import disk_remark
 from roll.pipeline.held_out import HeldOut
 from roll.pipeline.prepare import Pipeline, RLVRPipeline, prepare
 from roll.pipeline.recorder import Recorder
@@ -72,6 +73,8 @@ def train(
         check_memory(plan)
         for remark in pipeline.remarks:
             reporter.warned(remark)
+        if (too_much := disk_remark(plan.writes, Path(config.run.dir))) is not None:
+            reporter.warned(too_much)
         recording = Recording.of(config, chosen.given, place, chosen.kept) if chosen.changed or not resume else None
         for remark in recording.remarks if recording else ():
             reporter.warned(remark)

@@ -107,7 +107,7 @@ def test_an_exported_model_in_the_folder_does_not_stop_a_run_on_a_cluster(
         with (tmp_path / "data.raw").open("wb") as file:
             for _ in range(600):
                 file.write(os.urandom(MIB))
-        with pytest.raises(UserError, match=r"too large to be sent.*data\\.raw \\(600 MiB\\)"):
+        with pytest.raises(UserError, match=r"too large to be sent.*data\.raw \(600 MiB\)"):
             ray_connection.connect(RayConfig(address=nodes.address), str(tmp_path))
     finally:
         ray.shutdown()

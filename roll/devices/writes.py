@@ -1,0 +1,113 @@
+"""How much a run will write, before anything starts: its checkpoints, and what every step leaves.
+
+Checkpoints are counted: weights, masters and moments have known sizes. What a step leaves is estimated from what small
+runs wrote, with samples of the longest size and all replacements that are allowed: mostly it is less.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+
+import torch
+
+from roll.config.errors import UserError
+from roll.config.schema import Config
+from roll.devices.map import DeviceMap
+from roll.devices.memory import Model
+from roll.devices.workload import Workload
+from roll.strategy.train.budget import MOMENT_BYTES
+
+LEDGER_BYTES = 600
+"""Of a sample's records, where it is sampled."""
+CHAT_LEDGER_BYTES = 220
+"""Of a conversation's, which is queued and trained."""
+TRACE_BYTES = 1200
+"""Of a sample's events."""
+SAMPLE_BYTES = 400
+"""Of a sample's row besides its tokens."""
+TOKEN_BYTES = 27
+"""Of a token there: its id, log-prob, version and mask, and its text."""
+STEP_BYTES = 3000
+"""Of a step's metrics, as JSON and as events each."""
+FILE_BYTES = 1 << 16
+"""Of a checkpoint's small files: tokenizer, state, manifest."""
+
+
+@dataclass(frozen=True)
+class Writes:
+    checkpoint_bytes: int
+    checkpoints: int
+    """Kept at the end."""
+    lasting: tuple[tuple[str, int], ...]
+    """What else is there at the end, by name."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most there is at once: one checkpoint more is written before an old one goes."""
+        return (self.checkpoints + 1) * self.checkpoint_bytes + sum(size for _, size in self.lasting)
+
+
+def planned_writes(config: Config, map: DeviceMap, model: Model, work: Workload) -> Writes:
+    run, steps = config.run, config.train.steps
+    every = run.checkpoint_every or steps
+    saved = ceil(steps / every)
+    forever = steps // run.keep.checkpoints_every if run.keep.checkpoints_every else 0
+    kept = min(saved, run.keep.checkpoints + forever + run.keep.best)
+    samples = work.groups * config.train.updates_per_step * work.group_size
+    lasting: dict[str, int] = {}
+    if config.pipeline == "sft":
+        lasting["ledger"] = samples * steps * CHAT_LEDGER_BYTES
+    else:
+        issued = ceil(samples * (1 + config.rollout.max_replacements))
+        lasting["ledger"] = issued * steps * LEDGER_BYTES
+        if run.save_samples:
+            of = min(steps, run.keep.samples) if run.keep.samples else steps
+            lasting["samples"] = issued * of * (SAMPLE_BYTES + TOKEN_BYTES * work.longest)
+        if run.trace:
+            traced = issued * steps * TRACE_BYTES
+            lasting["trace"] = min(traced, run.keep.trace_mb << 20) if run.keep.trace_mb else traced
+    lasting["metrics"] = steps * STEP_BYTES * (2 if run.tensorboard else 1)
+    trainers = [role for role in ("actor_train", "critic") if role in map.roles]
+    checkpoint = sum(_trainer_bytes(role, model, work) for role in trainers) + FILE_BYTES
+    return Writes(checkpoint, kept, tuple(lasting.items()))
+
+
+def _trainer_bytes(role: str, model: Model, work: Workload) -> int:
+    """Of what a trainer saves: its weights, or adapters alone, and the optimizer's state."""
+    sizes, dtype = model.sizes_of(role), model.dtypes[role]
+    masters = 0 if dtype == torch.float32 else 4 * sizes.trained
+    return sizes.trained * dtype.itemsize + masters + sizes.trained * MOMENT_BYTES[work.optimizer]
+
+
+def free_bytes(folder: Path) -> int:
+    """What is free where a folder is, or will be."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(there).free
+
+
+def disk_remark(writes: Writes, folder: Path) -> str | None:
+    """What to say if not all of it fits."""
+    free = free_bytes(folder)
+    if writes.peak_bytes <= free:
+        return None
+    return (
+        f"the run will write up to about {_gib(writes.peak_bytes)}, but {_gib(free)} are free for {folder}: make room, "
+        "write run.dir=OTHER, or keep less (run.keep, run.save_samples=false, run.trace=false)"
+    )
+
+
+def check_disk(writes: Writes, folder: Path) -> None:
+    """Refuses a run of which not even one checkpoint fits."""
+    free = free_bytes(folder)
+    if writes.checkpoint_bytes > free:
+        raise UserError(
+            f"a checkpoint has {_gib(writes.checkpoint_bytes)}, but {_gib(free)} are free for {folder}: make room, "
+            "or write run.dir=OTHER"
+        )
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
