@@ -127,7 +127,7 @@ def test_what_must_stay_is_refused_with_why_and_what_to_write(tmp_path: Path, ov
     before, after = load_config({}), load_config({}, [override])
     with pytest.raises(UserError) as error:
         refuse_changes(RunFolder(tmp_path), after, changes_since(before, after))
-    for part in (override.partition("=")[0], KEPT[override], "--resume", f"run.dir=OTHER model={tmp_path}"):
+    for part in (override.partition("=")[0], KEPT[override], "resume", f"run.dir=OTHER model={tmp_path}"):
         assert part in str(error.value)
 
 
@@ -166,7 +166,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(run_small: Callabl
         run.folder.summary_path.unlink()
     before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.name != ".lock"}
     newest = 2 if evidence == "metrics" else 3
-    with pytest.raises(UserError, match=rf"newest of step {newest}, but .*checkpoints holds none: .*--restart"):
+    with pytest.raises(UserError, match=rf"newest of step {newest}, but .*checkpoints holds none: .*restart"):
         resume(run, "train.steps=4")
     assert {path: path.read_bytes() for path in run.path.rglob("*") if path.name in {p.name for p in before}} == before
 
