@@ -18,6 +18,7 @@ from roll.config import Config, RewardConfig, UserError, load_config
 from roll.config.schema import DataConfig, ModelConfig, TasksConfig
 from roll.data.given import are_splits, given_chats, given_tasks
 from roll.pipeline.output import say
+from roll.pipeline.stopping import outside_loop
 
 if TYPE_CHECKING:
     from roll.data.chat_sources import ChatSource
@@ -75,6 +76,7 @@ def train(
     `rollout={"group_size": 8}`, `algorithm="dapo"`, `run="runs/mine"`, `seed=1`. All of them are in docs/config.md.
 
     Ctrl-C ends the step, saves and returns the summary, with `stopped` true; a second one raises KeyboardInterrupt.
+    In a notebook, or wherever else an event loop is running, the run has a thread of its own, and the call waits for it.
     Raises `roll.UserError` for what cannot work, before anything is created, and `roll.RunError` where the run failed.
     """
     if resume and restart:
@@ -82,7 +84,8 @@ def train(
     given = arguments(config, model, tasks, reward, chats, overrides, settings)
     from roll.pipeline.launch import train as run_training
 
-    return run_training(given.config, resume=resume, restart=restart, code=code, reporter=reporter, **given.objects)
+    chosen: dict[str, Any] = {"resume": resume, "restart": restart, "code": code, "reporter": reporter}
+    return outside_loop(lambda: run_training(given.config, **chosen, **given.objects))
 
 
 def evaluate(
@@ -107,7 +110,7 @@ def evaluate(
     given = arguments(_of_run(config, code), model, tasks, reward, chats, overrides, settings)
     from roll.pipeline.launch import evaluate as run_evaluation
 
-    return run_evaluation(given.config, **given.objects)
+    return outside_loop(lambda: run_evaluation(given.config, **given.objects))
 
 
 def play(
@@ -133,7 +136,7 @@ def play(
     given = arguments(_of_run(config, code), model, tasks, reward, None, overrides, settings)
     from roll.pipeline.launch import play as run_play
 
-    return run_play(given.config, episodes, **given.objects)
+    return outside_loop(lambda: run_play(given.config, episodes, **given.objects))
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,16 @@ shells have it.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -32,11 +38,16 @@ def exit_status(stop: KeyboardInterrupt) -> int:
 def signals_to(handler: Callable[[int], None]) -> Iterator[None]:
     """While the block runs, `handler` is called with the number of each signal that would end the process.
 
-    Only in the main thread: elsewhere, whoever started the thread handles signals. SIGHUP stays ignored where it is
-    ignored already, as it is under `nohup`.
+    In another thread than the main one, those that `outside_loop` hands on; without it, whoever started the thread
+    handles signals. SIGHUP stays ignored where it is ignored already, as it is under `nohup`.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        relay = _relay.get()
+        if relay is not None and relay.thread is threading.current_thread():
+            with relay.to(handler):
+                yield
+        else:
+            yield
         return
     numbers = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
     before = [(number, signal.signal(number, lambda caught, _: handler(caught))) for number in numbers]
@@ -68,3 +79,71 @@ def cancelled_by_signals() -> Iterator[None]:
             if not caught:
                 raise
             raise Stopped(caught[0]) from None
+
+
+def outside_loop(work: Callable[[], T]) -> T:
+    """What `work` returns. It runs an event loop of its own: where one is running in this thread already, as in a
+    notebook, `work` gets a thread of its own. This thread waits for it and hands it the signals it gets."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work()
+    done: Future[T] = Future()
+    relay = _Relay()
+
+    def run() -> None:
+        _relay.set(relay)
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    context = contextvars.copy_context()
+    relay.thread = threading.Thread(target=context.run, args=(run,), name="roll", daemon=True)
+    with signals_to(relay.hand_on):
+        relay.thread.start()
+        return done.result()
+
+
+class _Relay:
+    """Hands signals of the main thread to a run in another one.
+
+    What always holds: the first signal reaches the run, also one that came before the run was ready for any; where its
+    handler would end the run by an exception, its task is cancelled instead; once that was done, the next signal ends the
+    wait in the main thread.
+    """
+
+    def __init__(self) -> None:
+        self.thread: threading.Thread | None = None
+        self._early: list[int] = []
+        self._handler: Callable[[int], None] | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._cancelled = False
+
+    def hand_on(self, number: int) -> None:
+        if self._cancelled or (self._handler is None and self._early):
+            raise Stopped(number)
+        if self._handler is None:
+            self._early.append(number)
+            return
+        try:
+            self._handler(number)
+        except Stopped:
+            self._cancelled = True
+            assert self._task is not None
+            self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+
+    @contextmanager
+    def to(self, handler: Callable[[int], None]) -> Iterator[None]:
+        """While the block runs, in the run's task, signals go to the handler."""
+        self._task = asyncio.current_task()
+        self._handler = handler
+        try:
+            if self._early:
+                raise Stopped(self._early[0])
+            yield
+        finally:
+            self._handler = None
+
+
+_relay: ContextVar[_Relay | None] = ContextVar("relay", default=None)
