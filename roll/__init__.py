@@ -9,6 +9,7 @@ import os
 from typing import TYPE_CHECKING
 
 from roll.config.lazy import lazily
+from roll.config.version import __version__ as __version__
 
 if "OMP_WAIT_POLICY" not in os.environ:
     # Torch's threads (of GNU OpenMP, which reads this when it is loaded) spin for milliseconds while they wait for each

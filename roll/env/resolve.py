@@ -135,7 +135,7 @@ def _module(name: str, module: str) -> Any:
         missing = (error.name or "").partition(".")[0]
         if missing == "roll":
             raise
-        raise UserError(f"environment {name!r} needs the package {missing}: run `pip install 'roll[envs]'`") from error
+        raise UserError(f"environment {name!r} needs the package {missing}: run `pip install 'roll-rl[envs]'`") from error
 
 
 def _offered() -> dict[str, str]:

@@ -191,7 +191,7 @@ def make_executor(config: Config) -> Executor:
         from roll.cluster.ray_executor import RayExecutor
     except ModuleNotFoundError as error:
         raise UserError(
-            f"executor is ray, but the package {error.name} is not installed: run `pip install 'roll[ray]'`, "
+            f"executor is ray, but the package {error.name} is not installed: run `pip install 'roll-rl[ray]'`, "
             "or write executor=local"
         ) from error
     return RayExecutor(config.ray, silent_s=max(config.supervise.hang_s, _LEAST_SILENT_S), root=root_of(config))
