@@ -165,6 +165,8 @@ async def _train(
     executor.connect()  # before signals are ours: Ray would take them
     with _stopping(recorder):
         async with pipeline.start(executor, plan, recorder.folder.path) as roles:
+            if recorder.stop_signal is not None:  # in another thread than the main one, nothing was raised
+                raise Stopped(recorder.stop_signal)
             recorder.begun = True
             spare_collector()
             recorder.reporter.started(recorder.folder.path, config.train.steps, checkpoint.step if checkpoint else 0)

@@ -27,6 +27,20 @@ def heard() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.fixture
+def handed_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set once the main thread has handed on a signal."""
+    event = threading.Event()
+    hand_on = stopping._Relay.hand_on
+
+    def noted(self: Any, number: int) -> None:
+        hand_on(self, number)
+        event.set()
+
+    monkeypatch.setattr(stopping._Relay, "hand_on", noted)
+    return event
+
+
 def in_loop(work: Callable[[], Any]) -> Any:
     async def call() -> Any:
         return work()
@@ -77,10 +91,11 @@ def test_a_second_ctrl_c_ends_the_run(tmp_path: Path) -> None:
     assert "roll" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_ctrl_c_before_the_run_begins_leaves_nothing(tmp_path: Path) -> None:
+def test_ctrl_c_before_the_run_begins_leaves_nothing(tmp_path: Path, handed_on: threading.Event) -> None:
     class Impatient(SilentReporter):
         def phase(self, text: str) -> None:
             os.kill(os.getpid(), signal.SIGINT)
+            assert handed_on.wait(60)
 
     settings = [*SMALL, f"run={tmp_path / 'run'}"]
     with pytest.raises(KeyboardInterrupt):
@@ -95,26 +110,18 @@ def test_errors_and_results_come_through() -> None:
         in_loop(lambda: roll.evaluate(model="no-such-model", tasks="echo"))
 
 
-def test_a_signal_that_comes_before_the_run_listens_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_that_comes_before_the_run_listens_ends_it(handed_on: threading.Event) -> None:
     def work() -> None:
         os.kill(os.getpid(), signal.SIGINT)
+        assert handed_on.wait(60)
 
         async def run() -> None:
             with signals_to(lambda number: None):
                 pytest.fail("it began all the same")
 
-        signalled.wait(10)
         asyncio.run(run())
 
-    signalled = threading.Event()
     before = signal.getsignal(signal.SIGINT)
-    handed_on = stopping._Relay.hand_on
-
-    def noted(self: Any, number: int) -> None:
-        handed_on(self, number)
-        signalled.set()
-
-    monkeypatch.setattr(stopping._Relay, "hand_on", noted)
     with pytest.raises(Stopped):
         in_loop(lambda: outside_loop(work))
     assert signal.getsignal(signal.SIGINT) is before
