@@ -336,3 +336,33 @@ def test_help_names_every_argument_that_users_pass(function: Any) -> None:
     text = inspect.getdoc(roll.train if function is not roll.load_config else function) or ""
     for name in inspect.signature(function).parameters:
         assert name in text or name == "episodes"
+
+
+README = (ROOT.parent / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_trains_a_hub_model_in_eight_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = re.search(r"## GRPO in eight lines.*?```python\n(.*?)```", README, re.DOTALL)
+    assert code is not None
+    assert len(code[1].strip().splitlines()) <= 8
+    made: list[Arguments] = []
+    monkeypatch.setattr(roll, "train", lambda **passed: made.append(given(**passed)))
+    exec(code[1], {})
+    assert made[0].config.reward.name == "math"
+    assert made[0].objects == {}
+
+
+def test_the_readme_names_settings_that_exist_beside_those_of_trl() -> None:
+    table = README[README.index("| TRL (`GRPOConfig`") :].partition("\n\n")[0]
+    rows = [row.split("|")[2] for row in table.splitlines()[2:]]
+    named = {
+        re.sub(r"NAME|:.*", lambda m: "right" if m[0] == "NAME" else "", name)
+        for row in rows
+        for name in re.findall(r"`([^`]+)`", row)
+    }
+    named -= {"reward.parts.right.weight"}
+    assert len(named) > 20
+    for name in named:
+        found: Any = load_config({})
+        for part in name.split("."):
+            found = getattr(found, part)
