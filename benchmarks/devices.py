@@ -114,7 +114,7 @@ def fresh(model: str, large: bool, folder: Path) -> str:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    from roll.model.loading import find_model
+    from roll.model.find import find_model
 
     location = model if Path(model).is_dir() else find_model(model).location
     shape = AutoConfig.from_pretrained(location)

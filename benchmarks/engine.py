@@ -38,7 +38,8 @@ from roll.engine.make import make_engine
 from roll.engine.request import Request, Sampling, seed_of
 from roll.model import attention
 from roll.model.character import character_tokenizer
-from roll.model.loading import choose_dtype, find_model, in_precision, load_model
+from roll.model.find import find_model
+from roll.model.loading import choose_dtype, in_precision, load_model
 from roll.model.positions import longest_sequence
 
 SIZES = {"cpu": Sizes(64, 32, 192), "cuda": Sizes(256, 128, 1024)}

@@ -180,7 +180,7 @@ def roll_learns(args: Any, seed: int) -> dict[str, float]:
 
 def trl_step(args: Any) -> dict[str, float]:
     """TRL's steps, in a process of its own."""
-    from roll.model.loading import find_model
+    from roll.model.find import find_model
 
     wanted = {
         "model": str(find_model(args.model).location),

@@ -19,7 +19,8 @@ from common import parser, report
 from roll.config.schema import ModelConfig
 from roll.data.task import Message
 from roll.model.chat import ChatRenderer, Conversation
-from roll.model.loading import find_model, load_tokenizer
+from roll.model.find import find_model
+from roll.model.loading import load_tokenizer
 
 ROOM = "######\n#__O_#\n#_X__#\n#__P_#\n#____#\n######\n"
 

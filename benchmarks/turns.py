@@ -59,7 +59,7 @@ def on_gpu() -> bool:
 def small_model(folder: Path) -> str:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    from roll.model.loading import find_model
+    from roll.model.find import find_model
 
     real = find_model("smollm2-135m").location
     config = AutoConfig.from_pretrained(real)

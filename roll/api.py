@@ -18,6 +18,7 @@ from roll.config import Config, RewardConfig, UserError, load_config
 from roll.config.schema import DataConfig, ModelConfig, TasksConfig
 from roll.data.given import are_splits, given_chats, given_tasks
 from roll.pipeline.output import say
+from roll.pipeline.preflight import check_folder, check_model, check_plays, find
 from roll.pipeline.stopping import outside_loop
 
 if TYPE_CHECKING:
@@ -81,10 +82,15 @@ def train(
     """
     if resume and restart:
         raise UserError("resume=True continues a run and restart=True begins it again: write one of them")
+    if code is not None and not resume:
+        raise UserError(f"code is {code!r}, but a new run has only the code that is there now: leave it out")
     given = arguments(config, model, tasks, reward, chats, overrides, settings)
+    check_folder(given.config, resume=resume, restart=restart)
+    found = None if resume else find(given.config, **given.objects)
+    check_model(given.config)
     from roll.pipeline.launch import train as run_training
 
-    chosen: dict[str, Any] = {"resume": resume, "restart": restart, "code": code, "reporter": reporter}
+    chosen: dict[str, Any] = {"resume": resume, "restart": restart, "code": code, "reporter": reporter, "found": found}
     return outside_loop(lambda: run_training(given.config, **chosen, **given.objects))
 
 
@@ -108,9 +114,11 @@ def evaluate(
     with the code that the run keeps unless `code` is `"current"`.
     """
     given = arguments(_of_run(config, code), model, tasks, reward, chats, overrides, settings)
+    found = find(given.config, **given.objects)
+    check_model(given.config)
     from roll.pipeline.launch import evaluate as run_evaluation
 
-    return outside_loop(lambda: run_evaluation(given.config, **given.objects))
+    return outside_loop(lambda: run_evaluation(given.config, **given.objects, found=found))
 
 
 def play(
@@ -134,9 +142,12 @@ def play(
     if isinstance(episodes, bool) or not isinstance(episodes, int) or episodes < 1:
         raise UserError(f"episodes is {episodes!r}: write how many attempts to make, as in episodes=4")
     given = arguments(_of_run(config, code), model, tasks, reward, None, overrides, settings)
+    check_plays(given.config)
+    found = find(given.config, **given.objects)
+    check_model(given.config)
     from roll.pipeline.launch import play as run_play
 
-    return outside_loop(lambda: run_play(given.config, episodes, **given.objects))
+    return outside_loop(lambda: run_play(given.config, episodes, **given.objects, found=found))
 
 
 @dataclass(frozen=True)

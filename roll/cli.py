@@ -8,6 +8,7 @@ it was stopped twice. Output that nobody reads (`| head`, `>&-`) changes none of
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import sys
@@ -28,6 +29,7 @@ from roll.pipeline.stopping import Stopped, exit_status
 
 if TYPE_CHECKING:
     from roll.config import Config
+    from roll.pipeline.preflight import Found
     from roll.pipeline.run_code import Code
 
 
@@ -107,19 +109,24 @@ def train(
         raise UserError("--resume continues a run and --restart begins it again: write one of them")
     if code and not resume:
         raise UserError("--code says which code a run is resumed with: write --resume too, or leave it out")
+    from roll.pipeline.preflight import check_folder
+
     settings = load_config(config, overrides or [])
+    check_folder(settings, resume=resume, restart=restart)
     chosen = _check_code(settings, code) if resume else None
-    _look_for_model(settings)
+    found = _found(settings, read=not resume)
     from roll.display import LiveReporter, print_summary
     from roll.pipeline.launch import train as run_training
     from roll.pipeline.report import held_out_lines
 
     with tolerant_output(every_error=True):
         if plain or not _console.is_terminal:
-            summary = run_training(settings, resume=resume, restart=restart, code=chosen)
+            summary = run_training(settings, resume=resume, restart=restart, code=chosen, found=found)
         else:
             with LiveReporter(_console) as reporter:
-                summary = run_training(settings, resume=resume, restart=restart, code=chosen, reporter=reporter)
+                summary = run_training(
+                    settings, resume=resume, restart=restart, code=chosen, reporter=reporter, found=found
+                )
         if not summary["stopped"]:
             print_summary(_console, summary)
             return
@@ -141,11 +148,11 @@ def evaluate(
 ) -> None:
     """Measure the held-out reward, for sft the held-out loss: of a CONFIG's model, or of a RUN's newest checkpoint."""
     settings = _config_of(target, overrides or [], code)
-    _look_for_model(settings)
-    from roll.pipeline.launch import evaluate as run_evaluation
-
     with redirect_stdout(sys.stderr) if as_json else nullcontext():  # users' code may print when it is loaded
-        result = run_evaluation(settings)
+        found = _found(settings)
+        from roll.pipeline.launch import evaluate as run_evaluation
+
+        result = run_evaluation(settings, found=found)
     if as_json:
         print(json.dumps(result.to_dict(), allow_nan=False))
         return
@@ -163,12 +170,15 @@ def rollout(
     code: CodeOption = None,
 ) -> None:
     """Make rollouts without training and show them: who said what, rewards, and which tokens would be trained on."""
+    from roll.pipeline.preflight import check_plays
+
     settings = _config_of(target, overrides or [], code)
-    _look_for_model(settings)
+    check_plays(settings)
+    found = _found(settings)
     from roll.pipeline.launch import play
     from roll.transcript_view import print_json, print_transcripts
 
-    transcripts = play(settings, episodes)
+    transcripts = play(settings, episodes, found=found)
     if as_json:
         print_json(transcripts)
     else:
@@ -181,14 +191,14 @@ def plan(config: ConfigFile, overrides: Overrides = None) -> None:
     from roll.config import load_config
 
     settings = load_config(config, overrides or [])
-    _look_for_model(settings)
+    found = _found(settings)
     from roll.devices.draw import draw
     from roll.devices.plan import check_memory, make_plan
     from roll.devices.writes import check_disk, disk_remark
     from roll.pipeline.prepare import prepare
     from roll.pipeline.roles import executor_of, inventory_of
 
-    pipeline = prepare(settings)
+    pipeline = prepare(settings, found=found)
     with executor_of(settings) as executor:
         made = make_plan(pipeline.config, pipeline.job, inventory_of(settings, executor))
     trained = f", of adapters {made.adapters:,}" if made.adapters else ""
@@ -238,9 +248,9 @@ def export(
     adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapters of a run with model.lora.")] = False,
 ) -> None:
     """Write a run's newest weights as a folder that transformers loads; adapters are merged into their model."""
-    _quiet_libraries()
     from roll.run.export import export_model
 
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # which is imported only if there is something to merge
     step = export_model(run, folder, adapter=adapter)
     loads = "PeftModel.from_pretrained(base, " if adapter else "AutoModelForCausalLM.from_pretrained("
     said = f"step {step} of {run} is in {folder}: {loads}{str(folder)!r})"
@@ -326,18 +336,18 @@ def _print_reward(run: Path) -> None:
         _console.print(f"reward: {reward}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _look_for_model(config: Config) -> None:
-    """Refuses a model that is not there, before the seconds that importing all the rest takes."""
-    _quiet_libraries()
-    from roll.config.root import located
-    from roll.model.loading import find_model
+def _found(config: Config, read: bool = True) -> Found | None:
+    """What the config names; without `read`, only the model is looked for. Refuses what is not there before the seconds
+    that importing all the rest takes."""
+    from roll.pipeline.preflight import check_model, find
 
-    find_model(located(config).model.path)
+    found = find(config) if read else None
+    check_model(config)
+    _quiet_libraries()
+    return found
 
 
 def _quiet_libraries() -> None:
-    import os
-
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers.utils import logging
 

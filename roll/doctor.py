@@ -115,7 +115,7 @@ def _sandbox() -> list[Finding]:
 
 
 def _places() -> list[Finding]:
-    from roll.model.loading import cache_folder
+    from roll.model.find import cache_folder
 
     cache = cache_folder()
     existing = next(parent for parent in (cache, *cache.parents) if parent.exists())

@@ -52,7 +52,7 @@ def long(split):
     yield Task.ask("novel", "a" * 2000, "1")
 
 def wordless(split):
-    yield Task("silence", ())
+    yield Task("silence", (), 1)
 """
 
 BAD_INPUT = {

@@ -11,7 +11,8 @@ from roll.data.sources import TaskSet
 from roll.devices.workload import Workload
 from roll.model.chat import ChatRenderer
 from roll.model.corpus import Corpus, Order
-from roll.model.loading import find_model, load_tokenizer
+from roll.model.find import find_model
+from roll.model.loading import load_tokenizer
 
 
 @dataclass(frozen=True)

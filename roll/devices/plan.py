@@ -17,7 +17,8 @@ from roll.devices.stages import StageTable, residency
 from roll.devices.workload import Workload
 from roll.devices.writes import Writes, planned_writes
 from roll.model.classifier import load_classifier_config
-from roll.model.loading import choose_dtype, find_model, load_model_config
+from roll.model.find import find_model
+from roll.model.loading import choose_dtype, load_model_config
 from roll.model.shape import ModelShape
 from roll.strategy.train.budget import FEWEST_ROWS, Budget
 

@@ -34,7 +34,8 @@ from roll.data.tokenlog import TokenLog
 from roll.env.demonstrations import demonstration
 from roll.env.episode import Turn, check_expert, turns
 from roll.model.chat import ChatRenderer
-from roll.model.loading import find_model, load_tokenizer, stop_ids_of
+from roll.model.find import find_model
+from roll.model.loading import load_tokenizer, stop_ids_of
 from roll.run import RunFolder, read_samples
 from roll.run.code import RunCode, load_object
 from roll.run.samples import steps_with_samples

@@ -12,7 +12,8 @@ import numpy as np
 
 from roll.config.errors import UserError
 from roll.data.tokenlog import IntArray
-from roll.model.loading import ModelSource, from_pretrained, load_model_config
+from roll.model.find import ModelSource
+from roll.model.loading import from_pretrained, load_model_config
 from roll.model.positions import fix_angles
 
 if TYPE_CHECKING:

@@ -15,12 +15,12 @@ from roll.cluster import Executor
 from roll.cluster.errors import RemoteError
 from roll.config import Config, UserError, dump_config
 from roll.config.schema import SuperviseConfig
-from roll.config.spelling import option
 from roll.data.chat_sources import ChatSource
 from roll.data.sources import TaskSource
 from roll.devices.plan import Plan, check_memory, make_plan
 from roll.devices.writes import disk_remark
 from roll.pipeline.held_out import HeldOut
+from roll.pipeline.preflight import Found, check_folder, check_plays
 from roll.pipeline.prepare import Pipeline, RLVRPipeline, prepare
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.report import PlainReporter, Reporter
@@ -48,12 +48,13 @@ def train(
     chats: ChatSource | None = None,
     reporter: Reporter | None = None,
     code: Code | None = None,
+    found: Found | None = None,
 ) -> dict[str, Any]:
     """Trains as the config says and returns the summary. `reward`, `tasks` and `chats` replace those the config names.
 
     `resume` goes on from the run folder's newest checkpoint; `restart` moves an existing run folder aside first. A
     run whose code or data has changed is only resumed if `code` says with which: `run`, the copy that it keeps, or
-    `current`, what is there now.
+    `current`, what is there now. `found` is what `preflight.find` found of the config of a new run.
     """
     reporter = reporter or PlainReporter()
     place, given = Path(config.run.dir), {"reward": reward, "tasks": tasks, "chats": chats}
@@ -62,12 +63,12 @@ def train(
     else:
         if code is not None:
             raise UserError(f"code is {code!r}, but a new run has only the code that is there now: leave it out")
-        RunFolder.check_new(place, restart)
+        check_folder(config, resume=False, restart=restart)
         chosen = Chosen(config, given, saved_form(config, given))
     for remark in chosen.says:
         reporter.warned(remark)
     config = chosen.config
-    pipeline = prepare(config, **chosen.given)
+    pipeline = prepare(config, **chosen.given, found=None if resume else found)
     with executor_of(config) as executor:
         plan = make_plan(pipeline.config, pipeline.job, inventory_of(config, executor))
         check_memory(plan)
@@ -129,8 +130,7 @@ def _nothing() -> None:
 
 
 def _code_to_resume(config: Config, given: Given, place: Path, code: Code | None) -> Chosen:
-    if not place.exists():
-        raise UserError(f"there is no run in {place} to continue: leave out {option('resume')} to start one")
+    check_folder(config, resume=True, restart=False)
     return code_to_resume(config, given, RunFolder.open(place).path, code)
 
 
@@ -224,9 +224,10 @@ def evaluate(
     reward: RewardFn | None = None,
     tasks: TaskSource | None = None,
     chats: ChatSource | None = None,
+    found: Found | None = None,
 ) -> Evaluation | HeldOut:
     """Measures the config's model on held-out data."""
-    pipeline = prepare(config, reward=reward, tasks=tasks, chats=chats)
+    pipeline = prepare(config, reward=reward, tasks=tasks, chats=chats, found=found)
     with executor_of(config) as executor:
         plan = make_plan(pipeline.config, pipeline.job, inventory_of(config, executor))
         check_memory(plan)
@@ -242,12 +243,17 @@ async def _evaluate(pipeline: Pipeline[Any, Any], executor: Executor, plan: Plan
 
 
 def play(
-    config: Config, episodes: int, *, reward: RewardFn | None = None, tasks: TaskSource | None = None
+    config: Config,
+    episodes: int,
+    *,
+    reward: RewardFn | None = None,
+    tasks: TaskSource | None = None,
+    found: Found | None = None,
 ) -> list[Transcript]:
     """Attempts at the config's tasks with its model, to be looked at; nothing is trained."""
-    pipeline = prepare(config, reward=reward, tasks=tasks)
-    if not isinstance(pipeline, RLVRPipeline):
-        raise UserError(f"pipeline {config.pipeline} makes no rollouts: write pipeline=rlvr")
+    check_plays(config)
+    pipeline = prepare(config, reward=reward, tasks=tasks, found=found)
+    assert isinstance(pipeline, RLVRPipeline)
     with executor_of(config) as executor:
         plan = make_plan(pipeline.config, pipeline.job, inventory_of(config, executor))
         check_memory(plan)

@@ -12,7 +12,8 @@ from roll.config.schema import Config
 from roll.devices.map import DeviceMap
 from roll.devices.stages import StageTable
 from roll.model.classifier import load_classifier_config
-from roll.model.loading import find_model, load_model_config, load_tokenizer
+from roll.model.find import find_model
+from roll.model.loading import load_model_config, load_tokenizer
 from roll.pipeline.start import aside
 from roll.strategy.infer.vllm_args import check_vllm
 from roll.workers.device import DeviceWorker

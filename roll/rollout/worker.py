@@ -25,7 +25,8 @@ from roll.data.columns import Block
 from roll.data.sample import Sample
 from roll.data.tokenlog import branches
 from roll.model.chat import ChatRenderer
-from roll.model.loading import context_of, find_model, load_tokenizer, stop_ids_of
+from roll.model.find import find_model
+from roll.model.loading import context_of, load_tokenizer, stop_ids_of
 from roll.rollout.buffer import read_part, write_part
 from roll.rollout.door import EngineDoor
 from roll.rollout.early_end import make_early_end

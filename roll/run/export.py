@@ -8,7 +8,7 @@ from pathlib import Path
 
 from roll.config.errors import UserError
 from roll.config.spelling import option
-from roll.model.loading import holds_adapters, write_merged
+from roll.model.find import holds_adapters
 from roll.run.checkpoint import Checkpoints
 from roll.run.folder import RunFolder
 
@@ -37,6 +37,8 @@ def export_model(run: Path, target: Path, *, adapter: bool = False) -> int:
         raise UserError(f"cannot write {aside} ({error.strerror}): write another folder") from error
     try:
         if holds_adapters(model) and not adapter:
+            from roll.model.loading import write_merged  # takes seconds
+
             write_merged(model, aside)
         else:
             shutil.copytree(model, aside, dirs_exist_ok=True)

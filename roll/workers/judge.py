@@ -31,7 +31,8 @@ _LEAVE_S = 60.0
 class JudgeWorker(DeviceWorker):
     def __init__(self, place: Place, config: Config) -> None:
         from roll.model.chat import ChatRenderer
-        from roll.model.loading import context_of, find_model, load_tokenizer, stop_ids_of
+        from roll.model.find import find_model
+        from roll.model.loading import context_of, load_tokenizer, stop_ids_of
         from roll.strategy.infer.own import OwnEngine
 
         super().__init__(place, config.deterministic)

@@ -24,7 +24,8 @@ if TYPE_CHECKING:  # those who only ask it do without torch
 class RewardModelWorker(DeviceWorker):
     def __init__(self, place: Place, config: Config) -> None:
         from roll.model.classifier import load_classifier
-        from roll.model.loading import choose_dtype, find_model, load_tokenizer
+        from roll.model.find import find_model
+        from roll.model.loading import choose_dtype, load_tokenizer
         from roll.strategy.train.scorer import ScoreStrategy
 
         super().__init__(place, config.deterministic)

@@ -15,7 +15,8 @@ from roll.cluster import Dispatch, Place, parallel
 from roll.config.schema import Config
 from roll.data.batch import Batch
 from roll.data.columns import Array, Indices, TokenColumn
-from roll.model.loading import choose_dtype, find_model, load_model, load_tokenizer
+from roll.model.find import find_model
+from roll.model.loading import choose_dtype, load_model, load_tokenizer
 from roll.model.lora import Adapters
 from roll.strategy.shelf import Level
 from roll.strategy.train.base import UpdateStats

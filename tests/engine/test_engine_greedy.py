@@ -33,7 +33,8 @@ from transformers import (
 
 from roll.data.tokenlog import IntArray
 from roll.engine.request import Completion
-from roll.model.loading import context_of, find_model, load_model
+from roll.model.find import find_model
+from roll.model.loading import context_of, load_model
 
 NEW_TOKENS = 14
 

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from roll.config import UserError, load_config
 from roll.config.schema import LoraConfig, ModelConfig
 from roll.model.character import character_tokenizer, tiny_model
-from roll.model.loading import find_model, load_model, load_tokenizer, write_merged
+from roll.model.find import find_model
+from roll.model.loading import load_model, load_tokenizer, write_merged
 from roll.model.lora import Adapters, Base, adapted_layers, inject, is_adapter
 from roll.model.shape import ModelShape
 
@@ -114,7 +115,7 @@ def test_layers_that_take_no_adapters_are_refused(targets: tuple[str, ...], said
 
 def test_without_peft_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(UserError, match=r"model\.lora needs the package peft.*pip install 'roll\[lora\]'"):
+    with pytest.raises(UserError, match=r"model\.lora needs the package peft.*pip install 'roll-rl\[lora\]'"):
         inject(tiny_model(0), LoraConfig(rank=2))
     assert adapted_layers(tiny_model(0)) == {}
 

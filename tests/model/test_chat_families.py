@@ -25,7 +25,8 @@ from roll.config.schema import ModelConfig
 from roll.data.task import Message
 from roll.data.tokenlog import branches
 from roll.model.chat import ChatRenderer, Conversation, NotImitable
-from roll.model.loading import SMOLLM2, _smollm2_file, find_model, load_tokenizer
+from roll.model.find import SMOLLM2, _smollm2_file, find_model
+from roll.model.loading import load_tokenizer
 
 ROOT = Path(os.environ.get("CHAT_FAMILIES") or Path(__file__).parents[2] / ".chat-families")
 VERSIONS = {name.rpartition("/")[2]: version for _, name, version in packages()}

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from roll.config.errors import UserError
 from roll.config.schema import ModelConfig
-from roll.model.loading import find_model, load_model, load_tokenizer
+from roll.model.find import find_model
+from roll.model.loading import load_model, load_tokenizer
 
 gguf = pytest.importorskip("gguf")
 

@@ -13,13 +13,12 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from roll.config.errors import UserError
 from roll.config.schema import ModelConfig
-from roll.model import attention, loading
+from roll.model import attention, find, loading
 from roll.model.character import CHARACTERS, character_tokenizer, tiny_config, tiny_model
+from roll.model.find import ModelSource, find_model
 from roll.model.loading import (
-    ModelSource,
     choose_dtype,
     cpu_multiplies_bf16,
-    find_model,
     load_model,
     load_model_config,
     load_tokenizer,
@@ -169,14 +168,14 @@ def test_a_hub_model_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(loading, "try_to_load_from_cache", lambda *_: None)
-    monkeypatch.setattr(loading, "get_hf_file_metadata", fail)
+    monkeypatch.setattr(find, "try_to_load_from_cache", lambda *_: None)
+    monkeypatch.setattr(find, "get_hf_file_metadata", fail)
     says = refusal(find_model, "owner/name-1.5")
     assert says.startswith(
         f"model: 'owner/name-1.5' is no folder here, and the model hub did not give it: {first}. Write "
     )
     # One that is in the cache may still be broken.
-    monkeypatch.setattr(loading, "try_to_load_from_cache", lambda *_: "/cache/config.json")
+    monkeypatch.setattr(find, "try_to_load_from_cache", lambda *_: "/cache/config.json")
     source = find_model("owner/name-1.5")
     assert source == ModelSource("owner/name-1.5", "owner/name-1.5")
     monkeypatch.setattr(AutoConfig, "from_pretrained", fail)

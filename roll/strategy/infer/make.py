@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from roll.cluster.worker import Place
 from roll.config.schema import Config
-from roll.model.loading import choose_dtype, find_model, load_model, load_model_config, load_tokenizer
+from roll.model.find import find_model
+from roll.model.loading import choose_dtype, load_model, load_model_config, load_tokenizer
 from roll.strategy.infer.base import InferStrategy
 
 

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from roll.cluster.worker import Place
 from roll.config.schema import Config
-from roll.model.loading import choose_dtype, find_model, load_model, load_tokenizer
+from roll.model.find import find_model
+from roll.model.loading import choose_dtype, load_model, load_tokenizer
 from roll.strategy.infer.base import InferStrategy
 from roll.strategy.infer.make import vllm_engine
 from roll.strategy.infer.native import NativeStrategy

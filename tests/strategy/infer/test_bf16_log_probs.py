@@ -21,7 +21,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from roll.config.errors import UserError
 from roll.config.schema import ModelConfig
 from roll.engine.request import Completion
-from roll.model.loading import ModelSource, cpu_multiplies_bf16, find_model, load_model, load_tokenizer
+from roll.model.find import ModelSource, find_model
+from roll.model.loading import cpu_multiplies_bf16, load_model, load_tokenizer
 
 ASKED = ("What is 17 + 25?", "Tell me a story about a dog.", "Write a poem about rain.", "How do I cook rice?")
 ANSWERS = 6 if DEVICE == "cpu" else 24

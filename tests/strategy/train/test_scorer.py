@@ -15,7 +15,7 @@ from roll.config.schema import TrainConfig
 from roll.data.tokenlog import IntArray
 from roll.model.character import character_tokenizer
 from roll.model.classifier import load_classifier
-from roll.model.loading import find_model
+from roll.model.find import find_model
 from roll.strategy.train.scorer import ScoreStrategy
 
 TOKENIZER = character_tokenizer()

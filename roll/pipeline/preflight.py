@@ -1,0 +1,234 @@
+"""What can be refused without the model: a run folder, tasks, rewards and environments that are not there or do not fit.
+
+Loads neither torch nor transformers, which take seconds to import. What is found is passed on, so that nothing is read
+twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from roll.config.errors import UserError
+from roll.config.evaluation import domain_of, set_of
+from roll.config.names import did_you_mean
+from roll.config.reward import RewardRule
+from roll.config.root import is_object, located
+from roll.config.schema import Config
+from roll.config.spelling import option
+from roll.data.chat_sources import ChatSet, ChatSource, load_chats
+from roll.data.domains import load_domains
+from roll.data.eval_sets import with_eval_sets
+from roll.data.formats import FORMATS
+from roll.data.sources import TaskSet, TaskSource, load_tasks
+from roll.data.task import Task
+from roll.env.resolve import located as find_code
+from roll.env.trial import check_seed, episodes, minds_values
+from roll.model.find import check_template, find_model
+from roll.reward import RewardFn, RewardSource
+from roll.reward.builtin import ASKS_OTHERS, BUILTINS, OF_SHAPE
+from roll.run.code import load_object
+from roll.run.folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a run works on: tasks and their judge, or for `pipeline: sft` conversations."""
+
+    tasks: TaskSet | None = None
+    judge: RewardSource | None = None
+    chats: ChatSet | None = None
+
+
+def check_folder(config: Config, *, resume: bool, restart: bool) -> None:
+    """Refuses a folder in which the run cannot begin, or continue."""
+    place = Path(config.run.dir)
+    if not resume:
+        RunFolder.check_new(place, restart)
+    elif not place.exists():
+        raise UserError(f"there is no run in {place} to continue: leave out {option('resume')} to start one")
+    else:
+        RunFolder.open(place)
+
+
+def check_model(config: Config) -> None:
+    """Refuses a model or a chat template that is not there."""
+    config = located(config)
+    check_template(config.model)
+    find_model(config.model.path)
+
+
+def check_plays(config: Config) -> None:
+    """Refuses to make rollouts with a pipeline that makes none."""
+    if config.pipeline != "rlvr":
+        raise UserError(f"pipeline {config.pipeline} makes no rollouts: write pipeline=rlvr")
+
+
+def find(
+    config: Config,
+    *,
+    reward: RewardFn | None = None,
+    tasks: TaskSource | None = None,
+    chats: ChatSource | None = None,
+) -> Found:
+    """What a config names, or what was given in its place, found good as far as that can be told without the model."""
+    config = located(config)
+    given = {"reward": reward, "tasks": tasks, "chats": chats}
+    unread = {"rlvr": ("chats",), "sft": ("reward", "tasks")}[config.pipeline]
+    for name in unread:
+        if given[name] is not None:
+            raise UserError(f"{name} were given, but nothing reads them in pipeline {config.pipeline}: leave them out")
+    if config.pipeline == "sft":
+        chats = _kept(config.data.source) if chats is None else chats
+        return Found(chats=load_chats(config.data, chats, config.root))
+    return Found(*find_tasks(config, reward, tasks))
+
+
+def find_tasks(config: Config, reward: RewardFn | None, tasks: TaskSource | None) -> tuple[TaskSet, RewardSource]:
+    """The tasks and the judge of a run with rollouts."""
+    reward = _kept(config.reward.name) if reward is None else reward
+    tasks = _kept(config.tasks.source) if tasks is None else tasks
+    task_set, judge = _tasks_and_judge(config, reward, tasks)
+    task_set = _located(with_eval_sets(task_set, config.eval.sets, config.root), config.root)
+    judge = judge.with_sets(_set_rewards(config))
+    judge.check()
+    _check_limits(config, task_set)
+    _check_rewards(config, task_set, reward is not None)
+    if reward is None and tasks is None:
+        _check_formats(config)
+    _check_votes(config, task_set, judge)
+    _check_turns(config, task_set)
+    return task_set, judge
+
+
+def _kept(name: str) -> Any:
+    """The object that a name of a run's config means: one that the run was given in Python. None if it means none."""
+    return load_object(name) if is_object(name) else None
+
+
+def _tasks_and_judge(config: Config, reward: RewardFn | None, tasks: TaskSource | None) -> tuple[TaskSet, RewardSource]:
+    if not config.domains:
+        judge = (
+            RewardSource.of(reward, config.root)
+            if reward is not None
+            else RewardSource.of_config(config.reward, config.root)
+        )
+        return load_tasks(config.tasks, tasks, config.root), judge
+    for name, given in (("reward", reward), ("tasks", tasks)):
+        if given is not None:
+            raise UserError(f"{name} was given, but each of the config's domains has its own: leave it out, or domains")
+    judge = RewardSource.of_domains({name: domain.reward for name, domain in config.domains.items()}, config.root)
+    return load_domains(config.domains, config.root), judge
+
+
+def _located(tasks: TaskSet, root: str) -> TaskSet:
+    """The tasks with environments that every process finds; refuses those that are not there, or take other options."""
+    checked: dict[tuple[str, str], tuple[str | bytes, int | None]] = {}
+
+    def located(task: Task) -> Task:
+        spec = task.environment
+        if spec is None:
+            return task
+        spec = replace(spec, root=root)
+        kind = (spec.name, repr(sorted(spec.options.items()) if minds_values(spec.name) else sorted(spec.options)))
+        if kind not in checked:
+            most = episodes(spec)
+            checked[kind] = find_code(spec).code, most
+        code, most = checked[kind]
+        check_seed(spec, most)
+        return replace(task, environment=replace(spec, code=code) if code else spec)
+
+    return replace(tasks, train=tuple(map(located, tasks.train)), held_out=tuple(map(located, tasks.held_out)))
+
+
+def _set_rewards(config: Config) -> dict[str, RewardRule]:
+    """The rewards of sets to evaluate on that have their own, by the domain of their tasks."""
+    return {domain_of(name): each.reward for name, each in config.eval.sets.items() if each.reward is not None}
+
+
+def rules_of(config: Config) -> dict[str, RewardRule]:
+    """The rewards of the config, by the setting that each is under."""
+    if not config.domains:
+        return {"reward": config.reward}
+    return {f"domains.{name}.reward": domain.reward for name, domain in config.domains.items()}
+
+
+def _check_rewards(config: Config, tasks: TaskSet, given: bool) -> None:
+    """Refuses a reward that would judge nothing, because the environments of the tasks say what an attempt is worth."""
+    own = _set_rewards(config)
+    for domain, rule in own.items():
+        if all(task.environment is not None for task in tasks.held_out if task.domain == domain):
+            raise UserError(
+                f"eval.sets.{set_of(domain)}.reward is {rule.label!r}, but all its tasks are played in environments, "
+                "whose steps say what an attempt is worth: leave it out"
+            )
+    asked = [task for task in (*tasks.train, *tasks.held_out) if task.environment is None and task.domain not in own]
+    judged = {task.domain if config.domains else "" for task in asked}
+    for name, (setting, rule) in zip(config.domains or [""], rules_of(config).items(), strict=True):
+        if name not in judged and (given or (rule.name, rule.options, rule.parts) != (RewardRule().name, {}, {})):
+            raise UserError(
+                f"{setting} is {'a function' if given else repr(rule.label)}, but all its tasks are played in "
+                "environments, whose steps say what an attempt is worth: leave it out"
+            )
+
+
+def _check_formats(config: Config) -> None:
+    """Refuses built-in rewards that cannot judge the tasks of a named format."""
+    sources = {f"domains.{name}.tasks": domain.tasks for name, domain in config.domains.items()} or {
+        "tasks": config.tasks
+    }
+    judged = list(zip(sources.items(), rules_of(config).items(), strict=True))
+    for name, each in config.eval.sets.items():
+        setting = "reward" if each.reward is None else f"eval.sets.{name}.reward"
+        judged.append(((f"eval.sets.{name}", each), (setting, each.reward or config.reward)))
+    for (within, source), (setting, rule) in judged:
+        name = str(source.options.get("format"))
+        format = FORMATS.get(name)
+        names = {part.name for part in rule.parts.values() if part.weight or part.gate} or {rule.name}
+        judging = names - OF_SHAPE
+        if format is not None and judging and judging <= BUILTINS.keys() - {*format.rewards, *ASKS_OTHERS}:
+            raise UserError(
+                f"{within}.options.format is {name!r}, but {setting} is {rule.label!r}, which cannot judge its "
+                f"tasks: write {setting}: {format.rewards[0]} (docs/tasks.md)"
+            )
+
+
+def _check_votes(config: Config, tasks: TaskSet, judge: RewardSource) -> None:
+    """Refuses maj@k where nobody says which answer a response gives."""
+    for task in {task.domain: task for task in tasks.held_out}.values():
+        name = set_of(task.domain)
+        if not config.eval.settings(name).majority_at:
+            continue
+        where = f"eval.sets.{name}" if name in config.eval.sets else "eval"
+        if any(other.environment is not None for other in tasks.held_out if other.domain == task.domain):
+            raise UserError(
+                f"{where}.majority_at is set, but its tasks are played in environments, where there is no answer to vote "
+                f"by: write {where}.majority_at=[]"
+            )
+        if not judge.reads_answers(task.domain):
+            own = f"domains.{task.domain}.reward" if task.domain in config.domains else "the reward"
+            own = f"{where}.reward" if name in config.eval.sets and config.eval.sets[name].reward is not None else own
+            raise UserError(
+                f"{where}.majority_at is set, but {own} does not say which answer a response gives: use number, math, "
+                "choice or exact (of a composed reward, in one part only), give your own a method answer_of(task, "
+                f"response), or write {where}.majority_at=[]"
+            )
+
+
+def _check_limits(config: Config, tasks: TaskSet) -> None:
+    """Refuses a limit for an environment that no task is played in."""
+    named = {task.environment.name for task in (*tasks.train, *tasks.held_out) if task.environment is not None}
+    for name in config.env.limits:
+        if name not in named:
+            played = f"tasks are played in {', '.join(sorted(named))}" if named else "no task is played in an environment"
+            raise UserError(f"env.limits names {name!r}, but {played}{did_you_mean(name, named)}")
+
+
+def _check_turns(config: Config, tasks: TaskSet) -> None:
+    """Refuses an algorithm that these tasks have nothing for."""
+    if config.algorithm.turn_weight > 0 and not tasks.has_environments:
+        raise UserError(
+            f"algorithm.turn_weight is {config.algorithm.turn_weight:g}: it compares turns that began in the same state, "
+            "but these tasks have no environment: write algorithm.turn_weight=0, or choose tasks with environments"
+        )
