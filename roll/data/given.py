@@ -6,7 +6,6 @@ Example: `given_tasks([{"question": "2 and 2?", "answer": 4}])` is a source of o
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -71,7 +70,7 @@ def _is_function(given: Any) -> bool:
 
 def _tasks(items: list[Any]) -> Source:
     if not any(isinstance(item, Task) for item in items):
-        return functools.partial(table, path=_rows("tasks", "roll.Task", '{"question": "2 and 2?", "answer": 4}', items))
+        return _Table(table, _rows("tasks", "roll.Task", '{"question": "2 and 2?", "answer": 4}', items))
     for position, item in enumerate(items):
         if not isinstance(item, Task):
             raise UserError(f"tasks[{position}] is a {type(item).__name__}, but others are roll.Task: write one kind")
@@ -81,9 +80,7 @@ def _tasks(items: list[Any]) -> Source:
 def _chats(items: list[Any]) -> Source:
     if all(isinstance(item, Chat | Task | Sequence) and not isinstance(item, str) for item in items):
         return _Listed(tuple(items), 0.05)
-    return functools.partial(
-        chat_file, path=_rows("chats", "roll.Chat", '{"prompt": "2 and 2?", "response": "4"}', items)
-    )
+    return _Table(chat_file, _rows("chats", "roll.Chat", '{"prompt": "2 and 2?", "response": "4"}', items))
 
 
 def _rows(what: str, kind: str, example: str, items: list[Any]) -> GivenRows:
@@ -119,11 +116,28 @@ def _items(what: str, given: Any) -> list[Any]:
 
 
 @dataclass(frozen=True)
+class _Table:
+    """Rows, and what makes tasks or conversations of them."""
+
+    read: Source
+    rows: GivenRows
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "__qualname__", f"{len(self.rows.rows)} rows")  # its name in messages
+
+    def __call__(self, split: str, **options: Any) -> Iterable[Any]:
+        return self.read(split, path=self.rows, **options)
+
+
+@dataclass(frozen=True)
 class _Listed:
     """A list of tasks or conversations, of which a share is held out: the same at every call."""
 
     items: tuple[Any, ...]
     share: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "__qualname__", f"a list of {len(self.items)}")
 
     def __call__(self, split: str, held_out: float | int | None = None) -> Iterable[Any]:
         chosen = held_out_rows(len(self.items), self.share if held_out is None else held_out)
@@ -137,6 +151,10 @@ class _Splits:
     what: str
     train: Source
     held_out: Source
+
+    def __post_init__(self) -> None:
+        names = [getattr(source, "__qualname__", "a function") for source in (self.train, self.held_out)]
+        object.__setattr__(self, "__qualname__", f"{names[0]} and {names[1]} held out")
 
     def __call__(self, split: str, **options: Any) -> Iterable[Any]:
         if "held_out" in options:
@@ -152,7 +170,7 @@ def _all_of(source: Source, options: Mapping[str, Any]) -> Iterable[Any]:
 
 
 def _is_users(source: Source) -> bool:
-    return not isinstance(source, _Listed | functools.partial)
+    return not isinstance(source, _Listed | _Table)
 
 
 def _apart(item: Any) -> Any:
