@@ -16,6 +16,17 @@ _AFTER = r"(?![\w])(?!['’](?:s|m|d|ll|ve|re)\b)"
 
 _BETWEEN = re.compile(r"[\s*_]{0,4}(?:,|/|&|;|,?\s{0,2}\bor\b|,?\s{0,2}\band\b)[\s*_]{0,4}", re.IGNORECASE)
 _GIVEN = re.compile(r"\b(?:answer|choice|option)s?\b(?:\s{1,4}(?:is|are|was)\b[\s:]{0,4}|[\s*_]{0,4}[:=])", re.IGNORECASE)
+_DENIED_BEFORE = re.compile(
+    r"""(?:\b(?:can)?not|n['’]t|\bnever|\bneither|\bnor|\bexcept(?:\sfor)?|\b(?:any|every)thing\sbut|\ball\sbut|\bnone\sof|[¬!])
+    (?:\s(?:be|the|an?))?(?:\s(?:answer|option|choice|letter))?[\s*_$(\[{"'`]{0,4}$""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_DENIED_AFTER = re.compile(
+    r"[)\]}*_\"'`$]{0,4}\s{1,2}(?:is|was)(?:n['’]t|\s(?:not|wrong|incorrect|false)\b)", re.IGNORECASE
+)
+_JOINING = frozenset(
+    ("or", "and", "both", "either", "maybe", "perhaps", "possibly", "alternatively", "also", "text", "lor")
+)
 
 
 @dataclass(frozen=True)
@@ -81,9 +92,28 @@ def chosen_letter(text: str, letters: str = "ABCDEFGHIJ") -> str | None:
 
 def _only(text: str, letters: str) -> str | None:
     """The letter that a tag or a box holds; None if it names several."""
-    if _hedged(text, letters):
+    if _hedged(text, letters) or _lists(text, letters):
         return None
     return _leading(text, letters) or _said(text, letters) or _alone(text, letters)
+
+
+def _lists(text: str, letters: str) -> bool:
+    """Whether the text is several letters and nothing else (`A B C D`, `A or maybe B`), or several choices with theirs
+    (`A) Paris B) Rome`)."""
+    labels = re.finditer(rf"(?<![\w'’-])([{letters}])[*_]{{0,2}}[).:\]][*_]{{0,2}}\s{{0,4}}\w", text)
+    return _are_letters(text, letters) or len({label[1] for label in labels}) > 1
+
+
+def _are_letters(text: str, letters: str) -> bool:
+    words = re.findall(r"[^\W_]+", text)
+    alone = {word.upper() for word in words if len(word) == 1 and word.upper() in letters}
+    return len(alone) > 1 and all(len(word) == 1 or word.lower() in _JOINING for word in words)
+
+
+def _is_denied(text: str, letter: re.Match[str]) -> bool:
+    """Whether a text says of a letter that it is not the answer: `not A`, `(A) is wrong`."""
+    before = text[max(0, letter.start(1) - 40) : letter.start(1)]
+    return bool(_DENIED_BEFORE.search(before) or _DENIED_AFTER.match(text, letter.end(1)))
 
 
 def _hedged(text: str, letters: str) -> bool:
@@ -94,13 +124,18 @@ def _hedged(text: str, letters: str) -> bool:
     last = None
     for last in _GIVEN.finditer(text):  # noqa: B007 (the last one)
         pass
-    return bool(several.match(text)) or (last is not None and several.match(text, last.end()) is not None)
+    if several.match(text) or _are_letters(text, letters):
+        return True
+    said = "" if last is None else text[last.end() :]
+    return bool(several.match(said)) or _are_letters(said.partition("\n")[0], letters)
 
 
 def _leading(text: str, letters: str) -> str | None:
     """Of `(b) Paris`, `B.` or `b`: the letter. A letter that begins a sentence (`A cat`) is no choice."""
     match = re.match(rf"{_WRAP}([{letters}])(?:[\s*_)\]}}\"'`$.:,]*\Z|[*_]*[)\]}}.:]|\s*[-–:])", text, re.IGNORECASE)
-    return match[1].upper() if match else None
+    if match is None or _is_denied(text, match) or _lists(text, letters):
+        return None
+    return match[1].upper()
 
 
 def _said(text: str, letters: str) -> str | None:
@@ -118,7 +153,7 @@ def _last_said(pattern: str, text: str) -> str | None:
     for match in re.finditer(pattern, text, re.IGNORECASE):
         letter, before, after = match[1], text[match.start(1) - 1], text[match.end(1) : match.end(1) + 2]
         is_word = re.match(r"\s[\w]", after) and before not in "([{*\"'`"
-        if not (is_word and (letter.islower() or letter == "I")):  # "the answer is a dog"
+        if not (is_word and (letter.islower() or letter == "I")) and not _is_denied(text, match):  # "the answer is a dog"
             last = letter.upper()
     return last
 
@@ -135,12 +170,22 @@ def _alone(text: str, letters: str) -> str | None:
     it is one of several that are listed: `either A or B`."""
     bracketed = list(re.finditer(rf"[(\[]([{letters}])[)\]]", text, re.IGNORECASE))
     alone = rf"(?<![\w'’-])(?!(?:A|I)\s+(?!(?:or|and)\b)\w)([{letters}])(?![\w'’-])"
-    found = bracketed or list(re.finditer(alone, text))
+    found = [each for each in bracketed or re.finditer(alone, text) if not _is_denied(text, each)]
+    if _lists(text, letters):  # what begins the line of a choice does not choose it
+        found = [each for each in found if not _labels(text, each)]
     if not found:
         return None
     if len(found) > 1 and _BETWEEN.fullmatch(text, found[-2].end(), found[-1].start()):
         return None if found[-2][1].upper() != found[-1][1].upper() else found[-1][1].upper()
     return found[-1][1].upper()
+
+
+def _labels(text: str, letter: re.Match[str]) -> bool:
+    """Whether a letter begins a line and its choice follows, as in a list of choices."""
+    line = text[text.rfind("\n", 0, letter.start()) + 1 : letter.start(1)]
+    return (
+        not line.strip(" \t*_([-|") and re.match(r"[*_]{0,2}[).:\]][*_]{0,2}[ \t]*\w", text[letter.end(1) :]) is not None
+    )
 
 
 def _by_text(text: str, letters: str, choices: Sequence[str]) -> str | None:
@@ -149,8 +194,13 @@ def _by_text(text: str, letters: str, choices: Sequence[str]) -> str | None:
     place = marked(shown)
     text = shown if place is None else place.text
     said, texts = _words(text), [_words(choice) for choice in choices]
-    found = [letter for letter, words in zip(letters, texts, strict=False) if words.strip() and words in said]
+    found = [letter for letter, words in zip(letters, texts, strict=False) if words.strip() and _says(said, words)]
     return found[0] if len(found) == 1 else None
+
+
+def _says(said: str, words: str) -> bool:
+    """Whether the words are said, and not denied: `not Paris`, `it isn't Paris`."""
+    return words in said and not any(f" {no}{words}" in said for no in ("not", "n t", "isn t", "never", "neither", "nor"))
 
 
 def choices_of(task: Task) -> Choices | None:

@@ -143,7 +143,7 @@ def _after_hashes(text: str) -> str | None:
 def last_tag(text: str, tag: str) -> str | None:
     """What the last closed `<tag>…</tag>` of the text holds, the innermost if they nest, or None."""
     start, opened, end = -1, -1, -1
-    for mark in re.finditer(rf"<(/?){re.escape(tag)}>", text, re.IGNORECASE):
+    for mark in re.finditer(rf"<(/?){re.escape(tag)}(?:\s[^<>]{{0,200}})?>", text, re.IGNORECASE):
         if not mark[1]:
             opened = mark.end()
         elif opened >= 0:

@@ -55,6 +55,15 @@ _FUNCTIONS = frozenset(
         mod det dim ker lim sup inf deg arg abs floor ceil sgn pi theta alpha beta infty infinity""",
     )
 )
+_COMPUTED = frozenset(
+    re.findall(
+        r"\w+",
+        """frac sqrt cdot times div binom pi theta alpha beta log ln lg exp sin cos tan cot sec csc arcsin arccos arctan
+        sinh cosh tanh max min gcd lcm sum prod int lfloor rfloor lceil rceil lvert rvert vert circ degree overline
+        text textbf textit textrm mathrm mathbf mathit mbox operatorname infty approx boldsymbol""",
+    )
+)
+"""Commands of an expression that comes to a number."""
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mathit|boldsymbol|mbox)\s?\{([^{}]*)\}")
 _WORD = re.compile(r"[^\W\d_]{2,}")
@@ -76,7 +85,8 @@ _REPEATING = re.compile(r"(\d{0,9})\.(\d{0,9})\\(?:overline|bar|dot)\s?\{(\d{1,9
 _VULGAR = re.compile(f"[{''.join(VULGAR)}]")
 _SIDE = re.compile(r"(?<![<>!\\:=])=(?![=>])")
 _NAMED = re.compile(
-    r"[a-zA-Z](?:_\{?\w{1,4}\}?)?'?(?:\([a-zA-Z]\))?|\\(?:theta|alpha|beta|gamma|phi|lambda|mu|angle\s?\w{1,3})"
+    r"[a-zA-Z](?:_\{?\w{1,4}\}?)?'?(?:\((?:[a-zA-Z]|-?\d{1,4})\))?|[A-Z]{2,4}"
+    r"|\\(?:theta|alpha|beta|gamma|phi|lambda|mu|angle\s?\w{1,3})"
 )
 _FORMULA = re.compile(r"(?<!\\)\$\$?([^$\n]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _REFUSED_BEFORE = re.compile(r"(?:\bnot|n't|\bnever|\bneither|\bnor|≠|!=)\W{0,4}$", re.IGNORECASE)
@@ -95,7 +105,11 @@ def tidy(text: str) -> str:
     text = _VULGAR.sub(_as_frac, text)
     text = text.translate(_SYMBOLS)
     text = re.sub(r"(\d+)⁄(\d+)", r"\\frac{\1}{\2}", unicodedata.normalize("NFKC", text))
-    text = re.sub(r"\\left(?![a-zA-Z])|\\right(?![a-zA-Z])|\\displaystyle|\\(?:,|;|:|!)", " ", text)
+    text = re.sub(
+        r"\\left(?![a-zA-Z])|\\right(?![a-zA-Z])|\\(?:displaystyle|large|Large|huge)(?![a-zA-Z])|\\(?:,|;|:|!)|\\(?=\s)",
+        " ",
+        text,
+    )
     text = re.sub(r"\\[dtc]frac(?![a-zA-Z])", r"\\frac", text)
     text = re.sub(r"(?<!\\)\\[()\[\]]|(?<!\\)\$\$?", " ", text)
     text = re.sub(r"\\\$|[€£¥]", " ", text)
@@ -170,6 +184,22 @@ def is_listed(text: str) -> bool:
     """Whether it names several things, by a comma, `or`, `and` or a gap between numbers, outside of brackets."""
     flat = _outside_brackets(unmarked(text))
     return bool("," in flat or _OR.search(flat) or re.search(r"\d\s+-?\d", flat) or re.search(r"\\pm|\\mp|/\s*/", flat))
+
+
+def bare_base(text: str) -> str:
+    """A numeral and its base without brackets and spaces: of `1010_{2}` and `1010_{\\text{2}}`, `1010_2`."""
+    return re.sub(r"[\s{}()]", "", unmarked(text))
+
+
+def is_computed(text: str) -> bool:
+    """Whether all of an expression is arithmetic, so that it can come to one number: no relation but `=`, no arrow, dots,
+    union or anything else of which math-verify would read one side."""
+    if not text.isascii() or re.search(r"[<>?;&#@~]|\.\.|:=|==|\|\s*\|", text) or text.count("|") % 2:
+        return False
+    commands = [command[1:] for command in _COMMAND.findall(text)]
+    return all(command in _COMPUTED for command in commands) and (
+        "approx" not in commands or (text.startswith("\\approx") and commands.count("approx") == 1)
+    )
 
 
 def sides(text: str) -> list[str]:

@@ -13,8 +13,10 @@ from roll.data.task import Response, Task
 from roll.reward.extract import first_sentence, last_box, last_tag, marked, stated, statement, visible
 from roll.reward.math_text import (
     LONGEST,
+    bare_base,
     expression_in,
     has_words,
+    is_computed,
     is_letters,
     is_listed,
     joined,
@@ -154,12 +156,14 @@ def _equal(gold: str, attempt: str, step_s: int) -> bool:
         if found is not None:
             return _equal_numbers(number, found)
         attempt = without_unit(attempt)
+        if not is_computed(sides(attempt)[-1]):
+            return False
     elif not has_words(unmarked(gold)):
         attempt = _without_word(attempt)
     if "".join(attempt.split()) == "".join(gold.split()):
         return True
-    if re.search(r"\d\s?_", attempt) and "_" not in gold:  # the base of a numeral, which math-verify does not read
-        return False
+    if re.search(r"\d\s?_", attempt):  # the base of a numeral, which math-verify does not read
+        return bare_base(gold) == bare_base(attempt)
     if _says_more(gold, attempt) or (is_listed(attempt) and not _may_be_several(gold)):
         return False
     wanted, told = sides(gold), sides(attempt)
@@ -177,7 +181,8 @@ def _equal_numbers(gold: Numeral, found: Numeral) -> bool:
     wanted, told = gold.value / (100 if gold.percent else 1), found.value / (100 if found.percent else 1)
     if wanted == told or (wanted.denominator == told.denominator == 1):
         return wanted == told
-    return round(wanted, _PLACES) == round(told, _PLACES)
+    near = abs(wanted - told) * 1000 <= abs(wanted)  # 0 is not 2e-7
+    return near and round(wanted, _PLACES) == round(told, _PLACES)
 
 
 def _says_more(gold: str, attempt: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -12,6 +13,12 @@ from roll.reward.numerals import LONGEST, Numeral, numerals, plain_numerals, rea
 
 _LISTED = re.compile(r"[ \t]*(?:[,;&+*/-]|x|,?[ \t]*(?:or|and|to|nor|vs\.?))?[ \t(]*", re.IGNORECASE)
 """What stands between numbers that are listed, or are parts of an expression."""
+_WORKED_OUT = re.compile(r"[^,;|\n]*(?:[=≈→⇒]|[-=]>)[\s(]*")
+"""What stands between two numbers of which the second is what the first comes to: `3 + 4 = 7`."""
+_DOUBTED = re.compile(
+    r"\b(?:or|maybe|perhaps|possibly|might|could|alternatively|also|either|through|vs|versus|aka|oder|ou)\b",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -61,13 +68,25 @@ def given_number(text: str) -> Fraction | None:
     if found is None:
         return last_number(shown)
     if found.source == "statement":
-        return last_number(first_sentence(found.text))
-    if found.text.rstrip(" .)`*$").endswith(("!", "?")):  # a factorial, or a guess
+        return last_number(first_sentence(found.text), _are_several)
+    if found.text.rstrip(" .)`*$").endswith(("!", "?", "+", "-")):  # a factorial, a guess, an open range
         return None
-    return last_number(found.text)
+    return last_number(re.sub(r"^-\s+(?=[\d.$])", "-", found.text), _are_several)
 
 
-def last_number(text: str) -> Fraction | None:
+def _are_listed(between: str) -> bool:
+    return _LISTED.fullmatch(between) is not None
+
+
+def _are_several(between: str) -> bool:
+    """Whether two numbers in one place are two answers: listed in any way, or with doubt in words. A sentence may have
+    other numbers in it, and an equation comes to its last."""
+    if _WORKED_OUT.fullmatch(between):
+        return False
+    return _DOUBTED.search(between) is not None or _are_listed(between) or not re.search(r"[^\W\d_]{2}", between)
+
+
+def last_number(text: str, several: Callable[[str], bool] = _are_listed) -> Fraction | None:
     """The last number written in the text; None if there is none, if what stands there only begins like one (`3:30`), or
     if it is one of a list (`6, 7`, `6 or 7`) or of an expression that is not worked out (`2 + 3`)."""
     plain = plain_numerals(tail_with_digits(text))
@@ -77,7 +96,7 @@ def last_number(text: str) -> Fraction | None:
         before, last = last, numeral
     if last is None or last.value is None:
         return None
-    if before is not None and before.value != last.value and _LISTED.fullmatch(plain, before.end, last.start):
+    if before is not None and before.value != last.value and several(plain[before.end : last.start]):
         return None
     return last.value
 

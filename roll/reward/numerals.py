@@ -60,6 +60,9 @@ _REPLACED: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\[,;:! ]|~|\\q?quad(?![a-zA-Z])", " "),
         (r"\\(?:times|cdot|ast)(?![a-zA-Z])", "*"),
         (r"\\div(?![a-zA-Z])", "/"),
+        (r"\\(?:approx|simeq|thickapprox)(?![a-zA-Z])", "≈"),
+        (r"\\(?:to|implies|therefore|mapsto|leadsto|[lL]ong[rR]ightarrow|[rR]ightarrow)(?![a-zA-Z])", "→"),
+        (r"\\(?:[hv]space|phantom|label|tag|color)\s?\{[^{}]*\}|\\(?:begin|end)\s?\{[a-z]*\*?\}", " "),
         (r"\\([$%#&_])", r"\1"),
         (r"\^\s?(?:\{\s?\\circ\s?\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])|°", " "),
         (rf"{_TEXT}\s?\{{([^{{}}]*)\}}(?=\^)", r" \1"),
@@ -77,7 +80,7 @@ _WHOLE = r"""(?:(?:[1-9]\d{0,2}(?:(?:,\d{3})+|(?:[ ]\d{3})+|(?:'\d{3})+)|[1-9]\d
 _NUMERAL = re.compile(
     rf"""
     (?P<word>[^\W\d_]\w*(?:[\^/-]\{{?[-+]?\w+\}}?)*)          # m^2, m/s^2, GPT-4, x_1: words, whatever digits they hold
-  | (?P<command>\\[a-zA-Z]+[ ]?(?:\{{[^{{}}]*\}}|\d)*)          # \sqrt{{2}}: not computed
+  | (?P<command>\\[a-zA-Z]+[ ]?(?:\{{[^{{}}]*\}}|\d[\d.,]*)*)    # \sqrt{{2}}: not computed
   | (?P<sign>[-+])?
     (?: (?P<mixed>\d{{1,9}})[ ]{{1,2}}(?P<over>\d{{1,9}})[ ]?/[ ]?(?P<under>\d{{1,9}})(?![\d/])
       | (?P<european>[1-9]\d{{0,2}}(?:(?:\.\d{{3}})+,\d+|(?:\.\d{{3}}){{2,}}))(?![\d.,]\d)
@@ -93,13 +96,13 @@ _NUMERAL = re.compile(
 )
 _GLUED = re.compile(
     r"""[.:,/'^_*+-]?\d | \^ | _\{ | \(\s?[-\d] | !(?=[\w(]) | [.]?\s?\\(?:sqrt|pi|frac|log|ln|sin|cos|tan|infty|overline)
-    | (?:[xyznkKMB]|[^\W\d_]+\d)(?!\w)""",
+    | (?:[xyznkKMBie]|[^\W\d_]+\d)(?!\w)""",
     re.VERBOSE | re.ASCII,
 )
 """What makes a numeral part of something else when it follows at once: `:30`, `/3`, `x`, `\sqrt`."""
 _RUN = re.compile(r"[\w.,:/'^*+\\{}-]*", re.ASCII)
 _NEGATED = re.compile(
-    r"""(?:\bnot|n't|\bnever|\bthan|\bat\sleast|\bat\smost|\bneither|\bnor|≠|!=|≤|≥|\\n?[lg]eq?|\\neq?|\\[lg]t|<=|>=|<|(?<![-=\w"'/>])>|\\pm|±)\s{0,3}$""",
+    r"""(?:(?:\b(?:can)?not|n't|\bnever)(?:\s(?:be|equal|equal\sto))?|\bup\sto|\bthan|\bat\sleast|\bat\smost|\bneither|\bnor|≠|!=|≤|≥|\\n?[lg]eq?|\\neq?|\\[lg]t|<=|>=|<|(?<![-=\w"'/>])>|(?<![<\w/])[a-zA-Z]>|\\not\s?=?|\\pm|±)\s{0,3}$""",
     re.VERBOSE | re.IGNORECASE | re.ASCII,
 )
 _CONTRASTED = re.compile(r"(?:[,;(]\s{0,2}not|rather than|instead of)\s{1,3}$", re.IGNORECASE)
@@ -166,9 +169,20 @@ def numerals(text: str) -> Iterator[Numeral]:
             value = None
         else:
             value = _value(match)
-            if value is not None and not match["sign"] and re.search(r"[=(]\s?-\s$", before):
-                value = -value
+            if value is not None and not match["sign"]:
+                value = _under_sign(value, before)
         yield Numeral(start, at, value, match["percent"] is not None)
+
+
+def _under_sign(value: Fraction, before: str) -> Fraction | None:
+    """The value of an unsigned numeral after what stands before it: of `minus 5`, `-(5)` and `= - 5`, -5. None for the
+    argument of a function, `f(5)`, and for what is subtracted, `9 minus 5`."""
+    sign = re.search(r"(\S?)\s{0,2}(?:\b(?:minus|negative)\s{1,2}|-\s?[({]{1,2}\s?)$", before, re.IGNORECASE)
+    if sign:
+        return None if sign[1] and _OPERATED.search(sign[1]) and sign[0].lower().find("negative") < 0 else -value
+    if re.search(r"\b[a-zA-Z]\($", before):
+        return None
+    return -value if re.search(r"[=(]\s?-\s$", before) else value
 
 
 def read_number(text: str) -> Numeral | None:
@@ -184,9 +198,7 @@ def read_number(text: str) -> Numeral | None:
 
 
 def _is_layout(command: str) -> bool:
-    return bool(
-        re.match(r"\\(?:begin|end|hspace|vspace|label|tag|ref|quad|approx|implies|to|rightarrow|Rightarrow)", command)
-    )
+    return bool(re.match(r"\\(?:ref|quad)", command))
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
