@@ -265,6 +265,27 @@ def test_rows_without_a_column_are_refused_by_their_place() -> None:
         prepare(made.config, **made.objects)
 
 
+def test_messages_name_the_objects_that_were_given() -> None:
+    def nothing(split: str) -> list[Task]:
+        return []
+
+    for passed, named in (
+        ({"tasks": nothing}, "the source '.*nothing' has no tasks"),
+        ({"tasks": [TASKS[0], TASKS[0]] * 5}, "the source 'a list of 10' gave two train tasks"),
+        (
+            {"pipeline": "sft", "chats": {"source": [CHAT], "options": {"held": 1}}},
+            "source 'a list of 1' takes: held_out",
+        ),
+        (
+            {"pipeline": "sft", "chats": {"source": [{"prompt": "a", "response": "b"}], "options": {"promt": "c"}}},
+            "the source '1 rows'",
+        ),
+    ):
+        made = given(model="tiny", **passed)
+        with pytest.raises(UserError, match=named):
+            prepare(made.config, **made.objects)
+
+
 def test_no_model_object_is_taken() -> None:
     class Pretrained:
         def save_pretrained(self) -> None: ...

@@ -21,7 +21,7 @@ from roll.config.user_code import load_user_code
 from roll.data.chat import Chat
 from roll.data.layout import Layout
 from roll.data.rows import TABLES, GivenRows, is_table, read_rows
-from roll.data.sources import SOURCES, Split, call_source, check_options, find_generator
+from roll.data.sources import SOURCES, Split, call_source, check_options, find_generator, name_of
 from roll.data.task import Message, Task
 from roll.data.tokenlog import TokenLog
 
@@ -40,17 +40,17 @@ class ChatSet:
 
 def load_chats(config: DataConfig, source: ChatSource | None = None, root: str = "") -> ChatSet:
     """All conversations of a source; `source` replaces the one the config names, whose files are found from `root`."""
-    options = dict(config.options)
+    options, name = dict(config.options), name_of(config.source, source)
     if source is None:
         source, options = _find_source(config.source, options, root)
-    check_options("data", config.source, source, options)
+    check_options("data", name, source, options)
     chats: dict[Split, tuple[Chat, ...]] = {}
     for split in ("train", "held_out"):
-        given = call_source("data", config.source, source, split, options)
-        chats[split] = tuple(_as_chat(config.source, split, number, one) for number, one in enumerate(given))
-        _check_ids(config.source, split, chats[split])
+        given = call_source("data", name, source, split, options)
+        chats[split] = tuple(_as_chat(name, split, number, one) for number, one in enumerate(given))
+        _check_ids(name, split, chats[split])
     if not chats["train"]:
-        raise UserError(f"data: the source {config.source!r} has no conversations to train on")
+        raise UserError(f"data: the source {name!r} has no conversations to train on")
     return ChatSet(chats["train"], chats["held_out"])
 
 

@@ -78,24 +78,29 @@ def load_tasks(config: TasksConfig, source: TaskSource | None = None, root: str 
     """All tasks of a source; `source` replaces the one the config names, whose files are found from `root`."""
     tasks = load_splits(config, source, root)
     if not tasks.train:
-        raise UserError(f"tasks: the source {config.source!r} has no tasks to train on")
+        raise UserError(f"tasks: the source {name_of(config.source, source)!r} has no tasks to train on")
     return tasks
 
 
 def load_splits(config: SourceConfig, source: TaskSource | None = None, root: str = "") -> TaskSet:
     """As `load_tasks`, but there may be none to train on."""
-    options = dict(config.options)
+    options, name = dict(config.options), name_of(config.source, source)
     if source is None:
         source, options = _find_source(config.source, options, root)
-    check_options("tasks", config.source, source, options)
+    check_options("tasks", name, source, options)
     tasks: dict[Split, tuple[Task, ...]] = {}
     skipped: dict[str, None] = {}
     for split in ("train", "held_out"):
-        given = call_source("tasks", config.source, source, split, options)
+        given = call_source("tasks", name, source, split, options)
         tasks[split] = tuple(given)
-        _check_tasks(config.source, split, tasks[split])
+        _check_tasks(name, split, tasks[split])
         skipped |= dict.fromkeys(given.skipped if isinstance(given, Rows) else ())
     return TaskSet(tasks["train"], tasks["held_out"], skipped=tuple(skipped))
+
+
+def name_of(written: str, given: Callable[..., Any] | None) -> str:
+    """What a source is called in messages: what the config has written, or the name of the object that replaces it."""
+    return written if given is None else getattr(given, "__qualname__", type(given).__qualname__)
 
 
 def _find_source(name: str, options: dict[str, Any], root: str) -> tuple[TaskSource, dict[str, Any]]:

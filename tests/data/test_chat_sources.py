@@ -170,10 +170,15 @@ def test_a_bad_row_is_named_with_its_line(folder: Path, row: Any, message: str) 
         ("x", lambda split: [], {}, "has no conversations to train on"),
         ("x", lambda split: [5], {}, "gave 5: write a roll.Chat, a list of messages, or a roll.Task"),
         ("x", lambda split: ["hi"], {}, "gave 'hi'"),
-        ("x", lambda split: [Task.ask("t", "q")], {}, "train conversation 0 of the source 'x': the task has no answer"),
+        (
+            "x",
+            lambda split: [Task.ask("t", "q")],
+            {},
+            "train conversation 0 of the source '<lambda>': the task has no answer",
+        ),
         ("x", lambda split: [Chat.of("a", "q", "b")] * 2, {}, "two train conversations with the id 'a'"),
         ("x", lambda split: [Chat("a", ())], {}, "nothing to imitate"),
-        ("x", lambda split: 1 / 0, {}, "the source 'x' raised ZeroDivisionError"),
+        ("x", lambda split: 1 / 0, {}, "the source '<lambda>' raised ZeroDivisionError"),
     ],
 )
 def test_a_bad_source_is_refused(
