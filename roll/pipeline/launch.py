@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,30 +81,32 @@ def train(
         for remark in recording.remarks if recording else ():
             reporter.warned(remark)
         written = saved_form(chosen.compared, chosen.given)
-        if resume:
-            folder, undo = RunFolder.open(place), _nothing
-        else:
-            folder, undo = _new_folder(place, dump_config(written), restart)
-        recorder: Recorder | None = None
-        with folder.lock():
-            try:
-                origin = resumed(chosen.compared, folder) if resume else Resumed(None, ())
-                if not resume and recording is not None:
-                    with _saying_full(folder):
-                        recording.write(folder.path)
-                for remark in origin.remarks:
-                    reporter.warned(remark)
-                with _saying_full(folder), Recorder.open(pipeline.config, folder, reporter) as recorder:
-                    other_code = recording if resume else None
-                    return asyncio.run(_train(pipeline, recorder, executor, plan, written, origin, other_code))
-            except UserError:
-                if not (recorder and recorder.steps):
-                    undo()  # refused while it started: nothing happened in it
-                raise
-            except (asyncio.CancelledError, KeyboardInterrupt):
-                if not (recorder and recorder.begun):
-                    undo()  # stopped while it started
-                raise Stopped((recorder and recorder.stop_signal) or signal.SIGINT) from None
+        with _raising_stopped() as early:  # from here on there is something to delete
+            if resume:
+                folder, undo = RunFolder.open(place), _nothing
+            else:
+                folder, undo = _new_folder(place, dump_config(written), restart)
+            recorder: Recorder | None = None
+            with folder.lock():
+                try:
+                    origin = resumed(chosen.compared, folder) if resume else Resumed(None, ())
+                    if not resume and recording is not None:
+                        with _saying_full(folder):
+                            recording.write(folder.path)
+                    for remark in origin.remarks:
+                        reporter.warned(remark)
+                    with _saying_full(folder), Recorder.open(pipeline.config, folder, reporter) as recorder:
+                        other_code = recording if resume else None
+                        return asyncio.run(_train(pipeline, recorder, executor, plan, written, origin, other_code))
+                except UserError:
+                    if not (recorder and recorder.steps):
+                        undo()  # refused while it started: nothing happened in it
+                    raise
+                except (asyncio.CancelledError, KeyboardInterrupt):
+                    if not (recorder and recorder.begun):
+                        undo()  # stopped while it started
+                    by = (recorder and recorder.stop_signal) or next(iter(early), signal.SIGINT)
+                    raise Stopped(by) from None
 
 
 def _new_folder(place: Path, config_yaml: str, restart: bool) -> tuple[RunFolder, Callable[[], None]]:
@@ -160,20 +163,21 @@ async def _train(
     """`written` is the config as the user wrote it, without the sizes that the pipeline found out. `other_code` is what
     the run continues with if it is not what it was trained with so far."""
     config, checkpoint = pipeline.config, origin.checkpoint
-    loading = "loading the model" + (" and starting vLLM" if config.roles.actor_infer.strategy == "vllm" else "")
-    recorder.reporter.phase(loading if config.executor == "local" else "starting the workers")
-    executor.connect()  # before signals are ours: Ray would take them
-    with _stopping(recorder):
-        async with pipeline.start(executor, plan, recorder.folder.path) as roles:
-            if recorder.stop_signal is not None:  # in another thread than the main one, nothing was raised
-                raise Stopped(recorder.stop_signal)
-            recorder.begun = True
-            spare_collector()
-            recorder.reporter.started(recorder.folder.path, config.train.steps, checkpoint.step if checkpoint else 0)
-            state = await _train_with(roles, pipeline, recorder, written, origin, other_code)
-        summary = recorder.finish(state, pipeline.panels(state))
-        recorder.reporter.finished(summary)
-    return summary
+    with _as_cancelled():
+        loading = "loading the model" + (" and starting vLLM" if config.roles.actor_infer.strategy == "vllm" else "")
+        recorder.reporter.phase(loading if config.executor == "local" else "starting the workers")
+        executor.connect()  # before signals are ours: Ray would take them
+        with _stopping(recorder):
+            async with pipeline.start(executor, plan, recorder.folder.path) as roles:
+                if recorder.stop_signal is not None:  # in another thread than the main one, nothing was raised
+                    raise Stopped(recorder.stop_signal)
+                recorder.begun = True
+                spare_collector()
+                recorder.reporter.started(recorder.folder.path, config.train.steps, checkpoint.step if checkpoint else 0)
+                state = await _train_with(roles, pipeline, recorder, written, origin, other_code)
+            summary = recorder.finish(state, pipeline.panels(state))
+            recorder.reporter.finished(summary)
+        return summary
 
 
 async def _train_with(
@@ -265,6 +269,33 @@ async def _play(pipeline: RLVRPipeline, executor: Executor, plan: Plan, episodes
     with cancelled_by_signals():
         async with pipeline.start(executor, plan) as roles:
             return await pipeline.play(roles, episodes)
+
+
+@contextmanager
+def _raising_stopped() -> Iterator[list[int]]:
+    """In the block a signal raises `Stopped`, until the run handles signals itself; yields the numbers of those that
+    came. In another thread than the main one, `outside_loop` keeps the signal until then."""
+    caught: list[int] = []
+
+    def stop(number: int) -> None:
+        caught.append(number)
+        raise Stopped(number)
+
+    if threading.current_thread() is threading.main_thread():
+        with signals_to(stop):
+            yield caught
+    else:
+        yield caught
+
+
+@contextmanager
+def _as_cancelled() -> Iterator[None]:
+    """A signal's exception may be raised in any task. asyncio ends its loop on it, and would print it once more, as an
+    exception that nobody retrieved, if the run's own task ended with it too: that one ends as cancelled."""
+    try:
+        yield
+    except Stopped:
+        raise asyncio.CancelledError from None
 
 
 @contextmanager

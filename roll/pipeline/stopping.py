@@ -84,10 +84,8 @@ def cancelled_by_signals() -> Iterator[None]:
 def outside_loop(work: Callable[[], T]) -> T:
     """What `work` returns. It runs an event loop of its own: where one is running in this thread already, as in a
     notebook, `work` gets a thread of its own. This thread waits for it and hands it the signals it gets."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return work()
+    if not _loop_is_running():
+        return work()  # outside any `except`, so that an error of the work shows no other one as its context
     done: Future[T] = Future()
     relay = _Relay()
 
@@ -103,6 +101,14 @@ def outside_loop(work: Callable[[], T]) -> T:
     with signals_to(relay.hand_on):
         relay.thread.start()
         return done.result()
+
+
+def _loop_is_running() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 class _Relay:

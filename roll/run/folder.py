@@ -51,6 +51,8 @@ _OWN_FILES = (
     "trace*.json",
     "summary.json",
     "curve.png",
+    "graders.log",
+    "environments.log",
     ".*.tmp-*",
     "config.yaml",
 )

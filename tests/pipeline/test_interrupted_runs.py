@@ -80,6 +80,42 @@ def test_an_interrupt_while_a_run_starts_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("where", "number"), [("the folder", signal.SIGTERM), ("a worker", signal.SIGHUP), ("the graders", signal.SIGINT)]
+)
+def test_a_signal_while_a_run_starts_leaves_nothing_and_no_traceback(
+    tmp_path: Path, where: str, number: signal.Signals
+) -> None:
+    """Before the workers start, while one is made in a task that others wait for, and when the graders run."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import functools, os, signal, sys\n"
+        "import roll.pipeline.launch as launch\n"
+        "import roll.pipeline.roles as roles\n"
+        "from roll.cli import main\n"
+        f"def struck(function): return lambda *a, **k: (os.kill(os.getpid(), {int(number)}), function(*a, **k))[1]\n"
+        "class Rollouts(roles.RolloutWorker):\n"
+        f"    def __init__(self, *a): os.kill(os.getpid(), {int(number)}); super().__init__(*a)\n"
+        "start = roles.RewardWorker.start\n"
+        "@functools.wraps(start)\n"
+        "async def started(self):\n"
+        f"    await start(self); os.kill(os.getpid(), {int(number)})\n"
+        "if __name__ == '__main__':\n"
+        "    signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "    match sys.argv.pop(1):\n"
+        "        case 'the folder': launch.Recording.write = struck(launch.Recording.write)\n"
+        "        case 'a worker': roles.RolloutWorker = Rollouts\n"
+        "        case 'the graders': roles.RewardWorker.start = started\n"
+        "    sys.exit(main(sys.argv[1:]))\n"
+    )
+    arguments = ["train", TINY, *SMALL, f"run={tmp_path / 'runs' / 'run'}"]
+    done = subprocess.run([sys.executable, script, where, *arguments], capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 128 + number, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.endswith("stopped\n")
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_the_second_interrupt_ends_at_once(tmp_path: Path, second: signal.Signals) -> None:
     """A grader that hangs keeps the step from ending; the second signal does not wait for it."""

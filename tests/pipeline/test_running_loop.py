@@ -125,3 +125,9 @@ def test_a_signal_that_comes_before_the_run_listens_ends_it(handed_on: threading
     with pytest.raises(Stopped):
         in_loop(lambda: outside_loop(work))
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_error_shows_no_other_one_as_its_context() -> None:
+    with pytest.raises(roll.UserError) as refused:
+        roll.evaluate(model="no-such-model", tasks="echo")
+    assert refused.value.__context__ is None or refused.value.__suppress_context__
