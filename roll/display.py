@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -170,7 +171,7 @@ def print_summary(console: Console, summary: dict[str, Any]) -> None:
             cells = [Text(last["set"])] if sets else []
             table.add_row(*cells, Text(first["question"]), *(_marked(answer, measure) for answer in (first, last)))
         console.print(table)
-    run = summary["run"]
+    run = shlex.quote(summary["run"])
     if summary["curve"] is not None:
         console.print(f"learning curve: {summary['curve']}", markup=False, soft_wrap=True)
     console.print("next:", style="bold")
@@ -179,9 +180,9 @@ def print_summary(console: Console, summary: dict[str, Any]) -> None:
         (f"roll export {run} my-model", "a folder that transformers loads"),
         (f"roll train CONFIG model={run} run.dir=OTHER", "a new run that begins where this one ended"),
     ]
-    events = RunFolder(Path(run)).tensorboard_dir
+    events = RunFolder(Path(summary["run"])).tensorboard_dir
     if events.is_dir():
-        commands.insert(2, (f"tensorboard --logdir {events}", "every metric of every step"))
+        commands.insert(2, (f"tensorboard --logdir {shlex.quote(str(events))}", "every metric of every step"))
     for command, why in commands:
         console.print(f"  {escape(command)}   [dim]# {why}[/dim]", soft_wrap=True, highlight=False)
 

@@ -137,6 +137,16 @@ def test_what_to_try_next_names_tensorboard_only_where_there_are_events(tmp_path
     assert ("tensorboard" in text) == written
 
 
+def test_commands_to_try_next_can_be_pasted_where_a_path_has_spaces(tmp_path: Path) -> None:
+    run = tmp_path / "my run"
+    (run / "tensorboard").mkdir(parents=True)
+    console = Console(record=True, file=io.StringIO(), width=400)
+    print_summary(console, {"run": str(run), "steps": 2, "seconds": 3, "curve": None})
+    text = console.export_text()
+    assert f"roll eval '{run}'" in text
+    assert f"tensorboard --logdir '{run}/tensorboard'" in text
+
+
 @pytest.mark.parametrize(
     ("measure", "reward", "shown"),
     [("accuracy", 1.0, "✓ said"), ("accuracy", 0.0, "✗ said"), ("reward", 7.5, "[7.5] said"), ("reward", 1.0, "[1] said"),

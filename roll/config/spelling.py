@@ -5,6 +5,7 @@ A message such as "there is a run already: write --resume" is for the command li
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -33,4 +34,5 @@ def option(name: str, value: str = "") -> str:
 
 def resuming(config: str | Path) -> str:
     """What continues the run of a config file."""
-    return f"roll train {config} --resume" if _on_command_line.get() else f'roll.train("{config}", resume=True)'
+    command = f"roll train {shlex.quote(str(config))} --resume"
+    return command if _on_command_line.get() else f'roll.train("{config}", resume=True)'

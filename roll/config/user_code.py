@@ -93,6 +93,7 @@ def _run_file(written: str, folder: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise _Unfound(f"{path} is not a Python file: write {either(_FORMS)}")
+    put_first(folder)
     put_first(path.parent)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up here

@@ -134,7 +134,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
                 "id": "problem_id?",
                 "info": ("input_output", "difficulty?"),
                 # some problems have no tests
-                "skip": {"input_output": r'\A\s*(\{\s*\})?\s*\Z|"inputs":\s*\[\s*\]'},
+                "skip": {"input_output": r'\A\s*(\{\s*\}|null)?\s*\Z|"inputs":\s*\[\s*\]'},
                 "prompt": "{question}\n{starter_code?}\nIf there is starter code above, complete it; if not, write a "
                 f"program that reads standard input and writes standard output. Write the Python code {_BLOCK}.",
             },

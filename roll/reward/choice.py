@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from roll.data.choices import ALPHABET, Choices
 from roll.data.task import Response, Task
@@ -215,7 +215,11 @@ def choices_of(task: Task) -> Choices | None:
 
 
 def _answer(task: Task, letters: str, choices: Choices | None) -> str:
-    """The letter of the right choice."""
+    """The letter of the right choice. A list of answers, such as `(A)` and `A`, must name one."""
+    if isinstance(task.answer, list | tuple) and task.answer:
+        named = {_answer(replace(task, answer=answer), letters, choices) for answer in task.answer}
+        if len(named) == 1:
+            return named.pop()
     if choices is not None:
         try:
             return letters[choices.position(task.answer)]

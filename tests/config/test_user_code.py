@@ -57,6 +57,16 @@ def test_names_are_looked_up_from_the_root(folder: Path, monkeypatch: pytest.Mon
             load_user_code("my_code.py:score", what="reward", root=root)
 
 
+def test_a_file_in_a_folder_of_the_root_imports_from_its_own_folder_first_and_then_from_the_root(folder: Path) -> None:
+    inner = folder / "rewards"
+    inner.mkdir()
+    (inner / "deep_code.py").write_text("from neighbour_of_mine import VALUE\ndef score(): return VALUE\n")
+    assert load_user_code("rewards/deep_code.py:score", what="reward", root=folder)() == 7
+    (inner / "neighbour_of_mine.py").write_text("VALUE = 8\n")
+    (inner / "other_code.py").write_text("from neighbour_of_mine import VALUE\ndef score(): return VALUE\n")
+    assert load_user_code("rewards/other_code.py:score", what="reward", root=folder)() == 8
+
+
 def test_a_file_runs_once_whoever_names_it_and_again_if_it_failed(folder: Path) -> None:
     path = folder / "counts.py"
     path.write_text("1 / 0")

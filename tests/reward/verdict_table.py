@@ -938,6 +938,15 @@ HOSTILE = [
     ),
     Group(
         "choice",
+        "Several ways to write one letter, as tasks of BBH have them",
+        [
+            (["(B)", "B"], "<answer>(B)</answer>", 1),
+            (["(B)", "B"], "<answer>B</answer>", 1),
+            (["(B)", "B"], "<answer>(A)</answer>", 0),
+        ],
+    ),
+    Group(
+        "choice",
         "A letter that is denied is not chosen",
         [
             ("A", "The answer is not A.", 0),
