@@ -19,9 +19,9 @@ from roll.devices.inventory import Inventory, Node
 from roll.devices.map import make_map
 from roll.devices.plan import make_plan
 from roll.devices.stages import residency
-from roll.pipeline.launch import _may_change
 from roll.pipeline.prepare import prepare
 from roll.pipeline.report import SilentReporter
+from roll.pipeline.resume import why_kept
 from roll.run import Ledger, Metrics, RunFolder
 
 WORDS = {letter: index / 100 for index, letter in enumerate("0123456789abcdefghijklmnopqrstuvwxyz")}
@@ -176,9 +176,9 @@ def test_a_model_that_cannot_give_the_reward_is_refused_before_the_run(tmp_path:
 
 
 def test_a_resumed_run_keeps_the_models_that_reward_it() -> None:
-    assert _may_change("roles.judge.devices")
-    assert not _may_change("roles.judge.model.path")
-    assert not _may_change("roles.reward_model.model.dtype")
+    assert why_kept("roles.judge.devices", Config()) is None
+    assert why_kept("roles.judge.model.path", Config()) is not None
+    assert why_kept("roles.reward_model.model.dtype", Config()) is not None
 
 
 def gpus(roles: dict[str, Any], liking: Path) -> Config:

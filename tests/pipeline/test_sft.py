@@ -165,7 +165,7 @@ def test_an_interrupt_ends_the_step_and_saves(tmp_path: Path, undisturbed: Remai
     child = start_roll(arguments, tmp_path / "out")
     child.wait_for(lambda: "step 1/6" in child.said)
     os.kill(child.pid, signal.SIGINT)
-    assert child.end() == 0, child.said
+    assert child.end() == 128 + signal.SIGINT, child.said
     assert "stopping after this step and saving" in child.said
     assert main([*arguments, "--resume"]) == 0
     assert Remains(path).weights() == undisturbed.weights()
