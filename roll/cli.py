@@ -100,7 +100,7 @@ def train(
 ) -> None:
     """Train a model as CONFIG says.
 
-    Ctrl-C, SIGTERM and a closed terminal (SIGHUP) end the step, save, and print how to go on; a second one ends at once.
+    Ctrl-C, SIGTERM and a closed terminal (SIGHUP) end the step, save, and print how to continue; a second one ends at once.
     The exit status is then 128 + the signal's number.
     """
     from roll.config import load_config
@@ -120,7 +120,8 @@ def train(
     from roll.pipeline.report import held_out_lines
 
     with tolerant_output(every_error=True):
-        if plain or not _console.is_terminal:
+        live = not plain and _console.is_terminal
+        if not live:
             summary = run_training(settings, resume=resume, restart=restart, code=chosen, found=found)
         else:
             with LiveReporter(_console) as reporter:
@@ -131,9 +132,9 @@ def train(
             print_summary(_console, summary)
             return
         again = shlex.join(["roll", "train", config, *(overrides or []), "--resume", *(["--code", code] if code else [])])
-        for line in held_out_lines(summary):
+        for line in held_out_lines(summary) if live else ():  # the plain reporter has said them
             _console.print(line, markup=False, highlight=False)
-        done = f"stopped after step {summary['steps']} of {summary['steps_planned']}; go on with"
+        done = f"stopped after step {summary['steps']} of {summary['steps_planned']}; continue with"
         _console.print(done, highlight=False)
         _console.print(f"  {again}", highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(exit_status(Stopped(signal.Signals[summary["stopped_by"]])))

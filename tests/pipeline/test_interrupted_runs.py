@@ -50,7 +50,7 @@ def test_the_first_interrupt_saves_and_prints_the_command_that_finishes_the_run(
     assert summary is not None
     assert summary["stopped"] is True
     assert summary["stopped_by"] == number.name
-    assert f"stopped after step {stopped_at} of 6; go on with" in child.said
+    assert f"stopped after step {stopped_at} of 6; continue with" in child.said
 
     command = shlex.split(child.said.strip().splitlines()[-1])
     assert command[:2] == ["roll", "train"]

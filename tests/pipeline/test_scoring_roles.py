@@ -135,7 +135,7 @@ def test_a_run_on_ray_survives_the_death_of_its_judge_and_its_reward_model(tmp_p
             child.wait_for(lambda done=done: steps() >= done + 2, every_s=0.05)
         os.kill(child.pid, signal.SIGINT)
         child.process.join(WAIT_S)
-        assert child.process.exitcode == 0, child.said
+        assert child.process.exitcode == 128 + signal.SIGINT, child.said
     finally:
         child.kill()
     assert "judge[0]" in child.said

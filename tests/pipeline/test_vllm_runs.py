@@ -133,7 +133,7 @@ def test_ctrl_c_ends_a_step_and_the_end_of_an_engine_the_run(tmp_path: Path) -> 
     with roll("train", TINY, *settings, output=tmp_path / "first") as run:
         run.wait_for(lambda: steps_of(place) >= 1)
         os.killpg(run.process.pid, signal.SIGINT)
-        assert run.process.wait(WAIT_S) == 0, run.output.read_text()
+        assert run.process.wait(WAIT_S) == 128 + signal.SIGINT, run.output.read_text()
     run.is_gone()
     done = steps_of(place)
     with roll("train", TINY, *settings, "--resume", output=tmp_path / "second") as run:
