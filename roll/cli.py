@@ -100,8 +100,8 @@ def train(
 ) -> None:
     """Train a model as CONFIG says.
 
-    Ctrl-C, SIGTERM and a closed terminal (SIGHUP) end the step, save, and print how to continue; a second one ends at once.
-    The exit status is then 128 + the signal's number.
+    Ctrl-C, SIGTERM and a closed terminal (SIGHUP) end the step, save, and print how to continue; a second one ends at
+    once. The exit status is then 128 + the signal's number.
     """
     from roll.config import load_config
 
