@@ -135,12 +135,21 @@ class RowReader:
         for column in filter(None, (*named, *self._choices)):
             if not column.endswith("?") and not has(row, column):
                 have = some(row.values)
-                raise UserError(
-                    f"{row.place}: there is no column {column!r}; the line has {have}{did_you_mean(column, row.values)}"
-                )
+                advice = did_you_mean(column, row.values) + self._named_by(column)
+                raise UserError(f"{row.place}: there is no column {column!r}; the line has {have}{advice}")
         for column in filter(None, (given.question, given.id, given.domain)):
             if not column.endswith("?") and get(row, column) is None:
                 raise UserError(f"{row.place}: {column!r} is null: write something there, or remove the row")
+
+    def _named_by(self, column: str) -> str:
+        """Which option names the column, in words."""
+        match column:
+            case self.options.question:
+                return " (the option `question` names the column)"
+            case self.options.answer:
+                return " (the option `answer` names the column; '' for tasks without answers)"
+            case _:
+                return ""
 
     def _info(self, row: Row, choices: Choices | None) -> tuple[dict[str, Any], Choices | None]:
         """What rewards see, and the choices among it that no option names: those of a column `choices`."""

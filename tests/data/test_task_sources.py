@@ -141,7 +141,14 @@ def test_jsonl_lines_end_only_at_line_ends(tmp_path: Path) -> None:
         ('{"question": "q", ', ":2: not JSON: "),
         ("[1, 2]", ":2: not a JSON object"),
         ('{"question": "q", "anser": 1}', ":2: there is no column 'answer'; the line has question, anser"),
-        ('{"answer": 1}', ":2: there is no column 'question'; the line has answer"),
+        (
+            '{"answer": 1}',
+            ":2: there is no column 'question'; the line has answer (the option `question` names the column)",
+        ),
+        (
+            '{"question": "q"}',
+            ":2: there is no column 'answer'; the line has question (the option `answer` names the column; ''",
+        ),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, line: str, says: str) -> None:
