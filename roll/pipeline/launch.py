@@ -89,6 +89,7 @@ def train(
             recorder: Recorder | None = None
             with folder.lock():
                 try:
+                    early.release()
                     origin = resumed(chosen.compared, folder) if resume else Resumed(None, ())
                     if not resume and recording is not None:
                         with _saying_full(folder):
@@ -105,7 +106,7 @@ def train(
                 except (asyncio.CancelledError, KeyboardInterrupt):
                     if not (recorder and recorder.begun):
                         undo()  # stopped while it started
-                    by = (recorder and recorder.stop_signal) or next(iter(early), signal.SIGINT)
+                    by = (recorder and recorder.stop_signal) or next(iter(early.caught), signal.SIGINT)
                     raise Stopped(by) from None
 
 
@@ -271,21 +272,36 @@ async def _play(pipeline: RLVRPipeline, executor: Executor, plan: Plan, episodes
             return await pipeline.play(roles, episodes)
 
 
+class _Early:
+    """Signals that come before the run handles them itself. Until `release`, while the folder is made, they are kept:
+    what is half made cannot be undone."""
+
+    def __init__(self) -> None:
+        self.caught: list[int] = []
+        self._kept = True
+
+    def stop(self, number: int) -> None:
+        self.caught.append(number)
+        if not self._kept:
+            raise Stopped(number)
+
+    def release(self) -> None:
+        """From here on a signal raises `Stopped`; one that came before does so now."""
+        self._kept = False
+        if self.caught:
+            raise Stopped(self.caught[0])
+
+
 @contextmanager
-def _raising_stopped() -> Iterator[list[int]]:
-    """In the block a signal raises `Stopped`, until the run handles signals itself; yields the numbers of those that
-    came. In another thread than the main one, `outside_loop` keeps the signal until then."""
-    caught: list[int] = []
-
-    def stop(number: int) -> None:
-        caught.append(number)
-        raise Stopped(number)
-
+def _raising_stopped() -> Iterator[_Early]:
+    """In the block a signal raises `Stopped` once it is released, until the run handles signals itself. In another thread
+    than the main one, `outside_loop` keeps the signal until then."""
+    early = _Early()
     if threading.current_thread() is threading.main_thread():
-        with signals_to(stop):
-            yield caught
+        with signals_to(early.stop):
+            yield early
     else:
-        yield caught
+        yield early
 
 
 @contextmanager

@@ -81,17 +81,25 @@ def test_an_interrupt_while_a_run_starts_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "number"), [("the folder", signal.SIGTERM), ("a worker", signal.SIGHUP), ("the graders", signal.SIGINT)]
+    ("where", "number"),
+    [
+        ("the config", signal.SIGTERM),
+        ("the folder", signal.SIGTERM),
+        ("a worker", signal.SIGHUP),
+        ("the graders", signal.SIGINT),
+    ],
 )
 def test_a_signal_while_a_run_starts_leaves_nothing_and_no_traceback(
     tmp_path: Path, where: str, number: signal.Signals
 ) -> None:
-    """Before the workers start, while one is made in a task that others wait for, and when the graders run."""
+    """While the folder is made, before the workers start, while one is made in a task that others wait for, and when the
+    graders run."""
     script = tmp_path / "train.py"
     script.write_text(
         "import functools, os, signal, sys\n"
         "import roll.pipeline.launch as launch\n"
         "import roll.pipeline.roles as roles\n"
+        "import roll.run.folder as folder\n"
         "from roll.cli import main\n"
         f"def struck(function): return lambda *a, **k: (os.kill(os.getpid(), {int(number)}), function(*a, **k))[1]\n"
         "class Rollouts(roles.RolloutWorker):\n"
@@ -103,6 +111,7 @@ def test_a_signal_while_a_run_starts_leaves_nothing_and_no_traceback(
         "if __name__ == '__main__':\n"
         "    signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "    match sys.argv.pop(1):\n"
+        "        case 'the config': folder.atomic_write = struck(folder.atomic_write)\n"
         "        case 'the folder': launch.Recording.write = struck(launch.Recording.write)\n"
         "        case 'a worker': roles.RolloutWorker = Rollouts\n"
         "        case 'the graders': roles.RewardWorker.start = started\n"
