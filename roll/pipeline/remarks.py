@@ -13,7 +13,7 @@ from roll.reward.builtin import OF_SHAPE
 
 def remarks(config: Config, tasks: TaskSet, rules: Mapping[str, RewardRule]) -> list[str]:
     """`rules` are the config's rewards, each by the setting that it is under."""
-    return [*_left_out(tasks), *_skipped(tasks), *_answers_unread(config, tasks, rules)]
+    return [*_left_out(tasks), *_skipped(tasks), *_nothing_held_out(tasks), *_answers_unread(config, tasks, rules)]
 
 
 def _left_out(tasks: TaskSet) -> Iterator[str]:
@@ -31,6 +31,11 @@ def _skipped(tasks: TaskSet) -> Iterator[str]:
             f"{len(tasks.skipped)} rows are left out, as the option skip or the format says (docs/tasks.md): "
             f"{_some(tasks.skipped)}"
         )
+
+
+def _nothing_held_out(tasks: TaskSet) -> Iterator[str]:
+    if not tasks.held_out:
+        yield "no tasks are held out, so nothing is evaluated: see held_out in docs/tasks.md"
 
 
 def _answers_unread(config: Config, tasks: TaskSet, rules: Mapping[str, RewardRule]) -> Iterator[str]:
