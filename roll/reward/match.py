@@ -112,9 +112,12 @@ def answers_of(task: Task) -> list[str]:
 
 
 def _comparable(task: Task, answers: list[str]) -> list[str]:
-    """Answers as they are compared; a text of signs has nothing left when punctuation is ignored."""
+    """Answers as they are compared; an empty one would reward saying nothing, and a text of signs has nothing left when
+    punctuation is ignored."""
     for given, left in zip(answers_of(task), answers, strict=True):
-        if given.strip() and not left:
+        if not given.strip():
+            raise ValueError(f"the answer of task {task.id!r}, {given!r}, is empty: write what is right, or skip the row")
+        if not left:
             raise ValueError(
                 f"the answer of task {task.id!r}, {given!r}, has no letter or digit, but ignore_punctuation is true: "
                 "write ignore_punctuation: false"
