@@ -1,6 +1,24 @@
-"""Advantages, losses and the algorithms made of them: pure functions, and one class that puts them together."""
+"""Advantages, losses and the algorithms made of them: pure functions, and one class that puts them together.
 
-from roll.algorithm.base import Algorithm, make_algorithm
-from roll.algorithm.streams import CorrectionSpec, CreditSpec, LossSpec, Streams, TokenLoss
+What needs torch is loaded when first used: a setting that is refused costs no import of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from roll.config.lazy import lazily
+
+if TYPE_CHECKING:
+    from roll.algorithm.base import Algorithm, make_algorithm
+    from roll.algorithm.streams import CorrectionSpec, CreditSpec, LossSpec, Streams, TokenLoss
 
 __all__ = ["Algorithm", "CorrectionSpec", "CreditSpec", "LossSpec", "Streams", "TokenLoss", "make_algorithm"]
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "roll.algorithm.base": ("Algorithm", "make_algorithm"),
+        "roll.algorithm.streams": ("CorrectionSpec", "CreditSpec", "LossSpec", "Streams", "TokenLoss"),
+    },
+)

@@ -160,6 +160,11 @@ def _model_folder(folder: Path) -> Path:
     checkpoints = sorted((folder / "checkpoints").glob("step-*/manifest.json"))
     if checkpoints:
         return checkpoints[-1].parent / "model"
+    if (folder / "config.yaml").is_file():
+        raise UserError(
+            f"model: the run in {str(shown(folder))!r} has no checkpoint yet, and so no weights: wait for its first one, "
+            f"or write {CHOICES}"
+        )
     raise UserError(
         f"model: {str(shown(folder))!r} is neither a model folder (no config.json) nor a run folder with a checkpoint: "
         f"write {CHOICES}"

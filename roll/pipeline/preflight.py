@@ -26,6 +26,7 @@ from roll.data.task import Task
 from roll.env.resolve import located as find_code
 from roll.env.trial import check_seed, episodes, minds_values
 from roll.model.find import check_template, find_model
+from roll.pipeline.policies import check_policies
 from roll.reward import RewardFn, RewardSource
 from roll.reward.builtin import ASKS_OTHERS, BUILTINS, OF_SHAPE
 from roll.run.code import load_object
@@ -99,6 +100,7 @@ def find_tasks(config: Config, reward: RewardFn | None, tasks: TaskSource | None
         _check_formats(config)
     _check_votes(config, task_set, judge)
     _check_turns(config, task_set)
+    check_policies(config, task_set)
     return task_set, judge
 
 

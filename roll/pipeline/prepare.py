@@ -31,7 +31,7 @@ from roll.pipeline.preflight import Found, find, find_tasks, rules_of
 from roll.pipeline.prompts import fitting
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.remarks import remarks
-from roll.pipeline.rlvr import RLVR, check_policies, make_evaluator
+from roll.pipeline.rlvr import RLVR, make_evaluator
 from roll.pipeline.roles import Roles, TrainRoles, start_roles, start_trainer
 from roll.pipeline.scoring import check_scorers
 from roll.pipeline.sft import SFT
@@ -221,7 +221,6 @@ def _check_tasks(config: Config, tasks: TaskSet, judge: RewardSource) -> tuple[T
     check_optimizer(config.train.optimizer)
     check_vllm(config)
     check_scorers(config)
-    check_policies(config, tasks)
     resolve_loss(make_algorithm(config).loss_to_send)  # loads code that the config names
     answers = check_answers(judge, (*tasks.train, *tasks.held_out), config.reward.deadline_s)
     source = find_model(config.model.path)

@@ -19,6 +19,7 @@ from roll.data.batch import Batch
 from roll.data.domains import domains_of
 from roll.data.sources import TaskSet
 from roll.pipeline.health import Health
+from roll.pipeline.policies import make_policies
 from roll.pipeline.publisher import Publisher
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.roles import Roles
@@ -26,15 +27,11 @@ from roll.pipeline.rollout_record import RolloutRecord
 from roll.pipeline.state import RunState
 from roll.pipeline.supervision import Supervision
 from roll.pipeline.turns import Turns
-from roll.rollout.early_end import make_early_end
 from roll.rollout.evaluate import Evaluator
-from roll.rollout.filters import Filter, by_domain, make_filter
 from roll.rollout.lifecycle import Lifecycle
-from roll.rollout.order import TaskOrder
 from roll.rollout.policy import make_policy
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.step import LEFT_OUT, NOT_FINITE, Rollout
-from roll.rollout.tails import make_order
 from roll.strategy.train.base import UpdateStats
 from roll.workers.critic import CriticWorker
 from roll.workers.train import TrainWorker
@@ -258,7 +255,7 @@ def make_scheduler(
     config: Config, tasks: TaskSet, roles: Roles, lifecycle: Lifecycle, state: RunState
 ) -> RolloutScheduler:
     """The scheduler a config describes, for the weights of `state`."""
-    order, keep = _policies(config, tasks)
+    order, keep = make_policies(config, tasks)
     return RolloutScheduler(
         order,
         roles.pool,
@@ -276,40 +273,3 @@ def make_scheduler(
 def make_evaluator(config: Config, tasks: TaskSet, roles: Roles) -> Evaluator:
     """The evaluator of a run's held-out tasks, or of the sets that its config names."""
     return Evaluator(tasks.held_out, roles.pool, config.eval, bool(config.domains), tasks.labels)
-
-
-def check_policies(config: Config, tasks: TaskSet) -> None:
-    """Refuses what names no order, filter, early end or policy."""
-    _policies(config, tasks)
-    make_early_end(config.rollout.end_early, config.root)
-    make_policy(config.rollout.policy, config.root)
-
-
-def _policies(config: Config, tasks: TaskSet) -> tuple[TaskOrder, Filter]:
-    rollout = config.rollout
-    order = make_order(
-        tasks.train,
-        config.seed,
-        order=rollout.order,
-        sample_by=config.tasks.sample_by,
-        weights=config.mix,
-        oversample=rollout.oversample,
-        cut=rollout.cut,
-        window=rollout.lookahead,
-        groups_per_step=rollout.groups_per_step,
-        root=config.root,
-    )
-    return order, _filter(config)
-
-
-def _filter(config: Config) -> Filter:
-    own: dict[str, Filter] = {}
-    discount = config.algorithm.turn_discount if config.algorithm.turn_weight > 0 else None
-    for name, domain in config.domains.items():
-        rollout = domain.rollout(config.rollout)
-        setting = "rollout.filter" if domain.filter is None else f"domains.{name}.filter"
-        own[name] = make_filter(
-            rollout.filter, *rollout.filter_range, setting=setting, turn_discount=discount, root=config.root
-        )
-    common = make_filter(config.rollout.filter, *config.rollout.filter_range, turn_discount=discount, root=config.root)
-    return by_domain(own, common) if own else common

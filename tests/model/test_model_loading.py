@@ -158,6 +158,8 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
         f"model: {str(tmp_path)!r} is neither a model folder (no config.json) nor a run folder with a checkpoint: "
         f"{CHOICES}"
     )
+    (tmp_path / "config.yaml").touch()
+    assert f"the run in {str(tmp_path)!r} has no checkpoint yet" in refusal(find_model, str(tmp_path))
 
 
 @pytest.mark.parametrize(

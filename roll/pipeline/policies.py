@@ -1,0 +1,55 @@
+"""Which task is next, which groups are trained on, and what interferes with running ones, as a config names them.
+
+Loads neither torch nor transformers: a wrong name is refused before they are imported.
+"""
+
+from __future__ import annotations
+
+from roll.config.schema import Config
+from roll.config.user_code import load_user_code
+from roll.data.sources import TaskSet
+from roll.rollout.early_end import make_early_end
+from roll.rollout.filters import Filter, by_domain, make_filter
+from roll.rollout.order import TaskOrder
+from roll.rollout.policy import make_policy
+from roll.rollout.tails import make_order
+
+
+def check_policies(config: Config, tasks: TaskSet) -> None:
+    """Refuses what names no order, filter, early end or policy, and a loss of the user's that is not there."""
+    make_policies(config, tasks)
+    make_early_end(config.rollout.end_early, config.root)
+    make_policy(config.rollout.policy, config.root)
+    if ":" in config.algorithm.loss:
+        load_user_code(config.algorithm.loss, what="algorithm.loss", root=config.root)
+
+
+def make_policies(config: Config, tasks: TaskSet) -> tuple[TaskOrder, Filter]:
+    """The order of the tasks, and the filter of finished groups."""
+    rollout = config.rollout
+    order = make_order(
+        tasks.train,
+        config.seed,
+        order=rollout.order,
+        sample_by=config.tasks.sample_by,
+        weights=config.mix,
+        oversample=rollout.oversample,
+        cut=rollout.cut,
+        window=rollout.lookahead,
+        groups_per_step=rollout.groups_per_step,
+        root=config.root,
+    )
+    return order, _filter(config)
+
+
+def _filter(config: Config) -> Filter:
+    own: dict[str, Filter] = {}
+    discount = config.algorithm.turn_discount if config.algorithm.turn_weight > 0 else None
+    for name, domain in config.domains.items():
+        rollout = domain.rollout(config.rollout)
+        setting = "rollout.filter" if domain.filter is None else f"domains.{name}.filter"
+        own[name] = make_filter(
+            rollout.filter, *rollout.filter_range, setting=setting, turn_discount=discount, root=config.root
+        )
+    common = make_filter(config.rollout.filter, *config.rollout.filter_range, turn_discount=discount, root=config.root)
+    return by_domain(own, common) if own else common
