@@ -110,7 +110,9 @@ def train(
     if code and not resume:
         raise UserError("--code says which code a run is resumed with: write --resume too, or leave it out")
     from roll.pipeline.preflight import check_folder
+    from roll.pipeline.run_code import check_code
 
+    check_code(code)
     settings = load_config(config, overrides or [])
     check_folder(settings, resume=resume, restart=restart)
     chosen = _check_code(settings, code) if resume else None

@@ -459,7 +459,7 @@ def test_questions_answers_and_paths_are_shown_as_they_are(here: Path, terminal:
         assert main(command) == 0
     shown = terminal.getvalue()
     assert shown.count("[/bold] or [red]?") == 3 + 3, "answers shown after training and by eval"
-    assert f"roll eval {here / 'runs' / '[bold]'}" in shown
+    assert f"roll eval {shlex.quote(str(here / 'runs' / '[bold]'))}" in shown
     assert "runs/[bold]: 997,248 parameters" in shown
 
 

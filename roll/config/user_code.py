@@ -12,7 +12,8 @@ import importlib.util
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -93,12 +94,11 @@ def _run_file(written: str, folder: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise _Unfound(f"{path} is not a Python file: write {either(_FORMS)}")
-    put_first(folder)
-    put_first(path.parent)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up here
     try:
-        spec.loader.exec_module(module)
+        with imports_from(folder, path.parent):
+            spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
         if not isinstance(error, Exception):
@@ -108,9 +108,9 @@ def _run_file(written: str, folder: Path) -> ModuleType:
 
 
 def _import(name: str, folder: Path) -> ModuleType:
-    put_first(folder)
     try:
-        return importlib.import_module(name)
+        with imports_from(folder):
+            return importlib.import_module(name)
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{name}.".startswith(f"{missing}."):
@@ -145,15 +145,30 @@ def elsewhere(written: str, folder: Path) -> str:
     )
 
 
-def put_first(folder: Path) -> None:
-    """Has imports look in a folder before all others, and forgets modules of the same names that came from elsewhere: a
-    file imports its own neighbours, also after a file of another folder has imported its own."""
+@contextmanager
+def imports_from(*folders: Path) -> Iterator[None]:
+    """Has imports look in folders before all others, the last one first, without the modules of the same names that came
+    from elsewhere: a file imports its own neighbours, also after a file of another folder has imported its own. Those
+    others are back afterwards: a program that has imported them keeps using them."""
+    others: dict[str, ModuleType] = {}
+    for folder in folders:
+        others |= _put_first(folder)
+    try:
+        yield
+    finally:
+        sys.modules.update(others)
+
+
+def _put_first(folder: Path) -> dict[str, ModuleType]:
+    """Has imports look in a folder before all others, and takes out modules of the same names that came from elsewhere,
+    which it returns."""
     importlib.invalidate_caches()
+    taken: dict[str, ModuleType] = {}
     while str(folder) in sys.path:
         sys.path.remove(str(folder))
     sys.path.insert(0, str(folder))
     if not folder.is_dir():
-        return
+        return taken
     own = {
         entry.stem if entry.suffix == ".py" else entry.name
         for entry in folder.iterdir()
@@ -163,7 +178,8 @@ def put_first(folder: Path) -> None:
         file = getattr(sys.modules[name], "__file__", None)
         if file is not None and is_users(Path(file)) and not Path(file).resolve().is_relative_to(folder.resolve()):
             for inside in [known for known in sys.modules if known == name or known.startswith(f"{name}.")]:
-                del sys.modules[inside]
+                taken[inside] = sys.modules.pop(inside)
+    return taken
 
 
 def is_users(file: Path) -> bool:

@@ -29,7 +29,8 @@ from typing import Any, Literal, cast
 from roll.config.errors import UserError
 from roll.config.root import Name, is_object, names_in, root_of, with_names
 from roll.config.schema import Config
-from roll.config.user_code import find_file, is_users, put_first
+from roll.config.user_code import find_file, imports_from, is_users
+from roll.config.version import __version__
 from roll.run.code_digest import digest_of, file_of, source_of
 from roll.run.code_files import (
     common_folder,
@@ -51,7 +52,7 @@ _MOST_DATA_BYTES = 4 << 20
 WHOLE_BYTES = 1 << 30
 """Data files up to this size are digested whole, larger ones by their first and last part of `_END_BYTES`."""
 _END_BYTES = 64 << 20
-_KEY_PACKAGES = ("roll", "torch", "transformers", "numpy", "ray", "vllm")
+_KEY_PACKAGES = ("torch", "transformers", "numpy", "ray", "vllm")
 SETTINGS = {"reward": ("reward", "name"), "tasks": ("tasks", "source"), "chats": ("data", "source")}
 """The settings that objects passed in Python replace."""
 Given = Mapping[str, Any]
@@ -379,13 +380,11 @@ def load_object(name: str) -> Any:
 
     file = Path(name.rpartition(":")[0])
     code = RunCode.open(file.parent.parent)
-    if code is not None:
-        for folder in reversed(code.manifest.folders):
-            copied = Path(os.path.normpath(code.folder / FILES / folder))
-            if copied.is_dir():
-                put_first(copied)
+    folders = [] if code is None else [code.folder / FILES / folder for folder in reversed(code.manifest.folders)]
+    copied = [Path(os.path.normpath(folder)) for folder in folders if folder.is_dir()]
     try:
-        return pickle.loads(file.read_bytes())
+        with imports_from(*copied):
+            return pickle.loads(file.read_bytes())
     except Exception as error:
         raise UserError(f"{file} cannot be loaded ({type(error).__name__}: {error}): pass it in Python again") from error
 
@@ -523,7 +522,7 @@ def _digest(file: Path) -> str:
 
 def _versions(files: Sequence[Path]) -> dict[str, str]:
     """Versions of Python, of the packages that training depends on, and of those that the user's code imports."""
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "roll": __version__}
     for package in _KEY_PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)

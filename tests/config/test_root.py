@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -212,6 +213,19 @@ def test_conversations_are_found_beside_the_file(project: Path) -> None:
     (project / "configs" / "chats.jsonl").write_text(json.dumps(row) + "\n")
     config = load_config(file)
     assert len(load_chats(config.data, root=config.root).train) == 1
+
+
+def test_a_module_that_the_program_has_imported_stays_its_own(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of another folder imports its own neighbour of the same name; the program keeps the one it has."""
+    for name in ("mine", "theirs"):
+        (project / name).mkdir()
+        (project / name / "neighbour_of_two.py").write_text(f"WHOSE = {name!r}\n")
+    (project / "theirs" / "judging.py").write_text("from neighbour_of_two import WHOSE\ndef judge(): return WHOSE\n")
+    monkeypatch.syspath_prepend(str(project / "mine"))
+    program = importlib.import_module("neighbour_of_two")
+    assert load_user_code("theirs/judging.py:judge", what="reward", root=project)() == "theirs"
+    assert importlib.import_module("neighbour_of_two") is program
+    assert program.WHOSE == "mine"
 
 
 def test_files_of_the_same_name_in_two_folders_import_their_own_neighbours(project: Path) -> None:

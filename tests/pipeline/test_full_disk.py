@@ -40,9 +40,9 @@ def test_a_full_disk_is_recognised_however_it_is_said() -> None:
 
 def test_the_message_has_everything(tmp_path: Path) -> None:
     said = str(explain(tmp_path, "metrics.jsonl", "No space left on device", 20))
-    for part in (str(tmp_path), "metrics.jsonl", "No space left on device", " free", "step 20 is whole", "--resume"):
+    for part in (str(tmp_path), "metrics.jsonl", "No space left on device", " free", "step 20 is whole", "resume=True"):
         assert part in said
-    assert "from the beginning with --resume" in str(explain(tmp_path, "x", "No space left on device", None))
+    assert "from the beginning with resume=True" in str(explain(tmp_path, "x", "No space left on device", None))
     assert [human_bytes(n) for n in (12, 2048, 3 * MIB, 5 << 30)] == ["12 bytes", "2.0 KiB", "3.0 MiB", "5.0 GiB"]
 
 
