@@ -8,11 +8,15 @@ with the byte count. Weights are pseudo-random, 64 bits and odd. One changed wor
 0 < |d| < 2^32, never a multiple of 2^64; several changed words cancel with a chance of 2^-32 at worst. (Words of 64 bits
 would be faster and wrong: 2^63 times the sum of two odd weights is 0, so two changed signs could cancel.) It guards
 against faults, not against forgery.
+
+A sum can be taken apart: each rank of a sharded trainer sums the bytes it holds, at their positions in the whole tensor
+(`partial_sum`), and the sum over ranks finishes to the digest of the whole tensor, which nobody has to gather. A word cut
+by a shard's boundary is the sum of its two halves, each padded with zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -21,6 +25,7 @@ BLOCK_WORDS = 1 << 20
 _PIECE_WORDS = {"cpu": 1 << 17}
 """Words of a block that are multiplied at once, where not all are: their products stay in the cache."""
 _WORD = 4
+_BLOCK_BYTES = _WORD * BLOCK_WORDS
 _MASK = (1 << 64) - 1
 _GAMMA, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
@@ -38,31 +43,54 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     for name, tensor in tensors.items():
         words = min(-(-tensor.nbytes // _WORD), BLOCK_WORDS)
         if tensor.device not in tables or len(tables[tensor.device][0]) < words:
-            weights = _odd_weights(0, words, tensor.device)
-            tables[tensor.device] = weights, torch.empty_like(weights[: _PIECE_WORDS.get(tensor.device.type, words)])
-        sums[name] = _weighted_sum(tensor, *tables[tensor.device]), tensor.nbytes
-    return {name: _finish(int(total), nbytes) for name, (total, nbytes) in sums.items()}
+            tables[tensor.device] = _tables(words, tensor.device)
+        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        sums[name] = _weighted_sum(flat, 0, *tables[tensor.device]), tensor.nbytes
+    return {name: finish(int(total), nbytes) for name, (total, nbytes) in sums.items()}
 
 
-def _weighted_sum(tensor: Tensor, weights: Tensor, scratch: Tensor) -> Tensor:
-    """The sum, a scalar on the tensor's device. weight(position) = weights[position in its block] * the block's own."""
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    starts = range(0, len(flat), BLOCK_WORDS * _WORD)
-    blocks = _odd_weights(BLOCK_WORDS, len(starts), flat.device)
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start, block in zip(starts, blocks.unbind(), strict=True):
-        words = _words(flat[start : start + BLOCK_WORDS * _WORD])
-        for piece, odd in zip(torch.split(words, len(scratch)), torch.split(weights, len(scratch)), strict=False):
-            total += torch.mul(piece, odd[: len(piece)], out=scratch[: len(piece)]).sum() * block
+@torch.no_grad()
+def partial_sum(pieces: Iterable[tuple[int, Tensor]], device: torch.device) -> Tensor:
+    """The part of a tensor's sum that some of its bytes make, a scalar on the device: pieces of the tensor, each with the
+    byte of the whole tensor that it starts at. The sums of all parts, added modulo 2^64, go through `finish`."""
+    tables = _tables(BLOCK_WORDS, device)
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for start, piece in pieces:
+        total += _weighted_sum(piece.detach().reshape(-1).view(torch.uint8), start, *tables)
     return total
 
 
-def _words(block: Tensor) -> Tensor:
-    """The bytes as 32-bit words: a view where they are whole and aligned, else a copy padded with zeros."""
-    if len(block) % _WORD == 0 and block.storage_offset() % _WORD == 0:
-        return block.view(torch.int32)
-    padded = torch.zeros(-(-len(block) // _WORD) * _WORD, dtype=torch.uint8, device=block.device)
-    padded[: len(block)].copy_(block)
+def _tables(words: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The weights of the first positions of any block, and room for products."""
+    weights = _odd_weights(0, words, device)
+    return weights, torch.empty_like(weights[: _PIECE_WORDS.get(device.type, words)])
+
+
+def _weighted_sum(flat: Tensor, start: int, weights: Tensor, scratch: Tensor) -> Tensor:
+    """The sum of bytes that begin at byte `start` of their tensor, a scalar on their device.
+    weight(position) = weights[position in its block] * the block's own."""
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    if not len(flat):
+        return total
+    first_block, last_block = start // _BLOCK_BYTES, (start + len(flat) - 1) // _BLOCK_BYTES
+    blocks = _odd_weights(BLOCK_WORDS + first_block, last_block - first_block + 1, flat.device)
+    for number, block in enumerate(blocks.unbind(), first_block):
+        begin = max(start, number * _BLOCK_BYTES)
+        piece = flat[begin - start : (number + 1) * _BLOCK_BYTES - start]
+        words = _words(piece, begin % _WORD)
+        odd = weights[begin % _BLOCK_BYTES // _WORD :]
+        for some, their in zip(torch.split(words, len(scratch)), torch.split(odd, len(scratch)), strict=False):
+            total += torch.mul(some, their[: len(some)], out=scratch[: len(some)]).sum() * block
+    return total
+
+
+def _words(piece: Tensor, lead: int = 0) -> Tensor:
+    """The bytes as 32-bit words, `lead` zeros before them: a view where they are whole and aligned, else a copy padded
+    with zeros."""
+    if not lead and len(piece) % _WORD == 0 and piece.storage_offset() % _WORD == 0:
+        return piece.view(torch.int32)
+    padded = torch.zeros(-(-(lead + len(piece)) // _WORD) * _WORD, dtype=torch.uint8, device=piece.device)
+    padded[lead : lead + len(piece)].copy_(piece)
     return padded.view(torch.int32)
 
 
@@ -78,8 +106,9 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)  # >> repeats the sign of an int64
 
 
-def _finish(total: int, nbytes: int) -> int:
-    """A bijection of the sum for each byte count, so that what differs before differs after."""
+def finish(total: int, nbytes: int) -> int:
+    """The digest of a tensor of so many bytes from its sum: a bijection for each byte count, so that what differs before
+    differs after."""
     x = (total + nbytes * _GAMMA) & _MASK
     x = ((x ^ (x >> 30)) * _MIX_1) & _MASK
     x = ((x ^ (x >> 27)) * _MIX_2) & _MASK

@@ -58,12 +58,14 @@ class Layout:
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], bucket_bytes: int) -> Layout:
         """The layout of the tensors in the order given."""
+        return cls.of_specs(specs_of(tensors), bucket_bytes)
+
+    @classmethod
+    def of_specs(cls, specs: Sequence[TensorSpec], bucket_bytes: int) -> Layout:
+        """The layout of tensors that need not be here."""
         if bucket_bytes < ALIGNMENT:
             raise ValueError(f"a bucket of {bucket_bytes} bytes is too small: give at least {ALIGNMENT}")
-        for name, tensor in tensors.items():
-            flat_bytes(name, tensor)
-        specs = tuple(TensorSpec.of(name, tensor) for name, tensor in tensors.items())
-        return cls(specs, bucket_bytes, _cut(specs, bucket_bytes))
+        return cls(tuple(specs), bucket_bytes, _cut(specs, bucket_bytes))
 
     @property
     def nbytes(self) -> int:
@@ -94,6 +96,13 @@ class Layout:
                 raise RunError(
                     f"the receiver's tensor {spec} is not among the sender's: load the same model on both sides"
                 )
+
+
+def specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
+    """What tensors are called and like; raises for one whose bytes cannot be moved in place."""
+    for name, tensor in tensors.items():
+        flat_bytes(name, tensor)
+    return tuple(TensorSpec.of(name, tensor) for name, tensor in tensors.items())
 
 
 def used_bytes(spans: Sequence[Span]) -> int:

@@ -15,8 +15,9 @@ or, through a `BroadcastGroup`, `sender.broadcast(group)` while every engine run
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from roll.config.errors import RunError
 from roll.transfer.broadcast import BroadcastGroup
 from roll.transfer.channel import Channel, ChannelKind, CudaIpcChannel, Handle, SharedMemoryChannel, attach
 from roll.transfer.digest import digests
-from roll.transfer.layout import Layout, pack, unpack, used_bytes
+from roll.transfer.layout import Layout, Span, TensorSpec, pack, specs_of, unpack, used_bytes
 
 
 @dataclass(frozen=True)
@@ -44,31 +45,70 @@ class Manifest:
     """The precision served in: that of the first tensor of floating point."""
 
 
-class Sender:
-    """The trainer's side. The tensors must not change between `manifest` and the last `write` of a version; they may be
-    made as they are asked for, since none is kept."""
+class TensorSource(Protocol):
+    """Where a sender has its tensors from: this process, or all ranks of a trainer, on each of which the same methods are
+    called in the same order."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], bucket_bytes: int) -> None:
-        self._tensors = tensors
-        self.layout = Layout.of(tensors, bucket_bytes)
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def digests(self) -> dict[str, int]: ...
+
+    def pack(self, bucket: Tensor | None, spans: Iterable[Span]) -> None:
+        """Writes the spans' bytes into the bucket; a rank that sends nothing itself gives none."""
+        ...
+
+
+class WholeTensors:
+    """Tensors that this process has; they may be made as they are asked for, since none is kept."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        return specs_of(self.tensors)
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.tensors.values())).device
+
+    def digests(self) -> dict[str, int]:
+        return digests(self.tensors)
+
+    def pack(self, bucket: Tensor | None, spans: Iterable[Span]) -> None:
+        if bucket is not None:
+            pack(bucket, spans, self.tensors)
+
+
+class Sender:
+    """The trainer's side. The tensors must not change between `manifest` and the last `write` of a version."""
+
+    def __init__(self, tensors: Mapping[str, Tensor] | TensorSource, bucket_bytes: int) -> None:
+        self._source = _source(tensors)
+        self.layout = Layout.of_specs(self._source.specs, bucket_bytes)
         self._channel: Channel | None = None
         self._kind: ChannelKind | None = None
         self._buffer: Tensor | None = None
 
-    def rebind(self, tensors: Mapping[str, Tensor]) -> None:
+    def rebind(self, tensors: Mapping[str, Tensor] | TensorSource) -> None:
         """The same tensors, whose storage has moved."""
-        self.layout.check(tensors)
-        self._tensors = tensors
+        if isinstance(tensors, Mapping):
+            self.layout.check(tensors)
+        self._source = _source(tensors)
 
     def let_go(self) -> None:
         """Keeps no tensor's storage alive until `rebind`."""
-        self._tensors = {}
+        self._source = WholeTensors({})
 
     def manifest(self, version: int, probe: Tensor, log_probs: Tensor) -> Manifest:
         dtypes = [spec.dtype for spec in self.layout.tensors if spec.dtype.is_floating_point]
         if not dtypes:
             raise RunError("no tensor to publish is of floating point: are these the model's weights?")
-        return Manifest(version, self.layout, digests(self._tensors), probe.cpu(), log_probs.cpu(), dtypes[0])
+        return Manifest(version, self.layout, self._source.digests(), probe.cpu(), log_probs.cpu(), dtypes[0])
 
     def open(self, kind: ChannelKind, slots: int = 2) -> Handle:
         """A channel for the buckets; the open one where it is of that kind, because used memory is faster than fresh."""
@@ -80,14 +120,18 @@ class Sender:
     def write(self, bucket: int) -> None:
         """Packs the bucket into its slot, which every receiver must have loaded before."""
         channel = _opened(self._channel)
-        pack(channel.slot(bucket % channel.slots), self.layout.buckets[bucket], self._tensors)
+        self._source.pack(channel.slot(bucket % channel.slots), self.layout.buckets[bucket])
         channel.settle()
+
+    def contribute(self, bucket: int) -> None:
+        """The part of a rank that does not send in a bucket that another rank writes or broadcasts."""
+        self._source.pack(None, self.layout.buckets[bucket])
 
     def broadcast(self, group: BroadcastGroup) -> None:
         """Sends every bucket to the group's other ranks, each of which must be in `receive`."""
         self._buffer = _bucket_buffer(self._buffer, self.layout, group)
         for spans in self.layout.buckets:
-            pack(self._buffer, spans, self._tensors)
+            self._source.pack(self._buffer, spans)
             group.broadcast(self._buffer[: used_bytes(spans)])
 
     def close(self) -> None:
@@ -103,7 +147,7 @@ class Sender:
         slot_bytes = max(self.layout.slot_bytes, 1)
         if kind == "shared_memory":
             return SharedMemoryChannel.create(slots, slot_bytes)
-        device = next(iter(self._tensors.values())).device
+        device = self._source.device
         if device.type != "cuda":
             raise RunError(f"CUDA IPC moves tensors on a GPU, and these are on {device}: use shared_memory")
         return CudaIpcChannel.create(slots, slot_bytes, device)
@@ -213,6 +257,10 @@ async def stream(
                 tasks.create_task(receive(load, done))
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
+
+
+def _source(tensors: Mapping[str, Tensor] | TensorSource) -> TensorSource:
+    return WholeTensors(tensors) if isinstance(tensors, Mapping) else tensors
 
 
 def _opened(channel: Channel | None) -> Channel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from roll.transfer.digest import BLOCK_WORDS, digest, digests
+from roll.transfer.digest import BLOCK_WORDS, digest, digests, finish, partial_sum
 
 BLOCK_BYTES = 4 * BLOCK_WORDS
 BYTES = st.binary(min_size=1, max_size=200)
@@ -137,3 +138,29 @@ def test_many_at_once_are_as_each_alone(large: Tensor) -> None:
     tensors = {"a": torch.arange(5), "large": large, "none": torch.empty(0), "b": torch.ones(3).bool()}
     assert digests(tensors) == {name: digest(tensor) for name, tensor in tensors.items()}
     assert digests({}) == {}
+
+
+@settings(deadline=None)
+@given(st.binary(min_size=1, max_size=300), st.lists(st.integers(0, 300), max_size=6))
+def test_parts_of_a_tensor_sum_to_its_digest_wherever_it_is_cut(data: bytes, cuts: list[int]) -> None:
+    bounds = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+    whole, device = tensor_of(data), torch.device("cpu")
+    parts = [partial_sum([(begin, whole[begin:end])], device) for begin, end in pairwise(bounds)]
+    assert finish(sum(int(part) for part in parts), len(data)) == digest(whole)
+
+
+def test_parts_cut_across_blocks_and_words_sum_to_the_digest() -> None:
+    whole = torch.randint(0, 256, (2 * BLOCK_BYTES + 7,), dtype=torch.uint8)
+    bounds = [0, 3, BLOCK_BYTES - 1, BLOCK_BYTES + 2, 2 * BLOCK_BYTES, len(whole)]
+    pieces = [(begin, whole[begin:end]) for begin, end in pairwise(bounds)]
+    shards = (pieces[::2], pieces[1::2])
+    total = sum(int(partial_sum(shard, whole.device)) for shard in shards)
+    assert finish(total, len(whole)) == digest(whole)
+
+
+def test_a_changed_byte_in_one_part_changes_the_digest_of_the_whole() -> None:
+    whole = torch.arange(100, dtype=torch.uint8)
+    damaged = whole.clone()
+    damaged[57] ^= 1
+    sums = [int(partial_sum([(0, whole[:50])], whole.device)), int(partial_sum([(50, damaged[50:])], whole.device))]
+    assert finish(sum(sums), 100) != digest(whole)

@@ -83,13 +83,14 @@ def test_a_model_without_adapters_publishes_its_own_tensors() -> None:
 @DTYPES
 def test_the_bits_that_are_sent_are_those_of_the_digest(dtype: torch.dtype) -> None:
     """In buckets so small that tensors are cut."""
-    sender = Sender(published_tensors(learned_model(dtype)), bucket_bytes=1000)
+    tensors = published_tensors(learned_model(dtype))
+    sender = Sender(tensors, bucket_bytes=1000)
     manifest = sender.manifest(1, torch.zeros(2), torch.zeros(1))
     received = named_tensors(plain_model(dtype))
     manifest.layout.check(received)
     slot = torch.empty(manifest.layout.slot_bytes, dtype=torch.uint8)
     for spans in manifest.layout.buckets:
-        pack(slot, spans, sender._tensors)
+        pack(slot, spans, tensors)
         unpack(slot, spans, received)
     assert digests(received) == manifest.digests
     engine = plain_model(dtype)

@@ -1,0 +1,138 @@
+"""The ranks of a sharded trainer: how they meet, and what they tell each other.
+
+What always holds: the ranks of one group live and die together. When one is lost, the controller ends all of them and new
+processes meet at a new store; no process joins a group twice. Every wait for other ranks ends after the deadline.
+
+The mesh has the dimensions `replicate` and `shard`: parameters are cut over `shard` and repeated over `replicate`. With
+four ranks and two replicas, ranks 0 and 1 hold the first copy of the weights, ranks 2 and 3 the second. Every rank trains
+on samples of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from roll.config.errors import RunError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """How many ranks each dimension of the mesh has."""
+
+    replicate: int = 1
+    shard: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.replicate * self.shard
+
+    def __str__(self) -> str:
+        return f"{self.replicate} replicas of {self.shard} shards" if self.replicate > 1 else f"{self.shard} shards"
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks of a new group find each other: a store that the first rank keeps."""
+
+    address: str
+    port: int
+    deadline_s: float
+
+
+def open_store(address: str, deadline_s: float) -> tuple[TCPStore, Rendezvous]:
+    """The first rank's store, listening on a free port. Keep it as long as the group lives."""
+    store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=deadline_s))
+    return store, Rendezvous(address, int(store.port), deadline_s)
+
+
+class RankGroup:
+    """This process as one rank of the group, which is torch's default group in it."""
+
+    def __init__(
+        self, rank: int, shape: MeshShape, rendezvous: Rendezvous, device: torch.device, store: TCPStore | None = None
+    ) -> None:
+        """Returns once all ranks have come. The first rank gives the store it has opened."""
+        self.rank, self.shape, self.device = rank, shape, device
+        deadline = timedelta(seconds=rendezvous.deadline_s)
+        cuda = device.type == "cuda"
+        if cuda:
+            torch.cuda.set_device(device)
+        try:
+            own = store or TCPStore(rendezvous.address, rendezvous.port, is_master=False, timeout=deadline)
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if cuda else "gloo",
+                store=own,
+                rank=rank,
+                world_size=shape.ranks,
+                timeout=deadline,
+                device_id=device if cuda else None,
+            )
+        except (RuntimeError, OSError) as error:
+            first = str(error).strip().partition("\n")[0]
+            raise RunError(
+                f"rank {rank} of {shape.ranks} did not meet the others at {rendezvous.address}:{rendezvous.port} within "
+                f"{rendezvous.deadline_s:g} s: check that all ranks live and reach that address ({first})"
+            ) from error
+        self.mesh = make_mesh(shape, device.type)
+
+    @property
+    def ranks(self) -> int:
+        return self.shape.ranks
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def replica(self) -> int:
+        """Which copy of the weights this rank has a shard of."""
+        return self.rank // self.shape.shard
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+        dist.all_reduce(tensor)
+        return tensor
+
+    def most(self, value: int) -> int:
+        """The largest of all ranks' values."""
+        found = torch.tensor([value], dtype=torch.int64, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return int(found)
+
+    def gathered(self, value: T) -> list[T]:
+        """Every rank's value, by rank. For small things on rare paths: it pickles."""
+        values: list[Any] = [None] * self.ranks
+        dist.all_gather_object(values, value)
+        return values
+
+    def in_step(self, items: Iterable[T], count: int, idle: T) -> Iterator[tuple[T, bool]]:
+        """This rank's `count` items, then idle ones until the rank with the most has come to its end: what all ranks do
+        together, all of them do equally often. Yields each with whether it is one of this rank's own."""
+        left = self.most(count)
+        for item in items:
+            left -= 1
+            yield item, True
+        for _ in range(left):
+            yield idle, False
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def make_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
+    """One dimension where there is one replica: FSDP then has no second reduction."""
+    if shape.replicate == 1:
+        return init_device_mesh(device_type, (shape.shard,), mesh_dim_names=("shard",))
+    return init_device_mesh(device_type, (shape.replicate, shape.shard), mesh_dim_names=("replicate", "shard"))

@@ -1,0 +1,85 @@
+"""Processes that form a process group, as the ranks of a sharded trainer do, and run what a test sends them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from roll.strategy.train.sharded.group import MeshShape, RankGroup, Rendezvous, open_store
+
+DEADLINE_S = 60.0
+ANSWER_S = 240.0
+
+# Forked off a process that has imported torch and transformers once for all of them.
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["roll.strategy.train.sharded.module", "roll.strategy.train.single"])
+
+
+class Ranks:
+    """Persistent ranks: `run` calls a function of a module on each of them, its first argument the rank's group."""
+
+    def __init__(self, shape: MeshShape) -> None:
+        self.shape = shape
+        store, rendezvous = open_store("127.0.0.1", DEADLINE_S)
+        self._store = store
+        pairs = [_processes.Pipe() for _ in range(shape.ranks)]
+        self.pipes = [ours for ours, _ in pairs]
+        self.processes = [
+            _processes.Process(target=_serve, args=(rank, shape, rendezvous, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pairs)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Each rank's result, by rank."""
+        self.send(function, *arguments)
+        return [self.answer(rank) for rank in range(self.shape.ranks)]
+
+    def send(self, function: Callable[..., Any], *arguments: Any) -> None:
+        for pipe in self.pipes:
+            pipe.send((function, arguments))
+
+    def answer(self, rank: int) -> Any:
+        assert wait([self.pipes[rank]], ANSWER_S), f"rank {rank} does not answer"
+        fine, result = self.pipes[rank].recv()
+        assert fine, f"rank {rank}: {result}"
+        return result
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join(10)
+
+
+@contextmanager
+def ranks_of(shape: MeshShape) -> Iterator[Ranks]:
+    ranks = Ranks(shape)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+def _serve(rank: int, shape: MeshShape, rendezvous: Rendezvous, pipe: Connection) -> None:
+    import torch
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    group = RankGroup(rank, shape, rendezvous, torch.device("cpu"))
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, function(group, *arguments)))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))

@@ -1,0 +1,95 @@
+"""Tensors published from shards: the digests and the bytes are those of the whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from roll.strategy.train.sharded.group import MeshShape, RankGroup
+from roll.transfer.digest import digests
+from roll.transfer.layout import Layout, specs_of, unpack, used_bytes
+from roll.transfer.shards import Shard, ShardedTensors
+from tests.ranks import Ranks, ranks_of
+
+Cut = tuple[tuple[int, ...], torch.dtype, int, list[int]]
+"""A tensor's shape and precision, the dimension it is cut in, and where each rank's part ends."""
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with ranks_of(MeshShape(shard=3)) as made:
+        yield made
+
+
+def tensor_of(number: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(number)).to(dtype)
+
+
+def publish(group: RankGroup, cuts: list[Cut], bucket_bytes: int, damaged: int | None = None) -> Any:
+    """What the first rank has of the tensors: their digests, their values from buckets, and its room's bytes."""
+    wholes = {f"t{number}": tensor_of(number, shape, dtype) for number, (shape, dtype, _, _) in enumerate(cuts)}
+
+    def shard_of(name: str) -> Shard:
+        shape, _, dim, ends = cuts[int(name[1:])]
+        begin, end = [0, *ends][group.rank], ends[group.rank]
+        values = wholes[name].narrow(dim, begin, end - begin).contiguous()
+        if damaged == group.rank and values.numel():
+            values.view(-1)[0] += 1
+        return Shard(shape, dim, begin, values)
+
+    assert dist.group.WORLD is not None
+    source = ShardedTensors(specs_of(wholes), shard_of, dist.group.WORLD, group.device)
+    layout = Layout.of_specs(source.specs, bucket_bytes)
+    found = source.digests()
+    received = {name: torch.zeros_like(whole) for name, whole in wholes.items()}
+    for spans in layout.buckets:
+        bucket = torch.empty(used_bytes(spans), dtype=torch.uint8) if group.is_first else None
+        source.pack(bucket, spans)
+        if bucket is not None:
+            unpack(bucket, spans, received)
+    assert source._buffer is not None
+    equal = all(torch.equal(received[name].view(torch.uint8), whole.view(torch.uint8)) for name, whole in wholes.items())
+    return found, digests(wholes), equal, source._buffer.nbytes
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> Cut:
+    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
+    dim = draw(st.integers(0, len(shape) - 1))
+    ends = sorted(draw(st.integers(0, shape[dim])) for _ in range(2))
+    dtype = draw(st.sampled_from([torch.bfloat16, torch.float32, torch.float64]))
+    return shape, dtype, dim, [*ends, shape[dim]]
+
+
+@settings(deadline=None, max_examples=40)
+@given(tensors=st.lists(cuts(), min_size=1, max_size=4), bucket_bytes=st.sampled_from([16, 48, 1024]))
+def test_digests_and_buckets_are_those_of_the_whole_tensors(ranks: Ranks, tensors: list[Cut], bucket_bytes: int) -> None:
+    results = ranks.run(publish, tensors, bucket_bytes)
+    for found, expected, _, room in results:
+        assert found == expected
+        assert room <= bucket_bytes
+    assert results[0][2]
+
+
+def test_a_tensor_larger_than_a_bucket_needs_one_bucket_of_room(ranks: Ranks) -> None:
+    cut: Cut = ((301, 33), torch.bfloat16, 0, [101, 202, 301])
+    found, expected, equal, room = ranks.run(publish, [cut], 512)[0]
+    assert found == expected
+    assert equal
+    assert room == 512
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_damaged_shard_changes_the_digest_of_its_tensor_alone(ranks: Ranks, rank: int) -> None:
+    tensors: list[Cut] = [((6, 4), torch.float32, 0, [2, 4, 6]), ((6,), torch.bfloat16, 0, [0, 0, 6])]
+    found, expected, equal, _ = ranks.run(publish, tensors, 64, rank)[0]
+    assert found["t0"] != expected["t0"]
+    assert (found["t1"] != expected["t1"]) == (rank == 2)
+    assert not equal
