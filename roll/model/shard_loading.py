@@ -1,0 +1,139 @@
+"""A checkpoint read into a sharded model: each rank reads its own slices, and no process ever holds the whole model.
+
+What always holds: beside its shards a rank holds one tensor at a time, or, where the model keeps several tensors of files
+as one (the experts of a layer), those of one layer. Every parameter is read exactly once or the load fails, naming it.
+
+How names and layouts in files become those in memory is `transformers`' own knowledge; what of it is used stands here and
+nowhere else: `get_model_conversion_mapping`, `rename_source_key`, and a converter's `add_tensor` and `convert`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers import PreTrainedModel
+
+from roll.config.errors import UserError
+
+_INDEX, _FILE = "model.safetensors.index.json", "model.safetensors"
+
+
+class SafeFolder:
+    """The tensors of a model folder's safetensors files, by name, read as they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[str, Any] = {}
+        if (folder / _INDEX).is_file():
+            self._files: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
+        elif (folder / _FILE).is_file():
+            self._files = dict.fromkeys(self._file(_FILE).keys(), _FILE)
+        else:
+            raise UserError(
+                f"model: {folder} has no {_FILE} and no {_INDEX}, which a sharded trainer reads slices of: save the "
+                "model with save_pretrained, or write strategy: single"
+            )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def whole(self, name: str) -> Tensor:
+        tensor: Tensor = self._file(self._files[name]).get_tensor(name)
+        return tensor
+
+    def part(self, name: str, dim: int, begin: int, end: int) -> Tensor:
+        """A range of one dimension."""
+        span = (slice(None),) * dim + (slice(begin, end),)
+        tensor: Tensor = self._file(self._files[name]).get_slice(name)[span]
+        return tensor
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = safe_open(self._folder / name, "pt")
+        return self._open[name]
+
+
+@torch.no_grad()
+def load_shards(model: PreTrainedModel, folder: Path) -> None:
+    """Reads the folder's weights into the model's parameters and persistent buffers, of which this rank has shards."""
+    files, targets = SafeFolder(folder), dict(model.state_dict(keep_vars=True))
+    left = set(targets)
+    for name, found in _sources(model, files, targets).items():
+        if callable(found):
+            for target, tensor in found().items():
+                if target in targets:
+                    _copy(targets[target], partial(_narrow, tensor))
+                    left.discard(target)
+        elif name in targets:
+            _copy(targets[name], partial(files.part, found))
+            left.discard(name)
+    tied = {name for name in left if any(targets[name] is targets[other] for other in targets if other not in left)}
+    if missing := sorted(left - tied):
+        raise UserError(
+            f"model: {folder} has no weights for {missing[0]!r}{f' and {len(missing) - 1} more' if missing[1:] else ''}: "
+            f"is it a {type(model).__name__}?"
+        )
+
+
+def _sources(model: PreTrainedModel, files: SafeFolder, targets: dict[str, Tensor]) -> dict[str, Any]:
+    """By the name in memory: the name in the files, or a function that makes tensors of several from the files."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    found: dict[str, Any] = {}
+    joined: dict[str, Any] = {}
+    for key in sorted(files, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, targets)
+        if pattern is None:
+            found[name] = key
+            continue
+        converter = joined.setdefault(name, deepcopy(by_pattern[pattern]))
+        converter.add_tensor(name, key, pattern, lambda key=key: files.whole(key))
+    for name, converter in joined.items():
+        found[name] = lambda name=name, converter=converter: _converted(converter.convert(name, model, model.config))
+    return found
+
+
+def _narrow(whole: Tensor, dim: int, begin: int, end: int) -> Tensor:
+    return whole.narrow(dim, begin, end - begin)
+
+
+def _converted(tensors: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in tensors.items()}
+
+
+def _copy(target: Tensor, part: Callable[[int, int, int], Tensor]) -> None:
+    """Copies this rank's range of a tensor, or all of it where every rank has the whole."""
+    if not isinstance(target, DTensor):
+        target.copy_(part(0, 0, target.shape[0]) if target.ndim else part(0, 0, 1).reshape(()))
+        return
+    local = target.to_local()
+    dim, begin, end = local_range(target)
+    if begin < end:
+        local.copy_(part(dim, begin, end))
+
+
+def local_range(tensor: DTensor) -> tuple[int, int, int]:
+    """The dimension that a tensor is cut in, and where this rank's range of it begins and ends."""
+    cuts = [(axis, each) for axis, each in enumerate(tensor.placements) if not isinstance(each, Replicate)]
+    if not cuts:
+        return 0, 0, tensor.shape[0]
+    ((axis, placement),) = cuts
+    assert isinstance(placement, Shard), f"a tensor is cut as {placement}, of which no range is known"
+    size, ranks = tensor.shape[placement.dim], tensor.device_mesh.size(axis)
+    each = -(-size // ranks)
+    begin = min(each * tensor.device_mesh.get_local_rank(axis), size)
+    return placement.dim, begin, min(begin + each, size)
