@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,19 @@ def correction_weight(streams: Streams, spec: CorrectionSpec) -> Tensor:
     if spec.mode == "truncated":
         return weight.clamp(max=spec.cap)
     return torch.where((weight >= spec.low) & (weight <= spec.cap), weight, torch.zeros_like(weight))
+
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """The ranks of a trainer, which add up what each has seen."""
+
+    device: torch.device
+
+    def sum(self, tensor: Tensor) -> Tensor: ...
+
+    def gathered(self, value: T) -> list[T]: ...
 
 
 @dataclass
@@ -52,6 +66,19 @@ class Mismatch:
         terms = {"size": size, "k3": weight - gap - 1, "weight": weight, "square": weight.double() ** 2, "cut": cut}
         for name, values in terms.items():
             self._sums[name] += values.double().sum()
+
+    def join(self, ranks: Ranks) -> None:
+        """Adds the statistics of the other ranks of a trainer."""
+        names = ("size", "k3", "weight", "square", "cut")
+        values = [float(self.tokens), *(float(self._sums[name]) for name in names)]
+        tokens, *sums = ranks.sum(torch.tensor(values, dtype=torch.float64, device=ranks.device)).tolist()
+        self.tokens, self._sums = int(tokens), defaultdict(float, zip(names, sums, strict=True))
+        largest = [
+            value
+            for value in ranks.gathered(None if self._largest is None else float(self._largest))
+            if value is not None
+        ]
+        self._largest = torch.tensor(max(largest)) if largest else None
 
     def metrics(self) -> dict[str, float]:
         """Mean and largest |gap|, KL estimate k3, effective sample size as a share, and the share of tokens whose

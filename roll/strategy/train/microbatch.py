@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -61,12 +62,15 @@ class MicroBatch:
         return on_device(values[self.where].astype(np.float32), self.ids.device)
 
 
-def micro_batches(batch: Batch, limit_rows: int, model: PreTrainedModel, share: bool = True) -> Iterator[MicroBatch]:
+def micro_batches(
+    batch: Batch, limit_rows: int, model: PreTrainedModel, share: bool = True, dtype: torch.dtype | None = None
+) -> Iterator[MicroBatch]:
     """The batch as micro-batches for the model, of at most `limit_rows` rows or one sample each.
 
-    Without `share` a prefix that samples have in common is computed for each of them.
+    Without `share` a prefix that samples have in common is computed for each of them. `dtype` is the precision that
+    layers compute in, where it is not that of the parameters.
     """
-    device, dtype = model.device, model.dtype
+    device, dtype = model.device, dtype or model.dtype
     sequences, masks, spans = batch.rows("ids"), batch.rows("loss_mask"), _spans(batch)
     turns, heat = _turns(batch), batch["temperature"]
     for members, tree in _packed(batch, limit_rows, share):
@@ -114,12 +118,12 @@ def _spans(batch: Batch) -> list[list[slice]]:
     return [branches(turn) for turn in batch.rows("turn")] if "turn" in batch else [[slice(None)]] * len(batch)
 
 
-def sequence(ids: NDArray[Any], model: PreTrainedModel) -> MicroBatch:
+def sequence(ids: NDArray[Any], model: PreTrainedModel, dtype: torch.dtype | None = None) -> MicroBatch:
     """One sequence, every token after its first to be predicted at temperature 1."""
     sampled = np.arange(len(ids)) > 0
     columns = {"ids": ids.astype(np.int32), "loss_mask": sampled, "temperature": np.ones(1, np.float32)}
     batch = Batch(np.array([0, len(ids)]), columns)
-    return next(micro_batches(batch, len(ids), model))
+    return next(micro_batches(batch, len(ids), model, dtype=dtype))
 
 
 def response_positions(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from roll.config.errors import RunError, UserError
 from roll.config.schema import TrainConfig
@@ -83,11 +84,11 @@ class MasterAdamW:
 
     def _step(self, step: int, loss: Tensor | None) -> Step:
         slopes = self.gradients()
-        norm = nn.utils.get_total_norm(slopes.values())
+        norm = total_norm(slopes.values())
         read = torch.stack([norm, norm if loss is None else loss.to(norm.dtype)])
         read_norm, read_loss = read.tolist()
         applied = math.isfinite(read_norm) and math.isfinite(read_loss)
-        sick = () if applied else tuple(name for name, slope in slopes.items() if not slope.isfinite().all())
+        sick = () if applied else tuple(name for name, slope in slopes.items() if not _is_finite(slope))
         if applied:
             nn.utils.clip_grads_with_norm_(self._masters.values(), self._config.clip_grad_norm, norm)
             self._set_lr(learning_rate(self._config, step))
@@ -154,6 +155,22 @@ class MasterAdamW:
             self._masters[name].grad = torch.zeros_like(self._masters[name])
         self._adamw.step()
         self.zero_grad()
+
+
+def total_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """The norm of all gradients together. Those of a sharded trainer may be on several meshes, each with a norm of its
+    own."""
+    meshes: dict[object, list[Tensor]] = {}
+    for gradient in gradients:
+        meshes.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
+    norms = [nn.utils.get_total_norm(some) for some in meshes.values()]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return whole[0] if len(whole) == 1 else torch.stack(whole).norm()
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    finite = gradient.isfinite().all()
+    return bool(finite.full_tensor() if isinstance(finite, DTensor) else finite)
 
 
 def plain_tensors(name: str, value: Tensor) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -41,11 +42,20 @@ T = TypeVar("T")
 
 
 class Passes:
-    def __init__(self, model: PreTrainedModel, config: TrainConfig, *, setting: str = "train.micro_batch_tokens") -> None:
-        """`setting` is where `config.micro_batch_tokens` was written."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: TrainConfig,
+        *,
+        setting: str = "train.micro_batch_tokens",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """`setting` is where `config.micro_batch_tokens` was written; `dtype` the precision that layers compute in, where
+        it is not that of the parameters."""
         self._model, self._config, self._setting = model, config, setting
+        self._dtype = dtype or model.dtype
         adapted = bool(adapted_layers(model))
-        self._compiled = compiles(config.compile, model.device.type, model.dtype, adapted=adapted)
+        self._compiled = compiles(config.compile, model.device.type, self._dtype, adapted=adapted)
         self._layers = Layers(model, compiled=self._compiled)
         self._budget: Budget | None = None
         self._most_rows: int | None = None
@@ -102,7 +112,7 @@ class Passes:
     def over(self, batch: Batch) -> Iterator[MicroBatch]:
         budget = self.budget(batch)
         self._check_lengths(batch)
-        return micro_batches(batch, budget.rows, self._model, self._config.share_prefixes)
+        return micro_batches(batch, budget.rows, self._model, self._config.share_prefixes, self._dtype)
 
     def hidden(self, micro: MicroBatch) -> Tensor:
         """The last hidden state of every row."""
@@ -179,7 +189,7 @@ class Passes:
         if self._budget is None:
             longest = int(batch.lengths.max(initial=0))
             model, asked = self._model, self._config
-            footprint = Footprint(ModelShape.of_model(model), model.dtype, model.device.type, self._compiled)
+            footprint = Footprint(ModelShape.of_model(model), self._dtype, model.device.type, self._compiled)
             rows, checkpointing = asked.micro_batch_tokens, asked.activation_checkpointing
             spare = spare_of(model, footprint, asked.optimizer)
             self._budget = self._within(choose(footprint, rows, checkpointing, longest, spare))

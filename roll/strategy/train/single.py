@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -40,6 +41,9 @@ from roll.strategy.train.probe import Probe
 from roll.strategy.train.suspects import Suspects
 from roll.strategy.train.updates import make_updates
 from roll.transfer.weights import Weights
+
+if TYPE_CHECKING:
+    from roll.strategy.train.sharded.group import RankGroup
 
 
 class SingleStrategy:
@@ -106,14 +110,14 @@ class SingleStrategy:
 
     def _gradients(
         self, batch: Batch, spec: LossSpec, loss_of: Callable[[Streams], TokenLoss]
-    ) -> tuple[_Seen, Suspects, int]:
+    ) -> tuple[Seen, Suspects, int]:
         """Sums the gradients of an update, and says what was seen on the way and how many rows were computed."""
         weights = token_weights(batch, spec.aggregation, spec.length)
         columns = {name: batch[name] for name in ("behaviour", "proximal", "ref", "advantages") if name in batch}
-        seen, suspects, rows = _Seen(), Suspects(), 0
+        seen, suspects, rows = Seen(), Suspects(), 0
         for micro in self._passes.over(batch):
             current, entropy = self._current(micro, entropy_gradient=spec.wants_entropy)
-            streams = _streams(micro, current, entropy, columns)
+            streams = loss_streams(micro, current, entropy, columns)
             token_loss = loss_of(streams)
             weighted = (token_loss.values * micro.column(weights)).sum()
             current.retain_grad()
@@ -160,7 +164,7 @@ class SingleStrategy:
         return token_log_probs(self.model, hidden, micro.predictions, entropy_gradient=entropy_gradient)
 
 
-class _Seen:
+class Seen:
     """Sums over micro-batches, kept on the device: reading one would wait for everything under way."""
 
     def __init__(self) -> None:
@@ -175,13 +179,22 @@ class _Seen:
             self._sums[name] += values.detach().sum()
         self._mismatch.add(streams, spec.correction)
 
+    def join(self, group: RankGroup) -> None:
+        """Adds what the other ranks have seen: a rank may have seen nothing."""
+        names = sorted(set().union(*group.gathered(set(self._sums))))
+        sums = [self.loss.double(), *(torch.as_tensor(self._sums[name], dtype=torch.float64) for name in names)]
+        joined = group.sum(torch.stack([value.to(group.device) for value in sums]))
+        self.loss = joined[0]
+        self._sums = defaultdict(float, zip(names, joined[1:], strict=True))
+        self._mismatch.join(group)
+
     def result(self) -> tuple[float, dict[str, float]]:
         """The loss, and the metrics as means over the sampled tokens."""
         metrics = {name: float(value) / self._mismatch.tokens for name, value in self._sums.items()}
         return float(self.loss), {**metrics, **self._mismatch.metrics()}
 
 
-def _streams(micro: MicroBatch, current: Tensor, entropy: Tensor, columns: Mapping[str, Array]) -> Streams:
+def loss_streams(micro: MicroBatch, current: Tensor, entropy: Tensor, columns: Mapping[str, Array]) -> Streams:
     known = {name: micro.column(values) for name, values in columns.items()}
     return Streams(
         current=current,
