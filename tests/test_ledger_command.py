@@ -74,7 +74,7 @@ def test_the_summary_is_a_screen(run: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_the_summary(say: Say) -> None:
     said = say()
-    assert said.startswith("6 samples, ")
+    assert said.startswith("reward: number 6 samples, ")
     for part in (
         "(42 s)",
         "trained 3 50.0%",

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
-_on_command_line: ContextVar[bool] = ContextVar("on_command_line", default=False)
+_on_command_line: ContextVar[bool] = ContextVar("on_command_line")
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def command_line() -> Iterator[None]:
 def option(name: str, value: str = "") -> str:
     """An option of a command or of the function of the same name: `--resume` or `resume=True`, and with a value
     `--code run` or `code="run"`."""
-    if _on_command_line.get():
+    if _on_command_line.get(False):
         return f"--{name.replace('_', '-')} {value}".rstrip()
     return f'{name}="{value}"' if value else f"{name}=True"
 
@@ -35,4 +35,4 @@ def option(name: str, value: str = "") -> str:
 def resuming(config: str | Path) -> str:
     """What continues the run of a config file."""
     command = f"roll train {shlex.quote(str(config))} --resume"
-    return command if _on_command_line.get() else f'roll.train("{config}", resume=True)'
+    return command if _on_command_line.get(False) else f'roll.train("{config}", resume=True)'

@@ -42,7 +42,7 @@ def signals_to(handler: Callable[[int], None]) -> Iterator[None]:
     handles signals. SIGHUP stays ignored where it is ignored already, as it is under `nohup`.
     """
     if threading.current_thread() is not threading.main_thread():
-        relay = _relay.get()
+        relay = _relay.get(None)
         if relay is not None and relay.thread is threading.current_thread():
             with relay.to(handler):
                 yield
@@ -152,4 +152,4 @@ class _Relay:
             self._handler = None
 
 
-_relay: ContextVar[_Relay | None] = ContextVar("relay", default=None)
+_relay: ContextVar[_Relay | None] = ContextVar("relay")

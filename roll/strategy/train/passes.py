@@ -111,7 +111,7 @@ class Passes:
 
     def over(self, batch: Batch) -> Iterator[MicroBatch]:
         budget = self.budget(batch)
-        self._check_lengths(batch)
+        self.check_lengths(batch)
         return micro_batches(batch, budget.rows, self._model, self._config.share_prefixes, self._dtype)
 
     def hidden(self, micro: MicroBatch) -> Tensor:
@@ -166,7 +166,7 @@ class Passes:
         self._budget = self._within(budget)
         return largest
 
-    def _check_lengths(self, batch: Batch) -> None:
+    def check_lengths(self, batch: Batch) -> None:
         """Raises if a sample to be trained on is longer than the model or the user allows."""
         if not len(batch):
             return

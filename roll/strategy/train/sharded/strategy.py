@@ -98,6 +98,7 @@ class ShardedStrategy:
 
     def _update_once(self, batch: Batch, spec: LossSpec, step: int) -> UpdateStats:
         assert self._optimizer is not None, "a frozen model cannot be updated"
+        self._passes.check_lengths(batch)  # on every rank: one that raised alone would leave the others waiting
         loss_of, weights = resolve_loss(spec), token_weights(batch, spec.aggregation, spec.length)
         placed = balance(batch, self.group.ranks, self._shape)
         own = placed.parts[self.group.rank]
