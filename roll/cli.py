@@ -277,7 +277,7 @@ def repair(
     elif dry_run:
         said = f"nothing was changed: `roll repair {run}` mends it"
     else:
-        said = f"mended; what was there before is in {done.aside}" if done.aside else "mended"
+        said = f"repaired; what was there before is in {done.aside}" if done.aside else "repaired"
     _console.print(said, markup=False, highlight=False, soft_wrap=True)
     if not dry_run:
         _console.print(f"next: {done.next}", markup=False, highlight=False, soft_wrap=True)

@@ -232,7 +232,7 @@ class KeepConfig(Section):
     checkpoints: Count = 2
     """Newest checkpoints kept."""
     checkpoints_every: Whole = 0
-    """Checkpoints of every so many steps are kept for ever besides; 0: none."""
+    """Also keep every checkpoint whose step is a multiple of this; 0: none."""
     best: bool = False
     """Keep the checkpoint with the best held-out result besides, of those saved right after an evaluation."""
     samples: Whole = 0
