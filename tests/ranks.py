@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from roll.strategy.train.sharded.group import MeshShape, RankGroup, Rendezvous, open_store
+from roll.cluster.mesh import MeshShape
+from roll.strategy.train.sharded.group import RankGroup, Rendezvous, open_store
 
 DEADLINE_S = 60.0
 ANSWER_S = 240.0

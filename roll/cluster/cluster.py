@@ -73,6 +73,11 @@ class Cluster(Generic[W]):
         return len(self._handles)
 
     @property
+    def is_group(self) -> bool:
+        """Whether the workers are the ranks of a mesh, which compute every call together."""
+        return self._handles[0].place.mesh is not None
+
+    @property
     def in_process(self) -> bool:
         """Whether all workers are in this process."""
         return all(handle.in_process for handle in self._handles)
@@ -118,8 +123,11 @@ class Cluster(Generic[W]):
     @overload
     async def call(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R: ...
     async def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a `@parallel` method on the role's workers and joins their results."""
+        """Calls a `@parallel` method on the role's workers and joins their results. The ranks of a mesh all get the whole
+        call, however it is dispatched, and the first rank's result is the result."""
         how = parallel_of(method)
+        if self.is_group:
+            return (await self._together([self._call(h, method, args, kwargs) for h in self._handles]))[0]
         if how.dispatch is Dispatch.ONE or (how.dispatch is Dispatch.DATA and len(self) == 1):
             return await self._call(self._handles[0], method, args, kwargs)
         if how.dispatch is Dispatch.ALL:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
+from roll.cluster.mesh import MeshShape
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _MARK = "_roll_parallel"
@@ -93,6 +95,9 @@ class Place:
     """The cores it is held to; empty for all of its node."""
     gpus: tuple[int, ...] = ()
     """Its node's GPUs, by number; empty on a CPU."""
+    mesh: MeshShape | None = None
+    """How the role's ranks lie to each other, where all of them together are one trainer: `rank` is then the rank in the
+    mesh. Each of them needs a process of its own."""
 
     @property
     def name(self) -> str:

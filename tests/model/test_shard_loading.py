@@ -12,9 +12,10 @@ from accelerate import init_empty_weights
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
+from roll.cluster.mesh import MeshShape
 from roll.config.errors import UserError
 from roll.model.shard_loading import SafeFolder, load_shards
-from roll.strategy.train.sharded.group import MeshShape, RankGroup
+from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.module import TrainModule, shard
 from tests.ranks import Ranks, ranks_of
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from roll.strategy.train.sharded.group import MeshShape, RankGroup
+from roll.cluster.mesh import MeshShape
+from roll.strategy.train.sharded.group import RankGroup
 from roll.transfer.digest import digests
 from roll.transfer.layout import Layout, specs_of, unpack, used_bytes
 from roll.transfer.shards import Shard, ShardedTensors

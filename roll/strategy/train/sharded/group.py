@@ -3,9 +3,7 @@
 What always holds: the ranks of one group live and die together. When one is lost, the controller ends all of them and new
 processes meet at a new store; no process joins a group twice. Every wait for other ranks ends after the deadline.
 
-The mesh has the dimensions `replicate` and `shard`: parameters are cut over `shard` and repeated over `replicate`. With
-four ranks and two replicas, ranks 0 and 1 hold the first copy of the weights, ranks 2 and 3 the second. Every rank trains
-on samples of its own.
+The mesh has the dimensions `replicate` and `shard` (`MeshShape`). Every rank trains on samples of its own.
 """
 
 from __future__ import annotations
@@ -21,24 +19,10 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from roll.cluster.mesh import MeshShape
 from roll.config.errors import RunError
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class MeshShape:
-    """How many ranks each dimension of the mesh has."""
-
-    replicate: int = 1
-    shard: int = 1
-
-    @property
-    def ranks(self) -> int:
-        return self.replicate * self.shard
-
-    def __str__(self) -> str:
-        return f"{self.replicate} replicas of {self.shard} shards" if self.replicate > 1 else f"{self.shard} shards"
 
 
 @dataclass(frozen=True)

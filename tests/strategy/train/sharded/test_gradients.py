@@ -13,13 +13,14 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 from roll.algorithm import LossSpec
+from roll.cluster.mesh import MeshShape
 from roll.config.errors import UserError
 from roll.config.schema import TrainConfig
 from roll.data import Batch
 from roll.model import attention
 from roll.model.character import character_tokenizer
 from roll.strategy.train.optimizer import MasterAdamW, Step
-from roll.strategy.train.sharded.group import MeshShape, RankGroup
+from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.module import TrainModule, shard
 from roll.strategy.train.sharded.strategy import ShardedStrategy
 from roll.strategy.train.single import SingleStrategy
