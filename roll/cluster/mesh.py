@@ -18,4 +18,5 @@ class MeshShape:
         return self.replicate * self.shard
 
     def __str__(self) -> str:
-        return f"{self.replicate} replicas of {self.shard} shards" if self.replicate > 1 else f"{self.shard} shards"
+        shards = f"{self.shard} shard" + ("" if self.shard == 1 else "s")
+        return f"{self.replicate} replicas of {shards}" if self.replicate > 1 else shards

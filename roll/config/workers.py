@@ -9,6 +9,14 @@ from pydantic import Field
 from roll.config.section import Count, Devices, NonNegative, Positive, Section, Whole
 
 
+class ParallelConfig(Section):
+    """How the ranks of a sharded trainer divide the model and the work; dimensions not written are 1, and what they leave
+    shards the parameters."""
+
+    replicate: Count = 1
+    """Copies of the parameters, each cut over its part of the ranks: less traffic between them, more memory per rank."""
+
+
 class RoleConfig(Section):
     """Where a role runs and how it computes."""
 
@@ -20,9 +28,11 @@ class RoleConfig(Section):
     cpus: Whole = 0
     """CPU cores of each worker, 0 for as many as suit the role."""
     replicas: Whole = 0
-    """Workers, 0 for as many as the devices give."""
-    strategy: Literal["auto", "single", "native", "vllm"] = "auto"
-    """How the role computes: `single` trains on one device; `native` is the embedded engine, `vllm` is vLLM."""
+    """Workers, 0 for as many as the devices give; of a sharded trainer its ranks, which on cores is 1 if not written."""
+    strategy: Literal["auto", "single", "sharded", "native", "vllm"] = "auto"
+    """How the role computes: `single` trains on one device, `sharded` on several together; `native` is the embedded
+    engine, `vllm` is vLLM. `auto` shards a trainer for which several GPUs are written."""
+    parallel: ParallelConfig = ParallelConfig()
     tensor_parallel: Count = 1
     """Devices that hold one copy of the weights together; above 1 needs `strategy: vllm`."""
     engine_args: dict[str, Any] = Field(default_factory=dict)

@@ -1,11 +1,12 @@
 """The device map: which role's workers run on which devices. Pure arithmetic over a config and an inventory.
 
 What always holds: a worker lies on one node; a GPU or core number exists on that node; every role in use has at least one
-worker, and under `executor: local` exactly one.
+worker, and under `executor: local` exactly one, but for the ranks of a sharded trainer.
 
 Model roles take GPUs or cores. A worker on GPUs has one of them, or as many as hold its weights together; a worker on
 cores that were written by number is held to them (`Place.cores`); a worker on `cpu` may use every core of its node, so it
-shares all of them with whoever is there.
+shares all of them with whoever is there. The workers of a sharded role are the ranks of one trainer, one GPU or an equal
+part of the cores each, in the order of their devices; they may lie on several nodes.
 Process roles (`rollout`, `reward`, `env`) take cores only.
 """
 
@@ -13,28 +14,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from roll.cluster.mesh import MeshShape
 from roll.cluster.worker import Place
 from roll.config.errors import UserError
 from roll.config.names import either
 from roll.config.schema import Config, RoleConfig, RolesConfig
 from roll.devices.inventory import Device, Inventory
 from roll.devices.spec import format_devices, parse_devices
+from roll.devices.strategies import choose_strategy, mesh_of
 
-TRAIN_ROLES = ("actor_train", "critic", "reference", "reward_model")
-"""Computed by a training strategy, with or without gradients."""
-INFER_ROLES = ("actor_infer", "judge")
-"""Computed by an engine."""
 SCORING_ROLES = ("reward_model", "judge")
 """Models of their own that give rewards, while samples are generated."""
 PROCESS_ROLES = ("rollout", "reward", "env")
 """Processes without a model."""
 LAST = ("reference", "reward_model", "judge")
 """Roles that `auto` puts on the last device: as far from the trainer as there are devices."""
-STRATEGIES = {**dict.fromkeys(TRAIN_ROLES, ("single",)), **dict.fromkeys(INFER_ROLES, ("native", "vllm"))}
-"""How roles with a model may compute, what `auto` means first."""
 
 Layout = Literal["colocated", "disaggregated", "partly shared", "trainer only"]
 
@@ -56,6 +53,11 @@ class RolePlacement:
     @property
     def on_gpus(self) -> bool:
         return self.workers[0][0].kind == "gpu"
+
+    @property
+    def mesh(self) -> MeshShape | None:
+        """How its workers lie to each other, where they are the ranks of one sharded trainer."""
+        return self.places[0].mesh
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class DeviceMap:
         """Whether the engine uses the trainer's own parameters: in one process, on one GPU or in one memory."""
         if self.executor != "local" or "actor_infer" not in self.roles or self.roles["actor_infer"].strategy != "native":
             return False
+        if self.roles["actor_train"].mesh is not None:  # its ranks have processes of their own
+            return False
         train, infer = self.roles["actor_train"].workers[0][0], self.roles["actor_infer"].workers[0][0]
         return train == infer if train.kind == "gpu" else infer.kind == "cpu"
 
@@ -98,34 +102,17 @@ def make_map(config: Config, inventory: Inventory, *, roles_in_use: Collection[s
         for role in RolesConfig.model_fields
         if role in roles_in_use
     }
+    if config.deterministic:
+        roles = _with_equal_threads(roles, config, inventory)
     made = DeviceMap(inventory, config.executor, roles)
-    if config.executor == "ray":
-        _check_whole(made)
     native = "actor_infer" in roles and roles["actor_infer"].strategy == "native"
-    if config.executor == "local" and native and not made.one_copy:
+    shares = native and roles["actor_train"].mesh is None
+    if config.executor == "local" and shares and not made.one_copy:
         raise UserError(
             "roles.actor_train and roles.actor_infer are on different devices, but in one process the engine uses the "
             "trainer's own parameters: give both the same devices, or write executor=ray"
         )
     return made
-
-
-def _check_whole(map: DeviceMap) -> None:
-    """Ray gives parts of one GPU, but of several only whole ones: GPUs that hold an engine together are its own."""
-    for role, placement in map.roles.items():
-        others = {other: map.devices(other) for other in map.roles if other != role}
-        for worker in placement.workers:
-            sharing = next((other for other, devices in others.items() if devices & set(worker)), None)
-            if len(worker) == 1 or not placement.on_gpus or sharing is None:
-                continue
-            free = [gpu for gpu in map.inventory.devices("gpu") if not any(gpu in devices for devices in others.values())]
-            whole = tuple(free[: len(free) // len(worker) * len(worker)])
-            instead = f"roles.{role}.devices={format_devices(whole, map.inventory)}" if whole else "more devices"
-            raise UserError(
-                f"roles.{role}.tensor_parallel is {len(worker)}, and roles.{sharing} is on one of the GPUs "
-                f"{format_devices(worker, map.inventory)}, which would hold an engine together and cannot be "
-                f"shared then: write {instead}, or roles.{role}.tensor_parallel=1"
-            )
 
 
 def _refuse_unused(config: Config, roles_in_use: Collection[str]) -> None:
@@ -152,13 +139,16 @@ def _refuse_unused(config: Config, roles_in_use: Collection[str]) -> None:
 
 
 def _place_role(role: str, wanted: RoleConfig, config: Config, inventory: Inventory) -> RolePlacement:
-    strategy = _strategy(role, wanted)
+    strategy = choose_strategy(role, wanted, inventory)
     if role in PROCESS_ROLES:
         workers, pinned = _process_workers(role, wanted, inventory)
     else:
-        workers, pinned = _model_workers(role, wanted, config, inventory)
+        workers, pinned = _model_workers(role, wanted, strategy, config, inventory)
     _check_cpus(role, wanted, workers, pinned, inventory)
-    if config.executor == "local" and len(workers) > 1:
+    mesh = None
+    if strategy == "sharded":
+        mesh = mesh_of(role, wanted, len(workers), workers[0][0].kind == "gpu")
+    if config.executor == "local" and len(workers) > 1 and mesh is None:
         if wanted.replicas > 1:
             got = f"roles.{role}.replicas is {wanted.replicas}"
         else:
@@ -175,45 +165,11 @@ def _place_role(role: str, wanted: RoleConfig, config: Config, inventory: Invent
             node=inventory.nodes[worker[0].node].id,
             cores=tuple(device.index for device in worker) if pinned and worker[0].kind == "cpu" else (),
             gpus=tuple(device.index for device in worker if device.kind == "gpu"),
+            mesh=mesh,
         )
         for rank, worker in enumerate(workers)
     )
     return RolePlacement(role, strategy, tuple(workers), places)
-
-
-def _strategy(role: str, wanted: RoleConfig) -> str:
-    possible = STRATEGIES.get(role, ("",))
-    strategy = possible[0] if wanted.strategy == "auto" else wanted.strategy
-    if strategy in possible:
-        _check_vllm_alone(role, wanted, strategy)
-        return strategy
-    if not possible[0]:
-        raise UserError(
-            f"roles.{role}.strategy is {wanted.strategy!r}, but {role} has no model: remove roles.{role}.strategy"
-        )
-    does = "trains" if strategy == "single" else "generates"
-    raise UserError(
-        f"roles.{role}.strategy is {wanted.strategy!r}, which {does}, but {role} does not: "
-        f"write roles.{role}.strategy={either(possible)}"
-    )
-
-
-def _check_vllm_alone(role: str, wanted: RoleConfig, strategy: str) -> None:
-    """Refuses what only vLLM reads where the role computes otherwise."""
-    if strategy == "vllm":
-        return
-    other = f", or roles.{role}.strategy=vllm" if role in INFER_ROLES else ""
-    if wanted.tensor_parallel > 1:
-        reason = f"strategy {strategy} keeps the whole model on one device" if strategy else f"{role} has no model"
-        raise UserError(
-            f"roles.{role}.tensor_parallel is {wanted.tensor_parallel}, but {reason}: "
-            f"write roles.{role}.tensor_parallel=1{other}"
-        )
-    if wanted.engine_args:
-        raise UserError(
-            f"roles.{role}.engine_args has {next(iter(wanted.engine_args))!r}, but {role} is not computed by vLLM: "
-            f"remove roles.{role}.engine_args{other}"
-        )
 
 
 Workers = list[tuple[Device, ...]]
@@ -229,19 +185,36 @@ def _process_workers(role: str, wanted: RoleConfig, inventory: Inventory) -> tup
     return [per_node[rank % len(per_node)] for rank in range(wanted.replicas or 1)], not isinstance(parsed, str)
 
 
-def _model_workers(role: str, wanted: RoleConfig, config: Config, inventory: Inventory) -> tuple[Workers, bool]:
+def _model_workers(
+    role: str, wanted: RoleConfig, strategy: str, config: Config, inventory: Inventory
+) -> tuple[Workers, bool]:
     """The workers of a model role, and whether they are held to devices that were written."""
     own = parse_devices(wanted.devices, inventory, f"roles.{role}.devices")
     choice = parse_devices(config.devices, inventory, "devices") if own == "auto" else own
     if choice == "auto":
         choice = inventory.devices("gpu") or "cpu"
     if isinstance(choice, str):
-        return _free_workers(role, wanted, inventory), False
-    if own == "auto":
+        return _free_workers(role, wanted, strategy, inventory), False
+    if own == "auto" and strategy == "sharded":
+        choice = _share_of_ranks(role, wanted, choice)
+    elif own == "auto":
         choice = _share_of(role, choice, config.executor)
     if choice[0].kind == "gpu":
-        return _gpu_workers(role, wanted, choice, inventory), True
-    return _core_workers(role, wanted, choice, inventory), True
+        return _gpu_workers(role, wanted, strategy, choice, inventory), True
+    return _core_workers(role, wanted, strategy, choice, inventory), True
+
+
+def _share_of_ranks(role: str, wanted: RoleConfig, devices: tuple[Device, ...]) -> tuple[Device, ...]:
+    """What `auto` gives a sharded role of the devices of all: all cores, and as many GPUs as it has ranks, all if that is
+    not written."""
+    if devices[0].kind == "cpu" or not wanted.replicas:
+        return devices
+    if wanted.replicas > len(devices):
+        raise UserError(
+            f"roles.{role}.replicas is {wanted.replicas}, but there {_gpus(len(devices), 'is', 'are')} for its ranks: "
+            f"write roles.{role}.replicas={len(devices)}, or roles.{role}.devices=cpu"
+        )
+    return devices[-wanted.replicas :] if role in LAST else devices[: wanted.replicas]
 
 
 def _share_of(role: str, devices: tuple[Device, ...], executor: str) -> tuple[Device, ...]:
@@ -253,22 +226,35 @@ def _share_of(role: str, devices: tuple[Device, ...], executor: str) -> tuple[De
     return devices if role == "actor_infer" else list(_by_node(devices).values())[end]
 
 
-def _free_workers(role: str, wanted: RoleConfig, inventory: Inventory) -> Workers:
-    """Workers held to no core: one on the first node (or the last, see `LAST`); engines round robin over the nodes."""
-    if role in TRAIN_ROLES:
+def _free_workers(role: str, wanted: RoleConfig, strategy: str, inventory: Inventory) -> Workers:
+    """Workers held to no core: one on the first node (or the last, see `LAST`); engines round robin over the nodes; ranks
+    spread in the same way, those of one node next to each other."""
+    if strategy == "single":
         _one_worker(role, wanted)
     nodes = len(inventory.nodes)
     first = nodes - 1 if role in LAST else 0
-    return [inventory.cores_of((first + rank) % nodes) for rank in range(wanted.replicas or 1)]
+    on = [(first + rank) % nodes for rank in range(wanted.replicas or 1)]
+    return [inventory.cores_of(node) for node in (sorted(on) if strategy == "sharded" else on)]
 
 
-def _gpu_workers(role: str, wanted: RoleConfig, gpus: tuple[Device, ...], inventory: Inventory) -> Workers:
-    if role in TRAIN_ROLES:
+def _gpu_workers(role: str, wanted: RoleConfig, strategy: str, gpus: tuple[Device, ...], inventory: Inventory) -> Workers:
+    if strategy == "sharded" and wanted.replicas not in (0, len(gpus)):
+        instead = f", or write {_gpus(wanted.replicas)} in roles.{role}.devices"
+        if wanted.replicas < len(gpus):
+            instead = f", or write roles.{role}.devices={format_devices(gpus[: wanted.replicas], inventory)}"
+        raise UserError(
+            f"roles.{role}.replicas is {wanted.replicas}, but its {_gpus(len(gpus))} {format_devices(gpus, inventory)} "
+            f"make a rank each: remove roles.{role}.replicas{instead}"
+        )
+    if strategy == "sharded":
+        return [(gpu,) for gpu in gpus]
+    if strategy == "single":
         _one_worker(role, wanted)
         if len(gpus) > 1:
             raise UserError(
                 f"roles.{role}.devices is {wanted.devices!r}, which is {len(gpus)} GPUs, but strategy single computes on "
-                f"one device: write roles.{role}.devices={format_devices(gpus[:1], inventory)}"
+                f"one device: write roles.{role}.strategy=sharded, or "
+                f"roles.{role}.devices={format_devices(gpus[:1], inventory)}"
             )
         return [gpus]
     size = wanted.tensor_parallel
@@ -288,10 +274,12 @@ def _gpu_workers(role: str, wanted: RoleConfig, gpus: tuple[Device, ...], invent
     return workers
 
 
-def _core_workers(role: str, wanted: RoleConfig, cores: tuple[Device, ...], inventory: Inventory) -> Workers:
+def _core_workers(
+    role: str, wanted: RoleConfig, strategy: str, cores: tuple[Device, ...], inventory: Inventory
+) -> Workers:
     """Cores shared evenly by the role's workers, none of which spans nodes."""
     written = format_devices(cores, inventory)
-    if role in TRAIN_ROLES:
+    if strategy == "single":
         _one_worker(role, wanted)
     replicas = wanted.replicas or 1
     if (made := _cut(cores, replicas)) is not None:
@@ -303,7 +291,7 @@ def _core_workers(role: str, wanted: RoleConfig, cores: tuple[Device, ...], inve
             f"write roles.{role}.replicas={possible}"
         )
     where = f"roles.{role}.devices is {written}, where a worker would span nodes"
-    if role in TRAIN_ROLES:
+    if strategy == "single":
         node = format_devices(next(iter(_by_node(cores).values())), inventory)
         raise UserError(f"{where}: write cores of one node, such as roles.{role}.devices={node}")
     raise UserError(f"{where}: write roles.{role}.replicas={possible}")
@@ -322,8 +310,14 @@ def _one_worker(role: str, wanted: RoleConfig) -> None:
     if wanted.replicas > 1:
         raise UserError(
             f"roles.{role}.replicas is {wanted.replicas}, but strategy single has one worker: "
-            f"remove roles.{role}.replicas"
+            f"remove roles.{role}.replicas, or write roles.{role}.strategy=sharded"
         )
+
+
+def _gpus(count: int, *is_are: str) -> str:
+    """`2 GPUs`; with `is` and `are`, the one that fits before it."""
+    verb = f"{is_are[count != 1]} " if is_are else ""
+    return f"{verb}{count} GPU" + ("" if count == 1 else "s")
 
 
 def _check_cpus(role: str, wanted: RoleConfig, workers: Workers, pinned: bool, inventory: Inventory) -> None:
@@ -356,14 +350,11 @@ def _threads(
     rank: int,
     pinned: bool,
 ) -> int:
-    """CPU threads of a worker. Deterministic numeric work has as many everywhere, whatever the layout: sums over threads
-    would otherwise round differently."""
+    """CPU threads of a worker."""
     worker = workers[rank]
     node = inventory.nodes[worker[0].node]
     if role in PROCESS_ROLES:
         return wanted.cpus or 1
-    if config.deterministic:
-        return config.threads or inventory.nodes[0].cores
     if worker[0].kind == "gpu":
         return config.threads or wanted.cpus or max(1, node.cores // node.gpus)
     if pinned:
@@ -372,6 +363,21 @@ def _threads(
         return config.threads or wanted.cpus
     beside = Counter(other[0].node for other in workers)[worker[0].node]
     return max(1, node.cores // beside)
+
+
+def _with_equal_threads(
+    roles: dict[str, RolePlacement], config: Config, inventory: Inventory
+) -> dict[str, RolePlacement]:
+    """Deterministic numeric work has as many threads everywhere, whatever the layout: sums over threads would otherwise
+    round differently. Where ranks share the cores, it is what one of them has."""
+    ranks = [len(placed.workers) for placed in roles.values() if placed.mesh is not None and not placed.on_gpus]
+    threads = config.threads or max(1, inventory.nodes[0].cores // max(ranks, default=1))
+    return {
+        role: replace(placed, places=tuple(replace(place, threads=threads) for place in placed.places))
+        if placed.strategy
+        else placed
+        for role, placed in roles.items()
+    }
 
 
 def _by_node(devices: tuple[Device, ...]) -> dict[int, tuple[Device, ...]]:

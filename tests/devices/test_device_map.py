@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roll.cluster.mesh import MeshShape
 from roll.config.errors import UserError
 from roll.config.schema import Config
 from roll.devices.inventory import Inventory
-from roll.devices.map import PROCESS_ROLES, TRAIN_ROLES, DeviceMap, make_map
+from roll.devices.map import PROCESS_ROLES, DeviceMap, make_map
+from roll.devices.strategies import TRAIN_ROLES
 
 ALWAYS = {"actor_train", "actor_infer", "rollout", "reward"}
 
@@ -106,14 +108,13 @@ def test_engines_of_vllm_hold_their_weights_on_several_gpus_together() -> None:
     assert made.kind == "disaggregated"
 
 
-def test_gpus_that_hold_an_engine_together_are_its_own() -> None:
+def test_engines_on_several_gpus_may_lie_beside_other_roles() -> None:
     engines = {"strategy": "vllm", "tensor_parallel": 2}
-    with pytest.raises(
-        UserError, match=r"roles\.actor_train is on one of the GPUs 0-1, .* write roles\.actor_infer\.devices=1-6,"
-    ):
-        mapped(EIGHT, roles={"actor_infer": engines})
-    written = {"actor_infer": {**engines, "devices": "0-3"}, "actor_train": 7}
-    assert mapped(EIGHT, roles=written).kind == "disaggregated"
+    beside_single = mapped(EIGHT, roles={"actor_infer": engines})
+    assert numbers(beside_single, "actor_infer")[0] == [(0, 0), (0, 1)]
+    assert beside_single.kind == "partly shared"
+    beside_ranks = mapped(EIGHT, roles={"actor_infer": {**engines, "devices": "0-7"}, "actor_train": "0-7"})
+    assert beside_ranks.kind == "colocated"
 
 
 def test_an_engine_of_vllm_has_weights_of_its_own_also_in_one_process() -> None:
@@ -225,11 +226,22 @@ def test_process_roles_go_where_their_cores_are() -> None:
         ),
         (
             EIGHT,
-            {"roles": {"actor_train": "2-3"}},
-            ["'2-3', which is 2 GPUs", "single computes on one device: write roles.actor_train.devices=2"],
+            {"roles": {"actor_train": {"devices": "2-3", "strategy": "single"}}},
+            [
+                "'2-3', which is 2 GPUs, but strategy single computes on one device",
+                "write roles.actor_train.strategy=sharded, or roles.actor_train.devices=2",
+            ],
         ),
-        (TWO, {"roles": {"actor_train": "9-10"}}, ["write roles.actor_train.devices=node1:1"]),
-        (CPU, {"roles": {"actor_train": {"replicas": 2}}}, ["single has one worker: remove roles.actor_train.replicas"]),
+        (
+            TWO,
+            {"roles": {"actor_train": {"devices": "9-10", "strategy": "single"}}},
+            ["or roles.actor_train.devices=node1:1"],
+        ),
+        (
+            CPU,
+            {"roles": {"actor_train": {"replicas": 2}}},
+            ["single has one worker: remove roles.actor_train.replicas, or write roles.actor_train.strategy=sharded"],
+        ),
         (EIGHT, {"roles": {"actor_train": {"replicas": 2}}}, ["single has one worker"]),
         (CPU, {"roles": {"actor_train": {"devices": "0-3", "replicas": 2}}}, ["single has one worker"]),
         (
@@ -323,9 +335,16 @@ def layouts(draw: st.DrawFn) -> tuple[Inventory, Config]:
     def role() -> dict[str, Any]:
         return {"devices": draw(texts), "replicas": draw(st.integers(0, 4)), "cpus": draw(st.integers(0, 2))}
 
+    def trainer() -> dict[str, Any]:
+        strategy, replicate = draw(st.sampled_from(["auto", "single", "sharded"])), draw(st.sampled_from([1, 1, 2]))
+        return {**role(), "strategy": strategy, "parallel": {"replicate": replicate}}
+
     made = config(
         draw(st.sampled_from(["local", "ray"])),
-        {name: role() for name in ("actor_train", "actor_infer", "reference", "rollout", "reward")},
+        {
+            **{name: role() for name in ("actor_infer", "rollout", "reward")},
+            **{name: trainer() for name in ("actor_train", "reference")},
+        },
         devices=draw(texts),
         threads=draw(st.integers(0, 3)),
         deterministic=draw(st.booleans()),
@@ -345,7 +364,13 @@ def test_every_placement_keeps_the_rules(layout: tuple[Inventory, Config]) -> No
         assert len(placed.workers) == len(placed.places) >= 1
         if wanted.replicas:
             assert len(placed.workers) == wanted.replicas
-        if role in TRAIN_ROLES or made_of.executor == "local":
+        if placed.mesh is not None:
+            assert role in TRAIN_ROLES
+            assert placed.strategy == "sharded"
+            assert {place.mesh for place in placed.places} == {placed.mesh}
+            assert placed.mesh.ranks == len(placed.workers)
+            assert list(placed.workers) == sorted(placed.workers), "ranks are in the order of their devices"
+        elif role in TRAIN_ROLES or made_of.executor == "local":
             assert len(placed.workers) == 1
         for rank, (worker, place) in enumerate(zip(placed.workers, placed.places, strict=True)):
             assert len({(device.node, device.kind) for device in worker}) == 1
@@ -364,3 +389,196 @@ def test_every_placement_keeps_the_rules(layout: tuple[Inventory, Config]) -> No
     if made_of.deterministic:
         numeric = [p.threads for role, placed in made.roles.items() if role not in PROCESS_ROLES for p in placed.places]
         assert len(set(numeric)) == 1
+
+
+SHARDED = {"strategy": "sharded"}
+
+
+def test_ranks_of_a_sharded_trainer_are_its_gpus_in_order() -> None:
+    made = mapped(EIGHT, roles={"actor_train": {**SHARDED, "devices": "5,0-2"}})
+    assert numbers(made, "actor_train") == [[(0, 0)], [(0, 1)], [(0, 2)], [(0, 5)]]
+    assert [(place.rank, place.device, place.world_size) for place in made.roles["actor_train"].places] == [
+        (0, "cuda:0", 4),
+        (1, "cuda:1", 4),
+        (2, "cuda:2", 4),
+        (3, "cuda:5", 4),
+    ]
+    assert made.roles["actor_train"].mesh == MeshShape(1, 4)
+    assert {placed.mesh for role, placed in made.roles.items() if role != "actor_train"} == {None}
+
+
+@pytest.mark.parametrize("executor", ["local", "ray"])
+@pytest.mark.parametrize("role", ["actor_train", "reference"])
+def test_several_gpus_written_for_a_trainer_shard_it(executor: str, role: str) -> None:
+    made = mapped(EIGHT, executor, reference=True, roles={role: "2-5"})
+    assert made.roles[role].strategy == "sharded"
+    assert made.roles[role].mesh == MeshShape(1, 4)
+    for one in ({role: "2"}, {role: {"devices": "cpu:0-3"}}, {role: "cpu"}, {}):
+        assert mapped(EIGHT, reference=True, roles=one).roles[role].strategy == "single"
+    shared_out = mapped(EIGHT, devices="0-3", reference=True)
+    assert shared_out.roles[role].strategy == "single", "written for the run, not for the role"
+
+
+def test_critic_and_reward_model_shard_too() -> None:
+    settings = {
+        "algorithm": "ppo",
+        "reward": "reward_model",
+        "roles": {"critic": "8-15", "reward_model": {"model": "m", "devices": "node0:0-1"}},
+    }
+    made = make_map(config("ray", **settings), TWO, roles_in_use=ALWAYS | {"critic", "reward_model"})
+    assert made.roles["critic"].mesh == MeshShape(1, 8)
+    assert {place.node for place in made.roles["critic"].places} == {"id-1"}
+    assert made.roles["reward_model"].mesh == MeshShape(1, 2)
+
+
+def test_replicas_of_the_parameters_are_runs_of_ranks() -> None:
+    made = mapped(TWO, roles={"actor_train": {"devices": "0-15", "parallel": {"replicate": 2}}})
+    placed = made.roles["actor_train"]
+    assert placed.mesh == MeshShape(2, 8)
+    assert str(placed.mesh) == "2 replicas of 8 shards"
+    assert [place.node for place in placed.places] == ["id-0"] * 8 + ["id-1"] * 8
+    every = mapped(EIGHT, roles={"actor_train": {"devices": "0-7", "parallel": {"replicate": 8}}})
+    assert every.roles["actor_train"].mesh == MeshShape(8, 1)
+    assert str(every.roles["actor_train"].mesh) == "8 replicas of 1 shard"
+
+
+@pytest.mark.parametrize("executor", ["local", "ray"])
+def test_on_cores_replicas_are_ranks(executor: str) -> None:
+    free = mapped(CPU, executor, roles={"actor_train": {**SHARDED, "replicas": 2}})
+    assert places(free, "actor_train") == [("cpu", 2, (), "id-0")] * 2
+    assert free.roles["actor_train"].mesh == MeshShape(1, 2)
+    held = mapped(CPU, executor, roles={"actor_train": {**SHARDED, "devices": "0-3", "replicas": 2}})
+    assert places(held, "actor_train") == [("cpu", 2, (0, 1), "id-0"), ("cpu", 2, (2, 3), "id-0")]
+    one = mapped(CPU, executor, roles={"actor_train": SHARDED})
+    assert one.roles["actor_train"].mesh == MeshShape(1, 1)
+
+
+def test_ranks_on_cores_of_several_nodes_are_neighbours_on_each() -> None:
+    made = mapped(THREE, roles={"actor_train": {**SHARDED, "replicas": 6, "parallel": {"replicate": 3}}})
+    assert [place.node for place in made.roles["actor_train"].places] == ["id-0"] * 2 + ["id-1"] * 2 + ["id-2"] * 2
+    numbered = mapped(THREE, roles={"actor_train": {**SHARDED, "devices": "0-11", "replicas": 6}})
+    assert [place.cores for place in numbered.roles["actor_train"].places] == [(0, 1), (2, 3)] * 3
+
+
+def test_a_sharded_role_without_devices_has_all_gpus_or_as_many_as_ranks() -> None:
+    all_of_them = mapped(EIGHT, reference=True, roles={"actor_train": SHARDED, "reference": {**SHARDED, "replicas": 2}})
+    assert len(all_of_them.roles["actor_train"].workers) == 8
+    assert numbers(all_of_them, "reference") == [[(0, 6)], [(0, 7)]]
+    some = mapped(EIGHT, devices="2-5", roles={"actor_train": {**SHARDED, "replicas": 2}})
+    assert numbers(some, "actor_train") == [[(0, 2)], [(0, 3)]]
+    assert mapped(ONE, "local", roles={"actor_train": SHARDED}).roles["actor_train"].mesh == MeshShape(1, 1)
+
+
+@pytest.mark.parametrize("infer", [{}, {"devices": "0"}, {"devices": "3"}, {"devices": "cpu"}])
+def test_in_one_process_an_engine_beside_ranks_has_weights_of_its_own(infer: dict[str, Any]) -> None:
+    made = mapped(EIGHT, "local", roles={"actor_train": "0-1", "actor_infer": infer})
+    assert not made.one_copy
+    assert len(made.roles["actor_infer"].workers) == 1
+    assert not mapped(CPU, "local", roles={"actor_train": {**SHARDED, "replicas": 2}}).one_copy
+
+
+@pytest.mark.parametrize("executor", ["local", "ray"])
+def test_deterministic_ranks_do_not_crowd_the_cores(executor: str) -> None:
+    roles = {"actor_train": {**SHARDED, "replicas": 2}}
+    made = mapped(CPU, executor, reference=True, roles=roles, deterministic=True)
+    assert {p.threads for role in ("actor_train", "actor_infer", "reference") for p in made.roles[role].places} == {2}
+    assert [place.threads for place in made.roles["rollout"].places] == [1]
+    written = mapped(CPU, executor, roles=roles, deterministic=True, threads=4)
+    assert {place.threads for place in written.roles["actor_train"].places} == {4}
+
+
+@pytest.mark.parametrize(
+    ("inventory", "roles", "parts"),
+    [
+        (
+            EIGHT,
+            {"actor_train": {"devices": "0-7", "parallel": {"replicate": 3}}},
+            [
+                "roles.actor_train.parallel.replicate is 3, but its 8 ranks cannot be divided into 3 equal copies",
+                "write roles.actor_train.parallel.replicate=1, 2, 4 or 8, or 9 devices in roles.actor_train.devices",
+            ],
+        ),
+        (
+            CPU,
+            {"actor_train": {**SHARDED, "replicas": 2, "parallel": {"replicate": 4}}},
+            ["its 2 ranks cannot be divided into 4", "parallel.replicate=1 or 2, or roles.actor_train.replicas=4"],
+        ),
+        (
+            ONE,
+            {"actor_train": {**SHARDED, "parallel": {"replicate": 2}}},
+            ["its 1 rank cannot be divided into 2", "parallel.replicate=1, or 2 devices"],
+        ),
+        (
+            EIGHT,
+            {"actor_train": {"devices": "0", "parallel": {"replicate": 2}}},
+            [
+                "roles.actor_train.parallel.replicate is 2, but strategy single computes on one device: write "
+                "roles.actor_train.strategy=sharded, or remove roles.actor_train.parallel"
+            ],
+        ),
+        (
+            CPU,
+            {"actor_train": {"strategy": "single", "parallel": {"replicate": 2}}},
+            ["write roles.actor_train.strategy=sharded"],
+        ),
+        (
+            EIGHT,
+            {"actor_infer": {"parallel": {"replicate": 2}}},
+            ["roles.actor_infer.parallel.replicate is 2, but actor_infer generates", "remove roles.actor_infer.parallel"],
+        ),
+        (CPU, {"rollout": {"parallel": {"replicate": 2}}}, ["rollout has no model: remove roles.rollout.parallel"]),
+        (
+            EIGHT,
+            {"actor_train": {**SHARDED, "devices": "0-7", "replicas": 4}},
+            [
+                "roles.actor_train.replicas is 4, but its 8 GPUs 0-7 make a rank each: remove "
+                "roles.actor_train.replicas, or write roles.actor_train.devices=0-3"
+            ],
+        ),
+        (
+            EIGHT,
+            {"actor_train": {"devices": "0-3", "replicas": 6}},
+            ["its 4 GPUs 0-3 make a rank each", "or write 6 GPUs in roles.actor_train.devices"],
+        ),
+        (
+            ONE,
+            {"actor_train": {**SHARDED, "replicas": 2}},
+            [
+                "roles.actor_train.replicas is 2, but there is 1 GPU for its ranks: write roles.actor_train.replicas=1, "
+                "or roles.actor_train.devices=cpu"
+            ],
+        ),
+        (
+            CPU,
+            {"actor_train": {**SHARDED, "devices": "0-3", "replicas": 3}},
+            ["the 4 cores 0-3 cannot be shared evenly: write roles.actor_train.replicas=1, 2 or 4"],
+        ),
+        (
+            THREE,
+            {"actor_train": {**SHARDED, "devices": "2-5"}},
+            ["a worker would span nodes: write roles.actor_train.replicas=2 or 4"],
+        ),
+        (CPU, {"actor_infer": SHARDED}, ["'sharded', which trains, but actor_infer does not", "strategy=native or vllm"]),
+        (CPU, {"reward": SHARDED}, ["reward has no model: remove roles.reward.strategy"]),
+        (
+            EIGHT,
+            {"actor_train": {"devices": "0-3", "tensor_parallel": 2}},
+            ["tensor_parallel is 2, but strategy sharded cuts", "write roles.actor_train.tensor_parallel=1"],
+        ),
+        (
+            CPU,
+            {"actor_train": {"strategy": "vllm"}},
+            ["'vllm', which generates, but actor_train does not: write roles.actor_train.strategy=single or sharded"],
+        ),
+    ],
+)
+def test_ranks_that_make_no_mesh_are_refused(inventory: Inventory, roles: dict[str, Any], parts: list[str]) -> None:
+    message = said(inventory, roles=roles)
+    for part in parts:
+        assert part in message
+
+
+def test_a_judge_is_not_sharded() -> None:
+    settings = {"reward": "judge", "roles": {"judge": {"model": "m", **SHARDED}}}
+    with pytest.raises(UserError, match=r"which trains, but judge does not: write roles\.judge\.strategy=native or vllm"):
+        make_map(config("ray", **settings), CPU, roles_in_use=ALWAYS | {"judge"})

@@ -72,6 +72,37 @@ def test_only_the_engines_beside_the_trainer_leave() -> None:
     }
 
 
+def test_only_the_ranks_beside_an_engine_leave() -> None:
+    table = residency(mapped("ray", {"actor_train": "0-2", "actor_infer": "1"}), offload=True)
+    assert shown(table) == {
+        "generate": {"actor_train0": "all", "actor_train1": "none", "actor_train2": "all", "actor_infer0": "all"},
+        "train": {"actor_train0": "all", "actor_train1": "all", "actor_train2": "all", "actor_infer0": "none"},
+        "publish": {"actor_train0": "all", "actor_train1": "weights", "actor_train2": "all", "actor_infer0": "weights"},
+    }
+
+
+def test_an_engine_over_two_gpus_leaves_for_the_ranks_on_both() -> None:
+    engines = {"devices": "0-3", "strategy": "vllm", "tensor_parallel": 2}
+    table = residency(mapped("ray", {"actor_train": "1-2", "actor_infer": engines}), offload=True)
+    assert shown(table)["train"] == {
+        "actor_train0": "all",
+        "actor_train1": "all",
+        "actor_infer0": "none",
+        "actor_infer1": "none",
+    }
+    assert shown(table)["generate"] == {
+        "actor_train0": "none",
+        "actor_train1": "none",
+        "actor_infer0": "all",
+        "actor_infer1": "all",
+    }
+
+
+def test_in_one_process_ranks_leave_the_engines_gpu_altogether() -> None:
+    table = residency(mapped("local", {"actor_train": "0-1", "actor_infer": "0"}), offload=True)
+    assert shown(table)["generate"] == {"actor_train0": "none", "actor_train1": "all", "actor_infer0": "all"}
+
+
 def test_the_least_that_stays() -> None:
     table = residency(mapped("ray", {"actor_train": "0", "actor_infer": "0-1"}), offload=True)
     assert table.takes_turns
