@@ -32,7 +32,8 @@ T = TypeVar("T")
 class Ranks(Protocol):
     """The ranks of a trainer, which add up what each has seen."""
 
-    device: torch.device
+    @property
+    def device(self) -> torch.device: ...
 
     def sum(self, tensor: Tensor) -> Tensor: ...
 

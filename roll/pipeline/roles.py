@@ -28,6 +28,7 @@ from roll.rollout.router import Router
 from roll.rollout.worker import RolloutWorker
 from roll.workers.critic import CriticWorker
 from roll.workers.env import EnvWorker
+from roll.workers.group import meet
 from roll.workers.infer import InferWorker
 from roll.workers.reward import RewardWorker
 from roll.workers.scorers import NO_SCORERS, Scorers
@@ -278,7 +279,7 @@ def _reserve(config: Config, executor: Executor, map: DeviceMap, run: Path | Non
 
 async def _start_actor(config: Config, executor: Executor, map: DeviceMap, stages: StageTable) -> Cluster[TrainWorker]:
     places = map.roles["actor_train"].places
-    actor = await Cluster.start(executor, lambda place: TrainWorker(place, config), places)
+    actor = await meet(await Cluster.start(executor, lambda place: TrainWorker(place, config), places))
     return await aside(actor, TrainWorker.hold, stages)
 
 
@@ -324,13 +325,13 @@ async def _start(
     async def start_reference() -> Cluster[TrainWorker] | None:
         if "reference" not in places:
             return None
-        frozen = await start("reference", lambda place: TrainWorker(place, config, trainable=False))
+        frozen = await meet(await start("reference", lambda place: TrainWorker(place, config, trainable=False)))
         return await aside(frozen, TrainWorker.hold, stages)
 
     async def start_critic() -> Cluster[CriticWorker] | None:
         if "critic" not in places:
             return None
-        critic = await start("critic", lambda place: CriticWorker(place, config))
+        critic = await meet(await start("critic", lambda place: CriticWorker(place, config)))
         return await aside(critic, CriticWorker.hold, stages)
 
     async def start_models() -> Models:

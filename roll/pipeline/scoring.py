@@ -17,6 +17,7 @@ from roll.model.loading import load_model_config, load_tokenizer
 from roll.pipeline.start import aside
 from roll.strategy.infer.vllm_args import check_vllm
 from roll.workers.device import DeviceWorker
+from roll.workers.group import meet
 from roll.workers.judge import JudgeWorker
 from roll.workers.reward_model import RewardModelWorker
 from roll.workers.scorers import Scorers
@@ -52,7 +53,7 @@ async def _reward_model(
     if "reward_model" not in map.roles:
         return None
     places = map.roles["reward_model"].places
-    cluster = await Cluster.start(executor, lambda place: RewardModelWorker(place, config), places)
+    cluster = await meet(await Cluster.start(executor, lambda place: RewardModelWorker(place, config), places))
     return await aside(cluster, RewardModelWorker.hold, stages)
 
 

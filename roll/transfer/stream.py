@@ -127,6 +127,11 @@ class Sender:
         """The part of a rank that does not send in a bucket that another rank writes or broadcasts."""
         self._source.pack(None, self.layout.buckets[bucket])
 
+    def contribute_all(self) -> None:
+        """The part of a rank that does not send in all buckets of a version."""
+        for bucket in range(len(self.layout.buckets)):
+            self.contribute(bucket)
+
     def broadcast(self, group: BroadcastGroup) -> None:
         """Sends every bucket to the group's other ranks, each of which must be in `receive`."""
         self._buffer = _bucket_buffer(self._buffer, self.layout, group)

@@ -10,37 +10,29 @@ import numpy as np
 from jinja2 import TemplateError
 
 from roll.cluster import Dispatch, Place, parallel
-from roll.config.schema import Config, TrainConfig
+from roll.config.schema import Config
 from roll.data.task import Message
 from roll.data.tokenlog import IntArray
-from roll.model.positions import longest_sequence
-from roll.workers.device import DeviceWorker
+from roll.workers.group import GroupWorker
 from roll.workers.turn import Turn
 
 if TYPE_CHECKING:  # those who only ask it do without torch
     from roll.strategy.shelf import Level
+    from roll.strategy.train.sharded.group import RankGroup
 
 
-class RewardModelWorker(DeviceWorker):
+class RewardModelWorker(GroupWorker):
     def __init__(self, place: Place, config: Config) -> None:
-        from roll.model.classifier import load_classifier
-        from roll.model.find import find_model
-        from roll.model.loading import choose_dtype, load_tokenizer
-        from roll.strategy.train.scorer import ScoreStrategy
-
-        super().__init__(place, config.deterministic)
-        role = config.roles.reward_model
-        source = find_model(role.model.path)
-        model = load_classifier(source, choose_dtype(role.model.dtype, place.device)).to(place.device)
-        rows = role.micro_batch_tokens
-        train = TrainConfig(micro_batch_tokens=rows, activation_checkpointing="off", compile=config.train.compile)
-        self._strategy = ScoreStrategy(model, train, exact=config.deterministic)
-        self._tokenizer = load_tokenizer(source, role.model)
-        context = longest_sequence(model.config)
-        self._longest = min(rows or context, context)
+        self._config = config
         self._turn = Turn()
         self._waiting: list[tuple[IntArray, asyncio.Future[float | None]]] = []
         self._scoring: asyncio.Task[None] | None = None
+        super().__init__(place, config.deterministic)
+
+    def build(self, group: RankGroup | None) -> None:
+        from roll.strategy.train.make import make_scorer
+
+        self._strategy, self._tokenizer, self._longest = make_scorer(self._config, self.place, group)
 
     @parallel(Dispatch.ONE, raises=(ValueError,))
     async def score(self, messages: Sequence[Message]) -> float | None:

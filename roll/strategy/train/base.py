@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from roll.algorithm.streams import LossSpec
+from torch import Tensor
+
+from roll.algorithm.streams import CreditSpec, LossSpec
 from roll.data.batch import Batch
-from roll.data.tokenlog import FloatArray
+from roll.data.tokenlog import FloatArray, IntArray
 from roll.strategy.shelf import Level
-from roll.transfer.weights import Weights
+from roll.transfer.stream import TensorSource
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,37 @@ class UpdateStats:
         return replace(self, metrics={**self.metrics, **metrics})
 
 
-class TrainStrategy(Protocol):
+class Kept(Protocol):
+    """What every trainer can do with its parameters and moments. Over several ranks each of these is called on all."""
+
+    def hold(self, level: Level) -> None:
+        """Keeps so much on the device and the rest in host memory."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Begins to write everything that resuming needs: the model in `folder/model`, the optimizer beside it. What is
+        written is what the values are when this returns."""
+        ...
+
+    def saved(self) -> dict[str, str]:
+        """Waits until this process has written what `save` began: the digests of its files, by their names in the
+        folder, as far as it has computed them."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Reads what `save` wrote, into the parameters' own storage."""
+        ...
+
+    def close(self) -> None:
+        """Frees what the trainer holds beyond its tensors."""
+        ...
+
+
+class TrainStrategy(Kept, Protocol):
+    """A trainer of a policy; frozen, a reference."""
+
     def log_probs(self, batch: Batch, *, base: bool = False) -> FloatArray:
-        """The log-probs of the sampled tokens under the current weights, 0 elsewhere: one value a token. Of the `base`
+        """The log-probs of the sampled tokens under the current weights, 0 elsewhere: one value per token. Of the `base`
         they are under the weights that adapters began with."""
         ...
 
@@ -93,16 +123,38 @@ class TrainStrategy(Protocol):
         """Trains on the batch once."""
         ...
 
-    def weights(self, version: int) -> Weights:
-        """The weights as they are now, to be published as `version`."""
+    def published(self) -> Mapping[str, Tensor] | TensorSource:
+        """The tensors that engines are sent, as they are now."""
+        ...
+
+    def probe(self) -> tuple[Tensor, Tensor]:
+        """A fixed prompt, and the log-probs of its tokens after the first."""
+        ...
+
+
+class ValueStrategy(Kept, Protocol):
+    """A trainer of a critic."""
+
+    def values(self, batch: Batch) -> FloatArray:
+        """What is predicted from the state before each sampled token, 0 elsewhere."""
+        ...
+
+    def update(self, batch: Batch, credit: CreditSpec, step: int) -> UpdateStats:
+        """Trains on the batch's returns."""
+        ...
+
+
+class RewardStrategy(Protocol):
+    """A model that scores."""
+
+    def scores(self, conversations: Sequence[IntArray]) -> FloatArray:
+        """fp32, one per conversation."""
         ...
 
     def hold(self, level: Level) -> None:
-        """Keeps so much on the device and lays the rest aside in host memory."""
+        """Keeps so much on the device and the rest in host memory."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Writes everything needed to go on: the model in `folder/model`, the optimizer beside it."""
+    def close(self) -> None:
+        """Frees what it holds beyond its tensors."""
         ...
-
-    def load(self, folder: Path) -> None: ...

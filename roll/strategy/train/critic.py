@@ -1,4 +1,4 @@
-"""Training a critic in one process on one device: the trainer's micro-batches, a number in place of words.
+"""Training a critic: the policy's micro-batches, a number in place of words.
 
 What always holds: an update's gradient is that of the mean over its sampled tokens, whatever the micro-batches; a
 prediction is made from the state before its token, so it does not know the token.
@@ -7,6 +7,7 @@ prediction is made from the state before its token, so it does not know the toke
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -28,30 +29,38 @@ from roll.strategy.train.base import NotFinite, UpdateStats
 from roll.strategy.train.microbatch import MicroBatch
 from roll.strategy.train.optimizer import MasterAdamW, learning_rate
 from roll.strategy.train.passes import Passes
+from roll.strategy.train.policy import guilty_of_all, whole_column
+from roll.strategy.train.spread import OneProcess, Share, Spread
 from roll.strategy.train.suspects import Suspects
 from roll.strategy.train.updates import make_updates
 
 
-class CriticStrategy:
-    def __init__(self, model: PreTrainedModel, config: TrainConfig, value_clip: float | None) -> None:
-        model.requires_grad_(True)
-        self.model = ValueModel(model)
+class CriticTrainer:
+    """The part of a strategy that computes; where its parameters are and how they are saved is the strategy's own."""
+
+    def __init__(
+        self, model: ValueModel, config: TrainConfig, value_clip: float | None, spread: Spread, passes: Passes
+    ) -> None:
+        self.model = model
         self._config = config
         self._clip = value_clip
-        self._passes = Passes(model, config)
+        self._spread = spread
+        self._passes = passes
         self._optimizer = MasterAdamW(self.model, config)
-        self._shelf = Shelf(model.device)
 
     @torch.no_grad()
     def values(self, batch: Batch) -> FloatArray:
         """What is predicted from the state before each sampled token; 0 elsewhere."""
+        self._passes.prepare(batch)
         return self._passes.attempt(batch, lambda: self._all_values(batch))
 
     def _all_values(self, batch: Batch) -> FloatArray:
-        result = np.zeros(batch.tokens, np.float32)
-        for where, values in [(micro.where, self._values(micro)) for micro in self._passes.over(batch)]:
-            result[where] = values.cpu().numpy()
-        return result
+        share = self._spread.share(batch)
+        own = np.zeros(share.batch.tokens, np.float32)
+        for micro, real, values in [(micro, real, self._values(micro)) for micro, real in self._micros(share.batch)]:
+            if real:
+                own[micro.where] = values.cpu().numpy()
+        return whole_column(self._spread, batch, share, own)
 
     def update(self, batch: Batch, credit: CreditSpec, step: int) -> UpdateStats:
         """Trains on the batch's returns, in as many updates as the actor makes of it; its column `values` is what was
@@ -67,20 +76,27 @@ class CriticStrategy:
         return stats.with_metrics({"explained": _explained(batch)})
 
     def _update_once(self, batch: Batch, step: int) -> UpdateStats:
-        work = partial(self._gradients, batch)
+        share = self._spread.share(batch)
+        self._passes.prepare(batch)
+        work = partial(self._gradients, batch, share)
         total, suspects, rows = self._passes.attempt(batch, work, undo=self._optimizer.zero_grad)
         done = self._optimizer.step(step, total)
         norm = done.norm if done.applied else math.nan
-        sick = NotFinite() if done.applied else NotFinite(suspects.guilty(batch), done.sick)
-        return UpdateStats(float(total), norm, 0.0, rows, batch.tokens, 1, int(not done.applied), sick)
+        sick = NotFinite() if done.applied else NotFinite(guilty_of_all(self._spread, suspects, share.batch), done.sick)
+        metrics = {} if share.imbalance is None else {"imbalance": share.imbalance}
+        return UpdateStats(float(total), norm, 0.0, rows, batch.tokens, 1, int(not done.applied), sick, metrics)
 
-    def _gradients(self, batch: Batch) -> tuple[Tensor, Suspects, int]:
+    def _gradients(self, batch: Batch, share: Share) -> tuple[Tensor, Suspects, int]:
         """Sums the gradients of an update, and gives its loss, what made it and how many rows were computed."""
-        columns = {"before": batch["values"], "returns": batch["returns"], "weights": token_weights(batch, "token_mean")}
-        total = torch.zeros((), device=self.model.model.device)
+        own, weights = share.batch, token_weights(batch, "token_mean")[share.tokens]
+        columns = {"before": own["values"], "returns": own["returns"], "weights": weights}
+        total = torch.zeros((), device=self._spread.device)
         suspects, rows = Suspects(), 0
-        for micro in self._passes.over(batch):
+        for micro, real in self._micros(own):
             values = self._values(micro)
+            if not real:
+                (values.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+                continue
             known = {name: micro.column(column) for name, column in columns.items()}
             losses = value_loss(values, known["before"], known["returns"], self._clip)
             loss = (losses * known["weights"]).sum()
@@ -88,7 +104,31 @@ class CriticStrategy:
             loss.backward()  # type: ignore[no-untyped-call]
             suspects.add(micro, losses, values.grad)
             total, rows = total + loss.detach(), rows + micro.rows
+        if self._spread.ranks > 1:
+            total, rows = joined_sums(self._spread, total, rows)
         return total, suspects, rows
+
+    def _micros(self, batch: Batch) -> Iterator[tuple[MicroBatch, bool]]:
+        return self._spread.in_step(self._passes.over(batch))
+
+    def _values(self, micro: MicroBatch) -> Tensor:
+        """[tokens]"""
+
+        def run() -> Tensor:
+            predictions = micro.predictions
+            distinct = self.model.read(self._passes.hidden(micro).index_select(0, predictions.rows))
+            return distinct[predictions.sources[predictions.pair_of]]
+
+        return self._spread.forward(run)
+
+
+class CriticStrategy(CriticTrainer):
+    """A critic in one process on one device."""
+
+    def __init__(self, model: PreTrainedModel, config: TrainConfig, value_clip: float | None) -> None:
+        model.requires_grad_(True)
+        super().__init__(ValueModel(model), config, value_clip, OneProcess(model.device), Passes(model, config))
+        self._shelf = Shelf(model.device)
 
     def hold(self, level: Level) -> None:
         self._shelf.hold(level, dict(self.model.named_parameters()), self._optimizer.tensors())
@@ -105,11 +145,18 @@ class CriticStrategy:
         self._optimizer.load(folder / "optimizer.safetensors")
         self._passes.load(folder)
 
-    def _values(self, micro: MicroBatch) -> Tensor:
-        """[tokens]"""
-        predictions = micro.predictions
-        distinct = self.model.read(self._passes.hidden(micro).index_select(0, predictions.rows))
-        return distinct[predictions.sources[predictions.pair_of]]
+    def saved(self) -> dict[str, str]:
+        return {}
+
+    def close(self) -> None:
+        """Nothing is held beyond this process."""
+
+
+def joined_sums(spread: Spread, total: Tensor, rows: int) -> tuple[Tensor, int]:
+    """A loss and a number of rows, over all ranks."""
+    both = torch.stack([total.double(), torch.tensor(float(rows), dtype=torch.float64, device=spread.device)])
+    loss, count = spread.sum(both)
+    return loss, int(count)
 
 
 def _explained(batch: Batch) -> float:

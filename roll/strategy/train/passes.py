@@ -49,10 +49,13 @@ class Passes:
         *,
         setting: str = "train.micro_batch_tokens",
         dtype: torch.dtype | None = None,
+        retries: bool = True,
     ) -> None:
         """`setting` is where `config.micro_batch_tokens` was written; `dtype` the precision that layers compute in, where
-        it is not that of the parameters."""
+        it is not that of the parameters. Without `retries` a device without memory ends the run at once: a rank cannot
+        do a pass again while the others do the next."""
         self._model, self._config, self._setting = model, config, setting
+        self._may_retry = retries
         self._dtype = dtype or model.dtype
         adapted = bool(adapted_layers(model))
         self._compiled = compiles(config.compile, model.device.type, self._dtype, adapted=adapted)
@@ -85,6 +88,8 @@ class Passes:
             if not is_out_of_memory(error):
                 raise
             said = said_first(error)
+            if not self._may_retry:
+                raise self._too_small(batch, said) from error
         if undo is not None:
             undo()
         free_memory(self._model.device)
@@ -104,12 +109,28 @@ class Passes:
                 f"{_or_checkpointing(checkpointed)}, and resume the run"
             ) from error
 
+    def _too_small(self, batch: Batch, said: str) -> RunError:
+        longest, rows = _longest(batch)[1], self.limit_rows
+        smaller = f"{self._setting}={max(rows // 2, longest)}" if rows > longest else SHORTER
+        return RunError(
+            f"the GPU ran out of memory with up to {rows} tokens in a micro-batch ({said}); {self._setting} is "
+            f"{self._asked}: write {smaller}{_or_checkpointing(self._checkpointed)}, and resume the run"
+        )
+
+    def prepare(self, batch: Batch) -> None:
+        """Decides from a whole batch how its micro-batches are cut, and refuses a sample that is too long: on all ranks
+        alike, whatever share of the batch each then has."""
+        self.budget(batch)
+        self.check_lengths(batch)
+
     def warn_of_retries(self) -> None:
         """Logs passes that were done again, for a role whose updates do not say so."""
         if self.take_retries():
             _log.warning("%s", shrunk(self._setting, self.limit_rows))
 
     def over(self, batch: Batch) -> Iterator[MicroBatch]:
+        if not len(batch):
+            return iter(())
         budget = self.budget(batch)
         self.check_lengths(batch)
         return micro_batches(batch, budget.rows, self._model, self._config.share_prefixes, self._dtype)

@@ -1,4 +1,4 @@
-"""Scoring in one process on one device: the trainer's micro-batches, one number a conversation, nothing learned.
+"""Scoring: the trainer's micro-batches, one number per conversation, nothing learned.
 
 What always holds: a conversation's score is what the model itself gives it alone, to rounding; where it must be `exact`,
 to the bit, whatever else waits: then each is computed alone.
@@ -7,10 +7,11 @@ to the bit, whatever else waits: then each is computed alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from roll.config.schema import TrainConfig
@@ -18,20 +19,24 @@ from roll.data.batch import Batch
 from roll.data.tokenlog import FloatArray, IntArray
 from roll.model.classifier import as_read
 from roll.strategy.shelf import Level, Shelf
+from roll.strategy.train.microbatch import MicroBatch
 from roll.strategy.train.passes import Passes
+from roll.strategy.train.spread import OneProcess, Spread
+
+SETTING = "roles.reward_model.micro_batch_tokens"
 
 
-class ScoreStrategy:
-    def __init__(self, model: PreTrainedModel, config: TrainConfig, *, exact: bool = False) -> None:
+class Scorer:
+    """The part of a strategy that computes; where its parameters are is the strategy's own."""
+
+    def __init__(self, model: PreTrainedModel, spread: Spread, passes: Passes, *, exact: bool = False) -> None:
         """`model` is a decoder with a head `score` of one output."""
         self.model = model
         self._head: nn.Module = model.score
-        self._passes = Passes(model, config, setting="roles.reward_model.micro_batch_tokens")
-        self._exact = exact
-        self._shelf = Shelf(model.device)
+        self._spread, self._passes, self._exact = spread, passes, exact
 
     def scores(self, conversations: Sequence[IntArray]) -> FloatArray:
-        """fp32, one a conversation of at least two tokens that are read."""
+        """fp32, one per conversation of at least two tokens that are read."""
         if not self._exact:
             return self._scores(conversations)
         return np.concatenate([self._scores([ids]) for ids in conversations])
@@ -39,19 +44,41 @@ class ScoreStrategy:
     @torch.no_grad()
     def _scores(self, conversations: Sequence[IntArray]) -> FloatArray:
         batch = _batch([as_read(ids, self.model.config) for ids in conversations])
+        self._passes.prepare(batch)
         result = self._passes.attempt(batch, lambda: self._all_scores(batch))
         self._passes.warn_of_retries()
         return result
 
     def _all_scores(self, batch: Batch) -> FloatArray:
-        result = np.zeros(len(batch), np.float32)
-        for micro in self._passes.over(batch):
-            result[micro.members] = self._head(self._passes.hidden(micro)[micro.ends])[:, 0].float().cpu().numpy()
-        return result
+        result, share = np.zeros(len(batch), np.float32), self._spread.share(batch)
+        members = np.arange(len(batch)) if share.samples is None else share.samples
+        for micro, real in self._spread.in_step(self._passes.over(share.batch)):
+            found = self._spread.forward(partial(self._read, micro))
+            if real:
+                result[members[micro.members]] = found.cpu().numpy()
+        if self._spread.ranks == 1:
+            return result
+        return np.asarray(self._spread.sum(torch.from_numpy(result).to(self._spread.device)).cpu().numpy(), np.float32)
+
+    def _read(self, micro: MicroBatch) -> Tensor:
+        scores: Tensor = self._head(self._passes.hidden(micro)[micro.ends])[:, 0].float()
+        return scores
+
+
+class ScoreStrategy(Scorer):
+    """A reward model in one process on one device."""
+
+    def __init__(self, model: PreTrainedModel, config: TrainConfig, *, exact: bool = False) -> None:
+        passes = Passes(model, config, setting=SETTING)
+        super().__init__(model, OneProcess(model.device), passes, exact=exact)
+        self._shelf = Shelf(model.device)
 
     def hold(self, level: Level) -> None:
         """Keeps so much on the device and lays the rest aside in host memory."""
         self._shelf.hold(level, dict(self.model.named_parameters()), {})
+
+    def close(self) -> None:
+        """Nothing is held beyond this process."""
 
 
 def _batch(conversations: Sequence[IntArray]) -> Batch:

@@ -8,7 +8,6 @@ The mesh has the dimensions `replicate` and `shard` (`MeshShape`). Every rank tr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -99,16 +98,6 @@ class RankGroup:
         values: list[Any] = [None] * self.ranks
         dist.all_gather_object(values, value)
         return values
-
-    def in_step(self, items: Iterable[T], count: int, idle: T) -> Iterator[tuple[T, bool]]:
-        """This rank's `count` items, then idle ones until the rank with the most has come to its end: what all ranks do
-        together, all of them do equally often. Yields each with whether it is one of this rank's own."""
-        left = self.most(count)
-        for item in items:
-            left -= 1
-            yield item, True
-        for _ in range(left):
-            yield idle, False
 
     def close(self) -> None:
         if dist.is_initialized():

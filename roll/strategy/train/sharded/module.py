@@ -11,7 +11,7 @@ stay gathered from the forward to the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,10 +35,16 @@ class TrainModule(nn.Module):
 
 
 def shard(
-    module: TrainModule, decoder: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype, *, on_host: bool = False
+    module: TrainModule,
+    decoder: PreTrainedModel,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    *,
+    on_host: bool = False,
+    exact: Sequence[nn.Module] = (),
 ) -> None:
-    """Cuts the module's parameters over the mesh, layer by layer. They compute in `dtype`; with `on_host` they stay in
-    host memory between their uses."""
+    """Cuts the module's parameters over the mesh, layer by layer. They compute in `dtype`, but for the `exact` modules,
+    which compute in their own; with `on_host` parameters stay in host memory between their uses."""
     parameters = next(module.parameters()).dtype
     policy = MixedPrecisionPolicy()
     if dtype != parameters:
@@ -54,6 +60,8 @@ def shard(
         even = [dim for dim in range(parameter.ndim) if parameter.shape[dim] % size == 0]
         return Shard(even[0]) if even else None
 
+    for part in exact:
+        fully_shard(part, mesh=mesh, offload_policy=offload)
     for layer in decoder.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, shard_placement_fn=placement)
     fully_shard(

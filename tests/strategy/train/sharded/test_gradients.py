@@ -20,6 +20,7 @@ from roll.data import Batch
 from roll.model import attention
 from roll.model.character import character_tokenizer
 from roll.strategy.train.optimizer import MasterAdamW, Step
+from roll.strategy.train.sharded.build import ShardedModel
 from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.module import TrainModule, shard
 from roll.strategy.train.sharded.strategy import ShardedStrategy
@@ -75,7 +76,7 @@ def sharded_update(
     model, config = make_model(kind), TrainConfig(micro_batch_tokens=limit_rows)
     module = TrainModule(model)
     shard(module, model.get_decoder(), group.mesh, torch.float32)
-    strategy = ShardedStrategy(module, model, config, group, torch.float32)
+    strategy = ShardedStrategy(ShardedModel(module, model, torch.float32), config, group)
     strategy._optimizer = kept = Kept(model, config)
     stats = strategy.update(batch, spec, 0)
     return stats.loss, kept.kept, {**stats.metrics, "rows": float(stats.rows), "tokens": float(stats.tokens)}

@@ -1,0 +1,76 @@
+"""The strategy of a role that trains or scores, from the config and the place of its worker."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from roll.cluster.worker import Place
+from roll.config.schema import Config, TrainConfig
+from roll.model.classifier import load_classifier
+from roll.model.find import find_model
+from roll.model.loading import choose_dtype, load_model, load_tokenizer
+from roll.model.lora import Adapters
+from roll.strategy.train.base import RewardStrategy, TrainStrategy, ValueStrategy
+from roll.strategy.train.critic import CriticStrategy
+from roll.strategy.train.scorer import ScoreStrategy
+from roll.strategy.train.single import SingleStrategy
+
+if TYPE_CHECKING:
+    from roll.strategy.train.sharded.group import RankGroup
+
+
+def make_trainer(config: Config, place: Place, group: RankGroup | None, *, trainable: bool) -> TrainStrategy:
+    """The actor's; without `trainable` the reference's. `group` is this rank's part in the mesh of the place."""
+    source = find_model(config.model.path)
+    dtype, tokenizer = choose_dtype(config.model.dtype, place.device), load_tokenizer(source, config.model)
+    lora = config.model.adapters if trainable else None
+    own_steps = config.train.steps - config.algorithm.critic_warmup_steps
+    train = config.train.model_copy(update={"steps": own_steps})  # the learning rate's course begins with its first
+    if group is not None:
+        from roll.strategy.train.sharded.build import build_sharded
+        from roll.strategy.train.sharded.strategy import ShardedStrategy
+
+        sharded = build_sharded(source, "policy" if trainable else "frozen", dtype, config.seed, group)
+        return ShardedStrategy(sharded, train, group, tokenizer=tokenizer, trainable=trainable)
+    model = load_model(source, dtype, config.seed).to(place.device)
+    adapters = Adapters(model, lora, source.base(config.seed), config.seed) if lora is not None else None
+    return SingleStrategy(model, tokenizer, train, trainable=trainable, adapters=adapters)
+
+
+def make_critic(config: Config, place: Place, group: RankGroup | None) -> ValueStrategy:
+    source = find_model(config.model.path)
+    dtype = choose_dtype(config.model.dtype, place.device)
+    train = config.train.model_copy(update={"lr": config.algorithm.critic_lr})
+    if group is not None:
+        from roll.strategy.train.sharded.build import build_sharded
+        from roll.strategy.train.sharded.strategy import ShardedCritic
+
+        sharded = build_sharded(source, "critic", dtype, config.seed, group)
+        return ShardedCritic(sharded, train, config.algorithm.value_clip, group)
+    model = load_model(source, dtype, config.seed).to(place.device)
+    return CriticStrategy(model, train, config.algorithm.value_clip)
+
+
+def make_scorer(config: Config, place: Place, group: RankGroup | None) -> tuple[RewardStrategy, Tokenizer, int]:
+    """The reward model's, its tokenizer, and the longest conversation it takes."""
+    from roll.model.positions import longest_sequence
+
+    role = config.roles.reward_model
+    source = find_model(role.model.path)
+    dtype, rows = choose_dtype(role.model.dtype, place.device), role.micro_batch_tokens
+    train = TrainConfig(micro_batch_tokens=rows, activation_checkpointing="off", compile=config.train.compile)
+    tokenizer = load_tokenizer(source, role.model)
+    strategy: RewardStrategy
+    if group is not None:
+        from roll.strategy.train.sharded.build import build_sharded
+        from roll.strategy.train.sharded.strategy import ShardedScorer
+
+        sharded = build_sharded(source, "scorer", dtype, config.seed, group)
+        strategy, model = ShardedScorer(sharded, train, group, exact=config.deterministic), sharded.model
+    else:
+        model = load_classifier(source, dtype).to(place.device)
+        strategy = ScoreStrategy(model, train, exact=config.deterministic)
+    context = longest_sequence(model.config)
+    return strategy, tokenizer, min(rows or context, context)

@@ -1,0 +1,207 @@
+"""Log-probs and updates of a policy, however the work is spread: packed prefix trees, micro-batches by tokens, fp32
+masters.
+
+What always holds: the gradient is that of the whole batch's loss, whatever the ranks and micro-batches (`token_weights`
+fixes every token's weight before the batch is cut); parameters are written in place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from roll.algorithm.correction import Mismatch
+from roll.algorithm.credit import token_credit
+from roll.algorithm.losses import resolve_loss
+from roll.algorithm.streams import LossSpec, Streams, TokenLoss, token_weights
+from roll.config.schema import TrainConfig
+from roll.data.batch import Batch
+from roll.data.columns import Array
+from roll.data.tokenlog import FloatArray
+from roll.model.lora import Adapters
+from roll.strategy.train.base import NotFinite, UpdateStats
+from roll.strategy.train.logprobs import token_log_probs
+from roll.strategy.train.microbatch import MicroBatch
+from roll.strategy.train.optimizer import MasterAdamW, learning_rate
+from roll.strategy.train.passes import Passes
+from roll.strategy.train.spread import Share, Spread
+from roll.strategy.train.suspects import Suspects
+from roll.strategy.train.updates import make_updates
+
+
+class PolicyTrainer:
+    """The part of a strategy that computes; where its parameters are and how they are saved is the strategy's own."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: TrainConfig,
+        spread: Spread,
+        passes: Passes,
+        *,
+        trainable: bool,
+        adapters: Adapters | None,
+    ) -> None:
+        self.model = model
+        self._adapters = adapters
+        self._config = config
+        self._spread = spread
+        if adapters is None:
+            model.requires_grad_(trainable)
+        self._optimizer = MasterAdamW(model, config) if trainable else None
+        self._passes = passes
+
+    @torch.no_grad()
+    def log_probs(self, batch: Batch, *, base: bool = False) -> FloatArray:
+        """The log-probs of the sampled tokens under the current weights, 0 elsewhere: one value per token. Of the `base`
+        they are under the weights that adapters began with."""
+        assert not base or self._adapters is not None, "a model without adapters is no longer its base"
+        self._passes.prepare(batch)
+        with self._adapters.off() if base and self._adapters is not None else nullcontext():
+            result = self._passes.attempt(batch, lambda: self._log_probs(batch))
+        if self._optimizer is None:
+            self._passes.warn_of_retries()  # a frozen model makes no update that would say it
+        return result
+
+    def _log_probs(self, batch: Batch) -> FloatArray:
+        share = self._spread.share(batch)
+        own = np.zeros(share.batch.tokens, np.float32)
+        done = [(micro, real, self._current(micro)[0]) for micro, real in self._micros(share.batch)]
+        for micro, real, current in done:  # nothing waits for the device before all is launched
+            if real:
+                own[micro.where] = current.cpu().numpy()
+        return whole_column(self._spread, batch, share, own)
+
+    def update(self, batch: Batch, loss: LossSpec, step: int) -> UpdateStats:
+        """Trains on the batch once."""
+        if "advantage" not in batch:
+            raise ValueError("the batch has no column 'advantage': credit it before an update")
+        if self._config.several_updates and "proximal" not in batch:
+            batch = batch.with_columns(proximal=self.log_probs(batch))
+        batch = batch.with_columns(advantages=token_credit(batch, loss.credit).advantages)
+        lr = learning_rate(self._config, step)
+        with self._adapters.dropping(step) if self._adapters is not None else nullcontext():
+            stats = make_updates(batch, self._config, lr, lambda part: self._update_once(part, loss, step))
+        return stats.with_memory(self._passes.limit_rows, self._passes.take_retries())
+
+    def _update_once(self, batch: Batch, spec: LossSpec, step: int) -> UpdateStats:
+        optimizer = self._optimizer
+        assert optimizer is not None, "a frozen model cannot be updated"
+        loss_of, share = resolve_loss(spec), self._spread.share(batch)
+        self._passes.prepare(batch)
+        work = partial(self._gradients, batch, share, spec, loss_of)
+        seen, suspects, rows = self._passes.attempt(batch, work, undo=optimizer.zero_grad)
+        done = optimizer.step(step, seen.loss)
+        total, metrics = seen.result()
+        if share.imbalance is not None:
+            metrics["imbalance"] = share.imbalance
+        sick = NotFinite() if done.applied else NotFinite(guilty_of_all(self._spread, suspects, share.batch), done.sick)
+        norm = done.norm if done.applied else math.nan
+        return UpdateStats(total, norm, 0.0, rows, batch.tokens, 1, int(not done.applied), sick, metrics)
+
+    def _gradients(
+        self, batch: Batch, share: Share, spec: LossSpec, loss_of: Callable[[Streams], TokenLoss]
+    ) -> tuple[Seen, Suspects, int]:
+        """Sums the gradients of an update, and says what was seen on the way and how many rows were computed."""
+        weights = token_weights(batch, spec.aggregation, spec.length)[share.tokens]
+        own = share.batch
+        columns = {name: own[name] for name in ("behaviour", "proximal", "ref", "advantages") if name in own}
+        seen, suspects = Seen(), Suspects()
+        for micro, real in self._micros(own):
+            current, entropy = self._current(micro, entropy_gradient=spec.wants_entropy)
+            if not real:
+                (current.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+                continue
+            streams = loss_streams(micro, current, entropy, columns)
+            token_loss = loss_of(streams)
+            weighted = (token_loss.values * micro.column(weights)).sum()
+            current.retain_grad()
+            weighted.backward()  # type: ignore[no-untyped-call]
+            seen.add(weighted.detach(), streams, token_loss, spec)
+            suspects.add(micro, token_loss.values, current.grad)
+            seen.rows += micro.rows
+        if self._spread.ranks > 1:
+            seen.join(self._spread)
+        return seen, suspects, seen.rows
+
+    def _micros(self, batch: Batch) -> Iterator[tuple[MicroBatch, bool]]:
+        return self._spread.in_step(self._passes.over(batch))
+
+    def _current(self, micro: MicroBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        def run() -> tuple[Tensor, Tensor]:
+            hidden = self._passes.hidden(micro)
+            return token_log_probs(self.model, hidden, micro.predictions, entropy_gradient=entropy_gradient)
+
+        return self._spread.forward(run)
+
+
+def whole_column(spread: Spread, batch: Batch, share: Share, own: FloatArray) -> FloatArray:
+    """A token column of the whole batch, from what each rank has computed of it."""
+    if spread.ranks == 1:
+        return own
+    result = np.zeros(batch.tokens, np.float32)
+    result[share.tokens] = own
+    return np.asarray(spread.sum(torch.from_numpy(result).to(spread.device)).cpu().numpy(), np.float32)
+
+
+def guilty_of_all(spread: Spread, suspects: Suspects, own: Batch) -> tuple[str, ...]:
+    """The samples that made an update not finite, of all ranks."""
+    return tuple(name for names in spread.gathered(suspects.guilty(own)) for name in names)
+
+
+class Seen:
+    """Sums over micro-batches, kept on the device: reading one would wait for everything under way."""
+
+    def __init__(self) -> None:
+        self.loss: Tensor = torch.zeros(())
+        self._sums: dict[str, Tensor | float] = defaultdict(float)
+        self._mismatch = Mismatch()
+        self.rows = 0
+        """Tokens computed, a shared prefix once."""
+
+    def add(self, loss: Tensor, streams: Streams, token_loss: TokenLoss, spec: LossSpec) -> None:
+        assert streams.entropy is not None
+        self.loss = self.loss.to(loss.device) + loss
+        for name, values in {**token_loss.metrics, "entropy": streams.entropy}.items():
+            self._sums[name] += values.detach().sum()
+        self._mismatch.add(streams, spec.correction)
+
+    def join(self, spread: Spread) -> None:
+        """Adds what the other ranks have seen: a rank may have seen nothing."""
+        names = sorted(set().union(*spread.gathered(set(self._sums))))
+        sums = [
+            self.loss.double(),
+            torch.tensor(float(self.rows), dtype=torch.float64),
+            *(torch.as_tensor(self._sums[name], dtype=torch.float64) for name in names),
+        ]
+        joined = spread.sum(torch.stack([value.to(spread.device) for value in sums]))
+        self.loss, self.rows = joined[0], int(joined[1])
+        self._sums = defaultdict(float, zip(names, joined[2:], strict=True))
+        self._mismatch.join(spread)
+
+    def result(self) -> tuple[float, dict[str, float]]:
+        """The loss, and the metrics as means over the sampled tokens."""
+        metrics = {name: float(value) / self._mismatch.tokens for name, value in self._sums.items()}
+        return float(self.loss), {**metrics, **self._mismatch.metrics()}
+
+
+def loss_streams(micro: MicroBatch, current: Tensor, entropy: Tensor, columns: Mapping[str, Array]) -> Streams:
+    known = {name: micro.column(values) for name, values in columns.items()}
+    return Streams(
+        current=current,
+        proximal=known.get("proximal", current.detach()),
+        behaviour=known["behaviour"],
+        advantage=known["advantages"],
+        sample=micro.sample,
+        turn=micro.turn,
+        ref=known.get("ref"),
+        entropy=entropy,
+    )

@@ -1,0 +1,106 @@
+"""A model over the ranks of a mesh, from its files to shards that compute: no process ever holds the whole of it.
+
+What always holds: parameters are made without storage, cut, given storage for their shards alone, and read slice by
+slice. Those that are trained are fp32, as masters; frozen ones have the precision that layers compute in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from roll.config.errors import UserError
+from roll.model import attention
+from roll.model.character import tiny_model
+from roll.model.classifier import load_classifier_config
+from roll.model.find import ModelSource, first_line
+from roll.model.loading import in_precision, load_model_config
+from roll.model.positions import fix_angles
+from roll.model.shard_loading import load_shards
+from roll.model.value import ValueModel
+from roll.strategy.train.sharded.group import RankGroup
+from roll.strategy.train.sharded.module import TrainModule, shard
+
+Purpose = Literal["policy", "frozen", "critic", "scorer"]
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """A model that is cut over the ranks of a group."""
+
+    module: TrainModule
+    """The root that FSDP gathers parameters for: everything is computed inside its forward pass."""
+    model: PreTrainedModel
+    dtype: torch.dtype
+    """The precision that layers compute in."""
+    value: ValueModel | None = None
+    """The model with the head of a critic."""
+
+
+def build_sharded(
+    source: ModelSource, purpose: Purpose, dtype: torch.dtype, seed: int, group: RankGroup, *, on_host: bool = False
+) -> ShardedModel:
+    """The model of the files at `source`, or a fresh one from `seed`, cut over the group's mesh."""
+    if source.adapters:
+        raise UserError(
+            f"model: {source.name!r} holds adapters, which are merged into a model that is whole: run `roll export` on "
+            "it first and write the exported folder, or write strategy: single"
+        )
+    kept = dtype if purpose in ("frozen", "scorer") else torch.float32
+    model = _empty(source, purpose, kept, seed)
+    fix_angles(model)
+    model.set_attn_implementation(attention.NAME)
+    if not attention.takes_plans(model):
+        raise UserError(f"model: {source.name!r} is a {type(model).__name__}, whose attention ROLL cannot compute yet")
+    model.eval().requires_grad_(purpose in ("policy", "critic"))
+    value = ValueModel(model) if purpose == "critic" else None
+    module = TrainModule(model if value is None else value)
+    shard(module, model.get_decoder(), group.mesh, dtype, on_host=on_host, exact=() if value is None else (value.head,))
+    host = torch.device("cpu") if on_host else group.device
+    module._apply(lambda tensor: torch.empty_like(tensor, device=host) if tensor.is_meta else tensor)  # type: ignore[no-untyped-call]
+    _move_buffers(model, group.device)
+    model.tie_weights()
+    if source.location is not None:
+        load_shards(model, _folder(source))
+    if value is not None:
+        nn.init.zeros_(value.head.weight)
+        nn.init.zeros_(value.head.bias)
+    return ShardedModel(module, model, dtype, value)
+
+
+def _empty(source: ModelSource, purpose: Purpose, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    """The model without storage for its parameters; one that is made from scratch has its weights."""
+    if source.location is None:
+        return in_precision(tiny_model(seed if source.seed is None else source.seed), dtype)
+    from accelerate import init_empty_weights
+
+    kind: Any = AutoModelForSequenceClassification if purpose == "scorer" else AutoModelForCausalLM
+    shape = load_classifier_config(source) if purpose == "scorer" else load_model_config(source)
+    with init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = kind.from_config(shape, dtype=dtype)
+    return model
+
+
+def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Buffers are whole on every rank: angles of positions, for the most part."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
+def _folder(source: ModelSource) -> Path:
+    """Where the model's files are on this machine; one of the hub is fetched."""
+    assert source.location is not None
+    if Path(source.location).is_dir():
+        return Path(source.location)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source.location, allow_patterns=["*.safetensors", "*.json"]))
+    except Exception as error:  # of any kind: no network, no such model, not for everybody
+        raise UserError(f"model: {source.name!r} could not be fetched: {first_line(error)}") from error

@@ -1,0 +1,60 @@
+"""A trainer's work over the ranks of a mesh: prefix trees balanced over them, passes in step, sums over all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from roll.data.batch import Batch
+from roll.model.shape import ModelShape
+from roll.strategy.train.balance import balance
+from roll.strategy.train.microbatch import MicroBatch, sequence
+from roll.strategy.train.sharded.group import RankGroup
+from roll.strategy.train.sharded.module import TrainModule
+from roll.strategy.train.spread import Share
+from roll.transfer.weights import probe_ids
+
+T = TypeVar("T")
+
+
+class OverRanks:
+    """One rank's part in what all of them do together; every rank is given the whole batch."""
+
+    def __init__(self, group: RankGroup, module: TrainModule, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        """`module` holds the model, sharded over the group's mesh; its layers compute in `dtype`."""
+        self.group = group
+        self.device, self.ranks = group.device, group.ranks
+        self._module, self._model, self._dtype = module, model, dtype
+        self._shape = ModelShape.of_model(model)
+        self._idle_ids = probe_ids(int(model.config.vocab_size)).numpy()[:2]
+
+    def share(self, batch: Batch) -> Share:
+        if self.ranks == 1:
+            return Share(batch, imbalance=0.0)
+        placed = balance(batch, self.ranks, self._shape)
+        own = placed.parts[self.group.rank]
+        return Share(batch.select(own), batch.token_indices(own), own, placed.imbalance)
+
+    def in_step(self, micros: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
+        if self.ranks == 1:
+            yield from ((micro, True) for micro in micros)
+            return
+        own = list(micros)
+        idle = self.group.most(len(own)) - len(own)
+        yield from ((micro, True) for micro in own)
+        for _ in range(idle):
+            yield sequence(self._idle_ids, self._model, self._dtype), False
+
+    def forward(self, run: Callable[[], T]) -> T:
+        found: T = self._module(run)
+        return found
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return self.group.sum(tensor)
+
+    def gathered(self, value: T) -> list[T]:
+        return self.group.gathered(value)

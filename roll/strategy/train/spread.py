@@ -1,0 +1,84 @@
+"""How a trainer's work is spread: over one process, or over the ranks of a mesh (`sharded.spread`).
+
+What always holds: every token's weight in the loss comes from the whole batch. Each rank computes its share of the
+samples, and what ranks add up is what one process would have added up. All ranks do the same things in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from roll.data.batch import Batch
+from roll.data.columns import Indices
+from roll.strategy.train.microbatch import MicroBatch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Share:
+    """The samples of a batch that this process computes."""
+
+    batch: Batch
+    tokens: Indices | slice = field(default_factory=lambda: slice(None))
+    """Where their tokens are in the whole batch."""
+    samples: Indices | None = None
+    """Their numbers in the whole batch; None where they are all of it."""
+    imbalance: float | None = None
+    """How much longer the slowest rank computes than the mean; None where there is one process."""
+
+
+class Spread(Protocol):
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    def share(self, batch: Batch) -> Share: ...
+
+    def in_step(self, micros: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
+        """The micro-batches, each with whether it is one of this process's own: a rank that has fewer than another goes
+        on with ones that count for nothing, so that all make the same number of passes."""
+        ...
+
+    def forward(self, run: Callable[[], T]) -> T:
+        """What `run` computes from the model's parameters."""
+        ...
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+        ...
+
+    def gathered(self, value: T) -> list[T]:
+        """Every rank's value, by rank."""
+        ...
+
+
+class OneProcess:
+    """The whole batch is computed here."""
+
+    ranks = 1
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def share(self, batch: Batch) -> Share:
+        return Share(batch)
+
+    def in_step(self, micros: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
+        return ((micro, True) for micro in micros)
+
+    def forward(self, run: Callable[[], T]) -> T:
+        return run()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def gathered(self, value: T) -> list[T]:
+        return [value]
