@@ -174,10 +174,13 @@ def _is_finite(gradient: Tensor) -> bool:
 
 
 def plain_tensors(name: str, value: Tensor) -> dict[str, Tensor]:
-    """A tensor by its name, or the tensors that a quantised one is made of: `exp_avg.codes`, `exp_avg.scale`."""
-    if not hasattr(value, "__tensor_flatten__"):
+    """A tensor by its name, or the tensors that a quantised one is made of: `exp_avg.codes`, `exp_avg.scale`. A sharded
+    tensor counts as plain; of a quantised one they are those of this rank's shard."""
+    with torch.no_grad():
+        local = value.to_local() if isinstance(value, DTensor) else value
+    if not hasattr(local, "__tensor_flatten__"):
         return {name: value}
-    return {f"{name}.{part}": getattr(value, part) for part in value.__tensor_flatten__()[0]}
+    return {f"{name}.{part}": getattr(local, part) for part in local.__tensor_flatten__()[0]}
 
 
 def check_optimizer(name: str) -> None:

@@ -1,0 +1,140 @@
+"""Offload of a sharded trainer: its shards and moments in host memory while another role needs the GPU.
+
+What always holds: a tensor keeps its values wherever it is, so a checkpoint can be taken at any level; it stays the same
+object, so the optimizer finds its moments. Host memory is pinned and kept for the next time, because pinning takes longer
+than copying. On a CPU nothing moves.
+
+FSDP keeps references of its own to the storage of each shard, and learns of a new one by `_apply`, as in `Module.to`.
+The tensors are copied before that: all copies are launched, then waited for once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils import swap_tensors
+
+from roll.strategy.shelf import Level
+
+BLOCK_BYTES = 1 << 30
+"""PyTorch rounds each pinned allocation up to a power of two: whole blocks of one waste nothing."""
+_ALIGNED = 512
+
+
+class ShardOffload:
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        """`module` is the root that `fully_shard` was called on last, with its parameters where they are trained: with
+        those in host memory throughout (`shard(on_host=True)`), nothing is left to move."""
+        self._module, self._device = module, device
+        self._moves = any(parameter.device.type == "cuda" for parameter in module.parameters())
+        self._memory = PinnedMemory()
+        self._buffers: dict[str, Tensor] = {}
+
+    def hold(self, level: Level, own: Mapping[str, Tensor]) -> None:
+        """Keeps what the level says on the device and the rest in host memory; `own` is what the optimizer has beside the
+        parameters, by names that stay the same."""
+        reshard(self._module)  # gathered parameters are no shards: they would stay on the device
+        if self._device.type == "cuda" and self._moves:
+            self._move(level, own)
+        if self._device.type == "cuda" and level != "all":
+            torch.cuda.empty_cache()  # for the other processes on this GPU
+
+    def _move(self, level: Level, own: Mapping[str, Tensor]) -> None:
+        weights = dict(self._module.named_parameters())
+        levels: dict[Level, Mapping[str, Tensor]] = {"none": {}, "weights": weights, "all": {**weights, **own}}
+        coming = levels[level]
+        leaving = {name: tensor for name, tensor in levels["all"].items() if name not in coming}
+        replace_locals(self._module, own, self._to_host(leaving) | self._to_device(coming))
+
+    def _to_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Pinned copies of the local parts of those that are on the device."""
+        found: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            local = _local(tensor)
+            if local.device.type != "cuda":
+                continue
+            buffer = self._buffers.get(name)
+            if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
+                buffer = self._buffers[name] = self._memory.like(local)
+            found[name] = buffer.copy_(local, non_blocking=True)
+        if found:
+            torch.cuda.synchronize(self._device)
+        return found
+
+    def _to_device(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies on the device of the local parts of those that are not. A counter that never was there stays."""
+        found = {
+            name: _local(tensor).to(self._device, non_blocking=True)
+            for name, tensor in tensors.items()
+            if _local(tensor).device.type != "cuda" and (tensor.ndim or name in self._buffers)
+        }
+        if found:
+            torch.cuda.synchronize(self._device)
+        return found
+
+
+class PinnedMemory:
+    """Pinned host memory in large blocks. What was taken is never given back: it is used again."""
+
+    def __init__(self, block_bytes: int = BLOCK_BYTES, *, pinned: bool = True) -> None:
+        self._block_bytes, self._pinned = block_bytes, pinned
+        self._free: list[Tensor] = []
+        """The unused end of each block."""
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Room for a tensor of this one's shape and type, contiguous."""
+        wanted = tensor.numel() * tensor.element_size()
+        taken = -(-wanted // _ALIGNED) * _ALIGNED
+        which = next((i for i, block in enumerate(self._free) if len(block) >= taken), None)
+        if which is None:
+            size = max(self._block_bytes, 1 << (taken - 1).bit_length()) if taken else self._block_bytes
+            self._free.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))
+            which = len(self._free) - 1
+        block = self._free[which]
+        self._free[which] = block[taken:]
+        return block[:wanted].view(tensor.dtype).view(tensor.shape)
+
+
+def reshard(module: nn.Module) -> None:
+    """Frees what the modules have gathered; their parameters are the shards again."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+@torch.no_grad()
+def replace_locals(module: nn.Module, own: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
+    """Gives parameters of the sharded module, and tensors of `own`, other local parts of the same shape, by name. All of
+    them stay the same objects."""
+    shards = {id(weight): new[name] for name, weight in module.named_parameters() if name in new}
+    if shards:
+        module._apply(  # type: ignore[no-untyped-call]
+            lambda tensor: _with_local(tensor, shards[id(tensor)]) if id(tensor) in shards else tensor
+        )
+    for name, tensor in own.items():
+        if name in new and isinstance(tensor, DTensor):
+            swap_tensors(tensor, _with_local(tensor, new[name]))  # type: ignore[no-untyped-call]
+        elif name in new:
+            tensor.data = new[name]
+
+
+@torch.no_grad()
+def _local(tensor: Tensor) -> Tensor:
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return local
+
+
+def _with_local(tensor: Tensor, local: Tensor) -> Tensor:
+    """A tensor that is cut as the given one is, with this local part, on the host too."""
+    if not isinstance(tensor, DTensor):
+        return local
+    if local.device.type == tensor.device_mesh.device_type:
+        cut, size, stride = tensor.placements, tensor.shape, tensor.stride()
+        return DTensor.from_local(local, tensor.device_mesh, cut, run_check=False, shape=size, stride=stride)
+    made = torch.empty_like(tensor, device=local.device)  # `from_local` would copy it to the mesh's kind of device
+    _local(made).data = local
+    return made
