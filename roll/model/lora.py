@@ -27,6 +27,8 @@ ALL = "all-linear"
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 BASE_FILE = "roll_base.json"
+BLOCK_ELEMENTS = 1 << 22
+"""Elements of a merged matrix that are computed at once."""
 _PREFIX = "base_model.model."
 """What `peft` puts before every name that it saves."""
 
@@ -172,8 +174,40 @@ def merged_weight(layer: Any) -> Tensor:
     import torch
 
     with torch.no_grad():
-        merged: Tensor = layer.base_layer.weight + layer.get_delta_weight(ADAPTER)
-    return merged
+        base: Tensor = layer.base_layer.weight
+        a, b = adapter_weights(layer)
+        rows = block_rows(base.shape[1])
+        blocks = [
+            base[start : start + rows] + delta_rows(a, b, scale_of(layer), start) for start in range(0, len(base), rows)
+        ]
+    return torch.cat(blocks) if len(blocks) > 1 else blocks[0]
+
+
+def adapter_weights(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
+    """A [rank, inputs] and B [outputs, rank] of an adapted layer."""
+    return layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+
+
+def scale_of(layer: Any) -> float:
+    return float(layer.scaling[ADAPTER])
+
+
+def block_rows(inputs: int) -> int:
+    """How many rows of scale · B A are computed at once, for a layer of so many inputs.
+
+    A product's bits may depend on how many rows it has. So a row is always computed in the same block, which begins at a
+    multiple of this number of the whole matrix, however the matrix is cut over ranks and buckets."""
+    return max(1, BLOCK_ELEMENTS // inputs)
+
+
+def delta_rows(a: Tensor, b: Tensor, scale: float, start: int) -> Tensor:
+    """The block of scale · B A that begins at the row `start`, by the arithmetic of `peft`'s `get_delta_weight`."""
+    import torch
+
+    dtype, b = b.dtype, b[start : start + block_rows(a.shape[1])]
+    if b.device.type == "cpu" and dtype in (torch.float16, torch.bfloat16):
+        return ((b.float() @ a.float()) * scale).to(dtype)
+    return (b @ a) * scale
 
 
 def is_adapter(name: str) -> bool:

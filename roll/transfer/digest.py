@@ -53,11 +53,24 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 def partial_sum(pieces: Iterable[tuple[int, Tensor]], device: torch.device) -> Tensor:
     """The part of a tensor's sum that some of its bytes make, a scalar on the device: pieces of the tensor, each with the
     byte of the whole tensor that it starts at. The sums of all parts, added modulo 2^64, go through `finish`."""
-    tables = _tables(BLOCK_WORDS, device)
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for start, piece in pieces:
-        total += _weighted_sum(piece.detach().reshape(-1).view(torch.uint8), start, *tables)
-    return total
+    return partial_sums([(_BLOCK_BYTES, pieces)], device)[0]
+
+
+@torch.no_grad()
+def partial_sums(parts: Iterable[tuple[int, Iterable[tuple[int, Tensor]]]], device: torch.device) -> Tensor:
+    """The `partial_sum` of some bytes of each of several tensors, [tensors] on the device: the byte count of each whole
+    tensor, and the pieces of it. The pieces are asked for one after the other and not kept."""
+    tables: tuple[Tensor, Tensor] | None = None
+    sums = []
+    for nbytes, pieces in parts:
+        words = min(-(-nbytes // _WORD), BLOCK_WORDS)
+        if tables is None or len(tables[0]) < words:
+            tables = _tables(words, device)
+        total = torch.zeros((), dtype=torch.int64, device=device)
+        for start, piece in pieces:
+            total += _weighted_sum(piece.detach().to(device).reshape(-1).view(torch.uint8), start, *tables)
+        sums.append(total)
+    return torch.stack(sums)
 
 
 def _tables(words: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from roll.model.lora import adapted_layers, is_adapter, merged_weight
@@ -21,20 +21,26 @@ def published_tensors(model: PreTrainedModel) -> Mapping[str, Tensor]:
     return MergedTensors(model, layers) if layers else named_tensors(model)
 
 
+def plain_tensors(model: nn.Module, layers: Mapping[str, Any]) -> dict[str, tuple[Tensor, Any]]:
+    """The model's tensors but for its adapters', under the names they have without adapters, each with the adapted layer
+    whose weight it is, or None."""
+    plain: dict[str, tuple[Tensor, Any]] = {}
+    for name, tensor in named_tensors(model).items():
+        if is_adapter(name):
+            continue
+        layer, _, kind = name.rpartition(".base_layer.")
+        adapted = layers.get(layer)
+        plain[name if adapted is None else f"{layer}.{kind}"] = tensor, adapted if kind == "weight" else None
+    return plain
+
+
 class MergedTensors(Mapping[str, Tensor]):
     """What always holds: a tensor is the same bits however often it is asked for, while the weights stay."""
 
     def __init__(self, model: PreTrainedModel, layers: Mapping[str, Any]) -> None:
-        self._tensors: dict[str, Tensor] = {}
-        self._layers: dict[str, Any] = {}
-        for name, tensor in named_tensors(model).items():
-            if is_adapter(name):
-                continue
-            layer, _, kind = name.rpartition(".base_layer.")
-            plain = f"{layer}.{kind}" if layer in layers else name
-            self._tensors[plain] = tensor
-            if layer in layers and kind == "weight":
-                self._layers[plain] = layers[layer]
+        plain = plain_tensors(model, layers)
+        self._tensors = {name: tensor for name, (tensor, _) in plain.items()}
+        self._layers = {name: layer for name, (_, layer) in plain.items() if layer is not None}
         self._last: tuple[str, Tensor] | None = None
 
     def __getitem__(self, name: str) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from roll.config.errors import RunError
@@ -60,7 +61,9 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
             continue  # a module's extra state may be anything
-        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        place: tuple[object, ...] = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if isinstance(tensor, DTensor):  # has no storage of its own; tied parameters are one object
+            place = (id(tensor),)
         if tensor.numel() == 0 or place not in seen:
             seen.add(place)
             tensors[name] = tensor.detach()

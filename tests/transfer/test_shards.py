@@ -14,8 +14,9 @@ from torch import Tensor
 
 from roll.cluster.mesh import MeshShape
 from roll.strategy.train.sharded.group import RankGroup
+from roll.transfer import shards
 from roll.transfer.digest import digests
-from roll.transfer.layout import Layout, specs_of, unpack, used_bytes
+from roll.transfer.layout import Layout, TensorSpec, specs_of, unpack, used_bytes
 from roll.transfer.shards import Shard, ShardedTensors
 from tests.ranks import Ranks, ranks_of
 
@@ -43,7 +44,7 @@ def publish(group: RankGroup, cuts: list[Cut], bucket_bytes: int, damaged: int |
         values = wholes[name].narrow(dim, begin, end - begin).contiguous()
         if damaged == group.rank and values.numel():
             values.view(-1)[0] += 1
-        return Shard(shape, dim, begin, values)
+        return Shard.of(shape, dim, begin, values)
 
     assert dist.group.WORLD is not None
     source = ShardedTensors(specs_of(wholes), shard_of, dist.group.WORLD, group.device)
@@ -94,3 +95,33 @@ def test_a_damaged_shard_changes_the_digest_of_its_tensor_alone(ranks: Ranks, ra
     assert found["t0"] != expected["t0"]
     assert (found["t1"] != expected["t1"]) == (rank == 2)
     assert not equal
+
+
+@settings(deadline=None)
+@given(cut=cuts(), bucket_bytes=st.sampled_from([16, 48, 1024]), block=st.integers(1, 30))
+def test_no_more_of_a_shard_is_read_than_a_span_needs(cut: Cut, bucket_bytes: int, block: int) -> None:
+    """And never more than a block of it at once: that much is cast, not the shard."""
+    shape, _, dim, ends = cut
+    begin, end = ends[0], ends[1]
+    values = tensor_of(1, shape, torch.float32)
+    part = values.narrow(dim, begin, end - begin).contiguous()
+    read: list[tuple[int, int]] = []
+
+    def reading(start: int, stop: int) -> Tensor:
+        read.append((start, stop))
+        return part.view(-1)[start:stop]
+
+    shard = Shard(shape, dim, begin, end, torch.bfloat16, reading)
+    layout = Layout.of_specs([TensorSpec("t", torch.bfloat16, shape)], bucket_bytes)
+    served, expected = torch.zeros(shape, dtype=torch.bfloat16), torch.zeros(shape, dtype=torch.bfloat16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "BLOCK_ELEMENTS", block)
+        for spans in layout.buckets:
+            bucket = torch.zeros(used_bytes(spans), dtype=torch.uint8)
+            for span in spans:
+                shard.copy_span(span, bucket)
+            unpack(bucket, spans, {"t": served})
+    expected.narrow(dim, begin, end - begin).copy_(part)
+    assert torch.equal(served, expected)
+    assert all(0 < stop - start <= block for start, stop in read)
+    assert sum(stop - start for start, stop in read) == part.numel(), "every element once"
