@@ -41,6 +41,7 @@ WITHIN_A_TIER = {
     ("strategy", "algorithm"): "a trainer computes the loss it is sent",
     ("strategy", "transfer"): "weights leave a trainer and enter an engine",
     ("engine", "model"): "the engine's cache is one of the model's attention plans",
+    ("cluster", "child"): "the local executor starts the ranks of a mesh in processes of their own",
     ("run", "model"): "adapters are merged into their model when a run is exported",
 }
 """Arrows between folders of one tier, and why they are there."""
@@ -120,7 +121,7 @@ def test_imports_within_a_tier_are_listed_with_a_reason() -> None:
 
 
 def test_the_cluster_knows_no_role() -> None:
-    assert {found.target for found in inside() if found.source == "cluster"} <= {"data", "config"}
+    assert {found.target for found in inside() if found.source == "cluster"} <= {"child", "data", "config"}
 
 
 def test_ray_is_imported_in_the_cluster_only() -> None:

@@ -32,10 +32,12 @@ def command(module: str) -> str:
     return f"import sys; sys.path[:] = sys.argv[3:]; from {module} import main; main()"
 
 
-def connect() -> socket.socket:
-    """The connection to the parent, whose socket and process id are on the command line."""
+def connect(*, killed_first: bool = True) -> socket.socket:
+    """The connection to the parent, whose socket and process id are on the command line. `killed_first`: when memory runs
+    out, the system ends this process before others."""
     _die_with(int(sys.argv[2]))
-    _be_killed_first_when_memory_runs_out()
+    if killed_first:
+        _be_killed_first_when_memory_runs_out()
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     cast(TextIO, sys.stdout).reconfigure(line_buffering=True)  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from roll.cluster.errors import CallTimedOut, first_of
 from roll.cluster.executor import Executor, Handle
-from roll.cluster.worker import Dispatch, Place, Worker, parallel_of
+from roll.cluster.worker import Dispatch, Place, SharedArguments, Worker, parallel_of
 from roll.config.errors import RunError
 from roll.data.batch import Batch
 from roll.data.columns import Indices
@@ -127,11 +127,11 @@ class Cluster(Generic[W]):
         call, however it is dispatched, and the first rank's result is the result."""
         how = parallel_of(method)
         if self.is_group:
-            return (await self._together([self._call(h, method, args, kwargs) for h in self._handles]))[0]
+            return (await self._on_all(method, args, kwargs))[0]
         if how.dispatch is Dispatch.ONE or (how.dispatch is Dispatch.DATA and len(self) == 1):
             return await self._call(self._handles[0], method, args, kwargs)
         if how.dispatch is Dispatch.ALL:
-            return (await self._together([self._call(h, method, args, kwargs) for h in self._handles]))[0]
+            return (await self._on_all(method, args, kwargs))[0]
         whole, parts = _split(method, args, len(self))
         calls = [
             self._call(handle, method, [arg.select(part) if isinstance(arg, Batch) else arg for arg in args], kwargs)
@@ -147,9 +147,14 @@ class Cluster(Generic[W]):
     @overload
     async def call_each(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
     async def call_each(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Calls a `@parallel` method with the same arguments on every worker; one result each, by rank."""
+        """Calls a `@parallel` method with the same arguments on every worker; one result each, by rank. Of the ranks of a
+        mesh only a method for all workers has one on each."""
+        if self.is_group and parallel_of(method).dispatch is not Dispatch.ALL:
+            raise TypeError(
+                f"{method.__qualname__} has no result of its own on each rank: only methods for all workers have"
+            )
         parallel_of(method)
-        return await self._together([self._call(h, method, args, kwargs) for h in self._handles])
+        return await self._on_all(method, args, kwargs)
 
     @overload
     async def call_rank(
@@ -176,6 +181,10 @@ class Cluster(Generic[W]):
             raise
         finally:
             del self._pending[key]
+
+    async def _on_all(self, method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+        shared = SharedArguments(args)
+        return await self._together([self._call(handle, method, shared, kwargs) for handle in self._handles])
 
     @staticmethod
     async def _together(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:

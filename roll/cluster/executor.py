@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from roll.child.together import together
+from roll.cluster.process_handle import ProcessHandle
 from roll.cluster.worker import Place, Worker
 from roll.config.errors import RunError
 from roll.data.batch import Batch
 
 W = TypeVar("W", bound=Worker)
+
+_CLOSE_S = 10.0
+"""For workers in processes of their own to close; then they are ended."""
 
 
 class Handle(Protocol):
@@ -124,18 +130,27 @@ class LocalHandle:
 
 
 class LocalExecutor:
-    """Every worker in this process; a call is a call. Roles take turns, nothing is pickled, a debugger works."""
+    """Every worker in this process; a call is a call. Roles take turns, nothing is pickled, a debugger works. Only the
+    ranks of a mesh have a process each, because they compute at the same time."""
 
-    def __init__(self, deadline_s: float = 1800.0) -> None:
+    def __init__(self, deadline_s: float = 1800.0, start_deadline_s: float = 300.0) -> None:
+        """`start_deadline_s`: seconds that workers in processes of their own may take to start."""
         self.deadline_s = deadline_s
-        self.controller_bytes = 0
+        self._start_s = start_deadline_s
         self._workers: list[Worker] = []
+        self._processes: list[ProcessHandle] = []
+        self._log_dir: Path | None = None
+
+    @property
+    def controller_bytes(self) -> int:
+        return sum(handle.bytes for handle in self._processes)
 
     def connect(self) -> None:
         """Workers are started here."""
 
     def write_logs_to(self, folder: Path) -> None:
-        """What workers in this process print stays where it is."""
+        """What workers in this process print stays where it is; the others have a file each."""
+        self._log_dir = folder
 
     def reserve(self, places: Sequence[Place], spares: Sequence[Place] = ()) -> None:
         """This process has its devices already."""
@@ -148,23 +163,53 @@ class LocalExecutor:
 
     async def start(self, make: Callable[[Place], W], places: Sequence[Place]) -> list[Handle]:
         handles: list[Handle] = []
+        processes: list[ProcessHandle] = []
         for place in places:
+            if place.mesh is not None:
+                processes.append(ProcessHandle(place, make, self._log_of(place)))
+                handles.append(processes[-1])
+                continue
             worker = make(place)
             self._workers.append(worker)
             handles.append(LocalHandle(worker))
+        self._processes += processes
+        if processes:
+            starts = together(handle.start() for handle in processes)
+            await self._in_time(starts, f"the workers of {places[0].role} have")
         return handles
 
     async def keep_spare(self, handle: Handle, warm: Callable[[], None]) -> None:
-        """A worker of this process is not restarted."""
+        """Processes of this machine start soon enough."""
 
     async def restart(self, handle: Handle) -> None:
+        if isinstance(handle, ProcessHandle):
+            await self._in_time(handle.restart(), f"{handle.place.name} has")
+            return
         raise RunError(
             f"{handle.place.name} cannot be restarted: local workers share this process. Restart the run, or write "
             "executor=ray"
         )
 
     async def close(self) -> None:
-        async with AsyncExitStack() as stack:
-            for worker in self._workers:
-                stack.push_async_callback(worker.close)
-            self._workers = []
+        processes, self._processes = self._processes, []
+        try:
+            # waits: each is ended after the time it has
+            await asyncio.gather(*(handle.close(_CLOSE_S) for handle in processes))
+        finally:
+            async with AsyncExitStack() as stack:
+                for worker in self._workers:
+                    stack.push_async_callback(worker.close)
+                self._workers = []
+
+    def _log_of(self, place: Place) -> Path | None:
+        return None if self._log_dir is None else self._log_dir / f"{place.role}-{place.rank}.log"
+
+    async def _in_time(self, starts: Awaitable[Any], who: str) -> None:
+        limit = asyncio.timeout(self._start_s)
+        try:
+            async with limit:
+                await starts
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise RunError(f"{who} not started within {self._start_s:g} s (ray.start_deadline_s)") from None

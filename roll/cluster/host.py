@@ -21,7 +21,7 @@ from typing import Any
 import cloudpickle
 
 from roll.cluster.errors import Failure
-from roll.cluster.worker import Place, Worker, crowded_methods, parallel_of
+from roll.cluster.worker import Dispatch, Parallel, Place, Worker, crowded_methods, parallel_of
 from roll.config.errors import RunError, UserError
 from roll.data.batch import Batch
 from roll.data.columns import Block, Columns, Elsewhere, TokenColumn, away, put_away
@@ -48,9 +48,10 @@ class Started:
 
 
 class Host:
-    """One worker's process, without the executor that runs it: `get` and `put` are its way to shared memory."""
+    """One worker's process, without the executor that runs it: `get` and `put` are its way to shared memory. Without
+    `put`, token columns of results travel whole."""
 
-    def __init__(self, place: Place, log: Path | None, get: Get, put: Put) -> None:
+    def __init__(self, place: Place, log: Path | None, get: Get, put: Put | None) -> None:
         self._place = place
         self._log = log
         self._get, self._put = get, put
@@ -75,7 +76,8 @@ class Host:
     async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Answer | Failure:
         assert self._worker is not None, "a worker is started before it is called"
         function = getattr(self._worker, method)
-        answers: tuple[type[Exception], ...] = (UserError, RunError, *parallel_of(function).raises)
+        how = parallel_of(function)
+        answers: tuple[type[Exception], ...] = (UserError, RunError, *how.raises)
         try:
             args = [await self._here(arg) for arg in args]
             kwargs = {name: await self._here(arg) for name, arg in kwargs.items()}
@@ -83,7 +85,7 @@ class Host:
             if inspect.isawaitable(result):
                 # waits: the caller has a deadline
                 result = await result
-            return Answer(self._left_here(result))
+            return Answer() if self._is_repeated(how) else Answer(self._left_here(result))
         except answers as error:
             return self._answer(error, method)
         except asyncio.CancelledError:
@@ -114,14 +116,22 @@ class Host:
         fetched = dict(zip(map(id, refs), await self._get(refs), strict=True)) if refs else {}
         return arg.resolved(lambda wanted: [fetched[id(ref)] for ref in wanted])
 
+    def _is_repeated(self, how: Parallel) -> bool:
+        """Whether the result is the first rank's too, from whom the caller takes it: all ranks of a mesh compute a call
+        together, and only a method for all workers has something to say on each."""
+        return self._place.mesh is not None and self._place.rank > 0 and how.dispatch is not Dispatch.ALL
+
     def _left_here(self, result: Any) -> Any:
         """References in place of token columns."""
+        put = self._put
+        if put is None:
+            return result
         if isinstance(result, TokenColumn):
-            return put_away(result, self._put)
+            return put_away(result, put)
         if isinstance(result, Block):
-            return away(result, self._put)
+            return away(result, put)
         if isinstance(result, Batch):
-            tokens = {n: put_away(c, self._put) for n, c in result.columns.items() if isinstance(c, TokenColumn)}
+            tokens = {n: put_away(c, put) for n, c in result.columns.items() if isinstance(c, TokenColumn)}
             return result.with_columns(**tokens)
         if isinstance(result, list):
             return [self._left_here(each) for each in result]

@@ -78,6 +78,12 @@ def crowded_methods(worker: type) -> frozenset[str]:
     return frozenset(name for name, mark in marks if isinstance(mark, Parallel) and mark.crowded)
 
 
+class SharedArguments(tuple[Any, ...]):
+    """Arguments of a call that several workers get: who sends them to other processes packs the call once."""
+
+    packed: bytes | None = None
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a worker is: its role, its number in it, and the device it computes on."""

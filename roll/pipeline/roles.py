@@ -187,7 +187,7 @@ class Roles(TrainRoles):
 def make_executor(config: Config) -> Executor:
     """The executor the config names; nothing is started or joined yet."""
     if config.executor == "local":
-        return LocalExecutor(config.ray.call_deadline_s)
+        return LocalExecutor(config.ray.call_deadline_s, config.ray.start_deadline_s)
     try:
         from roll.cluster.ray_executor import RayExecutor
     except ModuleNotFoundError as error:

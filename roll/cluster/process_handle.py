@@ -1,0 +1,204 @@
+"""A worker of the `local` executor in a process of its own, as each rank of a sharded trainer is.
+
+What always holds: a call ends in its answer, or in `WorkerDied` once the process has ended, however that happened; calls
+begin there in the order in which they were made here; killing the process kills all that it started; the process ends
+with this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from roll.child.frames import HEADER
+from roll.child.inside import command
+from roll.child.process import Child
+from roll.cluster.errors import CallTimedOut, Failure, WorkerDied, WorkerError
+from roll.cluster.host import Answer, Started, unsent
+from roll.cluster.process_main import NUMBER, Call, Close, Start
+from roll.cluster.worker import Place, SharedArguments, Worker
+from roll.config.errors import RunError
+
+_COMMAND = command("roll.cluster.process_main")
+_CHUNK_BYTES = 1 << 20
+_REAP_S = 5.0
+"""For a process that broke its connection to end, so that what ended it can be told."""
+_END_S = 60.0
+"""For a killed process to be gone: one with much memory takes a while."""
+
+
+class ProcessHandle:
+    in_process = False
+
+    def __init__(self, place: Place, make: Callable[[Place], Worker], log: Path | None) -> None:
+        self.place = place
+        self.incarnation = 0
+        self.bytes = 0
+        """Of calls and results so far."""
+        self._make = make
+        self._log = log
+        self._where = "not started yet"
+        self._connection: _Connection | None = None
+
+    async def start(self) -> None:
+        """Starts the process and makes the worker in it; the executor bounds how long that may take. A start that fails
+        or is given up leaves no process."""
+        if self._log is not None:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+        child = await Child.start(_COMMAND, self._log, _environment(self.place))
+        self._connection = _Connection(child, self.place.name, self._log)
+        try:
+            started: Started = await self._ask(cloudpickle.dumps(Start(self.place, self._log, self._make)), "its start")
+        except BaseException:
+            child.kill()
+            raise
+        self._where = started.where
+
+    async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return await self._ask(self._packed(method, args, kwargs), method)
+
+    async def ping(self, deadline_s: float) -> None:
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._reached.ask(b"")
+        except TimeoutError:
+            raise CallTimedOut(self.place.name, "ping", deadline_s) from None
+
+    async def end(self, deadline_s: float) -> None:
+        """Kills the process; returns once it is gone, and what it had of its devices with it."""
+        if self._connection is not None and not await self._connection.end(deadline_s):
+            raise RunError(f"{self.place.name} ({self._where}) could not be ended within {deadline_s:g} s")
+
+    async def restart(self) -> None:
+        await self.end(_END_S)
+        await self.start()
+        self.incarnation += 1
+
+    async def close(self, deadline_s: float) -> None:
+        """Closes the worker, then ends its process, also if closing fails or takes too long."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._ask(cloudpickle.dumps(Close()), "close")
+        except (TimeoutError, RunError):
+            pass  # it is ended now, which is all that closing is for then
+        finally:
+            await self.end(_END_S)
+
+    @property
+    def _reached(self) -> _Connection:
+        if self._connection is None:
+            raise WorkerDied(self.place.name, "its process was not started", self._log)
+        return self._connection
+
+    def _packed(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
+        if isinstance(args, SharedArguments) and args.packed is not None:
+            return args.packed
+        try:
+            packed = bytes(cloudpickle.dumps(Call(method, tuple(args), kwargs)))
+        except Exception as error:
+            raise TypeError(f"{self.place.name}.{method} cannot be called with what cannot be sent: {error}") from error
+        if isinstance(args, SharedArguments):
+            args.packed = packed
+        return packed
+
+    async def _ask(self, packed: bytes, method: str) -> Any:
+        said = await self._reached.ask(packed)
+        self.bytes += len(packed) + len(said)
+        try:
+            answer: Answer | Failure = cloudpickle.loads(said)
+        except Exception as error:
+            answer = unsent(Failure.of(error, self.place.name, method, self._where))
+        if isinstance(answer, Failure):
+            raise WorkerError(answer)
+        if answer.error is not None:
+            raise answer.error
+        return answer.value
+
+
+class _Connection:
+    """Requests to one process and their answers. A request that was given up is still sent, and its answer ignored."""
+
+    def __init__(self, child: Child, worker: str, log: Path | None) -> None:
+        self._child = child
+        self._worker = worker
+        self._log = log
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[memoryview]] = {}
+        self._outgoing: asyncio.Queue[tuple[bytes, ...]] = asyncio.Queue()
+        self._sending = asyncio.create_task(self._send())
+        self._reading = asyncio.create_task(self._read())
+
+    async def ask(self, request: bytes) -> memoryview:
+        """The answer to a request; that to an empty one, a ping, is empty."""
+        if self._reading.done():
+            raise self._death()
+        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        self._outgoing.put_nowait((HEADER.pack(NUMBER.size + len(request)) + NUMBER.pack(number), request))
+        try:
+            # waits: `Cluster` bounds every call, the executor every start
+            found: memoryview = await answer
+            return found
+        finally:
+            del self._waiting[number]
+
+    async def end(self, deadline_s: float) -> bool:
+        """Kills the process, also if it is stopped; whether it was gone in time."""
+        self._child.kill()
+        await asyncio.wait({self._child.exit}, timeout=deadline_s)
+        if not self._child.exit.done():
+            return False
+        await asyncio.wait({self._reading}, timeout=deadline_s)
+        return True
+
+    async def _send(self) -> None:
+        """A piece at a time, so that what several workers are sent is in memory once."""
+        try:
+            while True:
+                # waits: for as long as the process lives
+                for part in await self._outgoing.get():
+                    view = memoryview(part)
+                    for begin in range(0, len(view), _CHUNK_BYTES):
+                        self._child.writer.write(view[begin : begin + _CHUNK_BYTES])
+                        # waits: until the process has taken most of it, or has ended
+                        await self._child.writer.drain()
+        except OSError:
+            pass  # the process has ended, which `_read` notices too
+
+    async def _read(self) -> None:
+        """Until the process ends; whoever waits for an answer then hears of it."""
+        reader = self._child.reader
+        try:
+            while True:
+                # waits: for as long as the process lives
+                (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+                # waits: the process has begun to send it
+                payload = await reader.readexactly(size)
+                (number,) = NUMBER.unpack_from(payload)
+                answer = self._waiting.get(number)
+                if answer is not None and not answer.done():
+                    answer.set_result(memoryview(payload)[NUMBER.size :])
+        except (asyncio.IncompleteReadError, OSError):
+            pass
+        finally:
+            self._child.kill()
+            await asyncio.wait({self._child.exit}, timeout=_REAP_S)
+            self._child.writer.transport.abort()
+            self._sending.cancel()
+            for answer in self._waiting.values():
+                if not answer.done():
+                    answer.set_exception(self._death())
+
+    def _death(self) -> WorkerDied:
+        return WorkerDied(self._worker, f"its process {self._child.obituary()}", self._log)
+
+
+def _environment(place: Place) -> dict[str, str]:
+    """Libraries read these when they are imported."""
+    threads = {"OMP_NUM_THREADS": str(place.threads)} if place.threads else {}
+    return threads | ({"CUDA_VISIBLE_DEVICES": ""} if place.device == "cpu" else {})

@@ -1,0 +1,148 @@
+"""The process of a worker that the `local` executor runs apart from its own.
+
+Methods run in the main thread, where numeric libraries expect them. Calls begin in the order in which they arrived; a
+method that is a coroutine lets others run while it waits. A second thread reads the connection and answers pings, also
+while a method computes.
+
+The process ends with its parent, and only then: signals that a job scheduler or a terminal sends to all processes of a
+job are the parent's to handle, which may want to save first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from roll.child.frames import HEADER, read_payload
+from roll.child.inside import connect
+from roll.cluster.errors import Failure
+from roll.cluster.host import Answer, Host, unsent, where
+from roll.cluster.worker import Place, Worker
+from roll.config.errors import RunError
+from roll.data.columns import Columns
+
+NUMBER = struct.Struct("!Q")
+"""Every payload begins with the number of its request; one that has nothing else is a ping or its answer."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Makes the worker."""
+
+    place: Place
+    log: Path | None
+    make: Callable[[Place], Worker]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Calls a method of the worker."""
+
+    method: str
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Close:
+    """Closes the worker; the process then ends."""
+
+
+class _Server:
+    def __init__(self, connection: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+        self._connection = connection
+        self._loop = loop
+        self._writing = threading.Lock()
+        self._host: Host | None = None
+        self._name = "a worker"
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.closed = asyncio.Event()
+
+    def read(self) -> None:
+        """In a thread of its own, until the parent is gone, and this process with it."""
+        stream = io.BufferedReader(socket.SocketIO(self._connection, "r"))
+        while (payload := read_payload(stream)) is not None:
+            if len(payload) == NUMBER.size:
+                self._send(payload)
+            else:
+                self._loop.call_soon_threadsafe(self._begin, payload)
+        os._exit(0)
+
+    def _begin(self, payload: bytes) -> None:
+        (number,) = NUMBER.unpack_from(payload)
+        try:
+            request = cloudpickle.loads(memoryview(payload)[NUMBER.size :])
+        except Exception as error:
+            self._answer(number, unsent(Failure.of(error, self._name, "a call", where())))
+            return
+        task = self._loop.create_task(self._serve(number, request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, number: int, request: Start | Call | Close) -> None:
+        self._answer(number, await self._done(request))
+        if isinstance(request, Close):
+            self.closed.set()
+
+    async def _done(self, request: Start | Call | Close) -> Answer | Failure:
+        if isinstance(request, Start):
+            self._name = request.place.name
+            self._host = Host(request.place, request.log, _get, None)
+            return await self._host.start(request.make)
+        assert self._host is not None, "a worker is started before it is called"
+        if isinstance(request, Call):
+            return await self._host.call(request.method, request.args, request.kwargs)
+        try:
+            await self._host.close()
+        except Exception as error:
+            return Failure.of(error, self._name, "close", where())
+        return Answer()
+
+    def _answer(self, number: int, answer: Answer | Failure) -> None:
+        try:
+            packed = cloudpickle.dumps(answer)
+        except Exception as error:
+            packed = cloudpickle.dumps(unsent(Failure.of(error, self._name, "a result", where())))
+        self._send(NUMBER.pack(number), packed)
+
+    def _send(self, *parts: bytes) -> None:
+        with self._writing:
+            try:
+                self._connection.sendall(HEADER.pack(sum(map(len, parts))))
+                for part in parts:
+                    self._connection.sendall(part)
+            except OSError:  # the parent is gone
+                os._exit(0)
+
+
+async def _get(refs: Sequence[Any]) -> Sequence[Columns]:
+    raise RunError("a batch refers to tokens elsewhere, but the workers of the local executor are sent all tokens")
+
+
+def _leave_to_the_parent(number: int, _: Any) -> None:
+    print(f"got {signal.Signals(number).name}, which is for the run's controller to handle", file=sys.stderr)
+
+
+async def _main() -> None:
+    server = _Server(connect(killed_first=False), asyncio.get_running_loop())
+    threading.Thread(target=server.read, name="reader", daemon=True).start()
+    # waits: until the parent closes the worker; when the parent ends, so does this process
+    await server.closed.wait()
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave_to_the_parent)
+    asyncio.run(_main())
