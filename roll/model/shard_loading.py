@@ -32,7 +32,8 @@ class SafeFolder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._open: dict[str, Any] = {}
+        self._open: tuple[str, Any] | None = None
+        """The file that was read last: what of a file has been read stays in memory until it is closed."""
         if (folder / _INDEX).is_file():
             self._files: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
         elif (folder / _FILE).is_file():
@@ -57,9 +58,10 @@ class SafeFolder:
         return tensor
 
     def _file(self, name: str) -> Any:
-        if name not in self._open:
-            self._open[name] = safe_open(self._folder / name, "pt")
-        return self._open[name]
+        if self._open is None or self._open[0] != name:
+            self._open = None
+            self._open = name, safe_open(self._folder / name, "pt")
+        return self._open[1]
 
 
 @torch.no_grad()

@@ -24,6 +24,8 @@ class GroupWorker(DeviceWorker):
         """A subclass sets what `build` needs first: a worker that is no rank of a mesh builds its strategy here."""
         super().__init__(place, deterministic)
         self._store: TCPStore | None = None
+        self.rendezvous: Rendezvous | None = None
+        """Where the ranks have met."""
         if place.mesh is None:
             self.build(None)
 
@@ -54,6 +56,7 @@ class GroupWorker(DeviceWorker):
 
         assert self.place.mesh is not None, "only the ranks of a mesh meet"
         device = torch.device(self.place.device)
+        self.rendezvous = rendezvous
         self.build(RankGroup(self.place.rank, self.place.mesh, rendezvous, device, self._store))
 
 

@@ -1,10 +1,14 @@
-"""The reward model's role: scores conversations, those that wait together in the trainer's micro-batches."""
+"""The reward model's role: scores conversations, those that wait together in the trainer's micro-batches.
+
+Of a model over several ranks the first one is asked, and gives the others their orders.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from jinja2 import TemplateError
@@ -18,21 +22,43 @@ from roll.workers.turn import Turn
 
 if TYPE_CHECKING:  # those who only ask it do without torch
     from roll.strategy.shelf import Level
+    from roll.strategy.train.base import RewardStrategy
     from roll.strategy.train.sharded.group import RankGroup
+    from roll.workers.orders import Orders
+
+_log = logging.getLogger(__name__)
 
 
 class RewardModelWorker(GroupWorker):
     def __init__(self, place: Place, config: Config) -> None:
         self._config = config
+        self._strategy: RewardStrategy | None = None
         self._turn = Turn()
         self._waiting: list[tuple[IntArray, asyncio.Future[float | None]]] = []
         self._scoring: asyncio.Task[None] | None = None
+        self._orders: Orders | None = None
+        self._following: asyncio.Task[None] | None = None
+        self._holds: asyncio.Queue[None] = asyncio.Queue()
+        """One entry per order to hold that this rank has carried out."""
         super().__init__(place, config.deterministic)
 
     def build(self, group: RankGroup | None) -> None:
         from roll.strategy.train.make import make_scorer
 
         self._strategy, self._tokenizer, self._longest = make_scorer(self._config, self.place, group)
+        if group is None:
+            return
+        from roll.workers.orders import Orders
+
+        assert self.rendezvous is not None
+        self._orders = Orders(self.rendezvous, group.ranks - 1)
+        if not self.is_first:
+            self._following = asyncio.get_running_loop().create_task(self._follow(self._orders))
+
+    @property
+    def strategy(self) -> RewardStrategy:
+        assert self._strategy is not None, "the ranks of a role meet before they compute"
+        return self._strategy
 
     @parallel(Dispatch.ONE, raises=(ValueError,))
     async def score(self, messages: Sequence[Message]) -> float | None:
@@ -48,20 +74,43 @@ class RewardModelWorker(GroupWorker):
         return await answer
 
     @parallel(Dispatch.ALL)
-    def hold(self, level: Level) -> None:
+    async def hold(self, level: Level) -> None:
         """Keeps so much on the device and lays the rest aside in host memory; below `all` nothing is scored."""
+        if not self.is_first:
+            # waits: for the first rank, which is called too; a call has a deadline
+            await self._holds.get()
+            return
         if level != "all":
             self._turn.end()
             for _, answer in self._taken():
                 if not answer.done():
                     answer.set_result(None)
-        self._strategy.hold(level)
+        if self._orders is not None:
+            self._orders.give(level)
+        self.strategy.hold(level)
         if level == "all":
             self._turn.begin()
 
+    async def _follow(self, orders: Orders) -> None:
+        """Does what the first rank does: scores conversations, or holds a level."""
+        while True:
+            # waits: for as long as the first rank lives, and this process with it
+            order = await orders.next()
+            if isinstance(order, str):
+                self.strategy.hold(cast("Level", order))
+                self._holds.put_nowait(None)
+                continue
+            try:
+                self.strategy.scores(order)
+            except Exception:  # the first rank has it too, and says it to whoever asked
+                _log.exception("scores with the other ranks")
+
     async def close(self) -> None:
-        if self._scoring is not None:
-            self._scoring.cancel()
+        for task in (self._scoring, self._following):
+            if task is not None:
+                task.cancel()
+        if self._strategy is not None:
+            self._strategy.close()
 
     def _tokens(self, messages: Sequence[Message]) -> IntArray:
         try:
@@ -79,7 +128,9 @@ class RewardModelWorker(GroupWorker):
         while self._waiting:
             some = self._taken()
             try:
-                scores = self._strategy.scores([ids for ids, _ in some])
+                if self._orders is not None:
+                    self._orders.give([ids for ids, _ in some])
+                scores = self.strategy.scores([ids for ids, _ in some])
             except Exception as error:
                 for _, answer in some:
                     if not answer.done():

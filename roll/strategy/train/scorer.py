@@ -86,5 +86,6 @@ def _batch(conversations: Sequence[IntArray]) -> Batch:
     offsets = np.cumsum([0, *map(len, conversations)])
     mask = np.zeros(offsets[-1], np.bool_)
     mask[offsets[1:] - 1] = True
-    heat = np.ones(len(conversations), np.float32)
-    return Batch(offsets, {"ids": np.concatenate(conversations).astype(np.int32), "loss_mask": mask, "temperature": heat})
+    heat, group = np.ones(len(conversations), np.float32), np.arange(len(conversations))
+    ids = np.concatenate(conversations).astype(np.int32)
+    return Batch(offsets, {"ids": ids, "loss_mask": mask, "temperature": heat, "group": group})
