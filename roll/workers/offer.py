@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from roll.transfer.broadcast import BroadcastGroup
+from roll.transfer.broadcast import BroadcastBackend, BroadcastGroup
 from roll.transfer.channel import Handle
 from roll.transfer.stream import Manifest
 
@@ -31,12 +31,11 @@ class Meeting:
     address: str
     port: int
     ranks: dict[int, int]
-    """Number in the company of each engine, by its rank in its role."""
+    """Number in the group of each engine, by its rank in its role."""
+    backend: BroadcastBackend
     deadline_s: float
 
     def join(self, rank: int, device: str) -> BroadcastGroup:
         """Returns once all have come. Blocks: call it in a thread."""
-        backend: Literal["gloo", "nccl"] = "nccl" if device.startswith("cuda") else "gloo"
-        return BroadcastGroup(
-            rank, len(self.ranks) + 1, self.address, self.port, backend, self.deadline_s, torch.device(device)
-        )
+        on = torch.device(device if self.backend == "nccl" else "cpu")
+        return BroadcastGroup(rank, len(self.ranks) + 1, self.address, self.port, self.backend, self.deadline_s, on)

@@ -2,18 +2,21 @@
 
 What always holds: when it returns, every engine has verified that it holds the actor's bytes; an engine that has not
 serves nothing. Engines in the actor's process use its parameters, so nothing moves; to others the weights travel in
-buckets, by the path that suits where they are.
+buckets, by the path that suits where they are. An actor of several ranks is called on all of them: each adds its shards
+to every bucket, and the first sends it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
-from roll.cluster import Cluster
+from roll.cluster import Cluster, Place
 from roll.config.errors import RunError
+from roll.transfer.broadcast import BroadcastBackend
 from roll.transfer.stream import stream
 from roll.workers.infer import InferWorker
 from roll.workers.offer import SLOTS, Meeting, Offer, Path
@@ -34,7 +37,7 @@ async def publish(
     if actor.in_process and engines.in_process:
         await engines.call(InferWorker.load_weights, await actor.call(TrainWorker.weights, version))
         return
-    path = choose_path(actor, engines) if path == "auto" else path
+    path = choose_path(actor.places[0], engines.places) if path == "auto" else path
     for tries_left in reversed(range(TRIES)):
         offer = await actor.call(TrainWorker.offer, version, path)
         await engines.call(InferWorker.begin_weights, offer)
@@ -52,13 +55,21 @@ async def publish(
         _log.warning("version %d of the weights arrived damaged (%s): sending it again", version, said)
 
 
-def choose_path(actor: Cluster[TrainWorker], engines: Cluster[InferWorker]) -> Path:
-    """`cuda_ipc` if all are on one GPU, `shared_memory` if all are on one node, else `broadcast`."""
-    places = [*actor.places, *engines.places]
-    if len({place.node for place in places}) > 1:
+def choose_path(sender: Place, engines: Sequence[Place]) -> Path:
+    """How the weights travel from the trainer's first rank, which alone sends, wherever the other ranks are: `cuda_ipc`
+    if all engines are on its GPU, `shared_memory` if they are on its node, else `broadcast`."""
+    if any(place.node != sender.node for place in engines):
         return "broadcast"
-    devices = {place.device for place in places}
-    return "cuda_ipc" if len(devices) == 1 and "cpu" not in devices else "shared_memory"
+    one_gpu = sender.device != "cpu" and all(place.device == sender.device for place in engines)
+    return "cuda_ipc" if one_gpu else "shared_memory"
+
+
+def choose_backend(sender: Place, engines: Sequence[Place]) -> BroadcastBackend:
+    """`nccl` if the sender and every engine have a GPU of their own: NCCL refuses two ranks of a group on one GPU, such
+    as a trainer and an engine that take turns on it. Else `gloo`, through host memory."""
+    places = [sender, *engines]
+    gpus = {(place.node, place.device) for place in places if place.device != "cpu"}
+    return "nccl" if len(gpus) == len(places) else "gloo"
 
 
 async def _move(actor: Cluster[TrainWorker], engines: Cluster[InferWorker], offer: Offer, path: Path) -> None:
@@ -72,7 +83,9 @@ async def _move(actor: Cluster[TrainWorker], engines: Cluster[InferWorker], offe
 
 
 async def _broadcast(actor: Cluster[TrainWorker], engines: Cluster[InferWorker]) -> None:
-    meeting: Meeting = await actor.call(TrainWorker.meeting, [place.rank for place in engines.places], actor.deadline_s)
+    backend = choose_backend(actor.places[0], engines.places)
+    ranks = [place.rank for place in engines.places]
+    meeting: Meeting = await actor.call(TrainWorker.meeting, ranks, backend, actor.deadline_s)
     sending = asyncio.ensure_future(actor.call(TrainWorker.send_weights, meeting))
     receiving = asyncio.ensure_future(engines.call(InferWorker.receive_weights, meeting))
     both = (sending, receiving)

@@ -20,7 +20,7 @@ from roll.strategy.shelf import Level
 from roll.strategy.train.base import TrainStrategy, UpdateStats
 from roll.strategy.train.make import make_trainer
 from roll.strategy.train.single import SingleStrategy
-from roll.transfer.broadcast import BroadcastGroup
+from roll.transfer.broadcast import BroadcastBackend, BroadcastGroup
 from roll.transfer.stream import Sender
 from roll.transfer.weights import Weights
 from roll.workers.group import GroupWorker
@@ -84,9 +84,10 @@ class TrainWorker(GroupWorker):
     @parallel(Dispatch.ONE)
     def offer(self, version: int, path: Path) -> Offer:
         """Announces the weights as they are now; they must stay so until they were sent."""
+        prompt, log_probs = self.strategy.probe()
         sender = self._sending()
         sender.rebind(self.strategy.published())  # a turn elsewhere moves their storage
-        manifest = sender.manifest(version, *self.strategy.probe())
+        manifest = sender.manifest(version, prompt, log_probs)
         return Offer(manifest, sender.open(path, SLOTS) if path != "broadcast" and self.is_first else None)
 
     @parallel(Dispatch.ONE)
@@ -98,10 +99,10 @@ class TrainWorker(GroupWorker):
             self._sending().contribute(bucket)
 
     @parallel(Dispatch.ONE)
-    def meeting(self, engines: Sequence[int], deadline_s: float) -> Meeting:
+    def meeting(self, engines: Sequence[int], backend: BroadcastBackend, deadline_s: float) -> Meeting:
         """Where this trainer can be met by the engines of these ranks."""
         ranks = {engine: number + 1 for number, engine in enumerate(engines)}
-        return Meeting(BroadcastGroup.host(), BroadcastGroup.free_port(), ranks, deadline_s)
+        return Meeting(BroadcastGroup.host(), BroadcastGroup.free_port(), ranks, backend, deadline_s)
 
     @parallel(Dispatch.ALL)
     def leave_group(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,10 +89,12 @@ def test_what_is_laid_aside_frees_the_gpu_and_uses_its_host_memory_again() -> No
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_engine_receives_weights_after_it_was_laid_aside(device: str) -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["", "made-when-weights-come"])
+def test_an_engine_receives_weights_after_it_was_laid_aside(device: str, late: bool) -> None:
     trainer = SingleStrategy(model_of(device, torch.float32), character_tokenizer(), TrainConfig(lr=1e-2))
-    own = model_of(device, torch.float32)
-    engine = NativeStrategy(character_tokenizer(), max_running=4, exact=False, model=own)
+    own = [model_of(device, torch.float32)]
+    how: dict[str, Any] = {"make_model": own.pop} if late else {"model": own.pop()}  # made once, or it would be empty
+    engine = NativeStrategy(character_tokenizer(), max_running=4, exact=False, **how)
     for version in range(3):
         trainer.update(batch_of(version), LOSS, version)
         for level in ORDER:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from transformers import PreTrainedModel
+
 from roll.cluster.worker import Place
 from roll.config.schema import Config
 from roll.model.find import find_model
@@ -17,15 +19,18 @@ def _native(place: Place, config: Config) -> InferStrategy:
     from roll.strategy.infer.native import NativeStrategy
 
     source = find_model(config.model.path)
-    model = None
-    if config.executor != "local":  # in a process of its own it has weights of its own
-        model = load_model(source, choose_dtype(config.model.dtype, place.device), config.seed).to(place.device)
+    apart = config.executor != "local"
+
+    def make_model() -> PreTrainedModel:
+        return load_model(source, choose_dtype(config.model.dtype, place.device), config.seed).to(place.device)
+
     return NativeStrategy(
         load_tokenizer(source, config.model),
         max_running=config.rollout.max_running,
         exact=config.deterministic,
         kv_tokens=config.rollout.kv_tokens,
-        model=model,
+        model=make_model() if apart else None,  # in a process of its own it has weights of its own
+        make_model=make_model,
     )
 
 

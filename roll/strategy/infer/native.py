@@ -7,7 +7,7 @@ one completion; the engine steps only while somebody waits for results, and lets
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from torch import Tensor
@@ -36,11 +36,14 @@ class NativeStrategy:
         exact: bool,
         kv_tokens: int = 0,
         model: PreTrainedModel | None = None,
+        make_model: Callable[[], PreTrainedModel] | None = None,
     ) -> None:
-        """`model` is the engine's own, to receive weights into; without one it uses that of the weights it is given.
+        """`model` is the engine's own, to receive weights into; without one it uses that of the weights it is given, or
+        makes one with `make_model` when weights first come from another process.
         `kv_tokens`: what its cache holds at most, 0 for what the requests need, as far as memory goes."""
         self._tokenizer = tokenizer
         self._own_model = model
+        self._make_model = make_model
         self._shelf = Shelf(next(model.parameters()).device) if model is not None else None
         self._max_running = max_running
         self._exact = exact
@@ -110,8 +113,11 @@ class NativeStrategy:
         self._serve(engine, weights)
 
     def begin_loading(self, manifest: Manifest) -> Mapping[str, Tensor]:
-        assert self._own_model is not None, "an engine without a model of its own uses the trainer's"
         self._verified = False
+        if self._own_model is None:
+            assert self._make_model is not None, "an engine without a model of its own uses the trainer's"
+            self._own_model = self._make_model()
+            self._shelf = Shelf(self._own_model.device)
         return named_tensors(self._own_model)
 
     async def end_loading(self, manifest: Manifest) -> None:

@@ -13,6 +13,7 @@ from roll.strategy.train.optimizer import MasterAdamW
 from roll.strategy.train.passes import Passes
 from roll.strategy.train.sharded.build import ShardedModel
 from roll.strategy.train.sharded.group import RankGroup
+from roll.strategy.train.sharded.publish import sharded_source
 from roll.transfer.stream import TensorSource
 
 
@@ -32,7 +33,7 @@ class ShardedState:
 
     def published(self) -> TensorSource:
         """What engines are sent: collective."""
-        raise RunError("a sharded trainer does not publish yet")
+        return sharded_source(self._sharded.module, self._group, self._sharded.dtype)
 
     def hold(self, level: Level) -> None:
         """Keeps so much on the device and the rest in host memory."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +23,12 @@ from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.module import TrainModule, shard
 from roll.strategy.train.sharded.publish import served_dtype, sharded_source
 from roll.transfer import shards
+from roll.transfer.broadcast import BroadcastGroup
 from roll.transfer.digest import digests
 from roll.transfer.layout import specs_of
 from roll.transfer.merged import published_tensors
-from roll.transfer.stream import Receiver, Sender
+from roll.transfer.stream import Manifest, Receiver, Sender
+from roll.workers.offer import Meeting
 from tests.ranks import Ranks, ranks_of
 
 
@@ -265,3 +268,47 @@ def test_what_transformers_keeps_in_fp32_is_served_so() -> None:
     assert served("model.layers.0.mlp.experts.weight", one) == torch.bfloat16
     assert served("model.layers.0.mlp.experts.weight", one, torch.float32) == torch.float32
     assert served("model.count", number) == torch.int64
+
+
+OFFERED: dict[str, Sender] = {}
+"""The sender of each rank's process, between an offer and what is sent."""
+
+
+def offer(group: RankGroup, wanted: Model, bucket_bytes: int) -> Manifest:
+    OFFERED["sender"] = Sender(sharded_source(made_sharded(group, wanted), group, wanted.dtype), bucket_bytes)
+    return OFFERED["sender"].manifest(3, torch.zeros(2), torch.zeros(1))
+
+
+def broadcast(group: RankGroup, meeting: Meeting) -> None:
+    sender = OFFERED.pop("sender")
+    if group.is_first:
+        company = meeting.join(0, "cpu")
+        sender.broadcast(company)
+        company.close()
+    else:
+        sender.contribute_all()
+
+
+@pytest.mark.parametrize("adapters", [0, 2])
+def test_ranks_broadcast_to_engines_of_other_processes(two: Ranks, four: Ranks, adapters: int) -> None:
+    wanted = Model(rank=adapters, experts=4)
+    for ranks in (two, four):
+        manifest = ranks.run(offer, wanted, 500)[0]
+        meeting = Meeting("127.0.0.1", BroadcastGroup.free_port(), {0: 1, 1: 2}, "gloo", 60.0)
+        ranks.send(broadcast, meeting)
+
+        def receive(engine: int, meeting: Meeting = meeting, manifest: Manifest = manifest) -> Any:
+            received = {spec.name: torch.zeros(spec.shape, dtype=spec.dtype) for spec in manifest.layout.tensors}
+            receiver, company = Receiver(received), meeting.join(meeting.ranks[engine], "cpu")
+            receiver.begin(manifest)
+            receiver.receive(company)
+            company.close()
+            return receiver.finish(), received
+
+        with ThreadPoolExecutor(2) as threads:
+            found = list(threads.map(receive, range(2)))
+        for rank in range(ranks.shape.ranks):
+            ranks.answer(rank)
+        for wrong, received in found:
+            assert not wrong
+            assert digests(received) == digests(whole(wanted))
