@@ -5,7 +5,8 @@ counts wherever it is resident; what it works in (gradients, activations, logits
 pool is the largest sum over stages. On a CPU there is nowhere to go: an offloaded worker gives up its cache and keeps the
 rest. What leaves a GPU lies in its node's memory meanwhile.
 
-What a pass keeps and works in is `roll.strategy.train.footprint`'s to say.
+What a pass keeps and works in is `roll.strategy.train.footprint`'s to say, and what the shards of a trainer over several
+devices add to it, `roll.devices.sharded_memory`'s.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from math import ceil
 
 import torch
 from transformers import PretrainedConfig
 
+from roll.cluster.mesh import MeshShape
+from roll.config.schema import LoraConfig
 from roll.config.workers import RoleConfig
 from roll.devices.inventory import Inventory, Kind
 from roll.devices.map import DeviceMap
+from roll.devices.sharded_memory import Peak, Purpose, Sizes, gathered_parts, shard_sizes, update_parts
 from roll.devices.stages import Stage, StageTable
 from roll.devices.workload import Workload
 from roll.engine.cache import SlotCache
@@ -33,21 +38,80 @@ from roll.strategy.shelf import Level
 from roll.strategy.train.budget import MOMENT_BYTES, Budget, spare
 from roll.strategy.train.footprint import Footprint, PackedSize, Spans
 from roll.strategy.train.layers import compiles
+from roll.strategy.train.sharded.sizes import ShardSizes
 
 RUNTIME = "interpreter and libraries"
 RUNTIME_BYTES = 700 << 20
 """The interpreter, torch, transformers and their libraries."""
 CACHE = "key-value cache"
+MASTERS = "master weights, fp32"
 MOMENTS = {"adamw": "optimizer moments, fp32", "adamw_8bit": "optimizer moments, 8 bits"}
 FULL = 0.9
 """The share of a pool that may be planned: the rest is for fragments, contexts and what nobody counts."""
 DRAW_BYTES = 12
 """For each logit an engine draws from: logits, scaled, and the mass of each."""
+PURPOSES: dict[str, Purpose] = {
+    "actor_train": "policy",
+    "reference": "frozen",
+    "critic": "critic",
+    "reward_model": "scorer",
+}
+"""What the model of a role that may be sharded is for."""
+WORKS_IN: dict[str, Stage] = {
+    "actor_train": "train",
+    "reference": "reference",
+    "critic": "critic",
+    "reward_model": "generate",
+}
+"""The stage in which such a role computes."""
 TORCH_DEVICE: dict[Kind, str] = {"cpu": "cpu", "gpu": "cuda"}
 
 
-Sizes = list[tuple[str, int]]
-"""Parts and their bytes."""
+def sharded_peak(
+    shape: PretrainedConfig,
+    mesh: MeshShape,
+    rows: int | PackedSize,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cuda",
+    checkpointed: bool = True,
+    compiled: bool = False,
+    several: bool = False,
+    purpose: Purpose = "policy",
+    adapters: LoraConfig | None = None,
+    optimizer: str = "adamw",
+) -> Peak:
+    """The memory of one rank of a sharded model at its fullest moment: masters, moments and all that a micro-batch of so
+    many rows (distinct tokens) adds, in an update, or in a forward pass of a model that does not learn.
+
+    `shape` is the transformers config of the model, `dtype` the precision that layers compute in. `several`: an update
+    has several micro-batches. The CUDA context, NCCL's buffers and fragments are not in it.
+
+    Example: `sharded_peak(AutoConfig.from_pretrained(path), MeshShape(1, 64), 24_576).bytes / 2**30`
+    """
+    size = rows if isinstance(rows, PackedSize) else PackedSize(rows, rows, (Spans(rows, 1, 1),))
+    sizes = shard_sizes(shape, mesh.shard, purpose, adapters)
+    model = ModelShape.of_classifier(shape) if purpose == "scorer" else ModelShape.of(shape, adapters)
+    footprint = Footprint(model, dtype, device, compiled)
+    state = sharded_state(sizes, dtype, purpose, optimizer)
+    if purpose in ("frozen", "scorer"):
+        working = [*gathered_parts(sizes, footprint), ("a forward pass", _forward_bytes(footprint, size))]
+    else:
+        predicts = purpose == "policy"
+        working = update_parts(sizes, footprint, size, checkpointed=checkpointed, several=several, predicts=predicts)
+    return Peak((*state, *working))
+
+
+def sharded_state(sizes: ShardSizes, dtype: torch.dtype, purpose: Purpose, optimizer: str) -> Sizes:
+    """What a rank keeps from stage to stage. Parameters that learn are fp32 masters, the others have the precision that
+    layers compute in, but for the words of a critic, which are kept as the rest of it."""
+    frozen = sizes.frozen * (4 if purpose == "critic" else dtype.itemsize)
+    found = [
+        ("weights", frozen),
+        (MASTERS, 4 * sizes.trained),
+        (MOMENTS[optimizer], MOMENT_BYTES[optimizer] * sizes.trained),
+    ]
+    return [part for part in found if part[1]]
 
 
 def train_working(footprint: Footprint, work: Workload, budget: Budget) -> Sizes:
@@ -81,13 +145,31 @@ def _activations(footprint: Footprint, size: PackedSize, checkpointed: bool) -> 
 
 def forward_working(footprint: Footprint, work: Workload, budget: Budget) -> Sizes:
     """What a pass without gradients over a micro-batch works in."""
-    needs = []
-    for size in work.micro_batches(budget.rows):
-        logits, _ = footprint.chunk_logits(size.predicting)
-        hidden = footprint.dtype.itemsize * footprint.model.hidden * (size.rows + size.predicting)
-        most = max(footprint.working_bytes(size), footprint.logits_bytes(logits) + hidden)
-        needs.append(most + footprint.mask_bytes(size))
-    return [("a forward pass", max(needs))]
+    return [("a forward pass", max(_forward_bytes(footprint, size) for size in work.micro_batches(budget.rows)))]
+
+
+def _forward_bytes(footprint: Footprint, size: PackedSize) -> int:
+    logits, _ = footprint.chunk_logits(size.predicting)
+    hidden = footprint.dtype.itemsize * footprint.model.hidden * (size.rows + size.predicting)
+    return max(footprint.working_bytes(size), footprint.logits_bytes(logits) + hidden) + footprint.mask_bytes(size)
+
+
+def sharded_working(sizes: ShardSizes, footprint: Footprint, work: Workload, budget: Budget, purpose: Purpose) -> Sizes:
+    """What a rank works in, with its part of the samples."""
+    if purpose in ("frozen", "scorer"):
+        return [*gathered_parts(sizes, footprint), *forward_working(footprint, work, budget)]
+    found = [
+        update_parts(
+            sizes,
+            footprint,
+            size,
+            checkpointed=budget.checkpointed,
+            several=work.several(budget.rows),
+            predicts=purpose == "policy",
+        )
+        for size in work.micro_batches(budget.rows)
+    ]
+    return max(found, key=lambda parts: sum(size for _, size in parts))
 
 
 def cache_bytes(shape: PretrainedConfig, dtype: torch.dtype, work: Workload, paged: bool = False) -> int:
@@ -174,6 +256,8 @@ class Model:
     """By role."""
     own: Mapping[str, tuple[PretrainedConfig, ModelShape]] = field(default_factory=dict)
     """Models of their own, by role."""
+    shards: Mapping[str, ShardSizes] = field(default_factory=dict)
+    """What a rank has of each sharded role's model."""
 
     def sizes_of(self, role: str) -> ModelShape:
         """The trainer alone has adapters."""
@@ -199,6 +283,8 @@ class _Worker:
     strategy: str
     devices: int = 1
     """That hold its weights together, of which this is one."""
+    ranks: int = 1
+    """Over which its role's samples are spread."""
 
 
 def estimate(map: DeviceMap, table: StageTable, model: Model, work: Workload) -> Estimate:
@@ -211,8 +297,8 @@ def estimate(map: DeviceMap, table: StageTable, model: Model, work: Workload) ->
     for stage in table.stages:
         found.update({(pool, stage): [] for pool in pools})
         found[hosts[0], stage].append(Part("controller", RUNTIME, RUNTIME_BYTES))
-        if map.executor == "ray":
-            for placement in map.roles.values():
+        for placement in map.roles.values():
+            if map.executor == "ray" or placement.mesh is not None:
                 for devices, place in zip(placement.workers, placement.places, strict=True):
                     found[hosts[devices[0].node], stage].append(Part(place.name, RUNTIME, RUNTIME_BYTES))
         for worker in workers:
@@ -246,8 +332,9 @@ def _workers(map: DeviceMap, hosts: Mapping[int, Pool]) -> list[_Worker]:
                 home = hosts[device.node]
                 pool = gpu(map.inventory, device.node, device.index) if device.kind == "gpu" else home
                 together = len(devices) if placement.on_gpus else 1
+                ranks = 1 if placement.mesh is None else placement.mesh.ranks
                 worker = _Worker(
-                    place.role, place.name, place.rank, device.kind, pool, home, placement.strategy, together
+                    place.role, place.name, place.rank, device.kind, pool, home, placement.strategy, together, ranks
                 )
                 workers.append(worker)
     return workers
@@ -272,7 +359,8 @@ def _pool_order(item: tuple[tuple[Pool, Stage], object]) -> tuple[bool, int, int
 def _resident(map: DeviceMap, worker: _Worker, level: Level, model: Model, work: Workload) -> tuple[Sizes, Sizes]:
     """What a worker keeps on its device in a stage, and what lies in its node's memory meanwhile."""
     kept = [(what, size // worker.devices) for what, size in _kept(map, worker, model, work)]
-    on_device = {"none": (), "weights": ("weights",), "all": tuple(what for what, _ in kept)}[level]
+    weights = ("weights", MASTERS) if worker.role in model.shards else ("weights",)
+    on_device = {"none": (), "weights": weights, "all": tuple(what for what, _ in kept)}[level]
     here = [size for size in kept if size[0] in on_device]
     away = [size for size in kept if size[0] not in on_device and size[0] != CACHE]
     if worker.kind == "cpu":
@@ -300,9 +388,11 @@ def _kept(map: DeviceMap, worker: _Worker, model: Model, work: Workload) -> Size
     """What a worker keeps from stage to stage."""
     role = worker.role
     dtype, sizes = model.dtypes[role], model.sizes_of(role)
+    if role in model.shards:
+        return sharded_state(model.shards[role], dtype, PURPOSES[role], work.optimizer)
     weights = ("weights", (sizes.parameters + sizes.adapters) * dtype.itemsize)
     if role in ("actor_train", "critic"):
-        masters = [] if dtype == torch.float32 else [("master weights, fp32", sizes.trained * 4)]
+        masters = [] if dtype == torch.float32 else [(MASTERS, sizes.trained * 4)]
         return [weights, *masters, (MOMENTS[work.optimizer], sizes.trained * MOMENT_BYTES[work.optimizer])]
     if role in ("actor_infer", "judge"):
         weights = ("weights", 0) if map.one_copy and role == "actor_infer" else weights
@@ -322,6 +412,8 @@ def _working(
     device = TORCH_DEVICE[worker.kind]
     compiled = compiles(work.compile, device, dtype, adapted=bool(sizes.adapters))
     footprint = Footprint(sizes, dtype, device, compiled)
+    if role in model.shards:
+        return _rank_working(worker, stage, model.shards[role], footprint, work, resident)
     if (role, stage) in (("actor_train", "train"), ("critic", "critic")):
         budget = work.budget(footprint, _spare(worker, resident, footprint, work, sizes.trained))
         return train_working(footprint, work, budget), budget
@@ -339,14 +431,38 @@ def _working(
     return [], None
 
 
-def _spare(worker: _Worker, resident: tuple[Part, ...], footprint: Footprint, work: Workload, trained: int) -> int | None:
+def _rank_working(
+    worker: _Worker, stage: Stage, sizes: ShardSizes, footprint: Footprint, work: Workload, resident: tuple[Part, ...]
+) -> tuple[Sizes, Budget | None]:
+    """The same of a rank, whose part of the samples is one of as many as there are ranks."""
+    role = worker.role
+    if (role, stage) == ("actor_train", "publish"):  # the probe's forward pass gathers parameters
+        transit = 2 * min(work.bucket_bytes, footprint.model.parameters * footprint.dtype.itemsize)
+        return [*gathered_parts(sizes, footprint), ("weights in transit", transit)], None
+    if stage != WORKS_IN[role]:
+        return [], None
+    work = work.of_role(role)
+    work = replace(work, groups=ceil(work.groups / worker.ranks))
+    transient = sizes.gathered_bytes(footprint.dtype.itemsize) + sizes.reducing_bytes(footprint.dtype.itemsize)
+    budget = work.budget(footprint, _spare(worker, resident, footprint, work, sizes.trained, transient))
+    return sharded_working(sizes, footprint, work, budget, PURPOSES[role]), budget
+
+
+def _spare(
+    worker: _Worker,
+    resident: tuple[Part, ...],
+    footprint: Footprint,
+    work: Workload,
+    trained: int,
+    transient_bytes: int = 0,
+) -> int | None:
     """What a trainer finds to spare on its GPU when it first looks, before it has moments."""
     if worker.kind == "cpu":
         return None
     if not worker.pool.capacity:
         return sys.maxsize
     there = sum(part.bytes for part in resident if (part.worker, part.what) != (worker.name, MOMENTS[work.optimizer]))
-    return spare(footprint, worker.pool.capacity - there, trained, work.optimizer)
+    return spare(footprint, worker.pool.capacity - there, trained, work.optimizer, transient_bytes)
 
 
 def largest(parts: Iterable[Part]) -> Part:

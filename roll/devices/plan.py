@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +13,8 @@ from roll.config.schema import Config
 from roll.devices.inventory import Inventory, this_machine
 from roll.devices.job import Job
 from roll.devices.map import SCORING_ROLES, DeviceMap, RolePlacement, make_map
-from roll.devices.memory import CACHE, FULL, Estimate, Model, Part, estimate, largest
+from roll.devices.memory import CACHE, FULL, PURPOSES, Estimate, Model, Part, estimate, largest
+from roll.devices.sharded_memory import shard_sizes
 from roll.devices.stages import StageTable, residency
 from roll.devices.workload import Workload
 from roll.devices.writes import Writes, planned_writes
@@ -21,6 +23,7 @@ from roll.model.find import find_model
 from roll.model.loading import choose_dtype, load_model_config
 from roll.model.shape import ModelShape
 from roll.strategy.train.budget import FEWEST_ROWS, Budget
+from roll.strategy.train.sharded.sizes import ShardSizes
 
 GIB = 2**30
 
@@ -53,10 +56,14 @@ def make_plan(config: Config, job: Job, inventory: Inventory | None = None) -> P
     map = make_map(config, inventory or this_machine(), roles_in_use=job.roles)
     shape = load_model_config(find_model(config.model.path))
     dtypes = {role: dtype_of(config, placed) for role, placed in map.roles.items() if placed.strategy}
-    model = Model(shape, ModelShape.of(shape, config.model.adapters), dtypes, _own_models(config, map))
-    offload, why = choose_offload(config, map, model, job.work)
+    own = _own_models(config, map)
+    model = Model(shape, ModelShape.of(shape, config.model.adapters), dtypes, own, _shards(config, map, shape, own))
+    work = job.work
+    if map.roles["actor_train"].mesh is not None and "actor_infer" in map.roles:  # engines are other processes
+        work = replace(work, bucket_bytes=config.weights.bucket_mb << 20)
+    offload, why = choose_offload(config, map, model, work)
     stages = residency(map, offload)
-    memory = estimate(map, stages, model, job.work)
+    memory = estimate(map, stages, model, work)
     return Plan(
         model=config.model.path,
         parameters=model.sizes.parameters,
@@ -69,8 +76,8 @@ def make_plan(config: Config, job: Job, inventory: Inventory | None = None) -> P
         memory=memory,
         roles=_roles(config, map),
         sizes=(*job.sizes, ("tokens a micro-batch", _micro_batch(memory.budgets["actor_train[0]"]))),
-        problem=_problem(config, map, stages, model, memory, job.work),
-        writes=planned_writes(config, map, model, job.work),
+        problem=_problem(config, map, stages, model, memory, work),
+        writes=planned_writes(config, map, model, work),
     )
 
 
@@ -97,6 +104,18 @@ def _own_models(config: Config, map: DeviceMap) -> dict[str, tuple[PretrainedCon
     if "reward_model" in map.roles:
         shape = load_classifier_config(find_model(config.roles.reward_model.model.path))
         found["reward_model"] = shape, ModelShape.of_classifier(shape)
+    return found
+
+
+def _shards(
+    config: Config, map: DeviceMap, shape: PretrainedConfig, own: Mapping[str, tuple[PretrainedConfig, ModelShape]]
+) -> dict[str, ShardSizes]:
+    """What a rank has of each sharded role's model."""
+    found = {}
+    for role, placed in map.roles.items():
+        if placed.mesh is not None:
+            of = own[role][0] if role in own else shape
+            found[role] = shard_sizes(of, placed.mesh.shard, PURPOSES[role], config.model.adapters)
     return found
 
 

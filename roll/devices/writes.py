@@ -76,10 +76,12 @@ def planned_writes(config: Config, map: DeviceMap, model: Model, work: Workload)
 
 
 def _trainer_bytes(role: str, model: Model, work: Workload) -> int:
-    """Of what a trainer saves: its weights, or adapters alone, and the optimizer's state."""
+    """Of what a trainer saves: its weights, or adapters alone, and the optimizer's state. A sharded one saves masters,
+    which are its weights."""
     sizes, dtype = model.sizes_of(role), model.dtypes[role]
-    masters = 0 if dtype == torch.float32 else 4 * sizes.trained
-    return sizes.trained * dtype.itemsize + masters + sizes.trained * MOMENT_BYTES[work.optimizer]
+    masters = 0 if dtype == torch.float32 and role not in model.shards else 4 * sizes.trained
+    weights = 0 if role in model.shards else sizes.trained * dtype.itemsize
+    return weights + masters + sizes.trained * MOMENT_BYTES[work.optimizer]
 
 
 def free_bytes(folder: Path) -> int:

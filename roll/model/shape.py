@@ -24,6 +24,7 @@ class ModelShape:
     layers: int
     hidden: int
     inner: int
+    """The size of an MLP's inner vector; with experts, of all that a token goes through."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -58,7 +59,7 @@ class ModelShape:
             output=0 if words is None else words.weight.numel(),
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
-            inner=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            inner=_inner(config),
             heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
@@ -85,3 +86,14 @@ class ModelShape:
     @property
     def keys(self) -> int:
         return self.kv_heads * self.head_dim
+
+
+def _inner(config: PretrainedConfig) -> int:
+    dense: int = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    if not experts:
+        return dense
+    of_one: int = getattr(config, "moe_intermediate_size", None) or dense
+    shared: int = getattr(config, "shared_expert_intermediate_size", None) or 0
+    active: int = config.num_experts_per_tok + (getattr(config, "n_shared_experts", None) or 0)
+    return of_one * active + shared

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from roll.strategy.train.footprint import Footprint
+from roll.strategy.train.sharded.sizes import ShardSizes, shards_of
 
 CPU_ROWS = 4096
 MOST_ROWS = 131_072
@@ -50,9 +51,10 @@ def choose(
     return Budget(max(rows, 1), checkpointed)
 
 
-def spare(footprint: Footprint, free_bytes: int, trained: int, optimizer: str) -> int:
-    """What of a GPU's free memory activations may take before the first update of so many trained parameters."""
-    to_come = (GRADIENT_BYTES + MOMENT_BYTES[optimizer]) * trained
+def spare(footprint: Footprint, free_bytes: int, trained: int, optimizer: str, transient_bytes: int = 0) -> int:
+    """What of a GPU's free memory activations may take before the first update of so many trained parameters.
+    `transient_bytes` is what a sharded model gathers and reduces in a pass."""
+    to_come = (GRADIENT_BYTES + MOMENT_BYTES[optimizer]) * trained + transient_bytes
     logits = 2 * footprint.logits_bytes(footprint.chunk_logits(MOST_ROWS)[0])
     return max(int(USED_SHARE * free_bytes) - to_come - logits, 0)
 
@@ -64,5 +66,11 @@ def spare_of(model: PreTrainedModel, footprint: Footprint, optimizer: str) -> in
         return None
     free: int = torch.cuda.mem_get_info(device)[0]
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    shards = shards_of(model)
+    if shards is not None:
+        sizes = ShardSizes.of(model, model.get_decoder().layers, model.get_output_embeddings(), shards)
+        item = footprint.dtype.itemsize
+        transient = sizes.gathered_bytes(item) + sizes.reducing_bytes(item)
+        return spare(footprint, free, sizes.trained, optimizer, transient)
     trained: int = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return spare(footprint, free, trained, optimizer)

@@ -21,6 +21,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
+from roll.strategy.train.sharded.sizes import cut_dim
+
 
 class TrainModule(nn.Module):
     """A decoder and what reads its hidden states, in one forward pass."""
@@ -52,13 +54,8 @@ def shard(
     offload = CPUOffloadPolicy() if on_host else OffloadPolicy()
     size = mesh.shape[-1]
 
-    def placement(parameter: nn.Parameter) -> Shard | None:
-        """The first dimension that divides evenly, of tensors with an expert dimension: cut unevenly, the fullest rank
-        would hold up to twice its share."""
-        if parameter.ndim < 3:
-            return None
-        even = [dim for dim in range(parameter.ndim) if parameter.shape[dim] % size == 0]
-        return Shard(even[0]) if even else None
+    def placement(parameter: nn.Parameter) -> Shard:
+        return Shard(cut_dim(parameter.shape, size))
 
     for part in exact:
         fully_shard(part, mesh=mesh, offload_policy=offload)
