@@ -13,6 +13,7 @@ from roll.strategy.train.optimizer import MasterAdamW
 from roll.strategy.train.passes import Passes
 from roll.strategy.train.sharded.build import ShardedModel
 from roll.strategy.train.sharded.group import RankGroup
+from roll.strategy.train.sharded.offload import ShardOffload
 from roll.strategy.train.sharded.publish import sharded_source
 from roll.transfer.stream import TensorSource
 
@@ -30,6 +31,7 @@ class ShardedState:
     ) -> None:
         self._sharded, self._optimizer, self._passes, self._group = sharded, optimizer, passes, group
         self._tokenizer, self._adapters = tokenizer, adapters
+        self._offload = ShardOffload(sharded.module, group.device)
 
     def published(self) -> TensorSource:
         """What engines are sent: collective."""
@@ -37,8 +39,7 @@ class ShardedState:
 
     def hold(self, level: Level) -> None:
         """Keeps so much on the device and the rest in host memory."""
-        if self._group.device.type == "cuda" and level != "all":
-            raise RunError("a sharded trainer does not leave its device yet")
+        self._offload.hold(level, {} if self._optimizer is None else self._optimizer.tensors())
 
     def save(self, folder: Path) -> None:
         """Begins a checkpoint: what it holds is captured when this returns."""
