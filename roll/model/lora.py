@@ -8,7 +8,7 @@ a model with fresh adapters is the model without them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -101,34 +101,40 @@ class Adapters:
         for layer in adapted_layers(self._model).values():
             layer.lora_dropout.train(on)
 
-    def save(self, folder: Path) -> None:
-        """Writes the adapters as `peft` does, and what they belong to."""
+    def save(self, folder: Path, values: Mapping[str, Tensor] | None = None) -> None:
+        """Writes the adapters as `peft` does, and what they belong to. `values` are those of the parameters, where the model
+        has only shards of them."""
         from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
         config: Any = self._model.peft_config[ADAPTER]
         config.save_pretrained(folder)
-        saved = {_saved_name(name): parameter.detach() for name, parameter in self._parameters().items()}
+        saved = {_saved_name(name): value.detach() for name, value in (values or self.parameters()).items()}
         save_file(saved, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         (folder / BASE_FILE).write_text(json.dumps(asdict(self._base), indent=2))
 
     def load(self, folder: Path) -> None:
-        """Reads what `save` wrote, into the parameters' own storage."""
+        """Reads what `save` wrote, into the parameters' own storage, of which this process may have shards."""
         import torch
-        from safetensors.torch import load_file
 
+        from roll.model.shard_loading import SafeFolder, copy_from
+
+        self.check_base(folder)
+        saved = SafeFolder(folder, WEIGHTS_FILE)
+        with torch.no_grad():
+            for name, parameter in self.parameters().items():
+                copy_from(saved, _saved_name(name), parameter)
+
+    def check_base(self, folder: Path) -> None:
+        """Raises if saved adapters belong to another model."""
         base = Base.of(folder)
         if not base.is_now(self._base):
             raise RunError(
                 f"the adapters in {folder} belong to {base.path}, but the run's model is now {self._base.path}: bring "
                 "the former back, or begin a new run"
             )
-        saved = load_file(folder / WEIGHTS_FILE)
-        with torch.no_grad():
-            for name, parameter in self._parameters().items():
-                parameter.copy_(saved[_saved_name(name)])
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
+    def parameters(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self._model.named_parameters() if is_adapter(name)}
 
 

@@ -1,4 +1,5 @@
-"""A checkpoint read into a sharded model: each rank reads its own slices, and no process ever holds the whole model.
+"""A model's files read into a model that may be sharded: each rank reads its own slices, and no process ever holds the
+whole model beside its own part.
 
 What always holds: beside its shards a rank holds one tensor at a time, or, where the model keeps several tensors of files
 as one (the experts of a layer), those of one layer. Every parameter is read exactly once or the load fails, naming it.
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -23,21 +24,36 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
 from roll.config.errors import UserError
+from roll.model.find import shards_of
+from roll.model.shard_folder import ShardedWeights
 
 _INDEX, _FILE = "model.safetensors.index.json", "model.safetensors"
 
 
-class SafeFolder:
-    """The tensors of a model folder's safetensors files, by name, read as they are asked for."""
+class Tensors(Protocol):
+    """Tensors in files, by name, of which parts can be read."""
 
-    def __init__(self, folder: Path) -> None:
+    def __contains__(self, name: object) -> bool: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def part(self, name: str, dim: int, begin: int, end: int) -> Tensor:
+        """A range of one dimension; all of a tensor that has none."""
+        ...
+
+
+class SafeFolder:
+    """The tensors of a folder's safetensors files, by name, read as they are asked for."""
+
+    def __init__(self, folder: Path, file: str = _FILE) -> None:
+        """Of a model, unless another `file` is named."""
         self._folder = folder
         self._open: tuple[str, Any] | None = None
         """The file that was read last: what of a file has been read stays in memory until it is closed."""
-        if (folder / _INDEX).is_file():
+        if file == _FILE and (folder / _INDEX).is_file():
             self._files: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
-        elif (folder / _FILE).is_file():
-            self._files = dict.fromkeys(self._file(_FILE).keys(), _FILE)
+        elif (folder / file).is_file():
+            self._files = dict.fromkeys(self._file(file).keys(), file)
         else:
             raise UserError(
                 f"model: {folder} has no {_FILE} and no {_INDEX}, which a sharded trainer reads slices of: save the "
@@ -47,12 +63,20 @@ class SafeFolder:
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file(self._files[name]).get_slice(name).get_shape())
+
     def whole(self, name: str) -> Tensor:
         tensor: Tensor = self._file(self._files[name]).get_tensor(name)
         return tensor
 
     def part(self, name: str, dim: int, begin: int, end: int) -> Tensor:
-        """A range of one dimension."""
+        """A range of one dimension; all of a tensor that has none."""
+        if not self.shape(name):
+            return self.whole(name)
         span = (slice(None),) * dim + (slice(begin, end),)
         tensor: Tensor = self._file(self._files[name]).get_slice(name)[span]
         return tensor
@@ -67,23 +91,55 @@ class SafeFolder:
 @torch.no_grad()
 def load_shards(model: PreTrainedModel, folder: Path) -> None:
     """Reads the folder's weights into the model's parameters and persistent buffers, of which this rank has shards."""
-    files, targets = SafeFolder(folder), dict(model.state_dict(keep_vars=True))
-    left = set(targets)
-    for name, found in _sources(model, files, targets).items():
-        if callable(found):
-            for target, tensor in found().items():
-                if target in targets:
-                    _copy(targets[target], partial(_narrow, tensor))
-                    left.discard(target)
-        elif name in targets:
-            _copy(targets[name], partial(files.part, found))
-            left.discard(name)
-    tied = {name for name in left if any(targets[name] is targets[other] for other in targets if other not in left)}
+    targets = dict(model.state_dict(keep_vars=True))
+    shards = shards_of(folder)
+    read = _read_files(model, SafeFolder(folder), targets) if shards is None else _read_shards(folder, shards, targets)
+    left = targets.keys() - read
+    tied = {name for name in left if any(targets[name] is targets[other] for other in read)}
     if missing := sorted(left - tied):
         raise UserError(
             f"model: {folder} has no weights for {missing[0]!r}{f' and {len(missing) - 1} more' if missing[1:] else ''}: "
             f"is it a {type(model).__name__}?"
         )
+
+
+def _read_files(model: PreTrainedModel, files: SafeFolder, targets: dict[str, Tensor]) -> set[str]:
+    """Reads the tensors of files as `transformers` writes them; gives the names of those that were read."""
+    read = set()
+    for name, found in _sources(model, files, targets).items():
+        if callable(found):
+            for target, tensor in found().items():
+                if target in targets:
+                    _copy(targets[target], partial(_narrow, tensor))
+                    read.add(target)
+        elif name in targets:
+            _check_shape(name, targets[name], files.shape(found))
+            copy_from(files, found, targets[name])
+            read.add(name)
+    return read
+
+
+def _read_shards(folder: Path, shards: Path, targets: dict[str, Tensor]) -> set[str]:
+    """Reads what the ranks of a sharded trainer wrote, under the names that tensors have in memory."""
+    weights = ShardedWeights(folder, shards)
+    read = [name for name in targets if name in weights]
+    for name in read:
+        _check_shape(name, targets[name], weights.shape(name))
+        copy_from(weights, name, targets[name])
+    return set(read)
+
+
+def _check_shape(name: str, target: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(target.shape) != shape:
+        raise UserError(
+            f"model: the weights of {name!r} are {list(shape)}, but the model has {list(target.shape)}: do they belong to "
+            "another model?"
+        )
+
+
+def copy_from(source: Tensors, name: str, target: Tensor) -> None:
+    """Copies this rank's range of a tensor in files."""
+    _copy(target, partial(source.part, name))
 
 
 def _sources(model: PreTrainedModel, files: SafeFolder, targets: dict[str, Tensor]) -> dict[str, Any]:
@@ -110,7 +166,7 @@ def _sources(model: PreTrainedModel, files: SafeFolder, targets: dict[str, Tenso
 
 
 def _narrow(whole: Tensor, dim: int, begin: int, end: int) -> Tensor:
-    return whole.narrow(dim, begin, end - begin)
+    return whole.narrow(dim, begin, end - begin) if whole.ndim else whole
 
 
 def _converted(tensors: dict[str, Any]) -> dict[str, Tensor]:
@@ -120,7 +176,7 @@ def _converted(tensors: dict[str, Any]) -> dict[str, Tensor]:
 def _copy(target: Tensor, part: Callable[[int, int, int], Tensor]) -> None:
     """Copies this rank's range of a tensor, or all of it where every rank has the whole."""
     if not isinstance(target, DTensor):
-        target.copy_(part(0, 0, target.shape[0]) if target.ndim else part(0, 0, 1).reshape(()))
+        target.copy_(part(0, 0, target.shape[0] if target.ndim else 1))
         return
     local = target.to_local()
     dim, begin, end = local_range(target)

@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from roll.model.shard_loading import SafeFolder, copy_from, load_shards
+
+HEAD_FILE = "head.safetensors"
 
 
 class ValueModel(nn.Module):
@@ -33,13 +37,12 @@ class ValueModel(nn.Module):
     def save(self, folder: Path) -> None:
         """The decoder as `transformers` writes it in `model`, the head beside it."""
         self.model.save_pretrained(folder / "model", max_shard_size="1TB")
-        save_file(self.head.state_dict(), folder / "head.safetensors")
+        save_file(self.head.state_dict(), folder / HEAD_FILE)
 
     def load(self, folder: Path) -> None:
-        """Reads what `save` wrote, into the parameters' own storage."""
-        saved = load_file(folder / "model" / "model.safetensors")
+        """Reads what `save` wrote, into the parameters' own storage, of which this process may have shards."""
+        load_shards(self.model, folder / "model")
+        saved = SafeFolder(folder, HEAD_FILE)
         with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(saved[name])
             for name, parameter in self.head.named_parameters():
-                parameter.copy_(load_file(folder / "head.safetensors")[name])
+                copy_from(saved, name, parameter)

@@ -29,11 +29,9 @@ from typing import Any
 from roll.config.errors import RunError, UserError
 from roll.config.spelling import option
 from roll.run.disk import full_disk
-from roll.run.files import atomic_write, sync_folder, to_json
+from roll.run.files import DIGEST, atomic_write, file_digest, sync_folder, to_json
 from roll.run.folder import RunFolder
 
-# Fast where the processor has SHA instructions (1.5 GB/s and more), and no collision passes for a match.
-_ALGORITHM = "sha256"
 _MANIFEST = "manifest.json"
 _STATE = "state.json"
 SCORE = "held_out_score"
@@ -66,7 +64,7 @@ class Checkpoint:
                 raise _damaged(self.path, name, "it is missing")
             if file.stat().st_size != size:
                 raise _damaged(self.path, name, f"it has {file.stat().st_size} bytes, not {size}")
-            if _digest(file, algorithm) != digest:
+            if file_digest(file, algorithm) != digest:
                 raise _damaged(self.path, name, "its checksum is wrong")
 
 
@@ -228,16 +226,11 @@ def _write_manifest(directory: Path, step: int) -> None:
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
         name = file.relative_to(directory).as_posix()
-        files[name] = {"bytes": file.stat().st_size, "digest": _digest(file, _ALGORITHM)}
+        files[name] = {"bytes": file.stat().st_size, "digest": file_digest(file)}
     for folder in [path for path in directory.rglob("*") if path.is_dir()]:
         sync_folder(folder)
-    atomic_write(directory / _MANIFEST, to_json({"step": step, "algorithm": _ALGORITHM, "files": files}, indent=True))
+    atomic_write(directory / _MANIFEST, to_json({"step": step, "algorithm": DIGEST, "files": files}, indent=True))
 
 
 def _files(directory: Path) -> Iterator[Path]:
     return (path for path in sorted(directory.rglob("*")) if path.is_file())
-
-
-def _digest(file: Path, algorithm: str) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, algorithm).hexdigest()

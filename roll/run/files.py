@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import IO, Any
 
 import orjson
+
+# Fast where the processor has SHA instructions (1.5 GB/s and more), and no collision passes for a match.
+DIGEST = "sha256"
 
 
 @contextmanager
@@ -89,3 +93,9 @@ def to_json_line(value: Any) -> bytes:
         return orjson.dumps(value, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
     except TypeError:  # a number of more than 64 bits, a key that is not text, text that is not Unicode
         return to_json(value).encode() + b"\n"
+
+
+def file_digest(file: Path, algorithm: str = DIGEST) -> str:
+    """The checksum of a file's bytes."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, algorithm).hexdigest()

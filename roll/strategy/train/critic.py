@@ -30,6 +30,7 @@ from roll.strategy.train.microbatch import MicroBatch
 from roll.strategy.train.optimizer import MasterAdamW, learning_rate
 from roll.strategy.train.passes import Passes
 from roll.strategy.train.policy import guilty_of_all, whole_column
+from roll.strategy.train.saved_state import OPTIMIZER_FILE, load_state
 from roll.strategy.train.spread import OneProcess, Share, Spread
 from roll.strategy.train.suspects import Suspects
 from roll.strategy.train.updates import make_updates
@@ -137,12 +138,11 @@ class CriticStrategy(CriticTrainer):
         folder.mkdir(exist_ok=True)
         with quiet():
             self.model.save(folder)
-        self._optimizer.save(folder / "optimizer.safetensors")
+        self._optimizer.save(folder / OPTIMIZER_FILE)
         self._passes.save(folder)
 
     def load(self, folder: Path) -> None:
-        self.model.load(folder)
-        self._optimizer.load(folder / "optimizer.safetensors")
+        load_state(folder, self._optimizer, lambda: self.model.load(folder))
         self._passes.load(folder)
 
     def saved(self) -> dict[str, str]:

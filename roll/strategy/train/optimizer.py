@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from roll.config.errors import RunError, UserError
 from roll.config.schema import TrainConfig
+from roll.model.shard_loading import Tensors, copy_from
 from roll.strategy.train.out_of_memory import is_out_of_memory, said_first
 
 
@@ -37,6 +38,12 @@ class MasterAdamW:
     def __init__(self, model: nn.Module, config: TrainConfig) -> None:
         self._config = config
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if config.optimizer == "adamw_8bit" and any(isinstance(p, DTensor) for p in self._parameters.values()):
+            raise UserError(
+                "train.optimizer=adamw_8bit works with strategy: single alone: its moments are quantised in blocks of "
+                "what a rank holds, so that no other number of ranks could resume from them; write "
+                "train.optimizer=adamw, or strategy: single"
+            )
         self._masters: dict[str, nn.Parameter] = {}
         for name, parameter in self._parameters.items():
             if parameter.dtype == torch.float32:
@@ -132,29 +139,42 @@ class MasterAdamW:
             own.update({f"{key}/{name}": tensor for key, tensor in self._state(name).items()})
         return own
 
+    def state(self) -> dict[str, Tensor]:
+        """All that training continues from: masters, also where they are the parameters themselves, and moments."""
+        return {f"master/{name}": master for name, master in self._masters.items()} | self.tensors()
+
     def save(self, path: Path) -> None:
         save_file({name: tensor.detach() for name, tensor in self.tensors().items()}, path)
 
+    def has_masters(self, saved: Tensors) -> bool:
+        """Whether all masters are among what was saved; parameters that are their own are saved with the model."""
+        return all(f"master/{name}" in saved for name in self._masters)
+
     @torch.no_grad()
-    def load(self, path: Path) -> None:
-        saved = load_file(path)
+    def load(self, saved: Tensors) -> None:
+        """Reads masters and moments, of which this process may have shards, and writes the parameters. A master that is
+        not among them stays as the parameter is."""
         self._make_state([name for name in self._masters if f"step/{name}" in saved])
-        for name, tensor in self.tensors().items():
-            if name not in saved or saved[name].shape != tensor.shape:
+        own = {f"master/{name}" for name, master in self._masters.items() if master is self._parameters[name]}
+        for name, tensor in self.state().items():
+            if name in own and name not in saved:
+                continue
+            if name not in saved or saved.shape(name) != tuple(tensor.shape):
                 raise UserError(
-                    f"the checkpoint's {path.name} has no {name} as train.optimizer={self._config.optimizer} keeps it: "
-                    "write the optimizer that wrote it"
+                    f"the checkpoint has no {name} as train.optimizer={self._config.optimizer} keeps it: write the "
+                    "optimizer that wrote it"
                 )
-            tensor.copy_(saved[name])
+            copy_from(saved, name, tensor)
         self._write_parameters()
 
     def _make_state(self, names: list[str]) -> None:
-        """Moments of these parameters, by an update that changes nothing."""
+        """Moments of these parameters, by updates that change nothing: one by one, so that there is one gradient."""
         self._set_lr(0.0)
+        self.zero_grad()
         for name in names:
             self._masters[name].grad = torch.zeros_like(self._masters[name])
-        self._adamw.step()
-        self.zero_grad()
+            self._adamw.step()
+            self._masters[name].grad = None
 
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:

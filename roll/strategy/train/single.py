@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -14,10 +12,12 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from roll.config.schema import TrainConfig
 from roll.model.loading import quiet
 from roll.model.lora import Adapters
+from roll.model.shard_loading import load_shards
 from roll.strategy.shelf import Level, Shelf
 from roll.strategy.train.passes import Passes
 from roll.strategy.train.policy import PolicyTrainer
 from roll.strategy.train.probe import Probe
+from roll.strategy.train.saved_state import OPTIMIZER_FILE, load_state
 from roll.strategy.train.spread import OneProcess
 from roll.transfer.merged import published_tensors
 from roll.transfer.weights import Weights
@@ -63,7 +63,7 @@ class SingleStrategy(PolicyTrainer):
             with quiet():
                 self.model.save_pretrained(folder / "model", max_shard_size="1TB")  # one file, whatever the size
         self._tokenizer.save_pretrained(folder / "model")
-        self._optimizer.save(folder / "optimizer.safetensors")
+        self._optimizer.save(folder / OPTIMIZER_FILE)
         self._passes.save(folder)
 
     def saved(self) -> dict[str, str]:
@@ -73,14 +73,15 @@ class SingleStrategy(PolicyTrainer):
         """Reads what `save` wrote, into the parameters' own storage."""
         assert self._optimizer is not None, "a frozen model is not resumed"
         if self._adapters is not None:
-            self._adapters.load(folder / "model")
-        else:
-            saved = load_file(folder / "model" / "model.safetensors")
-            with torch.no_grad():
-                for name, parameter in self.model.named_parameters():
-                    parameter.copy_(saved[name])
-        self._optimizer.load(folder / "optimizer.safetensors")
+            self._adapters.check_base(folder / "model")
+        load_state(folder, self._optimizer, lambda: self._load_model(folder / "model"))
         self._passes.load(folder)
 
     def close(self) -> None:
         """Nothing is held beyond this process."""
+
+    def _load_model(self, folder: Path) -> None:
+        if self._adapters is not None:
+            self._adapters.load(folder)
+        else:
+            load_shards(self.model, folder)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from roll.config.errors import UserError
 from roll.config.schema import TrainConfig
+from roll.model.shard_loading import SafeFolder
 from roll.strategy.train.optimizer import MasterAdamW, learning_rate
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -167,7 +168,7 @@ def save_and_load_goes_on(
     other.load_state_dict(net.state_dict())  # what the model's own file does
     storage = [p.data_ptr() for p in other.parameters()]
     again = MasterAdamW(other, config)
-    again.load(tmp_path / "optimizer.safetensors")
+    again.load(SafeFolder(tmp_path, "optimizer.safetensors"))
     assert bits(other) == bits(net)
     for step in range(steps_before, steps_before + 5):
         for one, steps in ((net, first), (other, again)):
@@ -203,7 +204,7 @@ def test_moments_in_8_bits_go_on_in_the_same_bits(tmp_path: Path, dtype: torch.d
         assert saved["exp_avg.codes/matrix"].dtype == saved["exp_avg_sq.codes/matrix"].dtype == torch.uint8
         assert "exp_avg/vector" in saved, "what is small stays as it is"
         with pytest.raises(UserError, match=r"has no exp_avg/matrix as train.optimizer=adamw keeps it: write"):
-            MasterAdamW(Wide(dtype), TrainConfig()).load(tmp_path / "optimizer.safetensors")
+            MasterAdamW(Wide(dtype), TrainConfig()).load(SafeFolder(tmp_path, "optimizer.safetensors"))
 
 
 @pytest.mark.slow

@@ -6,12 +6,14 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from roll.config.errors import RunError
 from roll.model.lora import Adapters
+from roll.model.shard_loading import load_shards
 from roll.strategy.shelf import Level
 from roll.strategy.train.optimizer import MasterAdamW
 from roll.strategy.train.passes import Passes
+from roll.strategy.train.saved_state import load_state
 from roll.strategy.train.sharded.build import ShardedModel
+from roll.strategy.train.sharded.checkpoint import ShardWriter, save_adapters, save_settings, state_of
 from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.offload import ShardOffload
 from roll.strategy.train.sharded.publish import sharded_source
@@ -32,6 +34,7 @@ class ShardedState:
         self._sharded, self._optimizer, self._passes, self._group = sharded, optimizer, passes, group
         self._tokenizer, self._adapters = tokenizer, adapters
         self._offload = ShardOffload(sharded.module, group.device)
+        self._writer: ShardWriter | None = None
 
     def published(self) -> TensorSource:
         """What engines are sent: collective."""
@@ -43,12 +46,40 @@ class ShardedState:
 
     def save(self, folder: Path) -> None:
         """Begins a checkpoint: what it holds is captured when this returns."""
-        raise RunError("a sharded trainer is not saved yet")
+        assert self._optimizer is not None, "a frozen model has nothing to save"
+        writer, model = self._shard_writer(), self._sharded.value or self._sharded.model
+        writer.save(state_of(model, self._optimizer, adapters=self._adapters is not None), folder)
+        if self._adapters is not None:
+            save_adapters(self._adapters, self._sharded.dtype, folder / "model", self._group)
+        elif self._group.is_first:
+            save_settings(self._sharded.model, self._sharded.dtype, folder / "model")
+        if self._group.is_first:
+            if self._tokenizer is not None:
+                self._tokenizer.save_pretrained(folder / "model")
+            self._passes.save(folder)
 
     def saved(self) -> dict[str, str]:
         """Waits until this rank has written: the digests of its files, by their names in the folder."""
-        return {}
+        return {} if self._writer is None else self._writer.saved()
 
     def load(self, folder: Path) -> None:
-        """Reads what `save` wrote on any number of ranks."""
-        raise RunError("a sharded trainer is not loaded yet")
+        """Reads what `save` wrote on any number of ranks, or what one process wrote."""
+        assert self._optimizer is not None, "a frozen model is not resumed"
+        if self._adapters is not None:
+            self._adapters.check_base(folder / "model")
+        load_state(folder, self._optimizer, lambda: self._load_model(folder))
+        self._passes.load(folder)
+
+    def _load_model(self, folder: Path) -> None:
+        if self._sharded.value is not None:
+            self._sharded.value.load(folder)
+        elif self._adapters is not None:
+            self._adapters.load(folder / "model")
+        else:
+            load_shards(self._sharded.model, folder / "model")
+
+    def _shard_writer(self) -> ShardWriter:
+        """Made at the first checkpoint, by all ranks together."""
+        if self._writer is None:
+            self._writer = ShardWriter(self._group)
+        return self._writer

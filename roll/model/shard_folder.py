@@ -1,0 +1,132 @@
+"""The tensors of a checkpoint that the ranks of a sharded trainer wrote, read as they are asked for.
+
+What always holds: beside the part that was asked for, one chunk is in memory: what one rank had of one tensor. Reading
+needs no other process: any number of ranks, also one process alone, reads what it needs of files by any number of ranks.
+
+Names are `master/NAME`, `exp_avg/NAME` and so on for what is trained, and `model/NAME` for what is not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, LoadPlan, ReadItem
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from roll.config.errors import RunError
+
+MASTER, FROZEN = "master/", "model/"
+
+
+class ShardFolder:
+    """The tensors of a folder that `torch.distributed.checkpoint` wrote, by name."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._reader = FileSystemReader(folder)
+        try:
+            metadata = self._reader.read_metadata()
+        except Exception as error:  # a pickle that is damaged fails in many ways
+            raise RunError(f"the shards in {folder} cannot be read: {_first_line(error)}") from error
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        found = metadata.state_dict_metadata
+        self._tensors = {name: each for name, each in found.items() if isinstance(each, TensorStorageMetadata)}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].size)
+
+    def whole(self, name: str) -> Tensor:
+        return self._read(name, (0,) * len(self.shape(name)), self.shape(name))
+
+    def part(self, name: str, dim: int, begin: int, end: int) -> Tensor:
+        """A range of one dimension; all of a tensor that has none."""
+        shape = self.shape(name)
+        if not shape:
+            return self.whole(name)
+        offsets = tuple(begin if each == dim else 0 for each in range(len(shape)))
+        sizes = tuple(end - begin if each == dim else size for each, size in enumerate(shape))
+        return self._read(name, offsets, sizes)
+
+    def _read(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        saved = self._tensors[name]
+        target = torch.empty(sizes, dtype=saved.properties.dtype)
+        wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        items = create_read_items_for_chunk_list(name, saved, [wanted])
+        covered = sum(torch.Size(item.lengths).numel() for item in items)
+        if covered != target.numel():
+            raise RunError(f"the shards in {self._folder} have {covered} of {target.numel()} values of {name}")
+        try:
+            self._reader.read_data(LoadPlan(items), _Into(target)).wait()
+        except (OSError, RuntimeError, KeyError, AssertionError) as error:
+            raise RunError(f"{name} cannot be read from the shards in {self._folder}: {_first_line(error)}") from error
+        return target
+
+
+class _Into(DefaultLoadPlanner):
+    """Puts what is read into one tensor."""
+
+    def __init__(self, target: Tensor) -> None:
+        super().__init__()
+        self._target = target
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        part = self._target
+        for dim, (begin, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            part = part.narrow(dim, begin, length)
+        return part
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """It was copied into the target's own storage."""
+
+
+class ShardedWeights:
+    """The weights of a model folder whose tensors are in the shards beside it: the masters in the served precision, and
+    what was not trained as it was."""
+
+    def __init__(self, folder: Path, shards: Path) -> None:
+        self._shards = ShardFolder(shards)
+        self._served = served_dtype(folder)
+        self._names = {name.removeprefix(MASTER): name for name in self._shards if name.startswith(MASTER)}
+        self._names |= {name.removeprefix(FROZEN): name for name in self._shards if name.startswith(FROZEN)}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shards.shape(self._names[name])
+
+    def whole(self, name: str) -> Tensor:
+        return self._as_served(name, self._shards.whole(self._names[name]))
+
+    def part(self, name: str, dim: int, begin: int, end: int) -> Tensor:
+        return self._as_served(name, self._shards.part(self._names[name], dim, begin, end))
+
+    def _as_served(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor.to(self._served) if self._names[name].startswith(MASTER) else tensor
+
+
+def served_dtype(folder: Path) -> torch.dtype:
+    """The precision that a model folder's settings name."""
+    settings: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    dtype: torch.dtype = getattr(torch, settings["dtype"])
+    return dtype
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,149 @@
+"""Saving what the ranks of a sharded trainer hold, in the background.
+
+What always holds: when `save` returns, the values are in host memory, and training may change the trainer's own. The
+ranks of one replica write, each what it holds, and each hashes the files that it wrote. The writers talk to each other
+in a process group of their own: in the group that the trainer computes in, their messages would mix with its gradients.
+
+    shards/
+      .metadata      what is where, written by rank 0 once all others have written
+      __0_0.distcp   what rank 0 held
+      __1_0.distcp   …
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from roll.config.errors import RunError
+from roll.model.find import SHARDS
+from roll.model.lora import Adapters
+from roll.model.shard_folder import FROZEN, MASTER
+from roll.run.files import file_digest
+from roll.strategy.train.optimizer import MasterAdamW
+from roll.strategy.train.sharded.group import RankGroup
+
+_WRITE_S = 3600.0
+"""How long a rank waits for the slowest writer. Whoever waits for the checkpoint has a deadline of its own."""
+
+
+class ShardWriter:
+    """Writes tensors of this rank, and of the others that do so at the same time, to a folder."""
+
+    def __init__(self, group: RankGroup) -> None:
+        """Every rank makes one at the same time."""
+        self._group = group
+        writers = list(range(group.shape.shard))  # the ranks of the first replica: the others hold the same
+        self._own = dist.new_group(writers, backend="gloo", timeout=timedelta(seconds=_WRITE_S))
+        self._written: Future[dict[str, str]] | None = None
+
+    def save(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
+        """Captures the values, and begins to write them to `folder/shards`. Waits for the write before it, if one is
+        under way."""
+        if self._group.replica:
+            return
+        if self._written is not None:
+            self._written.exception()
+        captured = capture(tensors, self._group)
+        written: Future[dict[str, str]] = Future()
+        # A daemon: a write that waits for a rank that is gone must not keep the process.
+        threading.Thread(target=self._write, args=(captured, folder, written), name="checkpoint", daemon=True).start()
+        self._written = written
+
+    def saved(self) -> dict[str, str]:
+        """Waits until all ranks have written, and gives the digests of the files that this rank wrote, by their names in
+        the folder of `save`."""
+        return {} if self._written is None else self._written.result()
+
+    def _write(self, captured: dict[str, Tensor], folder: Path, written: Future[dict[str, str]]) -> None:
+        try:
+            shards = folder / SHARDS
+            writer = dcp.FileSystemWriter(shards, per_thread_copy_ahead=0)  # nothing is on a GPU
+            dcp.save(captured, storage_writer=writer, process_group=self._own)
+            files = sorted(shards.glob(f"__{self._group.rank}_*.distcp"))
+            if self._group.is_first:
+                files += [shards / ".metadata"]
+            written.set_result({f"{SHARDS}/{file.name}": file_digest(file) for file in files})
+        except CheckpointException as error:
+            written.set_exception(_failed(error, folder))
+        except BaseException as error:
+            written.set_exception(error)
+
+
+def capture(tensors: Mapping[str, Tensor], group: RankGroup) -> dict[str, Tensor]:
+    """What this rank writes of the tensors, in host memory: its shards, and on the first rank what every rank has
+    whole."""
+    found = {name: tensor for name, tensor in tensors.items() if _is_written_here(tensor, group)}
+    captured = {name: _on_host(tensor.detach()) for name, tensor in found.items()}
+    if group.device.type == "cuda":
+        torch.cuda.synchronize(group.device)
+    return captured
+
+
+def _is_written_here(tensor: Tensor, group: RankGroup) -> bool:
+    return tensor.to_local().numel() > 0 if isinstance(tensor, DTensor) else group.is_first
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory, pinned where it comes from a GPU; under way until the device is waited for."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    host = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+    host.copy_(local, non_blocking=True)
+    return DTensor(host, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else host
+
+
+def _failed(error: CheckpointException, folder: Path) -> RunError:
+    """What went wrong on which rank, in a sentence."""
+    rank, (cause, _) = next(iter(sorted(error.failures.items())))
+    said = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+    failed = RunError(f"cannot write to {folder / SHARDS}: {said} (rank {rank})")
+    failed.__cause__ = cause if isinstance(cause, Exception) else None
+    return failed
+
+
+def state_of(model: nn.Module, optimizer: MasterAdamW, *, adapters: bool = False) -> dict[str, Tensor]:
+    """All that a checkpoint has of a trainer, by name: masters and moments, and, unless only adapters are trained, the
+    model's other tensors."""
+    state = optimizer.state()
+    if adapters:
+        return state
+    held = model.state_dict(keep_vars=True)
+    trained = {id(tensor) for name, tensor in state.items() if name.startswith(MASTER)}
+    left = {name: tensor for name, tensor in held.items() if id(tensor) not in trained}
+    return state | {f"{FROZEN}{name}": tensor for name, tensor in left.items()}
+
+
+def save_settings(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> None:
+    """Writes what a model folder has beside weights: the model's settings, with the precision that it is served in."""
+    settings: Any = copy.deepcopy(model.config)
+    settings.dtype = dtype
+    settings.architectures = [type(model).__name__]
+    settings.save_pretrained(folder)
+    if model.can_generate():  # type: ignore[no-untyped-call]
+        model.generation_config.save_pretrained(folder)
+
+
+def save_adapters(adapters: Adapters, dtype: torch.dtype, folder: Path, group: RankGroup) -> None:
+    """Writes adapters as one process would, in the precision that they are served in: they are small, and put together on
+    the first rank. Every rank calls it."""
+    values: dict[str, Tensor] = {}
+    for name, parameter in adapters.parameters().items():
+        tensor = parameter.detach()
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if group.is_first:
+            values[name] = whole.to("cpu", dtype)
+    if group.is_first:
+        adapters.save(folder, values)

@@ -1,0 +1,366 @@
+"""Checkpoints that ranks write in the background: the captured bits, on any number of ranks, from and to one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3MoeConfig
+
+from roll.cluster.mesh import MeshShape
+from roll.config.errors import RunError, UserError
+from roll.config.schema import LoraConfig, TrainConfig
+from roll.model import attention
+from roll.model.character import character_tokenizer
+from roll.model.lora import Adapters, Base
+from roll.model.shard_folder import ShardFolder
+from roll.model.shard_loading import load_shards, local_range
+from roll.model.value import ValueModel
+from roll.run.files import file_digest
+from roll.strategy.train.critic import CriticStrategy
+from roll.strategy.train.optimizer import MasterAdamW
+from roll.strategy.train.saved_state import load_state
+from roll.strategy.train.sharded.checkpoint import ShardWriter, save_adapters, save_settings, state_of
+from roll.strategy.train.sharded.group import RankGroup
+from roll.strategy.train.sharded.module import TrainModule, shard
+from roll.strategy.train.single import SingleStrategy
+from tests.ranks import Ranks, ranks_of
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 41,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 12, "num_experts": 5, "num_experts_per_tok": 2, "head_dim": 8}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "experts": Qwen3MoeConfig(**SIZES, **EXPERTS, decoder_sparse_step=1, tie_word_embeddings=False),
+}
+TRAIN = TrainConfig(lr=0.01, weight_decay=0.1, schedule="constant")
+LORA = LoraConfig(rank=3)
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def make_model(kind: str, dtype: torch.dtype = FP32) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIGS[kind], dtype=dtype).eval()
+    model.set_attn_implementation(attention.NAME)
+    return model
+
+
+class Trainer:
+    """The parts of a sharded trainer that a checkpoint is about, with gradients drawn at random."""
+
+    def __init__(self, group: RankGroup, kind: str, *, lora: bool = False, critic: bool = False) -> None:
+        self.group = group
+        self.model = make_model(kind)
+        self.adapters = Adapters(self.model, LORA, Base("base"), 0) if lora else None
+        self.whole: nn.Module = ValueModel(self.model) if critic else self.model
+        module = TrainModule(self.whole)
+        shard(module, self.model.get_decoder(), group.mesh, FP32)
+        self.optimizer = MasterAdamW(self.whole, TRAIN)
+        self.writer = ShardWriter(group)
+
+    def learn(self, *steps: int) -> None:
+        for step in steps:
+            push(self.optimizer, step)
+            self.optimizer.step(step)
+
+    def save(self, folder: Path) -> None:
+        self.writer.save(state_of(self.whole, self.optimizer, adapters=self.adapters is not None), folder)
+        if self.adapters is not None:
+            save_adapters(self.adapters, FP32, folder / "model", self.group)
+        elif self.group.is_first:
+            save_settings(self.model, FP32, folder / "model")
+
+    def load(self, folder: Path) -> None:
+        load_state(folder, self.optimizer, lambda: self._load_model(folder))
+
+    def _load_model(self, folder: Path) -> None:
+        if isinstance(self.whole, ValueModel):
+            self.whole.load(folder)
+        elif self.adapters is not None:
+            self.adapters.load(folder / "model")
+        else:
+            load_shards(self.model, folder / "model")
+
+    def bits(self) -> dict[str, Tensor]:
+        return bits(self.optimizer)
+
+
+def push(optimizer: MasterAdamW, step: int) -> None:
+    """Gradients of a step, the same however they are cut."""
+    for number, master in enumerate(optimizer._masters.values()):
+        drawn = torch.randn(master.shape, generator=torch.Generator().manual_seed(1000 * step + number))
+        master.grad = torch.zeros_like(master)
+        if isinstance(master.grad, DTensor):
+            dim, begin, end = local_range(master.grad)
+            drawn = drawn.narrow(dim, begin, end - begin)
+            master.grad.to_local().copy_(drawn)
+        else:
+            master.grad.copy_(drawn)
+
+
+def bits(optimizer: MasterAdamW) -> dict[str, Tensor]:
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+        for name, tensor in optimizer.state().items()
+    }
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with ranks_of(MeshShape(shard=2)) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def replicas() -> Iterator[Ranks]:
+    with ranks_of(MeshShape(replicate=2, shard=2)) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Ranks]:
+    with ranks_of(MeshShape(shard=3)) as ranks:
+        yield ranks
+
+
+def saves(
+    group: RankGroup, folder: Path, kind: str, options: dict[str, bool]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, str]]:
+    """Saves after two steps; gives the bits then, the bits after two more, and the digests."""
+    trainer = Trainer(group, kind, **options)
+    trainer.learn(0, 1)
+    before = trainer.bits()
+    trainer.save(folder)
+    trainer.learn(2, 3)
+    return before, trainer.bits(), trainer.writer.saved()
+
+
+def loads(group: RankGroup, folder: Path, kind: str, options: dict[str, bool]) -> tuple[dict[str, Tensor], ...]:
+    """The bits that are loaded, over what other steps left, and those after two more steps."""
+    trainer = Trainer(group, kind, **options)
+    trainer.learn(7)
+    trainer.load(folder)
+    loaded = trainer.bits()
+    trainer.learn(2, 3)
+    return loaded, trainer.bits()
+
+
+def loads_in_one(folder: Path, kind: str, dtype: torch.dtype, options: dict[str, bool]) -> tuple[dict[str, Tensor], Any]:
+    model = make_model(kind, dtype)
+    if options.get("critic"):
+        critic = CriticStrategy(model, TRAIN, None)
+        critic.load(folder)
+        return bits(critic._optimizer), critic.model
+    adapters = Adapters(model, LORA, Base("base"), 0) if options.get("lora") else None
+    strategy = SingleStrategy(model, character_tokenizer(), TRAIN, adapters=adapters)
+    strategy.load(folder)
+    assert strategy._optimizer is not None
+    return bits(strategy._optimizer), model
+
+
+KINDS: list[tuple[str, dict[str, bool]]] = [
+    ("llama", {}),
+    ("tied", {}),
+    ("experts", {}),
+    ("llama", {"lora": True}),
+    ("llama", {"critic": True}),
+    ("tied", {"critic": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+def test_the_same_bits_on_any_number_of_ranks(
+    two: Ranks, three: Ranks, replicas: Ranks, tmp_path: Path, kind: str, options: dict[str, bool]
+) -> None:
+    before, after, _ = two.run(saves, tmp_path, kind, options)[0]
+    for loaded, resumed in two.run(loads, tmp_path, kind, options):
+        assert differing(loaded, before) == []
+        assert differing(resumed, after) == [], "at the same world size, training continues in the same bits"
+    others = {"experts": [three, replicas], "llama": [] if options.get("lora") else [three]}
+    for ranks in others.get(kind, []):
+        for loaded, _ in ranks.run(loads, tmp_path, kind, options):
+            assert differing(loaded, before) == []
+    for dtype in (FP32, BF16):
+        loaded, model = loads_in_one(tmp_path, kind, dtype, options)
+        assert differing(loaded, before) == []
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                assert torch.equal(parameter, before[f"master/{name}"].to(parameter.dtype)), name
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+def test_what_one_process_saved_is_loaded_by_ranks(
+    two: Ranks, three: Ranks, tmp_path: Path, kind: str, options: dict[str, bool], dtype: torch.dtype
+) -> None:
+    model = make_model(kind, dtype)
+    if options.get("critic"):
+        strategy: Any = CriticStrategy(model, TRAIN, None)
+    else:
+        adapters = Adapters(model, LORA, Base("base"), 0) if options.get("lora") else None
+        strategy = SingleStrategy(model, character_tokenizer(), TRAIN, adapters=adapters)
+    for step in range(2):
+        push(strategy._optimizer, step)
+        strategy._optimizer.step(step)
+    strategy.save(tmp_path)
+    ranks = two if options.get("lora") or dtype == BF16 else three
+    for loaded, _ in ranks.run(loads, tmp_path, kind, options):
+        assert differing(loaded, bits(strategy._optimizer)) == []
+    loaded, _ = loads_in_one(tmp_path, kind, dtype, options)
+    assert differing(loaded, bits(strategy._optimizer)) == []
+
+
+def test_one_replica_writes_and_each_rank_hashes_its_own_files(replicas: Ranks, three: Ranks, tmp_path: Path) -> None:
+    results = replicas.run(saves, tmp_path, "experts", {})
+    before = results[0][0]
+    digests = [written for _, _, written in results]
+    assert digests[0].keys() == {"shards/__0_0.distcp", "shards/.metadata"}
+    assert digests[1].keys() == {"shards/__1_0.distcp"}
+    assert digests[2:] == [{}, {}]
+    assert {path.name for path in (tmp_path / "shards").iterdir()} == {"__0_0.distcp", "__1_0.distcp", ".metadata"}
+    for name, digest in (digests[0] | digests[1]).items():
+        assert file_digest(tmp_path / name) == digest
+    for loaded, _ in three.run(loads, tmp_path, "experts", {}):
+        assert differing(loaded, before) == []
+
+
+def saves_while_training(group: RankGroup, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    """Trains on while the write of rank 1 is held back and rank 0 waits for it in the middle of a collective; gives the
+    bits that were captured, those after training, and the collectives of the save in the trainer's own group."""
+    trainer, may_write, waiting = Trainer(group, "llama"), threading.Event(), threading.Event()
+    inside, own, in_default = threading.local(), trainer.writer._own, 0
+    write, gather = dcp.FileSystemWriter.write_data, dist.gather_object
+    trainer.learn(0)
+
+    def held(*arguments: Any) -> Any:
+        if group.rank:
+            assert may_write.wait(60)
+        inside.written = True
+        return write(*arguments)
+
+    def seen(*arguments: Any, **options: Any) -> Any:
+        nonlocal in_default
+        in_default += options.get("group") is not own
+        if getattr(inside, "written", False):
+            waiting.set()
+        return gather(*arguments, **options)
+
+    dcp.FileSystemWriter.write_data, dist.gather_object = held, seen  # type: ignore[method-assign]
+    try:
+        before = trainer.bits()
+        trainer.save(folder)
+        if group.is_first:
+            assert waiting.wait(60)
+        trainer.learn(1, 2)
+        after = trainer.bits()
+        may_write.set()
+        assert trainer.writer.saved()
+    finally:
+        dcp.FileSystemWriter.write_data, dist.gather_object = write, gather  # type: ignore[method-assign]
+    return before, after, in_default
+
+
+def test_training_continues_while_files_are_written(two: Ranks, tmp_path: Path) -> None:
+    """What is saved is what was captured, and the writers' messages are none of the trainer's."""
+    results = two.run(saves_while_training, tmp_path)
+    before = results[0][0]
+    for _, after, in_default in results:
+        assert in_default == 0
+        assert differing(after, two.run(learns, (0, 1, 2))[0]) == []
+    assert differing(loads_in_one(tmp_path, "llama", FP32, {})[0], before) == []
+
+
+def learns(group: RankGroup, steps: tuple[int, ...]) -> dict[str, Tensor]:
+    trainer = Trainer(group, "llama")
+    trainer.learn(*steps)
+    return trainer.bits()
+
+
+def fails_to_save(group: RankGroup, folder: Path) -> tuple[str, dict[str, str]]:
+    """What is said of a save that one rank cannot write; then one that can."""
+    trainer, write = Trainer(group, "llama"), dcp.FileSystemWriter.write_data
+
+    def broken(*arguments: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    if group.rank:
+        dcp.FileSystemWriter.write_data = broken  # type: ignore[method-assign]
+    try:
+        trainer.save(folder / "first")
+        trainer.writer.saved()
+        said = ""
+    except RunError as error:
+        said = str(error)
+    finally:
+        dcp.FileSystemWriter.write_data = write  # type: ignore[method-assign]
+    trainer.save(folder / "second")
+    return said, trainer.writer.saved()
+
+
+def test_all_ranks_know_of_one_that_cannot_write(two: Ranks, tmp_path: Path) -> None:
+    for said, written in two.run(fails_to_save, tmp_path):
+        assert said.startswith(f"cannot write to {tmp_path / 'first' / 'shards'}: [Errno 28] No space left on device")
+        assert said.endswith("(rank 1)")
+        assert written
+
+
+def refuses_8_bits(group: RankGroup) -> str:
+    model = make_model("llama")
+    shard(TrainModule(model), model.get_decoder(), group.mesh, FP32)
+    try:
+        MasterAdamW(model, TrainConfig(optimizer="adamw_8bit"))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_moments_in_8_bits_are_refused(two: Ranks) -> None:
+    for said in two.run(refuses_8_bits):
+        assert "write train.optimizer=adamw, or strategy: single" in said
+
+
+def test_adapters_are_those_of_one_process(two: Ranks, tmp_path: Path) -> None:
+    before, _, _ = two.run(saves, tmp_path, "llama", {"lora": True})[0]
+    model = make_model("llama")
+    adapters = Adapters(model, LORA, Base("base"), 0)
+    adapters.load(tmp_path / "model")
+    for name, parameter in adapters.parameters().items():
+        assert torch.equal(parameter, before[f"master/{name}"])
+    other = tmp_path / "single"
+    adapters.save(other)
+    assert {path.name for path in other.iterdir()} == {path.name for path in (tmp_path / "model").iterdir()}
+    one, many = (load_file(folder / "adapter_model.safetensors") for folder in (other, tmp_path / "model"))
+    assert differing(one, many) == []
+
+
+def test_what_shards_lack_is_named(two: Ranks, tmp_path: Path) -> None:
+    two.run(saves, tmp_path, "llama", {})
+    with pytest.raises(UserError, match=r"'model.layers.0.self_attn.q_proj.weight' are \[24, 24\], but the model has"):
+        loads_in_one(tmp_path, "experts", FP32, {})
+    (tmp_path / "shards" / "__1_0.distcp").unlink()
+    shards = ShardFolder(tmp_path / "shards")
+    with pytest.raises(RunError, match=r"master/lm_head.weight cannot be read from the shards in .*__1_0.distcp"):
+        shards.whole("master/lm_head.weight")
