@@ -102,7 +102,7 @@ class Adapters:
             layer.lora_dropout.train(on)
 
     def save(self, folder: Path, values: Mapping[str, Tensor] | None = None) -> None:
-        """Writes the adapters as `peft` does, and what they belong to. `values` are those of the parameters, where the model
+        """Writes the adapters as `peft` does, and what they belong to. The parameters' `values` are given where the model
         has only shards of them."""
         from safetensors.torch import save_file
 

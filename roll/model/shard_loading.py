@@ -132,8 +132,8 @@ def _read_shards(folder: Path, shards: Path, targets: dict[str, Tensor]) -> set[
 def _check_shape(name: str, target: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(target.shape) != shape:
         raise UserError(
-            f"model: the weights of {name!r} are {list(shape)}, but the model has {list(target.shape)}: do they belong to "
-            "another model?"
+            f"model: the weights of {name!r} are {list(shape)}, but the model has {list(target.shape)}: do they "
+            "belong to another model?"
         )
 
 

@@ -20,6 +20,9 @@ from roll.workers.train import join_tokens
 if TYPE_CHECKING:
     from roll.strategy.train.sharded.group import RankGroup
 
+FOLDER = "critic"
+"""Of a checkpoint."""
+
 
 class CriticWorker(GroupWorker):
     def __init__(self, place: Place, config: Config) -> None:
@@ -52,16 +55,17 @@ class CriticWorker(GroupWorker):
 
     @parallel(Dispatch.ONE)
     def save(self, folder: Path) -> None:
-        self.strategy.save(folder / "critic")
+        self.strategy.save(folder / FOLDER)
 
     @parallel(Dispatch.ALL)
     def load(self, folder: Path) -> None:
-        self.strategy.load(folder / "critic")
+        self.strategy.load(folder / FOLDER)
 
     @parallel(Dispatch.ALL)
     async def saved(self) -> dict[str, str]:
         """Returns once this worker has written what `save` began, with the digests of its files."""
-        return await asyncio.to_thread(self.strategy.saved)
+        written = await asyncio.to_thread(self.strategy.saved)
+        return {f"{FOLDER}/{name}": digest for name, digest in written.items()}
 
     async def close(self) -> None:
         if self._strategy is not None:

@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -71,8 +72,8 @@ class ShardWriter:
     def _write(self, captured: dict[str, Tensor], folder: Path, written: Future[dict[str, str]]) -> None:
         try:
             shards = folder / SHARDS
-            writer = dcp.FileSystemWriter(shards, per_thread_copy_ahead=0)  # nothing is on a GPU
-            dcp.save(captured, storage_writer=writer, process_group=self._own)
+            writer = FileSystemWriter(shards, per_thread_copy_ahead=0)  # nothing is on a GPU
+            save(captured, storage_writer=writer, process_group=self._own)
             files = sorted(shards.glob(f"__{self._group.rank}_*.distcp"))
             if self._group.is_first:
                 files += [shards / ".metadata"]
@@ -102,7 +103,11 @@ def _on_host(tensor: Tensor) -> Tensor:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     host = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
     host.copy_(local, non_blocking=True)
-    return DTensor(host, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else host
+    if not isinstance(tensor, DTensor):
+        return host
+    # `from_local` would copy it to the mesh's kind of device.
+    cut: Tensor = DTensor(host, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return cut
 
 
 def _failed(error: CheckpointException, folder: Path) -> RunError:
@@ -132,7 +137,7 @@ def save_settings(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> N
     settings.dtype = dtype
     settings.architectures = [type(model).__name__]
     settings.save_pretrained(folder)
-    if model.can_generate():  # type: ignore[no-untyped-call]
+    if model.can_generate():
         model.generation_config.save_pretrained(folder)
 
 

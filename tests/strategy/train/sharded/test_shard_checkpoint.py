@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3MoeConfig
 
@@ -23,15 +25,16 @@ from roll.model import attention
 from roll.model.character import character_tokenizer
 from roll.model.lora import Adapters, Base
 from roll.model.shard_folder import ShardFolder
-from roll.model.shard_loading import load_shards, local_range
+from roll.model.shard_loading import local_range
 from roll.model.value import ValueModel
 from roll.run.files import file_digest
 from roll.strategy.train.critic import CriticStrategy
 from roll.strategy.train.optimizer import MasterAdamW
-from roll.strategy.train.saved_state import load_state
-from roll.strategy.train.sharded.checkpoint import ShardWriter, save_adapters, save_settings, state_of
+from roll.strategy.train.passes import FILE, Passes
+from roll.strategy.train.sharded.build import ShardedModel
 from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.module import TrainModule, shard
+from roll.strategy.train.sharded.state import ShardedState
 from roll.strategy.train.single import SingleStrategy
 from tests.ranks import Ranks, ranks_of
 
@@ -74,30 +77,16 @@ class Trainer:
         module = TrainModule(self.whole)
         shard(module, self.model.get_decoder(), group.mesh, FP32)
         self.optimizer = MasterAdamW(self.whole, TRAIN)
-        self.writer = ShardWriter(group)
+        self.passes = Passes(self.model, TRAIN, dtype=FP32, retries=False)
+        sharded = ShardedModel(module, self.model, FP32, self.whole if isinstance(self.whole, ValueModel) else None)
+        tokenizer = None if critic else character_tokenizer()
+        state = ShardedState(sharded, self.optimizer, self.passes, group, tokenizer=tokenizer, adapters=self.adapters)
+        self.save, self.saved, self.load = state.save, state.saved, state.load
 
     def learn(self, *steps: int) -> None:
         for step in steps:
             push(self.optimizer, step)
             self.optimizer.step(step)
-
-    def save(self, folder: Path) -> None:
-        self.writer.save(state_of(self.whole, self.optimizer, adapters=self.adapters is not None), folder)
-        if self.adapters is not None:
-            save_adapters(self.adapters, FP32, folder / "model", self.group)
-        elif self.group.is_first:
-            save_settings(self.model, FP32, folder / "model")
-
-    def load(self, folder: Path) -> None:
-        load_state(folder, self.optimizer, lambda: self._load_model(folder))
-
-    def _load_model(self, folder: Path) -> None:
-        if isinstance(self.whole, ValueModel):
-            self.whole.load(folder)
-        elif self.adapters is not None:
-            self.adapters.load(folder / "model")
-        else:
-            load_shards(self.model, folder / "model")
 
     def bits(self) -> dict[str, Tensor]:
         return bits(self.optimizer)
@@ -155,7 +144,7 @@ def saves(
     before = trainer.bits()
     trainer.save(folder)
     trainer.learn(2, 3)
-    return before, trainer.bits(), trainer.writer.saved()
+    return before, trainer.bits(), trainer.saved()
 
 
 def loads(group: RankGroup, folder: Path, kind: str, options: dict[str, bool]) -> tuple[dict[str, Tensor], ...]:
@@ -251,8 +240,8 @@ def saves_while_training(group: RankGroup, folder: Path) -> tuple[dict[str, Tens
     """Trains on while the write of rank 1 is held back and rank 0 waits for it in the middle of a collective; gives the
     bits that were captured, those after training, and the collectives of the save in the trainer's own group."""
     trainer, may_write, waiting = Trainer(group, "llama"), threading.Event(), threading.Event()
-    inside, own, in_default = threading.local(), trainer.writer._own, 0
-    write, gather = dcp.FileSystemWriter.write_data, dist.gather_object
+    inside, in_default = threading.local(), 0
+    write, gather = FileSystemWriter.write_data, dist.gather_object
     trainer.learn(0)
 
     def held(*arguments: Any) -> Any:
@@ -263,13 +252,12 @@ def saves_while_training(group: RankGroup, folder: Path) -> tuple[dict[str, Tens
 
     def seen(*arguments: Any, **options: Any) -> Any:
         nonlocal in_default
-        in_default += options.get("group") is not own
+        in_default += options.get("group") in (None, dist.group.WORLD)
         if getattr(inside, "written", False):
             waiting.set()
         return gather(*arguments, **options)
 
-    dcp.FileSystemWriter.write_data, dist.gather_object = held, seen  # type: ignore[method-assign]
-    try:
+    with patch.object(FileSystemWriter, "write_data", held), patch.object(dist, "gather_object", seen):
         before = trainer.bits()
         trainer.save(folder)
         if group.is_first:
@@ -277,9 +265,7 @@ def saves_while_training(group: RankGroup, folder: Path) -> tuple[dict[str, Tens
         trainer.learn(1, 2)
         after = trainer.bits()
         may_write.set()
-        assert trainer.writer.saved()
-    finally:
-        dcp.FileSystemWriter.write_data, dist.gather_object = write, gather  # type: ignore[method-assign]
+        assert trainer.saved()
     return before, after, in_default
 
 
@@ -301,23 +287,16 @@ def learns(group: RankGroup, steps: tuple[int, ...]) -> dict[str, Tensor]:
 
 def fails_to_save(group: RankGroup, folder: Path) -> tuple[str, dict[str, str]]:
     """What is said of a save that one rank cannot write; then one that can."""
-    trainer, write = Trainer(group, "llama"), dcp.FileSystemWriter.write_data
-
-    def broken(*arguments: Any) -> Any:
-        raise OSError(28, "No space left on device")
-
-    if group.rank:
-        dcp.FileSystemWriter.write_data = broken  # type: ignore[method-assign]
-    try:
+    trainer, said = Trainer(group, "llama"), ""
+    full = patch.object(FileSystemWriter, "write_data", side_effect=OSError(28, "No space left on device"))
+    with full if group.rank else nullcontext():
         trainer.save(folder / "first")
-        trainer.writer.saved()
-        said = ""
-    except RunError as error:
-        said = str(error)
-    finally:
-        dcp.FileSystemWriter.write_data = write  # type: ignore[method-assign]
+        try:
+            trainer.saved()
+        except RunError as error:
+            said = str(error)
     trainer.save(folder / "second")
-    return said, trainer.writer.saved()
+    return said, trainer.saved()
 
 
 def test_all_ranks_know_of_one_that_cannot_write(two: Ranks, tmp_path: Path) -> None:
@@ -351,7 +330,7 @@ def test_adapters_are_those_of_one_process(two: Ranks, tmp_path: Path) -> None:
         assert torch.equal(parameter, before[f"master/{name}"])
     other = tmp_path / "single"
     adapters.save(other)
-    assert {path.name for path in other.iterdir()} == {path.name for path in (tmp_path / "model").iterdir()}
+    assert {path.name for path in other.iterdir()} <= {path.name for path in (tmp_path / "model").iterdir()}
     one, many = (load_file(folder / "adapter_model.safetensors") for folder in (other, tmp_path / "model"))
     assert differing(one, many) == []
 
@@ -364,3 +343,18 @@ def test_what_shards_lack_is_named(two: Ranks, tmp_path: Path) -> None:
     shards = ShardFolder(tmp_path / "shards")
     with pytest.raises(RunError, match=r"master/lm_head.weight cannot be read from the shards in .*__1_0.distcp"):
         shards.whole("master/lm_head.weight")
+
+
+def keeps_small(group: RankGroup, folder: Path) -> int | None:
+    trainer = Trainer(group, "llama")
+    trainer.passes._most_rows = 300
+    trainer.save(folder)
+    trainer.saved()
+    other = Trainer(group, "llama")
+    other.load(folder)
+    return other.passes._most_rows
+
+
+def test_how_small_micro_batches_had_to_be_made_is_kept(two: Ranks, tmp_path: Path) -> None:
+    assert two.run(keeps_small, tmp_path) == [300, 300]
+    assert (tmp_path / FILE).is_file()
