@@ -216,6 +216,21 @@ def delta_rows(a: Tensor, b: Tensor, scale: float, start: int) -> Tensor:
     return (b @ a) * scale
 
 
+def rows_of_delta(a: Tensor, b: Tensor, scale: float, begin: int, end: int) -> Tensor:
+    """Some rows of scale · B A."""
+    import torch
+
+    block = block_rows(a.shape[1])
+    first = begin // block * block
+    rows = torch.cat([delta_rows(a, b, scale, start) for start in range(first, end, block)])
+    return rows[begin - first : end - first]
+
+
+def base_name(saved: str) -> str:
+    """The name of the weight that a saved matrix of an adapter belongs to, in the model without adapters."""
+    return saved.removeprefix(_PREFIX).replace(".lora_A.", ".").replace(".lora_B.", ".")
+
+
 def is_adapter(name: str) -> bool:
     """Whether a parameter of this name belongs to an adapter."""
     return ".lora_" in name

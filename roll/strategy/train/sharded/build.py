@@ -22,6 +22,7 @@ from roll.model.find import ModelSource, first_line
 from roll.model.loading import in_precision, load_model_config
 from roll.model.positions import fix_angles
 from roll.model.shard_loading import load_shards
+from roll.model.shard_merging import merge_shards
 from roll.model.value import ValueModel
 from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.module import TrainModule, shard
@@ -46,11 +47,6 @@ def build_sharded(
     source: ModelSource, purpose: Purpose, dtype: torch.dtype, seed: int, group: RankGroup, *, on_host: bool = False
 ) -> ShardedModel:
     """The model of the files at `source`, or a fresh one from `seed`, cut over the group's mesh."""
-    if source.adapters:
-        raise UserError(
-            f"model: {source.name!r} holds adapters, which are merged into a model that is whole: run `roll export` on "
-            "it first and write the exported folder, or write strategy: single"
-        )
     kept = dtype if purpose in ("frozen", "scorer") else torch.float32
     model = _empty(source, purpose, kept, seed)
     fix_angles(model)
@@ -67,6 +63,8 @@ def build_sharded(
     model.tie_weights()
     if source.location is not None:
         load_shards(model, _folder(source))
+    for folder in source.adapters:
+        merge_shards(model, Path(folder), dtype)
     if value is not None:
         nn.init.zeros_(value.head.weight)
         nn.init.zeros_(value.head.bias)

@@ -13,13 +13,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from roll.algorithm.streams import CreditSpec
 from roll.cluster.mesh import MeshShape
-from roll.config.schema import TrainConfig
+from roll.config.schema import LoraConfig, TrainConfig
 from roll.data import Batch
 from roll.data.tokenlog import IntArray
 from roll.model.character import character_tokenizer
 from roll.model.classifier import load_classifier
 from roll.model.find import ModelSource
 from roll.model.loading import load_model
+from roll.model.lora import Adapters, Base, is_adapter
 from roll.strategy.train.critic import CriticStrategy
 from roll.strategy.train.scorer import ScoreStrategy
 from roll.strategy.train.sharded.build import build_sharded
@@ -152,3 +153,29 @@ def test_a_rank_never_holds_the_whole_model(tmp_path: Path) -> None:
         assert all(own < whole / 3.9 for own in ranks.run(build_within, tmp_path, room))
     with ranks_of(MeshShape(shard=1)) as ranks:
         assert ranks.run(load_whole_within, tmp_path, room) == [False]
+
+
+def merged_over_ranks(group: RankGroup, found: ModelSource, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    built = build_sharded(found, "policy", dtype, 0, group)
+    return {name: parameter.detach().full_tensor() for name, parameter in built.model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saved_adapters_are_merged_into_shards_as_into_a_whole_model(
+    two: Ranks, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    base, saved = tmp_path / "base", tmp_path / "adapters"
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(CONFIGS["llama"], dtype=torch.float32).save_pretrained(base)
+    model = load_model(source(base), dtype, 0)
+    adapters = Adapters(model, LoraConfig(rank=3, alpha=7), Base(str(base)), 0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_adapter(name):
+                parameter.normal_(0, 0.1)
+    adapters.save(saved)
+    found = ModelSource(str(saved), str(base), adapters=(str(saved),))
+    expected = dict(load_model(found, dtype, 0).named_parameters())
+    for merged in two.run(merged_over_ranks, found, dtype):
+        assert merged.keys() == expected.keys()
+        assert all(torch.equal(merged[name], expected[name].float()) for name in expected if "proj" in name)

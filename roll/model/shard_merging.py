@@ -1,0 +1,46 @@
+"""Saved adapters added to the weights of a sharded model: each rank adds to the rows that it has."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from roll.config.errors import UserError
+from roll.model.lora import CONFIG_FILE, WEIGHTS_FILE, base_name, rows_of_delta
+from roll.model.shard_loading import local_range
+
+_REFUSED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias")
+"""What adapters of other makers may have beyond A and B with one scale."""
+
+
+@torch.no_grad()
+def merge_shards(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
+    """Adds saved adapters to the model's parameters, of which this rank has shards, as `peft` merges them into a model
+    that is whole and in `dtype`."""
+    config = json.loads((folder / CONFIG_FILE).read_text())
+    if unknown := [name for name in _REFUSED if config.get(name)]:
+        raise UserError(
+            f"model: the adapters in {folder} use {unknown[0]}, which is merged into a model that is whole only: run "
+            "`roll export` on them first and write the exported folder, or write strategy: single"
+        )
+    rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    parameters = dict(model.named_parameters())
+    with safe_open(folder / WEIGHTS_FILE, "pt") as file:
+        for key in file.keys():  # noqa: SIM118
+            if ".lora_A." not in key:
+                continue
+            target = parameters[base_name(key)]
+            dim, begin, end = local_range(target) if isinstance(target, DTensor) else (0, 0, target.shape[0])
+            assert dim == 0, "the matrices of linear layers are cut by rows"
+            if begin == end:
+                continue
+            a, b = file.get_tensor(key), file.get_tensor(key.replace(".lora_A.", ".lora_B."))
+            local = target.to_local() if isinstance(target, DTensor) else target
+            local.copy_(local.to(dtype) + rows_of_delta(a, b, scale, begin, end).to(local.device, dtype))
