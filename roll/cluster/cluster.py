@@ -5,16 +5,22 @@
 names the method itself. The call fans out as the method's `@parallel` says and comes back as one result. Every call has
 a deadline. A cluster may travel to other workers, which then call its workers directly; it has to be sent again after a
 worker was restarted, which can be done only where the cluster was started.
+
+Workers that are the ranks of a mesh are a group and fail as one: when one is lost, all are ended at once, because the
+others would wait for it; they are restarted together, in new processes. Whoever called one hears which rank was lost.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+import copy
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-from roll.cluster.errors import CallTimedOut, first_of
+from roll.child.together import together
+from roll.cluster.errors import CallTimedOut, RemoteError, WorkerDied, first_of
 from roll.cluster.executor import Executor, Handle
 from roll.cluster.worker import Dispatch, Place, SharedArguments, Worker, parallel_of
 from roll.config.errors import RunError
@@ -26,8 +32,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+_log = logging.getLogger(__name__)
+
 _GRACE_S = 1.0
 """How long the other workers of a call are heard after one has failed: the first cause may be theirs."""
+_PING_S = 5.0
+"""For a rank that has not answered to answer a ping, when another one has failed."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,8 @@ class Cluster(Generic[W]):
         self._executor = executor
         self._pending: dict[object, tuple[str, str, float]] = {}
         """Worker, method and beginning of every call that waits."""
+        self.loss: RemoteError | None = None
+        """Why the group was ended: the rank that was lost first. None while it is well, and for workers that are none."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Cluster, (self.role, self._handles, self.deadline_s)
@@ -76,6 +88,12 @@ class Cluster(Generic[W]):
     def is_group(self) -> bool:
         """Whether the workers are the ranks of a mesh, which compute every call together."""
         return self._handles[0].place.mesh is not None
+
+    @property
+    def units(self) -> list[list[int]]:
+        """Ranks that are lost and restarted together: those of a group, or each worker alone."""
+        ranks = list(range(len(self)))
+        return [ranks] if self.is_group else [[rank] for rank in ranks]
 
     @property
     def in_process(self) -> bool:
@@ -103,15 +121,24 @@ class Cluster(Generic[W]):
                 await self._executor.keep_spare(handle, warm)
 
     async def restart(self, rank: int) -> None:
-        """Ends the worker for good and starts another in its place, as `Executor.restart` does."""
-        handle = self._handles[rank]
-        if self._executor is None:
-            raise RunError(f"{handle.place.name} cannot be restarted here: only where its cluster was started")
-        await self._executor.restart(handle)
+        """Ends the worker for good and starts another in its place, as `Executor.restart` does; of a group all ranks, at
+        the same time."""
+        executor = self._executor
+        if executor is None:
+            name = self._handles[rank].place.name
+            raise RunError(f"{name} cannot be restarted here: only where its cluster was started")
+        await together(executor.restart(handle) for handle in self._unit(rank))
+        self.loss = None
 
-    async def end(self, rank: int) -> None:
-        """Ends a worker's process for good; whoever waits for it hears that it died."""
-        await self._handles[rank].end(self.deadline_s)
+    async def end(self, rank: int, why: RemoteError | None = None) -> None:
+        """Ends a worker's process for good, of a group all ranks' processes. Whoever waits for one hears that it died, or
+        `why` the group was ended."""
+        if self.is_group and self.loss is None:
+            self.loss = why
+        await together(handle.end(self.deadline_s) for handle in self._unit(rank))
+
+    def _unit(self, rank: int) -> Sequence[Handle]:
+        return self._handles if self.is_group else [self._handles[rank]]
 
     def pending(self) -> list[PendingCall]:
         """The calls made here that wait for an answer, the oldest first; those of a subset among its whole's."""
@@ -167,7 +194,8 @@ class Cluster(Generic[W]):
     async def call_rank(self, rank: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a `@parallel` method on one worker."""
         parallel_of(method)
-        return await self._call(self._handles[rank], method, args, kwargs)
+        call = self._call(self._handles[rank], method, args, kwargs)
+        return (await self._in_group({rank: call}))[0] if self.is_group else await call
 
     async def _call(self, handle: Handle, method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         limit, key = asyncio.timeout(self.deadline_s), object()
@@ -184,7 +212,50 @@ class Cluster(Generic[W]):
 
     async def _on_all(self, method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         shared = SharedArguments(args)
-        return await self._together([self._call(handle, method, shared, kwargs) for handle in self._handles])
+        calls = [self._call(handle, method, shared, kwargs) for handle in self._handles]
+        return await (self._in_group(dict(enumerate(calls))) if self.is_group else self._together(calls))
+
+    async def _in_group(self, calls: Mapping[int, Coroutine[Any, Any, Any]]) -> list[Any]:
+        """The results of calls on ranks of a group. The ranks are still in step after an error only if each of them has
+        answered; otherwise the group is ended."""
+        tasks = {rank: asyncio.ensure_future(call) for rank, call in calls.items()}
+        try:
+            # waits: each of them is a call, which has a deadline
+            await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+            if errors := _errors(tasks.values()):
+                raise await self._group_error(tasks, errors)
+            return [task.result() for task in tasks.values()]
+        finally:
+            for task in tasks.values():
+                task.cancel()
+
+    async def _group_error(self, tasks: Mapping[int, asyncio.Task[Any]], errors: list[BaseException]) -> BaseException:
+        """The error to raise. A rank that lost its peer may say so before the peer's death is noticed, or while the peer
+        hangs: then the peer's is the error."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + _GRACE_S
+        while self.loss is None and not _deaths(errors) and (left_s := until_s - loop.time()) > 0:
+            pending = [task for task in tasks.values() if not task.done()]
+            if not pending:
+                break
+            await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            errors = _errors(tasks.values())
+        lost = self.loss or first_of(_deaths(errors))
+        silent = [rank for rank, task in tasks.items() if not task.done() or isinstance(task.exception(), CallTimedOut)]
+        if lost is None and silent:
+            pings = (self.ping(rank, _PING_S) for rank in silent)
+            lost = first_of(_remote(await asyncio.gather(*pings, return_exceptions=True)))
+        error = lost or first_of(errors)
+        assert error is not None, "there is an error to raise"
+        if lost is not None or silent:
+            await self._end_group(error)
+        return copy.copy(error) if isinstance(error, RemoteError) else error  # the group's loss is raised more than once
+
+    async def _end_group(self, error: BaseException) -> None:
+        try:
+            await self.end(0, error if isinstance(error, RemoteError) else None)
+        except RunError as left:
+            _log.warning("%s", left)
 
     @staticmethod
     async def _together(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
@@ -195,13 +266,26 @@ class Cluster(Generic[W]):
             done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             if pending:
                 done, _ = await asyncio.wait(tasks, timeout=_GRACE_S)
-            errors = [error for task in tasks if task in done and (error := task.exception()) is not None]
-            if errors:
-                raise first_of(errors)
+            if (error := first_of(_errors(done))) is not None:
+                raise error
             return [task.result() for task in tasks]
         finally:
             for task in tasks:
                 task.cancel()
+
+
+def _errors(tasks: Iterable[asyncio.Task[Any]]) -> list[BaseException]:
+    """Of those that are done."""
+    done = [task for task in tasks if task.done() and not task.cancelled()]
+    return [error for task in done if (error := task.exception()) is not None]
+
+
+def _deaths(errors: Iterable[BaseException]) -> list[RemoteError]:
+    return [error for error in errors if isinstance(error, WorkerDied)]
+
+
+def _remote(results: Iterable[Any]) -> list[RemoteError]:
+    return [error for error in results if isinstance(error, RemoteError)]
 
 
 def _split(method: Callable[..., Any], args: Sequence[Any], parts: int) -> tuple[Batch, list[Indices]]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from roll.config.errors import RunError
+
+E = TypeVar("E", bound=BaseException)
 
 
 @dataclass(frozen=True)
@@ -83,9 +86,10 @@ class TokensLost(RunError):
     """Tokens cannot be fetched any more: the worker that held them is gone."""
 
 
-def first_of(errors: list[BaseException]) -> BaseException:
-    """The error that came first: what a role's other workers then say is often only that they lost each other."""
-    return min(errors, key=lambda error: getattr(error, "at_s", float("inf")))
+def first_of(errors: Iterable[E]) -> E | None:
+    """The error that came first, if there is one: what a role's other workers then say is often only that they lost each
+    other."""
+    return min(errors, key=lambda error: getattr(error, "at_s", float("inf")), default=None)
 
 
 def _causes(error: BaseException) -> list[str]:

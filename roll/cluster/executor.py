@@ -108,14 +108,11 @@ class Executor(Protocol):
 
 class LocalHandle:
     in_process = True
-    incarnation = 0
 
     def __init__(self, worker: Worker) -> None:
+        self.place = worker.place
+        self.incarnation = 0
         self._worker = worker
-
-    @property
-    def place(self) -> Place:
-        return self._worker.place
 
     async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         result = getattr(self._worker, method)(*args, **kwargs)
@@ -128,6 +125,15 @@ class LocalHandle:
     async def ping(self, deadline_s: float) -> None:
         """A worker in this process is as well as this process."""
 
+    async def restart(self, make: Callable[[Place], Worker]) -> Worker:
+        """Closes the worker and makes another in its place, which it returns."""
+        old = self.__dict__.pop("_worker")  # two of them may not fit into memory
+        await old.close()
+        del old
+        self._worker = make(self.place)
+        self.incarnation += 1
+        return self._worker
+
 
 class LocalExecutor:
     """Every worker in this process; a call is a call. Roles take turns, nothing is pickled, a debugger works. Only the
@@ -138,6 +144,8 @@ class LocalExecutor:
         self.deadline_s = deadline_s
         self._start_s = start_deadline_s
         self._workers: list[Worker] = []
+        self._makes: dict[LocalHandle, Callable[[Place], Worker]] = {}
+        """How each worker of this process is made."""
         self._processes: list[ProcessHandle] = []
         self._log_dir: Path | None = None
 
@@ -171,7 +179,9 @@ class LocalExecutor:
                 continue
             worker = make(place)
             self._workers.append(worker)
-            handles.append(LocalHandle(worker))
+            handle = LocalHandle(worker)
+            self._makes[handle] = make
+            handles.append(handle)
         self._processes += processes
         if processes:
             starts = together(handle.start() for handle in processes)
@@ -185,10 +195,10 @@ class LocalExecutor:
         if isinstance(handle, ProcessHandle):
             await self._in_time(handle.restart(), f"{handle.place.name} has")
             return
-        raise RunError(
-            f"{handle.place.name} cannot be restarted: local workers share this process. Restart the run, or write "
-            "executor=ray"
-        )
+        if not isinstance(handle, LocalHandle) or handle not in self._makes:
+            raise RunError(f"{handle.place.name} cannot be restarted: this executor runs no such worker")
+        self._workers = [worker for worker in self._workers if worker is not handle._worker]
+        self._workers.append(await handle.restart(self._makes[handle]))
 
     async def close(self) -> None:
         processes, self._processes = self._processes, []
@@ -200,6 +210,7 @@ class LocalExecutor:
                 for worker in self._workers:
                     stack.push_async_callback(worker.close)
                 self._workers = []
+                self._makes.clear()
 
     def _log_of(self, place: Place) -> Path | None:
         return None if self._log_dir is None else self._log_dir / f"{place.role}-{place.rank}.log"

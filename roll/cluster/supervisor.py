@@ -10,6 +10,9 @@ The life of a watched worker, which a task of its own drives:
                                             ▲                       │              │
                                             └── a failure, counted ─┴──────────────┘
 
+The ranks of a group (`Cluster.is_group`) are watched as one worker: it is lost when any of them is, all of them are ended
+at once and restarted together; `lost` is called with the rank that was lost, `restored` with rank 0.
+
 What always holds:
 - `lost` is called once each time a worker leaves `well`, before anything is done about it.
 - `restored` is awaited only for a worker that has just been restarted, and only when it has returned the worker is well.
@@ -27,10 +30,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from roll.child.together import together
 from roll.cluster.cluster import Cluster
 from roll.cluster.errors import CallTimedOut, RemoteError, WorkerDied
 from roll.config.errors import RunError
@@ -95,11 +99,11 @@ class Supervisor:
         if self.failed.done():
             return
         failures = self._failures.setdefault(cluster.role, _Failures(cluster.role, self._policy))
-        failures.workers = len(cluster)
-        for rank in range(len(cluster)):
-            watch = _Watch(self, cluster, rank, lost, restored if restart else None, self._policy, failures)
-            self._watches[cluster.role, rank] = watch
-            watch.task = self.spawn(watch.run(self._policy.ping_s * rank / len(cluster)))
+        failures.workers = len(cluster.units)
+        for ranks in cluster.units:
+            watch = _Watch(self, cluster, ranks, lost, restored if restart else None, self._policy, failures)
+            self._watches |= {(cluster.role, rank): watch for rank in ranks}
+            watch.task = self.spawn(watch.run(self._policy.ping_s * ranks[0] / len(cluster)))
 
     def unwatch(self, role: str) -> None:
         """Leaves a role alone; a restart in progress is given up."""
@@ -118,7 +122,8 @@ class Supervisor:
             watch.suspected.set()
 
     def status(self) -> list[WorkerStatus]:
-        return [watch.status() for watch in self._watches.values()]
+        """Of every worker, and of every group."""
+        return [watch.status() for watch in dict.fromkeys(self._watches.values())]
 
     async def close(self) -> None:
         """Gives up everything in progress, and returns when it has ended. Safe to repeat, and inside a callback."""
@@ -172,7 +177,7 @@ class _Failures:
 
 
 class _Watch:
-    """One worker's life, see the head of this file."""
+    """One worker's life, or a group's, see the head of this file."""
 
     task: asyncio.Task[None]
 
@@ -180,7 +185,7 @@ class _Watch:
         self,
         owner: Supervisor,
         cluster: Cluster[Any],
-        rank: int,
+        ranks: Sequence[int],
         lost: Lost,
         restored: Restored | None,
         policy: RestartPolicy,
@@ -190,8 +195,8 @@ class _Watch:
         self.condemned: RemoteError | None = None
         """Set while the worker is well, taken when it is noticed."""
         self._owner = owner
-        self._cluster, self._rank = cluster, rank
-        self._worker = cluster.places[rank].name
+        self._cluster, self._ranks = cluster, ranks
+        self._worker = cluster.role if cluster.is_group else cluster.places[ranks[0]].name
         self._lost, self._restored = lost, restored
         self._policy, self._failures = policy, failures
         self._state: State = "well"
@@ -199,7 +204,7 @@ class _Watch:
         self._since_s = self._answered_s = _now_s()
 
     def status(self) -> WorkerStatus:
-        now_s, incarnation = _now_s(), self._cluster.incarnation(self._rank)
+        now_s, incarnation = _now_s(), self._cluster.incarnation(self._ranks[0])
         return WorkerStatus(
             self._worker, self._state, now_s - self._since_s, now_s - self._answered_s, incarnation, self._why
         )
@@ -210,13 +215,17 @@ class _Watch:
             pinging = self._owner.spawn(self._until_silent())
             while True:
                 # waits: for as long as the worker answers
-                self._wrong("gone" if self._restored is None else "lost", await pinging)
-                self._lost(self._rank, self._why)
+                error = await pinging
+                self._wrong("gone" if self._restored is None else "lost", error)
+                rank = self._rank_of(error)
+                if self._cluster.is_group:
+                    self._owner.spawn(self._cluster.end(rank, error))
+                self._lost(rank, self._why)
                 if self._restored is None:
                     return
                 pinging = await self._bring_back(self._restored)
                 self._enter("well")
-                _log.info("%s is back, %d times restarted", self._worker, self._cluster.incarnation(self._rank))
+                _log.info("%s is back, %d times restarted", self._worker, self._cluster.incarnation(self._ranks[0]))
         except Exception as error:
             self._owner.fail(error)
 
@@ -224,25 +233,33 @@ class _Watch:
         """Pings the worker until it does not answer any more; what was heard instead."""
         while True:
             try:
-                await self._ping()
+                if len(self._ranks) == 1:
+                    await self._ping(self._ranks[0])
+                else:
+                    await together(self._ping(rank) for rank in self._ranks)
             except RemoteError as error:
-                return error
+                return self._cluster.loss or error
             if (condemned := self.condemned) is not None:
                 return condemned
             self._answered_s = _now_s()
             await self._pause(self._policy.ping_s)
 
-    async def _ping(self) -> None:
+    def _rank_of(self, error: RemoteError) -> int:
+        """Which of the ranks an error is of."""
+        names = [place.name for place in self._cluster.places]
+        return names.index(error.worker) if error.worker in names else self._ranks[0]
+
+    async def _ping(self, rank: int) -> None:
         """Two pings, if need be: the silence may have been that of this process, when something has kept it busy."""
         hang_s = self._policy.hang_s
         last_s = min(self._policy.ping_s, hang_s / 2)
         try:
-            await self._cluster.ping(self._rank, hang_s - last_s)
+            await self._cluster.ping(rank, hang_s - last_s)
         except CallTimedOut:
             try:
-                await self._cluster.ping(self._rank, last_s)
+                await self._cluster.ping(rank, last_s)
             except CallTimedOut:
-                raise CallTimedOut(self._worker, "a ping", hang_s) from None
+                raise CallTimedOut(self._cluster.places[rank].name, "a ping", hang_s) from None
 
     async def _pause(self, seconds: float) -> None:
         """Until the time has passed or somebody suspects the worker."""
@@ -259,7 +276,7 @@ class _Watch:
             await asyncio.sleep(self._failures.count(self._worker, self._why))
             try:
                 self._enter("restarting")
-                await self._cluster.restart(self._rank)
+                await self._cluster.restart(self._ranks[0])
                 self.condemned = None
                 self._enter("restoring")
                 return await self._restore(restored)
@@ -269,7 +286,7 @@ class _Watch:
     async def _restore(self, restored: Restored) -> asyncio.Task[RemoteError]:
         async def restore() -> None:
             # waits: who awaits this task has a limit
-            await restored(self._rank)
+            await restored(self._ranks[0])
 
         restoring, pinging = self._owner.spawn(restore()), self._owner.spawn(self._until_silent())
         deadline_s = self._cluster.deadline_s

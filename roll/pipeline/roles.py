@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from roll.child.together import together
 from roll.cluster import Cluster, Executor, LocalExecutor, Place, Worker
 from roll.cluster.errors import CallTimedOut, RemoteError, WorkerDied
 from roll.config.errors import UserError
@@ -26,9 +27,10 @@ from roll.reward.stats import GraderStats
 from roll.rollout.pool import RolloutPool
 from roll.rollout.router import Router
 from roll.rollout.worker import RolloutWorker
+from roll.strategy.shelf import Level
 from roll.workers.critic import CriticWorker
 from roll.workers.env import EnvWorker
-from roll.workers.group import meet
+from roll.workers.group import GroupWorker, meet
 from roll.workers.infer import InferWorker
 from roll.workers.reward import RewardWorker
 from roll.workers.scorers import NO_SCORERS, Scorers
@@ -39,6 +41,7 @@ _LEAST_SILENT_S = 20.0
 """Importing libraries may keep a worker that starts from answering for some seconds."""
 
 W = TypeVar("W", bound=Worker)
+G = TypeVar("G", bound=GroupWorker)
 
 Models = tuple[
     Cluster[TrainWorker], Cluster[InferWorker], Cluster[TrainWorker] | None, Cluster[CriticWorker] | None, Scorers
@@ -82,12 +85,13 @@ class TrainRoles:
         return isinstance(error, WorkerDied | CallTimedOut) and error.worker in names
 
     async def restart_trainers(self, checkpoint: Path | None) -> None:
-        """Starts trainers that do not answer again, and brings those that learn to a checkpoint, or to where they
-        began."""
-        for cluster in self.trainers:
-            for rank in range(len(cluster)):
-                if cluster is not self.reference or not await _answers(cluster, rank):
-                    await cluster.restart(rank)
+        """Restarts the trainers that learn, and the reference if it does not answer, and brings those that learn to a
+        checkpoint, or to where they began."""
+        await _restart(self.actor, TrainWorker.hold, self.stages)
+        if self.reference is not None and not await _answers(self.reference):
+            await _restart(self.reference, TrainWorker.hold, self.stages)
+        if self.critic is not None:
+            await _restart(self.critic, CriticWorker.hold, self.stages)
         if checkpoint is not None:
             await self.load(checkpoint)
 
@@ -371,9 +375,16 @@ async def _start(
     return roles
 
 
-async def _answers(cluster: Cluster[Any], rank: int) -> bool:
+async def _restart(cluster: Cluster[G], hold: Callable[[G, Level], Any], stages: StageTable) -> None:
+    """Restarts all workers of a role, which then are as they were when the run began."""
+    for ranks in cluster.units:
+        await cluster.restart(ranks[0])
+    await aside(await meet(cluster), hold, stages)
+
+
+async def _answers(cluster: Cluster[Any]) -> bool:
     try:
-        await cluster.ping(rank, _PING_S)
+        await together(cluster.ping(rank, _PING_S) for rank in range(len(cluster)))
     except RemoteError:
         return False
     return True

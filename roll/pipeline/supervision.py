@@ -6,6 +6,9 @@
     rollout worker   its samples start anew elsewhere; it is started again
     trainer          ends the step: the run goes back to its last checkpoint (`launch.py`)
 
+The ranks of a sharded role are lost and started again together. Under `executor: local` only they are watched, because
+only they have processes of their own.
+
 What always holds: a worker that is lost gets nothing until it is back and ready; more deaths than `supervise.restarts`
 allows end the run.
 """
@@ -19,6 +22,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+from roll.cluster import Cluster
 from roll.cluster.supervisor import RestartPolicy, Supervisor
 from roll.config.errors import RunError
 from roll.config.schema import Config, SuperviseConfig
@@ -29,6 +33,7 @@ from roll.pipeline.recorder import Recorder
 from roll.pipeline.roles import Roles, TrainRoles
 from roll.pipeline.watchdog import Watchdog
 from roll.workers.env import EnvWorker
+from roll.workers.group import meet
 from roll.workers.infer import InferWorker, Load
 from roll.workers.judge import JudgeWorker
 from roll.workers.reward import RewardWorker
@@ -53,10 +58,16 @@ class TrainSupervision:
     def start(self) -> None:
         """Watches all roles from now on."""
         for trainer in self._trainers:
-            self.supervisor.watch(trainer, self._trainer_lost(trainer), _nothing, restart=False)
+            self._watch_trainer(trainer)
 
     def stand_by(self) -> None:
-        """Where all is one process nobody is watched: its workers end with it."""
+        """Watches the ranks of sharded roles, which alone have processes of their own under `executor: local`."""
+        for trainer in self._trainers:
+            if not trainer.in_process:
+                self._watch_trainer(trainer)
+
+    def _watch_trainer(self, trainer: Cluster[Any]) -> None:
+        self.supervisor.watch(trainer, self._trainer_lost(trainer), _nothing, restart=False)
 
     async def keep_spare_trainer(self, config: Config) -> None:
         """Has a process ready for a trainer that dies. A run can do without."""
@@ -86,10 +97,11 @@ class TrainSupervision:
     async def close(self) -> None:
         await self.supervisor.close()
 
-    def _trainer_lost(self, trainer: Any) -> Callable[[int, str], None]:
+    def _trainer_lost(self, trainer: Cluster[Any]) -> Callable[[int, str], None]:
         def lost(rank: int, why: str) -> None:
             self._warn(f"{why.splitlines()[0]}; the run goes back to its last checkpoint")
-            self.supervisor.spawn(trainer.end(rank))  # one that hangs would keep whoever called it waiting
+            if not trainer.is_group:  # the supervisor ends those
+                self.supervisor.spawn(trainer.end(rank))  # one that hangs would keep whoever called it waiting
 
         return lost
 
@@ -117,7 +129,7 @@ class Supervision(TrainSupervision):
         if roles.environments is not None:
             watch(roles.environments, self._told, self._environments_back)
         if roles.scorers.reward_model is not None:
-            watch(roles.scorers.reward_model, self._told, partial(self._scorer_back, "reward_model"))
+            watch(roles.scorers.reward_model, self._told, self._reward_model_back)
         if roles.scorers.judge is not None:
             watch(roles.scorers.judge, self._told, self._judge_back)
         roles.pool.engine_trouble = self._engine_trouble
@@ -125,7 +137,11 @@ class Supervision(TrainSupervision):
         roles.pool.worker_trouble = lambda worker, reason: self.supervisor.condemn("rollout", worker, reason)
 
     def stand_by(self) -> None:
-        """Only engines have processes of their own even then, and nobody starts one again: with it the run ends."""
+        """Engines may have processes of their own too, but nobody starts one again: with it the run ends."""
+        super().stand_by()
+        scorer = self._roles.scorers.reward_model
+        if scorer is not None and not scorer.in_process:
+            self.supervisor.watch(scorer, self._told, self._reward_model_back)
         self._roles.pool.engine_trouble = self._engine_ended
 
     def _engine_ended(self, engine: int, reason: str) -> None:
@@ -186,10 +202,17 @@ class Supervision(TrainSupervision):
     async def _judge_back(self, rank: int) -> None:
         assert self._roles.scorers.judge is not None
         await self._roles.scorers.judge.call_rank(rank, JudgeWorker.start)
-        await self._scorer_back("judge", rank)
+        await self.scorer_restored("judge", rank)
+        await self._roles.connect()
+        self.restarts += 1
 
-    async def _scorer_back(self, role: str, rank: int) -> None:
-        await self.scorer_restored(role, rank)
+    async def _reward_model_back(self, rank: int) -> None:
+        cluster = self._roles.scorers.reward_model
+        assert cluster is not None
+        await meet(cluster)
+        ranks = range(len(cluster)) if cluster.is_group else [rank]
+        # waits: calls have deadlines
+        await asyncio.gather(*(self.scorer_restored("reward_model", each) for each in ranks))
         await self._roles.connect()
         self.restarts += 1
 

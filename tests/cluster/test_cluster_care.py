@@ -56,15 +56,18 @@ def test_a_rank_is_pinged_and_restarted() -> None:
     run_virtually(main)
 
 
-def test_local_workers_are_always_well_and_never_restarted() -> None:
+def test_local_workers_are_always_well_and_made_again_in_this_process() -> None:
     async def main() -> None:
         cluster = await waiters(2)
         await cluster.ping(1, 0.001)
         await cluster.end(1)
         assert await cluster.call_rank(1, Waiter.wait, 0) == "waiter[1]", "it ends with this process"
         assert cluster.incarnation(1) == 0
-        with pytest.raises(RunError, match=r"^waiter\[1\] cannot be restarted: local workers .* executor=ray$"):
-            await cluster.restart(1)
+        before = [handle._worker for handle in cluster._handles]  # type: ignore[attr-defined]
+        await cluster.restart(1)
+        after = [handle._worker for handle in cluster._handles]  # type: ignore[attr-defined]
+        assert (after[0] is before[0], after[1] is before[1]) == (True, False)
+        assert (cluster.incarnation(1), await cluster.call_rank(1, Waiter.wait, 0)) == (1, "waiter[1]")
 
     run_virtually(main)
 
