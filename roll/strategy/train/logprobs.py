@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from roll.strategy.train.predictions import Chunk, Predictions
-from roll.strategy.train.vocabulary import Kernels, kernels_for
+from roll.strategy.train.vocabulary import Kernels, computed_in, kernels_for
 
 CHUNK_ELEMENTS = {"cpu": 1 << 26, "cuda": 1 << 29}
 """Most logits held at once: 256 MiB in fp32, 1 GiB in bf16. Large chunks, because each adds to the whole weight's
@@ -52,10 +52,12 @@ def token_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of the predicted tokens under softmax(logits / temperature), and the entropies of those distributions.
 
-    hidden [rows, dim] → two fp32 tensors [tokens]. The entropies have a gradient only if it is asked for.
+    hidden [rows, dim] → two tensors [tokens], in fp32, or in fp64 from an fp64 model. The entropies have a gradient only
+    if it is asked for.
     """
     if not len(predictions):
-        return hidden.new_zeros(0, dtype=torch.float32), hidden.new_zeros(0, dtype=torch.float32)
+        nothing = hidden.new_zeros(0, dtype=computed_in(hidden.dtype))
+        return nothing, nothing
     head = Head.of(model)
     picked = hidden.index_select(0, predictions.rows)
     log_probs, entropies = _LogProbs.apply(picked, head.weight, head.bias, head, predictions)  # type: ignore[no-untyped-call]
@@ -73,14 +75,15 @@ class _LogProbs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, predictions: Predictions
     ) -> tuple[Tensor, Tensor]:
         kernels, chunks = kernels_for(hidden.device), predictions.chunks(head.chunk_rows())
-        log_probs = hidden.new_empty(len(predictions.targets), dtype=torch.float32)
-        normalisers, entropies = hidden.new_empty(2, len(predictions), dtype=torch.float32)
+        precise = computed_in(hidden.dtype)
+        log_probs = hidden.new_empty(len(predictions.targets), dtype=precise)
+        normalisers, entropies = hidden.new_empty(2, len(predictions), dtype=precise)
         kept = None
         for chunk in chunks:
             view = _View(chunk, predictions)
             logits = _logits(hidden[view.rows], weight, bias)
             normalisers[view.rows], entropies[view.rows] = kernels.summarise(logits, view.temperatures, head.cap)
-            chosen = _capped(logits[view.local, view.targets].float(), head.cap) / view.temperatures[view.local]
+            chosen = _capped(logits[view.local, view.targets].to(precise), head.cap) / view.temperatures[view.local]
             log_probs[view.pairs] = chosen - normalisers[view.rows][view.local]
             kept = logits if len(chunks) == 1 else None
         ctx.save_for_backward(hidden, weight, bias, log_probs, normalisers, entropies, kept)
@@ -99,7 +102,7 @@ class _LogProbs(torch.autograd.Function):
         totals = torch.zeros_like(normalisers).index_add_(0, predictions.sources, slope)
         to_hidden = torch.empty_like(hidden) if wants_hidden else None
         to_weight = _Sum(weight, len(ctx.chunks)) if wants_weight else None
-        to_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wants_bias else None
+        to_bias = torch.zeros_like(bias, dtype=log_probs.dtype) if bias is not None and wants_bias else None
         for chunk in ctx.chunks:
             view = _View(chunk, predictions)
             rows, local = view.rows, view.local
@@ -111,7 +114,7 @@ class _LogProbs(torch.autograd.Function):
                 pulled = pulled + entropy_slope[rows][local] * (log_p + entropies[rows][local])
             own = (slope[view.pairs] - log_p.exp() * pulled) / view.temperatures[local]
             if ctx.head.cap:
-                own *= 1 - (_capped(logits[local, view.targets].float(), ctx.head.cap) / ctx.head.cap).square()
+                own *= 1 - (_capped(logits[local, view.targets].to(log_p.dtype), ctx.head.cap) / ctx.head.cap).square()
             given = (
                 normalisers[rows],
                 entropies[rows],
@@ -125,7 +128,7 @@ class _LogProbs(torch.autograd.Function):
             if to_weight is not None:
                 to_weight.add(gradient, hidden[rows])
             if to_bias is not None:
-                to_bias += gradient.sum(0, dtype=torch.float32)
+                to_bias += gradient.sum(0, dtype=to_bias.dtype)
         bias_gradient = to_bias.to(bias.dtype) if to_bias is not None else None
         return to_hidden, to_weight.result() if to_weight is not None else None, bias_gradient, None, None
 
@@ -142,7 +145,7 @@ class _View:
 
 
 class _Sum:
-    """Σ gradientᵀ · hidden over chunks, in fp32 where there are several."""
+    """Σ gradientᵀ · hidden over chunks, in fp32 or better where there are several."""
 
     def __init__(self, weight: Tensor, chunks: int) -> None:
         self._weight, self._chunks = weight, chunks
@@ -153,8 +156,8 @@ class _Sum:
             self._sum = gradient.t() @ hidden
             return
         if self._sum is None:
-            self._sum = torch.zeros_like(self._weight, dtype=torch.float32)
-        if self._weight.dtype == torch.float32:
+            self._sum = torch.zeros_like(self._weight, dtype=computed_in(self._weight.dtype))
+        if self._weight.dtype == self._sum.dtype:
             self._sum.addmm_(gradient.t(), hidden)
         elif self._weight.device.type == "cuda":
             torch.addmm(self._sum, gradient.t(), hidden, out_dtype=torch.float32, out=self._sum)

@@ -1,8 +1,8 @@
 """AdamW over fp32 master weights, for parameters that live in the serving precision.
 
 What always holds: gradients are summed in fp32 across micro-batches, the update happens in fp32, and the parameters are
-the masters rounded, written in place (an engine may be using that very storage). Parameters that are fp32 already are
-their own masters.
+the masters rounded, written in place (an engine may be using that very storage). Parameters that are fp32 already, or
+fp64, are their own masters.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class MasterAdamW:
             )
         self._masters: dict[str, nn.Parameter] = {}
         for name, parameter in self._parameters.items():
-            if parameter.dtype == torch.float32:
+            if parameter.dtype in (torch.float32, torch.float64):
                 self._masters[name] = parameter
             else:
                 self._masters[name] = nn.Parameter(parameter.detach().float().clone())

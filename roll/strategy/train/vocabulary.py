@@ -1,7 +1,7 @@
 """What is computed over the whole vocabulary: a chunk of logits to its normalisers and entropies, and to its gradient.
 
 Both come twice: in plain torch, and on CUDA as one Triton kernel each that reads the logits once. All arithmetic is in
-fp32 whatever the logits are.
+fp32, or in plain torch in fp64 where the logits are.
 """
 
 from __future__ import annotations
@@ -41,13 +41,18 @@ def kernels_for(device: torch.device) -> Kernels:
     return TorchKernels()
 
 
+def computed_in(dtype: torch.dtype) -> torch.dtype:
+    """The precision of what is computed from logits of a precision: fp32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 BLOCK_ELEMENTS = 1 << 19
 """Logits that plain torch works on at once: in fp32, with the exponentials beside them, they stay in a CPU's cache."""
 
 
 class TorchKernels:
     def summarise(self, logits: Tensor, temperatures: Tensor, cap: float | None) -> tuple[Tensor, Tensor]:
-        normalisers, entropies = torch.empty(2, len(logits), device=logits.device)
+        normalisers, entropies = torch.empty(2, len(logits), dtype=computed_in(logits.dtype), device=logits.device)
         for rows in _blocks(logits):
             scaled = _scaled(logits[rows], temperatures[rows], cap)
             largest = scaled.amax(dim=-1, keepdim=True)
@@ -91,7 +96,7 @@ def _blocks(logits: Tensor) -> list[slice]:
 
 def _scaled(logits: Tensor, temperatures: Tensor, cap: float | None) -> Tensor:
     """A new tensor."""
-    values = logits.to(torch.float32, copy=True)
+    values = logits.to(computed_in(logits.dtype), copy=True)
     if cap:
         values.div_(cap).tanh_().mul_(cap)
     return values.div_(temperatures[:, None])
