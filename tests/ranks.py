@@ -25,9 +25,9 @@ _processes.set_forkserver_preload(["roll.strategy.train.sharded.module", "roll.s
 class Ranks:
     """Persistent ranks: `run` calls a function of a module on each of them, its first argument the rank's group."""
 
-    def __init__(self, shape: MeshShape) -> None:
+    def __init__(self, shape: MeshShape, deadline_s: float = DEADLINE_S) -> None:
         self.shape = shape
-        store, rendezvous = open_store("127.0.0.1", DEADLINE_S)
+        store, rendezvous = open_store("127.0.0.1", deadline_s)
         self._store = store
         pairs = [_processes.Pipe() for _ in range(shape.ranks)]
         self.pipes = [ours for ours, _ in pairs]
@@ -39,19 +39,27 @@ class Ranks:
             process.start()
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Each rank's result, by rank."""
+        """Each rank's result, by rank. Where one fails, the others' answers are read all the same: none is left for the
+        next run."""
         self.send(function, *arguments)
-        return [self.answer(rank) for rank in range(self.shape.ranks)]
+        answers = [self._received(rank) for rank in range(self.shape.ranks)]
+        for rank, (fine, result) in enumerate(answers):
+            assert fine, f"rank {rank}: {result}"
+        return [result for _, result in answers]
 
     def send(self, function: Callable[..., Any], *arguments: Any) -> None:
         for pipe in self.pipes:
             pipe.send((function, arguments))
 
     def answer(self, rank: int) -> Any:
-        assert wait([self.pipes[rank]], ANSWER_S), f"rank {rank} does not answer"
-        fine, result = self.pipes[rank].recv()
+        fine, result = self._received(rank)
         assert fine, f"rank {rank}: {result}"
         return result
+
+    def _received(self, rank: int) -> tuple[bool, Any]:
+        assert wait([self.pipes[rank]], ANSWER_S), f"rank {rank} does not answer"
+        fine, result = self.pipes[rank].recv()
+        return bool(fine), result
 
     def close(self) -> None:
         for process in self.processes:
@@ -60,8 +68,8 @@ class Ranks:
 
 
 @contextmanager
-def ranks_of(shape: MeshShape) -> Iterator[Ranks]:
-    ranks = Ranks(shape)
+def ranks_of(shape: MeshShape, deadline_s: float = DEADLINE_S) -> Iterator[Ranks]:
+    ranks = Ranks(shape, deadline_s)
     try:
         yield ranks
     finally:

@@ -19,7 +19,7 @@ from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.module import TrainModule, shard
 from roll.strategy.train.sharded.offload import PinnedMemory, ShardOffload, replace_locals
 from tests.ranks import ranks_of
-from tests.strategy.train.sharded.test_gradients import make_model
+from tests.strategy.train.sharded.trainers import make_model
 
 
 class Trained:
