@@ -15,6 +15,9 @@ class ParallelConfig(Section):
 
     replicate: Count = 1
     """Copies of the parameters, each cut over its part of the ranks: less traffic between them, more memory per rank."""
+    cpu_offload: bool = False
+    """Whether parameters, gradients and moments stay in host memory throughout. Each layer is copied to the GPU when it
+    computes, and the optimizer steps on the CPU: slow, for models whose shards do not fit. On CPUs it changes nothing."""
 
 
 class RoleConfig(Section):

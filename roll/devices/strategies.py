@@ -5,7 +5,7 @@ from __future__ import annotations
 from roll.cluster.mesh import MeshShape
 from roll.config.errors import UserError
 from roll.config.names import either
-from roll.config.workers import RoleConfig
+from roll.config.workers import ParallelConfig, RoleConfig
 from roll.devices.inventory import Inventory
 from roll.devices.spec import parse_devices
 
@@ -83,10 +83,11 @@ def _check_sharded_alone(role: str, wanted: RoleConfig, strategy: str) -> None:
     """Refuses what only a sharded trainer reads where the role computes otherwise."""
     if strategy == "sharded":
         return
-    written = next((key for key, value in wanted.parallel if value != 1), None)
+    defaults = dict(ParallelConfig())
+    written = next((key for key, value in wanted.parallel if value != defaults[key]), None)
     if written is None:
         return
-    got = f"roles.{role}.parallel.{written} is {getattr(wanted.parallel, written)}"
+    got = f"roles.{role}.parallel.{written} is {str(getattr(wanted.parallel, written)).lower()}"
     if role in INFER_ROLES:
         raise UserError(
             f"{got}, but {role} generates, and each of its workers is an engine with a copy of the model: remove "

@@ -59,9 +59,8 @@ def spare(footprint: Footprint, free_bytes: int, trained: int, optimizer: str, t
     return max(int(USED_SHARE * free_bytes) - to_come - logits, 0)
 
 
-def spare_of(model: PreTrainedModel, footprint: Footprint, optimizer: str) -> int | None:
-    """What the model's GPU has to spare now; None on a CPU."""
-    device = model.device
+def spare_of(model: PreTrainedModel, footprint: Footprint, optimizer: str, device: torch.device) -> int | None:
+    """What the GPU that computes the model has to spare now; None on a CPU."""
     if device.type != "cuda":
         return None
     free: int = torch.cuda.mem_get_info(device)[0]

@@ -29,10 +29,12 @@ def make_trainer(config: Config, place: Place, group: RankGroup | None, *, train
     own_steps = config.train.steps - config.algorithm.critic_warmup_steps
     train = config.train.model_copy(update={"steps": own_steps})  # the learning rate's course begins with its first
     if group is not None:
-        from roll.strategy.train.sharded.build import build_sharded
+        from roll.strategy.train.sharded.build import Purpose, build_sharded
         from roll.strategy.train.sharded.strategy import ShardedStrategy
 
-        sharded = build_sharded(source, "policy" if trainable else "frozen", dtype, config.seed, group)
+        purpose: Purpose = "policy" if trainable else "frozen"
+        on_host = (config.roles.actor_train if trainable else config.roles.reference).parallel.cpu_offload
+        sharded = build_sharded(source, purpose, dtype, config.seed, group, on_host=on_host)
         return ShardedStrategy(sharded, train, group, tokenizer=tokenizer, trainable=trainable)
     model = load_model(source, dtype, config.seed).to(place.device)
     adapters = Adapters(model, lora, source.base(config.seed), config.seed) if lora is not None else None
@@ -47,7 +49,8 @@ def make_critic(config: Config, place: Place, group: RankGroup | None) -> ValueS
         from roll.strategy.train.sharded.build import build_sharded
         from roll.strategy.train.sharded.strategy import ShardedCritic
 
-        sharded = build_sharded(source, "critic", dtype, config.seed, group)
+        on_host = config.roles.critic.parallel.cpu_offload
+        sharded = build_sharded(source, "critic", dtype, config.seed, group, on_host=on_host)
         return ShardedCritic(sharded, train, config.algorithm.value_clip, group)
     model = load_model(source, dtype, config.seed).to(place.device)
     return CriticStrategy(model, train, config.algorithm.value_clip)
@@ -67,7 +70,7 @@ def make_scorer(config: Config, place: Place, group: RankGroup | None) -> tuple[
         from roll.strategy.train.sharded.build import build_sharded
         from roll.strategy.train.sharded.strategy import ShardedScorer
 
-        sharded = build_sharded(source, "scorer", dtype, config.seed, group)
+        sharded = build_sharded(source, "scorer", dtype, config.seed, group, on_host=role.parallel.cpu_offload)
         strategy, model = ShardedScorer(sharded, train, group, exact=config.deterministic), sharded.model
     else:
         model = load_classifier(source, dtype).to(place.device)

@@ -63,14 +63,19 @@ class MicroBatch:
 
 
 def micro_batches(
-    batch: Batch, limit_rows: int, model: PreTrainedModel, share: bool = True, dtype: torch.dtype | None = None
+    batch: Batch,
+    limit_rows: int,
+    model: PreTrainedModel,
+    share: bool = True,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
 ) -> Iterator[MicroBatch]:
     """The batch as micro-batches for the model, of at most `limit_rows` rows or one sample each.
 
     Without `share` a prefix that samples have in common is computed for each of them. `dtype` is the precision that
-    layers compute in, where it is not that of the parameters.
+    layers compute in, and `device` where, if these are not those of the parameters.
     """
-    device, dtype = model.device, dtype or model.dtype
+    device, dtype = device or model.device, dtype or model.dtype
     sequences, masks, spans = batch.rows("ids"), batch.rows("loss_mask"), _spans(batch)
     turns, heat = _turns(batch), batch["temperature"]
     for members, tree in _packed(batch, limit_rows, share):
@@ -118,12 +123,14 @@ def _spans(batch: Batch) -> list[list[slice]]:
     return [branches(turn) for turn in batch.rows("turn")] if "turn" in batch else [[slice(None)]] * len(batch)
 
 
-def sequence(ids: NDArray[Any], model: PreTrainedModel, dtype: torch.dtype | None = None) -> MicroBatch:
+def sequence(
+    ids: NDArray[Any], model: PreTrainedModel, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> MicroBatch:
     """One sequence, every token after its first to be predicted at temperature 1."""
     sampled = np.arange(len(ids)) > 0
     columns = {"ids": ids.astype(np.int32), "loss_mask": sampled, "temperature": np.ones(1, np.float32)}
     batch = Batch(np.array([0, len(ids)]), columns)
-    return next(micro_batches(batch, len(ids), model, dtype=dtype))
+    return next(micro_batches(batch, len(ids), model, dtype=dtype, device=device))
 
 
 def response_positions(

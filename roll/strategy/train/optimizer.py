@@ -92,7 +92,7 @@ class MasterAdamW:
     def _step(self, step: int, loss: Tensor | None) -> Step:
         slopes = self.gradients()
         norm = total_norm(slopes.values())
-        read = torch.stack([norm, norm if loss is None else loss.to(norm.dtype)])
+        read = torch.stack([norm, norm if loss is None else loss.to(norm)])
         read_norm, read_loss = read.tolist()
         applied = math.isfinite(read_norm) and math.isfinite(read_loss)
         sick = () if applied else tuple(name for name, slope in slopes.items() if not _is_finite(slope))

@@ -49,16 +49,17 @@ class Passes:
         *,
         setting: str = "train.micro_batch_tokens",
         dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
         retries: bool = True,
     ) -> None:
-        """`setting` is where `config.micro_batch_tokens` was written; `dtype` the precision that layers compute in, where
-        it is not that of the parameters. Without `retries` a device without memory ends the run at once: a rank cannot
-        do a pass again while the others do the next."""
+        """`setting` is where `config.micro_batch_tokens` was written; `dtype` the precision that layers compute in, and
+        `device` where, if these are not those of the parameters. Without `retries` a device without memory ends the run
+        at once: a rank cannot do a pass again while the others do the next."""
         self._model, self._config, self._setting = model, config, setting
         self._may_retry = retries
-        self._dtype = dtype or model.dtype
+        self._dtype, self._device = dtype or model.dtype, device or model.device
         adapted = bool(adapted_layers(model))
-        self._compiled = compiles(config.compile, model.device.type, self._dtype, adapted=adapted)
+        self._compiled = compiles(config.compile, self._device.type, self._dtype, adapted=adapted)
         self._layers = Layers(model, compiled=self._compiled)
         self._budget: Budget | None = None
         self._most_rows: int | None = None
@@ -81,7 +82,7 @@ class Passes:
         If the device runs out of memory in it, `undo` drops what it has left and it is called once more, with
         micro-batches at most half as large, from then on for all batches. A second time ends the run.
         """
-        restore = kept_noise(self._model.device)
+        restore = kept_noise(self._device)
         try:
             return work()
         except RuntimeError as error:
@@ -92,7 +93,7 @@ class Passes:
                 raise self._too_small(batch, said) from error
         if undo is not None:
             undo()
-        free_memory(self._model.device)
+        free_memory(self._device)
         before, checkpointed = self._shrink(batch, said), self._checkpointed
         self._retries += 1
         restore()
@@ -133,7 +134,7 @@ class Passes:
             return iter(())
         budget = self.budget(batch)
         self.check_lengths(batch)
-        return micro_batches(batch, budget.rows, self._model, self._config.share_prefixes, self._dtype)
+        return micro_batches(batch, budget.rows, self._model, self._config.share_prefixes, self._dtype, self._device)
 
     def hidden(self, micro: MicroBatch) -> Tensor:
         """The last hidden state of every row."""
@@ -210,9 +211,9 @@ class Passes:
         if self._budget is None:
             longest = int(batch.lengths.max(initial=0))
             model, asked = self._model, self._config
-            footprint = Footprint(ModelShape.of_model(model), self._dtype, model.device.type, self._compiled)
+            footprint = Footprint(ModelShape.of_model(model), self._dtype, self._device.type, self._compiled)
             rows, checkpointing = asked.micro_batch_tokens, asked.activation_checkpointing
-            spare = spare_of(model, footprint, asked.optimizer)
+            spare = spare_of(model, footprint, asked.optimizer, self._device)
             self._budget = self._within(choose(footprint, rows, checkpointing, longest, spare))
             if spare is not None and not rows and self._budget.rows < longest:
                 _log.warning(

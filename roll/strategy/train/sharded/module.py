@@ -46,12 +46,13 @@ def shard(
     exact: Sequence[nn.Module] = (),
 ) -> None:
     """Cuts the module's parameters over the mesh, layer by layer. They compute in `dtype`, but for the `exact` modules,
-    which compute in their own; with `on_host` parameters stay in host memory between their uses."""
+    which compute in their own; with `on_host` parameters stay in host memory, and a GPU has a layer only while it
+    computes."""
     parameters = next(module.parameters()).dtype
     policy = MixedPrecisionPolicy()
     if dtype != parameters:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    offload = CPUOffloadPolicy() if on_host else OffloadPolicy()
+    offload = CPUOffloadPolicy() if on_host and mesh.device_type == "cuda" else OffloadPolicy()
     size = mesh.shape[-1]
 
     def placement(parameter: nn.Parameter) -> Shard:

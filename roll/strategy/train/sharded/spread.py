@@ -47,7 +47,7 @@ class OverRanks:
         idle = self.group.most(len(own)) - len(own)
         yield from ((micro, True) for micro in own)
         for _ in range(idle):
-            yield sequence(self._idle_ids, self._model, self._dtype), False
+            yield sequence(self._idle_ids, self._model, self._dtype, self.device), False
 
     def forward(self, run: Callable[[], T]) -> T:
         found: T = self._module(run)

@@ -41,7 +41,7 @@ class ShardedStrategy(PolicyTrainer):
         """With `adapters` in the model, only they are trained and saved. The tokenizer is saved beside the model."""
         model = sharded.model
         spread = OverRanks(group, sharded.module, model, sharded.dtype)
-        passes = Passes(model, config, dtype=sharded.dtype, retries=False)
+        passes = Passes(model, config, dtype=sharded.dtype, device=group.device, retries=False)
         super().__init__(model, config, spread, passes, trainable=trainable, adapters=adapters)
         self.group, self._dtype = group, sharded.dtype
         self._state = ShardedState(sharded, self._optimizer, passes, group, tokenizer=tokenizer, adapters=adapters)
@@ -52,7 +52,7 @@ class ShardedStrategy(PolicyTrainer):
 
     @torch.no_grad()
     def probe(self) -> tuple[Tensor, Tensor]:
-        inputs = sequence(self._prompt.numpy(), self.model, self._dtype)
+        inputs = sequence(self._prompt.numpy(), self.model, self._dtype, self.group.device)
         return self._prompt, self._current(inputs)[0].cpu()
 
     def hold(self, level: Level) -> None:
@@ -77,7 +77,7 @@ class ShardedCritic(CriticTrainer):
     def __init__(self, sharded: ShardedModel, config: TrainConfig, value_clip: float | None, group: RankGroup) -> None:
         assert sharded.value is not None, "a critic's model has a head of its own"
         spread = OverRanks(group, sharded.module, sharded.model, sharded.dtype)
-        passes = Passes(sharded.model, config, dtype=sharded.dtype, retries=False)
+        passes = Passes(sharded.model, config, dtype=sharded.dtype, device=group.device, retries=False)
         super().__init__(sharded.value, config, value_clip, spread, passes)
         self.group = group
         self._state = ShardedState(sharded, self._optimizer, passes, group)
@@ -103,7 +103,7 @@ class ShardedScorer(Scorer):
 
     def __init__(self, sharded: ShardedModel, config: TrainConfig, group: RankGroup, *, exact: bool = False) -> None:
         spread = OverRanks(group, sharded.module, sharded.model, sharded.dtype)
-        passes = Passes(sharded.model, config, setting=SETTING, dtype=sharded.dtype, retries=False)
+        passes = Passes(sharded.model, config, setting=SETTING, dtype=sharded.dtype, device=group.device, retries=False)
         super().__init__(sharded.model, spread, passes, exact=exact)
         self.group = group
         self._state = ShardedState(sharded, None, passes, group)
