@@ -205,12 +205,15 @@ async def _train_with(
         state.seconds += recorder.lap()  # what it took to start is no step's
         try:
             folder = None if checkpoint is None else checkpoint.path
-            return cast(State, await pipeline.train(roles, recorder, state, folder))
+            state = cast(State, await pipeline.train(roles, recorder, state, folder))
+            await recorder.settle()
+            return state
         except RemoteError as error:
             if not roles.trainer_died(error):
                 raise
             _count_death(deaths, pipeline.config.supervise, error)
             recorder.reporter.warned(f"{str(error).splitlines()[0]}: going back to the last checkpoint")
+        await recorder.abandon_save()
         checkpoint = newest_checkpoint(recorder.folder)
         await roles.restart_trainers(None if checkpoint is None else checkpoint.path)
 

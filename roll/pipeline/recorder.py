@@ -6,6 +6,7 @@ written; the reporter hears of a step after it is on disk.
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import time
 from collections import deque
@@ -33,7 +34,7 @@ from roll.run import (
     drop_samples_after,
     drop_samples_before,
 )
-from roll.run.checkpoint import SCORE
+from roll.run.checkpoint import SCORE, Saving
 from roll.run.code import Recording, RunCode, reward_of
 from roll.run.disk import Closing
 from roll.run.history import History
@@ -74,6 +75,8 @@ class Recorder:
         self._history = History(folder)
         keep = config.run.keep
         self._checkpoints = Checkpoints(folder, keep.checkpoints, keep.checkpoints_every, keep.best)
+        self._saving: asyncio.Task[None] | None = None
+        """A checkpoint that is being written in the background."""
         self._score: tuple[int, float] | None = None
         """The step that was measured last on held-out data, and how good it was: more is better."""
         self._clock = time.monotonic()
@@ -97,6 +100,8 @@ class Recorder:
 
     def close(self) -> None:
         """Ends the trace. The ledger and the metrics have owners of their own."""
+        if self._saving is not None and self._saving.done() and not self._saving.cancelled():
+            self._saving.exception()  # the run ends of another error, which this one came with
         if self._trace is not None:
             self._trace.close()
 
@@ -215,9 +220,19 @@ class Recorder:
         seconds = metrics["time/step_s"]
         self.reporter.stepped(StepReport(step, steps, seconds, left_s, measure, value, tuple(facts), metrics))
 
-    async def save(self, state: State, write: Callable[[Path], Awaitable[None]]) -> None:
+    async def save(
+        self,
+        state: State,
+        write: Callable[[Path], Awaitable[None]],
+        written: Callable[[], Awaitable[dict[str, str]]] | None = None,
+    ) -> None:
         """A checkpoint of the run as `state` says it is now, with what `write` puts into its folder; what moves meanwhile
-        comes after it."""
+        comes after it.
+
+        With `written` it is captured when this returns, and stands later: once `written` has given the digests of what
+        writers in the background wrote. The save before it ends first, and its error is raised here.
+        """
+        await self.settle()
         latest = self._checkpoints.latest()
         if latest is not None and latest.step == state.step:
             return
@@ -228,9 +243,33 @@ class Recorder:
         saved = {**state.to_dict(), **place, "took_s": self._took_s}
         if self._score is not None and self._score[0] == state.step:
             saved[SCORE] = self._score[1]
-        with self._checkpoints.saving(state.step, saved) as path:
-            await write(path)
-        self._history.add("saved", state.step)
+        saving = self._checkpoints.begin(state.step, saved)
+        with saving.dropped_on_error():
+            await write(saving.folder)
+        self._saving = asyncio.create_task(self._finish(saving, written), name=f"checkpoint of step {state.step}")
+        if written is None:
+            await self.settle()
+
+    async def _finish(self, saving: Saving, written: Callable[[], Awaitable[dict[str, str]]] | None) -> None:
+        with saving.dropped_on_error():
+            digests = {} if written is None else await written()
+            await asyncio.to_thread(saving.finish, digests)
+        self._history.add("saved", saving.step)
+
+    async def settle(self) -> None:
+        """Returns once no checkpoint is being written; raises what one failed of."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            await saving
+
+    async def abandon_save(self) -> None:
+        """Drops a checkpoint that is being written: it becomes one now or never."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            saving.cancel()
+            await asyncio.wait([saving])
+            if not saving.cancelled():
+                saving.exception()
 
     def finish(self, state: State, panels: Sequence[Panel]) -> dict[str, Any]:
         """Writes the summary and draws the curve; returns the summary."""

@@ -204,7 +204,8 @@ class RLVR:
     async def _save(self) -> None:
         self.state.scheduler, self.state.algorithm = self._scheduler.state(), self._algorithm.state()
         with self._recorder.stage("checkpoint"):
-            await self._recorder.save(self.state, self._write)
+            written = self._roles.saved if self._roles.saves_in_background else None
+            await self._recorder.save(self.state, self._write, written)
 
     async def _write(self, folder: Path) -> None:
         await self._scheduler.save(folder, self.state.scheduler)

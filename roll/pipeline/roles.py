@@ -102,10 +102,23 @@ class TrainRoles:
             await self.critic.call(CriticWorker.load, checkpoint)
 
     async def save(self, checkpoint: Path) -> None:
-        """Has the actor and the critic write a checkpoint."""
+        """Has the actor and the critic write a checkpoint, or begin to: `saved` waits for it."""
         await self.actor.call(TrainWorker.save, checkpoint)
         if self.critic is not None:
             await self.critic.call(CriticWorker.save, checkpoint)
+
+    async def saved(self) -> dict[str, str]:
+        """Returns once all workers have written what `save` began, with the digests of files that their writers have
+        computed."""
+        parts = await self.actor.call_each(TrainWorker.saved)
+        if self.critic is not None:
+            parts += await self.critic.call_each(CriticWorker.saved)
+        return {name: digest for part in parts for name, digest in part.items()}
+
+    @property
+    def saves_in_background(self) -> bool:
+        """Whether training continues while a checkpoint is written."""
+        return any(cluster.is_group for cluster in (self.actor, self.critic) if cluster is not None)
 
     async def peak_memory(self) -> dict[str, float]:
         """GPU memory at its peak since it was asked last, of each role's fullest worker; in one process all roles'

@@ -80,7 +80,8 @@ class SFT:
 
     async def _save(self) -> None:
         with self._recorder.stage("checkpoint"):
-            await self._recorder.save(self.state, self._write)
+            written = self._roles.saved if self._roles.saves_in_background else None
+            await self._recorder.save(self.state, self._write, written)
 
     async def _write(self, folder: Path) -> None:
         await self._roles.save(folder)

@@ -4,7 +4,7 @@
       .step-000030.tmp-4242/   being written, or left by a crash: never read
       step-000010/
       step-000020/
-        model.safetensors …    what the caller wrote
+        model/ …               what trainers wrote: model and optimizer.safetensors, or shards/ with a file per rank
         state.json             what the caller said
         manifest.json          size and checksum of every other file; written last
 
@@ -20,10 +20,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from roll.config.errors import RunError, UserError
@@ -68,6 +70,48 @@ class Checkpoint:
                 raise _damaged(self.path, name, "its checksum is wrong")
 
 
+class Saving:
+    """A checkpoint that is being written: nobody reads it until `finish` gives it its name, which it does once, or never.
+
+    Several writers may still be at work when the values are captured: what they write is in `folder`, and whoever calls
+    `finish` knows that they have ended. `finish` and `drop` may be called in different threads.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, step: int, folder: Path) -> None:
+        self.step = step
+        self.folder = folder
+        self._checkpoints = checkpoints
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def finish(self, digests: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Puts everything on disk and makes it a checkpoint. Files are not read again whose `digests` their writers have
+        computed."""
+        with self._lock:
+            assert not self._ended, f"the checkpoint of step {self.step} was finished or dropped before"
+            self._ended = True
+            _write_manifest(self.folder, self.step, digests)
+            self._checkpoints.take(self.step, self.folder)
+
+    def drop(self) -> None:
+        """Deletes what was written, unless it is a checkpoint already. Waits for a `finish` that is under way."""
+        with self._lock:
+            self._ended = True
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    @contextmanager
+    def dropped_on_error(self) -> Iterator[None]:
+        """An error in the block leaves nothing behind."""
+        try:
+            yield
+        except BaseException as error:
+            self.drop()
+            if (said := full_disk(error)) is not None:
+                name = self.folder.parent / f"step-{self.step:06d}"
+                raise RunError(f"cannot write to {name}: {said}") from error
+            raise
+
+
 class Checkpoints:
     """The checkpoints of a run: the newest `keep` of them, those of every `every` steps, and the best if `best`."""
 
@@ -85,6 +129,13 @@ class Checkpoints:
         The checkpoint stands when the block ends; an error in it leaves nothing behind. The state comes back as JSON
         gives it back: tuples as lists, keys as strings.
         """
+        saving = self.begin(step, state)
+        with saving.dropped_on_error():
+            yield saving.folder
+            saving.finish()
+
+    def begin(self, step: int, state: dict[str, Any]) -> Saving:
+        """Begins a checkpoint with the state as it is now. Until it is finished or dropped no other one is begun."""
         self._dir.mkdir(exist_ok=True)
         self._tidy()
         newest = max((other for other, _ in _whole(self._dir)), default=step)
@@ -92,18 +143,16 @@ class Checkpoints:
             f"step {step} cannot be saved: the run has a checkpoint of step {newest}, and goes on there"
         )
         aside = self._dir / f".step-{step:06d}.tmp-{os.getpid()}"
-        final = self._dir / f"step-{step:06d}"
         aside.mkdir()
-        try:
-            yield aside
+        saving = Saving(self, step, aside)
+        with saving.dropped_on_error():
             # Not `to_json`: what is read back must be what was saved, so NaN stays NaN.
             (aside / _STATE).write_text(json.dumps(state, indent=2))
-            _write_manifest(aside, step)
-        except BaseException as error:
-            shutil.rmtree(aside, ignore_errors=True)
-            if (said := full_disk(error)) is not None:
-                raise RunError(f"cannot write to {final}: {said}") from error
-            raise
+        return saving
+
+    def take(self, step: int, aside: Path) -> None:
+        """Gives a folder that is whole the name of its checkpoint, and deletes what is not to be kept."""
+        final = self._dir / f"step-{step:06d}"
         if final.exists():
             # `latest` reads the old one under this name for the instant in which neither has the real one.
             final.rename(self._dir / f".step-{step:06d}.old-{os.getpid()}")
@@ -219,14 +268,21 @@ def _damaged(path: Path, name: str, how: str) -> UserError:
     return _DamagedError(said, name, how)
 
 
-def _write_manifest(directory: Path, step: int) -> None:
-    """Put every file on disk, then the manifest that makes them a checkpoint."""
+def _write_manifest(directory: Path, step: int, digests: Mapping[str, str]) -> None:
+    """Put every file on disk, then the manifest that makes them a checkpoint. Their writers have done so with those whose
+    digests are known."""
     files: dict[str, Any] = {}
     for file in _files(directory):
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
         name = file.relative_to(directory).as_posix()
-        files[name] = {"bytes": file.stat().st_size, "digest": file_digest(file)}
+        if name not in digests:
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+        files[name] = {"bytes": file.stat().st_size, "digest": digests.get(name) or file_digest(file)}
+    if missing := sorted(digests.keys() - files.keys()):
+        raise RunError(
+            f"{missing[0]} of the checkpoint of step {step} was written, but is not in {directory}: all workers must see "
+            "the run's folder under the same path"
+        )
     for folder in [path for path in directory.rglob("*") if path.is_dir()]:
         sync_folder(folder)
     atomic_write(directory / _MANIFEST, to_json({"step": step, "algorithm": DIGEST, "files": files}, indent=True))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from roll.config.errors import RunError, UserError
 from roll.run import Checkpoint, Checkpoints, RunFolder
+from roll.run.files import file_digest
 
 
 def writer(content: str) -> Callable[[Path], None]:
@@ -105,6 +107,96 @@ def test_a_writer_that_fails_leaves_nothing(folder: RunFolder) -> None:
     with pytest.raises(TypeError):
         save(checkpoints, 2, writer("two"), {"state": object()})
     assert names(folder) == ["step-000001"]
+
+
+def test_what_writers_have_hashed_is_not_read_again(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def reading(file: Path) -> str:
+        read.append(file.name)
+        return file_digest(file)
+
+    monkeypatch.setattr("roll.run.checkpoint.file_digest", reading)
+    saving = Checkpoints(folder).begin(3, {"at": 3})
+    (saving.folder / "shards").mkdir()
+    for name in ("__0_0.distcp", "__1_0.distcp"):
+        (saving.folder / "shards" / name).write_bytes(name.encode())
+    (saving.folder / "config.json").write_text("{}")
+    assert Checkpoints(folder).latest() is None
+    digests = {f"shards/{file.name}": file_digest(file) for file in (saving.folder / "shards").iterdir()}
+    saving.finish(digests)
+    assert sorted(read) == ["config.json", "state.json"]
+    monkeypatch.undo()
+    latest = Checkpoints(folder).latest()
+    assert latest is not None
+    latest.verify()
+    (latest.path / "shards" / "__1_0.distcp").write_bytes(b"__1_0.distcq")
+    with pytest.raises(UserError, match=r"step-000003/shards/__1_0.distcp is damaged \(its checksum is wrong\)"):
+        latest.verify()
+
+
+def test_a_digest_that_was_wrong_when_written_is_found(folder: RunFolder) -> None:
+    saving = Checkpoints(folder).begin(3, {})
+    (saving.folder / "model.bin").write_text("model")
+    saving.finish({"model.bin": "0" * 64})
+    latest = Checkpoints(folder).latest()
+    assert latest is not None
+    with pytest.raises(UserError, match=r"model.bin is damaged"):
+        latest.verify()
+
+
+def test_a_file_that_only_its_writer_sees_is_named(folder: RunFolder) -> None:
+    """As on a machine where the run's folder is another disk."""
+    saving = Checkpoints(folder).begin(3, {})
+    with (
+        pytest.raises(RunError, match=r"shards/__1_0.distcp of the checkpoint of step 3 was written, but is not in"),
+        saving.dropped_on_error(),
+    ):
+        saving.finish({"shards/__1_0.distcp": "0" * 64})
+    assert names(folder) == []
+
+
+def test_the_state_is_of_the_moment_it_was_begun(folder: RunFolder) -> None:
+    state: dict[str, Any] = {"samples": ["a"]}
+    saving = Checkpoints(folder).begin(3, state)
+    state["samples"].append("b")
+    saving.finish()
+    latest = Checkpoints(folder).latest()
+    assert latest is not None
+    assert latest.state == {"samples": ["a"]}
+
+
+def test_dropping_waits_for_a_finish_under_way(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever deletes a checkpoint while it gets its name would leave half of it under that name."""
+    saving, inside, may_end = Checkpoints(folder).begin(3, {}), threading.Event(), threading.Event()
+
+    def digest(file: Path) -> str:
+        inside.set()
+        assert may_end.wait(60)
+        return file_digest(file)
+
+    monkeypatch.setattr("roll.run.checkpoint.file_digest", digest)
+    finishing = threading.Thread(target=saving.finish)
+    finishing.start()
+    assert inside.wait(60)
+    dropping = threading.Thread(target=saving.drop)
+    dropping.start()
+    may_end.set()
+    finishing.join(60)
+    dropping.join(60)
+    monkeypatch.undo()
+    assert names(folder) == ["step-000003"]
+    latest = Checkpoints(folder).latest()
+    assert latest is not None
+    latest.verify()
+
+
+def test_what_was_dropped_is_not_finished(folder: RunFolder) -> None:
+    saving = Checkpoints(folder).begin(3, {})
+    saving.drop()
+    with pytest.raises(AssertionError, match="was finished or dropped before"):
+        saving.finish()
+    assert names(folder) == []
 
 
 def die_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:

@@ -146,9 +146,17 @@ def save_adapters(adapters: Adapters, dtype: torch.dtype, folder: Path, group: R
     the first rank. Every rank calls it."""
     values: dict[str, Tensor] = {}
     for name, parameter in adapters.parameters().items():
-        tensor = parameter.detach()
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        whole = _put_together(parameter.detach(), group.device)
         if group.is_first:
             values[name] = whole.to("cpu", dtype)
     if group.is_first:
         adapters.save(folder, values)
+
+
+def _put_together(tensor: Tensor, device: torch.device) -> Tensor:
+    """The whole of a tensor, on the device; its shards may be in host memory."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    here, cut, size = tensor.to_local().to(device), tensor.placements, tensor.shape
+    whole = DTensor.from_local(here, tensor.device_mesh, cut, run_check=False, shape=size, stride=tensor.stride())
+    return whole.full_tensor()
