@@ -70,7 +70,7 @@ class ShardFolder:
         if covered != target.numel():
             raise RunError(f"the shards in {self._folder} have {covered} of {target.numel()} values of {name}")
         try:
-            self._reader.read_data(LoadPlan(items), _Into(target)).wait()
+            self._reader.read_data(LoadPlan(items), _Into(target))  # its future is done already
         except (OSError, RuntimeError, KeyError, AssertionError) as error:
             raise RunError(f"{name} cannot be read from the shards in {self._folder}: {_first_line(error)}") from error
         return target

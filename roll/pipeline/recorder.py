@@ -252,6 +252,7 @@ class Recorder:
 
     async def _finish(self, saving: Saving, written: Callable[[], Awaitable[dict[str, str]]] | None) -> None:
         with saving.dropped_on_error():
+            # waits: the workers' calls have deadlines
             digests = {} if written is None else await written()
             await asyncio.to_thread(saving.finish, digests)
         self._history.add("saved", saving.step)
@@ -260,6 +261,7 @@ class Recorder:
         """Returns once no checkpoint is being written; raises what one failed of."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
+            # waits: for calls with deadlines, and a thread that writes small files
             await saving
 
     async def abandon_save(self) -> None:
@@ -267,6 +269,7 @@ class Recorder:
         if self._saving is not None:
             saving, self._saving = self._saving, None
             saving.cancel()
+            # waits: it is cancelled
             await asyncio.wait([saving])
             if not saving.cancelled():
                 saving.exception()
