@@ -326,7 +326,8 @@ async def _start(
         return await _start_actor(config, executor, map, stages)
 
     async def start_engines() -> Cluster[InferWorker]:
-        engines = await start("actor_infer", lambda place: InferWorker(place, config))
+        own = not map.one_copy
+        engines = await start("actor_infer", lambda place: InferWorker(place, config, own_weights=own))
         return await aside(engines, InferWorker.hold, stages)
 
     async def start_environments() -> Cluster[EnvWorker] | None:

@@ -69,11 +69,14 @@ class _Box:
 class InferWorker(DeviceWorker):
     """A worker with an inference engine: it takes requests and serves one version of the weights at a time."""
 
-    def __init__(self, place: Place, config: Config) -> None:
+    def __init__(self, place: Place, config: Config, *, own_weights: bool | None = None) -> None:
+        """By default an engine has weights of its own where it has a process of its own."""
         from roll.strategy.infer.make import make_engine
 
         super().__init__(place, config.deterministic)
-        self._strategy: InferStrategy = make_engine(place, config)
+        self._strategy: InferStrategy = make_engine(
+            place, config, own_weights=config.executor != "local" if own_weights is None else own_weights
+        )
         self._receiver: Receiver | None = None
         self._group: BroadcastGroup | None = None
         self._clients_of: dict[str, list[str]] = {}

@@ -11,15 +11,17 @@ from roll.model.loading import choose_dtype, load_model, load_model_config, load
 from roll.strategy.infer.base import InferStrategy
 
 
-def make_engine(place: Place, config: Config) -> InferStrategy:
-    return vllm_engine(place, config) if config.roles.actor_infer.strategy == "vllm" else _native(place, config)
+def make_engine(place: Place, config: Config, *, own_weights: bool) -> InferStrategy:
+    """Without `own_weights` an embedded engine uses the parameters of the trainer, which is in its process."""
+    if config.roles.actor_infer.strategy == "vllm":
+        return vllm_engine(place, config)
+    return _native(place, config, own_weights)
 
 
-def _native(place: Place, config: Config) -> InferStrategy:
+def _native(place: Place, config: Config, own_weights: bool) -> InferStrategy:
     from roll.strategy.infer.native import NativeStrategy
 
     source = find_model(config.model.path)
-    apart = config.executor != "local"
 
     def make_model() -> PreTrainedModel:
         return load_model(source, choose_dtype(config.model.dtype, place.device), config.seed).to(place.device)
@@ -29,7 +31,7 @@ def _native(place: Place, config: Config) -> InferStrategy:
         max_running=config.rollout.max_running,
         exact=config.deterministic,
         kv_tokens=config.rollout.kv_tokens,
-        model=make_model() if apart else None,  # in a process of its own it has weights of its own
+        model=make_model() if own_weights else None,
         make_model=make_model,
     )
 
