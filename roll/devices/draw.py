@@ -44,7 +44,8 @@ def draw(plan: Plan, width: int = 100) -> list[Table | Text]:
     """What `roll plan` shows on a screen so many characters wide."""
     engines = plan.map.kind != "trainer only"
     summary = Text((f"Layout: trainer and engines are {plan.map.kind}. " if engines else "") + plan.why)
-    return [*draw_map(plan, width), summary, draw_roles(plan), draw_sizes(plan), draw_memory(plan), draw_writes(plan)]
+    tables = [draw_roles(plan), draw_sizes(plan), *draw_ranks(plan), draw_memory(plan), draw_writes(plan)]
+    return [*draw_map(plan, width), summary, *tables]
 
 
 def draw_map(plan: Plan, width: int) -> list[Table]:
@@ -76,6 +77,26 @@ def draw_sizes(plan: Plan) -> Table:
     for size in plan.sizes:
         table.add_row(*map(Text, size))
     return table
+
+
+def draw_ranks(plan: Plan) -> list[Table]:
+    """What a rank of each sharded role holds in its fullest stage, and of what."""
+    sharded = {role: placed for role, placed in plan.map.roles.items() if placed.mesh is not None}
+    if not sharded:
+        return []
+    table = Table("sharded role", "mesh", "fullest in", "part of a rank", "MiB")
+    for role, placed in sharded.items():
+        pool, name = _pool(plan, placed.workers[0][0]), placed.places[0].name
+        parts = {s: [p for p in plan.memory.parts[pool, s] if p.worker == name] for s in plan.stages.stages}
+        stage = max(parts, key=lambda stage: sum(part.bytes for part in parts[stage]))
+        said, mesh, when = role, str(placed.mesh), str(stage)
+        for part in parts[stage]:
+            table.add_row(said, mesh, when, part.what, _mib(part.bytes))
+            said = mesh = when = ""
+        total = sum(part.bytes for part in parts[stage])
+        table.add_row("", "", "", f"each of {len(placed.places)}", Text(_mib(total), style="bold"))
+        table.add_section()
+    return [table]
 
 
 def draw_memory(plan: Plan) -> Table:
@@ -231,7 +252,7 @@ def _merged(plan: Plan, pool: Pool, stage: Stage) -> list[tuple[tuple[str, str],
     """The parts of a pool by role and kind, those of a role's workers together."""
     total: dict[tuple[str, str], int] = {}
     for part in plan.memory.parts[pool, stage]:
-        key = part.worker.partition("[")[0], part.what
+        key = part.role, part.what
         total[key] = total.get(key, 0) + part.bytes
     return [item for item in total.items() if item[1]]
 

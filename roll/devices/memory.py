@@ -208,6 +208,11 @@ class Part:
     what: str
     bytes: int
 
+    @property
+    def role(self) -> str:
+        """`actor_train`, or `controller`."""
+        return self.worker.partition("[")[0]
+
 
 @dataclass(frozen=True, order=True)
 class Pool:

@@ -16,6 +16,7 @@ from roll.devices.map import SCORING_ROLES, DeviceMap, RolePlacement, make_map
 from roll.devices.memory import CACHE, FULL, PURPOSES, Estimate, Model, Part, estimate, largest
 from roll.devices.sharded_memory import shard_sizes
 from roll.devices.stages import StageTable, residency
+from roll.devices.strategies import TRAIN_ROLES
 from roll.devices.workload import Workload
 from roll.devices.writes import Writes, planned_writes
 from roll.model.classifier import load_classifier_config
@@ -26,6 +27,8 @@ from roll.strategy.train.budget import FEWEST_ROWS, Budget
 from roll.strategy.train.sharded.sizes import ShardSizes
 
 GIB = 2**30
+MOST_RANKS = 4096
+"""Over which a model that does not fit is tried."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,8 @@ def _remedy(config: Config, map: DeviceMap, stages: StageTable, model: Model, wo
     else where to look."""
     if config.offload == "never" and not estimate(map, residency(map, True), model, work).too_full():
         return "write offload=auto"
+    if (fewer := _fewer_copies(config, map, stages, model, work, part)) is not None:
+        return fewer
     settings = [("rollout.max_running", "running"), ("train.micro_batch_tokens", "limit_rows")]
     now = replace(work, limit_rows=estimate(map, stages, model, work).budgets["actor_train[0]"].rows)
     for setting, size in settings if part.what == CACHE else reversed(settings):
@@ -184,17 +189,54 @@ def _remedy(config: Config, map: DeviceMap, stages: StageTable, model: Model, wo
                 return f"write {setting}={value}"
     if (fewer := _fewer_workers(map, stages, model, work)) is not None:
         return fewer
-    role = part.worker.partition("[")[0]
+    if (more := _more_ranks(config, map, stages, model, work, part)) is not None:
+        return more
+    role = part.role
     elsewhere = f", or other devices for it in roles.{role}.devices" if role in map.roles else ""
+    if role in TRAIN_ROLES and map.roles[role].on_gpus and map.roles[role].mesh is None:
+        elsewhere = f", or several GPUs for it in roles.{role}.devices, over which it is sharded"
     generating = "rollout.max_running, rollout.max_new_tokens or " if "actor_infer" in map.roles else ""
     return f"choose a smaller model, or smaller {generating}train.micro_batch_tokens{elsewhere}"
+
+
+def _fewer_copies(
+    config: Config, map: DeviceMap, stages: StageTable, model: Model, work: Workload, part: Part
+) -> str | None:
+    """Fewer copies of a sharded role's parameters, so that each is cut over more ranks."""
+    mesh = map.roles[part.role].mesh if part.role in map.roles else None
+    if mesh is None:
+        return None
+    for copies in (count for count in range(mesh.replicate - 1, 0, -1) if mesh.ranks % count == 0):
+        if not estimate(map, stages, _over(config, model, part.role, mesh.ranks // copies), work).too_full():
+            return f"write roles.{part.role}.parallel.replicate={copies}"
+    return None
+
+
+def _more_ranks(
+    config: Config, map: DeviceMap, stages: StageTable, model: Model, work: Workload, part: Part
+) -> str | None:
+    """How many GPUs would hold a sharded role, if any number does."""
+    placed = map.roles.get(part.role)
+    if placed is None or placed.mesh is None or not placed.on_gpus:
+        return None
+    shards = placed.mesh.shard
+    while (shards := 2 * shards) <= MOST_RANKS:
+        if not estimate(map, stages, _over(config, model, part.role, shards), work).too_full():
+            return f"write {shards * placed.mesh.replicate} GPUs or more in roles.{part.role}.devices"
+    return None
+
+
+def _over(config: Config, model: Model, role: str, shards: int) -> Model:
+    """The model with a role's parameters cut over so many ranks."""
+    sizes = shard_sizes(model.shape_of(role), shards, PURPOSES[role], config.model.adapters)
+    return replace(model, shards={**model.shards, role: sizes})
 
 
 def _fewer_workers(map: DeviceMap, stages: StageTable, model: Model, work: Workload) -> str | None:
     """A role of which fewer workers would fit, the one with the most first."""
     for role, placement in sorted(map.roles.items(), key=lambda item: -len(item[1].workers)):
-        if placement.on_gpus:
-            continue  # as many as its devices make
+        if placement.on_gpus or placement.mesh is not None:
+            continue  # as many as its devices make; and fewer ranks hold more each
         count = len(placement.workers)
         while count > 1:
             count //= 2
@@ -216,7 +258,11 @@ def _roles(config: Config, map: DeviceMap) -> list[tuple[str, str]]:
         "env": f"{config.env.processes} processes each",
         "reward": f"{config.judges}, {config.reward.workers} grader(s) each",
     }
-    return [(role, ", ".join(filter(None, [placed.strategy, words.get(role, "")]))) for role, placed in map.roles.items()]
+    found = []
+    for role, placed in map.roles.items():
+        mesh = "" if placed.mesh is None else str(placed.mesh)
+        found.append((role, ", ".join(filter(None, [placed.strategy, mesh, words.get(role, "")]))))
+    return found
 
 
 def _micro_batch(budget: Budget) -> str:

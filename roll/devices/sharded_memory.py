@@ -97,7 +97,7 @@ def update_parts(
     predicting = footprint.ends_bytes(size) + (footprint.logits_bytes(logits) if predicts else 0) + words
     backward: Sizes = [
         (GATHERED, sizes.gathered_bytes(item)),
-        ("gradients before they are reduced", sizes.reducing_bytes(item)),
+        ("unreduced gradients", sizes.reducing_bytes(item)),
         ("one layer at work", working + (layer if checkpointed else 0)),
     ]
     moments: list[Sizes] = [
@@ -112,7 +112,7 @@ def update_parts(
         [
             ("gradients, fp32", gradients),
             (GATHERED, item * sizes.root),
-            ("gradients before they are reduced", (item + 4) * sizes.root_trained),
+            ("unreduced gradients", (item + 4) * sizes.root_trained),
         ],
     ]
     fullest = max(moments, key=lambda parts: sum(count for _, count in parts))

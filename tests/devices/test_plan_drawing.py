@@ -116,3 +116,68 @@ def test_tables_fit_the_screen(width: int, gpus: int, nodes: int) -> None:
 def test_sizes_are_rounded_for_people() -> None:
     assert human(3 << 29) == "1.5 GiB"
     assert human(5 << 20) == "5 MiB"
+
+
+ISSUE = {
+    "actor_train": {"devices": "0-7", "strategy": "sharded"},
+    "actor_infer": {"devices": "0-7", "strategy": "vllm", "tensor_parallel": 2},
+    "critic": {"devices": "8-15", "strategy": "sharded"},
+}
+
+
+def test_ranks_are_drawn_with_their_mesh_and_parts() -> None:
+    plan = planned(gpus=16, algorithm="ppo", roles=ISSUE)
+    assert titles(plan) == ["gpu0-7", "gpu8-15"]
+    assert dict(plan.roles)["actor_train"] == "sharded, 8 shards"
+    assert dict(plan.roles)["critic"] == "sharded, 8 shards, predicts returns"
+    text = shown(plan)
+    assert "actor_train[0-7]: all" in text
+    assert "actor_infer[0-3]: all" in text
+    rows = [line for line in text.splitlines() if "sharded role" in line or "8 shards │ train" in line]
+    assert len(rows) == 2
+    for part in ("master weights", "optimizer moments", "gathered parameters", "activations of a micro-batch"):
+        assert part in text
+    assert "each of 8" in text
+
+
+def test_replicas_are_named() -> None:
+    plan = planned(gpus=8, roles={"actor_train": {"devices": "0-7", "parallel": {"replicate": 2}}, "actor_infer": "0-7"})
+    assert dict(plan.roles)["actor_train"] == "sharded, 2 replicas of 4 shards"
+    assert "2 replicas of 4 shards" in shown(plan)
+
+
+def test_ranks_on_cores_are_counted_each() -> None:
+    one = planned(executor="local", roles={"actor_train": {"strategy": "sharded"}})
+    two = planned(executor="local", roles={"actor_train": {"strategy": "sharded", "replicas": 2}})
+    (text,) = [line for line in shown(two).splitlines() if "each of 2" in line]
+    assert text.split()[-2].replace(",", "").isdigit()
+    assert "the actor's parameters" not in shown(two)
+
+    def of_ranks(plan: Plan, what: str) -> list[int]:
+        return [
+            p.bytes for p in plan.memory.parts[plan.memory.pools[0], "train"] if p.what == what and "train" in p.worker
+        ]
+
+    assert len(of_ranks(two, "interpreter and libraries")) == 2, "a process each, beside the controller's"
+    masters = of_ranks(two, "master weights, fp32")
+    assert len(masters) == 2
+    assert masters[0] == pytest.approx(of_ranks(one, "master weights, fp32")[0] / 2, rel=0.01)
+    assert any(p.what == "weights in transit" for p in two.memory.parts[two.memory.pools[0], "publish"])
+
+
+def test_offloaded_ranks_lie_in_their_nodes_memory() -> None:
+    plan = planned(nodes=2, gpus=2, offload="always", roles={"actor_train": "0-3", "actor_infer": "0-3"})
+    for node, pool in enumerate(pool for pool in plan.memory.pools if pool.gpu is None):
+        away = {p.worker for p in plan.memory.parts[pool, "generate"] if p.what == "master weights, fp32, offloaded"}
+        assert away == {f"actor_train[{2 * node}]", f"actor_train[{2 * node + 1}]"}
+    gpu = next(pool for pool in plan.memory.pools if pool.gpu == 1)
+    kept = {p.what for p in plan.memory.parts[gpu, "publish"] if p.worker == "actor_train[1]"}
+    assert "master weights, fp32" in kept, "they are what is published"
+    assert "optimizer moments, fp32" not in kept
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_tables_of_ranks_fit_the_screen(width: int) -> None:
+    text = shown(planned(nodes=2, gpus=8, algorithm="ppo", roles=ISSUE), width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert "…" not in text

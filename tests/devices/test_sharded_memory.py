@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,16 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from roll.cluster.mesh import MeshShape
-from roll.config.schema import LoraConfig
+from roll.config.errors import UserError
+from roll.config.schema import Config, LoraConfig
+from roll.data.sources import load_tasks
+from roll.devices.inventory import Inventory
+from roll.devices.job import rlvr_job
 from roll.devices.memory import MASTERS, sharded_peak
+from roll.devices.plan import Plan, check_memory, make_plan
 from roll.devices.sharded_memory import GATHERED, shard_sizes
+from roll.model.find import find_model
+from roll.model.loading import load_model_config
 from roll.model.shape import ModelShape
 from roll.strategy.train.footprint import PackedSize, Spans
 from roll.strategy.train.sharded.sizes import cut_dim, local_numel
@@ -159,3 +167,45 @@ def test_rows_may_come_with_their_attentions() -> None:
 def test_a_token_goes_through_few_experts(config: PretrainedConfig, inner: int) -> None:
     config.num_hidden_layers = 1
     assert ModelShape.of(config).inner == inner
+
+
+def planned(gpu_mib: int, roles: dict[str, Any], gpus: int = 8) -> Plan:
+    config = Config.model_validate(
+        {
+            "model": {"path": "tiny", "dtype": "bf16"},
+            "tasks": "echo",
+            "reward": "number",
+            "executor": "ray",
+            "rollout": {"max_running": 1, "max_new_tokens": 1, "group_size": 2},
+            "weights": {"bucket_mb": 1},
+            "roles": roles,
+        }
+    )
+    row = {"id": "", "cores": 8, "gpus": gpus, "memory_bytes": 1 << 40, "gpu_bytes": gpu_mib << 20}
+    return make_plan(config, rlvr_job(config, load_tasks(config.tasks, None)), Inventory.of([row]))
+
+
+@pytest.mark.parametrize(
+    ("gpu_mib", "train", "instead"),
+    [
+        (12, {"devices": "0-3", "parallel": {"replicate": 4}}, "write roles.actor_train.parallel.replicate=2"),
+        (8, {"devices": "0-3", "parallel": {"replicate": 4}}, "write roles.actor_train.parallel.replicate=1"),
+        (9, "0-1", "write 4 GPUs or more in roles.actor_train.devices"),
+        (9, "0", "or several GPUs for it in roles.actor_train.devices, over which it is sharded"),
+        (2, "0-3", "other devices for it in roles.actor_train.devices"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused_with_the_line_to_write(gpu_mib: int, train: Any, instead: str) -> None:
+    plan = planned(gpu_mib, {"actor_train": train, "actor_infer": "cpu"})
+    assert plan.problem is not None
+    assert plan.problem.startswith("in the stage ")
+    assert instead in plan.problem
+    with pytest.raises(UserError, match="actor_train"):
+        check_memory(plan)
+
+
+def test_a_sharded_trainer_saves_its_masters_once() -> None:
+    roles = {"actor_infer": "cpu"}
+    single, sharded = (planned(80 << 10, {**roles, "actor_train": devices}).writes for devices in ("0", "0-3"))
+    parameters = ModelShape.of(load_model_config(find_model("tiny"))).parameters
+    assert single.checkpoint_bytes - sharded.checkpoint_bytes == 2 * parameters
