@@ -15,6 +15,7 @@ OF_TRAINER = frozenset(
         *("micro_batch_tokens", "oom_retries"),
         *("entropy", "kl", "correction", "correction_cut"),
         *("mismatch", "mismatch_max", "mismatch_k3", "mismatch_ess"),
+        "imbalance",  # of a sharded trainer
     }
 )
 OF_ALGORITHM = frozenset({"kl_coef"})

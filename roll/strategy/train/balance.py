@@ -1,13 +1,17 @@
 """Which data rank trains which samples of a batch: equal work, with prefixes shared where that is cheaper.
 
 A rank computes the prefix tree of its own samples, so the samples of a group cost least on one rank: their prompt is
-computed once. But one rank waits for the slowest, and a few long groups can make one rank slow. So groups are placed
-whole at first, the most expensive one first, each on the least loaded rank; then the most expensive group of the slowest
-rank is halved, which computes its prompt twice, as long as that makes the slowest rank faster and that rank is more than
-3 % above the mean.
+computed once. But all ranks wait for the slowest, and a few long groups can make one rank slow. Three assignments are
+compared, and the one whose slowest rank computes least is taken:
 
-What always holds: every sample is on exactly one rank; the assignment depends on the batch, the model's shape and the
-number of ranks alone, so every rank computes the same one without asking the others.
+- whole groups, the most expensive one first, each on the least loaded rank;
+- adaptive: from there on, the most expensive group of the slowest rank is halved, which computes its prompt twice, as
+  long as that makes the slowest rank faster and that rank is more than 3 % above the mean;
+- single samples, the most expensive one first.
+
+What always holds: every sample is on exactly one rank; the slowest rank computes no more than with whole groups or with
+single samples; the assignment depends on the batch, the model's shape and the number of ranks alone, so every rank
+computes the same one without asking the others.
 
 Example: three groups of cost 4, 3 and 2 on two ranks are placed as {4} and {3, 2}. Halving 3 into 1.6 and 1.6 would give
 {4, 1.6} and {2, 1.6}, which is slower, so they stay.
@@ -16,8 +20,9 @@ Example: three groups of cost 4, 3 and 2 on two ranks are placed as {4} and {3, 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -43,15 +48,57 @@ class TokenCost:
         """Two FLOP per parameter and token; four per layer and query dimension of an attended pair."""
         return cls(4 * model.layers * model.queries / (2 * max(model.parameters, 1)))
 
-    def of_tree(self, sequences: Sequence[IntArray]) -> float:
-        """Of the prefix tree of sequences in lexicographic order: each distinct token once, each with its own prefix."""
-        rows, pairs, before = 0, 0, np.zeros(0, np.int32)
-        for sequence in sequences:
-            shared, length = common_prefix(before, sequence), len(sequence)
-            rows += length - shared
-            pairs += (length * (length + 1) - shared * (shared + 1)) // 2
-            before = sequence
+    def of_tree(self, lengths: Indices, shared: Indices) -> float:
+        """Of the prefix tree of sequences in lexicographic order: each distinct token once, each attending to its own
+        prefix. `shared` is how many tokens each has in common with the one before."""
+        rows = int((lengths - shared).sum())
+        pairs = int((lengths * (lengths + 1) - shared * (shared + 1)).sum()) // 2
         return rows + self.pair * pairs
+
+
+class Forest:
+    """The cost of any samples' prefix tree, without reading their tokens again.
+
+    All branches of all samples are sorted once. Of two of them, however far apart, the common prefix is the shortest one
+    of any two neighbours between them; `_shortest[k, i]` is that of the branch before i
+    and the 2**k branches from i on.
+    """
+
+    def __init__(self, batch: Batch, cost: TokenCost) -> None:
+        self._cost = cost
+        sequences = _sequences(batch)
+        flat = [branch for own in sequences for branch in own]
+        order = sorted_order(flat)
+        owner = np.repeat(np.arange(len(sequences)), [len(own) for own in sequences])
+        self._branches: list[list[int]] = [[] for _ in sequences]
+        """The places of each sample's branches in lexicographic order, ascending."""
+        for place, branch in enumerate(order):
+            self._branches[owner[branch]].append(place)
+        self._lengths = np.array([len(flat[branch]) for branch in order], np.int64)
+        neighbours = [common_prefix(flat[one], flat[other]) for one, other in pairwise(order)]
+        levels = [np.array([0, *neighbours], np.int64)]
+        while (step := 1 << (len(levels) - 1)) < len(order):
+            levels.append(np.minimum(levels[-1], np.append(levels[-1][step:], np.zeros(step, np.int64))))
+        self._shortest = np.stack(levels)
+
+    def in_order(self, samples: Iterable[int]) -> tuple[int, ...]:
+        """The samples in lexicographic order, each by its first branch."""
+        return tuple(sorted(samples, key=lambda sample: self._branches[sample][0]))
+
+    def cost(self, samples: Iterable[int]) -> float:
+        places = np.array(sorted(place for sample in samples for place in self._branches[sample]), np.int64)
+        if not len(places):
+            return 0.0
+        shared = np.zeros(len(places), np.int64)
+        shared[1:] = self._common(places[:-1], places[1:])
+        return self._cost.of_tree(self._lengths[places], shared)
+
+    def _common(self, before: Indices, after: Indices) -> Indices:
+        """The common prefixes of branches at these places: two overlapping runs of neighbours cover what is between."""
+        level = np.frexp((after - before).astype(np.float64))[1] - 1  # of the largest power of two within
+        last = after + 1 - (1 << level)
+        found: Indices = np.minimum(self._shortest[level, before + 1], self._shortest[level, last])
+        return found
 
 
 @dataclass(frozen=True)
@@ -59,7 +106,7 @@ class Balance:
     parts: list[Indices]
     """The samples of each rank, ascending."""
     loads: tuple[float, ...]
-    """What each rank computes, in units of one token's matrix products."""
+    """What each rank computes, in units of one token's matrix products: the cost of its own prefix tree."""
 
     @property
     def imbalance(self) -> float:
@@ -70,7 +117,7 @@ class Balance:
 
 @dataclass(frozen=True)
 class _Unit:
-    """Samples that stay together: their indices and branches in lexicographic order of their tokens."""
+    """Samples that stay together, in lexicographic order of their tokens."""
 
     cost: float
     samples: tuple[int, ...]
@@ -78,22 +125,31 @@ class _Unit:
 
 def balance(batch: Batch, ranks: int, model: ModelShape) -> Balance:
     """The assignment of a batch's samples to data ranks. Samples without a token to train on cost nothing."""
-    cost, sequences = TokenCost.of(model), _sequences(batch)
     trained = batch.sum_tokens(batch.loss_mask) > 0
-    idle = np.flatnonzero(~trained)
+    forest = Forest(batch, TokenCost.of(model))
     groups = [np.flatnonzero((batch["group"] == group) & trained) for group in dict.fromkeys(batch["group"].tolist())]
-    units = [_unit(group, sequences, cost) for group in groups if len(group)]
+    whole = [_unit(group.tolist(), forest) for group in groups if len(group)]
+    single = [_unit([sample], forest) for sample in np.flatnonzero(trained).tolist()]
+    ways = (_place(whole, ranks), _halved(whole, ranks, forest), _place(single, ranks))
+    parts = [[[sample for unit in own for sample in unit.samples] for own in way.units] for way in ways]
+    loads = [tuple(forest.cost(own) for own in way) for way in parts]  # units of one rank may share prefixes
+    best = min(range(len(ways)), key=lambda way: max(loads[way]))
+    chosen = parts[best]
+    chosen[0] += np.flatnonzero(~trained).tolist()
+    return Balance([np.array(sorted(own), np.int64) for own in chosen], loads[best])
+
+
+def _halved(units: list[_Unit], ranks: int, forest: Forest) -> _Placed:
+    """Whole groups, of which the most expensive one of the slowest rank is halved as long as it helps."""
     best = placed = _place(units, ranks)
     failures = 0
-    while failures <= ranks and (halves := _halves(placed, sequences, cost)) is not None:
+    while failures <= ranks and (halves := _halves(placed, forest)) is not None:
         dearest, both = halves
         units = [unit for unit in units if unit is not dearest] + both
         placed = _place(units, ranks)
         better = max(placed.loads) < max(best.loads)
         best, failures = (placed, 0) if better else (best, failures + 1)  # several ranks may be equally slow
-    parts = [sorted(sample for unit in units for sample in unit.samples) for units in best.units]
-    parts[0] = sorted([*parts[0], *idle.tolist()])
-    return Balance([np.array(part, np.int64) for part in parts], tuple(best.loads))
+    return best
 
 
 @dataclass(frozen=True)
@@ -113,7 +169,7 @@ def _place(units: Sequence[_Unit], ranks: int) -> _Placed:
     return _Placed(placed, [load for load, _ in sorted(heap, key=lambda item: item[1])])
 
 
-def _halves(placed: _Placed, sequences: list[list[IntArray]], cost: TokenCost) -> tuple[_Unit, list[_Unit]] | None:
+def _halves(placed: _Placed, forest: Forest) -> tuple[_Unit, list[_Unit]] | None:
     """The most expensive unit of the slowest rank that can be halved, and its halves; None where ranks are even."""
     slowest = max(range(len(placed.loads)), key=lambda rank: placed.loads[rank])
     mean = sum(placed.loads) / len(placed.loads)
@@ -123,13 +179,11 @@ def _halves(placed: _Placed, sequences: list[list[IntArray]], cost: TokenCost) -
     dearest = max(several, key=lambda unit: (unit.cost, unit.samples))
     middle = len(dearest.samples) // 2
     halves = (dearest.samples[:middle], dearest.samples[middle:])
-    return dearest, [_unit(np.array(half), sequences, cost) for half in halves]
+    return dearest, [_unit(half, forest) for half in halves]
 
 
-def _unit(samples: Indices, sequences: list[list[IntArray]], cost: TokenCost) -> _Unit:
-    order = [int(samples[i]) for i in sorted_order([sequences[sample][0] for sample in samples])]
-    own = [sequence for sample in order for sequence in sequences[sample]]
-    return _Unit(cost.of_tree([own[i] for i in sorted_order(own)]), tuple(order))
+def _unit(samples: Sequence[int], forest: Forest) -> _Unit:
+    return _Unit(forest.cost(samples), forest.in_order(samples))
 
 
 def _sequences(batch: Batch) -> list[list[IntArray]]:
