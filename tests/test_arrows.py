@@ -42,7 +42,7 @@ WITHIN_A_TIER = {
     ("strategy", "transfer"): "weights leave a trainer and enter an engine",
     ("engine", "model"): "the engine's cache is one of the model's attention plans",
     ("cluster", "child"): "the local executor starts the ranks of a mesh in processes of their own",
-    ("run", "model"): "adapters are merged into their model when a run is exported",
+    ("run", "model"): "adapters and shards become a model's files when a run is exported",
 }
 """Arrows between folders of one tier, and why they are there."""
 

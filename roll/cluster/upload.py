@@ -17,7 +17,7 @@ NOT_SENT = (
     *(".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", ".ipynb_checkpoints", ".tox", "wandb"),
 )
 """Folders of these names, wherever they are."""
-WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".onnx", ".h5", ".msgpack")
+WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".onnx", ".h5", ".msgpack", ".distcp")
 """Files that hold models, which are left out where the folder would be too large with them."""
 MOST_BYTES = 400 << 20
 """Packed it may not have 512 MiB; what is sent is mostly text, which packs well."""

@@ -13,19 +13,32 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 def checkpoint_form(shape: PretrainedConfig, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """The tensors as they would be saved, layer by layer: beside what is given there is a copy of one layer at most."""
     import torch
     from transformers import AutoModelForCausalLM
-    from transformers.core_model_loading import revert_weight_conversion
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape)
     for _, some in groupby(tensors, key=lambda item: _layer(item[0])):
-        yield from revert_weight_conversion(model, dict(some)).items()
+        yield from in_files(model, dict(some)).items()
+
+
+def in_files(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Some of a model's tensors as its files have them; those that files have as one must be given together."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: dict[str, Tensor] = revert_weight_conversion(model, tensors)
+    return found
+
+
+def by_layer(names: Iterable[str]) -> Iterator[list[str]]:
+    """The names of each layer, one layer after the other."""
+    for _, some in groupby(sorted(names, key=_layer), key=_layer):
+        yield list(some)
 
 
 def _layer(name: str) -> str:

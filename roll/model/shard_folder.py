@@ -49,6 +49,9 @@ class ShardFolder:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name].size)
 
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].properties.dtype
+
     def whole(self, name: str) -> Tensor:
         return self._read(name, (0,) * len(self.shape(name)), self.shape(name))
 
@@ -112,6 +115,11 @@ class ShardedWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shards.shape(self._names[name])
 
+    def dtype(self, name: str) -> torch.dtype:
+        """The precision that it is read in."""
+        found = self._names[name]
+        return self._served if found.startswith(MASTER) else self._shards.dtype(found)
+
     def whole(self, name: str) -> Tensor:
         return self._as_served(name, self._shards.whole(self._names[name]))
 
@@ -119,7 +127,7 @@ class ShardedWeights:
         return self._as_served(name, self._shards.part(self._names[name], dim, begin, end))
 
     def _as_served(self, name: str, tensor: Tensor) -> Tensor:
-        return tensor.to(self._served) if self._names[name].startswith(MASTER) else tensor
+        return tensor.to(self.dtype(name))
 
 
 def served_dtype(folder: Path) -> torch.dtype:

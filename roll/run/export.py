@@ -8,7 +8,7 @@ from pathlib import Path
 
 from roll.config.errors import UserError
 from roll.config.spelling import option
-from roll.model.find import holds_adapters
+from roll.model.find import holds_adapters, shards_of
 from roll.run.checkpoint import Checkpoints
 from roll.run.folder import RunFolder
 
@@ -16,7 +16,8 @@ from roll.run.folder import RunFolder
 def export_model(run: Path, target: Path, *, adapter: bool = False) -> int:
     """Writes the newest checkpoint's model, verified, to a folder that does not exist yet; returns the step it is of.
 
-    Adapters are merged into the model they belong to, or with `adapter` copied as they are.
+    Adapters are merged into the model they belong to, or with `adapter` copied as they are. What the ranks of a sharded
+    trainer wrote is put together tensor by tensor.
     """
     checkpoint = Checkpoints(RunFolder.open(run)).latest()
     if checkpoint is None:
@@ -40,6 +41,10 @@ def export_model(run: Path, target: Path, *, adapter: bool = False) -> int:
             from roll.model.loading import write_merged  # takes seconds
 
             write_merged(model, aside)
+        elif not adapter and (shards := shards_of(model)) is not None:
+            from roll.model.shard_export import export_shards  # takes seconds
+
+            export_shards(model, shards, aside)
         else:
             shutil.copytree(model, aside, dirs_exist_ok=True)
         aside.rename(target)

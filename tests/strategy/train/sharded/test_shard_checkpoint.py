@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -24,6 +25,8 @@ from roll.config.schema import LoraConfig, TrainConfig
 from roll.model import attention
 from roll.model.character import character_tokenizer
 from roll.model.lora import Adapters, Base
+from roll.model.safe_files import INDEX
+from roll.model.shard_export import export_shards
 from roll.model.shard_folder import ShardFolder
 from roll.model.shard_loading import local_range
 from roll.model.value import ValueModel
@@ -343,6 +346,40 @@ def test_what_shards_lack_is_named(two: Ranks, tmp_path: Path) -> None:
     shards = ShardFolder(tmp_path / "shards")
     with pytest.raises(RunError, match=r"master/lm_head.weight cannot be read from the shards in .*__1_0.distcp"):
         shards.whole("master/lm_head.weight")
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_shards_become_the_files_of_the_whole_model(two: Ranks, tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    """Those that `save_pretrained` writes, in the served precision, in one file or several."""
+    before, _, _ = two.run(saves, tmp_path, kind, {})[0]
+    settings = tmp_path / "model" / "config.json"
+    settings.write_text(settings.read_text().replace("float32", str(dtype).removeprefix("torch.")))
+    model = make_model(kind, dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(before[f"master/{name}"])
+    model.save_pretrained(tmp_path / "whole")
+    expected = load_file(tmp_path / "whole" / "model.safetensors")
+    for limit, several in ((10**9, False), (20_000, True)):
+        out = tmp_path / f"limit {limit}"
+        export_shards(tmp_path / "model", tmp_path / "shards", out, limit)
+        files = sorted(out.glob("*.safetensors"))
+        assert (len(files) > 1, (out / INDEX).exists()) == (several, several)
+        written = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        assert differing(written, expected) == []
+        assert {tensor.dtype for tensor in written.values()} == {dtype}
+        loaded = AutoModelForCausalLM.from_pretrained(out)
+        assert loaded.dtype == dtype
+        assert differing(dict(loaded.state_dict()), dict(model.state_dict())) == []
+        assert (out / "tokenizer.json").is_file()
+        if several:
+            index, theirs = json.loads((out / INDEX).read_text()), tmp_path / "theirs"
+            model.save_pretrained(theirs, max_shard_size="20KB")
+            named = json.loads((theirs / INDEX).read_text())
+            assert index["weight_map"].keys() == named["weight_map"].keys()
+            assert index["metadata"]["total_size"] == named["metadata"]["total_size"]
+            assert all(name in load_file(out / file) for name, file in index["weight_map"].items())
 
 
 def keeps_small(group: RankGroup, folder: Path) -> int | None:

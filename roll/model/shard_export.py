@@ -1,0 +1,69 @@
+"""A model that the ranks of a sharded trainer saved, written as files that `transformers` loads.
+
+What always holds: one tensor is in memory at a time, read from shards, in the served precision, and in the pieces that
+files have of it; where the model's files have one tensor of several in memory, those of a layer. What is written is what
+`save_pretrained` would write of the whole model.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from roll.model.checkpoint_form import by_layer, in_files
+from roll.model.safe_files import SafeFile, TensorForm, cut_into_files, file_names, write_index
+from roll.model.shard_folder import ShardedWeights
+
+FILE_BYTES = 5 * 10**9
+"""Of one file: several can be copied at the same time, and each is read by itself."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Tensors that are read together, by their names in memory, and what files have of them."""
+
+    names: tuple[str, ...]
+    files: dict[str, TensorForm]
+
+
+def export_shards(folder: Path, shards: Path, target: Path, file_bytes: int = FILE_BYTES) -> None:
+    """Writes the model of a checkpoint's folder, whose weights are in shards, with its settings and tokenizer."""
+    shutil.copytree(folder, target, dirs_exist_ok=True)
+    weights = ShardedWeights(folder, shards)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    parts = list(_parts(model, weights))
+    cut = cut_into_files([part.files for part in parts], file_bytes)
+    files = {name: [parts[number] for number in numbers] for name, numbers in zip(file_names(len(cut)), cut, strict=True)}
+    for name, some in files.items():
+        forms = {key: form for part in some for key, form in part.files.items()}
+        with SafeFile(target / name, forms) as file:
+            for part in some:
+                _write(file, model, weights, part)
+    if len(files) > 1:
+        write_index(target, {name: [part.files for part in some] for name, some in files.items()})
+
+
+def _parts(model: PreTrainedModel, weights: ShardedWeights) -> Iterator[_Part]:
+    """What is read together: a tensor, or a layer where files have a tensor that is made of several."""
+    for layer in by_layer(weights):
+        forms = {name: torch.empty(weights.shape(name), dtype=weights.dtype(name), device="meta") for name in layer}
+        each = [_Part((name,), _forms(in_files(model, {name: tensor}))) for name, tensor in forms.items()]
+        together = _Part(tuple(layer), _forms(in_files(model, forms)))
+        alone = {name: form for part in each for name, form in part.files.items()}
+        yield from each if alone == together.files else [together]
+
+
+def _forms(tensors: dict[str, Tensor]) -> dict[str, TensorForm]:
+    return {name: TensorForm.of(tensor) for name, tensor in tensors.items()}
+
+
+def _write(file: SafeFile, model: PreTrainedModel, weights: ShardedWeights, part: _Part) -> None:
+    for name, tensor in in_files(model, {name: weights.whole(name) for name in part.names}).items():
+        file.write(name, tensor)
