@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll.config.errors import RunError, UserError
 from roll.config.schema import LoraConfig
@@ -31,6 +31,10 @@ BLOCK_ELEMENTS = 1 << 22
 """Elements of a merged matrix that are computed at once."""
 _PREFIX = "base_model.model."
 """What `peft` puts before every name that it saves."""
+_WRAPPED = ".base_layer."
+"""What `peft` puts before the name of a parameter whose layer has an adapter."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -80,17 +84,18 @@ class Adapters:
                 layer.enable_adapters(True)
 
     @contextmanager
-    def dropping(self, step: int) -> Iterator[None]:
-        """Meanwhile adapters drop inputs, if they are to, by noise that comes from the seed and the step alone."""
+    def dropping(self, step: int, device: torch.device, rank: int = 0) -> Iterator[None]:
+        """Meanwhile adapters drop inputs, if they are to, by noise that comes from the seed, the step and the rank alone.
+        Each rank of a sharded trainer has samples of its own, and drops by noise of its own; `device` is where it
+        computes."""
         if not self._dropout:
             yield
             return
         import numpy as np
         import torch
 
-        device = self._model.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(int(np.random.SeedSequence((self._seed, step)).generate_state(1)[0]))
+            torch.manual_seed(int(np.random.SeedSequence((self._seed, step, rank)).generate_state(1)[0]))
             try:
                 self._set_dropping(True)
                 yield
@@ -229,6 +234,11 @@ def rows_of_delta(a: Tensor, b: Tensor, scale: float, begin: int, end: int) -> T
 def base_name(saved: str) -> str:
     """The name of the weight that a saved matrix of an adapter belongs to, in the model without adapters."""
     return saved.removeprefix(_PREFIX).replace(".lora_A.", ".").replace(".lora_B.", ".")
+
+
+def without_adapters(tensors: Mapping[str, T]) -> dict[str, T]:
+    """A model's tensors but for those of its adapters, by the names that they have in the model without adapters."""
+    return {name.replace(_WRAPPED, "."): tensor for name, tensor in tensors.items() if not is_adapter(name)}
 
 
 def is_adapter(name: str) -> bool:

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from roll.config.errors import UserError
 from roll.model.find import shards_of
+from roll.model.lora import without_adapters
 from roll.model.shard_folder import ShardedWeights
 
 _INDEX, _FILE = "model.safetensors.index.json", "model.safetensors"
@@ -90,8 +91,9 @@ class SafeFolder:
 
 @torch.no_grad()
 def load_shards(model: PreTrainedModel, folder: Path) -> None:
-    """Reads the folder's weights into the model's parameters and persistent buffers, of which this rank has shards."""
-    targets = dict(model.state_dict(keep_vars=True))
+    """Reads the folder's weights into the model's parameters and persistent buffers, of which this rank has shards. They
+    are those of the model without adapters, if it has any: these stay as they are."""
+    targets = without_adapters(model.state_dict(keep_vars=True))
     shards = shards_of(folder)
     read = _read_files(model, SafeFolder(folder), targets) if shards is None else _read_shards(folder, shards, targets)
     left = targets.keys() - read

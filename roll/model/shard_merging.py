@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from roll.config.errors import UserError
-from roll.model.lora import CONFIG_FILE, WEIGHTS_FILE, base_name, rows_of_delta
+from roll.model.lora import CONFIG_FILE, WEIGHTS_FILE, base_name, rows_of_delta, without_adapters
 from roll.model.shard_loading import local_range
 
 _REFUSED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias")
@@ -31,7 +31,7 @@ def merge_shards(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> No
         )
     rank, alpha = int(config["r"]), float(config["lora_alpha"])
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    parameters = dict(model.named_parameters())
+    parameters = without_adapters(dict(model.named_parameters()))
     with safe_open(folder / WEIGHTS_FILE, "pt") as file:
         for key in file.keys():  # noqa: SIM118
             if ".lora_A." not in key:

@@ -34,7 +34,7 @@ def make_trainer(config: Config, place: Place, group: RankGroup | None, *, train
 
         purpose: Purpose = "policy" if trainable else "frozen"
         on_host = (config.roles.actor_train if trainable else config.roles.reference).parallel.cpu_offload
-        sharded = build_sharded(source, purpose, dtype, config.seed, group, on_host=on_host)
+        sharded = build_sharded(source, purpose, dtype, config.seed, group, lora=lora, on_host=on_host)
         return ShardedStrategy(sharded, train, group, tokenizer=tokenizer, trainable=trainable)
     model = load_model(source, dtype, config.seed).to(place.device)
     adapters = Adapters(model, lora, source.base(config.seed), config.seed) if lora is not None else None

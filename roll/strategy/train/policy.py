@@ -88,7 +88,8 @@ class PolicyTrainer:
             batch = batch.with_columns(proximal=self.log_probs(batch))
         batch = batch.with_columns(advantages=token_credit(batch, loss.credit).advantages)
         lr = learning_rate(self._config, step)
-        with self._adapters.dropping(step) if self._adapters is not None else nullcontext():
+        spread, adapters = self._spread, self._adapters
+        with adapters.dropping(step, spread.device, spread.rank) if adapters is not None else nullcontext():
             stats = make_updates(batch, self._config, lr, lambda part: self._update_once(part, loss, step))
         return stats.with_memory(self._passes.limit_rows, self._passes.take_retries())
 

@@ -40,6 +40,11 @@ class Spread(Protocol):
     @property
     def ranks(self) -> int: ...
 
+    @property
+    def rank(self) -> int:
+        """Which of them this process is."""
+        ...
+
     def share(self, batch: Batch) -> Share: ...
 
     def in_step(self, micros: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
@@ -63,7 +68,7 @@ class Spread(Protocol):
 class OneProcess:
     """The whole batch is computed here."""
 
-    ranks = 1
+    ranks, rank = 1, 0
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

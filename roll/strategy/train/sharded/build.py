@@ -6,6 +6,8 @@ slice. Those that are trained are fp32, as masters; frozen ones have the precisi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,11 +17,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from roll.config.errors import UserError
+from roll.config.schema import LoraConfig
 from roll.model import attention
 from roll.model.character import tiny_model
 from roll.model.classifier import load_classifier_config
 from roll.model.find import ModelSource, first_line
 from roll.model.loading import in_precision, load_model_config
+from roll.model.lora import Adapters
 from roll.model.positions import fix_angles
 from roll.model.shard_loading import load_shards
 from roll.model.shard_merging import merge_shards
@@ -41,19 +45,30 @@ class ShardedModel:
     """The precision that layers compute in."""
     value: ValueModel | None = None
     """The model with the head of a critic."""
+    adapters: Adapters | None = None
+    """In the model, if only they learn."""
 
 
 def build_sharded(
-    source: ModelSource, purpose: Purpose, dtype: torch.dtype, seed: int, group: RankGroup, *, on_host: bool = False
+    source: ModelSource,
+    purpose: Purpose,
+    dtype: torch.dtype,
+    seed: int,
+    group: RankGroup,
+    *,
+    lora: LoraConfig | None = None,
+    on_host: bool = False,
 ) -> ShardedModel:
-    """The model of the files at `source`, or a fresh one from `seed`, cut over the group's mesh."""
-    kept = dtype if purpose in ("frozen", "scorer") else torch.float32
+    """The model of the files at `source`, or a fresh one from `seed`, cut over the group's mesh. With `lora` a policy is
+    frozen but for adapters, which are fresh from `seed`: those that one process would begin with."""
+    kept = dtype if purpose in ("frozen", "scorer") or lora is not None else torch.float32
     model = _empty(source, purpose, kept, seed)
     fix_angles(model)
     model.set_attn_implementation(attention.NAME)
     if not attention.takes_plans(model):
         raise UserError(f"model: {source.name!r} is a {type(model).__name__}, whose attention ROLL cannot compute yet")
-    model.eval().requires_grad_(purpose in ("policy", "critic"))
+    model.eval().requires_grad_(purpose in ("policy", "critic") and lora is None)
+    adapters = None if lora is None else _with_adapters(model, lora, source, seed)
     value = ValueModel(model) if purpose == "critic" else None
     module = TrainModule(model if value is None else value)
     shard(module, model.get_decoder(), group.mesh, dtype, on_host=on_host, exact=() if value is None else (value.head,))
@@ -68,7 +83,7 @@ def build_sharded(
     if value is not None:
         nn.init.zeros_(value.head.weight)
         nn.init.zeros_(value.head.bias)
-    return ShardedModel(module, model, dtype, value)
+    return ShardedModel(module, model, dtype, value, adapters)
 
 
 def _empty(source: ModelSource, purpose: Purpose, dtype: torch.dtype, seed: int) -> PreTrainedModel:
@@ -82,6 +97,32 @@ def _empty(source: ModelSource, purpose: Purpose, dtype: torch.dtype, seed: int)
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = kind.from_config(shape, dtype=dtype)
     return model
+
+
+def _with_adapters(model: PreTrainedModel, lora: LoraConfig, source: ModelSource, seed: int) -> Adapters:
+    """Puts fresh adapters into the model. Every rank draws all of them, and FSDP keeps a shard. They are rounded to the
+    model's precision, as `single` rounds them, before they become masters."""
+    with _seen_on_host(model):
+        adapters = Adapters(model, lora, source.base(seed), seed)
+    for parameter in adapters.parameters().values():
+        parameter.data = parameter.data.float()
+    return adapters
+
+
+@contextmanager
+def _seen_on_host(model: nn.Module) -> Iterator[None]:
+    """Meanwhile parameters without storage seem to be in host memory, each a single number that is repeated: `peft` puts
+    adapters on the device of their layers, and would leave them without storage too."""
+    held = [(part, name, p) for part in model.modules() for name, p in part.named_parameters(recurse=False)]
+    empty = [(part, name, parameter) for part, name, parameter in held if parameter.is_meta]
+    for part, name, parameter in empty:
+        number = torch.zeros((), dtype=parameter.dtype)
+        part._parameters[name] = nn.Parameter(number.expand(parameter.shape), requires_grad=False)
+    try:
+        yield
+    finally:
+        for part, name, parameter in empty:
+            part._parameters[name] = parameter
 
 
 def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:

@@ -1,8 +1,9 @@
 """The model as FSDP sees it: decoder and output layer in one forward, parameters cut over the ranks.
 
 What always holds: gradients are sums over ranks, never means: every token's weight in the loss is fixed by the whole step
-before it is cut, so a mean over ranks would be wrong by their number. The sharded parameters are the fp32 masters; layers
-compute in the serving precision, gathered one at a time, and gradients are reduced in fp32.
+before it is cut, so a mean over ranks would be wrong by their number. Sharded parameters that learn are the fp32 masters;
+layers compute in the serving precision, gathered one at a time, and gradients are reduced in fp32. Frozen parameters,
+beside adapters, may be in the serving precision: FSDP wants one precision of those alone that learn.
 
 FSDP gathers a module's parameters in its forward hooks. ROLL runs the decoder alone and reads the output layer's weight
 by itself, so both happen inside `forward` of one root module, whose own parameters (embedding, last norm, output layer)
@@ -48,9 +49,8 @@ def shard(
     """Cuts the module's parameters over the mesh, layer by layer. They compute in `dtype`, but for the `exact` modules,
     which compute in their own; with `on_host` parameters stay in host memory, and a GPU has a layer only while it
     computes."""
-    parameters = next(module.parameters()).dtype
     policy = MixedPrecisionPolicy()
-    if dtype != parameters:
+    if any(parameter.dtype != dtype for parameter in module.parameters()):
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if on_host and mesh.device_type == "cuda" else OffloadPolicy()
     size = mesh.shape[-1]

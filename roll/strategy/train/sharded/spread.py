@@ -27,7 +27,7 @@ class OverRanks:
     def __init__(self, group: RankGroup, module: TrainModule, model: PreTrainedModel, dtype: torch.dtype) -> None:
         """`module` holds the model, sharded over the group's mesh; its layers compute in `dtype`."""
         self.group = group
-        self.device, self.ranks = group.device, group.ranks
+        self.device, self.ranks, self.rank = group.device, group.ranks, group.rank
         self._module, self._model, self._dtype = module, model, dtype
         self._shape = ModelShape.of_model(model)
         self._idle_ids = probe_ids(int(model.config.vocab_size)).numpy()[:2]

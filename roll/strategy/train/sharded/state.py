@@ -6,7 +6,6 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from roll.model.lora import Adapters
 from roll.model.shard_loading import load_shards
 from roll.strategy.shelf import Level
 from roll.strategy.train.optimizer import MasterAdamW
@@ -29,10 +28,9 @@ class ShardedState:
         group: RankGroup,
         *,
         tokenizer: Tokenizer | None = None,
-        adapters: Adapters | None = None,
     ) -> None:
         self._sharded, self._optimizer, self._passes, self._group = sharded, optimizer, passes, group
-        self._tokenizer, self._adapters = tokenizer, adapters
+        self._tokenizer, self._adapters = tokenizer, sharded.adapters
         self._offload = ShardOffload(sharded.module, group.device)
         self._writer: ShardWriter | None = None
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from roll.config.schema import TrainConfig
-from roll.model.lora import Adapters
 from roll.strategy.shelf import Level
 from roll.strategy.train.critic import CriticTrainer
 from roll.strategy.train.microbatch import sequence
@@ -36,15 +35,14 @@ class ShardedStrategy(PolicyTrainer):
         *,
         tokenizer: Tokenizer | None = None,
         trainable: bool = True,
-        adapters: Adapters | None = None,
     ) -> None:
-        """With `adapters` in the model, only they are trained and saved. The tokenizer is saved beside the model."""
+        """Of a model with adapters, only they are trained and saved. The tokenizer is saved beside the model."""
         model = sharded.model
         spread = OverRanks(group, sharded.module, model, sharded.dtype)
         passes = Passes(model, config, dtype=sharded.dtype, device=group.device, retries=False)
-        super().__init__(model, config, spread, passes, trainable=trainable, adapters=adapters)
+        super().__init__(model, config, spread, passes, trainable=trainable, adapters=sharded.adapters)
         self.group, self._dtype = group, sharded.dtype
-        self._state = ShardedState(sharded, self._optimizer, passes, group, tokenizer=tokenizer, adapters=adapters)
+        self._state = ShardedState(sharded, self._optimizer, passes, group, tokenizer=tokenizer)
         self._prompt = probe_ids(int(model.config.vocab_size))
 
     def published(self) -> TensorSource:

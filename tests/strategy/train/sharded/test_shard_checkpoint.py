@@ -81,9 +81,10 @@ class Trainer:
         shard(module, self.model.get_decoder(), group.mesh, FP32)
         self.optimizer = MasterAdamW(self.whole, TRAIN)
         self.passes = Passes(self.model, TRAIN, dtype=FP32, retries=False)
-        sharded = ShardedModel(module, self.model, FP32, self.whole if isinstance(self.whole, ValueModel) else None)
+        value = self.whole if isinstance(self.whole, ValueModel) else None
+        sharded = ShardedModel(module, self.model, FP32, value, self.adapters)
         tokenizer = None if critic else character_tokenizer()
-        state = ShardedState(sharded, self.optimizer, self.passes, group, tokenizer=tokenizer, adapters=self.adapters)
+        state = ShardedState(sharded, self.optimizer, self.passes, group, tokenizer=tokenizer)
         self.save, self.saved, self.load = state.save, state.saved, state.load
 
     def learn(self, *steps: int) -> None:
