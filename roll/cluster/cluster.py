@@ -8,6 +8,7 @@ worker was restarted, which can be done only where the cluster was started.
 
 Workers that are the ranks of a mesh are a group and fail as one: when one is lost, all are ended at once, because the
 others would wait for it; they are restarted together, in new processes. Whoever called one hears which rank was lost.
+Only the cluster that was started ends its group: a copy elsewhere raises the error and leaves the group to its owner.
 """
 
 from __future__ import annotations
@@ -105,6 +106,13 @@ class Cluster(Generic[W]):
         some: Cluster[W] = Cluster(self.role, [self._handles[r] for r in ranks], self.deadline_s, self._executor)
         some._pending = self._pending
         return some
+
+    def as_sent(self) -> Cluster[W]:
+        """The cluster as a worker in another process would get it: it stays with the processes that the workers have now,
+        also when they are restarted."""
+        sent: Cluster[W] = Cluster(self.role, [copy.copy(handle) for handle in self._handles], self.deadline_s)
+        sent._pending = self._pending
+        return sent
 
     def incarnation(self, rank: int) -> int:
         """How often the worker has been restarted."""
@@ -242,8 +250,9 @@ class Cluster(Generic[W]):
             errors = _errors(tasks.values())
         lost = self.loss or first_of(_deaths(errors))
         silent = [rank for rank, task in tasks.items() if not task.done() or isinstance(task.exception(), CallTimedOut)]
-        if lost is None and silent:
-            pings = (self.ping(rank, _PING_S) for rank in silent)
+        if lost is None and (silent or _remote(errors)):
+            peers = [rank for rank in range(len(self)) if rank not in tasks]
+            pings = (self.ping(rank, _PING_S) for rank in (*silent, *peers))
             lost = first_of(_remote(await asyncio.gather(*pings, return_exceptions=True)))
         error = lost or first_of(errors)
         assert error is not None, "there is an error to raise"
@@ -252,6 +261,8 @@ class Cluster(Generic[W]):
         return copy.copy(error) if isinstance(error, RemoteError) else error  # the group's loss is raised more than once
 
     async def _end_group(self, error: BaseException) -> None:
+        if self._executor is None:
+            return
         try:
             await self.end(0, error if isinstance(error, RemoteError) else None)
         except RunError as left:

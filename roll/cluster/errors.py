@@ -67,7 +67,7 @@ class WorkerDied(RemoteError):
 
     def __init__(self, worker: str, reason: str, log: Path | None = None) -> None:
         said = _tail(log)
-        last = f"; the end of {log}:\n{_indented(said)}" if said else ""
+        last = f"\n  the end of {log}:\n{_indented(said)}" if said else ""
         super().__init__(f"{worker} died: {reason}{last}")
         self.worker = worker
         self.at_s = time.time()

@@ -139,10 +139,12 @@ class LocalExecutor:
     """Every worker in this process; a call is a call. Roles take turns, nothing is pickled, a debugger works. Only the
     ranks of a mesh have a process each, because they compute at the same time."""
 
-    def __init__(self, deadline_s: float = 1800.0, start_deadline_s: float = 300.0) -> None:
-        """`start_deadline_s`: seconds that workers in processes of their own may take to start."""
+    def __init__(self, deadline_s: float = 1800.0, start_deadline_s: float = 300.0, silent_s: float = 60.0) -> None:
+        """`start_deadline_s`: seconds that workers in processes of their own may take to start. One that answers no ping
+        for `silent_s` meanwhile is given up."""
         self.deadline_s = deadline_s
         self._start_s = start_deadline_s
+        self._silent_s = silent_s
         self._workers: list[Worker] = []
         self._makes: dict[LocalHandle, Callable[[Place], Worker]] = {}
         """How each worker of this process is made."""
@@ -184,7 +186,7 @@ class LocalExecutor:
             handles.append(handle)
         self._processes += processes
         if processes:
-            starts = together(handle.start() for handle in processes)
+            starts = together(handle.start(self._silent_s) for handle in processes)
             await self._in_time(starts, f"the workers of {places[0].role} have")
         return handles
 
@@ -193,7 +195,7 @@ class LocalExecutor:
 
     async def restart(self, handle: Handle) -> None:
         if isinstance(handle, ProcessHandle):
-            await self._in_time(handle.restart(), f"{handle.place.name} has")
+            await self._in_time(handle.restart(self._silent_s), f"{handle.place.name} has")
             return
         if not isinstance(handle, LocalHandle) or handle not in self._makes:
             raise RunError(f"{handle.place.name} cannot be restarted: this executor runs no such worker")

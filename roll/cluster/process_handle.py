@@ -45,19 +45,33 @@ class ProcessHandle:
         self._where = "not started yet"
         self._connection: _Connection | None = None
 
-    async def start(self) -> None:
-        """Starts the process and makes the worker in it; the executor bounds how long that may take. A start that fails
-        or is given up leaves no process."""
+    async def start(self, silent_s: float) -> None:
+        """Starts the process and makes the worker in it; the executor bounds how long that may take. A process that
+        answers no ping for `silent_s` meanwhile is given up. A start that fails or is given up leaves no process."""
         if self._log is not None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
         child = await Child.start(_COMMAND, self._log, _environment(self.place))
         self._connection = _Connection(child, self.place.name, self._log)
         try:
-            started: Started = await self._ask(cloudpickle.dumps(Start(self.place, self._log, self._make)), "its start")
+            self._where = (await self._made(silent_s)).where
         except BaseException:
             child.kill()
             raise
-        self._where = started.where
+
+    async def _made(self, silent_s: float) -> Started:
+        """Has the process make the worker."""
+        asking = self._ask(cloudpickle.dumps(Start(self.place, self._log, self._make)), "its start")
+        starting: asyncio.Future[Started] = asyncio.ensure_future(asking)
+        try:
+            # waits: the executor bounds every start; how long an interpreter takes to begin says nothing
+            await self._reached.ask(b"")
+            while not starting.done():
+                await asyncio.wait({starting}, timeout=silent_s / 2)
+                if not starting.done():
+                    await self.ping(silent_s / 2)
+            return starting.result()
+        finally:
+            starting.cancel()
 
     async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return await self._ask(self._packed(method, args, kwargs), method)
@@ -74,9 +88,9 @@ class ProcessHandle:
         if self._connection is not None and not await self._connection.end(deadline_s):
             raise RunError(f"{self.place.name} ({self._where}) could not be ended within {deadline_s:g} s")
 
-    async def restart(self) -> None:
+    async def restart(self, silent_s: float) -> None:
         await self.end(_END_S)
-        await self.start()
+        await self.start(silent_s)
         self.incarnation += 1
 
     async def close(self, deadline_s: float) -> None:

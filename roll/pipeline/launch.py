@@ -33,7 +33,7 @@ from roll.pipeline.stopping import Stopped, cancelled_by_signals, signals_to
 from roll.reward import RewardFn
 from roll.rollout.evaluate import Evaluation
 from roll.rollout.transcript import Transcript
-from roll.run import Checkpoints, RunFolder
+from roll.run import Checkpoint, Checkpoints, RunFolder
 from roll.run.code import Given, Recording, saved_form
 from roll.run.disk import explain, file_of, full_disk
 from roll.run.folder import first_to_make
@@ -193,7 +193,7 @@ async def _train_with(
     deaths: list[float] = []
     checkpoint, changes = origin.checkpoint, origin.changes
     if checkpoint is not None:
-        await roles.load(checkpoint.path)
+        await roles.load(checkpoint.path, pipeline.config.supervise)
     while True:
         if checkpoint is None:
             recorder.begin()
@@ -209,21 +209,29 @@ async def _train_with(
             await recorder.settle()
             return state
         except RemoteError as error:
-            if not roles.trainer_died(error):
-                raise
-            _count_death(deaths, pipeline.config.supervise, error)
-            recorder.reporter.warned(f"{str(error).splitlines()[0]}: going back to the last checkpoint")
+            checkpoint = await _go_back(roles, recorder, pipeline.config.supervise, deaths, error)
+
+
+async def _go_back(
+    roles: TrainRoles, recorder: Recorder, supervise: SuperviseConfig, deaths: list[float], error: RemoteError
+) -> Checkpoint | None:
+    """Restarts the trainers at the last checkpoint, which it returns; again if one is lost meanwhile. Raises the error if
+    it is no trainer's, or when trainers die too often."""
+    while True:
+        now = time.monotonic()
+        deaths.append(now)
+        often = sum(now - death <= supervise.window_s for death in deaths) > supervise.restarts
+        if often or not roles.trainer_died(error):
+            raise error
+        recorder.reporter.warned(f"{str(error).splitlines()[0]}: going back to the last checkpoint")
         await recorder.abandon_save()
         checkpoint = newest_checkpoint(recorder.folder)
-        await roles.restart_trainers(None if checkpoint is None else checkpoint.path)
-
-
-def _count_death(deaths: list[float], config: SuperviseConfig, error: RemoteError) -> None:
-    """Raises the error when trainers die too often."""
-    now = time.monotonic()
-    deaths.append(now)
-    if sum(now - death <= config.window_s for death in deaths) > config.restarts:
-        raise error
+        try:
+            await roles.restart_trainers(None if checkpoint is None else checkpoint.path, supervise)
+        except RemoteError as another:
+            error = another
+        else:
+            return checkpoint
 
 
 def evaluate(

@@ -14,14 +14,14 @@ from roll.cluster import Cluster, Executor, LocalExecutor, Place, Worker
 from roll.cluster.errors import CallTimedOut, RemoteError, WorkerDied
 from roll.config.errors import UserError
 from roll.config.root import located, root_of
-from roll.config.schema import Config
+from roll.config.schema import Config, SuperviseConfig
 from roll.devices.inventory import Inventory, Node, this_machine
 from roll.devices.job import SFT_ROLES, rlvr_roles
 from roll.devices.map import DeviceMap, make_map
 from roll.devices.stages import StageTable, residency
 from roll.env.stats import EnvStats
 from roll.pipeline.scoring import scorer_peaks, start_scorers
-from roll.pipeline.start import aside
+from roll.pipeline.start import LEAST_SILENT_S, aside, met, watched
 from roll.reward import RewardSource
 from roll.reward.stats import GraderStats
 from roll.rollout.pool import RolloutPool
@@ -30,15 +30,13 @@ from roll.rollout.worker import RolloutWorker
 from roll.strategy.shelf import Level
 from roll.workers.critic import CriticWorker
 from roll.workers.env import EnvWorker
-from roll.workers.group import GroupWorker, meet
+from roll.workers.group import GroupWorker
 from roll.workers.infer import InferWorker
 from roll.workers.reward import RewardWorker
 from roll.workers.scorers import NO_SCORERS, Scorers
 from roll.workers.train import TrainWorker
 
 _PING_S = 5.0
-_LEAST_SILENT_S = 20.0
-"""Importing libraries may keep a worker that starts from answering for some seconds."""
 
 W = TypeVar("W", bound=Worker)
 G = TypeVar("G", bound=GroupWorker)
@@ -84,22 +82,23 @@ class TrainRoles:
         names = {place.name for cluster in self.trainers for place in cluster.places}
         return isinstance(error, WorkerDied | CallTimedOut) and error.worker in names
 
-    async def restart_trainers(self, checkpoint: Path | None) -> None:
+    async def restart_trainers(self, checkpoint: Path | None, supervise: SuperviseConfig) -> None:
         """Restarts the trainers that learn, and the reference if it does not answer, and brings those that learn to a
-        checkpoint, or to where they began."""
-        await _restart(self.actor, TrainWorker.hold, self.stages)
+        checkpoint, or to where they began. If one is lost meanwhile, the error is raised, and this may be tried again."""
+        await _restart(self.actor, TrainWorker.hold, self.stages, supervise)
         if self.reference is not None and not await _answers(self.reference):
-            await _restart(self.reference, TrainWorker.hold, self.stages)
+            await _restart(self.reference, TrainWorker.hold, self.stages, supervise)
         if self.critic is not None:
-            await _restart(self.critic, CriticWorker.hold, self.stages)
+            await _restart(self.critic, CriticWorker.hold, self.stages, supervise)
         if checkpoint is not None:
-            await self.load(checkpoint)
+            await self.load(checkpoint, supervise)
 
-    async def load(self, checkpoint: Path) -> None:
+    async def load(self, checkpoint: Path, supervise: SuperviseConfig) -> None:
         """Has the actor and the critic load a checkpoint."""
-        await self.actor.call(TrainWorker.load, checkpoint)
-        if self.critic is not None:
-            await self.critic.call(CriticWorker.load, checkpoint)
+        async with watched(supervise, self.actor, self.critic):
+            await self.actor.call(TrainWorker.load, checkpoint)
+            if self.critic is not None:
+                await self.critic.call(CriticWorker.load, checkpoint)
 
     async def save(self, checkpoint: Path) -> None:
         """Has the actor and the critic write a checkpoint, or begin to: `saved` waits for it."""
@@ -192,7 +191,7 @@ class Roles(TrainRoles):
 
     async def connect(self) -> None:
         """Tells the rollout and reward workers whom to go through, as they are now."""
-        await self.rewards.call(RewardWorker.connect, self.scorers)
+        await self.rewards.call(RewardWorker.connect, self.scorers.as_sent())
         await self.rollouts.call(RolloutWorker.connect, self.engines, self.rewards, self.environments)
 
     def _peak_calls(self) -> dict[str, Coroutine[Any, Any, list[int]]]:
@@ -203,8 +202,9 @@ class Roles(TrainRoles):
 
 def make_executor(config: Config) -> Executor:
     """The executor the config names; nothing is started or joined yet."""
+    silent_s = max(config.supervise.hang_s, LEAST_SILENT_S)
     if config.executor == "local":
-        return LocalExecutor(config.ray.call_deadline_s, config.ray.start_deadline_s)
+        return LocalExecutor(config.ray.call_deadline_s, config.ray.start_deadline_s, silent_s)
     try:
         from roll.cluster.ray_executor import RayExecutor
     except ModuleNotFoundError as error:
@@ -212,7 +212,7 @@ def make_executor(config: Config) -> Executor:
             f"executor is ray, but the package {error.name} is not installed: run `pip install 'roll-rl[ray]'`, "
             "or write executor=local"
         ) from error
-    return RayExecutor(config.ray, silent_s=max(config.supervise.hang_s, _LEAST_SILENT_S), root=root_of(config))
+    return RayExecutor(config.ray, silent_s=silent_s, root=root_of(config))
 
 
 @contextmanager
@@ -296,8 +296,8 @@ def _reserve(config: Config, executor: Executor, map: DeviceMap, run: Path | Non
 
 async def _start_actor(config: Config, executor: Executor, map: DeviceMap, stages: StageTable) -> Cluster[TrainWorker]:
     places = map.roles["actor_train"].places
-    actor = await meet(await Cluster.start(executor, lambda place: TrainWorker(place, config), places))
-    return await aside(actor, TrainWorker.hold, stages)
+    actor = await Cluster.start(executor, lambda place: TrainWorker(place, config), places)
+    return await met(actor, TrainWorker.hold, stages, config.supervise)
 
 
 async def _start(
@@ -343,14 +343,14 @@ async def _start(
     async def start_reference() -> Cluster[TrainWorker] | None:
         if "reference" not in places:
             return None
-        frozen = await meet(await start("reference", lambda place: TrainWorker(place, config, trainable=False)))
-        return await aside(frozen, TrainWorker.hold, stages)
+        frozen = await start("reference", lambda place: TrainWorker(place, config, trainable=False))
+        return await met(frozen, TrainWorker.hold, stages, config.supervise)
 
     async def start_critic() -> Cluster[CriticWorker] | None:
         if "critic" not in places:
             return None
-        critic = await meet(await start("critic", lambda place: CriticWorker(place, config)))
-        return await aside(critic, CriticWorker.hold, stages)
+        critic = await start("critic", lambda place: CriticWorker(place, config))
+        return await met(critic, CriticWorker.hold, stages, config.supervise)
 
     async def start_models() -> Models:
         if stages.takes_turns:  # one after the other, because they may not fit together
@@ -389,11 +389,13 @@ async def _start(
     return roles
 
 
-async def _restart(cluster: Cluster[G], hold: Callable[[G, Level], Any], stages: StageTable) -> None:
+async def _restart(
+    cluster: Cluster[G], hold: Callable[[G, Level], Any], stages: StageTable, supervise: SuperviseConfig
+) -> None:
     """Restarts all workers of a role, which then are as they were when the run began."""
     for ranks in cluster.units:
         await cluster.restart(ranks[0])
-    await aside(await meet(cluster), hold, stages)
+    await met(cluster, hold, stages, supervise)
 
 
 async def _answers(cluster: Cluster[Any]) -> bool:

@@ -14,10 +14,9 @@ from roll.devices.stages import StageTable
 from roll.model.classifier import load_classifier_config
 from roll.model.find import find_model
 from roll.model.loading import load_model_config, load_tokenizer
-from roll.pipeline.start import aside
+from roll.pipeline.start import aside, met
 from roll.strategy.infer.vllm_args import check_vllm
 from roll.workers.device import DeviceWorker
-from roll.workers.group import meet
 from roll.workers.judge import JudgeWorker
 from roll.workers.reward_model import RewardModelWorker
 from roll.workers.scorers import Scorers
@@ -53,8 +52,8 @@ async def _reward_model(
     if "reward_model" not in map.roles:
         return None
     places = map.roles["reward_model"].places
-    cluster = await meet(await Cluster.start(executor, lambda place: RewardModelWorker(place, config), places))
-    return await aside(cluster, RewardModelWorker.hold, stages)
+    cluster = await Cluster.start(executor, lambda place: RewardModelWorker(place, config), places)
+    return await met(cluster, RewardModelWorker.hold, stages, config.supervise)
 
 
 async def _judge(config: Config, executor: Executor, map: DeviceMap, stages: StageTable) -> Cluster[JudgeWorker] | None:

@@ -1,16 +1,23 @@
-"""Making room while roles start."""
+"""What the workers of a role do once they have started, and when they have been restarted."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from roll.cluster import Cluster, Worker
+from roll.cluster import Cluster, RestartPolicy, Supervisor, Worker
+from roll.config.schema import SuperviseConfig
 from roll.devices.stages import StageTable
 from roll.strategy.shelf import Level
+from roll.workers.group import GroupWorker, meet
 
 W = TypeVar("W", bound=Worker)
+G = TypeVar("G", bound=GroupWorker)
+
+LEAST_SILENT_S = 20.0
+"""Importing libraries and loading a model may keep a worker that starts from answering for some seconds."""
 
 
 async def aside(cluster: Cluster[W], hold: Callable[[W, Level], Any], stages: StageTable) -> Cluster[W]:
@@ -19,3 +26,37 @@ async def aside(cluster: Cluster[W], hold: Callable[[W, Level], Any], stages: St
     moves = [(rank, level) for rank, level in enumerate(levels) if level != "all"]
     await asyncio.gather(*(cluster.call_rank(rank, hold, level) for rank, level in moves))
     return cluster
+
+
+async def met(
+    cluster: Cluster[G], hold: Callable[[G, Level], Any], stages: StageTable, supervise: SuperviseConfig
+) -> Cluster[G]:
+    """The ranks have met and loaded their model, if it is one over ranks, and have made room for others."""
+    async with watched(supervise, cluster):
+        return await aside(await meet(cluster), hold, stages)
+
+
+@asynccontextmanager
+async def watched(supervise: SuperviseConfig, *clusters: Cluster[Any] | None) -> AsyncIterator[None]:
+    """While the block runs, a worker that dies or hangs is ended, a rank together with its group: who waits for one hears
+    of it long before the deadline of the call."""
+    supervisor = Supervisor(RestartPolicy(supervise.ping_s, max(supervise.hang_s, LEAST_SILENT_S)))
+    for cluster in clusters:
+        if cluster is not None and not cluster.in_process:
+            supervisor.watch(cluster, _ending(supervisor, cluster), _nothing, restart=False)
+    try:
+        yield
+    finally:
+        await supervisor.close()
+
+
+def _ending(supervisor: Supervisor, cluster: Cluster[Any]) -> Callable[[int, str], None]:
+    def lost(rank: int, why: str) -> None:
+        if not cluster.is_group:  # the supervisor ends those
+            supervisor.spawn(cluster.end(rank))
+
+    return lost
+
+
+async def _nothing(rank: int) -> None:
+    """Whoever started the worker restarts it."""

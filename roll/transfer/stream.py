@@ -133,11 +133,19 @@ class Sender:
             self.contribute(bucket)
 
     def broadcast(self, group: BroadcastGroup) -> None:
-        """Sends every bucket to the group's other ranks, each of which must be in `receive`."""
+        """Sends every bucket to the group's other ranks, each of which must be in `receive`. When one is lost, the
+        buckets that are left are packed nevertheless: ranks that contribute to them stay in step."""
         self._buffer = _bucket_buffer(self._buffer, self.layout, group)
+        lost: Exception | None = None
         for spans in self.layout.buckets:
             self._source.pack(self._buffer, spans)
-            group.broadcast(self._buffer[: used_bytes(spans)])
+            try:
+                if lost is None:
+                    group.broadcast(self._buffer[: used_bytes(spans)])
+            except Exception as error:
+                lost = error
+        if lost is not None:
+            raise lost
 
     def close(self) -> None:
         self._close_channel()

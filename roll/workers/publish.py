@@ -15,6 +15,7 @@ from functools import partial
 from typing import Literal
 
 from roll.cluster import Cluster, Place
+from roll.cluster.errors import WorkerDied
 from roll.config.errors import RunError
 from roll.transfer.broadcast import BroadcastBackend
 from roll.transfer.stream import stream
@@ -23,6 +24,8 @@ from roll.workers.offer import SLOTS, Meeting, Offer, Path
 from roll.workers.train import TrainWorker
 
 TRIES = 2
+_GRACE_S = 2.0
+"""How long the other side is heard after one has failed: that may be because the other has died."""
 
 _log = logging.getLogger(__name__)
 
@@ -91,11 +94,12 @@ async def _broadcast(actor: Cluster[TrainWorker], engines: Cluster[InferWorker])
     both = (sending, receiving)
     try:
         # waits: both are calls with deadlines
-        done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
-        for each in done:
-            each.result()
-        # waits: both are calls with deadlines
-        await asyncio.gather(*both)
+        _, pending = await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+        if pending:
+            await asyncio.wait(pending, timeout=_GRACE_S)
+        errors = [error for each in both if each.done() and (error := each.exception()) is not None]
+        if errors:
+            raise next((error for error in errors if isinstance(error, WorkerDied)), errors[0])
     finally:
         for each in both:
             each.cancel()

@@ -42,6 +42,12 @@ class Scorers:
     def clusters(self) -> list[Cluster[RewardModelWorker] | Cluster[JudgeWorker]]:
         return [cluster for cluster in (self.reward_model, self.judge) if cluster is not None]
 
+    def as_sent(self) -> Scorers:
+        """With the processes that the workers have now, wherever the asker is: a question to one that is lost fails at
+        once, and is asked again once the asker has been sent the new ones."""
+        reward_model, judge = self.reward_model, self.judge
+        return Scorers(reward_model and reward_model.as_sent(), judge and judge.as_sent())
+
 
 NO_SCORERS = Scorers()
 

@@ -118,7 +118,11 @@ class TrainWorker(GroupWorker):
             await asyncio.to_thread(self._sending().contribute_all)
             return
         if self._group is None:
-            self._group = await asyncio.to_thread(meeting.join, 0, self.place.device)
+            try:
+                self._group = await asyncio.to_thread(meeting.join, 0, self.place.device)
+            except Exception:
+                await asyncio.to_thread(self._sending().contribute_all)  # as the other ranks do: all stay in step
+                raise
         await asyncio.to_thread(self._sending().broadcast, self._group)
 
     @parallel(Dispatch.ALL)

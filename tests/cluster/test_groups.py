@@ -195,6 +195,39 @@ def test_a_call_on_one_rank_that_died_ends_the_group() -> None:
     run_virtually(main)
 
 
+def test_a_call_on_one_rank_that_lost_its_peer_names_the_peer() -> None:
+    async def main() -> None:
+        cluster, handles, _ = group()
+        handles[0].answer = handles[0].lost_its_peer(0)
+        handles[1].become("dead")
+        with pytest.raises(WorkerDied, match=r"^rank\[1\] died"):
+            await cluster.call_rank(0, Role.work)
+        assert states(handles) == ["dead"] * 3
+
+    run_virtually(main)
+
+
+def test_a_cluster_that_was_sent_leaves_the_group_to_its_owner_and_stays_with_its_processes() -> None:
+    async def main() -> None:
+        cluster, handles, _ = group()
+        sent = cluster.as_sent()
+        handles[0].answer = handles[0].lost_its_peer(0)
+        sent_handles: list[Any] = sent._handles
+        sent_handles[1].become("dead")
+        sent_handles[0].answer = handles[0].answer
+        with pytest.raises(WorkerDied, match=r"^rank\[1\] died"):
+            await sent.call_rank(0, Role.work)
+        assert states(handles) == ["well"] * 3
+        handles[0].answer = handles[0].at_once
+        await cluster.restart(0)
+        assert (await cluster.call(Role.work), cluster.incarnation(1)) == ("rank[0]", 1)
+        assert sent.incarnation(1) == 0
+        with pytest.raises(WorkerDied, match=r"^rank\[1\] died"):
+            await sent.call_rank(1, Role.work)
+
+    run_virtually(main)
+
+
 def test_workers_that_are_no_ranks_of_a_mesh_die_alone() -> None:
     async def main() -> None:
         handles = [RankHandle(Place("rank", rank, 3)) for rank in range(3)]

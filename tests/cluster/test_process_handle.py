@@ -492,11 +492,13 @@ def test_closing_ends_a_worker_that_does_not_close(make: type[Rank], monkeypatch
     assert gone(with_ranks(use, make=make))
 
 
-def test_a_call_has_a_deadline_and_a_late_answer_harms_nobody() -> None:
+def test_a_call_that_a_rank_does_not_answer_by_its_deadline_ends_the_group() -> None:
     async def use(ranks: Cluster[Rank]) -> None:
+        pid = await ranks.call(Rank.pid)
         with pytest.raises(CallTimedOut, match=r"rank\[0\] has not answered spin"):
-            await ranks.call(Rank.spin, 3.0)
-        ranks.deadline_s = 60
+            await ranks.call(Rank.spin, 60.0)
+        assert gone(pid)
+        await ranks.restart(0)
         assert await ranks.call(Rank.echo, 1) == 1
 
     with_ranks(use, deadline_s=2)

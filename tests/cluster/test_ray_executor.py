@@ -220,9 +220,9 @@ def test_a_killed_worker_is_named_with_its_last_words_and_the_others_go_on(notes
         for call in (pending, toys.call_rank(1, Mortal.pid), toys.call(Mortal.pid)):
             with pytest.raises(WorkerDied) as caught:
                 await call
-            first, *rest = str(caught.value).splitlines()
+            first, where, *rest = str(caught.value).splitlines()
             assert first.startswith("toy[1] died: ")
-            assert first.endswith(f"; the end of {log}:")
+            assert where == f"  the end of {log}:"
             assert rest[-1] == "    toy[1] waits"
         assert await toys.call_rank(0, Mortal.pid) != pid
 

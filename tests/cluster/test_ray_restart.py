@@ -420,8 +420,7 @@ def test_closing_in_the_middle_of_a_restart_leaves_nothing(roles: Roles, monkeyp
         with pytest.raises(RunError, match=r"^mortal\[0\] cannot be restarted: "):
             await roles.mortals.restart(0)
         for call in (roles.mortals.call_rank(0, Mortal.pid), roles.mortals.ping(0, 5)):
-            other = roles.notes / "logs" / "mortal-0.log"
-            assert await lost(call) == f"mortal[0] died: Ray has ended; the end of {other}:"
+            assert await lost(call) == "mortal[0] died: Ray has ended"
         assert not ray.is_initialized(), "nobody started it again"
 
     roles.run(use())

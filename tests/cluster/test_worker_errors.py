@@ -106,8 +106,8 @@ def test_a_death_shows_the_end_of_the_workers_log(tmp_path: Path) -> None:
     assert str(WorkerDied("a[0]", "gone", log)) == "a[0] died: gone"
     log.write_bytes(b"".join(b"line %d \xff\n" % number for number in range(5000)))
     said = str(WorkerDied("a[0]", "gone", log)).splitlines()
-    assert said[0] == f"a[0] died: gone; the end of {log}:"
-    assert [line.split()[1] for line in said[1:]] == [str(number) for number in range(4985, 5000)]
+    assert said[:2] == ["a[0] died: gone", f"  the end of {log}:"]
+    assert [line.split()[1] for line in said[2:]] == [str(number) for number in range(4985, 5000)]
     assert str(WorkerDied("a[0]", "gone")) == "a[0] died: gone"
 
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3MoeConfig
 
 from roll.cluster.mesh import MeshShape
+from roll.config.errors import RunError
 from roll.config.schema import LoraConfig
 from roll.model import lora
 from roll.model.lora import Adapters, Base, is_adapter
@@ -312,3 +313,23 @@ def test_ranks_broadcast_to_engines_of_other_processes(two: Ranks, four: Ranks, 
         for wrong, received in found:
             assert not wrong
             assert digests(received) == digests(whole(wanted))
+
+
+def broadcast_in_vain(group: RankGroup, meeting: Meeting) -> tuple[str, float]:
+    """What the sender says of it, and the number of ranks as they count themselves afterwards."""
+    said = ""
+    try:
+        broadcast(group, meeting)
+    except RunError as error:
+        said = str(error)
+    return said, float(group.sum(torch.ones(1)))
+
+
+def test_ranks_stay_in_step_when_an_engine_is_lost_while_they_broadcast(two: Ranks) -> None:
+    two.run(offer, Model(), 500)
+    meeting = Meeting("127.0.0.1", BroadcastGroup.free_port(), {0: 1}, "gloo", 60.0)
+    two.send(broadcast_in_vain, meeting)
+    meeting.join(1, "cpu").close()
+    (said, first), (nothing, second) = (two.answer(rank) for rank in range(2))
+    assert said.startswith("the broadcast group at 127.0.0.1")
+    assert (nothing, first, second) == ("", 2.0, 2.0)

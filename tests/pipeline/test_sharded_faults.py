@@ -1,0 +1,80 @@
+"""Ranks of sharded roles that are killed, in the middle of a step and while they restart: the run returns to its last
+checkpoint by itself, on new processes, and ends in the bits of a run that nobody disturbed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+from classifiers import save_liking
+from small_runs import EXACT, TINY, Child, Remains, start_roll
+
+from roll.run import Ledger, Metrics, RunFolder
+
+ACTOR = "roles.actor_train={strategy: sharded, replicas: 2}"
+
+
+def start(folder: Path, *settings: str) -> Child:
+    arguments = ["train", TINY, f"run.dir={folder}", *EXACT, "train.steps=4", "eval.every=0", *settings]
+    return start_roll(arguments, folder.with_suffix(".txt"))
+
+
+def steps(folder: Path) -> int:
+    """Training steps on record."""
+    metrics = folder / "metrics.jsonl"
+    rows = Metrics.read(metrics) if metrics.is_file() else []
+    return max((row["step"] for row in rows if "time/step_s" in row), default=0)
+
+
+def processes(folder: Path, worker: str) -> list[int]:
+    """The processes that a worker has been, the present one last."""
+    log = folder / "logs" / f"{worker}.log"
+    return [int(pid) for pid in re.findall(r" is process (\d+) on ", log.read_text())] if log.is_file() else []
+
+
+def shards(folder: Path) -> dict[str, bytes]:
+    files = (Remains(folder).checkpoint.path / "shards").glob("*.distcp")
+    return {file.name: file.read_bytes() for file in files}
+
+
+def test_a_run_survives_a_killed_rank_and_one_that_is_killed_while_the_group_restarts(tmp_path: Path) -> None:
+    whole, hurt = tmp_path / "whole", tmp_path / "hurt"
+    undisturbed = start(whole, ACTOR)
+    assert undisturbed.end() == 0, undisturbed.said
+    child = start(hurt, ACTOR)
+    try:
+        child.wait_for(lambda: steps(hurt) >= 3)
+        first = processes(hurt, "actor_train-0")
+        os.kill(processes(hurt, "actor_train-1")[-1], signal.SIGKILL)
+        child.wait_for(lambda: len(processes(hurt, "actor_train-0")) > len(first))
+        os.kill(processes(hurt, "actor_train-0")[-1], signal.SIGKILL)
+        assert child.end() == 0, child.said
+    finally:
+        child.kill()
+    said = re.findall(r"warning: (.*): going back to the last checkpoint", child.said)
+    assert said == [f"actor_train[{rank}] died: its process was killed by SIGKILL" for rank in (1, 0)]
+    assert "peer" not in child.said
+    assert len(shards(whole)) == 2
+    assert shards(hurt) == shards(whole)
+
+
+def test_a_reward_model_over_ranks_is_restarted_and_goes_on_grading(tmp_path: Path) -> None:
+    liking, run = save_liking(tmp_path / "liking", "7"), tmp_path / "run"
+    roles = f"roles.reward_model={{model: {liking}, strategy: sharded, replicas: 2}}"
+    child = start(run, roles, "reward=reward_model", "train.steps=1000", "run.checkpoint_every=0")
+    try:
+        child.wait_for(lambda: steps(run) >= 1)
+        os.kill(processes(run, "reward_model-1")[-1], signal.SIGKILL)
+        child.wait_for(lambda: len(processes(run, "reward_model-0")) == 2)
+        done = steps(run)
+        child.wait_for(lambda: steps(run) >= done + 2)
+        os.kill(child.pid, signal.SIGINT)
+        assert child.end() == 128 + signal.SIGINT, child.said
+    finally:
+        child.kill()
+    said = re.findall(r"warning: (.*); it is started again", child.said)
+    assert said == ["reward_model[1] died: its process was killed by SIGKILL"]
+    failed = [t.reason for t in Ledger.read(RunFolder(run).ledger_path) if t.state == "failed"]
+    assert not [reason for reason in failed if "unanswered" in reason]
