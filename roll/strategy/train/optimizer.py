@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
 from roll.config.errors import RunError, UserError
 from roll.config.schema import TrainConfig
@@ -97,7 +100,7 @@ class MasterAdamW:
         applied = math.isfinite(read_norm) and math.isfinite(read_loss)
         sick = () if applied else tuple(name for name, slope in slopes.items() if not _is_finite(slope))
         if applied:
-            nn.utils.clip_grads_with_norm_(self._masters.values(), self._config.clip_grad_norm, norm)
+            clip(slopes.values(), self._config.clip_grad_norm, norm)
             self._set_lr(learning_rate(self._config, step))
             self._adamw.step()
             self._write_parameters()
@@ -177,15 +180,81 @@ class MasterAdamW:
             self._masters[name].grad = None
 
 
+class PartwiseAdamW(torch.optim.AdamW):
+    """AdamW over what this rank holds of each parameter: nothing in it needs the other ranks, and one operation on
+    hundreds of DTensors would keep the host busy for longer than the device."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            found: list[list[Tensor]] = [[] for _ in range(6)]
+            self._init_group(group, *found)  # type: ignore[no-untyped-call]
+            parameters, gradients, means, squares, largest, steps = ([_local(t) for t in tensors] for tensors in found)
+            beta1, beta2 = group["betas"]
+            adamw(
+                parameters,
+                gradients,
+                means,
+                squares,
+                largest,
+                steps,
+                fused=True,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+
+@torch.no_grad()
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """The norm of all gradients together. Those of a sharded trainer may be on several meshes, each with a norm of its
-    own."""
-    meshes: dict[object, list[Tensor]] = {}
+    """The norm of all gradients together: each rank's parts first, then one sum over the ranks that hold the others. A
+    model may be on several meshes."""
+    meshes: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
     for gradient in gradients:
-        meshes.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
-    norms = [nn.utils.get_total_norm(some) for some in meshes.values()]
-    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    return whole[0] if len(whole) == 1 else torch.stack(whole).norm()
+        cut = _cut_over(gradient) if isinstance(gradient, DTensor) else None
+        meshes.setdefault(cut, []).append(_local(gradient))
+    norms = [_summed(nn.utils.get_total_norm(parts), cut) for cut, parts in meshes.items()]
+    return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+
+
+def _cut_over(gradient: DTensor) -> tuple[DeviceMesh, tuple[int, ...]]:
+    """The mesh, and those of its dimensions over which the tensor is cut; over the others it is repeated."""
+    return gradient.device_mesh, tuple(dim for dim, placed in enumerate(gradient.placements) if placed.is_shard())
+
+
+def _summed(norm: Tensor, cut: tuple[DeviceMesh, tuple[int, ...]] | None) -> Tensor:
+    """The norm of the whole from that of this rank's parts."""
+    if cut is None:
+        return norm
+    mesh, dims = cut
+    norm = norm.to(mesh.device_type)  # gradients may be in host memory
+    for dim in dims:
+        if mesh.size(dim) > 1:
+            squares = norm.square()
+            dist.all_reduce(squares, group=mesh.get_group(dim))
+            norm = squares.sqrt()
+    return norm
+
+
+@torch.no_grad()
+def clip(gradients: Iterable[Tensor], limit: float, norm: Tensor) -> None:
+    """Makes the gradients, whose norm is given, no longer than the limit."""
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(_local(gradient))
+    for device, parts in by_device.items():
+        torch._foreach_mul_(parts, factor.to(device))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank holds of it, in the same storage; to be called without gradients."""
+    part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part
 
 
 def _is_finite(gradient: Tensor) -> bool:
@@ -197,7 +266,7 @@ def plain_tensors(name: str, value: Tensor) -> dict[str, Tensor]:
     """A tensor by its name, or the tensors that a quantised one is made of: `exp_avg.codes`, `exp_avg.scale`. A sharded
     tensor counts as plain; of a quantised one they are those of this rank's shard."""
     with torch.no_grad():
-        local = value.to_local() if isinstance(value, DTensor) else value
+        local = _local(value)
     if not hasattr(local, "__tensor_flatten__"):
         return {name: value}
     return {f"{name}.{part}": getattr(local, part) for part in local.__tensor_flatten__()[0]}
@@ -216,7 +285,7 @@ def _adamw(groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.Opt
     check_optimizer(config.optimizer)
     settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     if config.optimizer == "adamw":
-        return torch.optim.AdamW(groups, **settings, fused=True)
+        return PartwiseAdamW(groups, **settings, fused=True)
     from torchao.optim import AdamW8bit
 
     made: torch.optim.Optimizer = AdamW8bit(groups, **settings)

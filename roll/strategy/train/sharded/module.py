@@ -72,5 +72,6 @@ def shard(
     )
     for part in module.modules():
         if isinstance(part, FSDPModule):
-            part.set_gradient_divide_factor(1.0)
+            if mesh.size() > 1:  # by one rank's own number FSDP would divide too, into one more copy of the gradients
+                part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
