@@ -28,7 +28,7 @@ from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.strategy import ShardedCritic, ShardedScorer, ShardedStrategy
 from roll.strategy.train.single import SingleStrategy
 from tests.ranks import Ranks, ranks_of
-from tests.strategy.train.sharded.test_gradients import CONFIGS, SIZES
+from tests.strategy.train.sharded.trainers import CONFIGS, SIZES
 from tests.strategy.train.test_single_strategy import make_batch
 
 CREDIT = CreditSpec(kind="gae")
