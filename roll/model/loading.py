@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from roll.config.errors import UserError
+from roll.config.errors import RunError, UserError
 from roll.config.schema import ModelConfig, RoleModel
 from roll.model import lora
 from roll.model.character import CONTEXT, character_tokenizer, tiny_config, tiny_model
@@ -103,7 +103,8 @@ def _load_sharded(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
     with no_init_weights():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(load_model_config(source), dtype=dtype)
     model.tie_weights()
-    load_shards(model, folder)
+    with readable(source):
+        load_shards(model, folder)
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
@@ -209,10 +210,16 @@ def quiet() -> Iterator[None]:
 
 def from_pretrained(loader: Any, source: ModelSource, **options: object) -> Any:
     """What a class of `transformers` loads; `UserError` where it cannot."""
+    with readable(source), quiet():
+        return loader.from_pretrained(source.location, **options)
+
+
+@contextmanager
+def readable(source: ModelSource) -> Iterator[None]:
+    """`UserError` where the model's files cannot be read in the block."""
     try:
-        with quiet():
-            return loader.from_pretrained(source.location, **options)
-    except (OSError, ValueError, SafetensorError) as error:
+        yield
+    except (OSError, ValueError, SafetensorError, RunError) as error:
         raise UserError(f"model: {source.name!r} could not be loaded: {first_line(error)}. Write {CHOICES}") from error
 
 

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from roll.config.errors import RunError
+from roll.model.find import SHARDS_INDEX
 
 MASTER, FROZEN = "master/", "model/"
 
@@ -35,7 +36,7 @@ class ShardFolder:
         try:
             metadata = self._reader.read_metadata()
         except Exception as error:  # a pickle that is damaged fails in many ways
-            raise RunError(f"the shards in {folder} cannot be read: {_first_line(error)}") from error
+            raise RunError(f"{folder / SHARDS_INDEX} cannot be read: {_first_line(error)}") from error
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         found = metadata.state_dict_metadata
         self._tensors = {name: each for name, each in found.items() if isinstance(each, TensorStorageMetadata)}
@@ -72,11 +73,17 @@ class ShardFolder:
         covered = sum(torch.Size(item.lengths).numel() for item in items)
         if covered != target.numel():
             raise RunError(f"the shards in {self._folder} have {covered} of {target.numel()} values of {name}")
-        try:
-            self._reader.read_data(LoadPlan(items), _Into(target))  # its future is done already
-        except (OSError, RuntimeError, KeyError, AssertionError) as error:
-            raise RunError(f"{name} cannot be read from the shards in {self._folder}: {_first_line(error)}") from error
+        for item in items:
+            try:
+                self._reader.read_data(LoadPlan([item]), _Into(target))  # its future is done already
+            except Exception as error:  # what is damaged is a zip file or a pickle in it, and fails in many ways
+                raise RunError(f"{name} cannot be read from {self._file_of(item)}: {_first_line(error)}") from error
         return target
+
+    def _file_of(self, item: ReadItem) -> Path:
+        """Where a part of a tensor is, or should be."""
+        stored = self._reader.storage_data.get(item.storage_index)
+        return self._folder / (SHARDS_INDEX if stored is None else stored.relative_path)
 
 
 class _Into(DefaultLoadPlanner):

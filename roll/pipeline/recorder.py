@@ -173,7 +173,11 @@ class Recorder:
         self.reporter.evaluated(step, measured)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Puts the numbers of a finished step on disk."""
+        """Puts the numbers of a finished step on disk. Raises what a save in the background failed of meanwhile: without
+        its checkpoint a run does not go on until the next one is due."""
+        if self._saving is not None and self._saving.done():
+            saving, self._saving = self._saving, None
+            saving.result()
         self.steps += 1
         self.ledger.flush()
         if self._trace is not None:

@@ -68,6 +68,9 @@ class Checkpoint:
                 raise _damaged(self.path, name, f"it has {file.stat().st_size} bytes, not {size}")
             if file_digest(file, algorithm) != digest:
                 raise _damaged(self.path, name, "its checksum is wrong")
+        found = {file.relative_to(self.path).as_posix() for file in _files(self.path) if _is_state(file)}
+        if unknown := sorted(found - files.keys()):
+            raise _damaged(self.path, unknown[0], f"{_MANIFEST} does not have it")
 
 
 class Saving:
@@ -286,6 +289,11 @@ def _write_manifest(directory: Path, step: int, digests: Mapping[str, str]) -> N
     for folder in [path for path in directory.rglob("*") if path.is_dir()]:
         sync_folder(folder)
     atomic_write(directory / _MANIFEST, to_json({"step": step, "algorithm": DIGEST, "files": files}, indent=True))
+
+
+def _is_state(file: Path) -> bool:
+    """Whether a trainer reads it: notes of a user beside a checkpoint's files are none of it."""
+    return file.suffix in (".safetensors", ".distcp") or file.name == ".metadata"
 
 
 def _files(directory: Path) -> Iterator[Path]:

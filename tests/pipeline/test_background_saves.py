@@ -132,6 +132,25 @@ def test_an_error_of_a_writer_reaches_the_next_save_and_leaves_nothing(recorder:
     asyncio.run(run())
 
 
+def test_an_error_of_a_writer_ends_the_step_after_it(recorder: Recorder, folder: RunFolder) -> None:
+    """Not the next save, which may be due in hours."""
+
+    async def run() -> None:
+        writers = Writers(fails=DEAD)
+        await recorder.save(SFTState(step=4), writers.write, writers.written)
+        await writers.waits.wait()
+        recorder.log(5, {"train/loss": 0.5})
+        writers.may_end.set()
+        assert recorder._saving is not None
+        await asyncio.wait([recorder._saving])
+        with pytest.raises(WorkerDied):
+            recorder.log(6, {"train/loss": 0.5})
+        assert leftovers(folder) == []
+        recorder.log(6, {"train/loss": 0.5})
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("writers", [Writers(), Writers(fails=DEAD)], ids=["writing", "died"])
 def test_what_is_abandoned_is_absent(recorder: Recorder, folder: RunFolder, writers: Writers) -> None:
     async def run() -> None:

@@ -135,6 +135,17 @@ def test_what_writers_have_hashed_is_not_read_again(folder: RunFolder, monkeypat
         latest.verify()
 
 
+@pytest.mark.parametrize("name", ["shards/__1_0.distcp", "shards/.metadata", "model/model.safetensors"])
+def test_what_a_trainer_would_read_is_in_the_manifest(folder: RunFolder, name: str) -> None:
+    checkpoint = save(Checkpoints(folder), 1, writer("content"), {})
+    (checkpoint.path / "notes.txt").write_text("the user's own")
+    checkpoint.verify()
+    (checkpoint.path / name).parent.mkdir(exist_ok=True)
+    (checkpoint.path / name).write_text("from elsewhere")
+    with pytest.raises(UserError, match=rf"step-000001/{name} is damaged \(manifest.json does not have it\)"):
+        checkpoint.verify()
+
+
 def test_a_digest_that_was_wrong_when_written_is_found(folder: RunFolder) -> None:
     saving = Checkpoints(folder).begin(3, {})
     (saving.folder / "model.bin").write_text("model")

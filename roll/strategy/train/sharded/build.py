@@ -22,7 +22,7 @@ from roll.model import attention
 from roll.model.character import tiny_model
 from roll.model.classifier import load_classifier_config
 from roll.model.find import ModelSource, first_line
-from roll.model.loading import in_precision, load_model_config
+from roll.model.loading import in_precision, load_model_config, readable
 from roll.model.lora import Adapters
 from roll.model.positions import fix_angles
 from roll.model.shard_loading import load_shards
@@ -77,7 +77,8 @@ def build_sharded(
     _move_buffers(model, group.device)
     model.tie_weights()
     if source.location is not None:
-        load_shards(model, _folder(source))
+        with readable(source):
+            load_shards(model, _folder(source))
     for folder in source.adapters:
         merge_shards(model, Path(folder), dtype)
     if value is not None:

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future as TorchFuture
 from transformers import PreTrainedModel
 
 from roll.config.errors import RunError
 from roll.model.find import SHARDS
 from roll.model.lora import Adapters
 from roll.model.shard_folder import FROZEN, MASTER
+from roll.run.disk import full_disk
 from roll.run.files import file_digest
 from roll.strategy.train.optimizer import MasterAdamW
 from roll.strategy.train.sharded.group import RankGroup
@@ -72,7 +78,7 @@ class ShardWriter:
     def _write(self, captured: dict[str, Tensor], folder: Path, written: Future[dict[str, str]]) -> None:
         try:
             shards = folder / SHARDS
-            writer = FileSystemWriter(shards, per_thread_copy_ahead=0)  # nothing is on a GPU
+            writer = _Writer(shards, per_thread_copy_ahead=0)  # nothing is on a GPU
             save(captured, storage_writer=writer, process_group=self._own)
             files = sorted(shards.glob(f"__{self._group.rank}_*.distcp"))
             if self._group.is_first:
@@ -82,6 +88,29 @@ class ShardWriter:
             written.set_exception(_failed(error, folder))
         except BaseException as error:
             written.set_exception(error)
+
+
+class _Writer(FileSystemWriter):
+    """Says a full disk as the operating system does: torch writes zip files, says that a position in one is wrong, and
+    sends nothing but that to the other ranks."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
+        with _saying_full():
+            return super().write_data(plan, planner)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        with _saying_full():
+            super().finish(metadata, results)
+
+
+@contextmanager
+def _saying_full() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if (said := full_disk(error)) is None:
+            raise
+        raise RunError(said) from error
 
 
 def capture(tensors: Mapping[str, Tensor], group: RankGroup) -> dict[str, Tensor]:
