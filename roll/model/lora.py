@@ -146,7 +146,7 @@ class Adapters:
 def inject(model: PreTrainedModel, config: LoraConfig) -> None:
     """Freezes the model and puts adapters into the layers that the config names."""
     peft = _peft()
-    known = f"write all-linear, or some of {', '.join(_linear_names(model))}"
+    known = f"write {'' if config.targets == (ALL,) else 'all-linear, or '}some of {', '.join(_linear_names(model))}"
     lora = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.scale * config.rank,

@@ -113,6 +113,25 @@ def test_supervised_fine_tuning(tmp_path: Path) -> None:
     assert all(".lora_" in name for name in load_file(adapters(Remains(tmp_path / "run")) / "adapter_model.safetensors"))
 
 
+def test_two_ranks_train_the_same_adapters(
+    tmp_path: Path, run_small: Callable[..., Remains], trained: Remains, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One process goes on with them, and they are exported."""
+    run = run_small("roles.actor_train={strategy: sharded, replicas: 2}", *LORA, *KL, base=EXACT)
+    for here, there in zip(trained.metrics(), run.metrics(), strict=True):
+        for name in {"reward/mean", "train/kl", "train/grad_norm"} & here.keys():
+            assert there[name] == pytest.approx(here[name], rel=1e-3, abs=1e-5)
+    one, two = (load_file(adapters(each) / "adapter_model.safetensors") for each in (trained, run))
+    assert one.keys() == two.keys()
+    assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-3
+    config = load_config(TINY, [*EXACT, *LORA, *KL, "train.steps=7", f"run={run.path}"])
+    train(config, resume=True, reporter=SilentReporter())
+    assert (run.checkpoint.path / "optimizer.safetensors").is_file()
+    assert main(["export", str(run.path), str(tmp_path / "merged")]) == 0
+    assert "step 7" in capfd.readouterr().out
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["shared_memory", "broadcast"])
 def test_the_same_rewards_on_ray(run_small: Callable[..., Remains], trained: Remains, path: str) -> None:

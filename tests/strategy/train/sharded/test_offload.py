@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from roll.cluster.mesh import MeshShape
-from roll.config.schema import TrainConfig
+from roll.config.schema import LoraConfig, TrainConfig
+from roll.model.lora import Adapters, Base
 from roll.strategy.train.optimizer import MasterAdamW
 from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.module import TrainModule, shard
@@ -25,11 +26,16 @@ from tests.strategy.train.sharded.trainers import make_model
 class Trained:
     """A sharded model of this rank, and steps of its optimizer on a loss of its own."""
 
-    def __init__(self, group: RankGroup, kind: str) -> None:
-        self.model: PreTrainedModel = make_model(kind)
+    def __init__(self, group: RankGroup, kind: str, *, adapters: bool = False) -> None:
+        """With adapters, what is frozen is in bf16 and what learns in fp32."""
+        dtype = torch.bfloat16 if adapters else torch.float32
+        self.model: PreTrainedModel = make_model(kind).to(dtype)
         self.model.set_attn_implementation("sdpa")
+        if adapters:
+            for parameter in Adapters(self.model, LoraConfig(rank=2), Base("base"), 0).parameters().values():
+                parameter.data = parameter.data.float()
         self.module = TrainModule(self.model)
-        shard(self.module, self.model.get_decoder(), group.mesh, torch.float32)
+        shard(self.module, self.model.get_decoder(), group.mesh, dtype)
         self.optimizer = MasterAdamW(self.model, TrainConfig(lr=1e-2))
         self._ids = torch.arange(24).view(2, 12) + group.rank
 
@@ -47,10 +53,10 @@ def local(tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def moved_and_not(group: RankGroup, kind: str) -> dict[str, Any]:
+def moved_and_not(group: RankGroup, kind: str, adapters: bool) -> dict[str, Any]:
     """What two trainers end with, one of which is given new storage for all its tensors after every step, as on its way
     from a GPU and back; the old storage is spoiled, so that nobody can still be using it."""
-    still, moving = Trained(group, kind), Trained(group, kind)
+    still, moving = (Trained(group, kind, adapters=adapters) for _ in range(2))
     norms, same = [], []
     for number in range(3):
         norms.append((still.step(number), moving.step(number)))
@@ -73,10 +79,10 @@ def moved_and_not(group: RankGroup, kind: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "tied"])
-def test_a_trainer_that_was_moved_trains_on_as_one_that_stayed(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "adapters"), [("qwen3", False), ("tied", False), ("tied", True)])
+def test_a_trainer_that_was_moved_trains_on_as_one_that_stayed(kind: str, adapters: bool) -> None:
     with ranks_of(MeshShape(shard=3)) as ranks:  # which divides no size of the model: shards are padded
-        for found in ranks.run(moved_and_not, kind):
+        for found in ranks.run(moved_and_not, kind, adapters):
             assert found["moments"] > 0
             assert all(found["same"]), "a tensor became another object, for which the optimizer has no moments"
             assert all(one == other for one, other in found["norms"])

@@ -17,13 +17,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from roll.algorithm import LossSpec
+from roll.config.errors import UserError
 from roll.config.schema import LoraConfig, TrainConfig
 from roll.data import Batch
 from roll.data.tokenlog import FloatArray
 from roll.model.character import character_tokenizer
 from roll.model.find import ModelSource
 from roll.model.loading import load_model
-from roll.model.lora import Adapters, is_adapter
+from roll.model.lora import Adapters, inject, is_adapter
 from roll.model.shard_loading import _copy
 from roll.strategy.train.sharded.build import build_sharded
 from roll.strategy.train.sharded.group import RankGroup
@@ -46,6 +47,8 @@ class Adapted:
 
     folder: Path
     dtype: torch.dtype = FP32
+    merged: tuple[str, ...] = ()
+    """Folders of adapters of an earlier run, which are part of the model."""
     rank: int = 3
     """Which two ranks cannot halve."""
     dropout: float = 0.0
@@ -62,7 +65,7 @@ class Adapted:
 
     @property
     def source(self) -> ModelSource:
-        return ModelSource(str(self.folder), str(self.folder))
+        return ModelSource(str(self.folder), str(self.folder), adapters=self.merged)
 
     @property
     def config(self) -> TrainConfig:
@@ -136,6 +139,19 @@ def test_they_begin_as_in_one_process(
         assert {tensor.dtype for tensor in base.values()} == {dtype}, "what is frozen takes no more than it must"
         assert base.keys() == frozen.keys()
         assert all(torch.equal(base[name], tensor) for name, tensor in frozen.items())
+
+
+def test_they_are_trained_beside_adapters_that_are_merged(
+    two: Ranks, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    single(Adapted(folders("llama"))).save(tmp_path)
+    wanted = Adapted(folders("llama"), merged=(str(tmp_path / "model"),), rank=2, learned=False)
+    trained, frozen = _state(single(wanted))
+    plain = _state(single(Adapted(folders("llama"))))[1]
+    assert not same(frozen, plain)
+    for found, base in two.run(state, wanted):
+        assert same(found, trained)
+        assert same(base, frozen)
 
 
 def work(group: RankGroup, wanted: Adapted, batch: Batch) -> tuple[FloatArray, FloatArray, Gradients, float, float]:
@@ -229,6 +245,13 @@ def settings_in(folder: Path) -> tuple[dict[str, Any], str]:
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], tensor) for name, tensor in other.items())
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match")
+def test_experts_in_one_tensor_are_refused_and_other_targets_named() -> None:
+    model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_moe"])
+    with pytest.raises(UserError, match=r"mlp.experts is no linear layer .*: write some of k_proj, o_proj, q_proj"):
+        inject(model, LoraConfig(rank=2))
 
 
 def dropped(group: RankGroup, wanted: Adapted, batch: Batch) -> tuple[list[Gradients], Tensor]:

@@ -15,14 +15,17 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 
 from roll.algorithm import LossSpec
 from roll.cluster.mesh import MeshShape
-from roll.config.schema import TrainConfig
+from roll.config.schema import LoraConfig, TrainConfig
 from roll.data import Batch
 from roll.model import attention
 from roll.model.character import character_tokenizer
+from roll.model.find import find_model
+from roll.model.loading import load_model
+from roll.model.lora import Adapters
 from roll.strategy.shelf import Level
 from roll.strategy.train.optimizer import Step
 from roll.strategy.train.policy import PolicyTrainer
-from roll.strategy.train.sharded.build import ShardedModel
+from roll.strategy.train.sharded.build import ShardedModel, build_sharded
 from roll.strategy.train.sharded.group import RankGroup, open_store
 from roll.strategy.train.sharded.module import TrainModule, shard
 from roll.strategy.train.sharded.strategy import ShardedStrategy
@@ -32,6 +35,7 @@ from tests.strategy.train.test_single_strategy import VOCAB, make_batch
 pytestmark = pytest.mark.gpu
 
 LOSS = LossSpec("clipped", {"clip_low": 0.2, "clip_high": 0.3})
+LORA = LoraConfig(rank=4)
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -82,6 +86,19 @@ def make_sharded(
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to("cuda"))
     return ShardedStrategy(ShardedModel(module, model, dtype), TrainConfig(**settings), group)
+
+
+def make_adapted(dtype: torch.dtype, group: RankGroup, *, on_host: bool = False, **settings: Any) -> ShardedStrategy:
+    """A tiny model that learns by adapters alone."""
+    built = build_sharded(find_model("tiny"), "policy", dtype, 0, group, lora=LORA, on_host=on_host)
+    return ShardedStrategy(built, TrainConfig(**settings), group)
+
+
+def make_single_adapted(dtype: torch.dtype, **settings: Any) -> SingleStrategy:
+    source = find_model("tiny")
+    model = load_model(source, dtype, 0).to("cuda")
+    adapters = Adapters(model, LORA, source.base(0), 0)
+    return SingleStrategy(model, character_tokenizer(), TrainConfig(**settings), adapters=adapters)
 
 
 def make_single(kind: str, dtype: torch.dtype, **settings: Any) -> SingleStrategy:
@@ -154,6 +171,30 @@ def test_offloaded_and_back_it_trains_as_if_it_had_stayed(group: RankGroup, kind
         assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
     worst = max(float((ends[0][name] - ends[1][name]).abs().max()) for name in weights(trainer))
     assert worst < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("on_host", [False, True])
+def test_adapters_begin_and_train_as_in_one_process(group: RankGroup, dtype: torch.dtype, on_host: bool) -> None:
+    """Also with what is frozen, in bf16, and what learns, in fp32, in host memory for a while or throughout."""
+    settings = {"lr": 1e-2, "compile": "off"}
+    single, trainer = make_single_adapted(dtype, **settings), make_adapted(dtype, group, on_host=on_host, **settings)
+    for name, parameter in single.model.named_parameters():
+        assert torch.equal(local(weights(trainer)[name]).cpu(), parameter.detach().cpu().to(weights(trainer)[name].dtype))
+    places_of = {"none": "cpu", "weights": "cpu" if on_host else "cuda", "all": "cpu" if on_host else "cuda"}
+    for step in range(3):
+        batch = make_batch(step, 4, longest=12)
+        expected, found = single.update(batch, LOSS, step), trainer.update(batch, LOSS, step)
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4 if dtype == torch.float32 else 0.05)
+        before = values(trainer)
+        for level in ORDER:
+            trainer.hold(level)
+            assert places(weights(trainer)) == {places_of[level]}
+            assert all(torch.equal(value, before[name]) for name, value in values(trainer).items())
+    batch = make_batch(9, 4, longest=12)
+    close = 1e-3 if dtype == torch.float32 else 0.1
+    np.testing.assert_allclose(trainer.log_probs(batch), single.log_probs(batch), atol=close)
+    np.testing.assert_allclose(trainer.log_probs(batch, base=True), single.log_probs(batch, base=True), atol=close)
 
 
 def test_what_is_offloaded_frees_the_gpu_and_is_pinned(group: RankGroup) -> None:
