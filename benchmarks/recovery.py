@@ -1,10 +1,11 @@
 """How long a run takes to get over the death of a worker, beside starting the whole run again.
 
-A run on Ray (two engines, two rollout workers, a grader and an environment worker, a trainer; the tiny model; a
-checkpoint every step) has one worker killed (SIGKILL) in the middle of a step. `recovery_s` is the time from the kill to
-the end of the first step that is on record after it, by kind; a step that was undone because the trainer died counts when
-it is made again. `restart_s` is the same for the whole run: everything is killed, `roll train --resume` is started at
-once, and the first step it adds ends. `of_restart` is the ratio. Both contain one usual step, whose time is given too.
+Three runs of the tiny model with a checkpoint every step, chosen by `--runs`: `roles` on Ray (two engines, two rollout
+workers, a grader and an environment worker, a trainer), `sharded-local` and `sharded-ray` (a trainer of two ranks). One
+worker is killed (SIGKILL) in the middle of a step. `recovery_s` is the time from the kill to the end of the first step
+that is on record after it, by kind; a step that was undone because the trainer died counts when it is made again.
+`restart_s` is the same for the whole run: everything is killed, `roll train --resume` is started at once, and the first
+step it adds ends. `of_restart` is the ratio. Both contain one usual step, whose time is given too.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import parser, report
@@ -28,15 +31,7 @@ from roll.data.task import EnvSpec, Task
 from roll.run import Metrics, RunFolder
 
 ROOT = Path(__file__).parents[1]
-KINDS = {
-    "engine": "actor_infer-0",
-    "grader": "reward-0",
-    "environment": "env-0",
-    "rollout worker": "rollout-0",
-    "trainer": "actor_train-0",
-}
 SETTINGS = (
-    "executor=ray",
     f"tasks={Path(__file__).resolve()}:tasks",
     "threads=1",
     "train.steps=100000",
@@ -48,11 +43,33 @@ SETTINGS = (
     "eval.samples=4",
     "run.checkpoint_every=1",
     "run.tensorboard=false",
-    "roles.actor_infer.replicas=2",
-    "roles.rollout.replicas=2",
     "supervise.restarts=100",
 )
+SHARDED = "roles.actor_train={strategy: sharded, replicas: 2}"
 LIMIT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Layout:
+    settings: tuple[str, ...]
+    kinds: dict[str, str]
+    """The worker that is killed, by what it is."""
+
+
+LAYOUTS = {
+    "roles": Layout(
+        ("executor=ray", "roles.actor_infer.replicas=2", "roles.rollout.replicas=2"),
+        {
+            "engine": "actor_infer-0",
+            "grader": "reward-0",
+            "environment": "env-0",
+            "rollout worker": "rollout-0",
+            "trainer": "actor_train-0",
+        },
+    ),
+    "sharded-local": Layout(("executor=local", SHARDED), {"rank": "actor_train-1"}),
+    "sharded-ray": Layout(("executor=ray", SHARDED), {"rank": "actor_train-1"}),
+}
 
 
 def tasks(split: str) -> Iterable[Task]:
@@ -63,13 +80,14 @@ def tasks(split: str) -> Iterable[Task]:
 
 
 class Run:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, settings: Sequence[str]) -> None:
         self.folder = RunFolder(folder)
+        self._settings = settings
         self._output = folder.with_suffix(".txt")
 
     def start(self, *options: str) -> None:
         command = [sys.executable, "-m", "roll.cli", "train", str(ROOT / "examples" / "tiny.yaml")]
-        settings = [f"run.dir={self.folder.path}", *SETTINGS, *options]
+        settings = [f"run.dir={self.folder.path}", *SETTINGS, *self._settings, *options]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with self._output.open("ab") as file:
             self.process = subprocess.Popen(
@@ -101,6 +119,11 @@ class Run:
         latest = self.ended()[-steps:]
         return statistics.median(later - earlier for earlier, later in pairwise(latest))
 
+    def settle_until(self, steps: int, seconds: float) -> None:
+        """Waits so many seconds, and then for some undisturbed steps."""
+        time.sleep(seconds)
+        self.settle(steps)
+
     def kill(self, worker: str) -> float:
         """Kills a worker in the middle of a step; when."""
         time.sleep(0.2)
@@ -116,36 +139,48 @@ class Run:
         return moment_s
 
     def stop(self) -> None:
-        self.process.send_signal(signal.SIGINT)
-        self.process.wait(60)
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            self.process.wait(60)
+
+
+def measure(layout: Layout, folder: Path, repeats: int) -> dict[str, Any]:
+    """What the kills of a run and the start of it anew have cost."""
+    run = Run(folder, layout.settings)
+    run.start()
+    try:
+        step_s = run.settle()
+        found: dict[str, list[float]] = {kind: [] for kind in layout.kinds}
+        for _ in range(repeats):
+            for kind, worker in layout.kinds.items():
+                run.settle_until(2, 20.0)  # so that every worker is back, and the trainer has its spares again
+                moment_s = run.kill(worker)
+                found[kind].append(run.first_after(moment_s) - moment_s)
+        run.settle_until(2, 20.0)
+        moment_s = run.kill_all()
+        run.start("--resume")
+        restart_s = run.first_after(moment_s) - moment_s
+    finally:
+        run.stop()
+    recovery = {kind: statistics.median(seconds) for kind, seconds in found.items()}
+    shares = {kind: seconds / restart_s for kind, seconds in recovery.items()}
+    return {"recovery_s": recovery, "of_restart": shares, "restart_s": restart_s, "usual_step_s": step_s}
 
 
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--repeats", type=int, default=2, help="the median of so many kills of each kind")
+    options.add_argument("--runs", default=",".join(LAYOUTS), help=f"some of {','.join(LAYOUTS)} (default: all)")
     args = options.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        run = Run(Path(folder) / "run")
-        run.start()
-        step_s = run.settle()
-        found: dict[str, list[float]] = {kind: [] for kind in KINDS}
-        for _ in range(args.repeats):
-            for kind, worker in KINDS.items():
-                moment_s = run.kill(worker)
-                found[kind].append(run.first_after(moment_s) - moment_s)
-                time.sleep(10.0)  # until the worker is back, whether or not the run needed it
-                run.settle(2)
-        moment_s = run.kill_all()
-        run.start("--resume")
-        restart_s = run.first_after(moment_s) - moment_s
-        run.stop()
-    recovery = {kind: statistics.median(seconds) for kind, seconds in found.items()}
-    print(f"{'':16}{'recovery_s':>12}{'of_restart':>12}")
-    for kind, seconds in recovery.items():
-        print(f"{kind:16}{seconds:12.2f}{seconds / restart_s:12.2f}")
-    print(f"{'whole run':16}{restart_s:12.2f}{1.0:12.2f}")
-    shares = {kind: seconds / restart_s for kind, seconds in recovery.items()}
-    report({"recovery_s": recovery, "of_restart": shares, "restart_s": restart_s, "usual_step_s": step_s}, args.json)
+    found: dict[str, dict[str, Any]] = {}
+    for name in args.runs.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            found[name] = measure(LAYOUTS[name], Path(folder) / "run", args.repeats)
+        print(f"{name:16}{'recovery_s':>12}{'of_restart':>12}")
+        for kind, seconds in found[name]["recovery_s"].items():
+            print(f"{kind:16}{seconds:12.2f}{found[name]['of_restart'][kind]:12.2f}")
+        print(f"{'whole run':16}{found[name]['restart_s']:12.2f}{1.0:12.2f}\n", flush=True)
+    report(found, args.json)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ SMALL = {
     "ledger.py": ("--transitions 2000 --repeats 1", "ledger_transitions_per_s"),
     "processes.py": ("--workload tiny --steps 1", "scheduler_s"),
     "products.py": ("--rows 4 --repeats 1", "rows_4_ms"),
-    "recovery.py": ("--repeats 1", "recovery_s"),
+    "recovery.py": ("--repeats 1 --runs sharded-local", "sharded-local"),
     "rendering.py": ("--turns 4 --repeats 1", "whole_of_short_4_turns"),
     "sandbox.py": ("--seconds 1", "floor_per_s"),
     "scheduler.py": ("--steps 6 --engines 2", "rlvr_over_barrier"),

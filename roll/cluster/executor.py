@@ -90,7 +90,7 @@ class Executor(Protocol):
 
     async def keep_spare(self, handle: Handle, warm: Callable[[], None]) -> None:
         """Has a process ready, warmed up by `warm`, in which the worker can be restarted faster; where its place was
-        reserved with spares."""
+        reserved with a spare, and the worker has a process of its own."""
         ...
 
     async def restart(self, handle: Handle) -> None:
@@ -149,6 +149,7 @@ class LocalExecutor:
         self._makes: dict[LocalHandle, Callable[[Place], Worker]] = {}
         """How each worker of this process is made."""
         self._processes: list[ProcessHandle] = []
+        self._spare_places: set[Place] = set()
         self._log_dir: Path | None = None
 
     @property
@@ -164,6 +165,7 @@ class LocalExecutor:
 
     def reserve(self, places: Sequence[Place], spares: Sequence[Place] = ()) -> None:
         """This process has its devices already."""
+        self._spare_places = set(spares)
 
     def disconnect(self) -> None:
         """There is nothing to let go of."""
@@ -191,7 +193,8 @@ class LocalExecutor:
         return handles
 
     async def keep_spare(self, handle: Handle, warm: Callable[[], None]) -> None:
-        """Processes of this machine start soon enough."""
+        if isinstance(handle, ProcessHandle) and handle in self._processes and handle.place in self._spare_places:
+            await self._in_time(handle.keep_spare(warm), f"the spare of {handle.place.name} has")
 
     async def restart(self, handle: Handle) -> None:
         if isinstance(handle, ProcessHandle):

@@ -20,7 +20,7 @@ from roll.child.inside import command
 from roll.child.process import Child
 from roll.cluster.errors import CallTimedOut, Failure, WorkerDied, WorkerError
 from roll.cluster.host import Answer, Started, unsent
-from roll.cluster.process_main import NUMBER, Call, Close, Start
+from roll.cluster.process_main import NUMBER, Call, Close, Start, WarmUp
 from roll.cluster.worker import Place, SharedArguments, Worker
 from roll.config.errors import RunError
 
@@ -44,22 +44,50 @@ class ProcessHandle:
         self._log = log
         self._where = "not started yet"
         self._connection: _Connection | None = None
+        self._spare: _Connection | None = None
+        """A process that has imported what the worker needs, for its next start."""
 
     async def start(self, silent_s: float) -> None:
         """Starts the process and makes the worker in it; the executor bounds how long that may take. A process that
         answers no ping for `silent_s` meanwhile is given up. A start that fails or is given up leaves no process."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            try:
+                await self._start_in(spare, silent_s)
+                return
+            except (WorkerDied, CallTimedOut):
+                await spare.end(_END_S)  # it was lost meanwhile
+        await self._start_in(await self._process(), silent_s)
+
+    async def keep_spare(self, warm: Callable[[], None]) -> None:
+        """Has another process ready, which has been sent what makes the worker and has called `warm`: what the two import
+        is the longest part of a start."""
+        if self._spare is not None and self._spare.is_open:
+            return
+        spare = self._spare = await self._process()
+        try:
+            await self._ask_in(spare, cloudpickle.dumps(WarmUp(self._make, warm)), "its warm-up")
+        except BaseException:
+            if self._spare is spare:  # else it is the worker's by now
+                self._spare = None
+                spare.kill()
+            raise
+
+    async def _process(self) -> _Connection:
         if self._log is not None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
-        child = await Child.start(_COMMAND, self._log, _environment(self.place))
-        self._connection = _Connection(child, self.place.name, self._log)
+        return _Connection(await Child.start(_COMMAND, self._log, _environment(self.place)), self.place.name, self._log)
+
+    async def _start_in(self, process: _Connection, silent_s: float) -> None:
+        """Makes the worker in a process."""
+        self._connection = process
         try:
             self._where = (await self._made(silent_s)).where
         except BaseException:
-            child.kill()
+            process.kill()
             raise
 
     async def _made(self, silent_s: float) -> Started:
-        """Has the process make the worker."""
         asking = self._ask(cloudpickle.dumps(Start(self.place, self._log, self._make)), "its start")
         starting: asyncio.Future[Started] = asyncio.ensure_future(asking)
         try:
@@ -101,6 +129,9 @@ class ProcessHandle:
         except (TimeoutError, RunError):
             pass  # it is ended now, which is all that closing is for then
         finally:
+            spare, self._spare = self._spare, None
+            if spare is not None:
+                await spare.end(_END_S)
             await self.end(_END_S)
 
     @property
@@ -121,7 +152,10 @@ class ProcessHandle:
         return packed
 
     async def _ask(self, packed: bytes, method: str) -> Any:
-        said = await self._reached.ask(packed)
+        return await self._ask_in(self._reached, packed, method)
+
+    async def _ask_in(self, process: _Connection, packed: bytes, method: str) -> Any:
+        said = await process.ask(packed)
         self.bytes += len(packed) + len(said)
         try:
             answer: Answer | Failure = cloudpickle.loads(said)
@@ -147,9 +181,16 @@ class _Connection:
         self._sending = asyncio.create_task(self._send())
         self._reading = asyncio.create_task(self._read())
 
+    @property
+    def is_open(self) -> bool:
+        return not self._reading.done()
+
+    def kill(self) -> None:
+        self._child.kill()
+
     async def ask(self, request: bytes) -> memoryview:
         """The answer to a request; that to an empty one, a ping, is empty."""
-        if self._reading.done():
+        if not self.is_open:
             raise self._death()
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
         self._waiting[number] = answer

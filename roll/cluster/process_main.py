@@ -47,6 +47,14 @@ class Start:
 
 
 @dataclass(frozen=True)
+class WarmUp:
+    """Imports what the worker will need, by having it sent here, and does what else can be done before it is made."""
+
+    make: Callable[[Place], Worker]
+    warm: Callable[[], None]
+
+
+@dataclass(frozen=True)
 class Call:
     """Calls a method of the worker."""
 
@@ -91,16 +99,18 @@ class _Server:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, number: int, request: Start | Call | Close) -> None:
+    async def _serve(self, number: int, request: Start | WarmUp | Call | Close) -> None:
         self._answer(number, await self._done(request))
         if isinstance(request, Close):
             self.closed.set()
 
-    async def _done(self, request: Start | Call | Close) -> Answer | Failure:
+    async def _done(self, request: Start | WarmUp | Call | Close) -> Answer | Failure:
         if isinstance(request, Start):
             self._name = request.place.name
             self._host = Host(request.place, request.log, _get, None)
             return await self._host.start(request.make)
+        if isinstance(request, WarmUp):
+            return self._warmed(request)
         assert self._host is not None, "a worker is started before it is called"
         if isinstance(request, Call):
             return await self._host.call(request.method, request.args, request.kwargs)
@@ -108,6 +118,13 @@ class _Server:
             await self._host.close()
         except Exception as error:
             return Failure.of(error, self._name, "close", where())
+        return Answer()
+
+    def _warmed(self, request: WarmUp) -> Answer | Failure:
+        try:
+            request.warm()
+        except Exception as error:
+            return Failure.of(error, self._name, "its warm-up", where())
         return Answer()
 
     def _answer(self, number: int, answer: Answer | Failure) -> None:

@@ -139,7 +139,8 @@ class SuperviseConfig(Section):
     window_s: Positive = 600.0
     """Seconds over which `restarts` counts."""
     spare_trainer: bool = True
-    """Keep a process ready for a trainer that dies, with its libraries loaded (some hundred megabytes of memory)."""
+    """Keep a process ready for each worker of actor and critic, with its libraries loaded (some hundred megabytes of
+    memory), so that a trainer that dies is back soon."""
     backoff_s: Positive = 0.5
     """Seconds before a worker is started again; doubled each time."""
     watchdog_s: Positive = 300.0

@@ -37,6 +37,8 @@ from roll.workers.scorers import NO_SCORERS, Scorers
 from roll.workers.train import TrainWorker
 
 _PING_S = 5.0
+LEARNERS = ("actor_train", "critic")
+"""Roles that are restarted whenever a trainer dies."""
 
 W = TypeVar("W", bound=Worker)
 G = TypeVar("G", bound=GroupWorker)
@@ -62,6 +64,11 @@ class TrainRoles:
     def trainers(self) -> list[Cluster[TrainWorker] | Cluster[CriticWorker]]:
         """The roles with weights of their own: actor, reference and critic, as far as the run has them."""
         return [cluster for cluster in (self.actor, self.reference, self.critic) if cluster is not None]
+
+    @property
+    def learners(self) -> list[Cluster[TrainWorker] | Cluster[CriticWorker]]:
+        """Actor and critic: they are restarted whenever a trainer dies."""
+        return [self.actor] if self.critic is None else [self.actor, self.critic]
 
     @property
     def clusters(self) -> list[Cluster[Any]]:
@@ -290,7 +297,8 @@ def _reserve(config: Config, executor: Executor, map: DeviceMap, run: Path | Non
     """Takes the devices of all roles."""
     if run is not None:
         executor.write_logs_to(run / "logs")
-    spares = map.roles["actor_train"].places if config.supervise.spare_trainer else ()
+    learners = [map.roles[role].places for role in LEARNERS if role in map.roles]
+    spares = [place for places in learners for place in places] if config.supervise.spare_trainer else []
     executor.reserve([place for placement in map.roles.values() for place in placement.places], spares)
 
 

@@ -27,11 +27,11 @@ from roll.cluster.supervisor import RestartPolicy, Supervisor
 from roll.config.errors import RunError
 from roll.config.schema import Config, SuperviseConfig
 from roll.config.spelling import option
-from roll.model.loading import warm_up
 from roll.pipeline.publisher import Publisher
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.roles import Roles, TrainRoles
 from roll.pipeline.watchdog import Watchdog
+from roll.strategy.train.make import warm_up
 from roll.workers.env import EnvWorker
 from roll.workers.group import meet
 from roll.workers.infer import InferWorker, Load
@@ -48,7 +48,7 @@ class TrainSupervision:
     """Of the roles that hold a model to train, or one to compare with."""
 
     def __init__(self, roles: TrainRoles, config: SuperviseConfig, warn: Callable[[str], None]) -> None:
-        self._trainers = roles.trainers
+        self._trainers, self._learners = roles.trainers, roles.learners
         self._warn = warn
         self.restarts = 0
         self.supervisor = Supervisor(
@@ -70,12 +70,13 @@ class TrainSupervision:
         self.supervisor.watch(trainer, self._trainer_lost(trainer), _nothing, restart=False)
 
     async def keep_spare_trainer(self, config: Config) -> None:
-        """Has a process ready for a trainer that dies. A run can do without."""
-        warm = partial(warm_up, config.model.path)
-        try:
-            await self._trainers[0].keep_spares(warm)
-        except RunError as error:
-            _log.warning("no spare process for the trainer: %s", str(error).splitlines()[0])
+        """Has a process ready for every worker that is restarted when a trainer dies. A run can do without."""
+        for learner in self._learners:
+            warm = partial(warm_up, config.model.path, learner.is_group)
+            try:
+                await learner.keep_spares(warm)
+            except RunError as error:
+                _log.warning("no spare process for %s: %s", learner.role, str(error).splitlines()[0])
 
     async def race(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, unless the supervisor gives up first."""
@@ -283,7 +284,7 @@ async def _watching(
     else:
         supervision.start()
     tasks: list[asyncio.Task[None]] = []
-    if config.supervise.spare_trainer and recorder is not None and config.executor != "local":
+    if config.supervise.spare_trainer and recorder is not None:
         tasks.append(supervision.supervisor.spawn(_later(recorder, supervision, config)))
     warn = _warnings(recorder)
     watchdog = Watchdog(roles, supervision.supervisor, recorder, config.supervise.watchdog_s, warn)

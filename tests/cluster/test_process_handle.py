@@ -504,6 +504,49 @@ def test_a_call_that_a_rank_does_not_answer_by_its_deadline_ends_the_group() -> 
     with_ranks(use, deadline_s=2)
 
 
+# spares
+
+
+class Note:
+    """Says in which process it was called."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __call__(self) -> None:
+        self._file.write_text(str(os.getpid()))
+
+
+def test_a_worker_is_restarted_in_its_spare_or_where_that_is_lost_in_another_process(tmp_path: Path) -> None:
+    note = tmp_path / "spare.txt"
+
+    def spare() -> int:
+        return int(note.read_text())
+
+    async def main() -> None:
+        executor = LocalExecutor(60)
+        executor.reserve(places(1, 0), places(1, 0))
+        ranks = await Cluster.start(executor, Rank, places(1, 0))
+        try:
+            await ranks.keep_spares(Note(note))
+            await ranks.keep_spares(Note(tmp_path / "second.txt"))
+            assert not (tmp_path / "second.txt").exists(), "one is enough"
+            first = spare()
+            assert await ranks.call(Rank.pid) != first
+            await ranks.restart(0)
+            assert await ranks.call(Rank.pid) == first
+            await ranks.keep_spares(Note(note))
+            os.kill(spare(), signal.SIGKILL)
+            await ranks.restart(0)
+            assert await ranks.call(Rank.pid) not in (first, spare())
+            await ranks.keep_spares(Note(note))
+        finally:
+            await executor.close()
+        assert gone(spare())
+
+    asyncio.run(main())
+
+
 # signals
 
 

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from roll.cluster.worker import Place
 from roll.config.schema import Config, TrainConfig
+from roll.model import loading
 from roll.model.classifier import load_classifier
 from roll.model.find import find_model
 from roll.model.loading import choose_dtype, load_model, load_tokenizer
@@ -19,6 +20,13 @@ from roll.strategy.train.single import SingleStrategy
 
 if TYPE_CHECKING:
     from roll.strategy.train.sharded.group import RankGroup
+
+
+def warm_up(path: str, over_ranks: bool) -> None:
+    """Imports all that a trainer of the model takes, without its weights, in one process or as one of several ranks."""
+    loading.warm_up(path)
+    if over_ranks:
+        from roll.strategy.train.sharded import build, checkpoint, strategy  # noqa: F401
 
 
 def make_trainer(config: Config, place: Place, group: RankGroup | None, *, trainable: bool) -> TrainStrategy:
