@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from small_runs import EXACT, SMALL, TINY, Remains
+from small_runs import EXACT, ONE, RANKS, SMALL, TINY, Remains
 
 from roll import load_config
 from roll.pipeline.launch import train
@@ -28,4 +28,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Remains:
     """A deterministic run that nothing happened to."""
     path = tmp_path_factory.mktemp("undisturbed") / "run"
     train(load_config(TINY, [*EXACT, f"run={path}"]), reporter=SilentReporter())
+    return Remains(path)
+
+
+@pytest.fixture(scope="session")
+def over_ranks(tmp_path_factory: pytest.TempPathFactory) -> Remains:
+    """Six steps on two ranks, to which nothing happened."""
+    path = tmp_path_factory.mktemp("sharded") / "run"
+    train(load_config(TINY, [*ONE, RANKS, f"run={path}"]), reporter=SilentReporter())
     return Remains(path)

@@ -30,9 +30,13 @@ SMALL = (
     "run.checkpoint_every=0",
     "run.tensorboard=false",
     "run.curve=false",
+    "supervise.spare_trainer=false",
     f"reward={REWARDS}:letters",
 )
 EXACT = (*SMALL, "deterministic=true", "train.steps=6", "eval.every=3", "run.checkpoint_every=2")
+ONE = (*EXACT, "train.lr=1e-3", "model.dtype=fp32", "algorithm.kl_coef=0.05")
+"""In fp32, where log-probs of ranks and of one process differ by roundings alone."""
+RANKS = "roles.actor_train={strategy: sharded, replicas: 2}"
 WAIT_S = 300.0
 
 # Children are forked off a process that has imported everything, so that each starts at once.

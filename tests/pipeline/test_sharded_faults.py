@@ -9,16 +9,13 @@ import signal
 from pathlib import Path
 
 from classifiers import save_liking
-from small_runs import EXACT, TINY, Child, Remains, start_roll
+from small_runs import ONE, RANKS, SMALL, TINY, Child, Remains, start_roll
 
 from roll.run import Ledger, Metrics, RunFolder
 
-ACTOR = "roles.actor_train={strategy: sharded, replicas: 2}"
-
 
 def start(folder: Path, *settings: str) -> Child:
-    arguments = ["train", TINY, f"run.dir={folder}", *EXACT, "train.steps=4", "eval.every=0", *settings]
-    return start_roll(arguments, folder.with_suffix(".txt"))
+    return start_roll(["train", TINY, f"run.dir={folder}", *settings], folder.with_suffix(".txt"))
 
 
 def steps(folder: Path) -> int:
@@ -39,11 +36,11 @@ def shards(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in files}
 
 
-def test_a_run_survives_a_killed_rank_and_one_that_is_killed_while_the_group_restarts(tmp_path: Path) -> None:
-    whole, hurt = tmp_path / "whole", tmp_path / "hurt"
-    undisturbed = start(whole, ACTOR)
-    assert undisturbed.end() == 0, undisturbed.said
-    child = start(hurt, ACTOR)
+def test_a_run_survives_a_killed_rank_and_one_that_is_killed_while_the_group_restarts(
+    over_ranks: Remains, tmp_path: Path
+) -> None:
+    hurt = tmp_path / "hurt"
+    child = start(hurt, *ONE, RANKS, "supervise.spare_trainer=true")
     try:
         child.wait_for(lambda: steps(hurt) >= 3)
         first = processes(hurt, "actor_train-0")
@@ -56,14 +53,14 @@ def test_a_run_survives_a_killed_rank_and_one_that_is_killed_while_the_group_res
     said = re.findall(r"warning: (.*): going back to the last checkpoint", child.said)
     assert said == [f"actor_train[{rank}] died: its process was killed by SIGKILL" for rank in (1, 0)]
     assert "peer" not in child.said
-    assert len(shards(whole)) == 2
-    assert shards(hurt) == shards(whole)
+    assert len(shards(hurt)) == 2
+    assert shards(hurt) == shards(over_ranks.path)
 
 
 def test_a_reward_model_over_ranks_is_restarted_and_goes_on_grading(tmp_path: Path) -> None:
     liking, run = save_liking(tmp_path / "liking", "7"), tmp_path / "run"
     roles = f"roles.reward_model={{model: {liking}, strategy: sharded, replicas: 2}}"
-    child = start(run, roles, "reward=reward_model", "train.steps=1000", "run.checkpoint_every=0")
+    child = start(run, *SMALL, roles, "reward=reward_model", "train.steps=1000")
     try:
         child.wait_for(lambda: steps(run) >= 1)
         os.kill(processes(run, "reward_model-1")[-1], signal.SIGKILL)

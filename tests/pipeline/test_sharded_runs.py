@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import EXACT, SMALL, TINY, Remains
+from small_runs import ONE, RANKS, SMALL, TINY, Remains
 from torch import Tensor
 
 from roll.config import load_config
@@ -19,10 +19,7 @@ from roll.model.shard_folder import ShardFolder
 from roll.pipeline.launch import train
 from roll.pipeline.report import SilentReporter
 
-RANKS = "roles.actor_train={strategy: sharded, replicas: 2}"
 FOUR = "roles.actor_train={strategy: sharded, replicas: 4, parallel: {replicate: 2}}"
-ONE = (*EXACT, "train.lr=1e-3", "model.dtype=fp32", "algorithm.kl_coef=0.05")
-"""In fp32, where log-probs of ranks and of one process differ by roundings alone."""
 
 
 def go_on(run: Remains, *overrides: str, base: tuple[str, ...] = ONE) -> Remains:
@@ -43,14 +40,6 @@ def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 def losses(run: Remains) -> dict[int, float]:
     return {row["step"]: row["train/loss"] for row in run.metrics() if "train/loss" in row}
-
-
-@pytest.fixture(scope="module")
-def over_ranks(tmp_path_factory: pytest.TempPathFactory) -> Remains:
-    """Six steps on two ranks."""
-    path = tmp_path_factory.mktemp("sharded") / "run"
-    train(load_config(TINY, [*ONE, RANKS, f"run={path}"]), reporter=SilentReporter())
-    return Remains(path)
 
 
 def test_two_ranks_learn_what_one_process_learns(over_ranks: Remains, run_small: Callable[..., Remains]) -> None:
