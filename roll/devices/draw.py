@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -173,17 +174,25 @@ def _pool(plan: Plan, device: Device) -> Pool:
 
 
 def _residents(plan: Plan, device: Device, stage: Stage) -> tuple[Resident, ...]:
-    pool = _pool(plan, device)
+    sizes = _sizes(plan, _pool(plan, device), stage)
     there = []
     for placed in plan.map.roles.values():
         for worker, place in zip(placed.workers, placed.places, strict=True):
             if placed.strategy and device in worker:
-                parts = [p for p in plan.memory.parts[pool, stage] if p.worker == place.name and p.what != RUNTIME]
-                size = sum(part.bytes for part in parts)
+                size = sizes[place.name]
                 level = plan.stages.level(stage, place.role, place.rank)
                 if size or level != "none":
                     there.append(Resident(place.role, place.rank, level, size))
     return tuple(there)
+
+
+def _sizes(plan: Plan, pool: Pool, stage: Stage) -> Counter[str]:
+    """Bytes of each worker in a memory, by its name."""
+    sizes: Counter[str] = Counter()
+    for part in plan.memory.parts[pool, stage]:
+        if part.what != RUNTIME:
+            sizes[part.worker] += part.bytes
+    return sizes
 
 
 def _alike_columns(column: Column, device: Device, pool: Pool, cells: tuple[tuple[Resident, ...], ...]) -> bool:

@@ -318,9 +318,10 @@ def estimate(map: DeviceMap, table: StageTable, model: Model, work: Workload) ->
             if budget is not None:
                 budgets[worker.name] = budget
     used = {node for node in hosts if any(found[hosts[node], stage] for stage in table.stages)}
-    order = ["controller", *(place.name for placement in map.roles.values() for place in placement.places)]
+    names = ["controller", *(place.name for placement in map.roles.values() for place in placement.places)]
+    order = {name: number for number, name in enumerate(names)}
     parts = {
-        key: tuple(sorted(parts, key=lambda part: order.index(part.worker)))
+        key: tuple(sorted(parts, key=lambda part: order[part.worker]))
         for key, parts in sorted(found.items(), key=_pool_order)
         if key[0].node in used or parts
     }

@@ -89,10 +89,15 @@ def _enter(
     stage: Stage, before: Mapping[Name, Level], floor: Mapping[Name, Level], workers: Mapping[Name, frozenset[Device]]
 ) -> dict[Name, Level]:
     needs = NEEDS[stage]
+    needing: dict[Device, set[str]] = {}
+    for (role, _), devices in workers.items():
+        if role in needs:
+            for device in devices:
+                needing.setdefault(device, set()).add(role)
     after: dict[Name, Level] = {}
     for name, devices in workers.items():
         needed = needs.get(name[0], "none")
-        crowded = any(role in needs and role != name[0] and devices & other for (role, _), other in workers.items())
+        crowded = any(needing.get(device, set()) - {name[0]} for device in devices)
         after[name] = _highest(needed, floor[name]) if crowded else _highest(needed, floor[name], before[name])
     return after
 

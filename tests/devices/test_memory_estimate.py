@@ -490,7 +490,7 @@ def test_what_does_not_fit_is_said_with_what_to_write() -> None:
 
     full = message(box(gpus=1, gpu=0.01), executor="ray", train=FIXED)
     assert "choose a smaller model" in full
-    assert "other devices for it in roles.actor_train.devices" in full
+    assert "several GPUs for it in roles.actor_train.devices, over which it is sharded" in full
 
     full = message(box(memory=0.5), executor="local")
     assert "the machine has 0.5 GiB" in full
