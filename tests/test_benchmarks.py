@@ -30,6 +30,7 @@ SMALL = {
     "rendering.py": ("--turns 4 --repeats 1", "whole_of_short_4_turns"),
     "sandbox.py": ("--seconds 1", "floor_per_s"),
     "scheduler.py": ("--steps 6 --engines 2", "rlvr_over_barrier"),
+    "sharded.py": ("--parts ranks --tokens 256 --repeats 1", "over_one_rank"),
     "soak.py": ("--days 0.01", "trained"),
     "train_step.py": ("--device cpu --shape tiny --tokens 256 --repeats 1", "over_plain_loop"),
     "transfer.py": ("--gb 0.05 --repeats 1 --bucket-mb 4", "of_memcpy"),
