@@ -15,13 +15,14 @@ HEAD_FILE = "head.safetensors"
 
 
 class ValueModel(nn.Module):
-    """A decoder with a head of one output, in fp32 and zero at first, so that nothing is predicted before anything was
-    learned. Its layer that gives words is left out of training."""
+    """A decoder with a head of one output, in fp32 (of a decoder in fp64, in fp64) and zero at first, so that nothing is
+    predicted before anything was learned. Its layer that gives words is left out of training."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.head = nn.Linear(int(model.config.hidden_size), 1, device=model.device, dtype=torch.float32)
+        dtype = torch.promote_types(model.dtype, torch.float32)
+        self.head = nn.Linear(int(model.config.hidden_size), 1, device=model.device, dtype=dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         words = model.get_output_embeddings()
@@ -30,8 +31,8 @@ class ValueModel(nn.Module):
             words.requires_grad_(False)
 
     def read(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, dim] → fp32 [rows]"""
-        value: Tensor = self.head(hidden.float())[:, 0]
+        """hidden [rows, dim] → [rows], in the head's precision"""
+        value: Tensor = self.head(hidden.to(self.head.weight.dtype))[:, 0]
         return value
 
     def save(self, folder: Path) -> None:

@@ -22,12 +22,15 @@ from roll.data import Batch, Sample, Task
 from roll.model import attention
 from roll.model.character import character_tokenizer
 from roll.model.shape import ModelShape
+from roll.model.value import ValueModel
 from roll.strategy.train import policy
-from roll.strategy.train.optimizer import MasterAdamW, Step
+from roll.strategy.train.base import UpdateStats
+from roll.strategy.train.critic import CriticStrategy, CriticTrainer
+from roll.strategy.train.optimizer import MasterAdamW, Step, total_norm
 from roll.strategy.train.sharded.build import ShardedModel
 from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.module import TrainModule, shard
-from roll.strategy.train.sharded.strategy import ShardedStrategy
+from roll.strategy.train.sharded.strategy import ShardedCritic, ShardedStrategy
 from roll.strategy.train.single import SingleStrategy
 from tests.strategy.train.sharded.mutants import with_defect
 
@@ -73,6 +76,8 @@ class Job:
     """Of the section `train`."""
     defect: str = ""
     """Which one the ranks have, of `mutants`."""
+    value_clip: float | None = 0.2
+    """Of a critic."""
 
     @property
     def config(self) -> TrainConfig:
@@ -82,10 +87,22 @@ class Job:
 
 @dataclass(frozen=True)
 class Found:
-    loss: float
+    stats: UpdateStats
     gradients: list[Gradients]
     """Of each of the step's updates."""
-    metrics: dict[str, float]
+
+    @property
+    def loss(self) -> float:
+        return self.stats.loss
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self.stats.metrics
+
+    def counted(self) -> tuple[Any, ...]:
+        """What ranks have exactly as one process has it."""
+        stats = self.stats
+        return stats.tokens, stats.updates, stats.skipped, stats.lr, stats.untrained, stats.not_finite
 
 
 def make_model(kind: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -120,9 +137,11 @@ class Kept(MasterAdamW):
         self.kept: list[Gradients] = []
 
     def step(self, step: int, loss: Tensor | None = None) -> Step:
-        self.kept.append({name: whole(gradient).clone() for name, gradient in self.gradients().items()})
+        gradients = self.gradients()
+        norm = float(total_norm(gradients.values()))
+        self.kept.append({name: whole(gradient).clone() for name, gradient in gradients.items()})
         self.zero_grad()
-        return Step(1.0, True)
+        return Step(norm, True)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -151,8 +170,64 @@ def single_update(job: Job) -> Found:
 
 def _update(trainer: SingleStrategy | ShardedStrategy, job: Job) -> Found:
     trainer._optimizer = kept = Kept(trainer.model, job.config)
-    stats = trainer.update(job.batch, job.spec, 0)
-    return Found(stats.loss, kept.kept, {**stats.metrics, "tokens": float(stats.tokens)})
+    return Found(trainer.update(job.batch, job.spec, 0), kept.kept)
+
+
+def single_critic(job: Job) -> CriticStrategy:
+    critic = CriticStrategy(make_model(job.kind, job.dtype), job.config, job.value_clip)
+    _learned(critic.model)
+    return critic
+
+
+def sharded_critic(group: RankGroup, job: Job) -> ShardedCritic:
+    model = make_model(job.kind, job.dtype)
+    value = _learned(ValueModel(model))
+    module = TrainModule(value)
+    shard(module, model.get_decoder(), group.mesh, job.dtype, exact=(value.head,))
+    return ShardedCritic(ShardedModel(module, model, job.dtype, value), job.config, job.value_clip, group)
+
+
+def _learned(value: ValueModel) -> ValueModel:
+    """With a head that is not zero: the decoder has no gradient from one that is."""
+    rng = np.random.default_rng(5)
+    with torch.no_grad():
+        value.head.weight.copy_(torch.from_numpy(rng.normal(0, 0.3, value.head.weight.shape)))
+        value.head.bias.fill_(0.1)
+    return value
+
+
+def sharded_critic_update(group: RankGroup, job: Job) -> Found:
+    return _critic_update(sharded_critic(group, job), job)
+
+
+def single_critic_update(job: Job) -> Found:
+    return _critic_update(single_critic(job), job)
+
+
+def _critic_update(critic: CriticTrainer, job: Job) -> Found:
+    critic._optimizer = kept = Kept(critic.model, job.config)
+    return Found(critic.update(job.batch, job.spec.credit, 0), kept.kept)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a trainer is after some steps."""
+
+    stats: list[UpdateStats]
+    weights: Gradients
+
+
+def sharded_steps(group: RankGroup, job: Job, steps: int) -> Trained:
+    return _steps(sharded_trainer(group, job), job, steps)
+
+
+def single_steps(job: Job, steps: int) -> Trained:
+    return _steps(single_trainer(job), job, steps)
+
+
+def _steps(trainer: SingleStrategy | ShardedStrategy, job: Job, steps: int) -> Trained:
+    stats = [trainer.update(job.batch, job.spec, step) for step in range(steps)]
+    return Trained(stats, {name: whole(weight.detach()).clone() for name, weight in trainer.model.named_parameters()})
 
 
 def largest_of_a_sample(job: Job, name: str) -> float:
