@@ -102,6 +102,13 @@ def make_map(config: Config, inventory: Inventory, *, roles_in_use: Collection[s
         for role in RolesConfig.model_fields
         if role in roles_in_use
     }
+    for role in ("actor_train", "critic"):
+        if config.train.optimizer == "adamw_8bit" and role in roles and roles[role].mesh is not None:
+            raise UserError(
+                f"train.optimizer is adamw_8bit, which works with strategy single alone, but roles.{role} is sharded: "
+                "its moments are quantised in blocks of what a rank holds, so that no other number of ranks could resume "
+                "from them; write train.optimizer=adamw"
+            )
     if config.deterministic:
         roles = _with_equal_threads(roles, config, inventory)
     made = DeviceMap(inventory, config.executor, roles)

@@ -582,3 +582,9 @@ def test_a_judge_is_not_sharded() -> None:
     settings = {"reward": "judge", "roles": {"judge": {"model": "m", **SHARDED}}}
     with pytest.raises(UserError, match=r"which trains, but judge does not: write roles\.judge\.strategy=native or vllm"):
         make_map(config("ray", **settings), CPU, roles_in_use=ALWAYS | {"judge"})
+
+
+def test_moments_in_8_bits_are_refused_for_ranks() -> None:
+    quantised = {"train": {"optimizer": "adamw_8bit"}}
+    assert "write train.optimizer=adamw" in said(EIGHT, roles={"actor_train": "0-3"}, **quantised)
+    assert mapped(EIGHT, roles={"actor_train": "0"}, **quantised).roles["actor_train"].mesh is None

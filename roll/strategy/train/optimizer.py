@@ -41,12 +41,8 @@ class MasterAdamW:
     def __init__(self, model: nn.Module, config: TrainConfig) -> None:
         self._config = config
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if config.optimizer == "adamw_8bit" and any(isinstance(p, DTensor) for p in self._parameters.values()):
-            raise UserError(
-                "train.optimizer=adamw_8bit works with strategy: single alone: its moments are quantised in blocks of "
-                "what a rank holds, so that no other number of ranks could resume from them; write "
-                "train.optimizer=adamw, or strategy: single"
-            )
+        self._sharded = any(isinstance(p, DTensor) for p in self._parameters.values())
+        assert not (self._sharded and config.optimizer == "adamw_8bit"), "the device map refuses it"
         self._masters: dict[str, nn.Parameter] = {}
         for name, parameter in self._parameters.items():
             if parameter.dtype in (torch.float32, torch.float64):
@@ -85,11 +81,13 @@ class MasterAdamW:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
+            less = (
+                "more GPUs for the role" if self._sharded else "train.optimizer=adamw_8bit (its moments take a quarter)"
+            )
             raise RunError(
                 f"the GPU ran out of memory in the optimizer's step ({said_first(error)}), where micro-batches play no "
-                "part and weights may have been written already: write train.optimizer=adamw_8bit (its moments take a "
-                "quarter) or a smaller rollout.kv_tokens, or leave the GPU more memory, and resume the run from its last "
-                "checkpoint"
+                f"part and weights may have been written already: write {less} or a smaller rollout.kv_tokens, or leave "
+                "the GPU more memory, and resume the run from its last checkpoint"
             ) from error
 
     def _step(self, step: int, loss: Tensor | None) -> Step:
@@ -187,17 +185,16 @@ class PartwiseAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            found: list[list[Tensor]] = [[] for _ in range(6)]
-            self._init_group(group, *found)  # type: ignore[no-untyped-call]
-            parameters, gradients, means, squares, largest, steps = ([_local(t) for t in tensors] for tensors in found)
+            masters = [master for master in group["params"] if master.grad is not None]
+            states = [self._state_of(master) for master in masters]
             beta1, beta2 = group["betas"]
             adamw(
-                parameters,
-                gradients,
-                means,
-                squares,
-                largest,
-                steps,
+                [_local(master) for master in masters],
+                [_local(master.grad) for master in masters],
+                [_local(state["exp_avg"]) for state in states],
+                [_local(state["exp_avg_sq"]) for state in states],
+                [],
+                [state["step"] for state in states],
                 fused=True,
                 amsgrad=False,
                 beta1=beta1,
@@ -207,6 +204,14 @@ class PartwiseAdamW(torch.optim.AdamW):
                 eps=group["eps"],
                 maximize=False,
             )
+
+    def _state_of(self, master: Tensor) -> dict[str, Tensor]:
+        """Moments and number of steps, as AdamW names and begins them."""
+        state: dict[str, Tensor] = self.state[master]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+        return state
 
 
 @torch.no_grad()

@@ -316,21 +316,6 @@ def test_all_ranks_know_of_one_that_cannot_write(two: Ranks, tmp_path: Path) -> 
         assert written
 
 
-def refuses_8_bits(group: RankGroup) -> str:
-    model = make_model("llama")
-    shard(TrainModule(model), model.get_decoder(), group.mesh, FP32)
-    try:
-        MasterAdamW(model, TrainConfig(optimizer="adamw_8bit"))
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-def test_moments_in_8_bits_are_refused(two: Ranks) -> None:
-    for said in two.run(refuses_8_bits):
-        assert "write train.optimizer=adamw, or strategy: single" in said
-
-
 def test_adapters_are_those_of_one_process(two: Ranks, tmp_path: Path) -> None:
     before, _, _ = two.run(saves, tmp_path, "llama", {"lora": True})[0]
     model = make_model("llama")
