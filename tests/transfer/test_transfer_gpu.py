@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transfer_peer import BUCKET_BYTES, LOCAL, answer, ask, serve, spawn, tensors_of
+from transfer_peer import BUCKET_BYTES, BY_SOCKETS, LOCAL, answer, ask, serve, serve_on_another_host, spawn, tensors_of
 
 from roll.transfer.broadcast import BroadcastGroup
 from roll.transfer.channel import ChannelKind
@@ -78,11 +78,9 @@ def test_gpu_memory_is_given_back_however_many_attached() -> None:
 def test_nccl_between_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL lets a GPU take part once a host, so that on one GPU the two are told that they are on different hosts: they
     then talk by sockets, as hosts do."""
-    monkeypatch.setenv("NCCL_NET", "Socket")
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
-    monkeypatch.setenv("NCCL_HOSTID", "receiver")
-    process, pipe = spawn(serve)
-    monkeypatch.setenv("NCCL_HOSTID", "sender")
+    for name, value in BY_SOCKETS.items():
+        monkeypatch.setenv(name, value)
+    process, pipe = spawn(serve_on_another_host)
     sender = Sender(tensors_of(seed=1, device="cuda"), BUCKET_BYTES)
     ask(pipe, "make", 2, "cuda")
     ask(pipe, "begin", sender.manifest(1, torch.arange(3), torch.zeros(2)), None)

@@ -24,6 +24,8 @@ BUCKET_BYTES = MEGABYTE
 LOCAL = "127.0.0.1"
 
 # Forked off a process that has imported torch once for all of them.
+BY_SOCKETS = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+"""How NCCL is to talk between processes that it takes for different hosts."""
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["roll.transfer.broadcast", "roll.transfer.channel", "roll.transfer.stream"])
 
@@ -124,6 +126,12 @@ def die_in_a_broadcast(pipe: Connection) -> None:
 
     group.broadcast = broadcast_twice  # type: ignore[method-assign]
     sender.broadcast(group)
+
+
+def serve_on_another_host(pipe: Connection) -> None:
+    """What the process is forked off may have been started before a test sets anything."""
+    os.environ.update(BY_SOCKETS, NCCL_HOSTID="another")
+    serve(pipe)
 
 
 def spawn(target: Callable[[Connection], None]) -> tuple[BaseProcess, Connection]:

@@ -66,11 +66,12 @@ class ShardOffload:
         return found
 
     def _to_device(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies on the device of the local parts of those that are not. A counter that never was there stays."""
+        """Copies on the device of the local parts of those that are not: also of counters, which AdamW makes where the
+        parameters are, so that those of a trainer that was resumed in host memory have never been there."""
         found = {
             name: _local(tensor).to(self._device, non_blocking=True)
             for name, tensor in tensors.items()
-            if _local(tensor).device.type != "cuda" and (tensor.ndim or name in self._buffers)
+            if _local(tensor).device.type != "cuda"
         }
         if found:
             torch.cuda.synchronize(self._device)
