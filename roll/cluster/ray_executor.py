@@ -1,8 +1,9 @@
 """The `ray` executor: every worker an actor in a process of its own, on devices that were reserved for it.
 
 What always holds: all of a run's devices are one placement group, so a run has all of them or none; an actor sees its own
-GPU and no other; a worker is restarted on the devices it had, after its old process is gone; whatever ends the executor,
-no actor of it stays. Ray is started for the run if it is not told where to join; what it started, it stops.
+GPUs and no others, whoever else has them; a worker is restarted on the devices it had, after its old process is gone;
+whatever ends the executor, no actor of it stays. Ray is started for the run if it is not told where to join; what it
+started, it stops.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from roll.data.batch import Batch
 from roll.data.columns import Elsewhere
 
 W = TypeVar("W", bound=Worker)
-Seat: TypeAlias = tuple[str, tuple[int, ...]]
-"""A node, and the numbers of some of its GPUs; none for its cores."""
+Seat: TypeAlias = tuple[str, int | None]
+"""A node, and the number of one of its GPUs; None for its cores."""
 
 _CLOSE_S = 10.0
 """For all workers to close; then they are ended."""
@@ -61,6 +62,9 @@ class RayExecutor:
         self._bundles: dict[Seat, int] = {}
         """Bundle number by seat."""
         self._shares: Counter[Seat] = Counter()
+        """Workers and spares that are at home in each bundle: a worker of several GPUs in that of its first."""
+        self._gpu_names: dict[Seat, str] = {}
+        """How the driver of a node names the GPUs of workers that have several: which they are, Ray decides."""
         self._owner = False
 
     @property
@@ -91,15 +95,15 @@ class RayExecutor:
         self.connect()
         cores_of = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]}
         cores_of[""] = max(cores_of.values())
-        self._shares = Counter(_seat(place) for place in (*places, *spares))
+        self._shares = Counter(_seats(place)[0] for place in (*places, *spares))
         self._spare_places = set(spares)
         bundles: list[dict[str, float]] = []
         labels: list[dict[str, str]] = []
-        for node, gpus in self._shares:
-            here = [place for place in places if _seat(place) == (node, gpus)]
+        for node, gpu in dict.fromkeys(seat for place in places for seat in _seats(place)):
+            here = [place for place in places if _seats(place) == [(node, gpu)]]
             cores = min(max(cores_of.get(node, 1), 1), sum(max(place.threads, 1) for place in here))
-            self._bundles[node, gpus] = len(bundles)
-            bundles.append({"GPU": len(gpus)} if gpus else {"CPU": cores})
+            self._bundles[node, gpu] = len(bundles)
+            bundles.append({"CPU": cores} if gpu is None else {"GPU": 1})
             labels.append({"ray.io/node-id": node} if node else {})
         selectors = labels if any(labels) else None
         self._group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
@@ -108,6 +112,20 @@ class RayExecutor:
                 f"the cluster did not give the run its devices within {self._config.start_deadline_s:g} s: it asked for "
                 f"{_listed(bundles)}, and free are {_listed([ray.available_resources()])}"
             )
+        several = [seat for place in places for seat in _seats(place) if len(_seats(place)) > 1]
+        self._gpu_names = self._names_of(list(dict.fromkeys(several)))
+
+    def _names_of(self, seats: Sequence[Seat]) -> dict[Seat, str]:
+        """Asks the node of each GPU how it is named there."""
+        assert self._group is not None
+        task, asked = ray.remote(_gpu_name), []
+        for seat in seats:
+            there = PlacementGroupSchedulingStrategy(self._group, self._bundles[seat])
+            asked.append(task.options(num_cpus=0, num_gpus=1, max_retries=0, scheduling_strategy=there).remote())
+        try:
+            return dict(zip(seats, ray.get(asked, timeout=self._config.start_deadline_s), strict=True))
+        except RayError as error:
+            raise RunError(f"a node of the cluster does not say which GPUs it gave the run: {reason(error)}") from error
 
     async def start(self, make: Callable[[Place], W], places: Sequence[Place]) -> list[Handle]:
         handles = [self._handle(place, self._log_of(place)) for place in places]
@@ -223,32 +241,43 @@ class RayExecutor:
 
     def _handle(self, place: Place, log: Path | None) -> RayHandle:
         """A new actor at the place; its worker is not made yet."""
-        seat = _seat(place)
+        seats = _seats(place)
+        seat = seats[0]
         assert self._group is not None, "devices are reserved before workers start"
         share = int(1e4 / self._shares[seat]) / 1e4
         index = self._bundles[seat]
         cores = self._group.bundle_specs[index].get("CPU", 0)
-        gpus = seat[1]
+        on_gpu = seat[1] is not None
         # An actor's process sees its own GPUs and no other, counted from 0.
-        seen = replace(place, device="cuda:0", gpus=tuple(range(len(gpus)))) if gpus else place
+        seen = replace(place, device="cuda:0", gpus=tuple(range(len(seats)))) if on_gpu else place
         actor = new_actor(
             seen,
             log,
             self.deadline_s,
+            # Ray shows an actor the GPU of its bundle; one of several GPUs is told all of them.
+            ",".join(self._gpu_names[each] for each in seats) if len(seats) > 1 else None,
             num_cpus=int(cores * share * 1e4) / 1e4,
-            num_gpus=len(gpus) if len(gpus) > 1 else share if gpus else 0,
+            num_gpus=share if on_gpu else 0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
         )
         return RayHandle(place, actor, log, self.deadline_s, traffic=self._traffic)
 
 
-def _seat(place: Place) -> Seat:
-    """What a place takes of the cluster: GPUs of a node, or some of its cores."""
-    one = (int(place.device.removeprefix("cuda:")),) if place.device.startswith("cuda") else ()
-    return place.node, place.gpus or one
+def _seats(place: Place) -> list[Seat]:
+    """What a place takes of the cluster: each of its GPUs, or some cores of its node."""
+    if not place.device.startswith("cuda"):
+        return [(place.node, None)]
+    return [(place.node, gpu) for gpu in place.gpus or (int(place.device.removeprefix("cuda:")),)]
+
+
+def _gpu_name() -> str:
+    """How the driver names the one GPU that this task has."""
+    (name,) = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    return str(name)
 
 
 def _listed(bundles: Sequence[Mapping[str, float]]) -> str:
     names = ("CPU", "GPU")
-    amounts = (", ".join(f"{amount:g} {n}" for n in names if (amount := each.get(n, 0))) for each in bundles)
-    return " + ".join(amount or "nothing" for amount in amounts)
+    amounts = [", ".join(f"{amount:g} {n}" for n in names if (amount := each.get(n, 0))) for each in bundles]
+    listed = (f"{count} times {amount}" if count > 1 else amount for amount, count in Counter(amounts).items())
+    return " + ".join(amount or "nothing" for amount in listed)

@@ -28,7 +28,8 @@ class Publisher:
         self._still = asyncio.Lock()
         """Held while weights change or travel."""
         self._version: int | None = None
-        self._groups_broken = False
+        self._groups_broken = True
+        """At first too: engines may still be in company with a trainer that has died and was restarted."""
 
     @asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:

@@ -15,12 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from roll.cluster.network import own_address
 from roll.config.errors import RunError
 
 BroadcastBackend: TypeAlias = Literal["gloo", "nccl"]
-
-_ELSEWHERE = ("192.0.2.1", 9)
-"""An address kept for documentation: asking the way there tells the address of this machine, and sends nothing."""
 
 
 class _Group(Protocol):
@@ -71,7 +69,7 @@ class BroadcastGroup:
     @staticmethod
     def host() -> str:
         """The address other machines reach this one at; 127.0.0.1 on a machine without a network."""
-        return _own_address(_ELSEWHERE)
+        return own_address()
 
     def broadcast(self, tensor: Tensor) -> None:
         """Makes every rank's tensor, flat uint8 and of one length everywhere, that of rank 0."""
@@ -107,19 +105,9 @@ def _group(
         options._timeout = deadline
         options._threads = 1
         # The interface that reaches rank 0 also reaches the others; the machine's name may resolve to a loopback address.
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address((address, 9)))]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(address))]
         group = dist.ProcessGroupGloo(store, rank, world_size, options)
     return group  # type: ignore[no-any-return]
-
-
-def _own_address(destination: tuple[str, int]) -> str:
-    """This machine's address on the way to the destination."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(destination)  # of a datagram socket: chooses the way, sends nothing
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
 
 
 def _first_line(error: Exception) -> str:

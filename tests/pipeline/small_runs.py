@@ -141,6 +141,16 @@ class Remains:
     def optimizer(self) -> bytes:
         return (self.checkpoint.path / "optimizer.safetensors").read_bytes()
 
+    def shards(self) -> dict[str, bytes]:
+        """What each rank of a sharded trainer saved, by file."""
+        return {file.name: file.read_bytes() for file in (self.checkpoint.path / "shards").glob("*.distcp")}
+
+    def steps(self) -> int:
+        """Training steps on record."""
+        file = self.path / "metrics.jsonl"
+        rows = Metrics.read(file) if file.is_file() else []
+        return max((row["step"] for row in rows if "time/step_s" in row), default=0)
+
     def samples(self) -> dict[int, list[dict[str, Any]]]:
         """The rows of every step."""
         steps = sorted({int(file.name[5:11]) for file in self.folder.samples_dir.iterdir()})

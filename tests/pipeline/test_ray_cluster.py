@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
-from small_runs import Remains
+from small_runs import ONE, TINY, Remains, start_roll
 
 RAY = ("executor=ray", "ray.start_deadline_s=120", "ray.call_deadline_s=120")
 
@@ -34,3 +38,23 @@ def test_roles_spread_over_three_nodes_learn(run_small: Callable[..., Remains], 
     rewards = [row["reward/mean"] for row in run.metrics() if "reward/mean" in row]
     assert sum(rewards[-3:]) > 1.5 * sum(rewards[:3]), rewards
     assert len(list((run.path / "samples").glob("step-000010.part-*.jsonl"))) == 3
+
+
+@pytest.mark.slow
+def test_ranks_on_two_nodes_survive_a_kill_and_have_the_bits_of_ranks_on_one(
+    three_nodes: str, over_ranks: Remains, tmp_path: Path
+) -> None:
+    run = Remains(tmp_path / "run")
+    settings = (*ONE, *RAY, f"ray.address={three_nodes}", "supervise.spare_trainer=false")
+    ranks = "roles.actor_train={strategy: sharded, replicas: 2, devices: 'node1:0,node2:0'}"
+    child = start_roll(["train", TINY, f"run.dir={run.path}", *settings, ranks], tmp_path / "said.txt")
+    try:
+        child.wait_for(lambda: run.path.is_dir() and run.steps() >= 3)
+        log = (run.path / "logs" / "actor_train-1.log").read_text()
+        os.kill(int(re.findall(r" is process (\d+) on ", log)[-1]), signal.SIGKILL)
+        assert child.end() == 0, child.said
+    finally:
+        child.kill()
+    assert re.search(r"warning: actor_train\[1\] died: .*going back to the last checkpoint", child.said)
+    assert run.shards() == over_ranks.shards()
+    assert len(run.shards()) == 2

@@ -11,18 +11,11 @@ from pathlib import Path
 from classifiers import save_liking
 from small_runs import ONE, RANKS, SMALL, TINY, Child, Remains, start_roll
 
-from roll.run import Ledger, Metrics, RunFolder
+from roll.run import Ledger, RunFolder
 
 
 def start(folder: Path, *settings: str) -> Child:
     return start_roll(["train", TINY, f"run.dir={folder}", *settings], folder.with_suffix(".txt"))
-
-
-def steps(folder: Path) -> int:
-    """Training steps on record."""
-    metrics = folder / "metrics.jsonl"
-    rows = Metrics.read(metrics) if metrics.is_file() else []
-    return max((row["step"] for row in rows if "time/step_s" in row), default=0)
 
 
 def processes(folder: Path, worker: str) -> list[int]:
@@ -31,18 +24,13 @@ def processes(folder: Path, worker: str) -> list[int]:
     return [int(pid) for pid in re.findall(r" is process (\d+) on ", log.read_text())] if log.is_file() else []
 
 
-def shards(folder: Path) -> dict[str, bytes]:
-    files = (Remains(folder).checkpoint.path / "shards").glob("*.distcp")
-    return {file.name: file.read_bytes() for file in files}
-
-
 def test_a_run_survives_a_killed_rank_and_one_that_is_killed_while_the_group_restarts(
     over_ranks: Remains, tmp_path: Path
 ) -> None:
     hurt = tmp_path / "hurt"
     child = start(hurt, *ONE, RANKS, "supervise.spare_trainer=true")
     try:
-        child.wait_for(lambda: steps(hurt) >= 3)
+        child.wait_for(lambda: Remains(hurt).steps() >= 3)
         first = processes(hurt, "actor_train-0")
         os.kill(processes(hurt, "actor_train-1")[-1], signal.SIGKILL)
         child.wait_for(lambda: len(processes(hurt, "actor_train-0")) > len(first))
@@ -53,8 +41,8 @@ def test_a_run_survives_a_killed_rank_and_one_that_is_killed_while_the_group_res
     said = re.findall(r"warning: (.*): going back to the last checkpoint", child.said)
     assert said == [f"actor_train[{rank}] died: its process was killed by SIGKILL" for rank in (1, 0)]
     assert "peer" not in child.said
-    assert len(shards(hurt)) == 2
-    assert shards(hurt) == shards(over_ranks.path)
+    assert len(over_ranks.shards()) == 2
+    assert Remains(hurt).shards() == over_ranks.shards()
 
 
 def test_a_reward_model_over_ranks_is_restarted_and_goes_on_grading(tmp_path: Path) -> None:
@@ -62,11 +50,11 @@ def test_a_reward_model_over_ranks_is_restarted_and_goes_on_grading(tmp_path: Pa
     roles = f"roles.reward_model={{model: {liking}, strategy: sharded, replicas: 2}}"
     child = start(run, *SMALL, roles, "reward=reward_model", "train.steps=1000")
     try:
-        child.wait_for(lambda: steps(run) >= 1)
+        child.wait_for(lambda: Remains(run).steps() >= 1)
         os.kill(processes(run, "reward_model-1")[-1], signal.SIGKILL)
         child.wait_for(lambda: len(processes(run, "reward_model-0")) == 2)
-        done = steps(run)
-        child.wait_for(lambda: steps(run) >= done + 2)
+        done = Remains(run).steps()
+        child.wait_for(lambda: Remains(run).steps() >= done + 2)
         os.kill(child.pid, signal.SIGINT)
         assert child.end() == 128 + signal.SIGINT, child.said
     finally:

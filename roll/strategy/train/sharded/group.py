@@ -8,6 +8,7 @@ The mesh has the dimensions `replicate` and `shard` (`MeshShape`). Every rank tr
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from roll.cluster.mesh import MeshShape
+from roll.cluster.network import interface_of, own_address
 from roll.config.errors import RunError
 
 T = TypeVar("T")
@@ -51,6 +53,7 @@ class RankGroup:
         cuda = device.type == "cuda"
         if cuda:
             torch.cuda.set_device(device)
+        _choose_interface(rendezvous.address)
         try:
             own = store or TCPStore(rendezvous.address, rendezvous.port, is_master=False, timeout=deadline)
             dist.init_process_group(
@@ -102,6 +105,13 @@ class RankGroup:
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _choose_interface(address: str) -> None:
+    """gloo listens where the machine's name resolves to, which may be a loopback address that other nodes do not reach:
+    the interface that reaches the store also reaches the other ranks. What the user has chosen counts."""
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_of(own_address(address))) is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def make_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
