@@ -24,7 +24,29 @@ from roll.transfer.stream import TensorSource
 from roll.transfer.weights import probe_ids
 
 
-class ShardedStrategy(PolicyTrainer):
+class _Rank:
+    """One rank of a role, and what it keeps: shards on the device, in host memory and in checkpoints."""
+
+    group: RankGroup
+    _state: ShardedState
+
+    def hold(self, level: Level) -> None:
+        self._state.hold(level)
+
+    def save(self, folder: Path) -> None:
+        self._state.save(folder)
+
+    def saved(self) -> dict[str, str]:
+        return self._state.saved()
+
+    def load(self, folder: Path) -> None:
+        self._state.load(folder)
+
+    def close(self) -> None:
+        self.group.close()
+
+
+class ShardedStrategy(_Rank, PolicyTrainer):
     """A policy over the ranks of a mesh; frozen, a reference."""
 
     def __init__(
@@ -53,23 +75,8 @@ class ShardedStrategy(PolicyTrainer):
         inputs = sequence(self._prompt.numpy(), self.model, self._dtype, self.group.device)
         return self._prompt, self._current(inputs)[0].cpu()
 
-    def hold(self, level: Level) -> None:
-        self._state.hold(level)
 
-    def save(self, folder: Path) -> None:
-        self._state.save(folder)
-
-    def saved(self) -> dict[str, str]:
-        return self._state.saved()
-
-    def load(self, folder: Path) -> None:
-        self._state.load(folder)
-
-    def close(self) -> None:
-        self.group.close()
-
-
-class ShardedCritic(CriticTrainer):
+class ShardedCritic(_Rank, CriticTrainer):
     """A critic over the ranks of a mesh."""
 
     def __init__(self, sharded: ShardedModel, config: TrainConfig, value_clip: float | None, group: RankGroup) -> None:
@@ -80,23 +87,8 @@ class ShardedCritic(CriticTrainer):
         self.group = group
         self._state = ShardedState(sharded, self._optimizer, passes, group)
 
-    def hold(self, level: Level) -> None:
-        self._state.hold(level)
 
-    def save(self, folder: Path) -> None:
-        self._state.save(folder)
-
-    def saved(self) -> dict[str, str]:
-        return self._state.saved()
-
-    def load(self, folder: Path) -> None:
-        self._state.load(folder)
-
-    def close(self) -> None:
-        self.group.close()
-
-
-class ShardedScorer(Scorer):
+class ShardedScorer(_Rank, Scorer):
     """A reward model over the ranks of a mesh."""
 
     def __init__(self, sharded: ShardedModel, config: TrainConfig, group: RankGroup, *, exact: bool = False) -> None:
@@ -105,9 +97,3 @@ class ShardedScorer(Scorer):
         super().__init__(sharded.model, spread, passes, exact=exact)
         self.group = group
         self._state = ShardedState(sharded, None, passes, group)
-
-    def hold(self, level: Level) -> None:
-        self._state.hold(level)
-
-    def close(self) -> None:
-        self.group.close()
