@@ -220,7 +220,8 @@ def readable(source: ModelSource) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, SafetensorError, RunError) as error:
-        raise UserError(f"model: {source.name!r} could not be loaded: {first_line(error)}. Write {CHOICES}") from error
+        said = first_line(error).rstrip(".")
+        raise UserError(f"model: {source.name!r} could not be loaded: {said}. Write {CHOICES}") from error
 
 
 def _check_supported(source: ModelSource, shape: PretrainedConfig) -> None:

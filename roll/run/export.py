@@ -6,10 +6,11 @@ import os
 import shutil
 from pathlib import Path
 
-from roll.config.errors import UserError
+from roll.config.errors import RunError, UserError
 from roll.config.spelling import option
 from roll.model.find import holds_adapters, shards_of
 from roll.run.checkpoint import Checkpoints
+from roll.run.disk import full_disk, human_bytes
 from roll.run.folder import RunFolder
 
 
@@ -48,7 +49,10 @@ def export_model(run: Path, target: Path, *, adapter: bool = False) -> int:
         else:
             shutil.copytree(model, aside, dirs_exist_ok=True)
         aside.rename(target)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
+        if (said := full_disk(error)) is not None:
+            free = human_bytes(shutil.disk_usage(target.parent).free)
+            raise RunError(f"cannot write {target}: {said} ({free} free): make room, or write another folder") from error
         raise
     return checkpoint.step

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_runs import SMALL, TINY, WAIT_S, Remains
-from test_full_disk import MIB, assert_one_message
+from small_runs import SMALL, TINY, Remains
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roll.cli import main
 from roll.config import UserError, load_config
+from roll.config.errors import RunError
 from roll.model.find import find_model
 from roll.model.loading import load_model
 from roll.model.shard_folder import ShardFolder
 from roll.pipeline.launch import train
-from roll.pipeline.report import SilentReporter
+from roll.pipeline.recorder import Recorder
+from roll.pipeline.report import SilentReporter, StepReport
+from roll.pipeline.stopping import Stopped
 from roll.run import Checkpoints
 
+MIB = 2**20
 SHARDED = "{strategy: sharded, replicas: 2}"
 RANKS = f"roles.actor_train={SHARDED}"
 EXACT = (*SMALL, "deterministic=true", "model.dtype=fp32", "train.lr=1e-3", "train.steps=3", "run.checkpoint_every=2")
@@ -83,6 +86,31 @@ def test_an_exported_model_gives_the_log_probs_that_the_run_recorded(copy: Remai
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": "7"}], add_generation_prompt=True)
     assert tokenizer.decode(rendered["input_ids"]) == "<|user|>7<|end|><|assistant|>"
     assert model.generation_config.eos_token_id == 0
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Of this process and those that it starts."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "single"])
+def test_an_export_that_does_not_fit_is_one_message_and_leaves_nothing(
+    request: pytest.FixtureRequest, tmp_path: Path, capfd: pytest.CaptureFixture[str], strategy: str
+) -> None:
+    run: Remains = request.getfixturevalue("recorded" if strategy == "sharded" else "undisturbed")
+    capfd.readouterr()
+    with files_of_at_most(MIB):
+        assert main(["export", str(run.path), str(tmp_path / "out")]) == 1
+    said = capfd.readouterr().err
+    assert said.startswith(f"the run failed: cannot write {tmp_path / 'out'}: File too large (")
+    assert said.endswith(" free): make room, or write another folder\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 def measured(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -168,46 +196,38 @@ def test_a_model_whose_shards_cannot_be_read_is_refused_by_name(
     assert "Traceback" not in said
 
 
-def run_roll(script: str, *arguments: str, limit_bytes: int | None = None) -> subprocess.CompletedProcess[str]:
-    def limit() -> None:
-        if limit_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
-
-    command = [sys.executable, "-c", script, "train", TINY, *EXACT, RANKS, *arguments, "--plain"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False, preexec_fn=limit)
-
-
-ROLL = "import sys; from roll.cli import main; sys.exit(main(sys.argv[1:]))"
-
-
 def test_a_rank_that_cannot_write_ends_the_run_with_one_message(tmp_path: Path) -> None:
     """A limit on files that weights on their way to engines stay under, and a rank's shards do not."""
-    path = tmp_path / "run"
-    done = run_roll(ROLL, "weights.bucket_mb=1", "train.steps=50", f"run={path}", limit_bytes=5 * MIB)
-    assert_one_message(done, "File too large", "checkpoints/step-000002", "there is no checkpoint yet")
-    assert "step 5/" not in done.stdout, "it does not go on until the next checkpoint is due"
+    path, reporter = tmp_path / "run", Steps()
+    rare = ("train.steps=18", "run.checkpoint_every=6", "weights.bucket_mb=1")
+    config = load_config(TINY, [*EXACT, RANKS, *rare, f"run={path}"])
+    with files_of_at_most(5 * MIB), pytest.raises(RunError) as failed:
+        train(config, reporter=reporter)
+    assert str(failed.value).startswith(f"checkpoints/step-000006 could not be written to {path}: File too large (")
+    assert "there is no checkpoint yet" in str(failed.value)
+    assert 6 <= reporter.last < 12, "it does not go on until the next checkpoint is due"
     assert not list(path.rglob("*tmp-*"))
 
 
-STRUCK = """
-import os, signal, sys
-import roll.pipeline.recorder as recorder
-from roll.cli import main
+class Steps(SilentReporter):
+    last = 0
 
-async def struck(self, saving, written):
-    os.kill(os.getpid(), signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGTERM)
-    await finish(self, saving, written)
-
-finish, recorder.Recorder._finish = recorder.Recorder._finish, struck
-sys.exit(main(sys.argv[1:]))
-"""
+    def stepped(self, report: StepReport) -> None:
+        self.last = report.step
 
 
-def test_a_run_that_is_ended_while_ranks_write_has_a_whole_checkpoint_or_none(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    done = run_roll(STRUCK, f"run={path}")
-    assert done.returncode == 128 + signal.SIGTERM, done.stderr
-    assert "Traceback" not in done.stderr
-    saved = [(checkpoint, problem) for _, checkpoint, problem in Checkpoints(Remains(path).folder).examined()]
-    assert all(problem is None for _, problem in saved)
+def test_a_run_that_is_ended_while_ranks_write_has_a_whole_checkpoint_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = Recorder._finish
+
+    async def struck(*arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await finish(*arguments)
+
+    monkeypatch.setattr(Recorder, "_finish", struck)
+    with pytest.raises(Stopped):
+        train(load_config(TINY, [*EXACT, RANKS, f"run={tmp_path / 'run'}"]), reporter=SilentReporter())
+    examined = list(Checkpoints(Remains(tmp_path / "run").folder).examined())
+    assert all(problem is None for _, _, problem in examined)
