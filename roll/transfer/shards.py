@@ -1,6 +1,7 @@
 """Publishing tensors that no process holds whole: each rank adds its own bytes to a bucket, and one rank has it.
 
-What always holds: beside its shards a rank needs one bucket and a block of one tensor, whatever the tensors' sizes; every
+What always holds: beside its shards a rank needs one bucket (the root none but the one that it is given, if that is on
+its device) and a block of one tensor, whatever the tensors' sizes; every
 byte of a bucket comes from exactly one rank, so adding the ranks' buckets as integers puts them together exactly; a
 digest is the sum of what the ranks compute from their own bytes. Every rank calls the same methods in the same order:
 they are collective.
@@ -118,22 +119,23 @@ class ShardedTensors:
 
     @torch.no_grad()
     def pack(self, bucket: Tensor | None, spans: Iterable[Span]) -> None:
-        """Puts the spans' bytes together; the root copies them into its bucket, the others have none."""
+        """Puts the spans' bytes together in the root's bucket; the others have none."""
         spans = tuple(spans)
         used = -(-(spans[-1].offset + spans[-1].size) // ALIGNMENT) * ALIGNMENT
-        own = self._room(used)
+        own = bucket[:used] if bucket is not None and self._adds_in(bucket, used) else self._room(used)
+        own.zero_()
         for span in spans:
             self._shard_of(span.tensor).copy_span(span, own)
         dist.reduce(own.view(torch.int32), group_dst=self._root, group=self._group)
-        if bucket is not None:
+        if bucket is not None and own.data_ptr() != bucket.data_ptr():
             size = min(len(bucket), used)
             bucket[:size].copy_(own[:size])
 
-    def free(self) -> None:
-        """Frees the bucket's memory."""
-        self._buffer = None
+    def _adds_in(self, bucket: Tensor, used: int) -> bool:
+        """Whether the ranks' bytes can be added in the bucket itself, so that the root needs no second one."""
+        return bucket.device == self.device and len(bucket) >= used and bucket.data_ptr() % ALIGNMENT == 0
 
     def _room(self, size: int) -> Tensor:
         if self._buffer is None or len(self._buffer) < size:
             self._buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
-        return self._buffer[:size].zero_()
+        return self._buffer[:size]

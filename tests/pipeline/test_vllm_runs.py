@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from small_runs import SMALL, TINY, Remains, commands
+from small_runs import RANKS, SMALL, TINY, Remains, commands
 
 pytestmark = pytest.mark.vllm
 
@@ -108,6 +108,8 @@ RUNS = {
     "two halves of the weights, adapters": ("roles.actor_infer.tensor_parallel=2", LORA),
     "two halves of the weights, on Ray": (*RAY, "roles.actor_infer.tensor_parallel=2"),
     "two engines, adapters": (*RAY, "roles.actor_infer.replicas=2", LORA),
+    "two halves of the weights, of a trainer over two ranks": ("roles.actor_infer.tensor_parallel=2", RANKS),
+    "broadcast by a trainer over two ranks, on Ray": (*RAY, RANKS, "weights=broadcast"),
 }
 
 

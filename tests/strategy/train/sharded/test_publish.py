@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3MoeConfig
 
 from roll.cluster.mesh import MeshShape
@@ -25,7 +27,7 @@ from roll.strategy.train.sharded.module import TrainModule, shard
 from roll.strategy.train.sharded.publish import served_dtype, sharded_source
 from roll.transfer import shards
 from roll.transfer.broadcast import BroadcastGroup
-from roll.transfer.digest import digests
+from roll.transfer.digest import BLOCK_WORDS, digests
 from roll.transfer.layout import specs_of
 from roll.transfer.merged import published_tensors
 from roll.transfer.stream import Manifest, Receiver, Sender
@@ -269,6 +271,49 @@ def test_what_transformers_keeps_in_fp32_is_served_so() -> None:
     assert served("model.layers.0.mlp.experts.weight", one) == torch.bfloat16
     assert served("model.layers.0.mlp.experts.weight", one, torch.float32) == torch.float32
     assert served("model.count", number) == torch.int64
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """The most that tensors made by the work take at once."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        work()
+    assert seen.profiler is not None
+    events: Any = seen.profiler.kineto_results
+    changes = [event for event in events.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())), default=0)
+
+
+def room_of_publishing(group: RankGroup, wanted: Model, bucket_bytes: int, block: int) -> dict[str, int]:
+    """What this rank needs beside its shards: for digests, for all buckets, and, for comparison, for one whole tensor."""
+    shards.BLOCK_ELEMENTS = lora.BLOCK_ELEMENTS = block
+    module = made_sharded(group, wanted)
+    sender = Sender(sharded_source(module, group, wanted.dtype), bucket_bytes)
+    slots = sender.open("shared_memory") if group.is_first else None
+    embedding = module.model.get_input_embeddings().weight
+
+    def send() -> None:
+        for bucket in range(len(sender.layout.buckets)):
+            sender.contribute(bucket) if slots is None else sender.write(bucket)
+
+    found = {
+        "digests": peak_bytes(lambda: sender.manifest(1, torch.zeros(2), torch.zeros(1))),
+        "buckets": peak_bytes(send),
+        "tensor": peak_bytes(lambda: embedding.full_tensor()),
+    }
+    sender.close()
+    return found
+
+
+@pytest.mark.parametrize("adapters", [0, 4])
+def test_publishing_takes_the_room_of_a_bucket_and_of_a_block(two: Ranks, adapters: int) -> None:
+    """The first rank adds in the slots that engines read. A block is read in fp32, merged and cast; the adapters of one
+    layer are gathered, which takes three times their room. Digests have tables of bounded size instead of a bucket."""
+    wanted, bucket, block = Model(vocab=200_000, inner=4096, heads=4, rank=adapters), 1 << 16, 1 << 13
+    blocks = (3 if adapters else 2) * 4 * block + 3 * 2 * adapters * (4096 + 16)
+    for rank, found in enumerate(two.run(room_of_publishing, wanted, bucket, block)):
+        assert found["tensor"] >= 200_000 * 16 * 2, "the meter sees a whole tensor"
+        assert found["buckets"] <= (bucket if rank else 0) + blocks
+        assert found["digests"] <= 16 * BLOCK_WORDS + blocks
 
 
 OFFERED: dict[str, Sender] = {}

@@ -1,0 +1,70 @@
+"""A version goes from the shards of a trainer's ranks to an engine by every path, and a damaged shard is named."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from pathlib import Path as FilePath
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from roll.cluster import Cluster, Dispatch, LocalExecutor, Place, parallel
+from roll.cluster.mesh import MeshShape
+from roll.config import RunError, load_config
+from roll.config.schema import Config
+from roll.strategy.train.policy import PolicyTrainer
+from roll.workers.group import meet
+from roll.workers.infer import InferWorker
+from roll.workers.offer import Offer, Path
+from roll.workers.publish import publish
+from roll.workers.train import TrainWorker
+
+TINY = FilePath(__file__).parents[4] / "examples" / "tiny.yaml"
+DAMAGED = "model.layers.1.mlp.up_proj.weight"
+TWICE, ONCE = range(2, 4), range(4, 6)
+"""Versions that are damaged whenever they are sent, and the first time."""
+
+
+class Damaged(TrainWorker):
+    """Whose second rank changes an element of its shard after the digests were computed."""
+
+    _offered = -1
+
+    @parallel(Dispatch.ONE)
+    def offer(self, version: int, path: Path) -> Offer:
+        again, self._offered = self._offered == version, version
+        made = super().offer(version, path)
+        assert isinstance(self.strategy, PolicyTrainer)
+        weight = self.strategy.model.get_parameter(DAMAGED)
+        assert isinstance(weight, DTensor)
+        if self.place.rank == 1 and (version in TWICE or (version in ONCE and not again)):
+            with torch.no_grad():
+                weight.to_local()[-1, -1] += 1
+        return made
+
+
+def test_every_path_brings_the_weights_of_ranks_to_an_engine_and_names_a_damaged_shard() -> None:
+    config = load_config(str(TINY), ["threads=1", "model.dtype=fp32", "weights.bucket_mb=1"])
+    asyncio.run(asyncio.wait_for(published(config), 240))
+
+
+async def published(config: Config) -> None:
+    workers = LocalExecutor(120)
+    try:
+        ranks = [Place("actor_train", rank, 2, threads=1, mesh=MeshShape(shard=2)) for rank in range(2)]
+        actor = await meet(await Cluster.start(workers, partial(Damaged, config=config), ranks))
+        engines = await Cluster.start(
+            workers, partial(InferWorker, config=config, own_weights=True), [Place("actor_infer", threads=1)]
+        )
+        paths: tuple[Path, ...] = ("shared_memory", "broadcast")
+        for number, path in enumerate(paths):
+            await publish(actor, engines, number, path)
+            with pytest.raises(
+                RunError, match=rf"damaged 2 times by the path {path}: the tensor '{DAMAGED}' at actor_infer"
+            ):
+                await publish(actor, engines, TWICE[number], path)
+            await publish(actor, engines, ONCE[number], path)  # it is sent again
+    finally:
+        await workers.close()
