@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import signal
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from roll.cluster.mesh import MeshShape
 from roll.strategy.train.sharded.group import RankGroup, Rendezvous, open_store
@@ -20,6 +24,18 @@ ANSWER_S = 240.0
 # Forked off a process that has imported torch and transformers once for all of them.
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["roll.strategy.train.sharded.module", "roll.strategy.train.single"])
+
+
+needs_account = pytest.mark.skipif(
+    not Path("/proc/self/status").is_file(), reason="needs Linux's account of a process's memory"
+)
+
+
+def within(room: int) -> None:
+    """From now on this process may allocate so many bytes more; pages of files that are only read do not count."""
+    status = Path("/proc/self/status").read_text()
+    used = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + room, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 class Ranks:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
 
 from roll.algorithm.streams import CreditSpec
 from roll.cluster.mesh import MeshShape
@@ -27,7 +32,7 @@ from roll.strategy.train.sharded.build import build_sharded
 from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.strategy import ShardedCritic, ShardedScorer, ShardedStrategy
 from roll.strategy.train.single import SingleStrategy
-from tests.ranks import Ranks, ranks_of
+from tests.ranks import Ranks, needs_account, ranks_of, within
 from tests.strategy.train.sharded.trainers import CONFIGS, SIZES
 from tests.strategy.train.test_single_strategy import make_batch
 
@@ -118,13 +123,6 @@ def test_a_reward_model_over_ranks_gives_the_scores_of_the_whole_one(two: Ranks,
         np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
-def within(room: int) -> None:
-    """From now on this process may allocate so many bytes more; pages of files that are only read do not count."""
-    status = Path("/proc/self/status").read_text()
-    used = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData"))
-    resource.setrlimit(resource.RLIMIT_DATA, (used + room, used + room))
-
-
 def build_within(group: RankGroup, folder: Path, room: int) -> int:
     """The bytes of this rank's shards, loaded with so much room for everything."""
     within(room)
@@ -141,18 +139,29 @@ def load_whole_within(group: RankGroup, folder: Path, room: int) -> bool:
     return True
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs Linux's account of a process's memory")
+WIDE = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 24}
+FUSED = {"vocab_size": 512, "hidden_size": 512, "num_hidden_layers": 12, "num_experts": 6, "moe_intermediate_size": 1024}
+
+
+@needs_account
 def test_a_rank_never_holds_the_whole_model(tmp_path: Path) -> None:
-    wide = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 24}
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES | wide), dtype=torch.float32)
-    whole = sum(parameter.nbytes for parameter in model.parameters())
-    model.save_pretrained(tmp_path, max_shard_size="40MB")
-    del model
-    room = int(whole * 0.6)
+    """Nor more than its share of six experts that four ranks cannot divide, which are cut inside."""
+    shapes = {"dense": LlamaConfig(**SIZES | WIDE), "experts": Qwen3MoeConfig(**SIZES | FUSED, head_dim=8)}
+    wholes = {name: saved(shape, tmp_path / name) for name, shape in shapes.items()}
     with ranks_of(MeshShape(shard=4)) as ranks:
-        assert all(own < whole / 3.9 for own in ranks.run(build_within, tmp_path, room))
+        for name, whole in wholes.items():
+            for own in ranks.run(build_within, tmp_path / name, int(whole * 0.6)):
+                assert own < whole / 3.9, name
     with ranks_of(MeshShape(shard=1)) as ranks:
-        assert ranks.run(load_whole_within, tmp_path, room) == [False]
+        for name, whole in wholes.items():
+            assert ranks.run(load_whole_within, tmp_path / name, int(whole * 0.6)) == [False], name
+
+
+def saved(shape: PreTrainedConfig, folder: Path) -> int:
+    """The bytes of a model's parameters."""
+    model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+    model.save_pretrained(folder, max_shard_size="40MB")
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def merged_over_ranks(group: RankGroup, found: ModelSource, dtype: torch.dtype) -> dict[str, torch.Tensor]:
