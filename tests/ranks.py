@@ -41,14 +41,15 @@ def within(room: int) -> None:
 class Ranks:
     """Persistent ranks: `run` calls a function of a module on each of them, its first argument the rank's group."""
 
-    def __init__(self, shape: MeshShape, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(self, shape: MeshShape, deadline_s: float = DEADLINE_S, device: str = "cpu") -> None:
+        """On a GPU all ranks share the one that is named."""
         self.shape = shape
         store, rendezvous = open_store("127.0.0.1", deadline_s)
         self._store = store
         pairs = [_processes.Pipe() for _ in range(shape.ranks)]
         self.pipes = [ours for ours, _ in pairs]
         self.processes = [
-            _processes.Process(target=_serve, args=(rank, shape, rendezvous, theirs), daemon=True)
+            _processes.Process(target=_serve, args=(rank, shape, rendezvous, theirs, device), daemon=True)
             for rank, (_, theirs) in enumerate(pairs)
         ]
         for process in self.processes:
@@ -84,21 +85,24 @@ class Ranks:
 
 
 @contextmanager
-def ranks_of(shape: MeshShape, deadline_s: float = DEADLINE_S) -> Iterator[Ranks]:
-    ranks = Ranks(shape, deadline_s)
+def ranks_of(shape: MeshShape, deadline_s: float = DEADLINE_S, device: str = "cpu") -> Iterator[Ranks]:
+    ranks = Ranks(shape, deadline_s, device)
     try:
         yield ranks
     finally:
         ranks.close()
 
 
-def _serve(rank: int, shape: MeshShape, rendezvous: Rendezvous, pipe: Connection) -> None:
+def _serve(rank: int, shape: MeshShape, rendezvous: Rendezvous, pipe: Connection, device: str) -> None:
     import torch
+
+    # NCCL refuses two ranks on one GPU of one host: each says that it is a host of its own, and they talk by sockets.
+    os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    group = RankGroup(rank, shape, rendezvous, torch.device("cpu"))
+    group = RankGroup(rank, shape, rendezvous, torch.device(device))
     while True:
         try:
             function, arguments = pipe.recv()

@@ -57,13 +57,15 @@ class RankGroup:
         try:
             own = store or TCPStore(rendezvous.address, rendezvous.port, is_master=False, timeout=deadline)
             dist.init_process_group(
+                # With a device bound to it (`device_id`), torch splits NCCL's communicator for every smaller group, also
+                # one of gloo, but there only on the ranks outside of it: they would wait for the others for ever.
                 "cpu:gloo,cuda:nccl" if cuda else "gloo",
                 store=own,
                 rank=rank,
                 world_size=shape.ranks,
                 timeout=deadline,
-                device_id=device if cuda else None,
             )
+            self.most(0)  # NCCL connects with the first message: here its failure is said in a sentence
         except (RuntimeError, OSError) as error:
             first = str(error).strip().partition("\n")[0]
             raise RunError(

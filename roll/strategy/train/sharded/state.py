@@ -14,7 +14,7 @@ from roll.strategy.train.saved_state import load_state
 from roll.strategy.train.sharded.build import ShardedModel
 from roll.strategy.train.sharded.checkpoint import ShardWriter, save_adapters, save_settings, state_of
 from roll.strategy.train.sharded.group import RankGroup
-from roll.strategy.train.sharded.offload import ShardOffload
+from roll.strategy.train.sharded.offload import ShardOffload, reshard
 from roll.strategy.train.sharded.publish import sharded_source
 from roll.transfer.stream import TensorSource
 
@@ -65,6 +65,7 @@ class ShardedState:
         assert self._optimizer is not None, "a frozen model is not resumed"
         if self._adapters is not None:
             self._adapters.check_base(folder / "model")
+        reshard(self._sharded.module)  # what a forward pass has left gathered would stay as it was
         load_state(folder, self._optimizer, lambda: self._load_model(folder))
         self._passes.load(folder)
 

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3MoeConfig
 
+from roll.algorithm import LossSpec
 from roll.cluster.mesh import MeshShape
 from roll.config.errors import RunError, UserError
 from roll.config.schema import LoraConfig, TrainConfig
@@ -40,6 +41,7 @@ from roll.strategy.train.sharded.module import TrainModule, shard
 from roll.strategy.train.sharded.state import ShardedState
 from roll.strategy.train.single import SingleStrategy
 from tests.ranks import Ranks, ranks_of
+from tests.strategy.train.sharded.trainers import Groups, Job, make_batch, sharded_trainer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 41,
@@ -397,3 +399,23 @@ def keeps_small(group: RankGroup, folder: Path) -> int | None:
 def test_how_small_micro_batches_had_to_be_made_is_kept(two: Ranks, tmp_path: Path) -> None:
     assert two.run(keeps_small, tmp_path) == [300, 300]
     assert (tmp_path / FILE).is_file()
+
+
+def loaded_after_passes(group: RankGroup, folder: Path) -> list[Tensor]:
+    """Log-probs of a trainer that is saved, after one more update, and once it has loaded what was saved."""
+    job = Job(make_batch(Groups()), LossSpec("nll"), settings={"lr": 0.01, "schedule": "constant"})
+    trainer = sharded_trainer(group, job)
+    trainer.update(job.batch, job.spec, 0)
+    found = [trainer.log_probs(job.batch)]
+    trainer.save(folder)
+    trainer.saved()
+    trainer.update(job.batch, job.spec, 1)
+    found.append(trainer.log_probs(job.batch))  # leaves embedding and output layer gathered
+    trainer.load(folder)
+    return [torch.from_numpy(each) for each in (*found, trainer.log_probs(job.batch))]
+
+
+def test_what_is_loaded_counts_also_where_a_pass_has_gathered_parameters(two: Ranks, tmp_path: Path) -> None:
+    before, trained, loaded = two.run(loaded_after_passes, tmp_path)[0]
+    assert not torch.equal(before, trained)
+    assert torch.equal(before, loaded)
