@@ -65,7 +65,7 @@ SHAPES: dict[str, PretrainedConfig] = {
     "dense": Qwen3Config(**SIZES),
     "mixture": Qwen3MoeConfig(**SIZES, moe_intermediate_size=32, num_experts=6, num_experts_per_tok=2),
     "timed": Qwen3Config(
-        vocab_size=4096, hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=8,
+        vocab_size=4096, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8,
         num_key_value_heads=4, head_dim=32, tie_word_embeddings=True,
     ),
 }  # fmt: skip
@@ -128,7 +128,7 @@ def table(result: dict[str, Any]) -> None:
 def gradients() -> dict[str, Any]:
     """The worst parameter of each layout. Micro-batches are so small that ranks have several, and not equally many."""
     found = {}
-    batch = make_batch(3000, SIZES["vocab_size"], group_size=2)
+    batch = make_batch(8000, SIZES["vocab_size"], group_size=2)
     for name, (shape, kind, adapted) in LAYOUTS.items():
         expected = Trainer(None, kind, batch, 2048, adapted).gradients()
         with world(shape, Trainer, kind, batch, 2048, adapted) as ranks:
@@ -140,7 +140,7 @@ def gradients() -> dict[str, Any]:
 
 def two_ranks(tokens: int, repeats: int) -> dict[str, Any]:
     """One rank and two, by turns: each has micro-batches of so many tokens, two ranks together half as many of them."""
-    batch = make_batch(8 * tokens, SHAPES["timed"].vocab_size)
+    batch = make_batch(4 * tokens, SHAPES["timed"].vocab_size)
     best = {1: float("inf"), 2: float("inf")}
     settings = ("timed", batch, max(tokens, int(batch.lengths.max())))
     with world(MeshShape(), Trainer, *settings) as one, world(MeshShape(shard=2), Trainer, *settings) as two:
@@ -238,7 +238,8 @@ class World:
 def world(shape: MeshShape, make: Callable[..., Any], *arguments: Any) -> Iterator[World]:
     """The ranks of a mesh on this machine's CPU, one thread each."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    processes = multiprocessing.get_context("spawn")
+    processes = multiprocessing.get_context("forkserver")  # ranks are forked off a process that imports for all of them
+    processes.set_forkserver_preload(["roll.strategy.train.sharded.strategy", "roll.strategy.train.single"])
     _store, rendezvous = open_store("127.0.0.1", DEADLINE_S)
     pairs = [processes.Pipe() for _ in range(shape.ranks)]
     started = [

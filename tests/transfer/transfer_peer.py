@@ -23,9 +23,10 @@ MEGABYTE = 1 << 20
 BUCKET_BYTES = MEGABYTE
 LOCAL = "127.0.0.1"
 
-# Forked off a process that has imported torch once for all of them.
 BY_SOCKETS = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
 """How NCCL is to talk between processes that it takes for different hosts."""
+
+# Forked off a process that has imported torch once for all of them.
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["roll.transfer.broadcast", "roll.transfer.channel", "roll.transfer.stream"])
 
