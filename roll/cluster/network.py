@@ -12,6 +12,15 @@ _ELSEWHERE = "192.0.2.1"
 _SIOCGIFADDR = 0x8915
 
 
+def host_address() -> str:
+    """Where other machines reach this one: in a cluster of Ray, where its nodes do."""
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        found: str = ray.util.get_node_ip_address()
+        return found
+    return own_address()
+
+
 def own_address(destination: str = _ELSEWHERE) -> str:
     """This machine's address on the way to another: the one at which others reach it. 127.0.0.1 without a network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -64,7 +64,8 @@ class StageTable:
 def residency(map: DeviceMap, offload: bool) -> StageTable:
     """The table of a map, once a step has gone round."""
     workers = {
-        (role, place.rank): frozenset(devices)
+        # the ranks of a reward model leave and come together: the first gives the others their orders
+        (role, place.rank): placement.devices if placement.mesh and role in SCORING_ROLES else frozenset(devices)
         for role, placement in map.roles.items()
         if role not in PROCESS_ROLES
         for place, devices in zip(placement.places, placement.workers, strict=True)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from roll.cluster.network import own_address
+from roll.cluster.network import host_address, own_address
 from roll.config.errors import RunError
 
 BroadcastBackend: TypeAlias = Literal["gloo", "nccl"]
@@ -69,7 +69,7 @@ class BroadcastGroup:
     @staticmethod
     def host() -> str:
         """The address other machines reach this one at; 127.0.0.1 on a machine without a network."""
-        return own_address()
+        return host_address()
 
     def broadcast(self, tensor: Tensor) -> None:
         """Makes every rank's tensor, flat uint8 and of one length everywhere, that of rank 0."""

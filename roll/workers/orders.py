@@ -25,12 +25,12 @@ class Orders:
         """A connection of its own: one that waits for an order keeps others from using it."""
         deadline = timedelta(seconds=rendezvous.deadline_s)
         self._store = TCPStore(rendezvous.address, rendezvous.port, is_master=False, timeout=deadline)
-        self._followers = followers
+        self.followers = followers
         self._number = 0
 
     def give(self, order: Any) -> None:
         """Tells the other ranks what to do next: this one does it too."""
-        if self._followers:
+        if self.followers:
             self._store.set(f"order/{self._number}", pickle.dumps(order))  # type: ignore[arg-type]
             self._number += 1
 
@@ -41,7 +41,7 @@ class Orders:
             pass
         order = pickle.loads(await asyncio.to_thread(self._store.get, key))
         self._number += 1
-        if self._store.add(f"{key}/read", 1) == self._followers:
+        if self._store.add(f"{key}/read", 1) == self.followers:
             self._store.delete_key(key)
             self._store.delete_key(f"{key}/read")
         return order

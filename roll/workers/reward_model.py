@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -14,6 +15,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from roll.cluster import Dispatch, Place, parallel
+from roll.config.errors import UserError
 from roll.config.schema import Config
 from roll.data.task import Message
 from roll.data.tokenlog import IntArray
@@ -28,6 +30,9 @@ if TYPE_CHECKING:  # those who only ask it do without torch
 
 _log = logging.getLogger(__name__)
 
+_APART_S = 5.0
+"""After a rank has failed, for the controller to notice that another one is lost, if that is why."""
+
 
 class RewardModelWorker(GroupWorker):
     def __init__(self, place: Place, config: Config) -> None:
@@ -36,6 +41,8 @@ class RewardModelWorker(GroupWorker):
         self._turn = Turn()
         self._waiting: list[tuple[IntArray, asyncio.Future[float | None]]] = []
         self._scoring: asyncio.Task[None] | None = None
+        self._apart = False
+        """Whether the ranks are no longer in step."""
         self._orders: Orders | None = None
         self._following: asyncio.Task[None] | None = None
         self._holds: asyncio.Queue[None] = asyncio.Queue()
@@ -68,7 +75,7 @@ class RewardModelWorker(GroupWorker):
             return None
         answer: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
         self._waiting.append((ids, answer))
-        if self._scoring is None or self._scoring.done():
+        if not self._apart and (self._scoring is None or self._scoring.done()):
             self._scoring = asyncio.create_task(self._score_all())
         # waits: who asks has a deadline
         return await answer
@@ -102,8 +109,11 @@ class RewardModelWorker(GroupWorker):
                 continue
             try:
                 self.strategy.scores(order)
-            except Exception:  # the first rank has it too, and says it to whoever asked
+            except UserError:  # the first rank has it too, and says it to whoever asked
                 _log.exception("scores with the other ranks")
+            except Exception as error:
+                self._end_apart(error)
+                return
 
     async def close(self) -> None:
         for task in (self._scoring, self._following):
@@ -135,11 +145,21 @@ class RewardModelWorker(GroupWorker):
                 for _, answer in some:
                     if not answer.done():
                         answer.set_exception(error)
+                if self._orders is not None and self._orders.followers and not isinstance(error, UserError):
+                    self._end_apart(error)
+                    return
                 continue
             for (_, answer), score in zip(some, scores.tolist(), strict=True):
                 if not answer.done():
                     answer.set_result(score)
             await asyncio.sleep(0)
+
+    def _end_apart(self, error: Exception) -> None:
+        """Ends this process soon: what one rank alone failed in, such as an allocation, leaves the others waiting for it
+        in messages that the next scores would mix with. The group is then lost, and is restarted."""
+        self._apart = True
+        _log.error("this rank ends, because the others may wait for it", exc_info=error)
+        asyncio.get_running_loop().call_later(_APART_S, os._exit, 1)
 
     def _taken(self) -> list[tuple[IntArray, asyncio.Future[float | None]]]:
         some, self._waiting = self._waiting, []

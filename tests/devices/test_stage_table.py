@@ -12,10 +12,11 @@ from roll.devices.map import DeviceMap, make_map
 from roll.devices.stages import NEEDS, Level, StageTable, residency
 
 
-def mapped(executor: str, roles: dict[str, Any], *, reference: bool = False, gpus: int = 4) -> DeviceMap:
+def mapped(executor: str, roles: dict[str, Any], *, reference: bool = False, gpus: int = 4, **rest: Any) -> DeviceMap:
     inventory = Inventory.of([{"id": "", "cores": 8, "gpus": gpus, "memory_bytes": 1 << 36, "gpu_bytes": 1 << 36}])
-    config = Config.model_validate({"executor": executor, "roles": roles})
+    config = Config.model_validate({"executor": executor, "roles": roles, **rest})
     in_use = {"actor_train", "actor_infer", "rollout", "reward"} | ({"reference"} if reference else set())
+    in_use |= roles.keys() & {"reward_model"}
     return make_map(config, inventory, roles_in_use=in_use)
 
 
@@ -79,6 +80,13 @@ def test_only_the_ranks_beside_an_engine_leave() -> None:
         "train": {"actor_train0": "all", "actor_train1": "all", "actor_train2": "all", "actor_infer0": "none"},
         "publish": {"actor_train0": "all", "actor_train1": "weights", "actor_train2": "all", "actor_infer0": "weights"},
     }
+
+
+def test_the_ranks_of_a_reward_model_leave_together() -> None:
+    roles = {"actor_train": "1", "actor_infer": "2", "reward_model": {"model": "tiny", "devices": "0-1"}}
+    table = residency(mapped("ray", roles, reward="reward_model"), offload=True)
+    levels = {stage: {table.level(stage, "reward_model", rank) for rank in (0, 1)} for stage in table.stages}
+    assert levels == {"generate": {"all"}, "train": {"none"}, "publish": {"none"}}
 
 
 def test_an_engine_over_two_gpus_leaves_for_the_ranks_on_both() -> None:

@@ -242,6 +242,9 @@ def _summed(norm: Tensor, cut: tuple[DeviceMesh, tuple[int, ...]] | None) -> Ten
             squares = norm.square()
             dist.all_reduce(squares, group=mesh.get_group(dim))
             norm = squares.sqrt()
+    for dim in range(mesh.ndim):  # each replica has added by itself, perhaps in another order: all clip by one number
+        if dim not in dims and mesh.size(dim) > 1:
+            dist.all_reduce(norm, dist.ReduceOp.MAX, group=mesh.get_group(dim))
     return norm
 
 
