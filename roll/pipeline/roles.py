@@ -17,9 +17,10 @@ from roll.config.root import located, root_of
 from roll.config.schema import Config, SuperviseConfig
 from roll.devices.inventory import Inventory, Node, this_machine
 from roll.devices.job import SFT_ROLES, rlvr_roles
-from roll.devices.map import DeviceMap, make_map
+from roll.devices.map import SCORING_ROLES, DeviceMap, make_map
 from roll.devices.stages import StageTable, residency
 from roll.env.stats import EnvStats
+from roll.model.find import find_model
 from roll.pipeline.scoring import scorer_peaks, start_scorers
 from roll.pipeline.start import LEAST_SILENT_S, aside, met, watched
 from roll.reward import RewardSource
@@ -27,6 +28,7 @@ from roll.reward.stats import GraderStats
 from roll.rollout.pool import RolloutPool
 from roll.rollout.router import Router
 from roll.rollout.worker import RolloutWorker
+from roll.run.checkpoint import verify_model
 from roll.strategy.shelf import Level
 from roll.workers.critic import CriticWorker
 from roll.workers.env import EnvWorker
@@ -287,10 +289,21 @@ async def start_trainer(
         map = map or make_map(config, inventory_of(config, executor), roles_in_use=SFT_ROLES)
         stages = stages or residency(map, False)
         config = located(config)
+        await asyncio.to_thread(_verify_models, config, map)
         _reserve(config, executor, map, run)
         yield TrainRoles(executor, stages, await _start_actor(config, executor, map, stages), None, None)
     finally:
         await asyncio.shield(executor.close())
+
+
+def _verify_models(config: Config, map: DeviceMap) -> None:
+    """Refuses weights of a checkpoint that are not what a run wrote."""
+    own = {getattr(config.roles, role).model.path for role in SCORING_ROLES if role in map.roles}
+    for path in sorted({config.model.path} | own):
+        source = find_model(path)
+        for folder in (source.location, *source.adapters):
+            if folder is not None:
+                verify_model(Path(folder))
 
 
 def _reserve(config: Config, executor: Executor, map: DeviceMap, run: Path | None) -> None:
@@ -314,6 +327,7 @@ async def _start(
     graders = None if run is None else run / "graders.log"
     environments_log = None if run is None else run / "environments.log"
     places = {role: placement.places for role, placement in map.roles.items()}
+    await asyncio.to_thread(_verify_models, config, map)
     _reserve(config, executor, map, run)
 
     async def start(role: str, make: Callable[[Place], W]) -> Cluster[W]:

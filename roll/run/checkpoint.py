@@ -21,7 +21,8 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,10 @@ from roll.run.folder import RunFolder
 
 _MANIFEST = "manifest.json"
 _STATE = "state.json"
+_MODEL, _SHARDS = "model", "shards"
+"""The folders of a checkpoint that have the weights."""
+_READERS = 8
+"""Files that are hashed at the same time."""
 SCORE = "held_out_score"
 """What the best checkpoint has most of, where its state says it."""
 _NAME = re.compile(r"step-(\d{6,})|\.step-(\d{6,})\.old-\d+")
@@ -51,26 +56,49 @@ class Checkpoint:
 
     def verify(self) -> None:
         """Compare every file with its checksum; a damaged one is named, with what to do about it."""
-        manifest = _read_json(self.path, _MANIFEST)
-        try:
-            algorithm = str(manifest["algorithm"])
-            files = {str(name): (int(entry["bytes"]), str(entry["digest"])) for name, entry in manifest["files"].items()}
-            hashlib.new(algorithm)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise _damaged(self.path, _MANIFEST, "it is not a manifest") from error
-        if manifest.get("step") != self.step or _STATE not in files:
-            raise _damaged(self.path, _MANIFEST, f"it is not the manifest of step {self.step}")
-        for name, (size, digest) in files.items():
-            file = self.path / name
-            if not file.is_file():
-                raise _damaged(self.path, name, "it is missing")
-            if file.stat().st_size != size:
-                raise _damaged(self.path, name, f"it has {file.stat().st_size} bytes, not {size}")
-            if file_digest(file, algorithm) != digest:
-                raise _damaged(self.path, name, "its checksum is wrong")
-        found = {file.relative_to(self.path).as_posix() for file in _files(self.path) if _is_state(file)}
-        if unknown := sorted(found - files.keys()):
-            raise _damaged(self.path, unknown[0], f"{_MANIFEST} does not have it")
+        _verify(self.path, self.step)
+
+
+def verify_model(folder: Path) -> None:
+    """The same for the model folder of a checkpoint and the shards beside it, before a model is loaded from them. A
+    folder that is in no checkpoint has no checksums."""
+    path = folder.parent
+    if folder.name != _MODEL or not _NAME.fullmatch(path.name) or not (path / _MANIFEST).is_file():
+        return
+    try:
+        _verify(path, _step(path), (_MODEL, _SHARDS))
+    except _DamagedError as error:
+        others = [other for _, other in _whole(path.parent) if other != path]
+        instead = f"checkpoint of that run, such as {others[0] / _MODEL}" if others else "model"
+        raise UserError(f"model: {path / error.name} is damaged ({error.how}): write another {instead}") from error
+
+
+def _verify(path: Path, step: int, folders: Sequence[str] | None = None) -> None:
+    """Compares the files of a checkpoint, or those in some of its folders, with the manifest."""
+    manifest = _read_json(path, _MANIFEST)
+    try:
+        algorithm = str(manifest["algorithm"])
+        files = {str(name): (int(entry["bytes"]), str(entry["digest"])) for name, entry in manifest["files"].items()}
+        hashlib.new(algorithm)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _damaged(path, _MANIFEST, "it is not a manifest") from error
+    if manifest.get("step") != step or _STATE not in files:
+        raise _damaged(path, _MANIFEST, f"it is not the manifest of step {step}")
+    chosen = {name: each for name, each in files.items() if folders is None or name.split("/")[0] in folders}
+    for name, (size, _) in chosen.items():
+        file = path / name
+        if not file.is_file():
+            raise _damaged(path, name, "it is missing")
+        if file.stat().st_size != size:
+            raise _damaged(path, name, f"it has {file.stat().st_size} bytes, not {size}")
+    with ThreadPoolExecutor(_READERS) as readers:  # hashing leaves the interpreter's lock
+        found = readers.map(lambda name: file_digest(path / name, algorithm), chosen)
+        for name, digest in zip(chosen, found, strict=True):
+            if digest != chosen[name][1]:
+                raise _damaged(path, name, "its checksum is wrong")
+    states = {file.relative_to(path).as_posix() for file in _files(path) if _is_state(file)}
+    if unknown := sorted(states - files.keys()):
+        raise _damaged(path, unknown[0], f"{_MANIFEST} does not have it")
 
 
 class Saving:
