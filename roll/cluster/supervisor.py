@@ -142,8 +142,9 @@ class Supervisor:
         return task
 
     def fail(self, error: Exception) -> None:
-        _log.error("%s", error)
-        if not self.failed.done():
+        if self.failed.done():
+            _log.error("%s", error)  # the run ends with another one, and would say nothing of this
+        else:
             self.failed.set_exception(error)
         for watch in self._watches.values():
             watch.task.cancel()
@@ -305,7 +306,8 @@ class _Watch:
     def _wrong(self, state: State, error: RunError) -> None:
         self._why = str(error)
         self._enter(state)
-        _log.warning("%s", self._why)
+        # What is not restarted fails the calls of whoever uses it, who says so.
+        _log.log(logging.INFO if state == "gone" else logging.WARNING, "%s", self._why)
 
     def _enter(self, state: State) -> None:
         self._state, self._since_s = state, _now_s()

@@ -472,4 +472,9 @@ def _spare(
 
 
 def largest(parts: Iterable[Part]) -> Part:
-    return max(parts, key=lambda part: part.bytes)
+    """The largest; what several workers of a role have in the same pool is one part, of the role."""
+    found: dict[tuple[str, str], Part] = {}
+    for part in parts:
+        key = part.role, part.what
+        found[key] = Part(part.role, part.what, found[key].bytes + part.bytes) if key in found else part
+    return max(found.values(), key=lambda part: part.bytes)

@@ -187,7 +187,7 @@ def _remedy(config: Config, map: DeviceMap, stages: StageTable, model: Model, wo
             value = max(value // 2, least)
             if not estimate(map, stages, model, replace(work, **{size: value})).too_full():
                 return f"write {setting}={value}"
-    if (fewer := _fewer_workers(map, stages, model, work)) is not None:
+    if (fewer := _fewer_workers(config, map, stages, model, work)) is not None:
         return fewer
     if (more := _more_ranks(config, map, stages, model, work, part)) is not None:
         return more
@@ -232,16 +232,22 @@ def _over(config: Config, model: Model, role: str, shards: int) -> Model:
     return replace(model, shards={**model.shards, role: sizes})
 
 
-def _fewer_workers(map: DeviceMap, stages: StageTable, model: Model, work: Workload) -> str | None:
+def _fewer_workers(config: Config, map: DeviceMap, stages: StageTable, model: Model, work: Workload) -> str | None:
     """A role of which fewer workers would fit, the one with the most first."""
     for role, placement in sorted(map.roles.items(), key=lambda item: -len(item[1].workers)):
-        if placement.on_gpus or placement.mesh is not None:
-            continue  # as many as its devices make; and fewer ranks hold more each
-        count = len(placement.workers)
-        while count > 1:
-            count //= 2
-            less = replace(placement, workers=placement.workers[:count], places=placement.places[:count])
-            if not estimate(replace(map, roles={**map.roles, role: less}), stages, model, work).too_full():
+        if placement.on_gpus:
+            continue  # as many as its devices make
+        mesh, copies = placement.mesh, 1 if placement.mesh is None else placement.mesh.replicate
+        shards, sizes = len(placement.workers) // copies, model
+        while shards > 1:
+            shards //= 2
+            count = shards * copies
+            places = placement.places[:count]
+            if mesh is not None:  # fewer ranks hold more each
+                places = tuple(replace(place, mesh=replace(mesh, shard=shards)) for place in places)
+                sizes = _over(config, model, role, shards)
+            less = replace(placement, workers=placement.workers[:count], places=places)
+            if not estimate(replace(map, roles={**map.roles, role: less}), stages, sizes, work).too_full():
                 return f"write roles.{role}.replicas={count}"
     return None
 

@@ -489,7 +489,7 @@ def test_an_error_that_no_restart_mends_ends_it_as_itself(error: Exception, plac
 # without restart
 
 
-def test_without_restart_a_loss_is_reported_once_and_nothing_else_done() -> None:
+def test_without_restart_a_loss_is_reported_once_and_nothing_else_done(caplog: pytest.LogCaptureFixture) -> None:
     async def use(watched: Watched) -> None:
         for _ in range(2):
             await watched.kill(1, until_well_s=30)
@@ -514,6 +514,7 @@ def test_without_restart_a_loss_is_reported_once_and_nothing_else_done() -> None
         assert [rank for _, rank, _ in watched.lost] == [1, 0, 2, 2]
 
     watching(use, restart=False, policy=RestartPolicy(restarts=0))
+    assert not caplog.records, "what to say is the caller's too"
 
 
 def test_an_unwatched_role_is_left_alone_also_in_the_middle_of_a_restart() -> None:
@@ -656,12 +657,13 @@ def test_close_inside_a_callback(place: str) -> None:
     watching(use)
 
 
-def test_close_after_a_failure_keeps_the_failure() -> None:
+def test_close_after_a_failure_keeps_the_failure(caplog: pytest.LogCaptureFixture) -> None:
     async def use(watched: Watched) -> None:
         await watched.kill(0)
         error = await watched.error()
         await watched.supervisor.close()
         assert watched.supervisor.failed.exception() is error
+        assert str(error) not in [record.getMessage() for record in caplog.records], "who hears it says it"
 
     watching(use, policy=RestartPolicy(restarts=0))
 

@@ -488,6 +488,15 @@ def test_what_does_not_fit_is_said_with_what_to_write() -> None:
     value = int(full.rpartition("write roles.reward.replicas=")[2])
     check_memory(planned(box(), executor="ray", roles={"reward": {"replicas": value}}))
 
+    def over(ranks: int) -> dict[str, Any]:
+        return {"actor_train": {"strategy": "sharded", "replicas": ranks, "parallel": {"replicate": 2}}}
+
+    full = message(box(), roles=over(96))
+    assert "the largest part is actor_train's interpreter and libraries" in full
+    value = int(full.rpartition("write roles.actor_train.replicas=")[2])
+    assert value % 2 == 0
+    check_memory(planned(box(), roles=over(value)))
+
     full = message(box(gpus=1, gpu=0.01), executor="ray", train=FIXED)
     assert "choose a smaller model" in full
     assert "several GPUs for it in roles.actor_train.devices, over which it is sharded" in full
