@@ -2,8 +2,8 @@
 
 Three runs of the tiny model with a checkpoint every step, chosen by `--runs`: `roles` on Ray (two engines, two rollout
 workers, a grader and an environment worker, a trainer), `sharded-local` and `sharded-ray` (a trainer of two ranks). One
-worker is killed (SIGKILL) in the middle of a step. `recovery_s` is the time from the kill to the end of the first step
-that is on record after it, by kind; a step that was undone because the trainer died counts when it is made again.
+worker is killed (SIGKILL) during a step. `recovery_s` is the time from the kill to the end of the first step
+recorded after it, by kind; a step that was undone because the trainer died counts when the run has repeated it.
 `restart_s` is the same for the whole run: everything is killed, `roll train --resume` is started at once, and the first
 step it adds ends. `of_restart` is the ratio. Both contain one usual step, whose time is given too.
 """
@@ -120,7 +120,7 @@ class Run:
         return statistics.median(later - earlier for earlier, later in pairwise(latest))
 
     def settle_until(self, steps: int, seconds: float) -> None:
-        """Waits so many seconds, and then for some undisturbed steps."""
+        """Waits for `seconds`, and then for `steps` undisturbed steps."""
         time.sleep(seconds)
         self.settle(steps)
 
@@ -145,7 +145,7 @@ class Run:
 
 
 def measure(layout: Layout, folder: Path, repeats: int) -> dict[str, Any]:
-    """What the kills of a run and the start of it anew have cost."""
+    """Seconds that a run takes to recover from each kind of kill, and to start again as a whole."""
     run = Run(folder, layout.settings)
     run.start()
     try:
@@ -169,7 +169,7 @@ def measure(layout: Layout, folder: Path, repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--repeats", type=int, default=2, help="the median of so many kills of each kind")
+    options.add_argument("--repeats", type=int, default=2, help="kills of each kind, of which the median is reported")
     options.add_argument("--runs", default=",".join(LAYOUTS), help=f"some of {','.join(LAYOUTS)} (default: all)")
     args = options.parse_args()
     found: dict[str, dict[str, Any]] = {}

@@ -6,7 +6,7 @@
   turns; the best of each. Where others use the cores too, the CPU time of the busiest rank says more
   (`over_one_rank_in_cpu_time`), without what ranks wait for each other;
 - `over_single` (GPU): an update of a Qwen3-1.7B shape over FSDP of size 1 (NCCL), and its peak of memory, over those of
-  `single`, by turns, with eager layers and compiled ones;
+  `single`, measured alternately, with eager layers and compiled ones;
 - `offload` (GPU): the same trainer's shards and moments to host memory and back, beside plain copies of pinned memory;
 - `plan_error` (GPU): the peak of rank 0 of large worlds against what `roll plan` would say of the same micro-batch. The
   other ranks are not there: torch's fake process group runs this rank's own kernels and allocations without wires.
@@ -85,7 +85,7 @@ def main() -> None:
     has_gpu = torch.cuda.is_available()
     options.add_argument("--parts", default=",".join([*PARTS, *(GPU_PARTS if has_gpu else ())]), help="which to run")
     options.add_argument("--tokens", type=int, default=2048, help="tokens of a micro-batch on a rank of the CPU")
-    options.add_argument("--repeats", type=int, default=5, help="the best of so many is taken")
+    options.add_argument("--repeats", type=int, default=5, help="measurements, of which the best is reported")
     args = options.parse_args()
     parts = args.parts.split(",")
     if unknown := set(parts) - {*PARTS, *GPU_PARTS}:
@@ -140,7 +140,7 @@ def gradients() -> dict[str, Any]:
 
 
 def two_ranks(tokens: int, repeats: int) -> dict[str, Any]:
-    """One rank and two, by turns: each has micro-batches of so many tokens, two ranks together half as many of them."""
+    """Updates on one rank and on two, alternately, in micro-batches of up to `tokens` tokens."""
     batch = make_batch(4 * tokens, SHAPES["timed"].vocab_size)
     best, busiest = {1: float("inf"), 2: float("inf")}, {1: float("inf"), 2: float("inf")}
     settings = ("timed", batch, max(tokens, int(batch.lengths.max())))

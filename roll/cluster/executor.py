@@ -221,11 +221,16 @@ class LocalExecutor:
         return None if self._log_dir is None else self._log_dir / f"{place.role}-{place.rank}.log"
 
     async def _in_time(self, starts: Awaitable[Any], who: str) -> None:
-        limit = asyncio.timeout(self._start_s)
-        try:
-            async with limit:
-                await starts
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise RunError(f"{who} not started within {self._start_s:g} s (ray.start_deadline_s)") from None
+        await started_in_time(starts, self._start_s, who)
+
+
+async def started_in_time(starts: Awaitable[Any], seconds: float, who: str) -> None:
+    """Waits for a start, and says that `who` has not started when it takes longer."""
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            await starts
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise RunError(f"{who} not started within {seconds:g} s (ray.start_deadline_s)") from None

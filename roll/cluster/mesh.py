@@ -1,4 +1,4 @@
-"""How the ranks of one role lie to each other."""
+"""How the ranks of one role are arranged."""
 
 from __future__ import annotations
 

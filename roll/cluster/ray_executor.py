@@ -22,7 +22,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from roll.cluster.errors import CallTimedOut, WorkerDied
-from roll.cluster.executor import Handle
+from roll.cluster.executor import Handle, started_in_time
 from roll.cluster.ray_actor import RayHandle, Traffic, get_all, new_actor, reason
 from roll.cluster.ray_connection import NodeFacts, connect, node_facts
 from roll.cluster.worker import Place, Worker
@@ -193,15 +193,7 @@ class RayExecutor:
         return new
 
     async def _in_time(self, starts: Awaitable[Any], who: str) -> None:
-        seconds = self._config.start_deadline_s
-        limit = asyncio.timeout(seconds)
-        try:
-            async with limit:
-                await starts
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise RunError(f"{who} not started within {seconds:g} s (ray.start_deadline_s)") from None
+        await started_in_time(starts, self._config.start_deadline_s, who)
 
     async def fetch(self, batch: Batch) -> Batch:
         refs = [block.columns.ref for block in batch.blocks if isinstance(block.columns, Elsewhere)]

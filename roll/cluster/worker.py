@@ -102,7 +102,7 @@ class Place:
     gpus: tuple[int, ...] = ()
     """Its node's GPUs, by number; empty on a CPU."""
     mesh: MeshShape | None = None
-    """How the role's ranks lie to each other, where all of them together are one trainer: `rank` is then the rank in the
+    """How the role's ranks are arranged, where all of them together are one trainer: `rank` is then the rank in the
     mesh. Each of them needs a process of its own."""
 
     @property

@@ -56,7 +56,7 @@ class RolePlacement:
 
     @property
     def mesh(self) -> MeshShape | None:
-        """How its workers lie to each other, where they are the ranks of one sharded trainer."""
+        """How its workers are arranged, where they are the ranks of one sharded trainer."""
         return self.places[0].mesh
 
 

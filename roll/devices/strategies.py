@@ -38,7 +38,7 @@ def choose_strategy(role: str, wanted: RoleConfig, inventory: Inventory) -> str:
 
 
 def mesh_of(role: str, wanted: RoleConfig, ranks: int, on_gpus: bool) -> MeshShape:
-    """How the ranks of a sharded role lie to each other: replicas are runs of neighbouring ranks."""
+    """How the ranks of a sharded role are arranged: replicas are runs of neighbouring ranks."""
     replicate = wanted.parallel.replicate
     if ranks % replicate:
         possible = either([str(count) for count in range(1, ranks + 1) if ranks % count == 0])

@@ -35,6 +35,7 @@ class CriticWorker(GroupWorker):
 
     @property
     def strategy(self) -> ValueStrategy:
+        """What computes with this rank's share of the critic: there once the ranks have met."""
         assert self._strategy is not None, "the ranks of a role meet before they compute"
         return self._strategy
 

@@ -64,6 +64,7 @@ class RewardModelWorker(GroupWorker):
 
     @property
     def strategy(self) -> RewardStrategy:
+        """What computes with this rank's share of the model: there once the ranks have met."""
         assert self._strategy is not None, "the ranks of a role meet before they compute"
         return self._strategy
 

@@ -15,7 +15,7 @@ from roll.algorithm.streams import CreditSpec
 from roll.data.batch import Batch
 from roll.pipeline.launch import train
 from roll.pipeline.report import SilentReporter
-from roll.strategy.train import critic, single
+from roll.strategy.train import critic, policy
 
 STEPS = 2
 
@@ -32,7 +32,7 @@ def credits_of(path: Path, monkeypatch: pytest.MonkeyPatch, *settings: str) -> l
 
         return credited
 
-    monkeypatch.setattr(single, "token_credit", spy("actor"))
+    monkeypatch.setattr(policy, "token_credit", spy("actor"))
     monkeypatch.setattr(critic, "token_credit", spy("critic"))
     penalty = ("algorithm.kl_coef=0.5", "algorithm.kl_in=reward", "algorithm.kl_estimator=k1")
     several = ("rollout.filter=none", "train.lr=0.05", f"train.steps={STEPS}", "eval.samples=1", *settings)

@@ -27,7 +27,8 @@ from roll.transfer.shards import Shard, ShardedTensors
 
 
 def sharded_source(module: TrainModule, group: RankGroup, dtype: torch.dtype) -> ShardedTensors:
-    """The weights as they are now, to be published in `dtype`. Made anew for every version: all ranks call it."""
+    """The weights as they are now, to be published in `dtype`. Every version needs a new one, which
+    all ranks make together."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()  # a forward pass leaves the root's parameters gathered

@@ -16,13 +16,14 @@ LAYOUTS = {
     "four shards": MeshShape(shard=4),
     "two replicas of two": MeshShape(replicate=2, shard=2),
 }
+MESHES = {**LAYOUTS, "three shards": MeshShape(shard=3)}
 
 
 @pytest.fixture(scope="package")
 def launched() -> Iterator[Callable[[str], Ranks]]:
     """The ranks of a layout, started when they are asked for first."""
     with ExitStack() as open_ranks:
-        yield cache(lambda layout: open_ranks.enter_context(ranks_of(LAYOUTS[layout])))
+        yield cache(lambda layout: open_ranks.enter_context(ranks_of(MESHES[layout])))
 
 
 @pytest.fixture(params=LAYOUTS)
@@ -30,11 +31,22 @@ def ranks(request: pytest.FixtureRequest, launched: Callable[[str], Ranks]) -> R
     return launched(request.param)
 
 
-@pytest.fixture
+@pytest.fixture(scope="package")
 def two(launched: Callable[[str], Ranks]) -> Ranks:
     return launched("two shards")
 
 
-@pytest.fixture
+@pytest.fixture(scope="package")
 def four(launched: Callable[[str], Ranks]) -> Ranks:
     return launched("four shards")
+
+
+@pytest.fixture(scope="package")
+def three(launched: Callable[[str], Ranks]) -> Ranks:
+    """Which divide few sizes of a model: shards are padded."""
+    return launched("three shards")
+
+
+@pytest.fixture(scope="package")
+def replicas(launched: Callable[[str], Ranks]) -> Ranks:
+    return launched("two replicas of two")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -37,12 +36,6 @@ from tests.strategy.train.sharded.trainers import CONFIGS, SIZES
 from tests.strategy.train.test_single_strategy import make_batch
 
 CREDIT = CreditSpec(kind="gae")
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with ranks_of(MeshShape(shard=2)) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_moe"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3MoeConfig
 
-from roll.cluster.mesh import MeshShape
 from roll.config.errors import RunError
 from roll.config.schema import LoraConfig
 from roll.model import lora
@@ -32,7 +31,7 @@ from roll.transfer.layout import specs_of
 from roll.transfer.merged import published_tensors
 from roll.transfer.stream import Manifest, Receiver, Sender
 from roll.workers.offer import Meeting
-from tests.ranks import Ranks, ranks_of
+from tests.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -125,24 +124,6 @@ def publish(
     return manifest.digests, received, wrong
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with ranks_of(MeshShape(shard=2)) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with ranks_of(MeshShape(replicate=2, shard=2)) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
-    with ranks_of(MeshShape(shard=3)) as ranks:
-        yield ranks
-
-
 def assert_published(ranks: Ranks, wanted: Model, bucket_bytes: int, block: int = 1 << 22) -> None:
     expected = whole(wanted)
     names = specs_of(expected)
@@ -184,9 +165,9 @@ def test_two_ranks_publish_the_bytes_of_one_process(two: Ranks, wanted: Model, b
 @settings(deadline=None, max_examples=8)
 @given(wanted=models(), bucket_bytes=BUCKETS)
 def test_two_replicas_of_two_ranks_publish_the_bytes_of_one_process(
-    four: Ranks, wanted: Model, bucket_bytes: int
+    replicas: Ranks, wanted: Model, bucket_bytes: int
 ) -> None:
-    assert_published(four, wanted, bucket_bytes)
+    assert_published(replicas, wanted, bucket_bytes)
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -252,8 +233,10 @@ class Flip:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("tensor", ["model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
 @pytest.mark.parametrize("adapters", [0, 2])
-def test_the_tensor_of_a_damaged_shard_is_named(two: Ranks, four: Ranks, rank: int, tensor: str, adapters: int) -> None:
-    for ranks in (two, four):
+def test_the_tensor_of_a_damaged_shard_is_named(
+    two: Ranks, replicas: Ranks, rank: int, tensor: str, adapters: int
+) -> None:
+    for ranks in (two, replicas):
         _, _, wrong = ranks.run(publish, Model(rank=adapters), 200, 1 << 22, Flip(rank, tensor))[0]
         assert wrong == [tensor]
 
@@ -336,9 +319,9 @@ def broadcast(group: RankGroup, meeting: Meeting) -> None:
 
 
 @pytest.mark.parametrize("adapters", [0, 2])
-def test_ranks_broadcast_to_engines_of_other_processes(two: Ranks, four: Ranks, adapters: int) -> None:
+def test_ranks_broadcast_to_engines_of_other_processes(two: Ranks, replicas: Ranks, adapters: int) -> None:
     wanted = Model(rank=adapters, experts=4)
-    for ranks in (two, four):
+    for ranks in (two, replicas):
         manifest = ranks.run(offer, wanted, 500)[0]
         meeting = Meeting("127.0.0.1", BroadcastGroup.free_port(), {0: 1, 1: 2}, "gloo", 60.0)
         ranks.send(broadcast, meeting)

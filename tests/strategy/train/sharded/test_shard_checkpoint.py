@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from roll.algorithm import LossSpec
-from roll.cluster.mesh import MeshShape
 from roll.config.errors import RunError, UserError
 from roll.config.schema import LoraConfig, TrainConfig
 from roll.model import attention
@@ -40,24 +38,10 @@ from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.module import TrainModule, shard
 from roll.strategy.train.sharded.state import ShardedState
 from roll.strategy.train.single import SingleStrategy
-from tests.ranks import Ranks, ranks_of
+from tests.model.test_shard_loading import CONFIGS
+from tests.ranks import Ranks
 from tests.strategy.train.sharded.trainers import Groups, Job, make_batch, sharded_trainer
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 41,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-EXPERTS: dict[str, Any] = {"moe_intermediate_size": 12, "num_experts": 5, "num_experts_per_tok": 2, "head_dim": 8}
-CONFIGS = {
-    "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
-    "tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
-    "experts": Qwen3MoeConfig(**SIZES, **EXPERTS, decoder_sparse_step=1, tie_word_embeddings=False),
-}
 TRAIN = TrainConfig(lr=0.01, weight_decay=0.1, schedule="constant")
 LORA = LoraConfig(rank=3)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -121,24 +105,6 @@ def bits(optimizer: MasterAdamW) -> dict[str, Tensor]:
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with ranks_of(MeshShape(shard=2)) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def replicas() -> Iterator[Ranks]:
-    with ranks_of(MeshShape(replicate=2, shard=2)) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
-    with ranks_of(MeshShape(shard=3)) as ranks:
-        yield ranks
 
 
 def saves(
