@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +23,7 @@ def message(source: Any, overrides: list[str] | None = None) -> str:
     with pytest.raises(UserError) as caught:
         load_config(source, overrides or [])
     text = str(caught.value)
-    assert not [word for word in JARGON if word in text]
+    assert not [word for word in JARGON if re.search(rf"\b{word}\b", text)]
     return text
 
 
