@@ -178,7 +178,7 @@ class Trainer:
             self._strategy = SingleStrategy(model, character_tokenizer(), config, adapters=adapters)
         else:
             module = TrainModule(model)
-            shard(module, model.get_decoder(), group.mesh, torch.float32)
+            shard(module, model.get_decoder(), group.meshes, torch.float32)
             self._strategy = ShardedStrategy(ShardedModel(module, model, torch.float32, adapters=adapters), config, group)
 
     def update(self) -> float:

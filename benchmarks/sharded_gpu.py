@@ -28,7 +28,7 @@ from roll.strategy.train.footprint import PackedSize, Spans
 from roll.strategy.train.packing import pack
 from roll.strategy.train.policy import PolicyTrainer
 from roll.strategy.train.sharded.build import ShardedModel
-from roll.strategy.train.sharded.group import RankGroup, make_mesh, open_store
+from roll.strategy.train.sharded.group import Meshes, RankGroup, open_store
 from roll.strategy.train.sharded.module import TrainModule, shard
 from roll.strategy.train.sharded.strategy import ShardedStrategy
 from roll.strategy.train.single import SingleStrategy
@@ -180,7 +180,7 @@ class AloneGroup(RankGroup):
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=shape.ranks)
         self.rank, self.shape, self.device = 0, shape, device
-        self.mesh = make_mesh(shape, device.type)
+        self.meshes = Meshes(shape, device.type)
 
     def gathered(self, value: T) -> list[T]:
         return [value]
@@ -234,7 +234,7 @@ def sharded_trainer(config: PretrainedConfig, group: RankGroup, settings: dict[s
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.set_attn_implementation(attention.NAME)
     module = TrainModule(model)
-    shard(module, model.get_decoder(), group.mesh, DTYPE)
+    shard(module, model.get_decoder(), group.meshes, DTYPE)
     module._apply(lambda tensor: torch.empty_like(tensor, device=group.device) if tensor.is_meta else tensor)  # type: ignore[no-untyped-call]
     for part in model.modules():
         for name, buffer in part.named_buffers(recurse=False):

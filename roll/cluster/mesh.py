@@ -1,4 +1,13 @@
-"""How the ranks of one role are arranged."""
+"""How the ranks of one role are arranged.
+
+    replicate   copies of the parameters
+    shard       parameters are cut over these ranks (FSDP), and each trains on samples of its own
+    context     the ranks of one `context` hold parts of the rows of the same samples, and cut parameters like `shard`
+    tensor      the ranks of one `tensor` hold parts of each layer, and compute the same rows
+    expert      experts are divided over so many of the ranks of a copy; what is left of these cuts each expert
+
+Ranks are numbered with `tensor` fastest, then `context`, `shard` and `replicate`: those that talk most are neighbours.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +16,50 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MeshShape:
-    """How many ranks each dimension of the mesh has. Parameters are cut over `shard` and repeated over `replicate`: with
-    four ranks and two replicas, ranks 0 and 1 hold the first copy of the weights, ranks 2 and 3 the second."""
+    """How many ranks each dimension of the mesh has; `expert` regroups the ranks of the others.
+
+    Example: with four ranks and two replicas, ranks 0 and 1 hold the first copy of the weights, ranks 2 and 3 the second.
+    """
 
     replicate: int = 1
     shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.copy % self.expert == 0, f"{self.copy} ranks of a copy cannot be divided over {self.expert} experts"
 
     @property
     def ranks(self) -> int:
+        return self.replicate * self.copy
+
+    @property
+    def copy(self) -> int:
+        """Ranks that hold one copy of the parameters together."""
+        return self.shard * self.context * self.tensor
+
+    @property
+    def data(self) -> int:
+        """Over how many parts samples are spread."""
         return self.replicate * self.shard
+
+    @property
+    def cuts(self) -> int:
+        """Ranks over which FSDP cuts a parameter that is no expert's."""
+        return self.shard * self.context
+
+    @property
+    def expert_cuts(self) -> int:
+        """Ranks over which FSDP cuts an expert's parameter."""
+        return self.copy // self.expert
+
+    def data_rank(self, rank: int) -> int:
+        """Which part of the samples a rank computes."""
+        return rank // (self.context * self.tensor)
 
     def __str__(self) -> str:
         shards = f"{self.shard} shard" + ("" if self.shard == 1 else "s")
-        return f"{self.replicate} replicas of {shards}" if self.replicate > 1 else shards
+        named = {"context": self.context, "tensor": self.tensor, "expert": self.expert}
+        more = "".join(f", {name} {count}" for name, count in named.items() if count > 1)
+        return (f"{self.replicate} replicas of {shards}" if self.replicate > 1 else shards) + more

@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 from roll.config import shape
 from roll.config.document import Path
 from roll.config.names import either, near
+from roll.config.workers import RolesConfig
 
 _SAID_BY_TYPE = re.compile(r".*_(type|parsing|parsing_size|from_float)$|(greater|less)_than(_equal)?$")
 _VALUE_CHARS = 60
@@ -44,7 +45,10 @@ def bare(value: Any) -> str:
     return value if isinstance(value, str) and value else shown(value)
 
 
-RENAMED = {"run.keep_checkpoints": "run.keep.checkpoints"}
+RENAMED = {
+    "run.keep_checkpoints": "run.keep.checkpoints",
+    **{f"roles.{role}.tensor_parallel": f"roles.{role}.parallel.tensor" for role in RolesConfig.model_fields},
+}
 """Settings that have another name now."""
 
 

@@ -10,11 +10,20 @@ from roll.config.section import Count, Devices, NonNegative, Positive, Section, 
 
 
 class ParallelConfig(Section):
-    """How the ranks of a sharded trainer divide the model and the work; dimensions not written are 1, and what they leave
-    shards the parameters."""
+    """How devices divide the model and the work; dimensions not written are 1. Of a sharded trainer, the devices that
+    they leave shard the parameters."""
 
     replicate: Count = 1
-    """Copies of the parameters, each cut over its part of the ranks: less traffic between them, more memory per rank."""
+    """Copies of a trainer's parameters, each cut over its part of the ranks: less traffic between them, more memory per
+    rank."""
+    context: Count = 1
+    """Ranks of a trainer that divide the rows of each micro-batch: for sequences too long for one. Divides the number of
+    attention heads."""
+    tensor: Count = 1
+    """Devices that divide each layer: of a trainer for layers too wide for one, of a vLLM engine for models too large for
+    one. Divides the numbers of attention heads, of key-value heads and of words."""
+    expert: Count = 1
+    """Ranks of a trainer that divide the experts of each layer; divides the ranks of a copy."""
     cpu_offload: bool = False
     """Whether parameters, gradients and moments stay in host memory throughout. Each layer is copied to the GPU when it
     computes, and the optimizer steps on the CPU: slow, for models whose shards do not fit. On CPUs it changes nothing."""
@@ -36,8 +45,6 @@ class RoleConfig(Section):
     """How the role computes: `single` trains on one device, `sharded` on several together; `native` is the embedded
     engine, `vllm` is vLLM. `auto` shards a trainer for which several GPUs are written."""
     parallel: ParallelConfig = ParallelConfig()
-    tensor_parallel: Count = 1
-    """Devices that hold one copy of the weights together; above 1 needs `strategy: vllm`."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """More arguments of a vLLM engine, by vLLM's names, such as `{quantization: fp8}`."""
 

@@ -264,12 +264,12 @@ def _gpu_workers(role: str, wanted: RoleConfig, strategy: str, gpus: tuple[Devic
                 f"roles.{role}.devices={format_devices(gpus[:1], inventory)}"
             )
         return [gpus]
-    size = wanted.tensor_parallel
+    size = wanted.parallel.tensor
     workers = _cut(gpus, len(gpus) // size) if len(gpus) % size == 0 else None
     if workers is None:
         raise UserError(
-            f"roles.{role}.tensor_parallel is {size}, but the GPU(s) {format_devices(gpus, inventory)} do not make "
-            f"workers of {size} on one node: write other roles.{role}.devices, or roles.{role}.tensor_parallel=1"
+            f"roles.{role}.parallel.tensor is {size}, but the GPU(s) {format_devices(gpus, inventory)} do not make "
+            f"workers of {size} on one node: write other roles.{role}.devices, or roles.{role}.parallel.tensor=1"
         )
     if wanted.replicas not in (0, len(workers)):
         each = "one GPU" if size == 1 else f"{size} GPUs"

@@ -90,7 +90,7 @@ def sharded_peak(
     Example: `sharded_peak(AutoConfig.from_pretrained(path), MeshShape(1, 64), 24_576).bytes / 2**30`
     """
     size = rows if isinstance(rows, PackedSize) else PackedSize(rows, rows, (Spans(rows, 1, 1),))
-    sizes = shard_sizes(shape, mesh.shard, purpose, adapters)
+    sizes = shard_sizes(shape, mesh.cuts, purpose, adapters)
     model = ModelShape.of_classifier(shape) if purpose == "scorer" else ModelShape.of(shape, adapters)
     footprint = Footprint(model, dtype, device, compiled)
     state = sharded_state(sizes, dtype, purpose, optimizer)
@@ -338,7 +338,7 @@ def _workers(map: DeviceMap, hosts: Mapping[int, Pool]) -> list[_Worker]:
                 home = hosts[device.node]
                 pool = gpu(map.inventory, device.node, device.index) if device.kind == "gpu" else home
                 together = len(devices) if placement.on_gpus else 1
-                ranks = 1 if placement.mesh is None else placement.mesh.ranks
+                ranks = 1 if placement.mesh is None else placement.mesh.data
                 worker = _Worker(
                     place.role, place.name, place.rank, device.kind, pool, home, placement.strategy, together, ranks
                 )
@@ -385,7 +385,7 @@ def _beside(worker: _Worker, model: Model) -> Sizes:
 def _vllm_cache(role: str, shape: PretrainedConfig, dtype: torch.dtype, work: Workload) -> int:
     """Of all devices that hold it together."""
     written = work.engines.get(role, RoleConfig())
-    context, together = written.context_within(longest_sequence(shape)), written.tensor_parallel
+    context, together = written.context_within(longest_sequence(shape)), written.parallel.tensor
     planned = vllm_cache(shape, dtype.itemsize, context, work.running, work.response, together)
     return together * int(written.engine_args.get("kv_cache_memory_bytes", planned))
 

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from roll.config.errors import UserError
 from roll.config.schema import Config
+from roll.devices.division import check_divides
 from roll.devices.inventory import Inventory, this_machine
 from roll.devices.job import Job
 from roll.devices.map import SCORING_ROLES, DeviceMap, RolePlacement, make_map
@@ -118,7 +119,8 @@ def _shards(
     for role, placed in map.roles.items():
         if placed.mesh is not None:
             of = own[role][0] if role in own else shape
-            found[role] = shard_sizes(of, placed.mesh.shard, PURPOSES[role], config.model.adapters)
+            check_divides(role, placed.mesh, of)
+            found[role] = shard_sizes(of, placed.mesh.cuts, PURPOSES[role], config.model.adapters)
     return found
 
 
@@ -219,7 +221,7 @@ def _more_ranks(
     placed = map.roles.get(part.role)
     if placed is None or placed.mesh is None or not placed.on_gpus:
         return None
-    shards = placed.mesh.shard
+    shards = placed.mesh.cuts
     while (shards := 2 * shards) <= MOST_RANKS:
         if not estimate(map, stages, _over(config, model, part.role, shards), work).too_full():
             return f"write {shards * placed.mesh.replicate} GPUs or more in roles.{part.role}.devices"

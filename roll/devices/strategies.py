@@ -24,7 +24,7 @@ def choose_strategy(role: str, wanted: RoleConfig, inventory: Inventory) -> str:
     strategy = _auto(role, wanted, inventory) if wanted.strategy == "auto" else wanted.strategy
     if strategy in possible:
         _check_vllm_alone(role, wanted, strategy)
-        _check_sharded_alone(role, wanted, strategy)
+        _check_parallel(role, wanted, strategy)
         return strategy
     if not possible[0]:
         raise UserError(
@@ -38,17 +38,35 @@ def choose_strategy(role: str, wanted: RoleConfig, inventory: Inventory) -> str:
 
 
 def mesh_of(role: str, wanted: RoleConfig, ranks: int, on_gpus: bool) -> MeshShape:
-    """How the ranks of a sharded role are arranged: replicas are runs of neighbouring ranks."""
-    replicate = wanted.parallel.replicate
-    if ranks % replicate:
-        possible = either([str(count) for count in range(1, ranks + 1) if ranks % count == 0])
-        larger = (ranks // replicate + 1) * replicate
+    """How the ranks of a sharded role are arranged; what the dimensions that are written leave shards the parameters."""
+    asked = wanted.parallel
+    taken = asked.replicate * asked.context * asked.tensor
+    if ranks % taken:
+        written = [f"{name}={count}" for name, count in asked if name in _DIVIDING and count > 1]
+        larger = (ranks // taken + 1) * taken
         more = f"{larger} devices in roles.{role}.devices" if on_gpus else f"roles.{role}.replicas={larger}"
+        if len(written) == 1:
+            name = written[0].partition("=")[0]
+            possible = either([str(count) for count in range(1, ranks + 1) if ranks % count == 0])
+            raise UserError(
+                f"roles.{role}.parallel.{name} is {taken}, but its {_ranks(ranks)} cannot be divided into {taken} equal "
+                f"parts: write roles.{role}.parallel.{name}={possible}, or {more}"
+            )
         raise UserError(
-            f"roles.{role}.parallel.replicate is {replicate}, but its {_ranks(ranks)} cannot be divided into {replicate} "
-            f"equal copies: write roles.{role}.parallel.replicate={possible}, or {more}"
+            f"roles.{role}.parallel has {', '.join(written)}, together {taken}, which does not divide its {_ranks(ranks)}"
+            f": write other numbers, or {more}"
         )
-    return MeshShape(replicate, ranks // replicate)
+    copy = ranks // asked.replicate
+    if copy % asked.expert:
+        possible = either([str(count) for count in range(1, copy + 1) if copy % count == 0])
+        raise UserError(
+            f"roles.{role}.parallel.expert is {asked.expert}, which does not divide the {_ranks(copy)} that hold a copy "
+            f"of the parameters: write roles.{role}.parallel.expert={possible}"
+        )
+    return MeshShape(asked.replicate, ranks // taken, asked.context, asked.tensor, asked.expert)
+
+
+_DIVIDING = ("replicate", "context", "tensor")
 
 
 def _auto(role: str, wanted: RoleConfig, inventory: Inventory) -> str:
@@ -64,14 +82,6 @@ def _check_vllm_alone(role: str, wanted: RoleConfig, strategy: str) -> None:
     if strategy == "vllm":
         return
     other = f", or roles.{role}.strategy=vllm" if role in INFER_ROLES else ""
-    if wanted.tensor_parallel > 1:
-        reason = f"strategy {strategy} keeps the whole model on one device" if strategy else f"{role} has no model"
-        if strategy == "sharded":
-            reason = "strategy sharded cuts the parameters over all its ranks and splits no layer"
-        raise UserError(
-            f"roles.{role}.tensor_parallel is {wanted.tensor_parallel}, but {reason}: "
-            f"write roles.{role}.tensor_parallel=1{other}"
-        )
     if wanted.engine_args:
         raise UserError(
             f"roles.{role}.engine_args has {next(iter(wanted.engine_args))!r}, but {role} is not computed by vLLM: "
@@ -79,22 +89,29 @@ def _check_vllm_alone(role: str, wanted: RoleConfig, strategy: str) -> None:
         )
 
 
-def _check_sharded_alone(role: str, wanted: RoleConfig, strategy: str) -> None:
-    """Refuses what only a sharded trainer reads where the role computes otherwise."""
+def _check_parallel(role: str, wanted: RoleConfig, strategy: str) -> None:
+    """Refuses dimensions that the role's strategy does not have."""
     if strategy == "sharded":
         return
     defaults = dict(ParallelConfig())
-    written = next((key for key, value in wanted.parallel if value != defaults[key]), None)
+    known = ("tensor",) if strategy == "vllm" else ()
+    written = next((key for key, value in wanted.parallel if value != defaults[key] and key not in known), None)
     if written is None:
         return
     got = f"roles.{role}.parallel.{written} is {str(getattr(wanted.parallel, written)).lower()}"
-    if role in INFER_ROLES:
-        raise UserError(
-            f"{got}, but {role} generates, and each of its workers is an engine with a copy of the model: remove "
-            f"roles.{role}.parallel; more devices or roles.{role}.replicas give more engines"
-        )
     if not strategy:
         raise UserError(f"{got}, but {role} has no model: remove roles.{role}.parallel")
+    if strategy == "native":
+        several = f"write roles.{role}.strategy=vllm, or " if written == "tensor" else ""
+        raise UserError(
+            f"{got}, but strategy native keeps the whole model on one device: {several}remove "
+            f"roles.{role}.parallel; more devices or roles.{role}.replicas give more engines"
+        )
+    if strategy == "vllm":
+        raise UserError(
+            f"{got}, but an engine divides layers alone: remove roles.{role}.parallel.{written}; parallel.tensor is "
+            f"how many GPUs hold a copy, and more devices or roles.{role}.replicas give more engines"
+        )
     raise UserError(
         f"{got}, but strategy {strategy} computes on one device: write roles.{role}.strategy=sharded, or remove "
         f"roles.{role}.parallel"

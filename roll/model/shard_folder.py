@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from roll.config.errors import RunError
 from roll.model.find import SHARDS_INDEX
+from roll.model.shard_box import Box
 
 MASTER, FROZEN = "master/", "model/"
 
@@ -56,14 +57,8 @@ class ShardFolder:
     def whole(self, name: str) -> Tensor:
         return self._read(name, (0,) * len(self.shape(name)), self.shape(name))
 
-    def part(self, name: str, dim: int, begin: int, end: int) -> Tensor:
-        """A range of one dimension; all of a tensor that has none."""
-        shape = self.shape(name)
-        if not shape:
-            return self.whole(name)
-        offsets = tuple(begin if each == dim else 0 for each in range(len(shape)))
-        sizes = tuple(end - begin if each == dim else size for each, size in enumerate(shape))
-        return self._read(name, offsets, sizes)
+    def part(self, name: str, box: Box) -> Tensor:
+        return self._read(name, tuple(each.start for each in box), tuple(each.stop - each.start for each in box))
 
     def _read(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         saved = self._tensors[name]
@@ -130,8 +125,8 @@ class ShardedWeights:
     def whole(self, name: str) -> Tensor:
         return self._as_served(name, self._shards.whole(self._names[name]))
 
-    def part(self, name: str, dim: int, begin: int, end: int) -> Tensor:
-        return self._as_served(name, self._shards.part(self._names[name], dim, begin, end))
+    def part(self, name: str, box: Box) -> Tensor:
+        return self._as_served(name, self._shards.part(self._names[name], box))
 
     def _as_served(self, name: str, tensor: Tensor) -> Tensor:
         return tensor.to(self.dtype(name))

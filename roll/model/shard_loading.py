@@ -20,12 +20,13 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from roll.config.errors import UserError
 from roll.model.find import shards_of
 from roll.model.lora import without_adapters
+from roll.model.shard_box import Box, local_box
 from roll.model.shard_folder import ShardedWeights
 
 _INDEX, _FILE = "model.safetensors.index.json", "model.safetensors"
@@ -38,9 +39,7 @@ class Tensors(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def part(self, name: str, dim: int, begin: int, end: int) -> Tensor:
-        """A range of one dimension; all of a tensor that has none."""
-        ...
+    def part(self, name: str, box: Box) -> Tensor: ...
 
 
 class SafeFolder:
@@ -74,12 +73,10 @@ class SafeFolder:
         tensor: Tensor = self._file(self._files[name]).get_tensor(name)
         return tensor
 
-    def part(self, name: str, dim: int, begin: int, end: int) -> Tensor:
-        """A range of one dimension; all of a tensor that has none."""
-        if not self.shape(name):
+    def part(self, name: str, box: Box) -> Tensor:
+        if not box:
             return self.whole(name)
-        span = (slice(None),) * dim + (slice(begin, end),)
-        tensor: Tensor = self._file(self._files[name]).get_slice(name)[span]
+        tensor: Tensor = self._file(self._files[name]).get_slice(name)[box]
         return tensor
 
     def _file(self, name: str) -> Any:
@@ -167,33 +164,16 @@ def _sources(model: PreTrainedModel, files: SafeFolder, targets: dict[str, Tenso
     return found
 
 
-def _narrow(whole: Tensor, dim: int, begin: int, end: int) -> Tensor:
-    return whole.narrow(dim, begin, end - begin) if whole.ndim else whole
+def _narrow(whole: Tensor, box: Box) -> Tensor:
+    return whole[box]
 
 
 def _converted(tensors: dict[str, Any]) -> dict[str, Tensor]:
     return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in tensors.items()}
 
 
-def _copy(target: Tensor, part: Callable[[int, int, int], Tensor]) -> None:
-    """Copies this rank's range of a tensor, or all of it where every rank has the whole."""
-    if not isinstance(target, DTensor):
-        target.copy_(part(0, 0, target.shape[0] if target.ndim else 1))
-        return
-    local = target.to_local()
-    dim, begin, end = local_range(target)
-    if begin < end:
-        local.copy_(part(dim, begin, end))
-
-
-def local_range(tensor: DTensor) -> tuple[int, int, int]:
-    """The dimension that a tensor is cut in, and where this rank's range of it begins and ends."""
-    cuts = [(axis, each) for axis, each in enumerate(tensor.placements) if not isinstance(each, Replicate)]
-    if not cuts:
-        return 0, 0, tensor.shape[0]
-    ((axis, placement),) = cuts
-    assert isinstance(placement, Shard), f"a tensor is cut as {placement}, of which no range is known"
-    size, ranks = tensor.shape[placement.dim], tensor.device_mesh.size(axis)
-    each = -(-size // ranks)
-    begin = min(each * tensor.device_mesh.get_local_rank(axis), size)
-    return placement.dim, begin, min(begin + each, size)
+def _copy(target: Tensor, part: Callable[[Box], Tensor]) -> None:
+    """Copies this rank's part of a tensor, or all of it where every rank has the whole."""
+    local = target.to_local() if isinstance(target, DTensor) else target
+    if local.numel():
+        local.copy_(part(local_box(target)))

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from roll.config.errors import UserError
 from roll.model.lora import CONFIG_FILE, WEIGHTS_FILE, base_name, rows_of_delta, without_adapters
-from roll.model.shard_loading import local_range
+from roll.model.shard_box import local_box
 
 _REFUSED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias")
 """What adapters of other makers may have beyond A and B with one scale."""
@@ -37,10 +37,10 @@ def merge_shards(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> No
             if ".lora_A." not in key:
                 continue
             target = parameters[base_name(key)]
-            dim, begin, end = local_range(target) if isinstance(target, DTensor) else (0, 0, target.shape[0])
-            assert dim == 0, "the matrices of linear layers are cut by rows"
-            if begin == end:
-                continue
-            a, b = file.get_tensor(key), file.get_tensor(key.replace(".lora_A.", ".lora_B."))
             local = target.to_local() if isinstance(target, DTensor) else target
-            local.copy_(local.to(dtype) + rows_of_delta(a, b, scale, begin, end).to(local.device, dtype))
+            if not local.numel():
+                continue
+            rows, columns = local_box(target)
+            a, b = file.get_tensor(key), file.get_tensor(key.replace(".lora_A.", ".lora_B."))
+            delta = rows_of_delta(a, b, scale, rows.start, rows.stop)[:, columns]
+            local.copy_(local.to(dtype) + delta.to(local.device, dtype))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -28,13 +29,16 @@ BLOCK_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's part of a tensor: the range [begin, end) of dimension `dim`."""
+    """A rank's part of a tensor, which is seen as a matrix: some of its rows, and of each the same columns.
 
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    dim: int
-    begin: int
-    end: int
+    Example: of a [4, 8, 2] tensor whose second dimension is cut in two, the second rank has the columns 8 to 15 of the
+    rows of [4, 16].
+    """
+
+    width: int
+    """Elements of a row of the whole tensor."""
+    rows: slice
+    columns: slice
     dtype: torch.dtype
     """That the tensor is served in."""
     read: Callable[[int, int], Tensor]
@@ -42,44 +46,79 @@ class Shard:
     to the served one where they are used, so that no more of them are cast than are needed."""
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], dim: int, begin: int, values: Tensor, dtype: torch.dtype | None = None) -> Shard:
-        """The shard with these values, contiguous, served in their own precision or another."""
+    def of(
+        cls, shape: tuple[int, ...], box: tuple[slice, ...], values: Tensor, dtype: torch.dtype | None = None
+    ) -> Shard:
+        """The shard with these values, contiguous, which are a box of the whole tensor, served in their own precision or
+        another."""
         flat = values.detach().view(-1)
-        extent = values.shape[dim] if values.ndim else 1
-        return cls(shape, dim, begin, begin + extent, dtype or values.dtype, lambda start, end: flat[start:end])
+        return cls.reading(shape, box, dtype or values.dtype, lambda start, end: flat[start:end])
 
     @classmethod
-    def empty(cls, shape: tuple[int, ...], dtype: torch.dtype) -> Shard:
+    def reading(
+        cls, shape: tuple[int, ...], box: tuple[slice, ...], dtype: torch.dtype, read: Callable[[int, int], Tensor]
+    ) -> Shard:
+        """The shard of a box of the whole tensor."""
+        cut = [dim for dim, each in enumerate(box) if (each.start, each.stop) != (0, shape[dim])]
+        last = cut[-1] if cut else 0
+        inner = prod(shape[last + 1 :])
+        columns = slice(box[last].start * inner, box[last].stop * inner) if box else slice(0, 1)
+        first = cut[0] if len(cut) > 1 else last
+        assert cut in ([], [last], [0, last]), f"a tensor of {shape} is cut in the dimensions {cut}"
+        between = prod(shape[first + 1 : last])
+        rows = slice(box[0].start * between, box[0].stop * between) if len(cut) > 1 else slice(0, prod(shape[:last]))
+        return cls(prod(shape[last:]), rows, columns, dtype, read)
+
+    @classmethod
+    def empty(cls, dtype: torch.dtype) -> Shard:
         """The shard of a rank that contributes nothing."""
-        return cls(shape, 0, 0, 0, dtype, lambda start, end: torch.empty(0, dtype=dtype))
+        return cls(1, slice(0, 0), slice(0, 0), dtype, lambda start, end: torch.empty(0, dtype=dtype))
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
         """The part as runs of elements that follow each other in the whole tensor: the byte where each starts there, and
-        its elements in the served precision. They are made one at a time."""
-        for first, count, own in self._runs(0, torch.Size(self.shape).numel()):
-            yield first * self.dtype.itemsize, self.read(own, own + count).to(self.dtype)
+        its elements in the served precision, with zeros for those between them that other ranks have. They are made one
+        at a time."""
+        size = self.columns.stop - self.columns.start
+        for first, rows, start, count in self._blocks(0, self.rows.stop * self.width):
+            found = self.read(start, start + rows * count).to(self.dtype)
+            if rows > 1:
+                padded = found.new_zeros(rows, self.width)
+                padded[:, :size] = found.view(rows, size)
+                found = padded.view(-1)[: (rows - 1) * self.width + size]
+            yield first * self.dtype.itemsize, found
 
     def copy_span(self, span: Span, bucket: Tensor) -> None:
         """Copies what the rank has of the span's bytes to their place in the bucket."""
         itemsize = self.dtype.itemsize
         begin, end = span.start // itemsize, (span.start + span.size) // itemsize
-        for first, count, own in self._runs(begin, end):
-            at = span.offset + first * itemsize - span.start
-            bucket[at : at + count * itemsize].view(self.dtype).copy_(self.read(own, own + count))
+        target = bucket[span.offset : span.offset + span.size].view(self.dtype)
+        for first, rows, start, count in self._blocks(begin, end):
+            found = self.read(start, start + rows * count).view(rows, count)
+            strided = target.as_strided((rows, count), (self.width, 1), target.storage_offset() + first - begin)
+            strided.copy_(found)
 
-    def _runs(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """What the part has of the whole tensor's elements [begin, end): for every run its first element there, its
-        length, and its first element in the part's own order. Of a tensor that is cut in its first dimension there is
-        one run, of another one for each index of the dimensions before; long ones are cut."""
-        shape = self.shape or (1,)
-        inner = torch.Size(shape[self.dim + 1 :]).numel()
-        row, lead, size = shape[self.dim] * inner, self.begin * inner, (self.end - self.begin) * inner
-        if not size or begin >= end:
+    def _blocks(self, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+        """What the part has of the whole tensor's elements [begin, end), in blocks of equal runs in neighbouring rows: a
+        block's first element there, its rows, its first element in the part's own order, and the length of its runs. Of a
+        row that begins or ends within the range there is a block of its own; long ones are cut."""
+        lead, size = self.columns.start, self.columns.stop - self.columns.start
+        if not size:
             return
-        for outer in range(begin // row, -(-end // row)):
-            first, last = max(begin, outer * row + lead), min(end, outer * row + lead + size)
-            for start in range(first, last, BLOCK_ELEMENTS):
-                yield start, min(BLOCK_ELEMENTS, last - start), outer * size + start - outer * row - lead
+        row, last = max(self.rows.start, begin // self.width), min(self.rows.stop, -(-end // self.width))
+        most = max(1, BLOCK_ELEMENTS // self.width)
+        while row < last:
+            at = row * self.width + lead
+            own = (row - self.rows.start) * size
+            whole = min(last, (end - lead - size) // self.width + 1) - row  # rows whose columns are all before the end
+            if at >= begin and whole > 0 and size <= BLOCK_ELEMENTS:
+                rows = min(whole, most)
+                yield at, rows, own, size
+                row += rows
+                continue
+            first, stop = max(at, begin), min(at + size, end)
+            for start in range(first, stop, BLOCK_ELEMENTS):
+                yield start, 1, own + start - at, min(BLOCK_ELEMENTS, stop - start)
+            row += 1
 
 
 class ShardedTensors:

@@ -97,7 +97,7 @@ def test_one_process_uses_the_trainers_gpu_for_the_engine() -> None:
 
 
 def test_engines_of_vllm_hold_their_weights_on_several_gpus_together() -> None:
-    engines = {"devices": "2-7", "strategy": "vllm", "tensor_parallel": 2}
+    engines = {"devices": "2-7", "strategy": "vllm", "parallel": {"tensor": 2}}
     made = mapped(EIGHT, roles={"actor_infer": engines})
     assert numbers(made, "actor_infer") == [[(0, 2), (0, 3)], [(0, 4), (0, 5)], [(0, 6), (0, 7)]]
     assert [(place.device, place.gpus) for place in made.roles["actor_infer"].places] == [
@@ -109,7 +109,7 @@ def test_engines_of_vllm_hold_their_weights_on_several_gpus_together() -> None:
 
 
 def test_engines_on_several_gpus_may_lie_beside_other_roles() -> None:
-    engines = {"strategy": "vllm", "tensor_parallel": 2}
+    engines = {"strategy": "vllm", "parallel": {"tensor": 2}}
     beside_single = mapped(EIGHT, roles={"actor_infer": engines})
     assert numbers(beside_single, "actor_infer")[0] == [(0, 0), (0, 1)]
     assert beside_single.kind == "partly shared"
@@ -266,18 +266,22 @@ def test_process_roles_go_where_their_cores_are() -> None:
         ),
         (
             EIGHT,
-            {"roles": {"actor_infer": {"tensor_parallel": 2}}},
-            ["tensor_parallel is 2", "native keeps the whole model on one device", "tensor_parallel=1"],
+            {"roles": {"actor_infer": {"parallel": {"tensor": 2}}}},
+            [
+                "parallel.tensor is 2",
+                "native keeps the whole model on one device",
+                "roles.actor_infer.strategy=vllm",
+            ],
         ),
-        (CPU, {"roles": {"rollout": {"tensor_parallel": 2}}}, ["rollout has no model"]),
+        (CPU, {"roles": {"rollout": {"parallel": {"tensor": 2}}}}, ["rollout has no model"]),
         (
             EIGHT,
-            {"roles": {"actor_infer": {"devices": "0-4", "strategy": "vllm", "tensor_parallel": 2}}},
-            ["tensor_parallel is 2, but the GPU(s) 0-4 do not make workers of 2 on one node"],
+            {"roles": {"actor_infer": {"devices": "0-4", "strategy": "vllm", "parallel": {"tensor": 2}}}},
+            ["parallel.tensor is 2, but the GPU(s) 0-4 do not make workers of 2 on one node"],
         ),
         (
             EIGHT,
-            {"roles": {"actor_infer": {"devices": "0-3", "strategy": "vllm", "tensor_parallel": 2, "replicas": 4}}},
+            {"roles": {"actor_infer": {"devices": "0-3", "strategy": "vllm", "parallel": {"tensor": 2}, "replicas": 4}}},
             ["replicas is 4, but its 4 GPU(s) make 2 worker(s) of 2 GPUs each", "write 8 device(s)"],
         ),
         (
@@ -494,7 +498,7 @@ def test_deterministic_ranks_do_not_crowd_the_cores(executor: str) -> None:
             EIGHT,
             {"actor_train": {"devices": "0-7", "parallel": {"replicate": 3}}},
             [
-                "roles.actor_train.parallel.replicate is 3, but its 8 ranks cannot be divided into 3 equal copies",
+                "roles.actor_train.parallel.replicate is 3, but its 8 ranks cannot be divided into 3 equal parts",
                 "write roles.actor_train.parallel.replicate=1, 2, 4 or 8, or 9 devices in roles.actor_train.devices",
             ],
         ),
@@ -524,7 +528,7 @@ def test_deterministic_ranks_do_not_crowd_the_cores(executor: str) -> None:
         (
             EIGHT,
             {"actor_infer": {"parallel": {"replicate": 2}}},
-            ["roles.actor_infer.parallel.replicate is 2, but actor_infer generates", "remove roles.actor_infer.parallel"],
+            ["roles.actor_infer.parallel.replicate is 2, but strategy native keeps", "remove roles.actor_infer.parallel"],
         ),
         (CPU, {"rollout": {"parallel": {"replicate": 2}}}, ["rollout has no model: remove roles.rollout.parallel"]),
         (
@@ -562,8 +566,18 @@ def test_deterministic_ranks_do_not_crowd_the_cores(executor: str) -> None:
         (CPU, {"reward": SHARDED}, ["reward has no model: remove roles.reward.strategy"]),
         (
             EIGHT,
-            {"actor_train": {"devices": "0-3", "tensor_parallel": 2}},
-            ["tensor_parallel is 2, but strategy sharded cuts", "write roles.actor_train.tensor_parallel=1"],
+            {"actor_train": {"devices": "0-5", "parallel": {"tensor": 2, "context": 2}}},
+            ["parallel has context=2, tensor=2, together 4, which does not divide its 6 ranks", "or 8 devices"],
+        ),
+        (
+            EIGHT,
+            {"actor_train": {"devices": "0-7", "parallel": {"replicate": 2, "expert": 8}}},
+            ["expert is 8, which does not divide the 4 ranks that hold a copy", "parallel.expert=1, 2 or 4"],
+        ),
+        (
+            EIGHT,
+            {"actor_infer": {"strategy": "vllm", "parallel": {"expert": 2}}},
+            ["parallel.expert is 2, but an engine divides layers alone: remove roles.actor_infer.parallel.expert"],
         ),
         (
             CPU,

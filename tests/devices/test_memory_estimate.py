@@ -387,7 +387,7 @@ def test_a_vllm_engines_cache_is_what_was_written() -> None:
 
     def cache(together: int = 1, **args: int) -> int:
         """On each of the GPUs that hold it together."""
-        role = {"devices": f"1-{together}", "strategy": "vllm", "tensor_parallel": together, "engine_args": args}
+        role = {"devices": f"1-{together}", "strategy": "vllm", "parallel": {"tensor": together}, "engine_args": args}
         roles = {"actor_train": {"devices": "0"}, "actor_infer": role}
         plan = planned(box(gpus=3, gpu=80), executor="ray", roles=roles, rollout=work)
         found = {parts_of(plan, f"gpu{n}", "generate")["actor_infer[0]", CACHE] for n in range(1, together + 1)}

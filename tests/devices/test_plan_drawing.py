@@ -120,7 +120,7 @@ def test_sizes_are_rounded_for_people() -> None:
 
 ISSUE = {
     "actor_train": {"devices": "0-7", "strategy": "sharded"},
-    "actor_infer": {"devices": "0-7", "strategy": "vllm", "tensor_parallel": 2},
+    "actor_infer": {"devices": "0-7", "strategy": "vllm", "parallel": {"tensor": 2}},
     "critic": {"devices": "8-15", "strategy": "sharded"},
 }
 

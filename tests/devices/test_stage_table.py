@@ -90,7 +90,7 @@ def test_the_ranks_of_a_reward_model_leave_together() -> None:
 
 
 def test_an_engine_over_two_gpus_leaves_for_the_ranks_on_both() -> None:
-    engines = {"devices": "0-3", "strategy": "vllm", "tensor_parallel": 2}
+    engines = {"devices": "0-3", "strategy": "vllm", "parallel": {"tensor": 2}}
     table = residency(mapped("ray", {"actor_train": "1-2", "actor_infer": engines}), offload=True)
     assert shown(table)["train"] == {
         "actor_train0": "all",

@@ -54,7 +54,7 @@ def loaded(group: RankGroup, folder: Path) -> dict[str, bool]:
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     module = TrainModule(model)
-    shard(module, model.get_decoder(), group.mesh, torch.float32)
+    shard(module, model.get_decoder(), group.meshes, torch.float32)
     module._apply(lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor)
     model.tie_weights()
     load_shards(model, folder)

@@ -105,10 +105,10 @@ def check(path: Path, steps: int, most: float) -> None:
 LORA = "model.lora.rank=4"
 RUNS = {
     "in one process": (),
-    "two halves of the weights, adapters": ("roles.actor_infer.tensor_parallel=2", LORA),
-    "two halves of the weights, on Ray": (*RAY, "roles.actor_infer.tensor_parallel=2"),
+    "two halves of the weights, adapters": ("roles.actor_infer.parallel.tensor=2", LORA),
+    "two halves of the weights, on Ray": (*RAY, "roles.actor_infer.parallel.tensor=2"),
     "two engines, adapters": (*RAY, "roles.actor_infer.replicas=2", LORA),
-    "two halves of the weights, of a trainer over two ranks": ("roles.actor_infer.tensor_parallel=2", RANKS),
+    "two halves of the weights, of a trainer over two ranks": ("roles.actor_infer.parallel.tensor=2", RANKS),
     "broadcast by a trainer over two ranks, on Ray": (*RAY, RANKS, "weights=broadcast"),
 }
 

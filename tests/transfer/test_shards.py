@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 from roll.cluster.mesh import MeshShape
 from roll.strategy.train.sharded.group import RankGroup
 from roll.transfer import shards
-from roll.transfer.digest import digests
+from roll.transfer.digest import digest, digests, finish, partial_sum
 from roll.transfer.layout import Layout, TensorSpec, specs_of, unpack, used_bytes
 from roll.transfer.shards import Shard, ShardedTensors
 from tests.ranks import Ranks, ranks_of
@@ -34,6 +35,11 @@ def tensor_of(number: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor
     return torch.randn(shape, generator=torch.Generator().manual_seed(number)).to(dtype)
 
 
+def box_of(shape: tuple[int, ...], cuts: dict[int, tuple[int, int]]) -> tuple[slice, ...]:
+    """All of a tensor but where it is cut."""
+    return tuple(slice(*cuts.get(dim, (0, size))) for dim, size in enumerate(shape))
+
+
 def publish(group: RankGroup, cuts: list[Cut], bucket_bytes: int, damaged: int | None = None) -> Any:
     """What the first rank has of the tensors: their digests, their values from buckets, and its room's bytes."""
     wholes = {f"t{number}": tensor_of(number, shape, dtype) for number, (shape, dtype, _, _) in enumerate(cuts)}
@@ -41,10 +47,11 @@ def publish(group: RankGroup, cuts: list[Cut], bucket_bytes: int, damaged: int |
     def shard_of(name: str) -> Shard:
         shape, _, dim, ends = cuts[int(name[1:])]
         begin, end = [0, *ends][group.rank], ends[group.rank]
-        values = wholes[name].narrow(dim, begin, end - begin).contiguous()
+        box = box_of(shape, {dim: (begin, end)})
+        values = wholes[name][box].contiguous()
         if damaged == group.rank and values.numel():
             values.view(-1)[0] += 1
-        return Shard.of(shape, dim, begin, values)
+        return Shard.of(shape, box, values)
 
     assert dist.group.WORLD is not None
     source = ShardedTensors(specs_of(wholes), shard_of, dist.group.WORLD, group.device)
@@ -106,14 +113,15 @@ def test_no_more_of_a_shard_is_read_than_a_span_needs(cut: Cut, bucket_bytes: in
     shape, _, dim, ends = cut
     begin, end = ends[0], ends[1]
     values = tensor_of(1, shape, torch.float32)
-    part = values.narrow(dim, begin, end - begin).contiguous()
+    box = box_of(shape, {dim: (begin, end)})
+    part = values[box].contiguous()
     read: list[tuple[int, int]] = []
 
     def reading(start: int, stop: int) -> Tensor:
         read.append((start, stop))
         return part.view(-1)[start:stop]
 
-    shard = Shard(shape, dim, begin, end, torch.bfloat16, reading)
+    shard = Shard.reading(shape, box, torch.bfloat16, reading)
     layout = Layout.of_specs([TensorSpec("t", torch.bfloat16, shape)], bucket_bytes)
     served, expected = torch.zeros(shape, dtype=torch.bfloat16), torch.zeros(shape, dtype=torch.bfloat16)
     with pytest.MonkeyPatch.context() as patch:
@@ -123,7 +131,40 @@ def test_no_more_of_a_shard_is_read_than_a_span_needs(cut: Cut, bucket_bytes: in
             for span in spans:
                 shard.copy_span(span, bucket)
             unpack(bucket, spans, {"t": served})
-    expected.narrow(dim, begin, end - begin).copy_(part)
+    expected[box].copy_(part)
     assert torch.equal(served, expected)
     assert all(0 < stop - start <= block for start, stop in read)
     assert sum(stop - start for start, stop in read) == part.numel(), "every element once"
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[slice, ...]]]:
+    """A shape, and boxes that make up a tensor of it, cut in its first dimension and in another."""
+    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=2, max_size=3)))
+    other = draw(st.integers(1, len(shape) - 1))
+    ends = {dim: sorted({0, shape[dim], draw(st.integers(0, shape[dim]))}) for dim in (0, other)}
+    ranges = [[(dim, pair) for pair in pairwise(ends[dim])] for dim in (0, other)]
+    return shape, [box_of(shape, dict(each)) for each in product(*ranges)]
+
+
+@settings(deadline=None)
+@given(cut=boxes(), bucket_bytes=st.sampled_from([16, 48, 1024]), block=st.integers(1, 40))
+def test_boxes_of_a_tensor_that_is_cut_twice_make_up_its_bytes_and_its_digest(
+    cut: tuple[tuple[int, ...], list[tuple[slice, ...]]], bucket_bytes: int, block: int
+) -> None:
+    shape, parts = cut
+    whole = tensor_of(2, shape, torch.bfloat16)
+    made = [Shard.of(shape, box, whole[box].contiguous()) for box in parts]
+    layout = Layout.of_specs([TensorSpec("t", torch.bfloat16, shape)], bucket_bytes)
+    served, device = torch.zeros_like(whole), torch.device("cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "BLOCK_ELEMENTS", block)
+        for spans in layout.buckets:
+            bucket = torch.zeros(used_bytes(spans), dtype=torch.uint8)
+            for span in spans:
+                for shard in made:
+                    shard.copy_span(span, bucket)
+            unpack(bucket, spans, {"t": served})
+        total = sum(int(partial_sum(shard.pieces(), device)) for shard in made)
+    assert torch.equal(served, whole)
+    assert finish(total, whole.nbytes) == digest(whole)

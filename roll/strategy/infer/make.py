@@ -47,7 +47,7 @@ def vllm_engine(place: Place, config: Config, role: str = "actor_infer") -> Infe
     source = find_model(config.model.path)
     shape, dtype = load_model_config(source), choose_dtype(config.model.dtype, place.device)
     args = {
-        **process_args(place, wanted.tensor_parallel),
+        **process_args(place, wanted.parallel.tensor),
         **length_args(shape, wanted, role),
         **memory_args(shape, dtype.itemsize, config, place),
     }
@@ -57,7 +57,7 @@ def vllm_engine(place: Place, config: Config, role: str = "actor_infer") -> Infe
         dtype=dtype,
         max_running=config.rollout.max_running,
         device=place.device,
-        tensor_parallel=wanted.tensor_parallel,
+        tensor_parallel=wanted.parallel.tensor,
         sleeps=place.device != "cpu" and config.offload != "never",
         seed=config.seed,
         args=args | wanted.engine_args,

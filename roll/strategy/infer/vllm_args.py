@@ -31,9 +31,9 @@ OWN = {
     "dtype": "write model.dtype",
     "seed": "write seed",
     "max_num_seqs": "write rollout.max_running",
-    "tensor_parallel_size": "write roles.actor_infer.tensor_parallel",
+    "tensor_parallel_size": "write roles.actor_infer.parallel.tensor",
     "data_parallel_size": "write roles.actor_infer.replicas",
-    "pipeline_parallel_size": "write roles.actor_infer.tensor_parallel",
+    "pipeline_parallel_size": "write roles.actor_infer.parallel.tensor",
     "logprobs_mode": "training needs the log-probs of what was drawn",
     "generation_config": "write rollout.temperature, rollout.top_p and rollout.top_k",
     "override_generation_config": "write rollout.temperature, rollout.top_p and rollout.top_k",
@@ -50,8 +50,8 @@ _JUDGES_OWN = {
     "tokenizer": "write roles.judge.model",
     "hf_config_path": "write roles.judge.model",
     "max_num_seqs": "write roles.judge.max_running",
-    "tensor_parallel_size": "write roles.judge.tensor_parallel",
-    "pipeline_parallel_size": "write roles.judge.tensor_parallel",
+    "tensor_parallel_size": "write roles.judge.parallel.tensor",
+    "pipeline_parallel_size": "write roles.judge.parallel.tensor",
     "data_parallel_size": "write roles.judge.replicas",
     "generation_config": "the judge's answers are drawn by reward.options",
     "override_generation_config": "the judge's answers are drawn by reward.options",
@@ -127,7 +127,7 @@ def memory_args(shape: PretrainedConfig, itemsize: int, config: Config, place: P
         return {}
     context = config.roles.actor_infer.context_within(longest_sequence(shape))
     running, response = config.rollout.max_running, config.rollout.max_new_tokens
-    cache = cache_bytes(shape, itemsize, context, running, response, config.roles.actor_infer.tensor_parallel)
+    cache = cache_bytes(shape, itemsize, context, running, response, config.roles.actor_infer.parallel.tensor)
     share = {} if place.device == "cpu" else {"gpu_memory_utilization": _LEAST_SHARE}
     return {"kv_cache_memory_bytes": cache, **share}
 

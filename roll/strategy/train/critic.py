@@ -116,9 +116,10 @@ class CriticTrainer:
         """[tokens]"""
 
         def run() -> Tensor:
-            predictions = micro.predictions
-            distinct = self.model.read(self._passes.hidden(micro).index_select(0, predictions.rows))
-            return distinct[predictions.sources[predictions.pair_of]]
+            rows = self._spread.rows(micro)
+            hidden, predictions = self._passes.hidden(rows.micro), rows.micro.predictions
+            distinct = self.model.read(hidden.index_select(0, predictions.rows))
+            return rows.tokens(distinct[predictions.sources[predictions.pair_of]])
 
         return self._spread.forward(run)
 

@@ -8,6 +8,11 @@ With z = logits / T, p = softmax(z) and H the entropy, a chunk's gradient is
     dz_j = Σ g_t [j = token t] - p_j (Σ g_t + e (log p_j + H)),    dlogits = dz / T
 
 for gradients g_t of the log-probs of the distribution's tokens and e of its entropy.
+
+Of a vocabulary that is divided over ranks, each computes the logits of its own words. From every rank's normaliser n_r
+and entropy H_r, with N = log Σ exp(n_r) and q_r = exp(n_r - N), the whole has the normaliser N and the entropy
+Σ q_r (H_r - log q_r); a token's log-prob comes from the rank that has its word. The gradients of the hidden states are
+summed over the ranks; [rows, vocab] never leaves one.
 """
 
 from __future__ import annotations
@@ -16,7 +21,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from roll.strategy.train.predictions import Chunk, Predictions
@@ -35,16 +42,53 @@ class Head:
     bias: Tensor | None
     cap: float | None
     """Logits are squeezed into (-cap, cap) by a tanh."""
+    first: int = 0
+    """The word of the weight's first row."""
+    group: dist.ProcessGroup | None = None
+    """The ranks that have the other words, if this one has not all."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Head:
         layer = model.get_output_embeddings()
         if type(layer) is not nn.Linear:
             raise TypeError(f"the output layer is a {type(layer).__name__}: only a plain linear layer can be trained")
-        return cls(layer.weight, layer.bias, getattr(model.config, "final_logit_softcapping", None))
+        cap = getattr(model.config, "final_logit_softcapping", None)
+        if not isinstance(layer.weight, DTensor):
+            return cls(layer.weight, layer.bias, cap)
+        mesh, words = layer.weight.device_mesh, len(layer.weight)
+        each = -(-words // mesh.size())
+        bias = layer.bias.to_local() if isinstance(layer.bias, DTensor) else layer.bias
+        first = min(mesh.get_local_rank() * each, words)
+        return cls(layer.weight.to_local(), bias, cap, first, mesh.get_group())
 
     def chunk_rows(self) -> int:
         return max(1, CHUNK_ELEMENTS[self.weight.device.type] // len(self.weight))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """In the model's precision, before the cap, of this rank's words; where these are not all, with one row
+        more, which takes what belongs to other ranks."""
+        if self.group is None:
+            return torch.nn.functional.linear(hidden, self.weight, self.bias)
+        found = hidden.new_zeros(len(hidden) + 1, len(self.weight))
+        torch.mm(hidden, self.weight.t(), out=found[:-1])
+        return found if self.bias is None else found.add_(self.bias)
+
+    def joined(self, normalisers: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the distributions over all words, from those over this rank's."""
+        if self.group is None:
+            return normalisers, entropies
+        own = torch.stack([normalisers, entropies])
+        parts = own.new_empty(dist.get_world_size(self.group), *own.shape)
+        dist.all_gather(list(parts.unbind()), own, group=self.group)
+        whole = torch.logsumexp(parts[:, 0], 0)
+        shares = parts[:, 0] - whole
+        return whole, (shares.exp() * (parts[:, 1] - shares)).sum(0)
+
+    def summed(self, tensor: Tensor) -> Tensor:
+        """Over the ranks that have the other words, in place."""
+        if self.group is not None:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
 
 
 def token_log_probs(
@@ -80,12 +124,14 @@ class _LogProbs(torch.autograd.Function):
         normalisers, entropies = hidden.new_empty(2, len(predictions), dtype=precise)
         kept = None
         for chunk in chunks:
-            view = _View(chunk, predictions)
-            logits = _logits(hidden[view.rows], weight, bias)
-            normalisers[view.rows], entropies[view.rows] = kernels.summarise(logits, view.temperatures, head.cap)
-            chosen = _capped(logits[view.local, view.targets].to(precise), head.cap) / view.temperatures[view.local]
-            log_probs[view.pairs] = chosen - normalisers[view.rows][view.local]
+            view = _View(chunk, predictions, head)
+            logits = head.logits(hidden[view.rows])
+            summary = kernels.summarise(logits[: view.size], view.temperatures, head.cap)
+            normalisers[view.rows], entropies[view.rows] = head.joined(*summary)
+            chosen = _capped(logits[view.at].to(precise), head.cap) / view.temperatures[view.local]
+            log_probs[view.pairs] = view.own(chosen - normalisers[view.rows][view.local])
             kept = logits if len(chunks) == 1 else None
+        head.summed(log_probs)
         ctx.save_for_backward(hidden, weight, bias, log_probs, normalisers, entropies, kept)
         ctx.head, ctx.predictions, ctx.chunks = head, predictions, chunks
         ctx.set_materialize_grads(False)
@@ -104,9 +150,9 @@ class _LogProbs(torch.autograd.Function):
         to_weight = _Sum(weight, len(ctx.chunks)) if wants_weight else None
         to_bias = torch.zeros_like(bias, dtype=log_probs.dtype) if bias is not None and wants_bias else None
         for chunk in ctx.chunks:
-            view = _View(chunk, predictions)
+            view = _View(chunk, predictions, ctx.head)
             rows, local = view.rows, view.local
-            logits = kept if kept is not None else _logits(hidden[rows], weight, bias)
+            logits = kept if kept is not None else ctx.head.logits(hidden[rows])
             # A likely token's own slope is the small difference of large terms: taken in fp32 before it is rounded.
             log_p = log_probs[view.pairs]
             pulled = totals[rows][local]
@@ -114,21 +160,24 @@ class _LogProbs(torch.autograd.Function):
                 pulled = pulled + entropy_slope[rows][local] * (log_p + entropies[rows][local])
             own = (slope[view.pairs] - log_p.exp() * pulled) / view.temperatures[local]
             if ctx.head.cap:
-                own *= 1 - (_capped(logits[local, view.targets].to(log_p.dtype), ctx.head.cap) / ctx.head.cap).square()
+                own *= 1 - (_capped(logits[view.at].to(log_p.dtype), ctx.head.cap) / ctx.head.cap).square()
             given = (
                 normalisers[rows],
                 entropies[rows],
                 totals[rows],
                 entropy_slope[rows] if entropy_slope is not None else None,
             )
-            gradient = kernels.differentiate(logits, view.temperatures, ctx.head.cap, *given)
-            gradient[local, view.targets] = own.to(gradient.dtype)
+            kernels.differentiate(logits[: view.size], view.temperatures, ctx.head.cap, *given)
+            logits[view.at] = own.to(logits.dtype)
+            gradient = logits[: view.size]
             if to_hidden is not None:
                 torch.mm(gradient, weight, out=to_hidden[rows])
             if to_weight is not None:
                 to_weight.add(gradient, hidden[rows])
             if to_bias is not None:
                 to_bias += gradient.sum(0, dtype=to_bias.dtype)
+        if to_hidden is not None:
+            ctx.head.summed(to_hidden)
         bias_gradient = to_bias.to(bias.dtype) if to_bias is not None else None
         return to_hidden, to_weight.result() if to_weight is not None else None, bias_gradient, None, None
 
@@ -136,12 +185,22 @@ class _LogProbs(torch.autograd.Function):
 class _View:
     """A chunk's part of the predictions, its pairs' distributions counted from the chunk's first."""
 
-    def __init__(self, chunk: Chunk, predictions: Predictions) -> None:
+    def __init__(self, chunk: Chunk, predictions: Predictions, head: Head) -> None:
         self.rows = slice(chunk.first, chunk.last)
+        self.size = chunk.last - chunk.first
         self.pairs = slice(chunk.first_pair, chunk.last_pair)
         self.local = predictions.sources[self.pairs] - chunk.first
-        self.targets = predictions.targets[self.pairs]
         self.temperatures = predictions.temperatures[self.rows]
+        targets = predictions.targets[self.pairs] - head.first
+        self._here = None if head.group is None else (targets >= 0) & (targets < len(head.weight))
+        self.at = (self.local, targets)
+        """Where the pairs' logits are; those of words that other ranks have are in the row after the last."""
+        if self._here is not None:
+            self.at = torch.where(self._here, self.local, self.size), torch.where(self._here, targets, 0)
+
+    def own(self, values: Tensor) -> Tensor:
+        """Of pairs whose words are here, and zero of the others."""
+        return values if self._here is None else torch.where(self._here, values, 0.0)
 
 
 class _Sum:
@@ -167,11 +226,6 @@ class _Sum:
     def result(self) -> Tensor:
         assert self._sum is not None
         return self._sum.to(self._weight.dtype)
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """In the model's precision, before the cap."""
-    return torch.nn.functional.linear(hidden, weight, bias)
 
 
 def _capped(logits: Tensor, cap: float | None) -> Tensor:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.adamw import adamw
 
 from roll.config.errors import RunError, UserError
@@ -228,7 +228,9 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 def _cut_over(gradient: DTensor) -> tuple[DeviceMesh, tuple[int, ...]]:
     """The mesh, and those of its dimensions over which the tensor is cut; over the others it is repeated."""
-    return gradient.device_mesh, tuple(dim for dim, placed in enumerate(gradient.placements) if placed.is_shard())
+    return gradient.device_mesh, tuple(
+        dim for dim, placed in enumerate(gradient.placements) if not isinstance(placed, Replicate)
+    )
 
 
 def _summed(norm: Tensor, cut: tuple[DeviceMesh, tuple[int, ...]] | None) -> Tensor:

@@ -89,7 +89,7 @@ class PolicyTrainer:
         batch = batch.with_columns(advantages=token_credit(batch, loss.credit).advantages)
         lr = learning_rate(self._config, step)
         spread, adapters = self._spread, self._adapters
-        with adapters.dropping(step, spread.device, spread.rank) if adapters is not None else nullcontext():
+        with adapters.dropping(step, spread.device, spread.noise) if adapters is not None else nullcontext():
             stats = make_updates(batch, self._config, lr, lambda part: self._update_once(part, loss, step))
         return stats.with_memory(self._passes.limit_rows, self._passes.take_retries())
 
@@ -138,8 +138,10 @@ class PolicyTrainer:
 
     def _current(self, micro: MicroBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         def run() -> tuple[Tensor, Tensor]:
-            hidden = self._passes.hidden(micro)
-            return token_log_probs(self.model, hidden, micro.predictions, entropy_gradient=entropy_gradient)
+            rows = self._spread.rows(micro)
+            hidden, predictions = self._passes.hidden(rows.micro), rows.micro.predictions
+            current, entropy = token_log_probs(self.model, hidden, predictions, entropy_gradient=entropy_gradient)
+            return rows.tokens(current), rows.tokens(entropy)
 
         return self._spread.forward(run)
 

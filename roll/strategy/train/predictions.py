@@ -44,6 +44,8 @@ class Predictions:
     """[tokens]"""
     pair_starts: Indices
     """[distributions + 1] on the host: distribution i has the pairs `pair_starts[i]:pair_starts[i + 1]`."""
+    row_numbers: Indices
+    """[distributions] on the host: `rows`, never falling."""
 
     @classmethod
     def of(
@@ -54,14 +56,15 @@ class Predictions:
         distinct, which = np.unique(rows.astype(np.int64) * len(levels) + level, return_inverse=True)
         span = int(targets.max(initial=0)) + 1
         pairs, pair_of = np.unique(which * span + targets, return_inverse=True)
-        sources = pairs // span
+        sources, row_numbers = pairs // span, distinct // max(len(levels), 1)
         return cls(
-            rows=on_device(distinct // max(len(levels), 1), device),
+            rows=on_device(row_numbers, device),
             temperatures=on_device(levels[distinct % max(len(levels), 1)].astype(np.float32), device),
             sources=on_device(sources, device),
             targets=on_device(pairs % span, device),
             pair_of=on_device(pair_of, device),
             pair_starts=np.searchsorted(sources, np.arange(len(distinct) + 1)),
+            row_numbers=row_numbers,
         )
 
     def __len__(self) -> int:

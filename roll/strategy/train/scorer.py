@@ -61,7 +61,8 @@ class Scorer:
         return np.asarray(self._spread.sum(torch.from_numpy(result).to(self._spread.device)).cpu().numpy(), np.float32)
 
     def _read(self, micro: MicroBatch) -> Tensor:
-        scores: Tensor = self._head(self._passes.hidden(micro)[micro.ends])[:, 0].float()
+        rows = self._spread.rows(micro)
+        scores: Tensor = self._head(rows.ends(self._passes.hidden(rows.micro)))[:, 0].float()
         return scores
 
 

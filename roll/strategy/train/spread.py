@@ -33,16 +33,35 @@ class Share:
     """How much longer the slowest rank computes than the mean; None where there is one process."""
 
 
+class Rows(Protocol):
+    """The rows of a micro-batch that this process computes."""
+
+    @property
+    def micro(self) -> MicroBatch:
+        """With these rows alone, and the predictions from them."""
+        ...
+
+    def tokens(self, values: Tensor) -> Tensor:
+        """Values of all tokens of the micro-batch, from those of the predictions from its own rows."""
+        ...
+
+    def ends(self, hidden: Tensor) -> Tensor:
+        """The hidden state of each sample's last row, without gradients."""
+        ...
+
+
 class Spread(Protocol):
     @property
     def device(self) -> torch.device: ...
 
     @property
-    def ranks(self) -> int: ...
+    def ranks(self) -> int:
+        """Parts that samples are spread over; each may be computed by several processes together."""
+        ...
 
     @property
-    def rank(self) -> int:
-        """Which of them this process is."""
+    def noise(self) -> int:
+        """A number of the processes that compute the same rows, by which they draw the same noise."""
         ...
 
     def share(self, batch: Batch) -> Share: ...
@@ -56,19 +75,34 @@ class Spread(Protocol):
         """What `run` computes from the model's parameters."""
         ...
 
+    def rows(self, micro: MicroBatch) -> Rows: ...
+
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
+        """The sum over the parts, in place."""
         ...
 
     def gathered(self, value: T) -> list[T]:
-        """Every rank's value, by rank."""
+        """The value of each part, in order."""
         ...
+
+
+class AllRows:
+    """All rows of a micro-batch are computed here."""
+
+    def __init__(self, micro: MicroBatch) -> None:
+        self.micro = micro
+
+    def tokens(self, values: Tensor) -> Tensor:
+        return values
+
+    def ends(self, hidden: Tensor) -> Tensor:
+        return hidden[self.micro.ends]
 
 
 class OneProcess:
     """The whole batch is computed here."""
 
-    ranks, rank = 1, 0
+    ranks, noise = 1, 0
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -81,6 +115,9 @@ class OneProcess:
 
     def forward(self, run: Callable[[], T]) -> T:
         return run()
+
+    def rows(self, micro: MicroBatch) -> Rows:
+        return AllRows(micro)
 
     def sum(self, tensor: Tensor) -> Tensor:
         return tensor

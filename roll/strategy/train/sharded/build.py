@@ -71,7 +71,7 @@ def build_sharded(
     adapters = None if lora is None else _with_adapters(model, lora, source, seed)
     value = ValueModel(model) if purpose == "critic" else None
     module = TrainModule(model if value is None else value)
-    shard(module, model.get_decoder(), group.mesh, dtype, on_host=on_host, exact=() if value is None else (value.head,))
+    shard(module, model.get_decoder(), group.meshes, dtype, on_host=on_host, exact=() if value is None else (value.head,))
     host = torch.device("cpu") if on_host else group.device
     module._apply(lambda tensor: torch.empty_like(tensor, device=host) if tensor.is_meta else tensor)  # type: ignore[no-untyped-call]
     _move_buffers(model, group.device)

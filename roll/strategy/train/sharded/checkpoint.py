@@ -53,7 +53,7 @@ class ShardWriter:
     def __init__(self, group: RankGroup) -> None:
         """Every rank makes one at the same time."""
         self._group = group
-        writers = list(range(group.shape.shard))  # the ranks of the first replica: the others hold the same
+        writers = list(range(group.shape.copy))  # the ranks of the first replica: the others hold the same
         self._own = dist.new_group(writers, backend="gloo", timeout=timedelta(seconds=_WRITE_S))
         self._written: Future[dict[str, str]] | None = None
 

@@ -3,7 +3,8 @@
 What always holds: the ranks of one group live and die together. When one is lost, the controller ends all of them and new
 processes meet at a new store; no process joins a group twice. Every wait for other ranks ends after the deadline.
 
-The mesh has the dimensions `replicate` and `shard` (`MeshShape`). Every rank trains on samples of its own.
+The mesh has the dimensions of `MeshShape`. Ranks that differ in `context` or `tensor` alone compute the same samples:
+what is summed or gathered over samples counts one of them.
 """
 
 from __future__ import annotations
@@ -72,11 +73,21 @@ class RankGroup:
                 f"rank {rank} of {shape.ranks} did not meet the others at {rendezvous.address}:{rendezvous.port} within "
                 f"{rendezvous.deadline_s:g} s: check that all ranks live and reach that address ({first})"
             ) from error
-        self.mesh = make_mesh(shape, device.type)
+        self.meshes = Meshes(shape, device.type)
 
     @property
     def ranks(self) -> int:
         return self.shape.ranks
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Over which FSDP cuts parameters that are no expert's."""
+        return self.meshes.cuts
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the samples this rank computes."""
+        return self.shape.data_rank(self.rank)
 
     @property
     def is_first(self) -> bool:
@@ -85,11 +96,11 @@ class RankGroup:
     @property
     def replica(self) -> int:
         """Which copy of the weights this rank has a shard of."""
-        return self.rank // self.shape.shard
+        return self.rank // self.shape.copy
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
-        dist.all_reduce(tensor)
+        """The sum over the parts of the samples, in place."""
+        dist.all_reduce(tensor, group=self.meshes.data)
         return tensor
 
     def most(self, value: int) -> int:
@@ -99,9 +110,9 @@ class RankGroup:
         return int(found)
 
     def gathered(self, value: T) -> list[T]:
-        """Every rank's value, by rank. For small things on rare paths: it pickles."""
-        values: list[Any] = [None] * self.ranks
-        dist.all_gather_object(values, value)
+        """The value of each part of the samples, in order. For small things on rare paths: it pickles."""
+        values: list[Any] = [None] * self.shape.data
+        dist.all_gather_object(values, value, group=self.meshes.data)
         return values
 
     def close(self) -> None:
@@ -116,8 +127,34 @@ def _choose_interface(address: str) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def make_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
-    """One dimension where there is one replica: FSDP then has no second reduction."""
-    if shape.replicate == 1:
-        return init_device_mesh(device_type, (shape.shard,), mesh_dim_names=("shard",))
-    return init_device_mesh(device_type, (shape.replicate, shape.shard), mesh_dim_names=("replicate", "shard"))
+class Meshes:
+    """The process groups of a mesh, as torch's device meshes."""
+
+    def __init__(self, shape: MeshShape, device_type: str) -> None:
+        """All ranks make them together. Dimensions of size 1 that nobody asks for are left out: FSDP would have a second
+        reduction for one replica."""
+        cuts: dict[str, int] = {"replicate": shape.replicate} if shape.replicate > 1 else {}
+        cuts["shard"] = shape.cuts
+        dense = _mesh(device_type, {**cuts, "tensor": shape.tensor} if shape.tensor > 1 else cuts)
+        self.cuts: DeviceMesh = dense[tuple(cuts)] if shape.tensor > 1 else dense
+        """Over which FSDP cuts parameters that are no expert's."""
+        self.tensor: DeviceMesh | None = dense["tensor"] if shape.tensor > 1 else None
+        self.expert: DeviceMesh | None = None
+        self.expert_cuts: DeviceMesh = self.cuts
+        """Over which FSDP cuts experts' parameters."""
+        if shape.expert * shape.tensor > 1:
+            cuts["shard"] = shape.expert_cuts
+            experts = _mesh(device_type, {**cuts, "expert": shape.expert})
+            self.expert, self.expert_cuts = experts["expert"] if shape.expert > 1 else None, experts[tuple(cuts)]
+        self.data: dist.ProcessGroup | None = None
+        """Of the ranks that have each part of the samples once; None is the group of all ranks."""
+        self.context: dist.ProcessGroup | None = None
+        """Of the ranks that hold the rows of the same samples."""
+        if shape.context * shape.tensor > 1:
+            rows = _mesh(device_type, {"data": shape.data, "context": shape.context, "tensor": shape.tensor})
+            self.data = rows.get_group("data")
+            self.context = rows.get_group("context") if shape.context > 1 else None
+
+
+def _mesh(device_type: str, dimensions: dict[str, int]) -> DeviceMesh:
+    return init_device_mesh(device_type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))

@@ -17,12 +17,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
+from roll.config.errors import UserError
+from roll.strategy.train.sharded.experts import split_experts
+from roll.strategy.train.sharded.group import Meshes
 from roll.strategy.train.sharded.sizes import cut_dim
+from roll.strategy.train.sharded.tensor import split_layers
 
 
 class TrainModule(nn.Module):
@@ -40,26 +43,39 @@ class TrainModule(nn.Module):
 def shard(
     module: TrainModule,
     decoder: PreTrainedModel,
-    mesh: DeviceMesh,
+    meshes: Meshes,
     dtype: torch.dtype,
     *,
     on_host: bool = False,
     exact: Sequence[nn.Module] = (),
 ) -> None:
-    """Cuts the module's parameters over the mesh, layer by layer. They compute in `dtype`, but for the `exact` modules,
-    which compute in their own; with `on_host` parameters stay in host memory, and a GPU has a layer only while it
-    computes."""
+    """Divides layers over the mesh's dimension `tensor`, and cuts what each rank then has, layer by layer. Parameters
+    compute in `dtype`, but for the `exact` modules, which compute in their own; with `on_host` they stay in host memory,
+    and a GPU has a layer only while it computes."""
     policy = MixedPrecisionPolicy()
     if any(parameter.dtype != dtype for parameter in module.parameters()):
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    mesh = meshes.cuts
+    experts: list[nn.Module] = []
+    if meshes.tensor is not None:
+        split_layers(_causal(module), meshes.tensor)
+    if meshes.tensor is not None or meshes.expert is not None:
+        experts = split_experts(_causal(module), meshes.expert, meshes.tensor)
     offload = CPUOffloadPolicy() if on_host and mesh.device_type == "cuda" else OffloadPolicy()
     size = mesh.shape[-1]
 
     def placement(parameter: nn.Parameter) -> Shard:
-        return Shard(cut_dim(parameter.shape, size))
+        return Shard(_cut_dim(parameter, size))
+
+    def expert_placement(parameter: nn.Parameter) -> Shard:
+        return Shard(_cut_dim(parameter, meshes.expert_cuts.shape[-1]))
 
     for part in exact:
         fully_shard(part, mesh=mesh, offload_policy=offload)
+    for part in experts:
+        fully_shard(
+            part, mesh=meshes.expert_cuts, mp_policy=policy, offload_policy=offload, shard_placement_fn=expert_placement
+        )
     for layer in decoder.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, shard_placement_fn=placement)
     fully_shard(
@@ -72,6 +88,34 @@ def shard(
     )
     for part in module.modules():
         if isinstance(part, FSDPModule):
-            if mesh.size() > 1:  # by one rank's own number FSDP would divide too, into one more copy of the gradients
+            if (
+                meshes.cuts.size() * meshes.expert_cuts.size() > 1
+            ):  # by one rank's own number FSDP would divide too, into one more copy of the gradients
                 part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+
+
+def _causal(module: TrainModule) -> PreTrainedModel:
+    """The model of `transformers` in it, also within a critic's."""
+    model = module.model
+    found = model if isinstance(model, PreTrainedModel) else model.model
+    assert isinstance(found, PreTrainedModel)
+    return found
+
+
+def _cut_dim(parameter: nn.Parameter, size: int) -> int:
+    """The dimension in which FSDP cuts a parameter over so many ranks: of one that is divided over `tensor` the first,
+    unless that would leave ranks of different sizes within a part."""
+    if not isinstance(parameter, DTensor):
+        return cut_dim(parameter.shape, size)
+    local, divided = parameter.to_local().shape, {each.dim for each in parameter.placements if isinstance(each, Shard)}
+    if len(local) > 2:  # experts
+        return next((dim for dim in (1, 2) if local[dim] % size == 0), 0)
+    if 0 not in divided or local[0] % size == 0:
+        return 0
+    if len(local) > 1 and local[1] % size == 0:
+        return 1
+    raise UserError(
+        f"parallel: a parameter of {tuple(parameter.shape)} cannot be divided over {parameter.device_mesh.size()} and "
+        f"then cut over {size}: write another number of devices, or parallel.tensor=1"
+    )

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from roll.model.lora import adapted_layers, adapter_weights, block_rows, delta_rows, scale_of
-from roll.model.shard_loading import local_range
+from roll.model.shard_box import Box, local_box
 from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.module import TrainModule
 from roll.transfer.layout import TensorSpec
@@ -65,38 +65,44 @@ class _Shards:
         tensor, layer = self._plain[name]
         shape, dtype = tuple(tensor.shape), self._dtypes[name]
         if self._group.replica > 0:
-            return Shard.empty(shape, dtype)
-        if not isinstance(tensor, DTensor):  # a buffer: every rank has all of it
-            return (
-                Shard.of(shape, 0, 0, tensor.contiguous(), dtype) if self._group.is_first else Shard.empty(shape, dtype)
-            )
-        dim, begin, end = local_range(tensor)
-        local = tensor.to_local().detach()
+            return Shard.empty(dtype)
+        box = local_box(tensor)
+        if not self._contributes(tensor):
+            return Shard.empty(dtype)
+        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
         if layer is None:
-            return Shard.of(shape, dim, begin, local.contiguous(), dtype)
-        assert dim == 0, f"the adapted weight {name!r} is cut in dimension {dim}: its rows cannot be merged"
+            return Shard.of(shape, box, local.contiguous(), dtype)
         if self._last is None or self._last[0] != name:  # one that is cut over several buckets is asked for again
             self._last = None
-            self._last = name, _Merged(local, begin, layer, dtype, self._group.device)
-        return Shard(shape, dim, begin, end, dtype, self._last[1])
+            self._last = name, _Merged(local, box, layer, dtype, self._group.device)
+        return Shard.reading(shape, box, dtype, self._last[1])
+
+    def _contributes(self, tensor: Tensor) -> bool:
+        """Whether no rank before this one has the same part: those that a tensor is not cut over have."""
+        if not isinstance(tensor, DTensor):  # a buffer: every rank has all of it
+            return self._group.is_first
+        mesh = tensor.device_mesh
+        repeated = self._group.rank % self._group.shape.tensor if mesh == self._group.mesh else 0
+        axes = [axis for axis, placed in enumerate(tensor.placements) if isinstance(placed, Replicate)]
+        return not repeated and all(mesh.get_local_rank(axis) == 0 for axis in axes)
 
 
 class _Merged:
-    """Elements of this rank's rows of W + scale · B A. Making it gathers A and B from all ranks."""
+    """Elements of this rank's part of W + scale · B A. Making it gathers A and B from all ranks."""
 
-    def __init__(self, base: Tensor, begin: int, layer: Any, dtype: torch.dtype, device: torch.device) -> None:
-        self._base, self._begin, self._scale = base, begin, scale_of(layer)
+    def __init__(self, base: Tensor, box: Box, layer: Any, dtype: torch.dtype, device: torch.device) -> None:
+        self._base, self._begin, self._columns, self._scale = base, box[0].start, box[1], scale_of(layer)
         self._a, self._b = (_whole(weight.detach(), dtype, device) for weight in adapter_weights(layer))
         self._delta: tuple[int, Tensor] | None = None
 
     def __call__(self, start: int, end: int) -> Tensor:
         inputs = self._base.shape[1]
         first, last = start // inputs, -(-end // inputs)  # of this rank's rows
-        block, merged, row = block_rows(inputs), [], first
+        block, merged, row = block_rows(self._a.shape[1]), [], first
         while row < last:
             at = (self._begin + row) // block * block
             upto = min(last, at + block - self._begin)
-            delta = self._block(at)[self._begin + row - at : self._begin + upto - at]
+            delta = self._block(at)[self._begin + row - at : self._begin + upto - at, self._columns]
             merged.append(self._base[row:upto].to(delta) + delta)
             row = upto
         flat = torch.cat(merged).view(-1)

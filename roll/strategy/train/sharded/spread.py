@@ -13,9 +13,10 @@ from roll.data.batch import Batch
 from roll.model.shape import ModelShape
 from roll.strategy.train.balance import balance
 from roll.strategy.train.microbatch import MicroBatch, sequence
+from roll.strategy.train.sharded.context import ContextRows
 from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.module import TrainModule
-from roll.strategy.train.spread import Share
+from roll.strategy.train.spread import AllRows, Rows, Share
 from roll.transfer.weights import probe_ids
 
 T = TypeVar("T")
@@ -27,7 +28,7 @@ class OverRanks:
     def __init__(self, group: RankGroup, module: TrainModule, model: PreTrainedModel, dtype: torch.dtype) -> None:
         """`module` holds the model, sharded over the group's mesh; its layers compute in `dtype`."""
         self.group = group
-        self.device, self.ranks, self.rank = group.device, group.ranks, group.rank
+        self.device, self.ranks, self.noise = group.device, group.shape.data, group.rank // group.shape.tensor
         self._module, self._model, self._dtype = module, model, dtype
         self._shape = ModelShape.of_model(model)
         self._idle_ids = probe_ids(int(model.config.vocab_size)).numpy()[:2]
@@ -36,7 +37,7 @@ class OverRanks:
         if self.ranks == 1:
             return Share(batch, imbalance=0.0)
         placed = balance(batch, self.ranks, self._shape)
-        own = placed.parts[self.group.rank]
+        own = placed.parts[self.group.data_rank]
         return Share(batch.select(own), batch.token_indices(own), own, placed.imbalance)
 
     def in_step(self, micros: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
@@ -52,6 +53,10 @@ class OverRanks:
     def forward(self, run: Callable[[], T]) -> T:
         found: T = self._module(run)
         return found
+
+    def rows(self, micro: MicroBatch) -> Rows:
+        context = self.group.meshes.context
+        return AllRows(micro) if context is None else ContextRows(micro, context)
 
     def sum(self, tensor: Tensor) -> Tensor:
         return self.group.sum(tensor)

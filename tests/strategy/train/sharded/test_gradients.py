@@ -21,6 +21,7 @@ from roll.strategy.train.sharded.group import RankGroup
 from tests.ranks import Ranks
 from tests.strategy.train.sharded.trainers import (
     KINDS,
+    MIXTURES,
     Found,
     Gradients,
     Groups,
@@ -88,7 +89,7 @@ def compare(
 ) -> None:
     """`allowed` says whether a parameter's gradient may have an error above the tolerance."""
     dtype, exact = job.dtype, job.dtype == torch.float64
-    limit = TOLERANCE if not exact else ROUTED if "moe" in job.kind else EXACT
+    limit = TOLERANCE if not exact else ROUTED if job.kind in MIXTURES else EXACT
     loss = pytest.approx(expected.loss, rel=EXACT if exact else 1e-5, abs=0 if exact else 1e-6)
     assert found.loss == loss, f"the loss in {dtype}"
     for update, (one, other) in enumerate(zip(found.gradients, expected.gradients, strict=True)):
@@ -106,7 +107,7 @@ def cancels(job: Job, gradients: Gradients, name: str, error: float) -> bool:
     """Whether samples cancel each other in a parameter's gradient so far that an error in fp32, as a share of what one
     sample adds to it, is within the tolerance: equal answers of which one is good and one is bad on two ranks, say. The
     router of a mixture computes in fp32 in a model in fp64 too."""
-    if job.config.several_updates or (job.dtype == torch.float64 and "moe" not in job.kind):
+    if job.config.several_updates or (job.dtype == torch.float64 and job.kind not in MIXTURES):
         return False
     scale = largest_of_a_sample(replace(job, extra_rows=4096, defect=""), name) / float(gradients[name].norm())
     return error < (TOLERANCE if job.dtype == torch.float32 else ROUTED) * scale

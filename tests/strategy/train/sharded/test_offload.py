@@ -35,7 +35,7 @@ class Trained:
             for parameter in Adapters(self.model, LoraConfig(rank=2), Base("base"), 0).parameters().values():
                 parameter.data = parameter.data.float()
         self.module = TrainModule(self.model)
-        shard(self.module, self.model.get_decoder(), group.mesh, dtype)
+        shard(self.module, self.model.get_decoder(), group.meshes, dtype)
         self.optimizer = MasterAdamW(self.model, TrainConfig(lr=1e-2))
         self._ids = torch.arange(24).view(2, 12) + group.rank
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -95,7 +95,7 @@ def whole(wanted: Model) -> Mapping[str, Tensor]:
 def made_sharded(group: RankGroup, wanted: Model) -> TrainModule:
     model = make_model(wanted)
     module = TrainModule(model)
-    shard(module, model.get_decoder(), group.mesh, wanted.dtype)
+    shard(module, model.get_decoder(), group.meshes, wanted.dtype)
     return module
 
 
@@ -223,9 +223,10 @@ class Flip:
             found = shard_of(name)
             if (group.rank, name) != (self.rank, self.tensor):
                 return found
-            values = torch.cat([piece for _, piece in found.pieces()]).clone()
+            size = (found.rows.stop - found.rows.start) * (found.columns.stop - found.columns.start)
+            values = found.read(0, size).to(found.dtype).clone()
             values.view(torch.int16)[0] ^= 1
-            return shards.Shard.of(found.shape, found.dim, found.begin, values.view(found.end - found.begin, -1))
+            return replace(found, read=lambda start, end: values[start:end])
 
         source._shard_of = damaged
 

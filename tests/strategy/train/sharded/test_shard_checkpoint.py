@@ -25,9 +25,9 @@ from roll.model import attention
 from roll.model.character import character_tokenizer
 from roll.model.lora import Adapters, Base
 from roll.model.safe_files import INDEX
+from roll.model.shard_box import local_box
 from roll.model.shard_export import export_shards
 from roll.model.shard_folder import ShardFolder
-from roll.model.shard_loading import local_range
 from roll.model.value import ValueModel
 from roll.run.files import file_digest
 from roll.strategy.train.critic import CriticStrategy
@@ -64,7 +64,7 @@ class Trainer:
         self.adapters = Adapters(self.model, LORA, Base("base"), 0) if lora else None
         self.whole: nn.Module = ValueModel(self.model) if critic else self.model
         module = TrainModule(self.whole)
-        shard(module, self.model.get_decoder(), group.mesh, FP32)
+        shard(module, self.model.get_decoder(), group.meshes, FP32)
         self.optimizer = MasterAdamW(self.whole, TRAIN)
         self.passes = Passes(self.model, TRAIN, dtype=FP32, retries=False)
         value = self.whole if isinstance(self.whole, ValueModel) else None
@@ -88,9 +88,7 @@ def push(optimizer: MasterAdamW, step: int) -> None:
         drawn = torch.randn(master.shape, generator=torch.Generator().manual_seed(1000 * step + number))
         master.grad = torch.zeros_like(master)
         if isinstance(master.grad, DTensor):
-            dim, begin, end = local_range(master.grad)
-            drawn = drawn.narrow(dim, begin, end - begin)
-            master.grad.to_local().copy_(drawn)
+            master.grad.to_local().copy_(drawn[local_box(master.grad)])
         else:
             master.grad.copy_(drawn)
 

@@ -82,7 +82,7 @@ def make_sharded(
     if on_host:
         model.cpu()
     module = TrainModule(model)
-    shard(module, model.get_decoder(), group.mesh, dtype, on_host=on_host)
+    shard(module, model.get_decoder(), group.meshes, dtype, on_host=on_host)
     for part in model.modules():
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to("cuda"))

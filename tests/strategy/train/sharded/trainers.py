@@ -13,7 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from roll.algorithm import LossSpec
 from roll.algorithm.streams import token_weights
@@ -28,6 +36,7 @@ from roll.strategy.train.base import UpdateStats
 from roll.strategy.train.critic import CriticStrategy, CriticTrainer
 from roll.strategy.train.optimizer import MasterAdamW, Step, total_norm
 from roll.strategy.train.sharded.build import ShardedModel
+from roll.strategy.train.sharded.experts import experts_of
 from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.module import TrainModule, shard
 from roll.strategy.train.sharded.strategy import ShardedCritic, ShardedStrategy
@@ -53,9 +62,31 @@ CONFIGS = {
     "qwen3_moe": Qwen3MoeConfig(
         **SIZES, **SPREAD, **EXPERTS, head_dim=8, decoder_sparse_step=1, tie_word_embeddings=False
     ),
+    "uneven": Qwen3MoeConfig(
+        **SIZES, **SPREAD, **{**EXPERTS, "num_experts": 7}, head_dim=8, decoder_sparse_step=1, tie_word_embeddings=False
+    ),
+    "mixtral": MixtralConfig(**SIZES, **SPREAD, num_local_experts=8, num_experts_per_tok=2, tie_word_embeddings=False),
+    "deepseek_v3": DeepseekV3Config(
+        **{**SIZES, "num_key_value_heads": 4},
+        **SPREAD,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+        n_group=2,
+        topk_group=1,
+        kv_lora_rank=12,
+        q_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+        tie_word_embeddings=False,
+    ),
     "sharp": Qwen3Config(**SIZES, initializer_range=0.3, head_dim=8, tie_word_embeddings=False),
 }
 KINDS = ("llama", "tied", "qwen3", "qwen3_moe")
+MIXTURES = ("qwen3_moe", "uneven", "mixtral", "deepseek_v3")
 """Those whose gradients fp32 computes well. The weights of `sharp` are so large that log-probs of -10 and gradients that
 nearly cancel are common."""
 
@@ -124,7 +155,7 @@ def _exact(model: PreTrainedModel) -> PreTrainedModel:
             norm = nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon, dtype=torch.float64)
             norm.weight = module.weight
             setattr(model.get_submodule(parent), leaf, norm)
-    if getattr(model.config, "num_experts", None):
+    if experts_of(model):
         model.set_experts_implementation("eager")  # grouped matrix products have no fp64
     return model
 
@@ -155,7 +186,7 @@ def single_trainer(job: Job) -> SingleStrategy:
 def sharded_trainer(group: RankGroup, job: Job) -> ShardedStrategy:
     model = make_model(job.kind, job.dtype)
     module = TrainModule(model)
-    shard(module, model.get_decoder(), group.mesh, job.dtype)
+    shard(module, model.get_decoder(), group.meshes, job.dtype)
     return ShardedStrategy(ShardedModel(module, model, job.dtype), job.config, group)
 
 
@@ -183,7 +214,7 @@ def sharded_critic(group: RankGroup, job: Job) -> ShardedCritic:
     model = make_model(job.kind, job.dtype)
     value = _learned(ValueModel(model))
     module = TrainModule(value)
-    shard(module, model.get_decoder(), group.mesh, job.dtype, exact=(value.head,))
+    shard(module, model.get_decoder(), group.meshes, job.dtype, exact=(value.head,))
     return ShardedCritic(ShardedModel(module, model, job.dtype, value), job.config, job.value_clip, group)
 
 

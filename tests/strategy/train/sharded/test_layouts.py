@@ -1,0 +1,154 @@
+"""Every layout of four ranks computes, saves and publishes what one process does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from roll.algorithm import LossSpec
+from roll.algorithm.streams import CreditSpec
+from roll.cluster.mesh import MeshShape
+from roll.strategy.train.sharded.group import RankGroup
+from roll.transfer.digest import digests
+from roll.transfer.stream import Sender
+from tests.ranks import Ranks, ranks_of
+from tests.strategy.train.sharded.test_gradients import check, check_critic, spec_of
+from tests.strategy.train.sharded.test_sharded_adapters import BATCH, Adapted, _work, single, work
+from tests.strategy.train.sharded.trainers import (
+    Groups,
+    Job,
+    errors,
+    make_batch,
+    make_model,
+    sharded_trainer,
+    single_trainer,
+    whole,
+)
+
+LAYOUTS = {
+    "tensor 2, shard 2": (MeshShape(shard=2, tensor=2), ("qwen3", "tied", "qwen3_moe")),
+    "context 2, shard 2": (MeshShape(shard=2, context=2), ("qwen3", "qwen3_moe")),
+    "expert 2, shard 2": (MeshShape(shard=4, expert=2), ("uneven", "deepseek_v3")),
+    "expert 4": (MeshShape(shard=4, expert=4), ("mixtral", "uneven")),
+    "expert 2, tensor 2": (MeshShape(shard=2, tensor=2, expert=2), ("qwen3_moe", "deepseek_v3")),
+    "context 4": (MeshShape(context=4), ("tied",)),
+    "context 2, tensor 2": (MeshShape(context=2, tensor=2), ("qwen3_moe",)),
+    "context 2, expert 2": (MeshShape(shard=2, context=2, expert=2), ("mixtral",)),
+    "tensor 2, two replicas": (MeshShape(replicate=2, tensor=2), ("qwen3",)),
+    "expert 2, two replicas": (MeshShape(replicate=2, shard=2, expert=2), ("qwen3_moe",)),
+}
+"""And models of which they divide something: seven experts make ranks of different sizes, two key-value heads are fewer
+than four ranks, DeepSeek's attention is not divided and some of its experts are shared by all rows."""
+CLIPPED: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3}
+SEQUENCES = LossSpec("clipped", {**CLIPPED, "ratio": "sequence"}, kl_coef=0.1, entropy_coef=0.01)
+"""A loss that needs whole samples."""
+
+Layout = tuple[Ranks, tuple[str, ...]]
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def layout(request: pytest.FixtureRequest) -> Iterator[Layout]:
+    shape, kinds = LAYOUTS[request.param]
+    with ranks_of(shape) as made:
+        yield made, kinds
+
+
+def test_the_gradient_is_that_of_one_process(layout: Layout) -> None:
+    """With several micro-batches, and samples that fork."""
+    ranks, kinds = layout
+    for seed, kind in enumerate(kinds):
+        check(ranks, Job(make_batch(Groups(seed=seed + 1)), SEQUENCES, kind, extra_rows=3))
+
+
+def test_of_one_short_sample_too(layout: Layout) -> None:
+    """Some ranks have no sample, or no row from which a token is predicted."""
+    ranks, kinds = layout
+    batch = make_batch(Groups(seed=1, groups=1, most_samples=1, longest=1, turns=1))
+    check(ranks, Job(batch, spec_of("clipped", "token_mean"), kinds[0]))
+
+
+def test_a_critics_value_loss(layout: Layout) -> None:
+    ranks, kinds = layout
+    spec = LossSpec("nll", credit=CreditSpec("gae", discount=0.9))
+    check_critic(ranks, Job(make_batch(Groups(seed=4)), spec, kinds[0], extra_rows=20))
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    folder = tmp_path_factory.mktemp("model") / "tied"
+    make_model("tied").save_pretrained(folder)
+    return Adapted(folder)
+
+
+def test_adapters(layout: Layout, adapted: Adapted) -> None:
+    ranks, _ = layout
+    if ranks.shape.expert > 1:
+        pytest.skip("experts have no adapters")
+    batch = make_batch(BATCH, "qwen3")
+    now, base, gradients, loss, norm = _work(single(adapted), batch)
+    for found in ranks.run(work, adapted, batch):
+        np.testing.assert_allclose(found[0], now, atol=2e-5)
+        np.testing.assert_allclose(found[1], base, atol=2e-5)
+        assert max(errors(found[2], gradients).values()) < 2e-6
+        assert found[3:] == pytest.approx((loss, norm), rel=1e-5)
+
+
+State = dict[str, Tensor]
+
+
+def saves(group: RankGroup, job: Job, folder: Path) -> tuple[State, State, dict[str, int]]:
+    """What a trainer has after two updates, which it saves and publishes, and after one more."""
+    trainer = sharded_trainer(group, job)
+    for step in range(2):
+        trainer.update(job.batch, job.spec, step)
+    trainer.save(folder)
+    trainer.saved()
+    kept, published = _state(trainer), _published(trainer)
+    trainer.update(job.batch, job.spec, 2)
+    return kept, _state(trainer), published
+
+
+def loads(group: RankGroup, job: Job, folder: Path) -> tuple[State, State, dict[str, int]]:
+    """The same of one that begins from what was saved."""
+    trainer = sharded_trainer(group, job)
+    trainer.load(folder)
+    kept, published = _state(trainer), _published(trainer)
+    trainer.update(job.batch, job.spec, 2)
+    return kept, _state(trainer), published
+
+
+def _state(trainer: Any) -> State:
+    return {name: whole(tensor.detach()).clone() for name, tensor in trainer._optimizer.state().items()}
+
+
+def _published(trainer: Any) -> dict[str, int]:
+    found = Sender(trainer.published(), 1 << 12).manifest(1, torch.zeros(1), torch.zeros(1)).digests
+    return dict(found)
+
+
+def same(one: State, other: State) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_what_it_saves_is_loaded_everywhere_and_what_it_publishes_is_what_it_has(layout: Layout, tmp_path: Path) -> None:
+    ranks, kinds = layout
+    job = Job(make_batch(Groups(seed=2)), SEQUENCES, kinds[-1], settings={"lr": 1e-2, "schedule": "constant"})
+    kept, after, published = ranks.run(saves, job, tmp_path / "layout")[0]
+    for again in ranks.run(loads, job, tmp_path / "layout"):
+        assert same(again[0], kept)
+        assert same(again[1], after), "in the same layout, training continues in the same bits"
+        assert again[2] == published
+    one = single_trainer(job)
+    one.load(tmp_path / "layout")
+    assert same(_state(one), kept)
+    assert digests(one.published()) == published
+    one.save(tmp_path / "one")
+    for back in ranks.run(loads, job, tmp_path / "one"):
+        assert same(back[0], kept)
+        assert back[2] == published
