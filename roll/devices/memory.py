@@ -38,7 +38,7 @@ from roll.strategy.shelf import Level
 from roll.strategy.train.budget import MOMENT_BYTES, Budget, spare
 from roll.strategy.train.footprint import Footprint, PackedSize, Spans
 from roll.strategy.train.layers import compiles
-from roll.strategy.train.sharded.sizes import ShardSizes
+from roll.strategy.train.sharded.sizes import ShardSizes, of_rank
 
 RUNTIME = "interpreter and libraries"
 RUNTIME_BYTES = 700 << 20
@@ -90,9 +90,9 @@ def sharded_peak(
     Example: `sharded_peak(AutoConfig.from_pretrained(path), MeshShape(1, 64), 24_576).bytes / 2**30`
     """
     size = rows if isinstance(rows, PackedSize) else PackedSize(rows, rows, (Spans(rows, 1, 1),))
-    sizes = shard_sizes(shape, mesh.cuts, purpose, adapters)
+    sizes = shard_sizes(shape, mesh, purpose, adapters)
     model = ModelShape.of_classifier(shape) if purpose == "scorer" else ModelShape.of(shape, adapters)
-    footprint = Footprint(model, dtype, device, compiled)
+    footprint = Footprint(of_rank(model, mesh), dtype, device, compiled)
     state = sharded_state(sizes, dtype, purpose, optimizer)
     if purpose in ("frozen", "scorer"):
         working = [*gathered_parts(sizes, footprint), ("a forward pass", _forward_bytes(footprint, size))]
@@ -288,8 +288,8 @@ class _Worker:
     strategy: str
     devices: int = 1
     """That hold its weights together, of which this is one."""
-    ranks: int = 1
-    """Over which its role's samples are spread."""
+    mesh: MeshShape | None = None
+    """Of its role, if it is a rank."""
 
 
 def estimate(map: DeviceMap, table: StageTable, model: Model, work: Workload) -> Estimate:
@@ -338,9 +338,16 @@ def _workers(map: DeviceMap, hosts: Mapping[int, Pool]) -> list[_Worker]:
                 home = hosts[device.node]
                 pool = gpu(map.inventory, device.node, device.index) if device.kind == "gpu" else home
                 together = len(devices) if placement.on_gpus else 1
-                ranks = 1 if placement.mesh is None else placement.mesh.data
                 worker = _Worker(
-                    place.role, place.name, place.rank, device.kind, pool, home, placement.strategy, together, ranks
+                    place.role,
+                    place.name,
+                    place.rank,
+                    device.kind,
+                    pool,
+                    home,
+                    placement.strategy,
+                    together,
+                    placement.mesh,
                 )
                 workers.append(worker)
     return workers
@@ -417,7 +424,7 @@ def _working(
     role, dtype, sizes = worker.role, model.dtypes[worker.role], model.sizes_of(worker.role)
     device = TORCH_DEVICE[worker.kind]
     compiled = compiles(work.compile, device, dtype, adapted=bool(sizes.adapters))
-    footprint = Footprint(sizes, dtype, device, compiled)
+    footprint = Footprint(sizes if worker.mesh is None else of_rank(sizes, worker.mesh), dtype, device, compiled)
     if role in model.shards:
         return _rank_working(worker, stage, model.shards[role], footprint, work, resident)
     if (role, stage) in (("actor_train", "train"), ("critic", "critic")):
@@ -448,7 +455,8 @@ def _rank_working(
     if stage != WORKS_IN[role]:
         return [], None
     work = work.of_role(role)
-    work = replace(work, groups=ceil(work.groups / worker.ranks))
+    assert worker.mesh is not None
+    work = replace(work, groups=ceil(work.groups / worker.mesh.data))
     transient = sizes.gathered_bytes(footprint.dtype.itemsize) + sizes.reducing_bytes(footprint.dtype.itemsize)
     budget = work.budget(footprint, _spare(worker, resident, footprint, work, sizes.trained, transient))
     return sharded_working(sizes, footprint, work, budget, PURPOSES[role]), budget

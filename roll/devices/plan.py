@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PretrainedConfig
 
+from roll.cluster.mesh import MeshShape
 from roll.config.errors import UserError
 from roll.config.schema import Config
 from roll.devices.division import check_divides
@@ -120,7 +121,7 @@ def _shards(
         if placed.mesh is not None:
             of = own[role][0] if role in own else shape
             check_divides(role, placed.mesh, of)
-            found[role] = shard_sizes(of, placed.mesh.cuts, PURPOSES[role], config.model.adapters)
+            found[role] = shard_sizes(of, placed.mesh, PURPOSES[role], config.model.adapters)
     return found
 
 
@@ -208,8 +209,9 @@ def _fewer_copies(
     mesh = map.roles[part.role].mesh if part.role in map.roles else None
     if mesh is None:
         return None
-    for copies in (count for count in range(mesh.replicate - 1, 0, -1) if mesh.ranks % count == 0):
-        if not estimate(map, stages, _over(config, model, part.role, mesh.ranks // copies), work).too_full():
+    for copies in (count for count in range(mesh.replicate - 1, 0, -1) if mesh.data % count == 0):
+        fewer = replace(mesh, replicate=copies, shard=mesh.data // copies)
+        if not estimate(map, stages, _over(config, model, part.role, fewer), work).too_full():
             return f"write roles.{part.role}.parallel.replicate={copies}"
     return None
 
@@ -221,16 +223,16 @@ def _more_ranks(
     placed = map.roles.get(part.role)
     if placed is None or placed.mesh is None or not placed.on_gpus:
         return None
-    shards = placed.mesh.cuts
-    while (shards := 2 * shards) <= MOST_RANKS:
-        if not estimate(map, stages, _over(config, model, part.role, shards), work).too_full():
-            return f"write {shards * placed.mesh.replicate} GPUs or more in roles.{part.role}.devices"
+    mesh = placed.mesh
+    while (mesh := replace(mesh, shard=2 * mesh.shard)).copy <= MOST_RANKS:
+        if not estimate(map, stages, _over(config, model, part.role, mesh), work).too_full():
+            return f"write {mesh.ranks} GPUs or more in roles.{part.role}.devices"
     return None
 
 
-def _over(config: Config, model: Model, role: str, shards: int) -> Model:
-    """The model with a role's parameters cut over so many ranks."""
-    sizes = shard_sizes(model.shape_of(role), shards, PURPOSES[role], config.model.adapters)
+def _over(config: Config, model: Model, role: str, mesh: MeshShape) -> Model:
+    """The model with a role's parameters cut over the ranks of another mesh."""
+    sizes = shard_sizes(model.shape_of(role), mesh, PURPOSES[role], config.model.adapters)
     return replace(model, shards={**model.shards, role: sizes})
 
 
@@ -239,15 +241,19 @@ def _fewer_workers(config: Config, map: DeviceMap, stages: StageTable, model: Mo
     for role, placement in sorted(map.roles.items(), key=lambda item: -len(item[1].workers)):
         if placement.on_gpus:
             continue  # as many as its devices make
-        mesh, copies = placement.mesh, 1 if placement.mesh is None else placement.mesh.replicate
-        shards, sizes = len(placement.workers) // copies, model
+        mesh, sizes = placement.mesh, model
+        each = 1 if mesh is None else mesh.ranks // mesh.shard
+        shards = len(placement.workers) // each
         while shards > 1:
             shards //= 2
-            count = shards * copies
+            count = shards * each
             places = placement.places[:count]
             if mesh is not None:  # fewer ranks hold more each
-                places = tuple(replace(place, mesh=replace(mesh, shard=shards)) for place in places)
-                sizes = _over(config, model, role, shards)
+                if count // mesh.replicate % mesh.expert:
+                    break
+                fewer = replace(mesh, shard=shards)
+                places = tuple(replace(place, mesh=fewer) for place in places)
+                sizes = _over(config, model, role, fewer)
             less = replace(placement, workers=placement.workers[:count], places=places)
             if not estimate(replace(map, roles={**map.roles, role: less}), stages, sizes, work).too_full():
                 return f"write roles.{role}.replicas={count}"

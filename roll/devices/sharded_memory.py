@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
+from roll.cluster.mesh import MeshShape
 from roll.config.schema import LoraConfig
 from roll.model.lora import inject
 from roll.model.value import ValueModel
@@ -55,7 +55,7 @@ class Peak:
 
 
 def shard_sizes(
-    shape: PretrainedConfig, shards: int, purpose: Purpose = "policy", adapters: LoraConfig | None = None
+    shape: PretrainedConfig, mesh: MeshShape, purpose: Purpose = "policy", adapters: LoraConfig | None = None
 ) -> ShardSizes:
     """Counted on a model without storage."""
     kind = AutoModelForSequenceClassification if purpose == "scorer" else AutoModelForCausalLM
@@ -64,8 +64,8 @@ def shard_sizes(
         model.requires_grad_(purpose in ("policy", "critic"))
         if adapters is not None and purpose == "policy":
             inject(model, adapters)
-        whole: nn.Module = ValueModel(model) if purpose == "critic" else model
-    return ShardSizes.of(whole, model.get_decoder().layers, model.get_output_embeddings(), shards)
+        more = (ValueModel(model),) if purpose == "critic" else ()
+    return ShardSizes.of(model, mesh, *more)
 
 
 def gathered_parts(sizes: ShardSizes, footprint: Footprint) -> Sizes:

@@ -33,6 +33,8 @@ class ModelShape:
     """Whether queries and keys are normalised (Qwen3)."""
     adapters: int = 0
     """Parameters of adapters, which are then all that learns."""
+    divides_heads: bool = True
+    """Whether `transformers` divides the heads of attention over ranks."""
 
     @classmethod
     def of(cls, config: PretrainedConfig, adapters: LoraConfig | None = None) -> ModelShape:
@@ -66,6 +68,7 @@ class ModelShape:
             vocab=config.vocab_size,
             normed_heads=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
             adapters=adapters,
+            divides_heads=any(".q_proj" in name for name in model.tp_plan or {}),
         )
 
     @property

@@ -87,7 +87,7 @@ def small(tied: bool = False, layers: int = 3) -> LlamaConfig:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_units_add_up_to_the_model(tied: bool) -> None:
-    sizes, whole = shard_sizes(small(tied), 1), ModelShape.of(small(tied))
+    sizes, whole = shard_sizes(small(tied), MeshShape()), ModelShape.of(small(tied))
     assert sizes.trained == whole.parameters == sizes.root + 3 * sizes.layer
     assert sizes.frozen == 0
     assert sizes.output_trained == whole.output == 64_000
@@ -96,7 +96,7 @@ def test_units_add_up_to_the_model(tied: bool) -> None:
 
 
 def test_parts_are_rounded_up_parameter_by_parameter() -> None:
-    sizes = shard_sizes(small(), 48)
+    sizes = shard_sizes(small(), MeshShape(shard=48))
     up, down, keys, norms = 2 * 4 * 64, 2 * 160, 2 * 1 * 64, 2 * 2
     layer = up + down + (2 * 2 * 64 + keys) + norms
     assert sizes.trained == 3 * layer + 2 * 21 * 64 + 2
@@ -127,7 +127,7 @@ def test_a_frozen_model_has_its_weights_alone() -> None:
 
 
 def test_the_words_of_a_critic_are_held_and_do_not_learn() -> None:
-    critic, policy = (shard_sizes(small(), 2, purpose) for purpose in ("critic", "policy"))
+    critic, policy = (shard_sizes(small(), MeshShape(shard=2), purpose) for purpose in ("critic", "policy"))
     assert critic.frozen == 32_000
     assert critic.trained == policy.trained - 32_000 + 65, "the head is one row, which one rank has"
     assert critic.output_trained == 0

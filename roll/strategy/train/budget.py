@@ -12,8 +12,9 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
+from roll.cluster.mesh import MeshShape
 from roll.strategy.train.footprint import Footprint
-from roll.strategy.train.sharded.sizes import ShardSizes, shards_of
+from roll.strategy.train.sharded.sizes import ShardSizes
 
 CPU_ROWS = 4096
 MOST_ROWS = 131_072
@@ -59,15 +60,16 @@ def spare(footprint: Footprint, free_bytes: int, trained: int, optimizer: str, t
     return max(int(USED_SHARE * free_bytes) - to_come - logits, 0)
 
 
-def spare_of(model: PreTrainedModel, footprint: Footprint, optimizer: str, device: torch.device) -> int | None:
-    """What the GPU that computes the model has to spare now; None on a CPU."""
+def spare_of(
+    model: PreTrainedModel, footprint: Footprint, optimizer: str, device: torch.device, mesh: MeshShape | None = None
+) -> int | None:
+    """What the GPU that computes the model, or a rank's part of it, has to spare now; None on a CPU."""
     if device.type != "cuda":
         return None
     free: int = torch.cuda.mem_get_info(device)[0]
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    shards = shards_of(model)
-    if shards is not None:
-        sizes = ShardSizes.of(model, model.get_decoder().layers, model.get_output_embeddings(), shards)
+    if mesh is not None:
+        sizes = ShardSizes.of(model, mesh)
         item = footprint.dtype.itemsize
         transient = sizes.gathered_bytes(item) + sizes.reducing_bytes(item)
         return spare(footprint, free, sizes.trained, optimizer, transient)

@@ -11,13 +11,14 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from roll.cluster.mesh import MeshShape
 from roll.config.errors import RunError, UserError
 from roll.config.schema import TrainConfig
 from roll.data.batch import Batch
@@ -30,6 +31,7 @@ from roll.strategy.train.footprint import Footprint
 from roll.strategy.train.layers import Layers, compiles
 from roll.strategy.train.microbatch import MicroBatch, largest_rows, micro_batches
 from roll.strategy.train.out_of_memory import free_memory, is_out_of_memory, kept_noise, said_first, shrunk
+from roll.strategy.train.sharded.sizes import of_rank
 from roll.strategy.train.suspects import sample_name
 
 _log = logging.getLogger(__name__)
@@ -39,6 +41,17 @@ FILE = "micro_batches.json"
 SHORTER = "a smaller rollout.max_new_tokens (in pipeline sft data.max_tokens)"
 
 T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """The ranks that compute together."""
+
+    @property
+    def shape(self) -> MeshShape: ...
+
+    def least(self, value: int) -> int:
+        """The smallest of all ranks' values."""
+        ...
 
 
 class Passes:
@@ -51,12 +64,14 @@ class Passes:
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
         retries: bool = True,
+        group: Ranks | None = None,
     ) -> None:
         """`setting` is where `config.micro_batch_tokens` was written; `dtype` the precision that layers compute in, and
         `device` where, if these are not those of the parameters. Without `retries` a device without memory ends the run
-        at once: a rank cannot do a pass again while the others do the next."""
+        at once: a rank cannot do a pass again while the others do the next. The ranks of a `group` cut batches alike."""
         self._model, self._config, self._setting = model, config, setting
         self._may_retry = retries
+        self._group = group
         self._dtype, self._device = dtype or model.dtype, device or model.device
         adapted = bool(adapted_layers(model))
         self._compiled = compiles(config.compile, self._device.type, self._dtype, adapted=adapted)
@@ -211,9 +226,13 @@ class Passes:
         if self._budget is None:
             longest = int(batch.lengths.max(initial=0))
             model, asked = self._model, self._config
-            footprint = Footprint(ModelShape.of_model(model), self._dtype, self._device.type, self._compiled)
+            shape, mesh = ModelShape.of_model(model), None if self._group is None else self._group.shape
+            shape = shape if mesh is None else of_rank(shape, mesh)
+            footprint = Footprint(shape, self._dtype, self._device.type, self._compiled)
             rows, checkpointing = asked.micro_batch_tokens, asked.activation_checkpointing
-            spare = spare_of(model, footprint, asked.optimizer, self._device)
+            spare = spare_of(model, footprint, asked.optimizer, self._device, mesh)
+            if spare is not None and self._group is not None:
+                spare = self._group.least(spare)
             self._budget = self._within(choose(footprint, rows, checkpointing, longest, spare))
             if spare is not None and not rows and self._budget.rows < longest:
                 _log.warning(

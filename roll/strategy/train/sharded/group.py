@@ -109,6 +109,10 @@ class RankGroup:
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return int(found)
 
+    def least(self, value: int) -> int:
+        """The smallest of all ranks' values."""
+        return -self.most(-value)
+
     def gathered(self, value: T) -> list[T]:
         """The value of each part of the samples, in order. For small things on rare paths: it pickles."""
         values: list[Any] = [None] * self.shape.data
@@ -131,8 +135,8 @@ class Meshes:
     """The process groups of a mesh, as torch's device meshes."""
 
     def __init__(self, shape: MeshShape, device_type: str) -> None:
-        """All ranks make them together. Dimensions of size 1 that nobody asks for are left out: FSDP would have a second
-        reduction for one replica."""
+        """A collective call. A single replica gets no dimension `replicate`: FSDP would reduce gradients over it in
+        vain."""
         cuts: dict[str, int] = {"replicate": shape.replicate} if shape.replicate > 1 else {}
         cuts["shard"] = shape.cuts
         dense = _mesh(device_type, {**cuts, "tensor": shape.tensor} if shape.tensor > 1 else cuts)

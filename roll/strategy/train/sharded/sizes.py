@@ -1,18 +1,24 @@
 """How much of a model each rank of a mesh holds and gathers, counted parameter by parameter.
 
-A parameter is cut along one dimension, and every rank has room for the largest part, numel / dim · ⌈dim / shards⌉.
-FSDP gathers a unit at a time: a decoder layer, or the root's own parameters (embedding, last norm, output layer), which
-stay gathered from the forward to the backward pass.
+Parameters of layers are divided over `tensor`, experts over `expert`. What a rank then has of a parameter is cut along
+one dimension, and every rank has room for the largest part, numel / dim · ⌈dim / ranks⌉. FSDP gathers a unit at a time: a
+decoder layer, or the root's own parameters (embedding, last norm, output layer), which stay gathered from the forward to
+the backward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from math import ceil, prod
+from dataclasses import dataclass, replace
+from math import ceil, lcm, prod
 
 from torch import nn
-from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from roll.cluster.mesh import MeshShape
+from roll.model.shape import ModelShape
+from roll.strategy.train.sharded.experts import experts_of
+from roll.strategy.train.sharded.tensor import divided_dims
 
 
 def cut_dim(shape: Sequence[int], shards: int) -> int:
@@ -32,37 +38,41 @@ def local_numel(shape: Sequence[int], shards: int) -> int:
 
 @dataclass(frozen=True)
 class ShardSizes:
-    """Parameters of a model over so many shards."""
+    """Parameters of a model over the ranks of a mesh."""
 
     trained: int
     """Of those that learn, what a rank holds."""
     frozen: int
     """Of the others."""
     layer: int
-    """The largest layer, whole."""
+    """The largest layer, before FSDP cuts it."""
     layer_trained: int
     root: int
-    """All that is in no layer, whole."""
+    """All that is in no layer, before FSDP cuts it."""
     root_trained: int
     output_trained: int
-    """The output layer, whole, if it learns."""
+    """The output layer, before FSDP cuts it, if it learns."""
 
     @classmethod
-    def of(cls, model: nn.Module, layers: Sequence[nn.Module], output: nn.Module | None, shards: int) -> ShardSizes:
-        """Of a model with storage or without, cut already or not; parameters that need gradients are those that learn."""
+    def of(cls, model: PreTrainedModel, mesh: MeshShape, *more: nn.Module) -> ShardSizes:
+        """Of a model with storage or without, cut already or not, and of `more` modules beside it; parameters that need
+        gradients are those that learn."""
+        divided = _Divided(model, mesh)
+        layers = list(model.get_decoder().layers)
         inside = {id(p) for layer in layers for p in layer.parameters()}
-        parameters = list(model.parameters())
+        parameters = list({id(p): p for part in (model, *more) for p in part.parameters()}.values())
         root = [p for p in parameters if id(p) not in inside]
-        by_layer = [(sum(map(_numel, layer.parameters())), _trained(layer.parameters())) for layer in layers]
+        by_layer = [(divided.numel(layer.parameters()), divided.trained(layer.parameters())) for layer in layers]
         largest = max(by_layer, default=(0, 0))
+        output = model.get_output_embeddings()
         return cls(
-            trained=sum(local_numel(p.shape, shards) for p in parameters if p.requires_grad),
-            frozen=sum(local_numel(p.shape, shards) for p in parameters if not p.requires_grad),
+            trained=sum(divided.local(p) for p in parameters if p.requires_grad),
+            frozen=sum(divided.local(p) for p in parameters if not p.requires_grad),
             layer=largest[0],
             layer_trained=largest[1],
-            root=sum(map(_numel, root)),
-            root_trained=_trained(root),
-            output_trained=0 if output is None else _trained(output.parameters()),
+            root=divided.numel(root),
+            root_trained=divided.trained(root),
+            output_trained=0 if output is None else divided.trained(output.parameters()),
         )
 
     def gathered_bytes(self, itemsize: int) -> int:
@@ -75,15 +85,45 @@ class ShardSizes:
         return (itemsize + 4) * self.layer_trained + itemsize * self.output_trained
 
 
-def shards_of(model: nn.Module) -> int | None:
-    """Over how many ranks a model's parameters are cut; None if they are whole."""
-    first = next(model.parameters(), None)
-    return int(first.device_mesh.shape[-1]) if isinstance(first, DTensor) else None
+def of_rank(shape: ModelShape, mesh: MeshShape) -> ModelShape:
+    """What one rank computes of each row, where rows are divided over `context` and layers over `tensor`: as wide as a
+    part of each row would be, if the rank had that of all rows."""
+    context, heads = mesh.context, mesh.context * (mesh.tensor if shape.divides_heads else 1)
+    return replace(
+        shape,
+        hidden=ceil(shape.hidden / context),
+        inner=ceil(shape.inner / (context * mesh.tensor)),
+        heads=ceil(shape.heads / heads),
+        kv_heads=lcm(shape.kv_heads * context // heads, context) // context,
+        vocab=ceil(shape.vocab / (context * mesh.tensor)),
+    )
 
 
-def _numel(parameter: nn.Parameter) -> int:
-    return prod(parameter.shape)
+class _Divided:
+    """What a rank has of each parameter before FSDP cuts it, and after."""
 
+    def __init__(self, model: PreTrainedModel, mesh: MeshShape) -> None:
+        self._mesh = mesh
+        named = dict(model.named_parameters(remove_duplicate=False))
+        dims = divided_dims(model) if mesh.tensor > 1 else {}
+        self._tensor = {id(named[name]): dim for name, dim in dims.items()}
+        apart = mesh.tensor * mesh.expert > 1
+        self._experts = {id(p) for part in experts_of(model) for p in part.parameters()} if apart else set()
 
-def _trained(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(_numel(p) for p in parameters if p.requires_grad)
+    def local(self, parameter: nn.Parameter) -> int:
+        expert = id(parameter) in self._experts
+        return local_numel(self._shape(parameter), self._mesh.expert_cuts if expert else self._mesh.cuts)
+
+    def numel(self, parameters: Iterable[nn.Parameter]) -> int:
+        return sum(prod(self._shape(p)) for p in parameters)
+
+    def trained(self, parameters: Iterable[nn.Parameter]) -> int:
+        return self.numel(p for p in parameters if p.requires_grad)
+
+    def _shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        shape = list(parameter.shape)
+        if id(parameter) in self._experts:
+            shape[0] = ceil(shape[0] / self._mesh.expert)
+        elif (dim := self._tensor.get(id(parameter))) is not None:
+            shape[dim] = ceil(shape[dim] / self._mesh.tensor)
+        return tuple(shape)

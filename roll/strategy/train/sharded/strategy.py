@@ -61,7 +61,7 @@ class ShardedStrategy(_Rank, PolicyTrainer):
         """Of a model with adapters, only they are trained and saved. The tokenizer is saved beside the model."""
         model = sharded.model
         spread = OverRanks(group, sharded.module, model, sharded.dtype)
-        passes = Passes(model, config, dtype=sharded.dtype, device=group.device, retries=False)
+        passes = Passes(model, config, dtype=sharded.dtype, device=group.device, retries=False, group=group)
         super().__init__(model, config, spread, passes, trainable=trainable, adapters=sharded.adapters)
         self.group, self._dtype = group, sharded.dtype
         self._state = ShardedState(sharded, self._optimizer, passes, group, tokenizer=tokenizer)
@@ -82,7 +82,7 @@ class ShardedCritic(_Rank, CriticTrainer):
     def __init__(self, sharded: ShardedModel, config: TrainConfig, value_clip: float | None, group: RankGroup) -> None:
         assert sharded.value is not None, "a critic's model has a head of its own"
         spread = OverRanks(group, sharded.module, sharded.model, sharded.dtype)
-        passes = Passes(sharded.model, config, dtype=sharded.dtype, device=group.device, retries=False)
+        passes = Passes(sharded.model, config, dtype=sharded.dtype, device=group.device, retries=False, group=group)
         super().__init__(sharded.value, config, value_clip, spread, passes)
         self.group = group
         self._state = ShardedState(sharded, self._optimizer, passes, group)
@@ -93,7 +93,9 @@ class ShardedScorer(_Rank, Scorer):
 
     def __init__(self, sharded: ShardedModel, config: TrainConfig, group: RankGroup, *, exact: bool = False) -> None:
         spread = OverRanks(group, sharded.module, sharded.model, sharded.dtype)
-        passes = Passes(sharded.model, config, setting=SETTING, dtype=sharded.dtype, device=group.device, retries=False)
+        passes = Passes(
+            sharded.model, config, setting=SETTING, dtype=sharded.dtype, device=group.device, retries=False, group=group
+        )
         super().__init__(sharded.model, spread, passes, exact=exact)
         self.group = group
         self._state = ShardedState(sharded, None, passes, group)

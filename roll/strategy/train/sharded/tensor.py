@@ -92,6 +92,18 @@ def layer_styles(model: PreTrainedModel) -> dict[str, str]:
     return found
 
 
+def divided_dims(model: PreTrainedModel) -> dict[str, int]:
+    """The dimension in which each parameter is divided, by name; those that are not divided are left out."""
+    found: dict[str, int] = {}
+    for name, style in layer_styles(model).items():
+        module = model.get_submodule(name)
+        if style.startswith("colwise"):
+            found |= {f"{name}.{key}": 0 for key, _ in module.named_parameters(recurse=False)}
+        elif style != "replicated_with_grad_allreduce":
+            found[f"{name}.weight"] = 0 if isinstance(module, nn.Embedding) else 1
+    return found
+
+
 def _is_experts(name: str) -> bool:
     return "experts" in name.split(".")
 

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from roll.algorithm import LossSpec
 from roll.algorithm.streams import CreditSpec
 from roll.cluster.mesh import MeshShape
 from roll.strategy.train.sharded.group import RankGroup
+from roll.strategy.train.sharded.sizes import ShardSizes
 from roll.transfer.digest import digests
 from roll.transfer.stream import Sender
 from tests.ranks import Ranks, ranks_of
@@ -152,3 +154,15 @@ def test_what_it_saves_is_loaded_everywhere_and_what_it_publishes_is_what_it_has
     for back in ranks.run(loads, job, tmp_path / "one"):
         assert same(back[0], kept)
         assert back[2] == published
+
+
+def held(group: RankGroup, job: Job) -> int:
+    model = sharded_trainer(group, job).model
+    return sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters())
+
+
+def test_a_rank_holds_as_many_parameters_as_the_plan_counts(layout: Layout) -> None:
+    ranks, kinds = layout
+    for kind in kinds:
+        found = ranks.run(held, Job(make_batch(Groups(groups=1)), SEQUENCES, kind))
+        assert max(found) == ShardSizes.of(make_model(kind), ranks.shape).trained
