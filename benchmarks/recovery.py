@@ -2,8 +2,8 @@
 
 Three runs of the tiny model with a checkpoint every step, chosen by `--runs`: `roles` on Ray (two engines, two rollout
 workers, a grader and an environment worker, a trainer), `sharded-local` and `sharded-ray` (a trainer of two ranks). One
-worker is killed (SIGKILL) during a step. `recovery_s` is the time from the kill to the end of the first step
-recorded after it, by kind; a step that was undone because the trainer died counts when the run has repeated it.
+worker is killed (SIGKILL) during a step. `recovery_s` is the time from the kill until the end of the first step that is
+recorded after it, by kind of worker; a step that was undone because the trainer died counts when the run has repeated it.
 `restart_s` is the same for the whole run: everything is killed, `roll train --resume` is started at once, and the first
 step it adds ends. `of_restart` is the ratio. Both contain one usual step, whose time is given too.
 """

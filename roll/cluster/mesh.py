@@ -4,7 +4,7 @@
     shard       parameters are cut over these ranks (FSDP), and each trains on samples of its own
     context     the ranks of one `context` hold parts of the rows of the same samples, and cut parameters like `shard`
     tensor      the ranks of one `tensor` hold parts of each layer, and compute the same rows
-    expert      experts are divided over so many of the ranks of a copy; what is left of these cuts each expert
+    expert      groups of this size, within a copy, hold all experts of a layer; each expert is cut over the groups
 
 Ranks are numbered with `tensor` fastest, then `context`, `shard` and `replicate`: those that talk most are neighbours.
 """

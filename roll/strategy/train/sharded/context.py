@@ -91,7 +91,7 @@ class UlyssesPlan:
     """Attention over all rows with this rank's share of the heads."""
 
     def __init__(self, inner: AttentionPlan, group: dist.ProcessGroup, rows: int) -> None:
-        """`inner` attends over all rows, of which there are so many without padding."""
+        """`inner` attends over all rows; `rows` is their number without padding."""
         self._inner, self._group, self._rows = inner, group, rows
         self._ranks = dist.get_world_size(group)
 

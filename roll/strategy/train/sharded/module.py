@@ -104,8 +104,8 @@ def _causal(module: TrainModule) -> PreTrainedModel:
 
 
 def _cut_dim(parameter: nn.Parameter, size: int) -> int:
-    """The dimension in which FSDP cuts a parameter over so many ranks: of one that is divided over `tensor` the first,
-    unless that would leave ranks of different sizes within a part."""
+    """The dimension in which FSDP cuts a parameter over `size` ranks. If `tensor` divides it, that is the first one,
+    unless the ranks of one part would then hold different sizes."""
     if not isinstance(parameter, DTensor):
         return cut_dim(parameter.shape, size)
     local, divided = parameter.to_local().shape, {each.dim for each in parameter.placements if isinstance(each, Shard)}
