@@ -173,6 +173,9 @@ class RolloutConfig(Section):
     kv_tokens: Whole = 0
     """Tokens an engine's cache holds at most: it gets no more samples then, and of those that the embedded engine has,
     some wait. 0 for what they need, as far as memory goes."""
+    router_replay: bool = True
+    """Of a mixture of experts: engines record which experts each token was sent to, and trainers send it to the same
+    ones. Without effect on other models."""
     deadline_s: Positive = 600.0
     """Seconds that engines may spend on one response; then its sample fails."""
     tries: Count = 3

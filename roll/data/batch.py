@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from roll.data.columns import Array, Block, Fetch, Indices, TokenColumn, blocks_of, resolve
+from roll.data.routes import NO_ROUTES, alike
 from roll.data.sample import Sample
 from roll.data.tokenlog import BoolArray, FloatArray, IntArray
 
@@ -60,14 +61,16 @@ TOKEN_COLUMNS: Mapping[str, Any] = {
     "values": np.float32,
     "returns": np.float32,
     "advantages": np.float32,
+    "routes": np.uint8,
 }
 """Columns with one value a token, and their types. The log-probs are under softmax(logits / temperature); `turn` is the
 number of the sample's response that the token is of, below 0 where it was not sampled (-2 where it begins a branch, see
-`tokenlog.py`); `values` are a critic's, `returns` what it should have said."""
+`tokenlog.py`); `values` are a critic's, `returns` what it should have said; `routes` have a row a token, of a type of
+their own (`routes.py`)."""
 
 _TYPES = {**SAMPLE_COLUMNS, **TURN_COLUMNS, **TOKEN_COLUMNS}
 
-LOGGED = ("ids", "loss_mask", "behaviour", "versions", "turn")
+LOGGED = ("ids", "loss_mask", "behaviour", "versions", "turn", "routes")
 """The token columns that a token log has."""
 
 Column = Array | TokenColumn
@@ -89,8 +92,9 @@ class Batch:
             if isinstance(values, TokenColumn):
                 if name not in TOKEN_COLUMNS or len(values.which) != len(self):
                     raise ValueError(f"column {name!r} has {len(values.which)} samples' tokens, expected {len(self)}")
-            elif values.shape != (expected,):
-                raise ValueError(f"column {name!r} has shape {values.shape}, expected ({expected},)")
+            elif values.shape[:1] != (expected,) or values.ndim != (2 if name == "routes" else 1):
+                wanted = f"({expected}, width)" if name == "routes" else f"({expected},)"
+                raise ValueError(f"column {name!r} has shape {values.shape}, expected {wanted}")
             elif name in TOKEN_COLUMNS:
                 values = TokenColumn.flat(values, self.offsets)
             made[name] = values
@@ -151,7 +155,7 @@ class Batch:
     def __getitem__(self, name: str) -> Array:
         """A column as one array. A token column in several pieces is joined, which copies it: `rows` does not."""
         column = self._column(name)
-        return column.gathered(self.lengths, _dtype(name)) if isinstance(column, TokenColumn) else column
+        return column.gathered(self.lengths, _none(name)) if isinstance(column, TokenColumn) else column
 
     def _column(self, name: str) -> Column:
         if name not in self.columns:
@@ -204,7 +208,7 @@ class Batch:
     def with_columns(self, **columns: Column) -> Batch:
         """The same samples with columns added or replaced; a column's name says what it has one value of."""
         cast = {
-            name: values if isinstance(values, TokenColumn) else np.asarray(values, dtype=_dtype(name))
+            name: values if isinstance(values, TokenColumn) else np.asarray(values, dtype=_given_type(name))
             for name, values in columns.items()
         }
         return Batch(self.offsets, {**self.columns, **cast})
@@ -273,7 +277,7 @@ def token_block(samples: Sequence[Sample], mask_below: int = 0) -> Block:
     columns: dict[str, Array] = {}
     for name in LOGGED:
         parts = [getattr(sample.log, name) for sample in samples]
-        columns[name] = np.concatenate(parts) if parts else np.zeros(0, TOKEN_COLUMNS[name])
+        columns[name] = np.concatenate(alike(parts) if name == "routes" else parts) if parts else _none(name)
     if mask_below > 0:
         columns["loss_mask"] = columns["loss_mask"] & (columns["versions"] >= mask_below)
     return Block(columns)
@@ -307,6 +311,16 @@ def _spanned(offsets: Indices, indices: Indices) -> Indices:
     """What lies from `offsets[i]` to `offsets[i + 1]`, for each i of the indices."""
     parts = [np.arange(offsets[i], offsets[i + 1]) for i in indices]
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+def _none(name: str) -> Array:
+    """A column of no values."""
+    return NO_ROUTES if name == "routes" else np.zeros(0, _dtype(name))
+
+
+def _given_type(name: str) -> Any:
+    """What values of a column become; None where they stay what they are."""
+    return None if name == "routes" else _dtype(name)
 
 
 def _dtype(name: str) -> Any:

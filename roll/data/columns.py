@@ -1,6 +1,7 @@
 """Token columns that need not be here: blocks of flat arrays, in this process or a reference to them elsewhere.
 
-What always holds: sample i's values of a column are `length_i` consecutive values of one block, from `starts[i]` on.
+What always holds: sample i's values of a column are `length_i` consecutive values of one block, from `starts[i]` on. A
+value is a number, or, of routes (`routes.py`), a row of them.
 Selecting and joining samples only rearranges where they are; bytes are read where they are used, and there without a copy
 as far as their layout allows.
 
@@ -16,6 +17,8 @@ from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
+
+from roll.data.routes import alike
 
 Array = NDArray[Any]
 Indices = NDArray[np.int64]
@@ -68,18 +71,22 @@ class TokenColumn:
 
     def rows(self, lengths: Indices) -> list[Array]:
         """Each sample's values, as views."""
-        arrays = [block.column(self.key) for block in self.blocks]
+        arrays = self._arrays()
         spans = zip(self.which.tolist(), self.starts.tolist(), lengths.tolist(), strict=True)
         return [arrays[block][start : start + length] for block, start, length in spans]
 
-    def gathered(self, lengths: Indices, dtype: Any) -> Array:
-        """All values in one array: a view where they lie in order already, else a copy."""
+    def _arrays(self) -> list[Array]:
+        arrays = [block.column(self.key) for block in self.blocks]
+        return alike(arrays) if arrays and arrays[0].ndim > 1 else arrays
+
+    def gathered(self, lengths: Indices, none: Array) -> Array:
+        """All values in one array: a view where they lie in order already, else a copy; `none` where there are none."""
         if len(self.blocks) == 1 and len(lengths):
             expected = self.starts[0] + np.concatenate([[0], np.cumsum(lengths[:-1])])
             if np.array_equal(self.starts, expected):
                 return self.blocks[0].column(self.key)[self.starts[0] : self.starts[0] + int(lengths.sum())]
         rows = self.rows(lengths)
-        return np.concatenate(rows) if rows else np.zeros(0, dtype)
+        return np.concatenate(rows) if rows else none
 
     def select(self, indices: Indices) -> TokenColumn:
         """The samples at `indices`; blocks that none of them is in are let go."""

@@ -2,7 +2,8 @@
 
 What always holds: segments are never changed or removed once appended; every response token carries the log-probability
 the sampler drew it with and the version of the weights that drew it (0 and none, where it is somebody else's and only
-imitated); the loss mask is exactly the response tokens.
+imitated); the loss mask is exactly the response tokens. Of a branch's first tokens it may say which experts they were
+sent to (`routes.py`).
 Training tensors are views of this log, so what is trained is what was sampled, token for token.
 
 A log may fork: where what comes next cannot follow the tokens before it (a chat template would rewrite them, or the
@@ -24,6 +25,8 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from roll.data.routes import NO_ROUTES, Routes, free, unrecorded
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
@@ -54,10 +57,19 @@ class TokenLog:
         self._branch = 0
         """Where among them the last branch begins."""
         self._branch_tokens = 0
+        self._routes: list[tuple[int, Routes]] = []
+        """From which token on, rows of recorded routes."""
+        self._routed = 0
 
     @classmethod
     def of_columns(
-        cls, ids: IntArray, loss_mask: BoolArray, behaviour: FloatArray, versions: IntArray, turn: IntArray
+        cls,
+        ids: IntArray,
+        loss_mask: BoolArray,
+        behaviour: FloatArray,
+        versions: IntArray,
+        turn: IntArray,
+        routes: Routes = NO_ROUTES,
     ) -> TokenLog:
         """The log that has these columns; what is not sampled is one segment between two responses."""
         assert np.array_equal(loss_mask, turn >= 0), "a log's mask is exactly its responses"
@@ -74,6 +86,10 @@ class TokenLog:
                 log.respond([], [], [])  # one without tokens leaves no other trace
             log.respond(ids[span], behaviour[span], versions[span])
             responses = int(turn[span[0]]) + 1
+        if routes.shape[1]:
+            for branch in branches(turn):
+                log._routed = 0
+                log._keep_routes(branch.start, _recorded(routes[branch]))
         return log
 
     @classmethod
@@ -112,9 +128,14 @@ class TokenLog:
         self._append(Segment("observation", _frozen(ids, np.int32)))
 
     def respond(
-        self, ids: Sequence[int] | IntArray, logprobs: Sequence[float] | FloatArray, versions: Sequence[int] | IntArray
+        self,
+        ids: Sequence[int] | IntArray,
+        logprobs: Sequence[float] | FloatArray,
+        versions: Sequence[int] | IntArray,
+        routes: Routes | None = None,
     ) -> None:
-        """Appends sampled tokens with the sampler's log-probabilities and the version of its weights."""
+        """Appends sampled tokens with the sampler's log-probabilities and the version of its weights. `routes`: of the
+        branch's tokens from number `routed` on, these included, as far as they are known."""
         if not self._segments:
             raise ValueError("a token log begins with its prompt, not with a response")
         if not len(ids) == len(logprobs) == len(versions):
@@ -122,10 +143,24 @@ class TokenLog:
         self._append(
             Segment("response", _frozen(ids, np.int32), _frozen(logprobs, np.float32), _frozen(versions, np.int32))
         )
+        if routes is not None:
+            self._keep_routes(len(self) - self._branch_tokens + self._routed, _frozen(routes, routes.dtype))
+
+    def _keep_routes(self, start: int, routes: Routes) -> None:
+        """Rows of tokens of the last branch, from `start` on."""
+        assert routes.ndim == 2, f"routes have a row a token, not the shape {routes.shape}"
+        known = self._routes[0][1] if self._routes else routes
+        if (routes.shape[1], routes.dtype) != (known.shape[1], known.dtype):
+            raise ValueError(f"routes of {routes.shape[1]} {routes.dtype} a token follow {known.shape[1]} {known.dtype}")
+        if start + len(routes) > len(self):
+            raise ValueError(f"routes of {len(routes)} tokens from number {start} on, in a log of {len(self)}")
+        if routes.size:
+            self._routes.append((start, routes))
+            self._routed += len(routes)
 
     def _append(self, segment: Segment) -> None:
         if segment.kind == "prompt":
-            self._branch, self._branch_tokens = len(self._segments), 0
+            self._branch, self._branch_tokens, self._routed = len(self._segments), 0, 0
         self._segments.append(segment)
         self._branch_tokens += len(segment.ids)
 
@@ -183,6 +218,21 @@ class TokenLog:
         return _joined(parts, np.int32)
 
     @property
+    def routes(self) -> Routes:
+        """Which experts each token was sent to, a row a token."""
+        if not self._routes:
+            return np.zeros((len(self), 0), NO_ROUTES.dtype)
+        routes = unrecorded(len(self), self._routes[0][1])
+        for start, rows in self._routes:
+            routes[start : start + len(rows)] = rows
+        return routes
+
+    @property
+    def routed(self) -> int:
+        """Of how many of the last branch's tokens that is known, from its first on."""
+        return self._routed
+
+    @property
     def response_tokens(self) -> int:
         """How many tokens were sampled."""
         return sum(len(s.ids) for s in self._segments if s.kind == "response")
@@ -209,6 +259,12 @@ def begin_alike(a: IntArray, b: IntArray, count: int) -> bool:
     if count > min(len(a), len(b)) or a[count - 1] != b[count - 1]:
         return False
     return np.array_equal(a[:count], b[:count])
+
+
+def _recorded(routes: Routes) -> Routes:
+    """Without the last rows of which nothing is known."""
+    known = np.flatnonzero((routes != free(routes)).any(axis=1))
+    return _frozen(routes[: known[-1] + 1 if len(known) else 0], routes.dtype)
 
 
 def _frozen(values: object, dtype: Any) -> NDArray[Any]:

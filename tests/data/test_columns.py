@@ -74,7 +74,9 @@ def test_selecting_is_choosing_rows(made: tuple[TokenColumn, list[list[int]], In
     chosen = indices(data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=10)) if rows else [])
     picked = column.select(chosen)
     assert listed(picked, lengths[chosen]) == [rows[i] for i in chosen]
-    assert picked.gathered(lengths[chosen], np.int32).tolist() == [value for i in chosen for value in rows[i]]
+    assert picked.gathered(lengths[chosen], np.zeros(0, np.int32)).tolist() == [
+        value for i in chosen for value in rows[i]
+    ]
     assert {id(block) for block in picked.blocks} == {id(column.blocks[column.which[i]]) for i in chosen}
     again = indices(data.draw(st.lists(st.integers(0, len(chosen) - 1), max_size=10)) if len(chosen) else [])
     assert listed(picked.select(again), lengths[chosen][again]) == [rows[chosen[i]] for i in again]
@@ -84,7 +86,7 @@ def test_selecting_is_choosing_rows(made: tuple[TokenColumn, list[list[int]], In
 @given(columns())
 def test_gathering_is_one_array_of_all_rows(made: tuple[TokenColumn, list[list[int]], Indices]) -> None:
     column, rows, lengths = made
-    gathered = column.gathered(lengths, np.int32)
+    gathered = column.gathered(lengths, np.zeros(0, np.int32))
     assert gathered.tolist() == [value for row in rows for value in row]
     assert gathered.dtype == np.int32
 
@@ -114,11 +116,11 @@ def test_rows_and_one_block_in_order_are_views() -> None:
     column = TokenColumn.flat(values, indices([0, 3, 3, 10]))
     assert [row.tolist() for row in column.rows(indices([3, 0, 7]))] == [[0, 1, 2], [], list(range(3, 10))]
     assert all(np.shares_memory(row, values) for row in column.rows(indices([3, 0, 7])) if len(row))
-    assert np.shares_memory(column.gathered(indices([3, 0, 7]), np.int32), values)
+    assert np.shares_memory(column.gathered(indices([3, 0, 7]), np.zeros(0, np.int32)), values)
     some = column.select(indices([1, 2]))
-    assert np.shares_memory(some.gathered(indices([0, 7]), np.int32), values)
+    assert np.shares_memory(some.gathered(indices([0, 7]), np.zeros(0, np.int32)), values)
     turned = column.select(indices([2, 0]))
-    assert turned.gathered(indices([7, 3]), np.int32).tolist() == [*range(3, 10), 0, 1, 2]
+    assert turned.gathered(indices([7, 3]), np.zeros(0, np.int32)).tolist() == [*range(3, 10), 0, 1, 2]
 
 
 def test_the_example_of_the_docstring() -> None:
@@ -137,7 +139,7 @@ def test_the_example_of_the_docstring() -> None:
 def test_a_column_elsewhere_cannot_be_read_and_says_what_to_do() -> None:
     column = put_away(TokenColumn.flat(np.arange(3), indices([0, 3])), Store().put)
     assert not column.is_here
-    for read in (lambda: column.rows(indices([3])), lambda: column.gathered(indices([3]), np.int32)):
+    for read in (lambda: column.rows(indices([3])), lambda: column.gathered(indices([3]), np.zeros(0, np.int32))):
         with pytest.raises(LookupError, match="held by workers: fetch the batch"):
             read()
     with pytest.raises(LookupError, match="held by workers"):
@@ -184,7 +186,8 @@ def test_blocks_are_counted_once() -> None:
 def sample(number: int, length: int, group: int = 0) -> Sample:
     made = Sample(f"{group}.{number}", Task.ask(f"t{group}", "?"), group, 1.0, reward=float(number), turns=1)
     made.log.prompt([100 * number + i for i in range(length)])
-    made.log.respond([7, 8], [-0.5, -number - 1.0], [number, number + 1])
+    routes = np.arange((length + 1) * 3, dtype=np.uint8).reshape(-1, 3) if number % 2 else None  # some have none
+    made.log.respond([7, 8], [-0.5, -number - 1.0], [number, number + 1], routes)
     return made
 
 
@@ -315,7 +318,7 @@ def test_a_computed_column_may_be_elsewhere_beside_columns_here() -> None:
         more["ref"]
     assert more.select([1]).resolved(store.fetch)["ref"].tolist() == [5, 6, 7, 8]
     assert {block.columns.ref for block in more.blocks if isinstance(block.columns, Elsewhere)} == {0}
-    assert LOGGED == ("ids", "loss_mask", "behaviour", "versions", "turn")
+    assert LOGGED == ("ids", "loss_mask", "behaviour", "versions", "turn", "routes")
 
 
 @given(lengths=st.lists(st.integers(0, 12), max_size=30), most=st.integers(1, 20))

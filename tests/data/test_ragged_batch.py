@@ -21,12 +21,15 @@ def samples(draw: st.DrawFn, played: bool | None = None) -> list[Sample]:
     """Samples that were graded, or `played` in environments: then they have turns, of any rewards."""
     played = draw(st.booleans()) if played is None else played
     lengths = st.tuples(st.integers(0, 4), st.integers(0, 5), st.integers(0, 3), st.integers(0, 2))
-    made = []
+    made, recorded = [], draw(st.booleans())
     for i, (prompt, first, seen, second) in enumerate(draw(st.lists(lengths, max_size=8))):
         sample = Sample(f"s{i}", Task.ask(f"task-{i % 3}", "?", domain="d" * (i % 4)), i % 3, 0.5 + i, reward=i / 7)
         token = 100 * i
         sample.log.prompt(range(token, token + prompt))
-        sample.log.respond(range(token + 10, token + 10 + first), [-float(n) for n in range(first)], [i] * first)
+        routes = None
+        if recorded and draw(st.booleans()):  # not of the last token
+            routes = np.arange(max(prompt + first - 1, 0) * 2, dtype=np.uint16).reshape(-1, 2) + 100 * i
+        sample.log.respond(range(token + 10, token + 10 + first), [-float(n) for n in range(first)], [i] * first, routes)
         if seen:
             sample.log.observe(range(token + 20, token + 20 + seen))
             sample.log.respond(range(token + 30, token + 30 + second), [-9.0] * second, [i + 1] * second)
@@ -68,6 +71,11 @@ def test_a_batch_holds_its_samples(made: list[Sample]) -> None:
     for column in ("ids", "loss_mask", "behaviour", "versions", "turn"):
         for row, sample in zip(batch.rows(column), made, strict=True):
             assert row.tolist() == getattr(sample.log, column).tolist()
+    width = max((sample.log.routes.shape[1] for sample in made), default=0)
+    assert batch["routes"].shape == (batch.tokens, width)
+    for row, sample in zip(batch.rows("routes"), made, strict=True):
+        recorded = sample.log.routes
+        assert row.tolist() == (recorded.tolist() if recorded.shape[1] else [[65535] * width] * len(sample.log))
     assert batch["sample"].tolist() == [s.id for s in made]
     assert batch["task"].tolist() == [s.task.id for s in made]
     assert batch["domain"].tolist() == [s.task.domain for s in made]
@@ -85,6 +93,8 @@ def test_a_batch_holds_its_samples(made: list[Sample]) -> None:
     for name in everything.columns:
         values = everything[name]
         expected = np.dtype({**SAMPLE_COLUMNS, **TURN_COLUMNS, **TOKEN_COLUMNS}[name])
+        if name == "routes" and width:
+            expected = np.dtype(np.uint16)
         assert values.dtype == expected or (expected.kind == "U" and values.dtype.kind == "U"), name
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from roll.data import TokenLog
 from roll.data.batch import LOGGED
+from roll.data.routes import routes_type, signed
 from roll.data.tokenlog import begin_alike, branches, common_prefix
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=6)
@@ -139,3 +140,64 @@ def test_every_response_token_has_a_log_prob_and_a_version(logprobs: list[float]
 def test_sequences_begin_alike_as_far_as_their_common_prefix_goes(a: list[int], b: list[int], count: int) -> None:
     one, other = np.array(a, np.int32), np.array(b, np.int32)
     assert begin_alike(one, other, count) == (common_prefix(one, other) >= count)
+
+
+@st.composite
+def routed_logs(draw: st.DrawFn) -> tuple[TokenLog, list[list[int]]]:
+    """A log as an engine's answers make it, and the rows that were recorded, 255 for none."""
+    log, expected, width = TokenLog(), list[list[int]](), 3
+    log.prompt([1] * draw(st.integers(1, 4)))
+    expected += [[255] * width] * len(log)
+    for kind in draw(st.lists(st.sampled_from(KINDS), max_size=6)):
+        begin = len(log) - log.context_tokens
+        tokens = draw(st.integers(1, 4))
+        if kind != "response":
+            grow(log, kind, [2] * tokens, 0)
+            expected += [[255] * width] * tokens
+            continue
+        known = draw(st.integers(0, log.context_tokens + tokens - log.routed))
+        rows = np.array(draw(st.lists(st.integers(0, 250), min_size=known * width, max_size=known * width)), np.uint8)
+        first = begin + log.routed
+        expected += [[255] * width] * tokens
+        expected[first : first + known] = rows.reshape(known, width).tolist()
+        log.respond([3] * tokens, [0.0] * tokens, [0] * tokens, rows.reshape(known, width))
+        assert begin + log.routed == first + known
+    return log, expected
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(made=routed_logs())
+def test_routes_follow_those_that_are_recorded_and_survive_as_a_column(made: tuple[TokenLog, list[list[int]]]) -> None:
+    log, expected = made
+    routes = log.routes
+    assert len(routes) == len(log)
+    if not routes.shape[1]:
+        assert all(set(row) == {255} for row in expected)
+    else:
+        assert routes.tolist() == expected
+        assert (signed(routes) == np.where(routes == 255, -1, routes.astype(int))).all()
+    again = TokenLog.of_columns(**{name: getattr(log, name) for name in LOGGED})
+    assert np.array_equal(again.routes, routes)
+    assert again.routes.dtype == routes.dtype
+    assert again.routed == log.routed
+
+
+def test_the_width_of_experts_numbers_leaves_one_for_none() -> None:
+    assert [routes_type(experts) for experts in (8, 254, 255, 256, 512)] == [np.uint8, np.uint8, *[np.uint16] * 3]
+    assert signed(np.array([[0, 65535]], np.uint16)).tolist() == [[0, -1]]
+
+
+@pytest.mark.parametrize(
+    ("routes", "said"),
+    [
+        (np.zeros((5, 2), np.uint8), "routes of 5 tokens from number 2 on, in a log of 5"),
+        (np.zeros((1, 3), np.uint8), "routes of 3 uint8 a token follow 2 uint8"),
+        (np.zeros((1, 2), np.uint16), "routes of 2 uint16 a token follow 2 uint8"),
+    ],
+)
+def test_routes_that_do_not_go_on_from_those_before_are_refused(routes: np.ndarray, said: str) -> None:
+    log = TokenLog()
+    log.prompt([1, 2])
+    log.respond([3], [0.0], [0], np.zeros((2, 2), np.uint8))
+    with pytest.raises(ValueError, match=said):
+        log.respond([4, 5], [0.0, 0.0], [0, 0], routes)
