@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PretrainedConfig
 
+from roll.data.routes import Routes
 from roll.engine.reading import Reading, reading_of
+from roll.engine.routes import RouteShape
 from roll.engine.sizing import Shape
 
 _CALL = 128
@@ -22,9 +24,12 @@ _CALL = 128
 
 
 class SlotCache:
-    """Keys and values, a tensor a layer: [2, slots, kv_heads, positions, dim]. All have one shape, which changes."""
+    """Keys and values, a tensor a layer: [2, slots, kv_heads, positions, dim]. All have one shape, which changes. Where
+    routes are recorded, [slots, positions, width] of them."""
 
-    def __init__(self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, recorded: RouteShape | None = None
+    ) -> None:
         heads = config.num_attention_heads
         self.device = device
         self._kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
@@ -32,10 +37,13 @@ class SlotCache:
         self._dtype = dtype
         self.shape = Shape()
         self.layers = [torch.empty(0)] * int(config.num_hidden_layers)
+        self._recorded = recorded
+        self.routes: Tensor | None = None
 
     @property
     def bytes_a_token(self) -> int:
-        return 2 * len(self.layers) * self._kv_heads * self._dim * self._dtype.itemsize
+        recorded = self._recorded.bytes_a_token if self._recorded is not None else 0
+        return 2 * len(self.layers) * self._kv_heads * self._dim * self._dtype.itemsize + recorded
 
     def reshape(self, shape: Shape, sources: Sequence[tuple[int, int]] = ()) -> None:
         """Makes slots of another number and length. The first ones take over what old slots hold: `sources` has the old
@@ -45,7 +53,20 @@ class SlotCache:
             for slot, (source, length) in enumerate(sources):
                 new[:, slot, :, :length] = old[:, source, :, :length]
             self.layers[layer] = old = new  # the old one is gone before the next is made
+        if self._recorded is not None:
+            size = (shape.slots, shape.positions, self._recorded.width)
+            routes = torch.zeros(size, dtype=self._recorded.dtype, device=self.device)
+            for slot, (source, length) in enumerate(sources):
+                assert self.routes is not None, "there are positions to take over"
+                routes[slot, :length] = self.routes[source, :length]
+            self.routes = routes
         self.shape = shape
+
+    def routes_of(self, slot: int, start: int, end: int) -> Routes | None:
+        """What is recorded of these positions of a slot; None where nothing is."""
+        if self._recorded is None or self.routes is None:
+            return None
+        return self._recorded.host(self.routes[slot, start:end].cpu().clone())
 
     def _layer(self, shape: Shape) -> Tensor:
         """Of numbers, because positions beyond a slot's length are read too, and weighed with nothing."""
@@ -56,6 +77,8 @@ class SlotCache:
         """Copies the first `length` positions of one slot into another."""
         for layer in self.layers:
             layer[:, target, :, :length] = layer[:, source, :, :length]
+        if self.routes is not None:
+            self.routes[target, :length] = self.routes[source, :length]
 
     def swap(self, a: int, b: int, a_length: int, b_length: int) -> None:
         """Exchanges the first positions of two slots."""
@@ -63,11 +86,16 @@ class SlotCache:
             held = layer[:, a, :, :a_length].clone()
             layer[:, a, :, :b_length] = layer[:, b, :, :b_length]
             layer[:, b, :, :a_length] = held
+        if self.routes is not None:
+            recorded = self.routes[a, :a_length].clone()
+            self.routes[a, :b_length] = self.routes[b, :b_length]
+            self.routes[b, :a_length] = recorded
 
     def release(self) -> None:
         """Frees the memory; nothing may be running."""
         self.shape = Shape()
         self.layers = [torch.empty(0)] * len(self.layers)
+        self.routes = None
 
 
 @dataclass(frozen=True)
@@ -164,6 +192,20 @@ class CachePlan:
                 seen_keys, seen_values = keys[run.slots, :, : run.longest], values[run.slots, :, : run.longest]
                 output[run.rows] = _decoded(query[:, run.rows], seen_keys, seen_values, mask, reading)
         return output
+
+    @property
+    def records(self) -> bool:
+        return self._cache.routes is not None
+
+    def keep_routes(self, routes: Tensor) -> None:
+        """Notes beside the keys where the rows of the pass went, [rows, width]."""
+        assert self._cache.routes is not None
+        row = 0
+        for chunk in self._chunks:
+            self._cache.routes[chunk.slot, chunk.start : chunk.start + chunk.rows] = routes[row : row + chunk.rows]
+            row += chunk.rows
+        for each, experts in zip(self._decoding, routes[row:], strict=False):  # what is left of them is padding
+            self._cache.routes[each.slot, each.length - 1] = experts
 
     def _masks_of(self, window: int | None) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Of the chunks and the runs, for layers that look so far back."""

@@ -32,6 +32,7 @@ from roll.engine.cache import CachePlan, Chunk, Decoding, SlotCache
 from roll.engine.columns import column_logits, forward_columns, supported
 from roll.engine.memory import free_bytes
 from roll.engine.request import Completion, Finish, Progress, Request
+from roll.engine.routes import Recorder, RouteShape
 from roll.engine.sampling import draw
 from roll.engine.sequence import Member, Sequence
 from roll.engine.sizing import FreeBytes, Limit, Shape, SlotSizing
@@ -71,10 +72,12 @@ class Engine:
         exact: bool = False,
         kv_tokens: int = 0,
         version: int = 0,
+        records_routes: bool = False,
         free_bytes: FreeBytes = free_bytes,
     ) -> None:
         """`kv_tokens`: what the cache holds at most; 0 for a share of the memory, of which `free_bytes` says what is
-        free. Fewer requests than `max_running` run at once where they are too long for that; the others wait."""
+        free. Fewer requests than `max_running` run at once where they are too long for that; the others wait.
+        `records_routes`: completions say which experts tokens were sent to, if the model has any."""
         self.model = model
         self.version = version
         self._tokenizer = tokenizer
@@ -83,7 +86,9 @@ class Engine:
         self._columns = not exact and supported(model)
         self._vocab = int(model.config.vocab_size)
         self._device = next(model.parameters()).device
-        self._cache = SlotCache(model.config, next(model.parameters()).dtype, self._device)
+        self._recorder = Recorder(model)
+        recorded = RouteShape.of(model) if records_routes else None
+        self._cache = SlotCache(model.config, next(model.parameters()).dtype, self._device, recorded)
         self._limit = Limit(kv_tokens, self._cache.bytes_a_token, self._device, free_bytes)
         self._sizing = SlotSizing(max_running, self.context, len(self._cache.layers))
         self._slots = Slots(self._cache, EXACT_ROWS if exact else 1)
@@ -132,7 +137,7 @@ class Engine:
         for slot, sequence in enumerate(self._slots.running):
             for member in sequence.members:
                 if member.request.id == id:
-                    completion = sequence.completion(member, "abort")
+                    completion = self._completion(slot, member, "abort")
                     self._leave(slot, member)
                     return completion
         return None
@@ -305,6 +310,10 @@ class Engine:
         padding = EXACT_ROWS - len(ids) if self._exact else 0
         rows = torch.from_numpy(np.pad(ids.astype(np.int64), (0, padding))).to(self._device)
         where = torch.from_numpy(np.pad(positions.astype(np.int64), (0, padding))).to(self._device)
+        if plan.records:
+            hidden, routes = self._recorder.record(lambda: forward_rows(self.model, rows, where, plan))
+            plan.keep_routes(routes)
+            return hidden
         return (forward_columns if self._columns else forward_rows)(self.model, rows, where, plan)
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -364,9 +373,14 @@ class Engine:
             for member in list(sequence.members) if sequence.drawn else []:
                 finish = self._finish_of(sequence, member)
                 if finish is not None:
-                    finished.append(sequence.completion(member, finish))
+                    finished.append(self._completion(slot, member, finish))
                     self._leave(slot, member)
         return finished[::-1]
+
+    def _completion(self, slot: int, member: Member, finish: Finish) -> Completion:
+        sequence, start = self._slots.running[slot], member.request.routes_from
+        routes = None if start is None else self._cache.routes_of(slot, min(start, sequence.cached), sequence.cached)
+        return sequence.completion(member, finish, routes)
 
     def _finish_of(self, sequence: Sequence, member: Member) -> Finish | None:
         sampling, said = member.request.sampling, () if sequence.said else member.request.said

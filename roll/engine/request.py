@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
 
+from roll.data.routes import Routes
 from roll.data.tokenlog import FloatArray, IntArray
 
 Finish = Literal["stop", "length", "abort"]
@@ -53,6 +54,9 @@ class Request:
     sampling: Sampling
     drawn: int = 0
     """How many of the last `ids` are of the response it goes on with, which it has from another engine, say."""
+    routes_from: int | None = 0
+    """From which of its tokens on it is to be told which experts they were sent to, where an engine records that; None
+    for nothing of it."""
 
     @property
     def tokens(self) -> int:
@@ -88,6 +92,10 @@ class Request:
             raise ValueError(
                 f"request {self.id!r} has {len(self.ids)} tokens, of which {self.drawn} cannot be drawn ones"
             )
+        if self.routes_from is not None and not 0 <= self.routes_from <= len(self.ids):
+            raise ValueError(
+                f"request {self.id!r} has {len(self.ids)} tokens: there are no routes from number {self.routes_from} on"
+            )
         least, most = self.ids.min(), self.ids.max()
         if least < 0 or most >= vocab:
             raise ValueError(f"request {self.id!r} has tokens {least} to {most}, but the model knows 0 to {vocab - 1}")
@@ -97,13 +105,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """What was generated: a version and a log-prob under softmax(logits / temperature) for every token."""
+    """What was generated: a version and a log-prob under softmax(logits / temperature) for every token. An engine that
+    records routes gives those of the request's tokens and the drawn ones, from `routes_from` on to the last whose keys
+    and values were computed: that is, at most, all but the last drawn one."""
 
     id: str
     ids: IntArray = field(repr=False)
     logprobs: FloatArray = field(repr=False)
     versions: IntArray = field(repr=False)
     finish: Finish
+    routes: Routes | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
+from roll.data.routes import Routes
 from roll.data.tokenlog import IntArray
 from roll.engine.request import Completion, Finish, Progress, Request
 
@@ -58,9 +59,9 @@ class Sequence:
     def cached_tokens(self) -> IntArray:
         return np.concatenate([self.prompt, np.array(self.ids, np.int32)])[: self.cached]
 
-    def completion(self, member: Member, finish: Finish) -> Completion:
+    def completion(self, member: Member, finish: Finish, routes: Routes | None = None) -> Completion:
         drawn = self.since(member, 0)
-        return Completion(drawn.id, drawn.ids, drawn.logprobs, drawn.versions, finish)
+        return Completion(drawn.id, drawn.ids, drawn.logprobs, drawn.versions, finish, routes)
 
     def since(self, member: Member, start: int) -> Progress:
         first = len(self.said) + start

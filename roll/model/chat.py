@@ -26,6 +26,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from roll.data.routes import Routes
 from roll.data.task import Message
 from roll.data.tokenlog import FloatArray, IntArray, TokenLog
 from roll.model.template import writes_each_alone
@@ -371,9 +372,9 @@ class Conversation:
         """Up to where the last response began."""
         self.log.prompt(opening.tokens)
 
-    def respond(self, ids: IntArray, logprobs: FloatArray, versions: IntArray) -> str:
+    def respond(self, ids: IntArray, logprobs: FloatArray, versions: IntArray, routes: Routes | None = None) -> str:
         """Appends a sampled response and returns its text."""
-        self.log.respond(ids, logprobs, versions)
+        self.log.respond(ids, logprobs, versions, routes)
         last = int(ids[-1]) if len(ids) else None
         self._ended = last if last in self._renderer.stop_ids else None
         text = self._renderer.text(ids)

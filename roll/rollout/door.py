@@ -16,6 +16,7 @@ import numpy as np
 from roll.cluster import Cluster
 from roll.cluster.errors import RemoteError
 from roll.cluster.line import Line
+from roll.data.routes import Routes
 from roll.data.tokenlog import FloatArray, IntArray
 from roll.engine.request import Completion, Progress, Request
 from roll.workers.infer import InferWorker, News, Refusal
@@ -31,8 +32,12 @@ class Drawn:
 
     pieces: list[Progress | Completion] = field(default_factory=list)
     tokens: int = 0
+    recorded: list[Routes] = field(default_factory=list)
+    """Rows that engines have recorded, each from where the one before ends."""
 
     def add(self, piece: Progress | Completion) -> None:
+        if isinstance(piece, Completion) and piece.routes is not None:
+            self.recorded.append(piece.routes)
         if len(piece.ids):
             self.pieces.append(piece)
             self.tokens += len(piece.ids)
@@ -40,6 +45,7 @@ class Drawn:
     def extend(self, other: Drawn) -> None:
         self.pieces.extend(other.pieces)
         self.tokens += other.tokens
+        self.recorded.extend(other.recorded)
 
     def after(self, ids: IntArray) -> IntArray:
         """These tokens and then the drawn ones."""
@@ -56,6 +62,15 @@ class Drawn:
     @property
     def versions(self) -> IntArray:
         return _joined([piece.versions for piece in self.pieces], np.int32)
+
+    @property
+    def routed(self) -> int:
+        """Tokens of which routes are recorded."""
+        return sum(map(len, self.recorded))
+
+    @property
+    def routes(self) -> Routes | None:
+        return _joined(self.recorded, np.uint8) if self.recorded else None
 
 
 class EngineLost(Exception):
@@ -235,5 +250,5 @@ def _nothing_drawn(id: str) -> Completion:
     return Completion(id, none, np.zeros(0, np.float32), none, "abort")
 
 
-def _joined(parts: list[IntArray] | list[FloatArray], dtype: type) -> np.ndarray:
+def _joined(parts: list[IntArray] | list[FloatArray] | list[Routes], dtype: type) -> np.ndarray:
     return np.concatenate(parts) if parts else np.zeros(0, dtype)

@@ -158,7 +158,7 @@ class SampleRunner:
             sample.ended = ""  # it ended by itself in the same moment
         elif stop is not None:
             sample.ended = stop.reason
-        text = conversation.respond(drawn.ids, drawn.logprobs, drawn.versions)
+        text = conversation.respond(drawn.ids, drawn.logprobs, drawn.versions, drawn.routes)
         sample.turns += 1
         return Response(text, drawn.tokens, finish)
 
@@ -187,7 +187,8 @@ class SampleRunner:
             left = sampling
             if drawn.tokens:
                 left = replace(sampling, max_new_tokens=sampling.max_new_tokens - drawn.tokens)
-            request = Request(sample.id, drawn.after(prompt), left, drawn.tokens)
+            known = sample.log.routed + drawn.routed
+            request = Request(sample.id, drawn.after(prompt), left, drawn.tokens, known)
             began_s = asyncio.get_running_loop().time()
             try:
                 async with asyncio.timeout(left_s):

@@ -31,6 +31,7 @@ def _native(place: Place, config: Config, own_weights: bool) -> InferStrategy:
         max_running=config.rollout.max_running,
         exact=config.deterministic,
         kv_tokens=config.rollout.kv_tokens,
+        records_routes=config.rollout.router_replay,
         model=make_model() if own_weights else None,
         make_model=make_model,
     )

@@ -35,12 +35,14 @@ class NativeStrategy:
         max_running: int,
         exact: bool,
         kv_tokens: int = 0,
+        records_routes: bool = False,
         model: PreTrainedModel | None = None,
         make_model: Callable[[], PreTrainedModel] | None = None,
     ) -> None:
         """`model` is the engine's own, to receive weights into; without one it uses that of the weights it is given, or
         makes one with `make_model` when weights first come from another process.
-        `kv_tokens`: what its cache holds at most, 0 for what the requests need, as far as memory goes."""
+        `kv_tokens`: what its cache holds at most, 0 for what the requests need, as far as memory goes.
+        `records_routes`: completions say which experts tokens were sent to, if the model has any."""
         self._tokenizer = tokenizer
         self._own_model = model
         self._make_model = make_model
@@ -48,6 +50,7 @@ class NativeStrategy:
         self._max_running = max_running
         self._exact = exact
         self._kv_tokens = kv_tokens
+        self._records_routes = records_routes
         self._engine: Engine | PagedEngine | None = None
         self._verified = False
         self._finished: list[Completion] = []
@@ -137,6 +140,7 @@ class NativeStrategy:
             exact=self._exact,
             kv_tokens=self._kv_tokens,
             version=version,
+            records_routes=self._records_routes,
         )
 
     async def hold(self, level: Level) -> None:

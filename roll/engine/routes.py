@@ -1,0 +1,71 @@
+"""What an engine records of a mixture's routers, beside the keys and values of the same positions.
+
+What always holds: a position of the cache says which experts its row was sent to when its keys and values were computed,
+wherever these go: to a sibling, to the next turn, to a larger cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from roll.data.routes import Routes, routes_type
+from roll.model.routing import routers_of
+
+
+@dataclass(frozen=True)
+class RouteShape:
+    """Of a position: how many numbers, and of how many experts each is one."""
+
+    width: int
+    experts: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> RouteShape | None:
+        """None for a model without experts."""
+        routers: list[Any] = routers_of(model)
+        if not routers:
+            return None
+        return cls(sum(router.top_k for router in routers), max(router.num_experts for router in routers))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the same bits as `routes_type` has; torch computes with no unsigned numbers but bytes."""
+        return torch.uint8 if routes_type(self.experts) == np.uint8 else torch.int16
+
+    @property
+    def bytes_a_token(self) -> int:
+        return self.width * self.dtype.itemsize
+
+    def host(self, rows: Tensor) -> Routes:
+        """Rows of a cache, which are on the host, as a token log has them."""
+        numbers: Routes = rows.numpy().view(routes_type(self.experts))
+        return numbers
+
+
+class Recorder:
+    """Listens to a model's routers while rows are computed by its own code."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._routers = routers_of(model)
+
+    def record(self, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        """What `forward` gives, and where its rows went, [rows, width]."""
+        chosen: list[Tensor] = []
+
+        def keep(router: nn.Module, inputs: object, output: tuple[Tensor, Tensor, Tensor]) -> None:
+            chosen.append(output[2])
+
+        hooks = [router.register_forward_hook(keep) for router in self._routers]
+        try:
+            result = forward()
+        finally:
+            for hook in hooks:  # others may use the model too
+                hook.remove()
+        assert len(chosen) == len(self._routers), "a pass goes through every router once"
+        return result, torch.cat(chosen, dim=1)

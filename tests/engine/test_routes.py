@@ -1,0 +1,196 @@
+"""Which experts tokens were sent to, as engines record it: what a plain pass over the same tokens chooses."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from small_models import SHAPE, build, random_ids, run, tokenizer, under_plans
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from roll.data.routes import Routes
+from roll.data.tokenlog import IntArray, TokenLog
+from roll.engine.engine import Engine
+from roll.engine.request import Completion, Request, Sampling
+from roll.engine.routes import RouteShape
+
+EXPERTS, CHOSEN = 8, 2
+
+
+@cache
+def mixture(name: str) -> PreTrainedModel:
+    """Not to be changed: tests share it."""
+    shape = {**SHAPE, "num_hidden_layers": 3, "num_experts_per_tok": CHOSEN}
+    if name == "mixtral":
+        return build(MixtralForCausalLM, MixtralConfig(**shape, num_local_experts=EXPERTS))
+    if name == "deepseek_v3":
+        options: dict[str, Any] = {"q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
+        options |= {"n_routed_experts": EXPERTS, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 16}
+        options |= {"first_k_dense_replace": 1, "v_head_dim": 8, "num_key_value_heads": 4}
+        return build(DeepseekV3ForCausalLM, DeepseekV3Config(**{**shape, **options}))
+    experts = 300 if name == "qwen3_moe, many" else EXPERTS
+    options = {"num_experts": experts, "moe_intermediate_size": 16, "head_dim": 8, "decoder_sparse_step": 1}
+    return build(Qwen3MoeForCausalLM, Qwen3MoeConfig(**shape, **options))
+
+
+@cache
+def served(name: str) -> PreTrainedModel:
+    return under_plans(mixture(name))
+
+
+def plain_routes(name: str, ids: NDArray[Any]) -> Routes:
+    """By the model's own code, over all tokens at once: [tokens, layers · chosen]."""
+    model, found = mixture(name), list[torch.Tensor]()
+    layers: Any = model.get_decoder().layers
+    gates = [layer.mlp.gate for layer in layers if hasattr(layer.mlp, "experts")]
+    hooks = [gate.register_forward_hook(lambda _, __, output: found.append(output[2])) for gate in gates]
+    with torch.inference_mode():
+        model(torch.from_numpy(ids.astype(np.int64))[None])
+    for hook in hooks:
+        hook.remove()
+    return torch.cat(found, dim=1).numpy()
+
+
+def by_layer(routes: NDArray[Any]) -> list[list[list[int]]]:
+    """In the order of experts: routers may name the same ones in any."""
+    return np.sort(routes.reshape(len(routes), routes.shape[1] // CHOSEN, CHOSEN), axis=2).tolist()
+
+
+def assert_recorded(name: str, request: Request, done: Completion) -> None:
+    """From where it was asked for to the last token but one."""
+    whole = np.concatenate([request.ids, done.ids])
+    assert done.routes is not None
+    assert request.routes_from is not None
+    assert len(done.routes) == len(whole) - 1 - request.routes_from
+    assert by_layer(done.routes) == by_layer(plain_routes(name, whole)[request.routes_from : -1])
+
+
+def ask(id: str, prompt: IntArray, new: int = 6, *, routes_from: int | None = 0, **sampling: Any) -> Request:
+    return Request(id, prompt, Sampling(new, **sampling), routes_from=routes_from)
+
+
+def slots(name: str, max_running: int = 4, *, exact: bool = False, kv_tokens: int = 0) -> Engine:
+    return Engine(
+        served(name), tokenizer(), max_running=max_running, exact=exact, kv_tokens=kv_tokens, records_routes=True
+    )
+
+
+def engine_of(kind: str, name: str, max_running: int = 4, kv_tokens: int = 0) -> Engine:
+    return slots(name, max_running, exact=kind == "exact", kv_tokens=kv_tokens)
+
+
+kinds = pytest.mark.parametrize("kind", ["slots", "exact"])
+
+
+@kinds
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "qwen3_moe, many"])
+def test_routes_are_those_of_a_plain_pass(kind: str, name: str) -> None:
+    """Siblings, beginnings in common, more requests than run at once, and slots that change their number and length."""
+    rng = np.random.default_rng(3)
+    first = random_ids(rng, 37)
+    prompts = [first, first, first[:25], np.concatenate([first[:20], random_ids(rng, 9)]), random_ids(rng, 4)]
+    requests = [ask(f"{i}", prompt, 3 + 2 * i, seed=i) for i, prompt in enumerate(prompts)]
+    requests.append(ask("long", random_ids(rng, 90), 20, seed=9))
+    finished = run(engine_of(kind, name, 3), requests)
+    for each in requests:
+        assert_recorded(name, each, finished[each.id])
+    shape = RouteShape.of(served(name))
+    assert shape is not None
+    many = name == "qwen3_moe, many"
+    assert {done.routes.dtype for done in finished.values() if done.routes is not None} == {
+        np.dtype(np.uint16 if many else np.uint8)
+    }
+    assert shape.bytes_a_token == 3 * CHOSEN * (2 if many else 1)
+
+
+@kinds
+def test_every_turn_of_a_conversation_adds_the_routes_of_what_is_new(kind: str) -> None:
+    rng = np.random.default_rng(5)
+    engine, log = engine_of(kind, "qwen3_moe"), TokenLog()
+    log.prompt(random_ids(rng, 30))
+    for turn in range(4):
+        if turn == 2:  # the window has moved on
+            log.fork(np.concatenate([log.context[:20], random_ids(rng, 12)]))
+        elif turn:
+            log.observe(random_ids(rng, 5))
+        request = ask("talk", log.context, 5, routes_from=log.routed, seed=turn)
+        done = run(engine, [request])["talk"]
+        assert_recorded("qwen3_moe", request, done)
+        log.respond(done.ids, done.logprobs, done.versions, done.routes)
+    routes = log.routes
+    ends = [*np.flatnonzero(log.turn == -2) - 1, len(log) - 1]
+    assert sorted(np.flatnonzero((routes == 255).all(axis=1))) == sorted(ends)
+    assert engine.stats().shared_prompt_tokens > 0
+    branch = log.context
+    assert by_layer(routes[-len(branch) : -1]) == by_layer(plain_routes("qwen3_moe", branch)[:-1])
+
+
+@kinds
+def test_what_is_taken_off_an_engine_says_as_much_as_it_has(kind: str) -> None:
+    """And goes on elsewhere with the rest."""
+    prompt = random_ids(np.random.default_rng(7), 20)
+    one, other = engine_of(kind, "qwen3_moe"), engine_of(kind, "qwen3_moe")
+    whole = run(one, [ask("a", prompt, 9, seed=4)])["a"]
+    one.add(ask("a", prompt, 9, seed=4))
+    one.add(ask("waits", prompt, 9))
+    for _ in range(4):
+        one.step()
+    part = one.abort("a")
+    assert part is not None
+    assert part.routes is not None
+    assert 0 < len(part.ids) < 9
+    known = len(part.routes)
+    assert known == len(prompt) + len(part.ids) - 1
+    rest = Request("a", np.concatenate([prompt, part.ids]), Sampling(9 - len(part.ids), seed=4), len(part.ids), known)
+    done = run(other, [rest])["a"]
+    assert [*part.ids, *done.ids] == whole.ids.tolist()
+    assert_recorded("qwen3_moe", rest, done)
+    assert whole.routes is not None
+    assert done.routes is not None
+    assert by_layer(np.concatenate([part.routes, done.routes])) == by_layer(whole.routes)
+
+
+@kinds
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_whatever_comes_and_goes(kind: str, data: st.DataObject) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    stem = random_ids(rng, 40)
+    engine = engine_of(kind, "qwen3_moe", 3, kv_tokens=data.draw(st.sampled_from([0, 200])))
+    asked: dict[str, Request] = {}
+    finished: dict[str, Completion] = {}
+    for number in range(data.draw(st.integers(1, 8))):
+        shared = data.draw(st.sampled_from([0, 8, 17, 40]))
+        prompt = np.concatenate([stem[:shared], random_ids(rng, data.draw(st.integers(1, 12)))])
+        new, start = data.draw(st.integers(1, 9)), data.draw(st.integers(0, len(prompt)))
+        asked[f"{number}"] = ask(f"{number}", prompt, new, routes_from=start, seed=number)
+        engine.add(asked[f"{number}"])
+        for _ in range(data.draw(st.integers(0, 4))):
+            finished.update((done.id, done) for done in engine.step())
+    finished.update(run(engine))
+    for id, request in asked.items():
+        assert_recorded("qwen3_moe", request, finished[id])
+
+
+@kinds
+def test_nothing_is_recorded_where_nobody_asks_for_it(kind: str) -> None:
+    prompt = random_ids(np.random.default_rng(1), 12)
+    assert run(engine_of(kind, "qwen3_moe"), [ask("a", prompt, routes_from=None)])["a"].routes is None
+    silent = Engine(served("qwen3_moe"), tokenizer(), max_running=2, exact=kind == "exact")
+    assert run(silent, [ask("a", prompt)])["a"].routes is None
+    with pytest.raises(ValueError, match="has 12 tokens: there are no routes from number 13 on"):
+        silent.add(ask("b", prompt, routes_from=13))
