@@ -15,9 +15,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PretrainedConfig
 
 from roll.data.routes import Routes
-from roll.engine.reading import Reading, reading_of
+from roll.engine.reading import Reading, reading_of, widened
 from roll.engine.routes import RouteShape
 from roll.engine.sizing import Shape
+from roll.model.shape import head_dim_of
 
 _CALL = 128
 """Positions of one slot that take as long to attend to as a call of the attention takes before it begins."""
@@ -33,7 +34,7 @@ class SlotCache:
         heads = config.num_attention_heads
         self.device = device
         self._kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-        self._dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+        self.dim = head_dim_of(config)
         self._dtype = dtype
         self.shape = Shape()
         self.layers = [torch.empty(0)] * int(config.num_hidden_layers)
@@ -43,7 +44,7 @@ class SlotCache:
     @property
     def bytes_a_token(self) -> int:
         recorded = self._recorded.bytes_a_token if self._recorded is not None else 0
-        return 2 * len(self.layers) * self._kv_heads * self._dim * self._dtype.itemsize + recorded
+        return 2 * len(self.layers) * self._kv_heads * self.dim * self._dtype.itemsize + recorded
 
     def reshape(self, shape: Shape, sources: Sequence[tuple[int, int]] = ()) -> None:
         """Makes slots of another number and length. The first ones take over what old slots hold: `sources` has the old
@@ -70,7 +71,7 @@ class SlotCache:
 
     def _layer(self, shape: Shape) -> Tensor:
         """Of numbers, because positions beyond a slot's length are read too, and weighed with nothing."""
-        size = (2, shape.slots, self._kv_heads, shape.positions, self._dim)
+        size = (2, shape.slots, self._kv_heads, shape.positions, self.dim)
         return torch.zeros(size, dtype=self._dtype, device=self.device)
 
     def copy(self, source: int, target: int, length: int) -> None:
@@ -165,6 +166,8 @@ class CachePlan:
         assert isinstance(layer, int)
         reading = reading_of(module, scale)
         of_chunks, of_runs = self._masks_of(reading.window)
+        told = value.shape[-1]
+        query, key, value = (widened(tensor, self._cache.dim) for tensor in (query, key, value))
         heads, rows, dim = query.shape
         output = query.new_zeros(rows, heads, dim)
         keys, values = self._cache.layers[layer]
@@ -191,7 +194,7 @@ class CachePlan:
             for run, mask in zip(self._runs, of_runs, strict=True):
                 seen_keys, seen_values = keys[run.slots, :, : run.longest], values[run.slots, :, : run.longest]
                 output[run.rows] = _decoded(query[:, run.rows], seen_keys, seen_values, mask, reading)
-        return output
+        return output[..., :told]
 
     @property
     def records(self) -> bool:

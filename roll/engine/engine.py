@@ -39,6 +39,7 @@ from roll.engine.sizing import FreeBytes, Limit, Shape, SlotSizing
 from roll.engine.slots import Slots
 from roll.engine.stopping import hits_stop_string
 from roll.model.attention import forward_rows, logits_of
+from roll.model.experts import with_experts
 from roll.model.positions import longest_sequence
 
 EXACT_ROWS = 16
@@ -84,9 +85,11 @@ class Engine:
         self._max_running = max_running
         self._exact = exact
         self._columns = not exact and supported(model)
+        # How many rows an expert gets depends on the neighbours: under `exact`, each row has its experts to itself.
+        self._computed_by = with_experts(model, "batched_mm") if exact else model
         self._vocab = int(model.config.vocab_size)
         self._device = next(model.parameters()).device
-        self._recorder = Recorder(model)
+        self._recorder = Recorder(self._computed_by)
         recorded = RouteShape.of(model) if records_routes else None
         self._cache = SlotCache(model.config, next(model.parameters()).dtype, self._device, recorded)
         self._limit = Limit(kv_tokens, self._cache.bytes_a_token, self._device, free_bytes)
@@ -311,10 +314,10 @@ class Engine:
         rows = torch.from_numpy(np.pad(ids.astype(np.int64), (0, padding))).to(self._device)
         where = torch.from_numpy(np.pad(positions.astype(np.int64), (0, padding))).to(self._device)
         if plan.records:
-            hidden, routes = self._recorder.record(lambda: forward_rows(self.model, rows, where, plan))
+            hidden, routes = self._recorder.record(lambda: forward_rows(self._computed_by, rows, where, plan))
             plan.keep_routes(routes)
             return hidden
-        return (forward_columns if self._columns else forward_rows)(self.model, rows, where, plan)
+        return (forward_columns if self._columns else forward_rows)(self._computed_by, rows, where, plan)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return (column_logits if self._columns else logits_of)(self.model, hidden)

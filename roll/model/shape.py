@@ -64,7 +64,7 @@ class ModelShape:
             inner=_inner(config),
             heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            head_dim=head_dim_of(config),
             vocab=config.vocab_size,
             normed_heads=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
             adapters=adapters,
@@ -89,6 +89,13 @@ class ModelShape:
     @property
     def keys(self) -> int:
         return self.kv_heads * self.head_dim
+
+
+def head_dim_of(config: PretrainedConfig) -> int:
+    """The size of a head, the larger of keys and values where they differ (DeepSeek)."""
+    if getattr(config, "qk_nope_head_dim", None):
+        return int(max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim))
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _inner(config: PretrainedConfig) -> int:

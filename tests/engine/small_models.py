@@ -8,7 +8,18 @@ from functools import cache
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from roll.data.tokenlog import IntArray
@@ -35,6 +46,9 @@ SHAPE = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+
+
+MIXTURES = ["qwen3_moe", "qwen3_moe, a dense layer, weights as they are", "mixtral", "deepseek_v3"]
 
 
 def build(kind: type[PreTrainedModel], config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
@@ -65,6 +79,23 @@ def plain_llama() -> PreTrainedModel:
 def llama() -> PreTrainedModel:
     """The same weights as `plain_llama`, ready for an engine. Not to be changed: tests share it."""
     return under_plans(plain_llama())
+
+
+@cache
+def mixture(name: str) -> PreTrainedModel:
+    """One of MIXTURES. Not to be changed: tests share it."""
+    shape = {**SHAPE, "hidden_size": 48, "num_hidden_layers": 3, "num_experts_per_tok": 3}
+    if name == "mixtral":
+        return build(MixtralForCausalLM, MixtralConfig(**shape, num_local_experts=5))
+    shape |= {"moe_intermediate_size": 24}
+    if name == "deepseek_v3":
+        experts = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+        ranks = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
+        heads = {"num_key_value_heads": 4}  # as many as of queries
+        return build(DeepseekV3ForCausalLM, DeepseekV3Config(**{**shape, **heads}, **experts, **ranks))
+    shape |= {"head_dim": 16, "num_experts": 8, "norm_topk_prob": name == "qwen3_moe"}
+    dense = [] if name == "qwen3_moe" else [1]
+    return build(Qwen3MoeForCausalLM, Qwen3MoeConfig(**shape, mlp_only_layers=dense))
 
 
 @cache

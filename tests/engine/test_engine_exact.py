@@ -5,19 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import awkward_llama, engine, llama, random_ids, request, run, same_bits, wide_llama
+from small_models import (
+    MIXTURES,
+    awkward_llama,
+    engine,
+    llama,
+    mixture,
+    random_ids,
+    request,
+    run,
+    same_bits,
+    under_plans,
+    wide_llama,
+)
 
 from roll.data.tokenlog import IntArray
 from roll.engine.engine import EXACT_ROWS, Engine
 from roll.engine.request import Completion, Request
 
 MODELS = {"even sizes": llama, "odd sizes": awkward_llama, "wide": wide_llama}
+MODELS |= {name: partial(lambda name: under_plans(mixture(name)), name) for name in MIXTURES}
 VOCAB = 117
 
 
@@ -117,7 +131,9 @@ def test_bits_do_not_depend_on_neighbours(model: str, scene: Scene) -> None:
     assert same_bits(alone, crowded)
 
 
-@pytest.mark.parametrize(("model", "thread_count"), [("even sizes", 1), ("odd sizes", 1), ("wide", 2)])
+@pytest.mark.parametrize(
+    ("model", "thread_count"), [("even sizes", 1), ("odd sizes", 1), ("wide", 2), *((name, 1) for name in MIXTURES)]
+)
 def test_more_requests_than_rows_of_a_pass_have_the_bits_they_have_alone(model: str, thread_count: int) -> None:
     rng = np.random.default_rng(0)
     start = random_ids(rng, 33, VOCAB)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small_models import SHAPE, build, engine, plain_llama, random_ids, request, run, under_plans
+from small_models import MIXTURES, SHAPE, build, engine, mixture, plain_llama, random_ids, request, run, under_plans
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -90,6 +90,8 @@ def test_greedy_tokens_are_those_of_generate_however_requests_come_and_go(slots:
 def family(name: str) -> PreTrainedModel:
     """Not to be changed: tests share it, and what it generates."""
     shape = {**SHAPE, "hidden_size": 48, "num_hidden_layers": 3}
+    if name in MIXTURES:
+        return mixture(name)
     layers = {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 9}
     softly = {**shape, "initializer_range": 0.1, "head_dim": 16}  # norms that add one make these sharp enough
     if name == "llama":
@@ -126,7 +128,7 @@ def family(name: str) -> PreTrainedModel:
 
 
 FAMILIES = ["llama", "llama, scaled rotary, tied", "mistral", "mistral, window", "smollm3", "gemma", "gemma2", "gemma3"]
-FAMILIES += ["qwen2", "qwen3", "llama, dynamic rotary", "phi3, long rotary"]
+FAMILIES += ["qwen2", "qwen3", "llama, dynamic rotary", "phi3, long rotary", *MIXTURES]
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -142,7 +144,7 @@ def test_other_families_go_through_the_same_door(name: str, exact: bool) -> None
         torch.testing.assert_close(torch.from_numpy(finished[str(i)].logprobs), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "phi3, long rotary"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "phi3, long rotary", *MIXTURES])
 def test_a_model_folder_is_loaded_ready_for_the_engine(name: str, tmp_path: Path) -> None:
     model = family(name)
     model.save_pretrained(tmp_path)

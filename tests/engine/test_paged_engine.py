@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_models import CONTEXT, ids, plain_llama, random_ids, request, run, same_bits, tokenizer, under_plans
+from small_models import CONTEXT, MIXTURES, ids, plain_llama, random_ids, request, run, same_bits, tokenizer, under_plans
 from test_engine_greedy import NEW_TOKENS, family, generated, plain_log_probs, prompts_of
 from transformers import (
     Gemma2Config,
@@ -80,7 +80,7 @@ def windowed(name: str) -> PreTrainedModel:
 
 
 FAMILIES = ["llama", "llama, scaled rotary, tied", "qwen2", "qwen3", "mistral", "gemma", "gemma2"]
-FAMILIES += ["llama, dynamic rotary", "phi3, long rotary"]
+FAMILIES += ["llama, dynamic rotary", "phi3, long rotary", *MIXTURES]
 
 
 @devices

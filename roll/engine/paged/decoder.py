@@ -1,13 +1,19 @@
 """A decoder's layers over rows: by the model's own code, or as few kernels.
 
 Any decoder of `transformers` runs by its own code. Of those built like Llama (RMS norms, rotary positions, a gated inner
-layer) the same parameters are used by a handful of kernels a layer, after both have been compared on a few tokens.
+layer or a mixture of such experts) the same parameters are used by a handful of kernels a layer, after both have been
+compared on a few tokens. Two ways of rounding may send a token to different experts where two are nearly as likely, so
+the kernels are compared on the experts that the model's own code has chosen.
+
+On CUDA experts are computed by the engine's kernels in either way: a captured step may not ask the host how many rows an
+expert gets.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,17 +28,26 @@ from roll.engine.paged.rows import HEADER, PLACE, POSITION, TOKEN, Rows, Sheet
 from roll.engine.reading import Reading, reading_of
 from roll.model.adjoin import adjoin
 from roll.model.attention import forward_rows
+from roll.model.experts import experts_of, with_experts
+from roll.model.routing import routers_of
 from roll.model.shape import ModelShape
 
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 _PROBE = 40
 """Tokens on which both ways are compared."""
+
+ROUTED_ROWS = 16384
+"""Rows of a pass whose experts are recorded; of a pass with more of them none are."""
 
 _log = logging.getLogger(__name__)
 
 
 class Decoder(Protocol):
+    routes: Tensor | None
+    """Where it records routes: the experts of row i of the last pass, layer by layer of those that have experts.
+    [rows or more, layers, chosen], int32"""
+
     def hidden(self, rows: Rows, last: Tensor, plan: PagedPlan) -> Tensor:
         """The last hidden state of every row, normed. [rows, hidden]"""
         ...
@@ -42,10 +57,67 @@ class PlainDecoder:
     """The model's own code."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+        self.routes: Tensor | None = None
+        self._model = _capturable(model)
 
     def hidden(self, rows: Rows, last: Tensor, plan: PagedPlan) -> Tensor:
         return forward_rows(self._model, rows.ids(last), rows.positions.long(), plan)
+
+    @contextmanager
+    def choices(self) -> Iterator[list[Tensor]]:
+        """The experts that are chosen meanwhile: [rows, chosen] of each layer that has some."""
+        found: list[Tensor] = []
+
+        def keep(router: nn.Module, inputs: object, output: tuple[Tensor, Tensor, Tensor]) -> None:
+            found.append(output[2])
+
+        hooks = [router.register_forward_hook(keep) for router in routers_of(self._model)]
+        try:
+            yield found
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _capturable(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with experts that a captured step can compute."""
+    found: list[Any] = experts_of(model)
+    if not found or next(model.parameters()).device.type != "cuda":
+        return model
+    plain = all(each.has_gate and each.is_concatenated and not each.has_bias and not each.is_transposed for each in found)
+    if plain and model.config.hidden_act == "silu":
+        from roll.engine.paged import expert_products
+
+        return with_experts(model, expert_products.NAME)
+    # Grouped products wait for the host in other precisions.
+    return model if model.dtype == torch.bfloat16 else with_experts(model, "batched_mm")
+
+
+@dataclass(frozen=True)
+class _Dense:
+    """A gated inner layer."""
+
+    widen: Tensor
+    """Gate's and up's matrices."""
+    narrow: Tensor
+
+
+@dataclass(frozen=True)
+class _Mixture:
+    """A router and its experts."""
+
+    number: int
+    """Among the layers that have experts."""
+    router: Tensor
+    chosen: int
+    normalised: bool
+    """Whether the weights of the chosen experts sum to one."""
+    weights: torch.dtype
+    """Of the chosen experts' weights."""
+    widen: Tensor
+    """[experts, 2 · inner, hidden]"""
+    narrow: Tensor
+    """[experts, hidden, inner]"""
 
 
 @dataclass(frozen=True)
@@ -61,46 +133,80 @@ class _Layer:
     output_bias: Tensor | None
     after: Tensor
     """Weight of the norm before the inner layer."""
-    widen: Tensor
-    """Gate's and up's matrices."""
-    narrow: Tensor
+    inner: _Dense | _Mixture
     reading: Reading
 
 
 class FusedDecoder:
-    """Nine kernels a layer. Holds views of the model's parameters, so new values in their storage are used at once."""
+    """Nine kernels a layer, ten with experts. Holds views of the model's parameters, so new values in their storage are
+    used at once."""
 
-    def __init__(self, model: PreTrainedModel, positions: int) -> None:
+    def __init__(self, model: PreTrainedModel, positions: int, record_routes: bool = False) -> None:
         decoder: Any = model.get_decoder()
         self._heads = int(model.config.num_attention_heads)
         self._embeddings: Tensor = decoder.embed_tokens.weight.detach()
-        self._layers = [_layer(layer) for layer in decoder.layers]
+        self._layers: list[_Layer] = []
+        self._mixtures: list[_Mixture] = []
+        for layer in decoder.layers:
+            inner = _inner(layer.mlp, len(self._mixtures), model.config.model_type)
+            self._layers.append(_layer(layer, inner))
+            if isinstance(inner, _Mixture):
+                self._mixtures.append(inner)
         self._final: Tensor = decoder.norm.weight.detach()
         self._eps = float(decoder.norm.variance_epsilon)
         device = self._embeddings.device
         cosines, sines = decoder.rotary_emb(self._embeddings[:1, None], torch.arange(positions, device=device)[None])
         self._cosines, self._sines = cosines[0].contiguous(), sines[0].contiguous()
+        self.routes: Tensor | None = None
+        if record_routes and self._mixtures:
+            size = (ROUTED_ROWS, len(self._mixtures), self._mixtures[0].chosen)
+            self.routes = torch.zeros(size, dtype=torch.int32, device=device)
+        self.given: Tensor | None = None
+        """The experts that the rows of the next pass go to instead of those their routers would choose. [rows, layers,
+        chosen], int32"""
 
     def hidden(self, rows: Rows, last: Tensor, plan: PagedPlan) -> Tensor:
         from roll.engine.paged import layer_kernels as kernels
 
         _, stream = kernels.embed(rows, last, self._embeddings)
+        counts = self._counts()
         change: Tensor | None = None
+        shares: Tensor | None = None
         for number, layer in enumerate(self._layers):
             keys, values = plan.pages.keys[number], plan.pages.values[number]
-            normed = kernels.add_norm(stream, change, layer.before, self._eps)
+            normed = kernels.add_norm(stream, change, layer.before, self._eps, shares)
             mixed = linear(normed, layer.mix, layer.mix_bias)
             kernels.rotate_and_keep(
                 mixed, layer.norms, self._eps, self._cosines, self._sines, rows, keys, values, self._heads
             )
             seen = plan.read(number, mixed, self._heads, layer.reading)
             normed = kernels.add_norm(stream, linear(seen, layer.output, layer.output_bias), layer.after, self._eps)
-            change = linear(kernels.gate(linear(normed, layer.widen)), layer.narrow)
-        return kernels.add_norm(stream, change, self._final, self._eps)
+            if isinstance(layer.inner, _Mixture):
+                change, shares = self._mixed(layer.inner, normed, counts)
+            else:
+                change, shares = linear(kernels.gate(linear(normed, layer.inner.widen)), layer.inner.narrow), None
+        return kernels.add_norm(stream, change, self._final, self._eps, shares)
+
+    def _counts(self) -> Tensor:
+        """Zeros for every expert: one launch for all layers."""
+        experts = max((len(mixture.widen) for mixture in self._mixtures), default=0)
+        return torch.zeros(len(self._mixtures), experts, dtype=torch.int32, device=self._final.device)
+
+    def _mixed(self, mixture: _Mixture, normed: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """What each row's experts make of it, [rows · chosen, hidden], and their weights, [rows, chosen]."""
+        from roll.engine.paged import expert_kernels as kernels
+
+        number, recorded = mixture.number, self.routes is not None and len(normed) <= ROUTED_ROWS
+        routes = self.routes[:, number] if recorded and self.routes is not None else None
+        given = self.given[:, number].contiguous() if self.given is not None else None
+        logits = linear(normed, mixture.router)
+        how = (mixture.chosen, mixture.normalised, mixture.weights)
+        lines, weights = kernels.route(logits, *how, counts[number], routes, given)
+        return kernels.experts(normed, lines, mixture.widen, mixture.narrow), weights
 
 
-def _layer(layer: Any) -> _Layer:
-    attention, inner = layer.self_attn, layer.mlp
+def _layer(layer: Any, inner: _Dense | _Mixture) -> _Layer:
+    attention = layer.self_attn
     parts = (attention.q_proj, attention.k_proj, attention.v_proj)
     biased = parts[0].bias is not None
     norms = (attention.q_norm.weight.detach(), attention.k_norm.weight.detach()) if hasattr(attention, "q_norm") else None
@@ -112,20 +218,36 @@ def _layer(layer: Any) -> _Layer:
         output=attention.o_proj.weight.detach(),
         output_bias=attention.o_proj.bias.detach() if attention.o_proj.bias is not None else None,
         after=layer.post_attention_layernorm.weight.detach(),
-        widen=adjoin([inner.gate_proj.weight, inner.up_proj.weight]),
-        narrow=inner.down_proj.weight.detach(),
+        inner=inner,
         reading=reading_of(attention, float(attention.scaling)),
     )
 
 
-def make_decoder(model: PreTrainedModel, positions: int) -> Decoder:
-    """The fastest that computes what the model's own code does. `positions` is the longest sequence it will see."""
+def _inner(inner: Any, number: int, family: str) -> _Dense | _Mixture:
+    """`number`: layers with experts before this one."""
+    if not hasattr(inner, "experts"):
+        return _Dense(adjoin([inner.gate_proj.weight, inner.up_proj.weight]), inner.down_proj.weight.detach())
+    router, experts = inner.gate, inner.experts
+    return _Mixture(
+        number,
+        router.weight.detach(),
+        int(router.top_k),
+        normalised=bool(getattr(router, "norm_topk_prob", True)),
+        weights=torch.float32 if family == "mixtral" else router.weight.dtype,  # as each rounds them
+        widen=experts.gate_up_proj.detach(),
+        narrow=experts.down_proj.detach(),
+    )
+
+
+def make_decoder(model: PreTrainedModel, positions: int, record_routes: bool = False) -> Decoder:
+    """The fastest that computes what the model's own code does. `positions` is the longest sequence it will see. With
+    `record_routes` a fused decoder tells which experts rows went to."""
     plain = PlainDecoder(model)
     device = next(model.parameters()).device
     if device.type != "cuda" or not _is_fusible(model):
         return plain
-    fused = FusedDecoder(model, positions)
-    expected, found = (_probe(decoder, model, device) for decoder in (plain, fused))
+    fused = FusedDecoder(model, positions, record_routes)
+    expected, found = _probes(plain, fused, model, device)
     allowed = 1e-3 if expected.dtype == torch.float32 else 0.1
     error = float((found - expected).float().norm() / expected.float().norm())
     if not error <= allowed:
@@ -142,27 +264,40 @@ def _is_fusible(model: PreTrainedModel) -> bool:
         return False
     if config.hidden_act != "silu" or float(rope.get("partial_rotary_factor", 1.0)) != 1.0:
         return False
-    layer: Any = decoder.layers[0]
-    products = [getattr(layer.self_attn, f"{name}_proj") for name in "qkvo"]
-    inner = [getattr(layer.mlp, f"{name}_proj") for name in ("gate", "up", "down")]
+    layers: Any = decoder.layers
+    products = [getattr(layers[0].self_attn, f"{name}_proj") for name in "qkvo"]
+    dense = [layer.mlp for layer in layers if not hasattr(layer.mlp, "experts")]
+    inner = [getattr(mlp, f"{name}_proj") for mlp in dense for name in ("gate", "up", "down")]
     plain = all(type(module) is nn.Linear for module in products + inner)  # not so under adapters
     return plain and all(module.bias is None for module in inner)
 
 
 @torch.inference_mode()
-def _probe(decoder: Decoder, model: PreTrainedModel, device: torch.device) -> Tensor:
-    """Hidden states of a few tokens: most of them as a prompt, the others row by row."""
+def _probes(
+    plain: PlainDecoder, fused: FusedDecoder, model: PreTrainedModel, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Hidden states of a few tokens, most of them as a prompt, the others row by row: by the model's own code, and by the
+    kernels with the experts that it chose."""
     shape = ModelShape.of_model(model)
-    pages = Pages(shape, _PROBE // BLOCK + 2, next(model.parameters()).dtype, device)
+    dtype = next(model.parameters()).dtype
+    own, others = (Pages(shape, _PROBE // BLOCK + 2, dtype, device) for _ in range(2))
     last = torch.zeros(1, dtype=torch.int32, device=device)
     tokens = np.arange(1, _PROBE + 1) * 7919 % shape.vocab
+    expected: list[Tensor] = []
+    found: list[Tensor] = []
     cut = _PROBE - 8
-    return torch.cat(
-        [
-            decoder.hidden(rows := _sheet_rows(tokens, 0, cut, device), last, _span(pages, rows, cut, cut, device)),
-            decoder.hidden(rows := _sheet_rows(tokens, cut, _PROBE, device), last, RowPlan(pages, rows)),
-        ]
-    )
+    for start, end in ((0, cut), (cut, _PROBE)):
+        rows = _sheet_rows(tokens, start, end, device)
+
+        def plan(pages: Pages, rows: Rows = rows, whole: bool = start == 0) -> PagedPlan:
+            return _span(pages, rows, cut, cut, device) if whole else RowPlan(pages, rows)
+
+        with plain.choices() as choices:
+            expected.append(plain.hidden(rows, last, plan(own)))
+        fused.given = torch.stack(choices, dim=1).int() if choices else None
+        found.append(fused.hidden(rows, last, plan(others)))
+    fused.given = None
+    return torch.cat(expected), torch.cat(found)
 
 
 def _sheet_rows(tokens: Any, start: int, end: int, device: torch.device) -> Rows:

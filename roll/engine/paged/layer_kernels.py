@@ -30,8 +30,20 @@ def _embed(tokens, slots, last, weight, ids, out, HIDDEN: tl.constexpr, PAD: tl.
 
 
 @triton.jit
-def _add_norm(stream, delta, weight, out, eps, HIDDEN: tl.constexpr, PAD: tl.constexpr, ADDS: tl.constexpr):
-    """stream += delta; out = rms_norm(stream) · weight."""
+def _add_norm(
+    stream,
+    delta,
+    shares,
+    weight,
+    out,
+    eps,
+    HIDDEN: tl.constexpr,
+    PAD: tl.constexpr,
+    ADDS: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):
+    """stream += delta; out = rms_norm(stream) · weight. Delta has PARTS lines a row, weighed with shares and summed."""
     row = tl.program_id(0).to(tl.int64)
     spots = tl.arange(0, PAD)
     inside = spots < HIDDEN
@@ -39,7 +51,16 @@ def _add_norm(stream, delta, weight, out, eps, HIDDEN: tl.constexpr, PAD: tl.con
     values = tl.load(stream + here, mask=inside, other=0.0)
     kind = values.dtype
     if ADDS:
-        values = (values.to(tl.float32) + tl.load(delta + here, mask=inside, other=0.0).to(tl.float32)).to(kind)
+        if PARTS:
+            total = tl.zeros((PAD,), tl.float32)
+            for part in range(PARTS):
+                line = tl.load(delta + (row * PARTS + part) * HIDDEN + spots, mask=inside, other=0.0).to(tl.float32)
+                weighed = line * tl.load(shares + row * PARTS + part).to(tl.float32)
+                total += weighed.to(kind).to(tl.float32) if ROUNDS else weighed
+            added = total.to(kind)
+        else:
+            added = tl.load(delta + here, mask=inside, other=0.0)
+        values = (values.to(tl.float32) + added.to(tl.float32)).to(kind)
         tl.store(stream + here, values, mask=inside)
     wide = values.to(tl.float32)
     rate = 1 / tl.sqrt(tl.sum(wide * wide, 0) / HIDDEN + eps)
@@ -153,19 +174,24 @@ def embed(rows: Rows, last: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return ids, out
 
 
-def add_norm(stream: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def add_norm(stream: Tensor, delta: Tensor | None, weight: Tensor, eps: float, shares: Tensor | None = None) -> Tensor:
+    """Adds to the stream and norms it. With `shares` [rows, parts], what is added is the sum of the row's lines in delta
+    [rows · parts, hidden], each times its share."""
     rows, hidden = stream.shape
     out = torch.empty_like(stream)
     launch: Any = _add_norm[(rows,)]
     launch(
         stream,
         stream if delta is None else delta,
+        stream if shares is None else shares,
         weight,
         out,
         eps,
         HIDDEN=hidden,
         PAD=power(hidden),
         ADDS=delta is not None,
+        PARTS=0 if shares is None else shares.shape[1],
+        ROUNDS=shares is not None and shares.dtype == stream.dtype,
         num_warps=_warps(hidden),
     )
     return out

@@ -16,7 +16,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from roll.engine.paged.rows import Rows
-from roll.engine.reading import Reading, reading_of
+from roll.engine.reading import Reading, reading_of, widened
 from roll.model.shape import ModelShape
 
 BLOCK = 16
@@ -57,10 +57,12 @@ class PagedPlan:
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         layer = module.layer_idx
         assert isinstance(layer, int)
+        told = value.shape[-1]
+        query, key, value = (widened(tensor, self.pages.keys.shape[-1]) for tensor in (query, key, value))
         self._keep(layer, key.transpose(0, 1), value.transpose(0, 1))
         heads, rows, dim = query.shape
         flat = query.transpose(0, 1).reshape(rows, heads * dim)
-        return self.read(layer, flat, heads, reading_of(module, scale)).view(rows, heads, dim)
+        return self.read(layer, flat, heads, reading_of(module, scale)).view(rows, heads, dim)[..., :told]
 
     def read(self, layer: int, query: Tensor, heads: int, reading: Reading) -> Tensor:
         """Every row's heads, the first of its line in `query`, over the positions up to its own. → [rows, heads · dim]"""

@@ -24,6 +24,8 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from roll.model.experts import experts_of
+
 NAME = "roll"
 _DISPATCH = "roll_dispatch"
 
@@ -46,11 +48,6 @@ class Dispatch:
         ranks = self.expert.size()
         each = -(-self.experts // ranks)
         return [max(0, min(each, self.experts - rank * each)) for rank in range(ranks)]
-
-
-def experts_of(model: nn.Module) -> list[nn.Module]:
-    """The modules that hold the experts of a layer together, as `transformers` computes them by name."""
-    return [module for module in model.modules() if hasattr(module, "has_gate") and hasattr(module, "num_experts")]
 
 
 def split_experts(model: PreTrainedModel, expert: DeviceMesh | None, tensor: DeviceMesh | None) -> list[nn.Module]:

@@ -16,8 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from roll.cluster.mesh import MeshShape
+from roll.model.experts import experts_of
 from roll.model.shape import ModelShape
-from roll.strategy.train.sharded.experts import experts_of
 from roll.strategy.train.sharded.tensor import divided_dims
 
 

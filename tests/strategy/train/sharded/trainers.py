@@ -29,6 +29,7 @@ from roll.config.schema import TrainConfig
 from roll.data import Batch, Sample, Task
 from roll.model import attention
 from roll.model.character import character_tokenizer
+from roll.model.experts import experts_of
 from roll.model.shape import ModelShape
 from roll.model.value import ValueModel
 from roll.strategy.train import policy
@@ -36,7 +37,6 @@ from roll.strategy.train.base import UpdateStats
 from roll.strategy.train.critic import CriticStrategy, CriticTrainer
 from roll.strategy.train.optimizer import MasterAdamW, Step, total_norm
 from roll.strategy.train.sharded.build import ShardedModel
-from roll.strategy.train.sharded.experts import experts_of
 from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.module import TrainModule, shard
 from roll.strategy.train.sharded.strategy import ShardedCritic, ShardedStrategy

@@ -1,0 +1,280 @@
+"""The Triton kernels of a mixture's experts. Imported only where Triton is installed.
+
+A row goes to `chosen` experts; a row and one of its experts are a pair, and pair row · chosen + n is the row with its
+n-th expert. Pairs are sorted by expert without the host: each takes the next place in its expert's line of `order`, and
+programs of the products find their expert and its pairs from how long the lines are. How many programs there are depends
+on the number of rows alone, so that a captured graph holds for any routes; those that are left over end at once.
+
+    logits → routed → pairs in lines → gate and up, gated → down → weighed and summed by `add_norm`
+
+Values are rounded where the model's own code rounds them. A pair's result does not depend on its place in the line.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from roll.engine.paged.layer_kernels import power
+
+
+@triton.jit
+def _route(
+    logits,
+    weights,
+    counts,
+    order,
+    routes,
+    given,
+    rows,
+    routes_stride,
+    EXPERTS: tl.constexpr,
+    PAD: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    CHOSEN_PAD: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    RECORDS: tl.constexpr,
+    GIVEN: tl.constexpr,
+):
+    """One program a row: its likeliest experts, or those it is given, their weights, and places in their lines."""
+    row = tl.program_id(0)
+    spots = tl.arange(0, PAD)
+    inside = spots < EXPERTS
+    wide = tl.load(logits + row * EXPERTS + spots, mask=inside, other=-float("inf")).to(tl.float32)
+    wide = tl.exp(wide - tl.max(wide, 0))
+    shares = wide / tl.sum(wide, 0)
+    # Numbers in any case: a row of logits that are none still has as many experts as others, each once.
+    left = tl.where(inside, tl.where(shares == shares, shares, 0.0), -1.0)
+    picks = tl.arange(0, CHOSEN_PAD)
+    chosen = tl.zeros((CHOSEN_PAD,), tl.int32)
+    values = tl.zeros((CHOSEN_PAD,), tl.float32)
+    for pick in range(CHOSEN):
+        best = tl.load(given + row * CHOSEN + pick) if GIVEN else tl.argmax(left, 0).to(tl.int32)
+        value = tl.sum(tl.where(spots == best, shares, 0.0), 0)
+        chosen = tl.where(picks == pick, best, chosen)
+        values = tl.where(picks == pick, value, values)
+        left = tl.where(spots == best, -2.0, left)
+    if NORMALISED:
+        values = values / tl.sum(values, 0)
+    mine = picks < CHOSEN
+    pairs = row * CHOSEN + picks
+    tl.store(weights + pairs, values.to(weights.dtype.element_ty), mask=mine)
+    place = tl.atomic_add(counts + chosen, 1, mask=mine)
+    tl.store(order + chosen.to(tl.int64) * rows + place, pairs, mask=mine)
+    if RECORDS:
+        tl.store(routes + row.to(tl.int64) * routes_stride + picks, chosen, mask=mine)
+
+
+@triton.jit
+def _line_up(choices, counts, order, rows, pairs, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+    """Pairs whose experts are known take places in their lines."""
+    here = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = here < pairs
+    expert = tl.load(choices + here, mask=real, other=0).to(tl.int32)
+    place = tl.atomic_add(counts + expert, 1, mask=real)
+    tl.store(order + expert.to(tl.int64) * rows + place, here, mask=real)
+
+
+@triton.jit
+def _product(
+    states,
+    weight,
+    counts,
+    order,
+    out,
+    rows,
+    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PAD: tl.constexpr,
+    SHARED: tl.constexpr,
+    GATED: tl.constexpr,
+    LINES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program LINES pairs of one expert and COLUMNS of what it makes of them: out[pair] = weight[expert] @
+    states[pair // SHARED]. With GATED, weight holds the gate's matrix above the other's: silu(gate) · other."""
+    tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    block = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+
+    spots = tl.arange(0, PAD)
+    lengths = tl.load(counts + spots, mask=spots < EXPERTS, other=0)
+    blocks = (lengths + LINES - 1) // LINES
+    expert = tl.sum((tl.cumsum(blocks, 0) <= block).to(tl.int32), 0)
+    if expert < EXPERTS:
+        before = tl.sum(tl.where(spots < expert, blocks, 0), 0)
+        length = tl.sum(tl.where(spots == expert, lengths, 0), 0)
+        places = (block - before) * LINES + tl.arange(0, LINES)
+        real = places < length
+        wide_expert = expert.to(tl.int64)
+        pairs = tl.load(order + wide_expert * rows + places, mask=real, other=0).to(tl.int64)
+        columns = tile * COLUMNS + tl.arange(0, COLUMNS)
+        lines = columns % WIDTH  # read twice rather than beyond the end
+        spans = tl.arange(0, STEP)
+        above: tl.constexpr = WIDTH * DEPTH
+        height: tl.constexpr = 2 * WIDTH if GATED else WIDTH
+        source = states + (pairs // SHARED)[:, None] * DEPTH + spans[None, :]
+        matrix = weight + wide_expert * (height * DEPTH) + lines[None, :] * DEPTH + spans[:, None]
+        total = tl.zeros((LINES, COLUMNS), tl.float32)
+        other = tl.zeros((LINES, COLUMNS), tl.float32)
+        for start in range(0, DEPTH, STEP):
+            if DEPTH % STEP == 0:
+                part = tl.load(source + start)
+                piece = tl.load(matrix + start)
+            else:
+                part = tl.load(source + start, mask=(start + spans < DEPTH)[None, :], other=0.0)
+                piece = tl.load(matrix + start, mask=(start + spans < DEPTH)[:, None], other=0.0)
+            total = tl.dot(part, piece, total, input_precision=PRECISION)
+            if GATED:
+                if DEPTH % STEP == 0:
+                    piece = tl.load(matrix + above + start)
+                else:
+                    piece = tl.load(matrix + above + start, mask=(start + spans < DEPTH)[:, None], other=0.0)
+                other = tl.dot(part, piece, other, input_precision=PRECISION)
+        kind = out.dtype.element_ty
+        if GATED:
+            gate = total.to(kind).to(tl.float32)
+            opened = (gate / (1 + tl.exp(-gate))).to(kind).to(tl.float32)
+            total = opened * other.to(kind).to(tl.float32)
+        mine = real[:, None] & (columns < WIDTH)[None, :]
+        tl.store(out + pairs[:, None] * WIDTH + columns[None, :], total.to(kind), mask=mine)
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Pairs sorted by expert."""
+
+    counts: Tensor
+    """Pairs of each expert. [experts]"""
+    order: Tensor
+    """Each expert's pairs, as many as `counts` says. [experts, rows]"""
+    chosen: int
+    """Experts of a row."""
+
+    @property
+    def rows(self) -> int:
+        return self.order.shape[1]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a program of a product computes, and how."""
+
+    lines: int
+    columns: int
+    step: int
+    warps: int
+    stages: int
+
+
+def route(
+    logits: Tensor,
+    chosen: int,
+    normalised: bool,
+    dtype: torch.dtype,
+    counts: Tensor,
+    routes: Tensor | None = None,
+    given: Tensor | None = None,
+) -> tuple[Lines, Tensor]:
+    """The experts of each row of logits [rows, experts] with the largest softmax, and their weights [rows, chosen].
+
+    `counts` [experts] holds zeros, and belongs to the lines from then on. `routes` [rows or more, chosen] is told the
+    experts of each row. With `given` [rows, chosen] rows go to these.
+    """
+    rows, experts = logits.shape
+    weights = torch.empty(rows, chosen, dtype=dtype, device=logits.device)
+    order = torch.empty(experts, rows, dtype=torch.int32, device=logits.device)
+    launch: Any = _route[(rows,)]
+    launch(
+        logits,
+        weights,
+        counts,
+        order,
+        counts if routes is None else routes,
+        counts if given is None else given,
+        rows,
+        0 if routes is None else routes.stride(0),
+        EXPERTS=experts,
+        PAD=power(experts),
+        CHOSEN=chosen,
+        CHOSEN_PAD=power(chosen),
+        NORMALISED=normalised,
+        RECORDS=routes is not None,
+        GIVEN=given is not None,
+        num_warps=1,
+    )
+    return Lines(counts, order, chosen), weights
+
+
+def line_up(choices: Tensor, experts: int) -> Lines:
+    """Pairs of rows and the experts they have been sent to, [rows, chosen]."""
+    rows, chosen = choices.shape
+    counts = torch.zeros(experts, dtype=torch.int32, device=choices.device)
+    order = torch.empty(experts, rows, dtype=torch.int32, device=choices.device)
+    launch: Any = _line_up[(triton.cdiv(rows * chosen, 128),)]
+    launch(choices.contiguous(), counts, order, rows, rows * chosen, CHOSEN=chosen, BLOCK=128, num_warps=1)
+    return Lines(counts, order, chosen)
+
+
+def experts(states: Tensor, lines: Lines, widen: Tensor, narrow: Tensor) -> Tensor:
+    """What experts make of the rows that are sent to them: states [rows, hidden], widen [experts, 2 · inner, hidden],
+    narrow [experts, hidden, inner] → [rows · chosen, hidden]."""
+    inner = _multiply(states, lines, widen, shared=lines.chosen, gated=True)
+    return _multiply(inner, lines, narrow, shared=1, gated=False)
+
+
+def _multiply(
+    states: Tensor, lines: Lines, weight: Tensor, *, shared: int, gated: bool, tile: Tile | None = None
+) -> Tensor:
+    experts, height, depth = weight.shape
+    width, pairs = height // 2 if gated else height, lines.rows * lines.chosen
+    tile = tile or tile_for(pairs / experts, states.dtype, gated)
+    out = states.new_empty(pairs, width)
+    launch: Any = _product[(_blocks(pairs, experts, tile.lines) * triton.cdiv(width, tile.columns),)]
+    launch(
+        states,
+        weight,
+        lines.counts,
+        lines.order,
+        out,
+        lines.rows,
+        DEPTH=depth,
+        WIDTH=width,
+        EXPERTS=experts,
+        PAD=power(experts),
+        SHARED=shared,
+        GATED=gated,
+        LINES=tile.lines,
+        COLUMNS=tile.columns,
+        STEP=tile.step,
+        PRECISION="ieee" if states.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out
+
+
+def _blocks(pairs: int, experts: int, lines: int) -> int:
+    """The most blocks of so many lines that the pairs can need, however they are spread over experts."""
+    return (pairs + min(pairs, experts) * (lines - 1)) // lines
+
+
+def tile_for(mean: float, dtype: torch.dtype, gated: bool) -> Tile:
+    """For so many pairs per expert on average."""
+    if dtype == torch.float32:
+        return Tile(16, 32, 32, 4, 2)
+    if mean <= 8:
+        return Tile(16, 32 if gated else 64, 128, 4, 4)
+    if mean <= 24:
+        return Tile(32, 32 if gated else 64, 128, 4, 4)
+    if mean <= 96:
+        return Tile(64, 64, 64, 4, 4)
+    return Tile(128, 64 if gated else 128, 64, 8, 3)

@@ -1,0 +1,25 @@
+"""Experts by the engine's kernels, for decoders that run by the code of `transformers`.
+
+`transformers` asks for the products of experts by a name; under this one they are computed without the host, on CUDA.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+NAME = "roll_engine"
+
+
+def _experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """hidden [rows, dim], index and weights [rows, chosen] → [rows, dim]"""
+    from roll.engine.paged import expert_kernels as kernels
+
+    lines = kernels.line_up(index, len(module.gate_up_proj))
+    found = kernels.experts(hidden.contiguous(), lines, module.gate_up_proj, module.down_proj)
+    return (found.view(*index.shape, -1) * weights[..., None]).sum(1).to(hidden.dtype)
+
+
+ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
