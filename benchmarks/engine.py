@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import parser, report
@@ -43,6 +44,16 @@ from roll.model.loading import choose_dtype, in_precision, load_model
 from roll.model.positions import longest_sequence
 
 SIZES = {"cpu": Sizes(64, 32, 192), "cuda": Sizes(256, 128, 1024)}
+MIXTURES: dict[str, tuple[Any, Any]] = {
+    "moe-1b": (  # of which a token uses 0.3
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(
+            vocab_size=151936, hidden_size=1024, num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=4,
+            head_dim=64, num_experts=32, moe_intermediate_size=512, num_experts_per_tok=4, norm_topk_prob=True,
+            max_position_embeddings=32768, tie_word_embeddings=True,
+        ),
+    ),
+}  # fmt: skip
 PROFILED_STEPS = 20
 
 
@@ -54,7 +65,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--device", choices=SIZES, default="cuda" if torch.cuda.is_available() else "cpu")
     options.add_argument(
-        "--model", default="smollm2-135m", help="or shape:smollm2-135m, shape:qwen2.5-1.5b: random weights"
+        "--model", default="smollm2-135m", help="or shape:smollm2-135m, shape:qwen2.5-1.5b, shape:moe-1b: random weights"
     )
     options.add_argument("--dtype", choices=["auto", "bf16", "fp32"], default="auto")
     options.add_argument("--sequences", type=int)
@@ -153,7 +164,7 @@ def build_model(name: str, device: str, dtype: torch.dtype) -> Any:
         return load_model(find_model(name), dtype, 0).to(device)
     from train_step import SHAPES
 
-    kind, config = SHAPES[name.removeprefix("shape:")]
+    kind, config = {**SHAPES, **MIXTURES}[name.removeprefix("shape:")]
     with torch.device(device):
         model = in_precision(kind(config), dtype).eval()
     model.set_attn_implementation(attention.NAME)
@@ -180,7 +191,8 @@ def vllm(python: str, args: Any, model: Any, sizes: Sizes) -> Vllm:
     if args.model.startswith("shape:"):
         folder = tempfile.mkdtemp()
         model.config.save_pretrained(folder)
-        options |= {"model": folder, "load_format": "dummy"}
+        character_tokenizer().save_pretrained(folder)  # which some families must have, and nothing uses
+        options |= {"model": folder, "load_format": "dummy", "skip_tokenizer_init": False}
     else:
         options["model"] = str(find_model(args.model).location)
     return Vllm(python, options, args.threads)

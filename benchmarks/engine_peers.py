@@ -133,7 +133,8 @@ def serve_vllm(door: Connection) -> None:
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    llm = LLM(**door.recv(), skip_tokenizer_init=True, disable_log_stats=False, max_logprobs=1)
+    options = {"skip_tokenizer_init": True, "disable_log_stats": False, "max_logprobs": 1, **door.recv()}
+    llm = LLM(**options)
     door.send("ready")
     while True:
         try:

@@ -110,18 +110,26 @@ class Floor:
     of a copy) and multiplies every weight with a row for each of them (the model's own matrices, timed one after the
     other with nothing between): the longer of both. On CUDA only the bytes count for a step. Prompts are the products of
     their rows, once for equal prompts; attention's arithmetic counts as nothing.
+
+    Of a mixture, a step reads as many experts as its rows are sent to if routers choose evenly, and a row is multiplied
+    with as many experts as it goes to.
     """
 
     def __init__(self, model: Any, clock: str = "wall") -> None:
         self._clock = clock
         self._head = model.get_output_embeddings()
-        self._linears = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not self._head]
+        linears = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m is not self._head]
+        self._experts = [parameter.detach() for parameter in model.parameters() if parameter.ndim == 3]
+        """[experts, out, in]"""
+        self._chosen: int = model.config.num_experts_per_tok if self._experts else 0
+        # The experts of a row as one matrix of theirs, one below the other.
+        self._matrices = [*linears, *(p[: self._chosen].flatten(0, 1) for p in self._experts)]
         weight = self._head.weight
         self._device, self._dtype = weight.device, weight.dtype
         config = model.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.bytes_a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * weight.itemsize
-        self._weight_bytes = sum(m.weight.nbytes for m in [*self._linears, self._head])
+        self._dense_bytes = sum(matrix.nbytes for matrix in [*linears, weight])
         self.copy_bandwidth = self._copy_bandwidth()
         self._seconds: dict[int, float] = {}
 
@@ -130,10 +138,15 @@ class Floor:
         total = work.distinct_prompt_tokens * self._products(512) / 512 + self._products(len(work.prompts), head=True)
         for step in range(1, work.longest):
             running = sum(new > step for new in work.new_tokens)
-            read = self._weight_bytes + running * (prompt + step) * self.bytes_a_token
+            read = self._weight_bytes(running) + running * (prompt + step) * self.bytes_a_token
             products = 0.0 if self._device.type == "cuda" else self._step_products(running)
             total += max(read / self.copy_bandwidth, products)
         return total
+
+    def _weight_bytes(self, rows: int) -> float:
+        """Of the weights that so many rows read."""
+        used = (p.nbytes * (1 - (1 - self._chosen / len(p)) ** rows) for p in self._experts)
+        return self._dense_bytes + sum(used)
 
     def _step_products(self, rows: int) -> float:
         """Measured at powers of two and half-way between them, in between interpolated."""
@@ -147,24 +160,24 @@ class Floor:
         tokens as rows or, on a CPU, as columns."""
         key = -rows if head else rows
         if key not in self._seconds:
-            modules = [self._head] if head else self._linears
-            sizes = {module.in_features for module in modules}
+            matrices = [self._head.weight] if head else self._matrices
+            sizes = {matrix.shape[1] for matrix in matrices}
             inputs = {size: torch.randn(rows, size, device=self._device).to(self._dtype) for size in sizes}
             columns = {size: tokens.t().contiguous() for size, tokens in inputs.items()}
             ways = [(nn.functional.linear, inputs)]
             if self._device.type == "cpu":
                 ways.append((lambda tokens, weight: weight @ tokens, columns))
-            self._seconds[key] = min(self._timed(modules, *way) for _ in range(5) for way in ways)
+            self._seconds[key] = min(self._timed(matrices, *way) for _ in range(5) for way in ways)
         return self._seconds[key]
 
     @torch.inference_mode()
     def _timed(
-        self, modules: list[nn.Linear], product: Callable[[Tensor, Tensor], Tensor], inputs: dict[int, Tensor]
+        self, matrices: list[Tensor], product: Callable[[Tensor, Tensor], Tensor], inputs: dict[int, Tensor]
     ) -> float:
         self._wait()
         started = read_clock(self._clock)
-        for module in modules:
-            product(inputs[module.in_features], module.weight)
+        for matrix in matrices:
+            product(inputs[matrix.shape[1]], matrix)
         self._wait()
         return read_clock(self._clock) - started
 
