@@ -1,13 +1,15 @@
 """The sharded trainer beside `single`: its gradients, what a second rank brings, and on a GPU what sharding costs.
 
-- `gradient_error`: of each layout of ranks, the worst relative error of a parameter's gradient against one process; in
-  fp32 on the CPU, processes with gloo;
+- `gradient_error`: of each layout of ranks (shards, replicas, and rows, layers and experts divided over them), the worst
+  relative error of a parameter's gradient against one process; in fp32 on the CPU, processes with gloo;
 - `over_one_rank`: tokens per second of an update on two ranks with one thread each, over one rank with one thread, by
   turns; the best of each. Where others use the cores too, the CPU time of the busiest rank says more
   (`over_one_rank_in_cpu_time`), without what ranks wait for each other;
 - `over_single` (GPU): an update of a Qwen3-1.7B shape over FSDP of size 1 (NCCL), and its peak of memory, over those of
   `single`, measured alternately, with eager layers and compiled ones;
 - `offload` (GPU): the same trainer's shards and moments to host memory and back, beside plain copies of pinned memory;
+- `experts_over_eager` (GPU): how much longer layers of a Qwen3-30B-A3B shape take, forward and back, if experts are
+  computed one by one, than with the grouped products that the sharded trainer uses;
 - `plan_error` (GPU): the peak of rank 0 of large worlds against what `roll plan` would say of the same micro-batch. The
   other ranks are not there: torch's fake process group runs this rank's own kernels and allocations without wires.
 """
@@ -50,7 +52,7 @@ from roll.strategy.train.single import SingleStrategy
 
 DEADLINE_S = 300.0
 PARTS = ("gradients", "ranks")
-GPU_PARTS = ("single", "offload", "plans")
+GPU_PARTS = ("single", "offload", "experts", "plans")
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -64,7 +66,7 @@ SIZES: dict[str, Any] = {
 }
 SHAPES: dict[str, PretrainedConfig] = {
     "dense": Qwen3Config(**SIZES),
-    "mixture": Qwen3MoeConfig(**SIZES, moe_intermediate_size=32, num_experts=6, num_experts_per_tok=2),
+    "mixture": Qwen3MoeConfig(**SIZES, moe_intermediate_size=32, num_experts=7, num_experts_per_tok=2),
     "timed": Qwen3Config(
         vocab_size=4096, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8,
         num_key_value_heads=4, head_dim=32, tie_word_embeddings=True,
@@ -76,6 +78,15 @@ LAYOUTS: dict[str, tuple[MeshShape, str, bool]] = {
     "2 replicas of 2": (MeshShape(replicate=2, shard=2), "dense", False),
     "2 ranks, mixture": (MeshShape(shard=2), "mixture", False),
     "2 ranks, LoRA": (MeshShape(shard=2), "dense", True),
+    "tensor 2, shard 2": (MeshShape(shard=2, tensor=2), "dense", False),
+    "tensor 2, shard 2, mixture": (MeshShape(shard=2, tensor=2), "mixture", False),
+    "context 2, shard 2": (MeshShape(shard=2, context=2), "dense", False),
+    "context 2, shard 2, mixture": (MeshShape(shard=2, context=2), "mixture", False),
+    "expert 2, shard 2": (MeshShape(shard=4, expert=2), "mixture", False),
+    "expert 4": (MeshShape(shard=4, expert=4), "mixture", False),
+    "tensor 2, expert 2": (MeshShape(shard=2, tensor=2, expert=2), "mixture", False),
+    "tensor 2, shard 2, LoRA": (MeshShape(shard=2, tensor=2), "dense", True),
+    "context 2, shard 2, LoRA": (MeshShape(shard=2, context=2), "dense", True),
 }
 Gradients = dict[str, Tensor]
 

@@ -1,32 +1,41 @@
-"""The parts of `sharded.py` that need a GPU: FSDP of size 1 beside `single`, offload, and rank 0 of large worlds."""
+"""The parts of `sharded.py` that need a GPU: FSDP of size 1 beside `single`, offload, grouped experts beside eager ones,
+and rank 0 of large worlds."""
 
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 sys.path.insert(0, str(Path(__file__).parent))
-from train_step import LOSS, LR, make_batch
+from train_step import LOSS, LR, PEAK_FLOPS, make_batch
 
 from roll.cluster.mesh import MeshShape
 from roll.config.schema import TrainConfig
-from roll.data import Batch
+from roll.data import Batch, Sample, Task
 from roll.devices.memory import sharded_peak
 from roll.model import attention
 from roll.model.character import character_tokenizer
 from roll.strategy.train.footprint import PackedSize, Spans
 from roll.strategy.train.packing import pack
 from roll.strategy.train.policy import PolicyTrainer
+from roll.strategy.train.sharded import experts
 from roll.strategy.train.sharded.build import ShardedModel
 from roll.strategy.train.sharded.group import Meshes, RankGroup, open_store
 from roll.strategy.train.sharded.module import TrainModule, shard
@@ -41,43 +50,66 @@ LINK_BYTES = 1 << 30
 MICRO_BATCH_TOKENS = 12_288
 UPDATE_TOKENS = 23_000
 """Two micro-batches."""
-QWEN: dict[str, Any] = {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 32768}
+LONG = 131_072
+QWEN: dict[str, Any] = {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": LONG}
 SHAPE_1_7B = Qwen3Config(
     **QWEN, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
     num_key_value_heads=8, tie_word_embeddings=True,
 )  # fmt: skip
+DENSE_32B = Qwen3Config(
+    **QWEN, hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64,
+    num_key_value_heads=8, tie_word_embeddings=False,
+)  # fmt: skip
+DENSE_70B = LlamaConfig(
+    vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+    num_key_value_heads=8, max_position_embeddings=LONG, tie_word_embeddings=False,
+)  # fmt: skip
+MIXTURE_235B = Qwen3MoeConfig(
+    **QWEN, hidden_size=4096, intermediate_size=12288, moe_intermediate_size=1536, num_hidden_layers=94,
+    num_attention_heads=64, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
+    tie_word_embeddings=False,
+)  # fmt: skip
+FOUR_OF_30B = Qwen3MoeConfig(
+    **{**QWEN, "vocab_size": 512}, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
+    num_hidden_layers=4, num_attention_heads=32, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8,
+    norm_topk_prob=True,
+)  # fmt: skip
+"""Four layers of Qwen3-30B-A3B."""
+EXPERT_TOKENS = 16_000
 
 
 @dataclass(frozen=True)
 class LargeWorld:
     name: str
     config: PretrainedConfig
-    ranks: int
+    mesh: MeshShape
     tokens: int
-    """Of rank 0's one micro-batch."""
+    """Of the one micro-batch of rank 0, or of all ranks of its context together: short samples, or a single one."""
+    single: bool = False
+
+    def batch(self) -> Batch:
+        make = one_sample if self.single else make_batch
+        return make(self.tokens, self.config.vocab_size)
 
 
 WORLDS = (
+    LargeWorld("dense 32B over 64", DENSE_32B, MeshShape(shard=64), 24_000),
+    LargeWorld("dense 32B over 64, context 8", DENSE_32B, MeshShape(shard=8, context=8), LONG, single=True),
+    LargeWorld("dense 70B over 64, tensor 8", DENSE_70B, MeshShape(shard=8, tensor=8), 24_000),
+    LargeWorld("235B mixture over 256", MIXTURE_235B, MeshShape(shard=256), 16_000),
+    LargeWorld("235B mixture over 256, expert 8", MIXTURE_235B, MeshShape(shard=256, expert=8), 16_000),
+    LargeWorld("235B mixture over 256, expert 64", MIXTURE_235B, MeshShape(shard=256, expert=64), 16_000),
     LargeWorld(
-        "dense 32B over 64",
-        Qwen3Config(
-            **QWEN, hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64,
-            num_key_value_heads=8, tie_word_embeddings=False,
-        ),
-        64,
-        24_000,
+        "235B mixture over 256, tensor 4, expert 64", MIXTURE_235B, MeshShape(shard=64, tensor=4, expert=64), 16_000
     ),
     LargeWorld(
-        "235B mixture over 256",
-        Qwen3MoeConfig(
-            **QWEN, hidden_size=4096, intermediate_size=12288, moe_intermediate_size=1536, num_hidden_layers=94,
-            num_attention_heads=64, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
-            tie_word_embeddings=False,
-        ),
-        256,
-        16_000,
+        "235B mixture over 256, context 16, expert 64",
+        MIXTURE_235B,
+        MeshShape(shard=16, context=16, expert=64),
+        LONG,
+        single=True,
     ),
-)  # fmt: skip
+)
 
 
 def measure(parts: Sequence[str], repeats: int) -> Iterator[dict[str, Any]]:
@@ -94,11 +126,21 @@ def measure(parts: Sequence[str], repeats: int) -> Iterator[dict[str, Any]]:
         if "offload" in parts:
             yield {"offload": offload(group)}
         group.close()
+    if "experts" in parts:
+        yield {"experts_over_eager": experts_over_eager(device, repeats)}
     if "plans" in parts:
         errors = {}
         for world in WORLDS:
-            errors[world.name] = plan_error(world, device)
+            errors[world.name] = in_new_process(plan_error, world, device)
             yield {"plan_error": dict(errors)}
+
+
+def in_new_process(work: Callable[..., T], *arguments: Any) -> T:
+    """In one process torch would mistake the groups of a world for those of one that was left before."""
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["sharded_gpu"])
+    with ProcessPoolExecutor(1, mp_context=processes) as pool:
+        return pool.submit(work, *arguments).result()
 
 
 def over_single(group: RankGroup, compiled: str, repeats: int, config: PretrainedConfig = SHAPE_1_7B) -> dict[str, float]:
@@ -171,9 +213,42 @@ def link_bytes_per_s(device: torch.device) -> tuple[float, float]:
     return LINK_BYTES / out, LINK_BYTES / back
 
 
+def experts_over_eager(
+    device: torch.device, repeats: int, config: PretrainedConfig = FOUR_OF_30B, tokens: int = EXPERT_TOKENS
+) -> dict[str, float]:
+    """Layers with experts, forward and back without an optimizer, by turns in one process; the best of each. Here a rank
+    has all experts: nothing is exchanged."""
+    free()
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPE).train()
+        ids = torch.randint(0, config.vocab_size, (tokens // 1000, 1000))
+    experts.split_experts(model, None, None)
+    seconds, peaks = {experts.NAME: float("inf"), "eager": float("inf")}, {experts.NAME: 0, "eager": 0}
+
+    def pass_over() -> None:
+        model.get_decoder()(ids, use_cache=False).last_hidden_state.sum().backward()
+        model.zero_grad()
+
+    for turn in range(repeats + 1):
+        for kind in seconds:
+            model.set_experts_implementation(kind)
+            reset_peak()
+            took = timed(pass_over)[1]
+            seconds[kind] = min(seconds[kind], took) if turn else seconds[kind]  # the first one is a warm-up
+            peaks[kind] = peak()
+    return {
+        "time": seconds["eager"] / seconds[experts.NAME],
+        "grouped_ms": 1e3 * seconds[experts.NAME],
+        "eager_ms": 1e3 * seconds["eager"],
+        "grouped_gib": peaks[experts.NAME] / GIB,
+        "eager_gib": peaks["eager"] / GIB,
+        "rows": float(ids.numel()),
+    }
+
+
 class AloneGroup(RankGroup):
     """Rank 0 of a world in which no other rank is: collectives return at once, and what they would have received is
-    whatever was in that memory."""
+    whatever was in that memory. Rows go to experts as if every rank sent as many to each."""
 
     def __init__(self, shape: MeshShape, device: torch.device) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -185,13 +260,41 @@ class AloneGroup(RankGroup):
     def gathered(self, value: T) -> list[T]:
         return [value]
 
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Meanwhile routers choose all experts equally often, and other ranks send what this one sends to itself."""
+        dispatched = ALL_EXPERTS_FUNCTIONS[experts.NAME]
+
+        def balanced(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+            chosen = torch.arange(index.numel(), device=index.device) % module.num_experts
+            found: Tensor = dispatched(module, hidden, chosen.view_as(index), weights)
+            return found
+
+        def exchange(
+            found: Tensor,
+            given: Tensor,
+            receive: list[int] | None = None,
+            send: list[int] | None = None,
+            group: dist.ProcessGroup | None = None,
+        ) -> None:
+            if receive is not None and given.dtype == torch.int64:  # how many rows come for each expert
+                found.copy_(given[: receive[0]].repeat(len(receive)))
+            else:
+                found.zero_()
+
+        ALL_EXPERTS_FUNCTIONS[experts.NAME] = balanced
+        try:
+            with patch.object(dist, "all_to_all_single", exchange):
+                yield
+        finally:
+            ALL_EXPERTS_FUNCTIONS[experts.NAME] = dispatched
+
 
 def plan_error(world: LargeWorld, device: torch.device) -> dict[str, float]:
     """The peak of an update with one micro-batch, checkpointed, against the plan's; moments are there before it."""
     free()
-    mesh = MeshShape(shard=world.ranks)
+    mesh, batch = world.mesh, world.batch()
     group = AloneGroup(mesh, device)
-    batch = make_batch(world.tokens, world.config.vocab_size)
     settings = {"micro_batch_tokens": batch.tokens, "compile": "off", "activation_checkpointing": "on"}
     trainer = sharded_trainer(world.config, group, settings)
     trainer._spread.share = lambda batch: Share(batch)  # type: ignore[method-assign]
@@ -199,18 +302,44 @@ def plan_error(world: LargeWorld, device: torch.device) -> dict[str, float]:
     assert optimizer is not None
     optimizer._make_state(list(optimizer._masters))  # what is gathered is no number: an update may not be applied
     size = packed_size(batch)
-    reset_peak()
-    seconds = timed(lambda: trainer.update(batch, LOSS, 0))[1]
+    with group.exchanging():
+        reset_peak()
+        seconds = timed(lambda: trainer.update(batch, LOSS, 0))[1]
     measured = peak()
     planned = sharded_peak(world.config, mesh, size).bytes
+    flops = 3 * forward_flops(trainer.model, batch) / (mesh.context * mesh.tensor)
     group.close()
     return {
         "error": planned / max(measured, 1) - 1,
         "planned_gib": planned / GIB,
         "measured_gib": measured / GIB,
-        "rows": float(size.rows),
+        "rows": float(size.rows) / mesh.context,
         "update_s": seconds,
+        "mfu": flops / seconds / PEAK_FLOPS,
     }
+
+
+def forward_flops(model: nn.Module, batch: Batch) -> float:
+    """Of a forward pass over the batch, no two of whose prompts begin alike, with the experts that a row goes through."""
+    config: Any = model.config
+    head, layers = config.head_dim, config.num_hidden_layers
+    queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
+    inner = config.intermediate_size
+    if getattr(config, "num_experts", 0):
+        inner = config.moe_intermediate_size * config.num_experts_per_tok
+    layer = config.hidden_size * (2 * queries + 2 * keys + 3 * inner)
+    pairs = float((batch.lengths.astype(np.float64) * (batch.lengths + 1) / 2).sum())
+    words = float(batch.loss_mask.sum()) * config.vocab_size * config.hidden_size
+    return 2 * layers * layer * batch.tokens + 2 * words + 4 * layers * queries * pairs
+
+
+def one_sample(tokens: int, vocab: int) -> Batch:
+    """A short prompt and a long answer."""
+    rng = np.random.default_rng(0)
+    sample, answer = Sample("0.0", Task.ask("t", "?"), 0, 1.0), tokens - 256
+    sample.log.prompt(rng.integers(0, vocab, 256).tolist())
+    sample.log.respond(rng.integers(0, vocab, answer).tolist(), np.full(answer, -10.0), [0] * answer)
+    return Batch.from_samples([sample]).with_columns(advantage=np.ones(1))
 
 
 def packed_size(batch: Batch) -> PackedSize:

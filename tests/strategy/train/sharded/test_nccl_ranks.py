@@ -9,17 +9,40 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from roll.algorithm import LossSpec
 from roll.cluster.mesh import MeshShape
+from roll.model.character import character_tokenizer
 from roll.strategy.train.sharded.group import RankGroup
+from roll.strategy.train.single import SingleStrategy
 from roll.transfer.stream import Sender
 from tests.ranks import Ranks, ranks_of
-from tests.strategy.train.sharded.trainers import Groups, Job, make_batch, sharded_trainer, single_trainer, whole
+from tests.strategy.train.sharded.trainers import (
+    Gradients,
+    Groups,
+    Job,
+    make_batch,
+    make_model,
+    sharded_trainer,
+    sharded_update,
+    single_trainer,
+    single_update,
+    update_with,
+    whole,
+)
 
 pytestmark = pytest.mark.gpu
 
 LAYOUTS = {"two shards": MeshShape(shard=2), "two replicas of two": MeshShape(replicate=2, shard=2)}
+DIVIDED = {
+    "tensor 2": (MeshShape(tensor=2), "qwen3"),
+    "context 2": (MeshShape(context=2), "qwen3"),
+    "expert 2": (MeshShape(shard=2, expert=2), "qwen3_moe"),
+    "tensor 2, expert 2": (MeshShape(shard=2, tensor=2, expert=2), "qwen3_moe"),
+    "context 2, expert 4": (MeshShape(shard=2, context=2, expert=4), "uneven"),
+}
+"""Layouts that divide rows, layers or experts, each with a model of which they divide something."""
 LOSS = LossSpec("clipped", {"clip_low": 0.2, "clip_high": 0.3})
 
 
@@ -89,3 +112,51 @@ def test_a_trainer_over_nccl_does_in_its_life_what_one_process_does(ranks: Ranks
         assert stats.tokens == expected.tokens
     for name, weight in single.model.named_parameters():
         assert torch.allclose(weight, first["weights"][name], rtol=0.02, atol=2e-3), name
+
+
+@pytest.fixture(scope="module", params=DIVIDED)
+def divided(request: pytest.FixtureRequest) -> Iterator[tuple[Ranks, str]]:
+    shape, kind = DIVIDED[request.param]
+    with ranks_of(shape, device="cuda:0") as made:
+        yield made, kind
+
+
+def gradients(group: RankGroup, job: Job) -> Gradients:
+    return on_host(sharded_update(group, job).gradients[0])
+
+
+def rounded_gradients(job: Job) -> Gradients:
+    """Of one process on the GPU, in bf16."""
+    model = make_model(job.kind).to(torch.bfloat16).to("cuda")
+    return on_host(update_with(SingleStrategy(model, character_tokenizer(), job.config), job).gradients[0])
+
+
+def on_host(found: Gradients) -> dict[str, Tensor]:
+    return {name: gradient.float().cpu() for name, gradient in found.items()}
+
+
+def distance(found: Gradients, expected: Gradients) -> float:
+    """Of all gradients together, relative: a single small one may be mostly rounding in bf16."""
+    assert found.keys() == expected.keys()
+    off = sum(float((found[name].double() - right.double()).square().sum()) for name, right in expected.items())
+    return float((off / sum(float(right.double().square().sum()) for right in expected.values())) ** 0.5)
+
+
+def test_divided_over_ranks_the_gradient_is_that_of_one_process(divided: tuple[Ranks, str]) -> None:
+    """In fp32, with several micro-batches."""
+    ranks, kind = divided
+    job = Job(make_batch(Groups(seed=3), kind), LOSS, kind, extra_rows=3, settings={"compile": "off"})
+    expected = on_host(single_update(job).gradients[0])
+    for found in ranks.run(gradients, job):
+        assert distance(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("compiled", ["off", "on"])
+def test_in_bf16_it_is_no_further_from_fp32_than_one_process_is(divided: tuple[Ranks, str], compiled: str) -> None:
+    ranks, kind = divided
+    batch = make_batch(Groups(seed=5), kind)
+    exact = on_host(single_update(Job(batch, LOSS, kind, settings={"compile": "off"})).gradients[0])
+    job = Job(batch, LOSS, kind, torch.bfloat16, settings={"compile": compiled})
+    allowed = 1.5 * distance(rounded_gradients(job), exact)
+    for found in ranks.run(gradients, job):
+        assert 0 < distance(found, exact) < allowed
