@@ -207,6 +207,12 @@ class TrainConfig(Section):
     """Largest norm of the gradient."""
     max_skipped_in_a_row: Count = 5
     """Steps in a row with an update skipped, because its loss or gradient was not finite, after which the run stops."""
+    router_balance_loss: NonNegative = 0.0
+    """For mixtures of experts: weight of the loss that makes routers use their experts evenly within each sample
+    (DeepSeek-V3's; about 0.001)."""
+    router_bias_rate: NonNegative = 0.0
+    """For mixtures whose routers have a bias (DeepSeek-V3, GLM-4.5): how far an update moves it towards experts with few
+    tokens (about 0.001); 0 leaves it as it is."""
     updates_per_step: Count = 1
     """Parts a step's batch is cut into, an optimizer step each, the critic's too. Several updates in a step, of parts or
     epochs, are held to the policy that the step began with: its log-probs are computed first."""

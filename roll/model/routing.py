@@ -1,13 +1,13 @@
-"""The routers of a mixture of experts: which experts each row went to, recorded and replayed.
+"""The routers of a mixture of experts: which experts each row goes to, replayed and counted.
 
 A router chooses some experts for a row and weighs them by its logits. An engine and a trainer that round differently may
 choose differently for the same token, and then compute with other experts. So an engine records its choices
-(`recording`) and a trainer makes them again (`replaying`): the experts are the engine's, the weights are computed from
-the trainer's own logits, and have gradients.
+(`engine.routes`) and a trainer makes them again: the experts are the engine's, their weights are computed from the trainer's own logits,
+and have gradients.
 
-What always holds: a choice that was not recorded (`FREE`) is the router's own. How a family weighs the experts that it
-has chosen is tried out on its own choices when its choices are replayed for the first time; a router of which that is
-not known is refused.
+What always holds: where no choice was recorded (`FREE`), it is the router's own. How a family weighs the experts that it
+has chosen is tried out on its own choices, when it is needed for the first time; a router of which that is not known is
+refused. Outside of `within` routers are left alone.
 
 Routers of `transformers` give (logits, weights, choices) of [rows, experts], [rows, chosen] and [rows, chosen].
 """
@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,58 +28,115 @@ from roll.config.errors import UserError
 FREE = -1
 """Where a row's experts were not recorded."""
 
-Weigh = Callable[[Tensor, Tensor], Tensor]
-"""(logits, choices) → the weights of the chosen experts."""
 Routed = tuple[Tensor, Tensor, Tensor]
+
+
+class Balance(Protocol):
+    """A loss that makes routers use their experts evenly."""
+
+    def slopes(self, choices: Tensor, experts: int) -> Tensor:
+        """The loss's derivative by the share of its weight that each row gives to each expert, [rows, experts]."""
+        ...
+
+
+@dataclass
+class RouterPass:
+    """What a trainer asks of the routers in one pass over the rows of a micro-batch, and what it learns of them. A layer
+    whose activations are computed again says the same again."""
+
+    routes: Tensor | None = None
+    """[rows, layers, chosen] the experts to use; None: those that routers choose."""
+    uses: Tensor | None = None
+    """[rows] how many tokens of samples each row is, 0 for padding; None: nothing is counted."""
+    balance: Balance | None = None
+    load: dict[int, Tensor] = field(default_factory=dict)
+    """By layer, the tokens that each expert got, [experts]."""
+    entropy: dict[int, Tensor] = field(default_factory=dict)
+    """By layer, of the distributions over experts, summed over tokens."""
+    balance_loss: dict[int, Tensor] = field(default_factory=dict)
+    """By layer."""
 
 
 class Routers:
     """Those of a model, in the order of its layers."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._routers = routers_of(model)
-        self._weigh: dict[type[nn.Module], Weigh] = {}
-        self._routes: Tensor | None = None
-        self._record: list[Tensor] | None = None
-        for number, router in enumerate(self._routers):
+        self.modules = routers_of(model)
+        self._scores: dict[type[nn.Module], Weighing] = {}
+        self._pass: RouterPass | None = None
+        for number, router in enumerate(self.modules):
             router.register_forward_hook(partial(self._routed, number))
 
     @property
     def layers(self) -> int:
         """Layers that have experts; 0 for a model that is no mixture."""
-        return len(self._routers)
+        return len(self.modules)
+
+    @property
+    def experts(self) -> int:
+        """Of a layer."""
+        return _number(self.modules[0], "num_experts")
+
+    @property
+    def chosen(self) -> int:
+        """Experts of each row."""
+        return _number(self.modules[0], "top_k")
 
     @contextmanager
-    def replaying(self, routes: Tensor) -> Iterator[None]:
-        """Meanwhile rows go to these experts, [rows, layers, chosen]."""
-        self._routes = routes
+    def within(self, asked: RouterPass) -> Iterator[None]:
+        """Meanwhile the model computes a pass of a trainer."""
+        self._pass = asked
         try:
             yield
         finally:
-            self._routes = None
-
-    @contextmanager
-    def recording(self) -> Iterator[list[Tensor]]:
-        """What rows are sent to meanwhile: [rows, chosen] for each layer in order."""
-        self._record = []
-        try:
-            yield self._record
-        finally:
-            self._record = None
+            self._pass = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _routed(self, number: int, router: nn.Module, inputs: Any, output: Routed) -> Routed | None:
+        asked = self._pass
+        if asked is None:
+            return None
         logits, weights, choices = output
-        if self._routes is not None:
-            kind = type(router)
-            if kind not in self._weigh:
-                self._weigh[kind] = weighing_of(router, *output)
-            own = self._routes[:, number].to(choices.dtype)
+        if asked.routes is not None:
+            own = asked.routes[:, number].to(choices.dtype)
             choices = torch.where(own == FREE, choices, own)
-            weights = self._weigh[kind](logits, choices).to(weights.dtype)
-        if self._record is not None:
-            self._record.append(choices)
-        return None if self._routes is None else (logits, weights, choices)
+            weights = self._weighing(router, output).weights(logits, choices).to(weights.dtype)
+        if asked.uses is not None:
+            logs = torch.log_softmax(logits.detach().float(), -1)
+            asked.entropy[number] = -((logs.exp() * logs).sum(-1) * asked.uses).sum()
+            asked.load[number] = tokens_of_experts(choices, asked.uses, logits.shape[-1])
+        if asked.balance is not None:
+            shares = self._weighing(router, output).shares(logits)
+            loss = (shares * asked.balance.slopes(choices, logits.shape[-1])).sum()
+            asked.balance_loss[number] = loss.detach()
+            weights = _WithLoss.apply(weights, loss)  # type: ignore[no-untyped-call]
+        return logits, weights, choices
+
+    def _weighing(self, router: nn.Module, output: Routed) -> Weighing:
+        kind = type(router)
+        if kind not in self._scores:
+            self._scores[kind] = weighing_of(router, *output)
+        return self._scores[kind]
+
+
+def tokens_of_experts(choices: Tensor, uses: Tensor, experts: int) -> Tensor:
+    """How many tokens each expert got, of rows that are `uses` tokens each. [rows, chosen], [rows] → [experts]"""
+    found = torch.zeros(experts, device=choices.device)  # unlike `bincount`, this does not wait for a device
+    return found.scatter_add_(0, choices.reshape(-1).long(), uses[:, None].expand_as(choices).reshape(-1))
+
+
+class _WithLoss(torch.autograd.Function):
+    """The weights as they are; a loss is added to that which is computed from them."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, loss: Tensor) -> Tensor:
+        ctx.like = loss.dtype, loss.device
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, Tensor]:
+        dtype, device = ctx.like
+        return slopes[0], torch.ones((), dtype=dtype, device=device)
 
 
 def routers_of(model: nn.Module) -> list[nn.Module]:
@@ -95,6 +152,11 @@ def _routes(module: nn.Module) -> bool:
     )
 
 
+def _number(router: nn.Module, name: str) -> int:
+    value: Any = getattr(router, name)
+    return int(value)
+
+
 @dataclass(frozen=True)
 class Weighing:
     """A family's way from logits to weights."""
@@ -103,25 +165,30 @@ class Weighing:
     normalised: bool
     scale: float
 
-    def __call__(self, logits: Tensor, choices: Tensor) -> Tensor:
+    def weights(self, logits: Tensor, choices: Tensor) -> Tensor:
+        """Of the chosen experts, [rows, chosen]."""
         weights = self.scores(logits.float()).gather(1, choices)
         if self.normalised:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return weights * self.scale
+
+    def shares(self, logits: Tensor) -> Tensor:
+        """What each expert has of a row's scores, [rows, experts]; they sum to 1."""
+        scores = self.scores(logits.float())
+        return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
 
 def weighing_of(router: nn.Module, logits: Tensor, weights: Tensor, choices: Tensor) -> Weighing:
     """The way that gives the router's own weights for its own choices."""
     scale = float(getattr(router, "routed_scaling_factor", 1.0))
     softmax = partial(torch.softmax, dim=-1)
-    close = 1e-5 if weights.dtype == torch.float32 else 2e-2
-    for scores in (softmax, torch.sigmoid):
-        for normalised in (True, False):
-            way = Weighing(scores, normalised, scale)
-            found = way(logits.detach(), choices)
-            if torch.allclose(found, weights.detach().float(), rtol=close, atol=close):
-                return way
-    kind = type(router).__name__
-    raise UserError(
-        f"rollout.router_replay: how {kind} weighs its experts is not known: write rollout.router_replay=false"
-    )
+    ways = [Weighing(scores, normalised, scale) for scores in (softmax, torch.sigmoid) for normalised in (True, False)]
+    given = weights.detach().float()
+    found = [float((way.weights(logits.detach(), choices) - given).abs().max()) for way in ways]
+    best = min(range(len(ways)), key=found.__getitem__)
+    if not found[best] < (1e-5 if weights.dtype == torch.float32 else 1e-2) * max(scale, 1.0):
+        raise UserError(
+            f"model: how {type(router).__name__} weighs its experts is not known: write rollout.router_replay=false and "
+            "train.router_balance_loss=0"
+        )
+    return ways[best]

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -87,10 +87,15 @@ class SafeFolder:
 
 
 @torch.no_grad()
-def load_shards(model: PreTrainedModel, folder: Path) -> None:
+def load_shards(model: PreTrainedModel, folder: Path, *, parameters: bool = True) -> None:
     """Reads the folder's weights into the model's parameters and persistent buffers, of which this rank has shards. They
-    are those of the model without adapters, if it has any: these stay as they are."""
+    are those of the model without adapters, if it has any: these stay as they are. Without `parameters` the buffers
+    alone are read."""
     targets = without_adapters(model.state_dict(keep_vars=True))
+    if not parameters:
+        targets = {name: tensor for name, tensor in targets.items() if not isinstance(tensor, nn.Parameter)}
+        if not targets:
+            return
     shards = shards_of(folder)
     read = _read_files(model, SafeFolder(folder), targets) if shards is None else _read_shards(folder, shards, targets)
     left = targets.keys() - read

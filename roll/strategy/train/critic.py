@@ -143,7 +143,7 @@ class CriticStrategy(CriticTrainer):
         self._passes.save(folder)
 
     def load(self, folder: Path) -> None:
-        load_state(folder, self._optimizer, lambda: self.model.load(folder))
+        load_state(folder, self._optimizer, lambda parameters: self.model.load(folder) if parameters else None)
         self._passes.load(folder)
 
     def saved(self) -> dict[str, str]:

@@ -7,7 +7,7 @@ trainer runs. One compiled function serves all layers of a decoder, with any num
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from roll.strategy.train.tree_attention import attends_varlen
 
 Forward = Callable[..., Any]
+Within = Callable[[], AbstractContextManager[None]]
 Compiling = Literal["auto", "on", "off"]
 
 
@@ -38,19 +39,27 @@ class Layers:
         self._compiled: dict[type[nn.Module], Forward] = {k: torch.compile(f, dynamic=True) for k, f in kinds.items()}
 
     @contextmanager
-    def running(self, *, checkpointed: bool) -> Iterator[None]:
-        """A pass of the trainer."""
-        if not (self._compiled or checkpointed):
+    def running(self, *, checkpointed: bool, within: Within | None = None) -> Iterator[None]:
+        """A pass of the trainer, each of its layers inside of what `within` gives: also where a backward pass computes
+        it again, which may be long after."""
+        if not (self._compiled or checkpointed or within):
             yield
             return
         for layer in self._layers:
             forward: Forward = partial(self._compiled.get(type(layer), type(layer).forward), layer)
+            if within is not None:
+                forward = partial(_inside, within, forward)
             layer.forward = partial(_checkpointed, forward, self._noisy) if checkpointed else forward
         try:
             yield
         finally:
             for layer in self._layers:
                 del layer.forward
+
+
+def _inside(within: Within, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    with within():
+        return forward(*args, **kwargs)
 
 
 def _checkpointed(forward: Forward, noisy: bool, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ sampled tokens 3, 4, 5 are predicted from the rows 1, 2, 1; `sample` is `[0 0 1]
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +24,35 @@ from transformers import PreTrainedModel
 
 from roll.data.batch import Batch
 from roll.data.columns import Indices
+from roll.data.routes import signed
 from roll.data.tokenlog import branches
 from roll.model.attention import AttentionPlan, forward_rows
+from roll.model.routing import FREE
 from roll.strategy.train.packing import PrefixTree, cut, pack
 from roll.strategy.train.predictions import Predictions, on_device
 from roll.strategy.train.tree_attention import tree_plan
+
+
+@dataclass(frozen=True)
+class SampleRows:
+    """All tokens of some samples, also those that were not sampled."""
+
+    row: Tensor
+    """[tokens]"""
+    sample: Tensor
+    """[tokens] the number of the token's sample within the micro-batch."""
+    own: Tensor
+    """[tokens] whether this process has the row."""
+    lengths: Tensor
+    """[samples] their tokens, as fp32."""
+
+    @classmethod
+    def of(cls, paths: Sequence[Indices], device: torch.device) -> SampleRows:
+        """From the rows of each sample's tokens."""
+        lengths = np.array([len(path) for path in paths])
+        row, sample = np.concatenate(paths), np.repeat(np.arange(len(paths)), lengths)
+        own = np.ones(len(row), np.bool_)
+        return cls(*(on_device(values, device) for values in (row, sample, own, lengths.astype(np.float32))))
 
 
 @dataclass(frozen=True)
@@ -48,6 +72,12 @@ class MicroBatch:
     """The batch's samples it holds, in order."""
     ends: Tensor
     """[samples] the row of each sample's last token."""
+    uses: Tensor
+    """[rows] how many tokens of samples each row is, as fp32."""
+    routes: Tensor | None = None
+    """[rows, layers x chosen] the experts that the sampler sent each row to; None where it did not say."""
+    samples: SampleRows | None = None
+    """Where all tokens of the samples are, if it was asked for."""
 
     @property
     def rows(self) -> int:
@@ -69,15 +99,19 @@ def micro_batches(
     share: bool = True,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
+    *,
+    samples: bool = False,
 ) -> Iterator[MicroBatch]:
     """The batch as micro-batches for the model, of at most `limit_rows` rows or one sample each.
 
     Without `share` a prefix that samples have in common is computed for each of them. `dtype` is the precision that
-    layers compute in, and `device` where, if these are not those of the parameters.
+    layers compute in, and `device` where, if these are not those of the parameters. With `samples` each says where all
+    tokens of its samples are.
     """
     device, dtype = device or model.device, dtype or model.dtype
     sequences, masks, spans = batch.rows("ids"), batch.rows("loss_mask"), _spans(batch)
     turns, heat = _turns(batch), batch["temperature"]
+    routes = batch.rows("routes") if "routes" in batch and batch["routes"].shape[1] else None
     for members, tree in _packed(batch, limit_rows, share):
         found = iter(tree.paths)
         paths = [np.concatenate([next(found) for _ in spans[i]]) for i in members]
@@ -101,7 +135,22 @@ def micro_batches(
             where=where,
             members=members,
             ends=on_device(np.array([path[-1] for path in paths]), device),
+            uses=on_device(np.bincount(np.concatenate(paths), minlength=tree.rows).astype(np.float32), device),
+            routes=None
+            if routes is None
+            else on_device(_of_rows([routes[i] for i in members], paths, tree.rows), device),
+            samples=SampleRows.of(paths, device) if samples else None,
         )
+
+
+def _of_rows(routes: Sequence[NDArray[Any]], paths: Sequence[Indices], rows: int) -> NDArray[np.int16]:
+    """The experts of each row, as the first of the samples that go through it has them recorded."""
+    found = np.full((rows, routes[0].shape[1]), FREE, np.int16)
+    for unsigned, path in zip(reversed(routes), reversed(paths), strict=True):
+        values = signed(unsigned)
+        known = (values != FREE).all(1)
+        found[path[known]] = values[known]
+    return found
 
 
 def largest_rows(batch: Batch, limit_rows: int, share: bool = True) -> int:

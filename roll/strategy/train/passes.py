@@ -28,7 +28,7 @@ from roll.model.positions import longest_sequence
 from roll.model.shape import ModelShape
 from roll.strategy.train.budget import Budget, choose, spare_of
 from roll.strategy.train.footprint import Footprint
-from roll.strategy.train.layers import Layers, compiles
+from roll.strategy.train.layers import Layers, Within, compiles
 from roll.strategy.train.microbatch import MicroBatch, largest_rows, micro_batches
 from roll.strategy.train.out_of_memory import free_memory, is_out_of_memory, kept_noise, said_first, shrunk
 from roll.strategy.train.sharded.sizes import of_rank
@@ -149,11 +149,13 @@ class Passes:
             return iter(())
         budget = self.budget(batch)
         self.check_lengths(batch)
-        return micro_batches(batch, budget.rows, self._model, self._config.share_prefixes, self._dtype, self._device)
+        share = self._config.share_prefixes
+        whole = self._config.router_balance_loss > 0
+        return micro_batches(batch, budget.rows, self._model, share, self._dtype, self._device, samples=whole)
 
-    def hidden(self, micro: MicroBatch) -> Tensor:
-        """The last hidden state of every row."""
-        with self._layers.running(checkpointed=self._checkpointed):
+    def hidden(self, micro: MicroBatch, within: Within | None = None) -> Tensor:
+        """The last hidden state of every row. Each layer is computed inside of what `within` gives."""
+        with self._layers.running(checkpointed=self._checkpointed, within=within):
             return micro.hidden(self._model)
 
     def save(self, folder: Path) -> None:

@@ -30,9 +30,10 @@ from roll.model.lora import Adapters
 from roll.strategy.train.base import NotFinite, UpdateStats
 from roll.strategy.train.logprobs import token_log_probs
 from roll.strategy.train.microbatch import MicroBatch
+from roll.strategy.train.mixture import Mixture, RouterStats
 from roll.strategy.train.optimizer import MasterAdamW, learning_rate
 from roll.strategy.train.passes import Passes
-from roll.strategy.train.spread import Share, Spread
+from roll.strategy.train.spread import Rows, Share, Spread
 from roll.strategy.train.suspects import Suspects
 from roll.strategy.train.updates import make_updates
 
@@ -58,6 +59,7 @@ class PolicyTrainer:
             model.requires_grad_(trainable)
         self._optimizer = MasterAdamW(model, config) if trainable else None
         self._passes = passes
+        self._mixture = Mixture(model, config, adapted=adapters is not None) if trainable else None
 
     @torch.no_grad()
     def log_probs(self, batch: Batch, *, base: bool = False) -> FloatArray:
@@ -66,15 +68,15 @@ class PolicyTrainer:
         assert not base or self._adapters is not None, "a model without adapters is no longer its base"
         self._passes.prepare(batch)
         with self._adapters.off() if base and self._adapters is not None else nullcontext():
-            result = self._passes.attempt(batch, lambda: self._log_probs(batch))
+            result = self._passes.attempt(batch, lambda: self._log_probs(batch, base=base))
         if self._optimizer is None:
             self._passes.warn_of_retries()  # a frozen model makes no update that would say it
         return result
 
-    def _log_probs(self, batch: Batch) -> FloatArray:
+    def _log_probs(self, batch: Batch, *, base: bool) -> FloatArray:
         share = self._spread.share(batch)
         own = np.zeros(share.batch.tokens, np.float32)
-        done = [(micro, real, self._current(micro)[0]) for micro, real in self._micros(share.batch)]
+        done = [(micro, real, self._current(micro, replays=not base)[0]) for micro, real in self._micros(share.batch)]
         for micro, real, current in done:  # nothing waits for the device before all is launched
             if real:
                 own[micro.where] = current.cpu().numpy()
@@ -99,25 +101,31 @@ class PolicyTrainer:
         loss_of, share = resolve_loss(spec), self._spread.share(batch)
         self._passes.prepare(batch)
         work = partial(self._gradients, batch, share, spec, loss_of)
-        seen, suspects, rows = self._passes.attempt(batch, work, undo=optimizer.zero_grad)
+        seen, suspects, routers = self._passes.attempt(batch, work, undo=optimizer.zero_grad)
         done = optimizer.step(step, seen.loss)
         total, metrics = seen.result()
+        if routers is not None and self._mixture is not None:
+            metrics |= routers.metrics()
+            if done.applied:
+                self._mixture.end_update(routers)
         if share.imbalance is not None:
             metrics["imbalance"] = share.imbalance
         sick = NotFinite() if done.applied else NotFinite(guilty_of_all(self._spread, suspects, share.batch), done.sick)
         norm = done.norm if done.applied else math.nan
-        return UpdateStats(total, norm, 0.0, rows, batch.tokens, 1, int(not done.applied), sick, metrics)
+        return UpdateStats(total, norm, 0.0, seen.rows, batch.tokens, 1, int(not done.applied), sick, metrics)
 
     def _gradients(
         self, batch: Batch, share: Share, spec: LossSpec, loss_of: Callable[[Streams], TokenLoss]
-    ) -> tuple[Seen, Suspects, int]:
-        """Sums the gradients of an update, and says what was seen on the way and how many rows were computed."""
+    ) -> tuple[Seen, Suspects, RouterStats | None]:
+        """Sums the gradients of an update, and says what was seen on the way."""
         weights = token_weights(batch, spec.aggregation, spec.length)[share.tokens]
         own = share.batch
         columns = {name: own[name] for name in ("behaviour", "proximal", "ref", "advantages") if name in own}
         seen, suspects = Seen(), Suspects()
+        routers = None if self._mixture is None else self._mixture.stats(batch, self._spread.device)
         for micro, real in self._micros(own):
-            current, entropy = self._current(micro, entropy_gradient=spec.wants_entropy)
+            stats = routers if real else None
+            current, entropy = self._current(micro, entropy_gradient=spec.wants_entropy, stats=stats)
             if not real:
                 (current.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
                 continue
@@ -131,19 +139,39 @@ class PolicyTrainer:
             seen.rows += micro.rows
         if self._spread.ranks > 1:
             seen.join(self._spread)
-        return seen, suspects, seen.rows
+        if routers is not None:
+            routers.join(self._spread)
+        return seen, suspects, routers
 
     def _micros(self, batch: Batch) -> Iterator[tuple[MicroBatch, bool]]:
         return self._spread.in_step(self._passes.over(batch))
 
-    def _current(self, micro: MicroBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+    def _current(
+        self,
+        micro: MicroBatch,
+        *,
+        entropy_gradient: bool = False,
+        replays: bool = True,
+        stats: RouterStats | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of the sampled tokens. Of a mixture, what its routers do is added to `stats`, and if it
+        `replays`, they choose what the sampler's chose."""
+
         def run() -> tuple[Tensor, Tensor]:
             rows = self._spread.rows(micro)
-            hidden, predictions = self._passes.hidden(rows.micro), rows.micro.predictions
+            hidden, predictions = self._hidden(rows, replays, stats), rows.micro.predictions
             current, entropy = token_log_probs(self.model, hidden, predictions, entropy_gradient=entropy_gradient)
             return rows.tokens(current), rows.tokens(entropy)
 
         return self._spread.forward(run)
+
+    def _hidden(self, rows: Rows, replays: bool, stats: RouterStats | None) -> Tensor:
+        if self._mixture is None or (asked := self._mixture.pass_over(rows, replays=replays, stats=stats)) is None:
+            return self._passes.hidden(rows.micro)
+        hidden = self._passes.hidden(rows.micro, self._mixture.within(asked))
+        if stats is not None:
+            stats.add(asked)
+        return hidden
 
 
 def whole_column(spread: Spread, batch: Batch, share: Share, own: FloatArray) -> FloatArray:

@@ -23,10 +23,10 @@ def open_state(folder: Path) -> Tensors:
     raise RunError(f"the checkpoint in {folder} has neither {OPTIMIZER_FILE} nor {SHARDS}/: it holds no trainer's state")
 
 
-def load_state(folder: Path, optimizer: MasterAdamW, load_model: Callable[[], None]) -> None:
-    """Brings the optimizer, and through its masters the parameters, to a checkpoint. `load_model` reads the parameters
-    themselves: it is called where they are their own masters, saved with the model alone."""
+def load_state(folder: Path, optimizer: MasterAdamW, load_model: Callable[[bool], None]) -> None:
+    """Brings the optimizer, and through its masters the parameters, to a checkpoint. `load_model` reads the model's
+    tensors that are not parameters, and the parameters too (True) where they are their own masters, saved with the model
+    alone."""
     saved = open_state(folder)
-    if not optimizer.has_masters(saved):
-        load_model()
+    load_model(not optimizer.has_masters(saved))
     optimizer.load(saved)

@@ -74,14 +74,14 @@ class SingleStrategy(PolicyTrainer):
         assert self._optimizer is not None, "a frozen model is not resumed"
         if self._adapters is not None:
             self._adapters.check_base(folder / "model")
-        load_state(folder, self._optimizer, lambda: self._load_model(folder / "model"))
+        load_state(folder, self._optimizer, lambda parameters: self._load_model(folder / "model", parameters))
         self._passes.load(folder)
 
     def close(self) -> None:
         """Nothing is held beyond this process."""
 
-    def _load_model(self, folder: Path) -> None:
-        if self._adapters is not None:
+    def _load_model(self, folder: Path, parameters: bool) -> None:
+        if self._adapters is None:
+            load_shards(self.model, folder, parameters=parameters)
+        elif parameters:
             self._adapters.load(folder)
-        else:
-            load_shards(self.model, folder)

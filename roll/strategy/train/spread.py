@@ -45,6 +45,10 @@ class Rows(Protocol):
         """Values of all tokens of the micro-batch, from those of the predictions from its own rows."""
         ...
 
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over the processes that have the other rows, in place."""
+        ...
+
     def ends(self, hidden: Tensor) -> Tensor:
         """The hidden state of each sample's last row, without gradients."""
         ...
@@ -81,6 +85,10 @@ class Spread(Protocol):
         """The sum over the parts, in place."""
         ...
 
+    def sum_rows(self, tensor: Tensor) -> Tensor:
+        """The sum over all rows of the parts, in place, where a process may have some rows of a part only."""
+        ...
+
     def gathered(self, value: T) -> list[T]:
         """The value of each part, in order."""
         ...
@@ -94,6 +102,9 @@ class AllRows:
 
     def tokens(self, values: Tensor) -> Tensor:
         return values
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor
 
     def ends(self, hidden: Tensor) -> Tensor:
         return hidden[self.micro.ends]
@@ -120,6 +131,9 @@ class OneProcess:
         return AllRows(micro)
 
     def sum(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def sum_rows(self, tensor: Tensor) -> Tensor:
         return tensor
 
     def gathered(self, value: T) -> list[T]:

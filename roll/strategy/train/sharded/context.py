@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from roll.model.attention import AttentionPlan
-from roll.strategy.train.microbatch import MicroBatch
+from roll.model.routing import FREE
+from roll.strategy.train.microbatch import MicroBatch, SampleRows
 from roll.strategy.train.predictions import Predictions
 
 
@@ -57,7 +58,10 @@ class ContextRows:
             ids=self._own(micro.ids, ranks * each),
             positions=self._own(micro.positions, ranks * each),
             plan=UlyssesPlan(micro.plan, group, micro.rows),
+            uses=self._own(micro.uses, ranks * each),
             predictions=predictions,
+            routes=None if micro.routes is None else self._own(micro.routes, ranks * each, FREE),
+            samples=None if micro.samples is None else self._tokens(micro.samples),
         )
 
     def tokens(self, values: Tensor) -> Tensor:
@@ -67,6 +71,11 @@ class ContextRows:
         whole: Tensor = _SumOfParts.apply(pad(values, (self._before, self._after)), self._group)  # type: ignore[no-untyped-call]
         return whole[self._whole.predictions.pair_of]
 
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Over the ranks that have the other rows, in place."""
+        dist.all_reduce(tensor, group=self._group)
+        return tensor
+
     def ends(self, hidden: Tensor) -> Tensor:
         """The hidden state of each sample's last row, [samples, dim], without gradients."""
         at = self._whole.ends - self._begin
@@ -75,8 +84,13 @@ class ContextRows:
         dist.all_reduce(found, group=self._group)
         return found
 
-    def _own(self, values: Tensor, size: int) -> Tensor:
-        return pad(values, (0, size - len(values)))[self._begin : self._end]
+    def _own(self, values: Tensor, size: int, filling: int = 0) -> Tensor:
+        padding = (0, 0) * (values.ndim - 1) + (0, size - len(values))
+        return pad(values, padding, value=filling)[self._begin : self._end]
+
+    def _tokens(self, samples: SampleRows) -> SampleRows:
+        inside = (samples.row >= self._begin) & (samples.row < self._end)
+        return replace(samples, row=(samples.row - self._begin) * inside, own=inside)
 
 
 def _one(device: torch.device) -> Predictions:

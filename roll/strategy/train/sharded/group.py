@@ -103,6 +103,12 @@ class RankGroup:
         dist.all_reduce(tensor, group=self.meshes.data)
         return tensor
 
+    def sum_rows(self, tensor: Tensor) -> Tensor:
+        """The sum over the parts of the samples and over the ranks that have the rows of each, in place."""
+        if self.meshes.context is not None:
+            dist.all_reduce(tensor, group=self.meshes.context)
+        return self.sum(tensor)
+
     def most(self, value: int) -> int:
         """The largest of all ranks' values."""
         found = torch.tensor([value], dtype=torch.int64, device=self.device)

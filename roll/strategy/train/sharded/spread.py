@@ -61,5 +61,8 @@ class OverRanks:
     def sum(self, tensor: Tensor) -> Tensor:
         return self.group.sum(tensor)
 
+    def sum_rows(self, tensor: Tensor) -> Tensor:
+        return self.group.sum_rows(tensor)
+
     def gathered(self, value: T) -> list[T]:
         return self.group.gathered(value)

@@ -66,16 +66,16 @@ class ShardedState:
         if self._adapters is not None:
             self._adapters.check_base(folder / "model")
         reshard(self._sharded.module)  # what a forward pass has left gathered would stay as it was
-        load_state(folder, self._optimizer, lambda: self._load_model(folder))
+        load_state(folder, self._optimizer, lambda parameters: self._load_model(folder, parameters))
         self._passes.load(folder)
 
-    def _load_model(self, folder: Path) -> None:
-        if self._sharded.value is not None:
+    def _load_model(self, folder: Path, parameters: bool) -> None:
+        if self._sharded.value is None and self._adapters is None:
+            load_shards(self._sharded.model, folder / "model", parameters=parameters)
+        elif parameters and self._sharded.value is not None:
             self._sharded.value.load(folder)
-        elif self._adapters is not None:
+        elif parameters and self._adapters is not None:
             self._adapters.load(folder / "model")
-        else:
-            load_shards(self._sharded.model, folder / "model")
 
     def _shard_writer(self) -> ShardWriter:
         """Made at the first checkpoint, by all ranks together."""

@@ -23,6 +23,7 @@ from tests.ranks import Ranks, ranks_of
 from tests.strategy.train.sharded.test_gradients import check, check_critic, spec_of
 from tests.strategy.train.sharded.test_sharded_adapters import BATCH, Adapted, _work, single, work
 from tests.strategy.train.sharded.trainers import (
+    MIXTURES,
     Groups,
     Job,
     errors,
@@ -73,6 +74,14 @@ def test_of_one_short_sample_too(layout: Layout) -> None:
     ranks, kinds = layout
     batch = make_batch(Groups(seed=1, groups=1, most_samples=1, longest=1, turns=1))
     check(ranks, Job(batch, spec_of("clipped", "token_mean"), kinds[0]))
+
+
+def test_routers_are_balanced_alike(layout: Layout) -> None:
+    ranks, kinds = layout
+    for kind in kinds:
+        if kind in MIXTURES:
+            settings = {"router_balance_loss": 0.5}
+            check(ranks, Job(make_batch(Groups(seed=3)), SEQUENCES, kind, extra_rows=3, settings=settings))
 
 
 def test_a_critics_value_loss(layout: Layout) -> None:
@@ -140,7 +149,10 @@ def same(one: State, other: State) -> bool:
 
 def test_what_it_saves_is_loaded_everywhere_and_what_it_publishes_is_what_it_has(layout: Layout, tmp_path: Path) -> None:
     ranks, kinds = layout
-    job = Job(make_batch(Groups(seed=2)), SEQUENCES, kinds[-1], settings={"lr": 1e-2, "schedule": "constant"})
+    settings: dict[str, Any] = {"lr": 1e-2, "schedule": "constant"}
+    if kinds[-1] == "deepseek_v3":
+        settings["router_bias_rate"] = 0.01
+    job = Job(make_batch(Groups(seed=2)), SEQUENCES, kinds[-1], settings=settings)
     kept, after, published = ranks.run(saves, job, tmp_path / "layout")[0]
     for again in ranks.run(loads, job, tmp_path / "layout"):
         assert same(again[0], kept)

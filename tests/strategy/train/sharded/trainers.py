@@ -5,6 +5,7 @@ How a trainer is made is here alone. Everything that ranks run must be importabl
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -140,7 +141,7 @@ def make_model(kind: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel
     """The same weights in every process. In fp64 all of it is computed in fp64."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIGS[kind], dtype=torch.float32).eval()
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(deepcopy(CONFIGS[kind]), dtype=torch.float32).eval()
     model.set_attn_implementation(attention.NAME)
     if dtype == torch.float64:
         model = _exact(model.double())

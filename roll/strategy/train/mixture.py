@@ -1,0 +1,168 @@
+"""The experts of a policy that is a mixture: the sampler's choices replayed, and how evenly experts are used.
+
+In the log-probs and updates of a batch that has the column `routes`, rows go to the experts that the sampler sent them to
+(`roll.model.routing`).
+
+The balance loss is DeepSeek-V3's, by sequence. Of a sample with T tokens, f_e is the number of its tokens that expert e
+got, times experts / (chosen · T), and p_e the mean share of scores that its tokens give to e. Its loss, Σ_e f_e · p_e, is
+1 where all experts are used alike; that of an update is the mean over its samples and over layers. Its gradient goes
+through p alone, so each row adds a product of its own shares and a constant: the sum is the same whatever the
+micro-batches and ranks.
+
+The bias is theirs too: after an update, that of each expert which got more tokens than the mean falls by
+`router_bias_rate`, and the others' rise. It counts in the choice of experts only, and has no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from roll.config.errors import UserError
+from roll.config.schema import TrainConfig
+from roll.data.batch import Batch
+from roll.model.routing import RouterPass, Routers
+from roll.strategy.train.layers import Within
+from roll.strategy.train.microbatch import MicroBatch, SampleRows
+from roll.strategy.train.spread import Rows, Spread
+
+BIAS = "e_score_correction_bias"
+"""A router's buffer, as `transformers` names it."""
+
+
+@dataclass(frozen=True)
+class SampleBalance:
+    """The balance loss of the samples of a micro-batch."""
+
+    samples: SampleRows
+    scale: float
+    """The loss's coefficient over samples and layers."""
+    sum: Callable[[Tensor], Tensor]
+    """Over the ranks that have other rows of the same samples, in place."""
+
+    @torch.no_grad()
+    def slopes(self, choices: Tensor, experts: int) -> Tensor:
+        samples, chosen = self.samples, choices.shape[1]
+        used = torch.zeros(len(choices), experts, device=choices.device).scatter_(1, choices.long(), 1.0)
+        own = samples.own.float()[:, None]
+        counts = used.new_zeros(len(samples.lengths), experts)
+        counts.index_add_(0, samples.sample, used[samples.row] * own)
+        counts = self.sum(counts) * (self.scale * experts / chosen) / samples.lengths.square()[:, None]
+        return torch.zeros_like(used).index_add_(0, samples.row, counts[samples.sample] * own)
+
+
+class Mixture:
+    """The routers of a policy in training."""
+
+    def __init__(self, model: nn.Module, config: TrainConfig, *, adapted: bool = False) -> None:
+        self._routers, self._config = Routers(model), config
+        if config.router_balance_loss and not self._routers.layers:
+            raise UserError("train.router_balance_loss: the model has no experts: write train.router_balance_loss=0")
+        if config.router_bias_rate:
+            check_biases(self._routers)
+            if adapted:
+                raise UserError(
+                    "train.router_bias_rate: adapters leave the model's own weights as they are, and the bias is one of "
+                    "them: write train.router_bias_rate=0"
+                )
+
+    def stats(self, batch: Batch, device: torch.device) -> RouterStats | None:
+        """Of an update with the batch; None for a model that is no mixture."""
+        if not self._routers.layers:
+            return None
+        return RouterStats(self._routers, int((batch.sum_tokens(batch.loss_mask) > 0).sum()), device)
+
+    def pass_over(self, rows: Rows, *, replays: bool, stats: RouterStats | None) -> RouterPass | None:
+        """What is asked of the routers in a pass over the rows; what they do is counted if there are `stats`."""
+        micro, routers, coefficient = rows.micro, self._routers, self._config.router_balance_loss
+        if not routers.layers:
+            return None
+        asked = RouterPass(routes=self._routes(micro) if replays else None)
+        if stats is not None:
+            asked.uses = micro.uses
+            if micro.samples is not None and coefficient:
+                scale = coefficient / (stats.samples * routers.layers)
+                asked.balance = SampleBalance(micro.samples, scale, rows.sum)
+        return asked
+
+    def within(self, asked: RouterPass) -> Within:
+        """In which layers are computed."""
+        return partial(self._routers.within, asked)
+
+    def end_update(self, stats: RouterStats) -> None:
+        """Moves the routers' biases, after an update that was applied."""
+        if self._config.router_bias_rate:
+            move_biases(self._routers, stats.load, self._config.router_bias_rate)
+
+    def _routes(self, micro: MicroBatch) -> Tensor | None:
+        if micro.routes is None:
+            return None
+        shape = self._routers.layers, self._routers.chosen
+        assert micro.routes.shape[1] == shape[0] * shape[1], "the sampler has the trainer's model"
+        return micro.routes.view(-1, *shape)
+
+
+class RouterStats:
+    """What routers did in the passes of an update, summed on the device."""
+
+    def __init__(self, routers: Routers, samples: int, device: torch.device) -> None:
+        self.samples = samples
+        """That are trained on, of the whole update."""
+        self.load = torch.zeros(routers.layers, routers.experts, dtype=torch.float64, device=device)
+        """Tokens that each expert of each layer got; one that samples share is one of each."""
+        self._chosen = routers.chosen
+        self._sums = torch.zeros(3, dtype=torch.float64, device=device)  # entropies, balance loss, tokens
+
+    def add(self, done: RouterPass) -> None:
+        assert len(done.load) == len(self.load), "every layer's router is asked in a pass"
+        self.load += torch.stack([done.load[layer] for layer in range(len(self.load))])
+        self._sums[0] += torch.stack(list(done.entropy.values())).sum()
+        if done.balance_loss:
+            self._sums[1] += torch.stack(list(done.balance_loss.values())).sum()
+        assert done.uses is not None
+        self._sums[2] += done.uses.sum()
+
+    def join(self, spread: Spread) -> None:
+        """Adds what the ranks that have other rows have seen."""
+        whole = spread.sum_rows(torch.cat([self.load.flatten(), self._sums]))
+        self.load, self._sums = whole[:-3].view_as(self.load), whole[-3:]
+
+    def metrics(self) -> dict[str, float]:
+        """`expert_load_max`: tokens of the busiest expert over the mean of its layer, in the worst layer; `experts_idle`:
+        the share of experts that got none; `router_entropy`: of a router's distribution, in nats; `dropped_tokens`: those
+        that an expert was chosen for and no expert got."""
+        entropy, loss, tokens = self._sums.tolist()
+        mean = self.load.mean(1).clamp_min(1e-30)
+        return {
+            "expert_load_max": float((self.load.amax(1) / mean).max()),
+            "experts_idle": float((self.load == 0).double().mean()),
+            "router_entropy": entropy / max(tokens * len(self.load), 1.0),
+            "router_balance_loss": loss,
+            "dropped_tokens": tokens * len(self.load) * self._chosen - float(self.load.sum()),
+        }
+
+
+@torch.no_grad()
+def move_biases(routers: Routers, load: Tensor, rate: float) -> None:
+    """Makes experts that got fewer tokens than the mean of their layer likelier to be chosen, and others less."""
+    for router, tokens in zip(routers.modules, load, strict=True):
+        bias: Tensor = getattr(router, BIAS)
+        bias += rate * torch.sign(tokens.mean() - tokens).to(bias)
+
+
+def check_biases(routers: Routers) -> None:
+    """Refuses a model whose routers have no bias to move."""
+    if not routers.layers or not all(hasattr(router, BIAS) for router in routers.modules):
+        kind = (
+            "has no experts"
+            if not routers.layers
+            else f"has routers without a bias ({type(routers.modules[0]).__name__})"
+        )
+        raise UserError(
+            f"train.router_bias_rate: the model {kind}: write train.router_bias_rate=0"
+            + ("" if not routers.layers else ", and train.router_balance_loss for a loss instead")
+        )
