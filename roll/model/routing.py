@@ -2,8 +2,8 @@
 
 A router chooses some experts for a row and weighs them by its logits. An engine and a trainer that round differently may
 choose differently for the same token, and then compute with other experts. So an engine records its choices
-(`engine.routes`) and a trainer makes them again: the experts are the engine's, their weights are computed from the trainer's own logits,
-and have gradients.
+(`engine.routes`) and a trainer makes them again: the experts are the engine's, their weights are computed from the
+trainer's own logits, and have gradients.
 
 What always holds: where no choice was recorded (`FREE`), it is the router's own. How a family weighs the experts that it
 has chosen is tried out on its own choices, when it is needed for the first time; a router of which that is not known is

@@ -32,6 +32,7 @@ from tests.strategy.train.sharded.trainers import (
     sharded_trainer,
     single_trainer,
     whole,
+    with_routes,
 )
 
 LAYOUTS = {
@@ -76,12 +77,12 @@ def test_of_one_short_sample_too(layout: Layout) -> None:
     check(ranks, Job(batch, spec_of("clipped", "token_mean"), kinds[0]))
 
 
-def test_routers_are_balanced_alike(layout: Layout) -> None:
+def test_routers_are_balanced_alike_and_replay_what_the_sampler_chose(layout: Layout) -> None:
     ranks, kinds = layout
     for kind in kinds:
         if kind in MIXTURES:
-            settings = {"router_balance_loss": 0.5}
-            check(ranks, Job(make_batch(Groups(seed=3)), SEQUENCES, kind, extra_rows=3, settings=settings))
+            batch = with_routes(make_batch(Groups(seed=3)), kind)
+            check(ranks, Job(batch, SEQUENCES, kind, extra_rows=3, settings={"router_balance_loss": 0.5}))
 
 
 def test_a_critics_value_loss(layout: Layout) -> None:

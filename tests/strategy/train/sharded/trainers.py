@@ -28,9 +28,11 @@ from roll.algorithm import LossSpec
 from roll.algorithm.streams import token_weights
 from roll.config.schema import TrainConfig
 from roll.data import Batch, Sample, Task
+from roll.data.tokenlog import branches
 from roll.model import attention
 from roll.model.character import character_tokenizer
 from roll.model.experts import experts_of
+from roll.model.routing import Routers
 from roll.model.shape import ModelShape
 from roll.model.value import ValueModel
 from roll.strategy.train import policy
@@ -326,6 +328,21 @@ def make_batch(shape: Groups, kind: str = "qwen3") -> Batch:
     columns = ["behaviour", "ref", "values", *(["proximal"] if shape.proximal else [])]
     near = {name: (now + rng.normal(0, shape.noise, batch.tokens)).astype(np.float32) for name in columns}
     return batch.with_columns(advantage=rng.normal(0, 1, len(batch)), **near)
+
+
+def with_routes(batch: Batch, kind: str, unknown: float = 0.2) -> Batch:
+    """The batch with random experts for every token, the same for tokens after the same others, some of them unknown."""
+    routers = Routers(make_model(kind))
+    layers, experts, chosen = routers.layers, routers.experts, routers.chosen
+    rows: list[Any] = []
+    for ids, turn in zip(batch.rows("ids"), batch.rows("turn"), strict=True):
+        for span in branches(turn):
+            for end in range(span.start, span.stop):
+                rng = np.random.default_rng([1, *ids[span.start : end + 1].tolist()])
+                known = rng.random() >= unknown
+                found = [rng.permutation(experts)[:chosen] for _ in range(layers)]
+                rows.append(np.concatenate(found) if known else np.full(layers * chosen, 255))
+    return batch.with_columns(routes=np.array(rows, np.uint8))
 
 
 def _continue(sample: Sample, prompt: list[int], rng: np.random.Generator) -> None:
