@@ -16,6 +16,7 @@ OF_TRAINER = frozenset(
         *("entropy", "kl", "correction", "correction_cut"),
         *("mismatch", "mismatch_max", "mismatch_k3", "mismatch_ess"),
         "imbalance",  # of a sharded trainer
+        *("expert_load_max", "experts_idle", "router_entropy", "router_balance_loss", "dropped_tokens"),  # of mixtures
     }
 )
 OF_ALGORITHM = frozenset({"kl_coef"})
