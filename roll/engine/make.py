@@ -23,7 +23,14 @@ def make_engine(
     `kv_tokens`: what its cache holds at most; 0 for what requests need, as far as memory goes. `records_routes`:
     completions say which experts tokens were sent to, if the model has any."""
     if next(model.parameters()).is_cuda and not exact:
-        return PagedEngine(model, tokenizer, max_running=max_running, kv_tokens=kv_tokens, version=version)
+        return PagedEngine(
+            model,
+            tokenizer,
+            max_running=max_running,
+            kv_tokens=kv_tokens,
+            version=version,
+            records_routes=records_routes,
+        )
     return Engine(
         model,
         tokenizer,

@@ -11,50 +11,39 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from small_models import SHAPE, build, random_ids, run, tokenizer, under_plans
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedModel,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from small_models import MIXTURES, SHAPE, build, mixture, random_ids, run, tokenizer, under_plans
+from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from roll.data.routes import Routes
 from roll.data.tokenlog import IntArray, TokenLog
 from roll.engine.engine import Engine
+from roll.engine.make import make_engine
+from roll.engine.paged.engine import PagedEngine
+from roll.engine.paged.pages import PagedPlan
 from roll.engine.request import Completion, Request, Sampling
 from roll.engine.routes import RouteShape
 
-EXPERTS, CHOSEN = 8, 2
+EXPERTS, CHOSEN = 8, 3
+MANY = "more experts than a byte has numbers"
 
 
 @cache
-def mixture(name: str) -> PreTrainedModel:
+def known(name: str) -> PreTrainedModel:
     """Not to be changed: tests share it."""
-    shape = {**SHAPE, "num_hidden_layers": 3, "num_experts_per_tok": CHOSEN}
-    if name == "mixtral":
-        return build(MixtralForCausalLM, MixtralConfig(**shape, num_local_experts=EXPERTS))
-    if name == "deepseek_v3":
-        options: dict[str, Any] = {"q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
-        options |= {"n_routed_experts": EXPERTS, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 16}
-        options |= {"first_k_dense_replace": 1, "v_head_dim": 8, "num_key_value_heads": 4}
-        return build(DeepseekV3ForCausalLM, DeepseekV3Config(**{**shape, **options}))
-    experts = 300 if name == "qwen3_moe, many" else EXPERTS
-    options = {"num_experts": experts, "moe_intermediate_size": 16, "head_dim": 8, "decoder_sparse_step": 1}
-    return build(Qwen3MoeForCausalLM, Qwen3MoeConfig(**shape, **options))
+    if name != MANY:
+        return mixture(name)
+    options = {"num_experts": 300, "moe_intermediate_size": 16, "head_dim": 8, "num_experts_per_tok": CHOSEN}
+    return build(Qwen3MoeForCausalLM, Qwen3MoeConfig(**SHAPE, **options))
 
 
 @cache
 def served(name: str) -> PreTrainedModel:
-    return under_plans(mixture(name))
+    return under_plans(known(name))
 
 
 def plain_routes(name: str, ids: NDArray[Any]) -> Routes:
     """By the model's own code, over all tokens at once: [tokens, layers · chosen]."""
-    model, found = mixture(name), list[torch.Tensor]()
+    model, found = known(name), list[torch.Tensor]()
     layers: Any = model.get_decoder().layers
     gates = [layer.mlp.gate for layer in layers if hasattr(layer.mlp, "experts")]
     hooks = [gate.register_forward_hook(lambda _, __, output: found.append(output[2])) for gate in gates]
@@ -89,15 +78,23 @@ def slots(name: str, max_running: int = 4, *, exact: bool = False, kv_tokens: in
     )
 
 
-def engine_of(kind: str, name: str, max_running: int = 4, kv_tokens: int = 0) -> Engine:
-    return slots(name, max_running, exact=kind == "exact", kv_tokens=kv_tokens)
+def engine_of(kind: str, name: str, max_running: int = 4, kv_tokens: int = 0) -> Engine | PagedEngine:
+    if kind not in ("paged", "cuda"):
+        return slots(name, max_running, exact=kind == "exact", kv_tokens=kv_tokens)
+    model = served(name) if kind == "paged" else on_gpu(name)
+    return PagedEngine(model, tokenizer(), max_running=max_running, kv_tokens=kv_tokens, records_routes=True)
 
 
-kinds = pytest.mark.parametrize("kind", ["slots", "exact"])
+@cache
+def on_gpu(name: str) -> PreTrainedModel:
+    return under_plans(known(name)).to("cuda")
+
+
+kinds = pytest.mark.parametrize("kind", ["slots", "exact", "paged", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 @kinds
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "qwen3_moe, many"])
+@pytest.mark.parametrize("name", [*MIXTURES, MANY])
 def test_routes_are_those_of_a_plain_pass(kind: str, name: str) -> None:
     """Siblings, beginnings in common, more requests than run at once, and slots that change their number and length."""
     rng = np.random.default_rng(3)
@@ -110,11 +107,10 @@ def test_routes_are_those_of_a_plain_pass(kind: str, name: str) -> None:
         assert_recorded(name, each, finished[each.id])
     shape = RouteShape.of(served(name))
     assert shape is not None
-    many = name == "qwen3_moe, many"
-    assert {done.routes.dtype for done in finished.values() if done.routes is not None} == {
-        np.dtype(np.uint16 if many else np.uint8)
-    }
-    assert shape.bytes_a_token == 3 * CHOSEN * (2 if many else 1)
+    types = {done.routes.dtype for done in finished.values() if done.routes is not None}
+    assert types == {np.dtype(np.uint16 if name == MANY else np.uint8)}
+    layers = {"qwen3_moe": 3, "mixtral": 3}.get(name, 2)
+    assert shape.bytes_a_token == layers * CHOSEN * (2 if name == MANY else 1)
 
 
 @kinds
@@ -170,7 +166,7 @@ def test_what_is_taken_off_an_engine_says_as_much_as_it_has(kind: str) -> None:
 def test_whatever_comes_and_goes(kind: str, data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     stem = random_ids(rng, 40)
-    engine = engine_of(kind, "qwen3_moe", 3, kv_tokens=data.draw(st.sampled_from([0, 200])))
+    engine = engine_of(kind, "qwen3_moe", 3, kv_tokens=data.draw(st.sampled_from([0, 96])))
     asked: dict[str, Request] = {}
     finished: dict[str, Completion] = {}
     for number in range(data.draw(st.integers(1, 8))):
@@ -190,7 +186,40 @@ def test_whatever_comes_and_goes(kind: str, data: st.DataObject) -> None:
 def test_nothing_is_recorded_where_nobody_asks_for_it(kind: str) -> None:
     prompt = random_ids(np.random.default_rng(1), 12)
     assert run(engine_of(kind, "qwen3_moe"), [ask("a", prompt, routes_from=None)])["a"].routes is None
-    silent = Engine(served("qwen3_moe"), tokenizer(), max_running=2, exact=kind == "exact")
+    silent = make_engine(served("qwen3_moe"), tokenizer(), max_running=2, exact=kind == "exact")
     assert run(silent, [ask("a", prompt)])["a"].routes is None
     with pytest.raises(ValueError, match="has 12 tokens: there are no routes from number 13 on"):
         silent.add(ask("b", prompt, routes_from=13))
+
+
+def test_a_sequence_that_gave_its_blocks_up_keeps_the_routes_it_drew_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may be chosen when it is computed again: here every row that is computed for the second time goes to the
+    last experts."""
+    rng = np.random.default_rng(2)
+    prompts = [random_ids(rng, 20) for _ in range(3)]
+    requests = [ask(f"{i}", prompt, 30, seed=i) for i, prompt in enumerate(prompts)]
+    plain = run(engine_of("paged", "qwen3_moe"), requests)
+    tight = engine_of("paged", "qwen3_moe", kv_tokens=96)
+    assert isinstance(tight, PagedEngine)
+    seen: set[tuple[str, int]] = set()
+    turned_rows: list[tuple[str, int]] = []
+    keep = PagedPlan.keep_routes
+
+    def turned(plan: PagedPlan, routes: torch.Tensor) -> None:
+        owners = [tight._sequence(slot).request.id for slot in plan.rows.slots.tolist()]
+        spots = list(zip(owners, plan.rows.positions.tolist(), strict=True))
+        again = torch.tensor([spot in seen for spot in spots])
+        seen.update(spots)
+        turned_rows.extend(spot for spot, is_again in zip(spots, again.tolist(), strict=True) if is_again)
+        keep(plan, torch.where(again[:, None], EXPERTS - 1, routes))
+
+    monkeypatch.setattr(PagedPlan, "keep_routes", turned)
+    found = run(tight, requests)
+    assert tight._given_up > 0
+    assert len(turned_rows) > 0
+    for each in requests:
+        ours, expected = found[each.id], plain[each.id]
+        assert ours.ids.tolist() == expected.ids.tolist()
+        assert ours.routes is not None
+        assert expected.routes is not None
+        assert by_layer(ours.routes) == by_layer(expected.routes)

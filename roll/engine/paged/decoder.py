@@ -12,8 +12,7 @@ expert gets.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,10 +25,10 @@ from transformers import PreTrainedModel
 from roll.engine.paged.pages import BLOCK, PagedPlan, Pages, RowPlan, SpanPlan
 from roll.engine.paged.rows import HEADER, PLACE, POSITION, TOKEN, Rows, Sheet
 from roll.engine.reading import Reading, reading_of
+from roll.engine.routes import Recorder
 from roll.model.adjoin import adjoin
 from roll.model.attention import forward_rows
 from roll.model.experts import experts_of, with_experts
-from roll.model.routing import routers_of
 from roll.model.shape import ModelShape
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
@@ -46,7 +45,7 @@ _log = logging.getLogger(__name__)
 class Decoder(Protocol):
     routes: Tensor | None
     """Where it records routes: the experts of row i of the last pass, layer by layer of those that have experts.
-    [rows or more, layers, chosen], int32"""
+    [rows or more, layers, chosen] or [rows, layers · chosen]"""
 
     def hidden(self, rows: Rows, last: Tensor, plan: PagedPlan) -> Tensor:
         """The last hidden state of every row, normed. [rows, hidden]"""
@@ -56,27 +55,24 @@ class Decoder(Protocol):
 class PlainDecoder:
     """The model's own code."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, record_routes: bool = False) -> None:
         self.routes: Tensor | None = None
         self._model = _capturable(model)
+        self._recorder = Recorder(self._model)
+        self._records = record_routes
 
     def hidden(self, rows: Rows, last: Tensor, plan: PagedPlan) -> Tensor:
+        if not self._records:
+            return self._forward(rows, last, plan)
+        hidden, self.routes = self.recorded(rows, last, plan)
+        return hidden
+
+    def recorded(self, rows: Rows, last: Tensor, plan: PagedPlan) -> tuple[Tensor, Tensor]:
+        """The same, and where the rows went, [rows, layers · chosen]."""
+        return self._recorder.record(lambda: self._forward(rows, last, plan))
+
+    def _forward(self, rows: Rows, last: Tensor, plan: PagedPlan) -> Tensor:
         return forward_rows(self._model, rows.ids(last), rows.positions.long(), plan)
-
-    @contextmanager
-    def choices(self) -> Iterator[list[Tensor]]:
-        """The experts that are chosen meanwhile: [rows, chosen] of each layer that has some."""
-        found: list[Tensor] = []
-
-        def keep(router: nn.Module, inputs: object, output: tuple[Tensor, Tensor, Tensor]) -> None:
-            found.append(output[2])
-
-        hooks = [router.register_forward_hook(keep) for router in routers_of(self._model)]
-        try:
-            yield found
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 def _capturable(model: PreTrainedModel) -> PreTrainedModel:
@@ -165,6 +161,11 @@ class FusedDecoder:
         """The experts that the rows of the next pass go to instead of those their routers would choose. [rows, layers,
         chosen], int32"""
 
+    @property
+    def mixtures(self) -> int:
+        """Layers that have experts."""
+        return len(self._mixtures)
+
     def hidden(self, rows: Rows, last: Tensor, plan: PagedPlan) -> Tensor:
         from roll.engine.paged import layer_kernels as kernels
 
@@ -241,8 +242,8 @@ def _inner(inner: Any, number: int, family: str) -> _Dense | _Mixture:
 
 def make_decoder(model: PreTrainedModel, positions: int, record_routes: bool = False) -> Decoder:
     """The fastest that computes what the model's own code does. `positions` is the longest sequence it will see. With
-    `record_routes` a fused decoder tells which experts rows went to."""
-    plain = PlainDecoder(model)
+    `record_routes` it tells which experts rows went to."""
+    plain = PlainDecoder(model, record_routes)
     device = next(model.parameters()).device
     if device.type != "cuda" or not _is_fusible(model):
         return plain
@@ -292,9 +293,12 @@ def _probes(
         def plan(pages: Pages, rows: Rows = rows, whole: bool = start == 0) -> PagedPlan:
             return _span(pages, rows, cut, cut, device) if whole else RowPlan(pages, rows)
 
-        with plain.choices() as choices:
-            expected.append(plain.hidden(rows, last, plan(own)))
-        fused.given = torch.stack(choices, dim=1).int() if choices else None
+        if fused.mixtures:
+            hidden, routes = plain.recorded(rows, last, plan(own))
+            fused.given = routes.int().view(rows.count, fused.mixtures, -1)
+        else:
+            hidden = plain.hidden(rows, last, plan(own))
+        expected.append(hidden)
         found.append(fused.hidden(rows, last, plan(others)))
     fused.given = None
     return torch.cat(expected), torch.cat(found)

@@ -24,15 +24,17 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from roll.config.errors import RunError
+from roll.data.routes import Routes
 from roll.data.tokenlog import IntArray, begin_alike
 from roll.engine.engine import EngineStats
 from roll.engine.paged.blocks import Key, keys_of
-from roll.engine.paged.pages import BLOCK
+from roll.engine.paged.pages import BLOCK, RoutesRead
 from roll.engine.paged.room import Room
 from roll.engine.paged.rows import LAST_DRAWN, Sheet
 from roll.engine.paged.sequences import Sequence, Slots, drawing_sheet, prompt_sheet
 from roll.engine.paged.steps import Drawn
 from roll.engine.request import Completion, Finish, Progress, Request
+from roll.engine.routes import RouteShape
 from roll.engine.stopping import hits_stop_string
 from roll.model.positions import longest_sequence
 
@@ -62,6 +64,19 @@ class _Flight:
     reigns: NDArray[np.int64]
 
 
+@dataclass(frozen=True, eq=False)
+class _Ended:
+    """A request that has left; what is recorded of its routes may still be on its way to the host."""
+
+    sequence: Sequence
+    finish: Finish
+    routes: RoutesRead | None
+
+    @property
+    def is_read(self) -> bool:
+        return self.routes is None or self.routes.is_done
+
+
 class PagedEngine:
     def __init__(
         self,
@@ -71,13 +86,14 @@ class PagedEngine:
         max_running: int,
         kv_tokens: int = 0,
         version: int = 0,
+        records_routes: bool = False,
     ) -> None:
         """`kv_tokens`: what the cache holds; 0 for what `max_running` of the longest request so far need, as far as
-        memory goes."""
+        memory goes. `records_routes`: completions say which experts tokens were sent to, if the model has any."""
         self.model = model
         self.version = version
         self._tokenizer = tokenizer
-        self._room = Room(model, max_running, kv_tokens)
+        self._room = Room(model, max_running, kv_tokens, RouteShape.of(model) if records_routes else None)
         self._slots = Slots(max_running)
         self._waiting: deque[Sequence] = deque()
         self._filling: list[Sequence] = []
@@ -86,7 +102,7 @@ class PagedEngine:
         self._said: OrderedDict[str, tuple[IntArray, list[Key]]] = OrderedDict()
         """Tokens and keys of what ended, by its name, under which a conversation's next turn comes; the latest last."""
         self._flights: deque[_Flight] = deque()
-        self._finished: list[Completion] = []
+        self._finished: deque[_Ended] = deque()
         self._generated = self._computed = self._shared = self._decoded = self._count = self._given_up = 0
 
     @property
@@ -122,16 +138,19 @@ class PagedEngine:
         self.settle()
         sequence = self._by_id.get(id)
         if sequence is None:
-            for index, completion in enumerate(self._finished):  # it ended in a step that was still in flight
-                if completion.id == id:
-                    return self._finished.pop(index)
+            for ended in self._finished:  # in a step that was still in flight
+                if ended.sequence.request.id == id:
+                    self._finished.remove(ended)
+                    return self._told(ended)
             return None
+        routes = None
         if sequence.slot >= 0:
+            routes = self._read_routes(sequence)
             self._let_go(sequence)
         else:
             self._waiting.remove(sequence)
         del self._by_id[id]
-        return sequence.completion("abort")
+        return self._told(_Ended(sequence, "abort", routes))
 
     def progress(self, heard: Mapping[str, int]) -> list[Progress]:
         """What running requests have drawn beyond the number of tokens that was heard of each."""
@@ -181,7 +200,9 @@ class PagedEngine:
         except BaseException:
             self._start_over()
             raise
-        finished, self._finished = self._finished, []
+        finished: list[Completion] = []
+        while self._finished and (not launched or self._finished[0].is_read):
+            finished.append(self._told(self._finished.popleft()))
         return finished
 
     # what comes in
@@ -304,14 +325,17 @@ class PagedEngine:
             if self._flights:
                 self.settle()  # some may have ended
             else:
-                self._give_up()
+                self._give_up(keeps_routes=True)
         for slot in short:
             slots.hold(self._sequence(slot), self._room.pool.take(1))
 
-    def _give_up(self) -> None:
-        """The youngest running sequence goes back to wait, first in line."""
+    def _give_up(self, keeps_routes: bool = False) -> None:
+        """The youngest running sequence goes back to wait, first in line. `keeps_routes`: those that its tokens were
+        drawn with, because they may be others when it is computed again."""
         running = [sequence for sequence in self._slots.sequences if sequence is not None]
         youngest = max(running, key=lambda sequence: self._slots.reign[sequence.slot])
+        if keeps_routes and (routes := self._read_routes(youngest)) is not None:
+            youngest.routes.append(self._on_host(routes))
         self._let_go(youngest)
         youngest.version = _NO_VERSION  # it has more tokens now
         self._waiting.appendleft(youngest)
@@ -354,9 +378,30 @@ class PagedEngine:
             self._finish(self._sequence(slot), slots.finish_of(int(slot)))
 
     def _finish(self, sequence: Sequence, finish: Finish) -> None:
+        routes = self._read_routes(sequence)
         self._let_go(sequence)
         del self._by_id[sequence.request.id]
-        self._finished.append(sequence.completion(finish))
+        self._finished.append(_Ended(sequence, finish, routes))
+
+    def _read_routes(self, sequence: Sequence) -> RoutesRead | None:
+        """Begins to read what is recorded of a running sequence and not told yet, if it wants to know."""
+        start, slot = sequence.routes_from, sequence.slot
+        if self._room.recorded is None or start is None:
+            return None
+        end = sequence.filled
+        if sequence.left_to_fill <= 0:
+            end = len(sequence.request.ids) + int(self._slots.drawn[slot]) - 1
+        positions = np.arange(min(start, end), end)
+        return self._room.read_routes(self._slots.places(np.full(len(positions), slot), positions))
+
+    def _on_host(self, read: RoutesRead) -> Routes:
+        assert self._room.recorded is not None
+        return self._room.recorded.host(read.wait())
+
+    def _told(self, ended: _Ended) -> Completion:
+        if ended.routes is not None:
+            ended.sequence.routes.append(self._on_host(ended.routes))
+        return ended.sequence.completion(ended.finish)
 
     def _let_go(self, sequence: Sequence) -> None:
         """Takes a running sequence out. Its blocks stay as beginnings for others while nobody else needs them."""

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from roll.engine.paged.rows import Rows
 from roll.engine.reading import Reading, reading_of, widened
+from roll.engine.routes import RouteShape
 from roll.model.shape import ModelShape
 
 BLOCK = 16
@@ -26,12 +30,22 @@ _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signa
 
 
 class Pages:
-    """Keys and values: [layers, blocks, kv_heads, BLOCK, dim] each."""
+    """Keys and values: [layers, blocks, kv_heads, BLOCK, dim] each; where they are recorded, routes: [places, width]."""
 
-    def __init__(self, shape: ModelShape, blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        recorded: RouteShape | None = None,
+    ) -> None:
         size = (shape.layers, blocks, shape.kv_heads, BLOCK, shape.head_dim)
         self.keys = torch.zeros(size, dtype=dtype, device=device)
         self.values = torch.zeros(size, dtype=dtype, device=device)
+        self.routes: Tensor | None = None
+        if recorded is not None:
+            self.routes = torch.zeros(blocks * BLOCK, recorded.width, dtype=recorded.dtype, device=device)
 
     @property
     def blocks(self) -> int:
@@ -41,10 +55,43 @@ class Pages:
         """Becomes what another one is, block by block."""
         self.keys[:, : other.blocks] = other.keys
         self.values[:, : other.blocks] = other.values
+        if self.routes is not None and other.routes is not None:
+            self.routes[: len(other.routes)] = other.routes
+
+    def read_routes(self, places: NDArray[np.int64]) -> RoutesRead:
+        """Begins to read what is recorded at these places; what is launched later may write there."""
+        assert self.routes is not None
+        where = torch.from_numpy(places)
+        if not self.routes.is_cuda:
+            return RoutesRead(self.routes[where], None)
+        found = self.routes[where.pin_memory().to(self.routes.device, non_blocking=True)]
+        rows = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+        rows.copy_(found, non_blocking=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        return RoutesRead(rows, done)
 
     @staticmethod
-    def bytes_a_block(shape: ModelShape, dtype: torch.dtype) -> int:
-        return 2 * shape.layers * shape.kv_heads * BLOCK * shape.head_dim * dtype.itemsize
+    def bytes_a_block(shape: ModelShape, dtype: torch.dtype, recorded: RouteShape | None = None) -> int:
+        routes = BLOCK * recorded.bytes_a_token if recorded is not None else 0
+        return 2 * shape.layers * shape.kv_heads * BLOCK * shape.head_dim * dtype.itemsize + routes
+
+
+@dataclass(frozen=True)
+class RoutesRead:
+    """Rows of routes on their way to the host."""
+
+    rows: Tensor
+    done: torch.cuda.Event | None
+
+    @property
+    def is_done(self) -> bool:
+        return self.done is None or bool(self.done.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> Tensor:
+        if self.done is not None:
+            self.done.synchronize()
+        return self.rows
 
 
 class PagedPlan:
@@ -63,6 +110,12 @@ class PagedPlan:
         heads, rows, dim = query.shape
         flat = query.transpose(0, 1).reshape(rows, heads * dim)
         return self.read(layer, flat, heads, reading_of(module, scale)).view(rows, heads, dim)[..., :told]
+
+    def keep_routes(self, routes: Tensor) -> None:
+        """Notes beside the rows' keys where they went, [rows, …], if that is recorded."""
+        held = self.pages.routes
+        if held is not None:
+            held[self.rows.places.long()] = routes.flatten(1).to(held.dtype)
 
     def read(self, layer: int, query: Tensor, heads: int, reading: Reading) -> Tensor:
         """Every row's heads, the first of its line in `query`, over the positions up to its own. → [rows, heads · dim]"""

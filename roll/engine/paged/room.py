@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -19,11 +20,12 @@ from roll.config.errors import RunError
 from roll.data.tokenlog import IntArray
 from roll.engine.paged.blocks import BlockPool
 from roll.engine.paged.decoder import Decoder, log_probs_of, make_decoder
-from roll.engine.paged.pages import BLOCK, Pages
+from roll.engine.paged.pages import BLOCK, Pages, RoutesRead
 from roll.engine.paged.rows import HEADER, PLACE, POSITION, SLOT, TOKEN
 from roll.engine.paged.sizing import Sizing
 from roll.engine.paged.steps import Steps
 from roll.engine.request import Request
+from roll.engine.routes import RouteShape
 from roll.model.attention import logits_of
 from roll.model.positions import longest_sequence
 from roll.model.shape import ModelShape
@@ -37,12 +39,13 @@ class _Inside:
 
 
 class Room:
-    def __init__(self, model: PreTrainedModel, slots: int, kv_tokens: int) -> None:
+    def __init__(self, model: PreTrainedModel, slots: int, kv_tokens: int, recorded: RouteShape | None = None) -> None:
         """For `slots` sequences. `kv_tokens`: what it holds; 0 for what the longest request so far needs in every slot,
-        as far as memory goes."""
+        as far as memory goes. `recorded`: the routes that it holds beside keys and values."""
+        self.recorded = recorded
         self._model = model
         self._slots = slots
-        self._sizing = Sizing(model, slots, kv_tokens)
+        self._sizing = Sizing(model, slots, kv_tokens, recorded)
         self._parameter = next(model.parameters())
         self._inside: _Inside | None = None
         self._longest = 0
@@ -58,6 +61,10 @@ class Room:
     def steps(self) -> Steps:
         return self._open.steps
 
+    def read_routes(self, places: NDArray[np.int64]) -> RoutesRead:
+        """Begins to read what is recorded at these places."""
+        return self._open.pages.read_routes(places)
+
     @property
     def used_tokens(self) -> int:
         return self._inside.pool.used * BLOCK if self._inside is not None else 0
@@ -70,7 +77,8 @@ class Room:
     @property
     def _decoder(self) -> Decoder:
         if self._made_decoder is None:
-            self._made_decoder = make_decoder(self._model, longest_sequence(self._model.config))
+            positions = longest_sequence(self._model.config)
+            self._made_decoder = make_decoder(self._model, positions, self.recorded is not None)
         return self._made_decoder
 
     @cached_property

@@ -8,6 +8,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from roll.data.routes import Routes
 from roll.data.tokenlog import IntArray
 from roll.engine.paged.blocks import Key
 from roll.engine.paged.pages import BLOCK
@@ -51,6 +52,8 @@ class Sequence:
     is; the last one is the first row that draws."""
     version: int = -1
     """Of the weights when it began to run. Where they have changed since, its cache is of several versions."""
+    routes: list[Routes] = field(default_factory=list)
+    """Recorded before it last gave its blocks up, where they are, from the request's `routes_from` on."""
 
     @property
     def left_to_fill(self) -> int:
@@ -67,8 +70,16 @@ class Sequence:
             versions[start:] = version
         return versions
 
+    @property
+    def routes_from(self) -> int | None:
+        """The first position whose routes are still to be told; None where none are."""
+        start = self.request.routes_from
+        return None if start is None else start + sum(map(len, self.routes))
+
     def completion(self, finish: Finish) -> Completion:
-        return Completion(self.request.id, self.tokens, self.log_probs, self.versions_of(len(self.tokens)), finish)
+        routes: Routes | None = np.concatenate(self.routes) if self.routes else None  # type: ignore[assignment]
+        versions = self.versions_of(len(self.tokens))
+        return Completion(self.request.id, self.tokens, self.log_probs, versions, finish, routes)
 
     def since(self, start: int) -> Progress:
         versions = self.versions_of(len(self.tokens))

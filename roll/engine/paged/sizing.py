@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from roll.engine.paged.pages import BLOCK, Pages
+from roll.engine.routes import RouteShape
 from roll.engine.sizing import Limit
 from roll.model.positions import longest_sequence
 from roll.model.shape import ModelShape
@@ -22,11 +23,13 @@ def roomy(longest: int, context: int) -> int:
 
 
 class Sizing:
-    def __init__(self, model: PreTrainedModel, slots: int, kv_tokens: int) -> None:
-        """`kv_tokens`: what the cache holds; 0 for what the requests of all slots need."""
+    def __init__(self, model: PreTrainedModel, slots: int, kv_tokens: int, recorded: RouteShape | None = None) -> None:
+        """`kv_tokens`: what the cache holds; 0 for what the requests of all slots need. `recorded`: the routes that stand
+        beside keys and values."""
+        self._recorded = recorded
         parameter = next(model.parameters())
         self._shape, self._dtype, self._device = ModelShape.of_model(model), parameter.dtype, parameter.device
-        self._block_bytes = Pages.bytes_a_block(self._shape, self._dtype)
+        self._block_bytes = Pages.bytes_a_block(self._shape, self._dtype, recorded)
         self._context = longest_sequence(model.config)
         self._slots = slots
         self.limit = Limit(kv_tokens, self._block_bytes // BLOCK, self._device)
@@ -59,7 +62,7 @@ class Sizing:
         return min(most, int(GROWTH_SHARE * free) // self._block_bytes)
 
     def pages(self, blocks: int) -> Pages:
-        return Pages(self._shape, blocks, self._dtype, self._device)
+        return Pages(self._shape, blocks, self._dtype, self._device, self._recorded)
 
     def width(self, blocks: int) -> int:
         """Blocks of the longest sequence."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from roll.engine.paged.decoder import Decoder
-from roll.engine.paged.pages import Pages, RowPlan, SpanPlan
+from roll.engine.paged.pages import PagedPlan, Pages, RowPlan, SpanPlan
 from roll.engine.paged.rows import (
     DRAWS,
     HEADER,
@@ -129,7 +129,14 @@ class Steps:
         places = torch.from_numpy(key_places)
         if self._device.type == "cuda":
             places = places.pin_memory().to(self._device, non_blocking=True)
-        self._decoder.hidden(rows, self._last, SpanPlan(self._pages, rows, spans, places))
+        self._hidden(rows, SpanPlan(self._pages, rows, spans, places))
+
+    def _hidden(self, rows: Rows, plan: PagedPlan) -> Tensor:
+        hidden = self._decoder.hidden(rows, self._last, plan)
+        if self._pages.routes is not None:
+            assert self._decoder.routes is not None, "a decoder records what there are pages for"
+            plan.keep_routes(self._decoder.routes[: rows.count])
+        return hidden
 
     @torch.inference_mode()
     def draw(self, drawing: Sheet, prompts: Sequence[Sheet], truncated: Mapping[int, Sampling]) -> Drawn:
@@ -203,7 +210,7 @@ class Steps:
         from roll.engine.paged import sampling_kernels as kernels
 
         drawing = min(rows.count, self._slots)
-        hidden = self._decoder.hidden(rows, self._last, RowPlan(self._pages, rows, drawing))[:drawing]
+        hidden = self._hidden(rows, RowPlan(self._pages, rows, drawing))[:drawing]
         logits = self._logits_of(hidden)
         results = torch.empty(2, drawing, dtype=torch.int32, device=self._device)
         kernels.sample(logits, rows, self._last, results, self._cap)
@@ -233,7 +240,7 @@ class Steps:
 
     def _draw_at_once(self, sheet: Sheet, truncated: Mapping[int, Sampling]) -> Drawn:
         rows = Rows(self._to_device(sheet))
-        logits = logits_of(self._model, self._decoder.hidden(rows, self._last, RowPlan(self._pages, rows)))
+        logits = logits_of(self._model, self._hidden(rows, RowPlan(self._pages, rows)))
         wanted = np.flatnonzero(sheet[DRAWS])
         samplings = [truncated.get(int(row)) or _sampling(sheet[:, row]) for row in wanted]
         tokens, log_probs = draw(logits, wanted.tolist(), samplings, (sheet[POSITION, wanted] + 1).tolist())
