@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from roll.data.routes import Routes, routes_type
 from roll.model.routing import routers_of
@@ -46,6 +48,27 @@ class RouteShape:
         """Rows of a cache, which are on the host, as a token log has them."""
         numbers: Routes = rows.numpy().view(routes_type(self.experts))
         return numbers
+
+
+@dataclass(frozen=True)
+class ExpertLayers:
+    """Where among all layers of a model those with experts are, for an engine that tells of all."""
+
+    numbers: tuple[int, ...]
+    shape: RouteShape
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> ExpertLayers | None:
+        """As a model without storage has them; None for one without experts."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        shape, layers = RouteShape.of(model), model.get_decoder().layers
+        return None if shape is None else cls(tuple(i for i, layer in enumerate(layers) if routers_of(layer)), shape)
+
+    def routes(self, told: NDArray[Any]) -> Routes:
+        """[tokens, all layers, chosen] → as a token log has them."""
+        own = told[:, list(self.numbers)].reshape(len(told), self.shape.width)
+        return own.astype(routes_type(self.shape.experts))
 
 
 class Recorder:

@@ -39,15 +39,18 @@ def _native(place: Place, config: Config, own_weights: bool) -> InferStrategy:
 
 def vllm_engine(place: Place, config: Config, role: str = "actor_infer") -> InferStrategy:
     """An engine of vLLM as `roles.actor_infer` describes it; `role` is whose settings those are."""
+    from roll.engine.routes import ExpertLayers
     from roll.strategy.infer.vllm import VllmStrategy
-    from roll.strategy.infer.vllm_args import check_vllm, environment, length_args, memory_args, process_args
+    from roll.strategy.infer.vllm_args import check_vllm, environment, length_args, memory_args, process_args, route_args
     from roll.strategy.infer.vllm_engine import VllmSettings
 
     wanted = config.roles.actor_infer
     check_vllm(config, wanted, role)  # also where the worker's machine is not the one the run was started on
     source = find_model(config.model.path)
     shape, dtype = load_model_config(source), choose_dtype(config.model.dtype, place.device)
+    layers = ExpertLayers.of(shape) if config.rollout.router_replay and role == "actor_infer" else None
     args = {
+        **route_args(layers, place.device, role),
         **process_args(place, wanted.parallel.tensor),
         **length_args(shape, wanted, role),
         **memory_args(shape, dtype.itemsize, config, place),
@@ -64,5 +67,6 @@ def vllm_engine(place: Place, config: Config, role: str = "actor_infer") -> Infe
         args=args | wanted.engine_args,
         environment=environment(place, config),
         role=role,
+        layers=layers,
     )
     return VllmStrategy(load_tokenizer(source, config.model), settings, place.name)

@@ -23,17 +23,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from roll.cluster.errors import WorkerDied
 from roll.config.errors import RunError
+from roll.data.routes import Routes
 from roll.engine.engine import EngineStats
 from roll.engine.request import Completion, Finish, Progress, Request
+from roll.engine.routes import ExpertLayers
 from roll.engine.stopping import hits_stop_string
 from roll.model.checkpoint_form import with_tied
 from roll.strategy.infer.vllm_args import LEAST_TEMPERATURE
-from roll.strategy.infer.vllm_engine import VllmSettings, drawing, environment_of, probing, start
+from roll.strategy.infer.vllm_engine import VllmSettings, drawing, environment_of, probing, recalling, start
 from roll.strategy.infer.vllm_process import Keeper, deaf_to_ctrl_c
 from roll.strategy.shelf import Level
 from roll.transfer.digest import digests
@@ -63,12 +66,30 @@ class _Running:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     known: int = 0
+    salt: str = ""
+    """Of the prefixes that it shares."""
+    experts: NDArray[Any] | None = None
+    """[tokens, layers, chosen] as vLLM tells them at the end, from `told_from` on."""
     finish: Finish | None = None
     task: asyncio.Task[None] | None = None
 
-    def completion(self, finish: Finish) -> Completion:
+    def completion(self, finish: Finish, layers: ExpertLayers | None) -> Completion:
         told = self.since(0)
-        return Completion(told.id, told.ids, told.logprobs, told.versions, finish)
+        return Completion(told.id, told.ids, told.logprobs, told.versions, finish, self.routes(layers))
+
+    @property
+    def told_from(self) -> int | None:
+        """The first token whose experts vLLM is asked for: at least one of the prompt's (0.24)."""
+        start = self.request.routes_from
+        return None if start is None else min(start, len(self.request.ids) - 1)
+
+    def routes(self, layers: ExpertLayers | None) -> Routes | None:
+        """From `routes_from` on, without the last token's; None where vLLM has told nothing."""
+        start, told_from = self.request.routes_from, self.told_from
+        if layers is None or self.experts is None or start is None or told_from is None:
+            return None
+        last = len(self.request.ids) + self.known - 1
+        return layers.routes(self.experts[start - told_from : last - told_from])
 
     def since(self, start: int) -> Progress:
         part = slice(start, self.known)
@@ -169,19 +190,23 @@ class VllmStrategy:
         self._running.pop(running.request.id)
         if running.task is not None:
             running.task.cancel()
-        self._finished.append(running.completion(finish))
+        self._finished.append(running.completion(finish, self._settings.layers))
         self._news.set()
 
     async def _carry(self, running: _Running) -> None:
         """Has the engine go on with a request until it ends or is cancelled."""
         self._count += 1
-        prompt = {"prompt_token_ids": running.request.ids.tolist(), "cache_salt": str(self._salt)}
-        params = drawing(running.request.sampling, len(running.request.ids))
+        running.salt = str(self._salt)
+        prompt = {"prompt_token_ids": running.request.ids.tolist(), "cache_salt": running.salt}
+        start = running.told_from if self._settings.layers is not None else None
+        params = drawing(running.request.sampling, len(running.request.ids), start)
         try:
             async with aclosing(self._llm.generate(prompt, params, f"{self._count}")) as outputs:
                 async for output in outputs:
                     if self._take(running, output):
                         break
+            if start is not None and running.experts is None and running.finish is not None:
+                running.experts = await self._recalled(running, start)
         except Exception as error:
             self._died(error)
             return
@@ -192,6 +217,17 @@ class VllmStrategy:
         else:
             running.task = None
             self._end(running, running.finish)
+
+    async def _recalled(self, running: _Running, start: int) -> Any:
+        """The experts of a request that was ended here, at a stop string, where vLLM tells them only of what it ends:
+        asked for as those of a prompt, most of which is in its cache. None if there is no room to draw after it."""
+        self._count += 1
+        ids = np.concatenate([running.request.ids, np.array(running.ids, np.int32)]).tolist()
+        if len(ids) >= self.context:
+            return None
+        prompt = {"prompt_token_ids": ids, "cache_salt": running.salt}
+        async with aclosing(self._llm.generate(prompt, recalling(start), f"{self._count}")) as outputs:
+            return (await _last(outputs)).outputs[0].routed_experts
 
     def _take(self, running: _Running, output: Any) -> bool:
         """Adds what was drawn; whether the request has ended."""
@@ -210,6 +246,8 @@ class VllmStrategy:
             if token not in sampling.stop_ids and hits_stop_string(self._tokenizer, running.ids, sampling.stop, said):
                 running.finish = "stop"
                 break
+        if self._settings.layers is not None and drawn.routed_experts is not None:
+            running.experts = drawn.routed_experts
         if not self._probing:
             running.known = len(running.ids)
         if running.finish is None and drawn.finish_reason in ("stop", "length"):

@@ -17,6 +17,7 @@ from roll.cluster.worker import Place
 from roll.config.errors import UserError
 from roll.config.names import did_you_mean
 from roll.config.schema import Config, RoleConfig
+from roll.engine.routes import ExpertLayers
 from roll.model.positions import is_stretched, longest_sequence
 from roll.transfer.weights import PROBE_TOKENS
 
@@ -41,6 +42,7 @@ OWN = {
     "weight_transfer_config": "weights come by weights.path",
     "enable_sleep_mode": "write offload",
     "disable_log_stats": "leave it out",
+    "enable_return_routed_experts": "write rollout.router_replay",
     "stream_interval": "every token is told when it is drawn, with its version",
 }
 """Arguments that are not the user's to write in `engine_args`, and what to do instead."""
@@ -62,6 +64,7 @@ _SPARE_PROMPT_TOKENS = 256
 """Of each running sequence, beside its response, where a cache is sized for what may run."""
 _LEAST_SHARE = 0.02
 """Of a GPU that must be free for vLLM to start at all, where the cache has a size of its own."""
+_ROUTES = "enable_return_routed_experts"
 _COUNTS = ("max_model_len", "kv_cache_memory_bytes")
 """Arguments that the plan of a run depends on."""
 _LEAST_TOKENS = 1024
@@ -103,6 +106,23 @@ def check_vllm(config: Config, wanted: RoleConfig | None = None, role: str = "ac
             )
         if name in _COUNTS and (type(value) is not int or value < 1):
             raise UserError(f"roles.{role}.engine_args.{name} is {value!r}: write a whole number above 0, or remove it")
+
+
+def route_args(layers: ExpertLayers | None, device: str, role: str) -> dict[str, Any]:
+    """Has vLLM tell which experts tokens are sent to, where a model has such `layers` and it is to be told."""
+    if layers is None:
+        return {}
+    instead = f"write rollout.router_replay=false, or roles.{role}.strategy=native"
+    if device == "cpu":
+        raise UserError(
+            f"rollout.router_replay is true, but vLLM tells only on GPUs which experts of a mixture it uses: {instead}"
+        )
+    if _ROUTES not in argument_names():
+        raise UserError(
+            f"rollout.router_replay is true, but the installed vLLM does not tell which experts of a mixture it uses: "
+            f"install vLLM 0.24 or a later one, {instead}"
+        )
+    return {_ROUTES: True}
 
 
 def argument_names() -> frozenset[str]:

@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from roll.config.errors import RunError, UserError
 from roll.engine.request import Sampling, seed_of
+from roll.engine.routes import ExpertLayers
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class VllmSettings:
     """Variables that the engine's processes are started with."""
     role: str = "actor_infer"
     """Whose settings these are, for what is said of them."""
+    layers: ExpertLayers | None = None
+    """Those whose experts are recorded, where that is asked for in `args`."""
 
     @property
     def untied(self) -> bool:
@@ -47,8 +50,8 @@ class VllmSettings:
         return self.device == "cpu" and bool(self.shape.tie_word_embeddings)
 
 
-def drawing(sampling: Sampling, prompt_tokens: int) -> Any:
-    """How tokens are drawn, for vLLM."""
+def drawing(sampling: Sampling, prompt_tokens: int, routes_from: int | None = None) -> Any:
+    """How tokens are drawn, for vLLM; it tells their experts from this one on, if at all."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -63,6 +66,7 @@ def drawing(sampling: Sampling, prompt_tokens: int) -> Any:
         logprobs=0,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
+        **_telling(routes_from),
     )
 
 
@@ -71,6 +75,17 @@ def probing() -> Any:
     from vllm import SamplingParams
 
     return SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, ignore_eos=True, detokenize=False)
+
+
+def recalling(routes_from: int) -> Any:
+    """How the experts of a prompt are asked for, from this token on."""
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, **_telling(routes_from))
+
+
+def _telling(routes_from: int | None) -> dict[str, Any]:
+    return {} if routes_from is None else {"routed_experts_prompt_start": routes_from}
 
 
 def start(settings: VllmSettings, folder: str) -> Any:

@@ -7,14 +7,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3MoeConfig
 
 from roll.cli import main
 from roll.cluster import Place
 from roll.config import Config
 from roll.config.errors import UserError
 from roll.config.schema import RoleConfig
+from roll.engine.request import Request, Sampling
+from roll.engine.routes import ExpertLayers
+from roll.strategy.infer.vllm import _Running
 from roll.strategy.infer.vllm_args import (
     OWN,
     argument_names,
@@ -23,6 +27,7 @@ from roll.strategy.infer.vllm_args import (
     environment,
     length_args,
     memory_args,
+    route_args,
 )
 
 INSTALLED = importlib.util.find_spec("vllm") is not None
@@ -176,3 +181,52 @@ def test_the_arguments_that_roll_sets_are_vllms() -> None:
     known = argument_names()
     assert {"quantization", "max_model_len", "enforce_eager", "kv_cache_memory_bytes"} <= known
     assert OWN.keys() <= known
+
+
+MIXTURE = Qwen3MoeConfig(
+    vocab_size=90,
+    hidden_size=16,
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    num_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=8,
+    mlp_only_layers=[1, 2],
+)
+
+
+def test_experts_are_told_where_there_are_some_and_vllm_can(pretended: None, tmp_path: Path) -> None:
+    layers = ExpertLayers.of(MIXTURE)
+    assert layers is not None
+    assert layers.numbers == (0, 3)
+    assert ExpertLayers.of(LlamaConfig(num_hidden_layers=1, hidden_size=64, vocab_size=90)) is None
+    assert route_args(None, "cpu", "actor_infer") == {}
+    with pytest.raises(UserError, match=r"only on GPUs .*write rollout\.router_replay=false, or .*strategy=native"):
+        route_args(layers, "cpu", "actor_infer")
+    with pytest.raises(UserError, match=r"the installed vLLM does not tell .*write rollout\.router_replay=false"):
+        route_args(layers, "cuda:0", "actor_infer")
+    arguments = tmp_path / "vllm" / "engine" / "arg_utils.py"
+    arguments.write_text(SOURCE.replace("quantization:", "enable_return_routed_experts: bool = False\n    quantization:"))
+    assert route_args(layers, "cuda:0", "actor_infer") == {"enable_return_routed_experts": True}
+
+
+@pytest.mark.parametrize("start", [0, 3, 4, 5])
+def test_what_vllm_tells_of_all_layers_is_cut_to_those_with_experts_and_to_what_is_asked_for(start: int) -> None:
+    """A prompt of 5 tokens and 3 drawn: vLLM tells of all but the last, from a token of the prompt on."""
+    layers = ExpertLayers.of(MIXTURE)
+    assert layers is not None
+    running = _Running(Request("a", np.arange(5, dtype=np.int32), Sampling(3), routes_from=start))
+    running.ids, running.logprobs, running.versions, running.known = [1, 2, 3], [0.0] * 3, [0] * 3, 3
+    assert running.completion("stop", layers).routes is None, "it was not told"
+    whole = np.arange(8 * 4 * 2, dtype=np.uint8).reshape(8, 4, 2)
+    assert running.told_from == min(start, 4)
+    running.experts = whole[running.told_from : 7]
+    done = running.completion("stop", layers)
+    assert done.routes is not None
+    assert done.routes.tolist() == whole[start:7, [0, 3]].reshape(7 - start, 4).tolist()
+    running.experts = whole[running.told_from :]  # asked for as those of a prompt, they are one more
+    again = running.completion("stop", layers)
+    assert again.routes is not None
+    assert again.routes.tolist() == done.routes.tolist()
+    assert running.completion("stop", None).routes is None

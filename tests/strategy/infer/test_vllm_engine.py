@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engines import DEVICE, MAX_RUNNING, THREADS, TOKENIZER, forward_log_probs, model, plain, request, shape
@@ -12,6 +14,7 @@ from transformers import PreTrainedModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from roll.config.errors import UserError
 from roll.engine.request import Completion, Request
+from roll.engine.routes import ExpertLayers, Recorder
 from roll.transfer.weights import QUANTIZED_TOLERANCE, Weights, probe_ids
 
 pytestmark = pytest.mark.vllm
@@ -98,3 +101,58 @@ def test_weights_of_fewer_bits_are_the_trainers_to_their_rounding() -> None:
     mean = float((torch.from_numpy(done.logprobs) - expected).abs().mean())
     print(f"FP8: log-probs differ from bf16's by {mean:.3f} on average")
     assert mean < QUANTIZED_TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="vLLM tells of experts on GPUs only")
+def test_completions_say_which_experts_their_tokens_were_sent_to() -> None:
+    """Of a prompt that is partly in the cache, and of a response that ended at a stop string, too."""
+    from roll.strategy.infer.vllm import VllmStrategy
+    from roll.strategy.infer.vllm_args import route_args
+    from roll.strategy.infer.vllm_engine import VllmSettings
+
+    model = mixture()
+    layers = ExpertLayers.of(model.config)
+    probe = probe_ids(len(TOKENIZER))
+    said = forward_log_probs(model, probe[:1].tolist(), probe[1:].tolist())
+    weights = Weights(1, model, dict(model.named_parameters()), probe, said)
+    args = {"kv_cache_memory_bytes": 16 << 20, "enforce_eager": True, "gpu_memory_utilization": 0.02}
+    args |= route_args(layers, DEVICE, "actor_infer")
+    settings = VllmSettings(None, model.config, model.dtype, MAX_RUNNING, DEVICE, args=args, layers=layers)
+
+    async def main() -> list[tuple[Request, Completion]]:
+        engine, told = VllmStrategy(TOKENIZER, settings), list[tuple[Request, Completion]]()
+
+        async def ask(asked: Request) -> Completion:
+            engine.submit([asked])
+            (done,) = await asyncio.wait_for(engine.results(), 60)
+            told.append((asked, done))
+            return done
+
+        try:
+            await engine.load_weights(weights)
+            first = request("a", 9, list(range(5, 45)), temperature=0.0)
+            done = await ask(first)
+            whole = [*first.ids.tolist(), *done.ids.tolist()]
+            await ask(replace(request("b", 5, [*whole, 7, 8, 9], temperature=0.0), routes_from=len(whole) - 1))
+            text = str(TOKENIZER.decode(done.ids[:4].tolist()))
+            ended = await ask(
+                replace(request("c", 9, first.ids.tolist(), temperature=0.0, stop=(text[-1],)), routes_from=3)
+            )
+            assert ended.finish == "stop"
+            return told
+        finally:
+            await engine.close()
+
+    for asked, done in asyncio.run(main()):
+        assert asked.routes_from is not None
+        ids = torch.tensor([[*asked.ids.tolist(), *done.ids.tolist()]], device=model.device)
+        with torch.inference_mode():
+            _, expected = Recorder(model).record(lambda ids=ids: model(ids).logits)
+        assert done.routes is not None
+        assert len(done.routes) == ids.shape[1] - 1 - asked.routes_from
+        own, others = (
+            np.sort(rows.reshape(len(rows), 2, 2), axis=2)
+            for rows in (done.routes, expected[asked.routes_from : -1].cpu().numpy())
+        )
+        assert (own == others).all()
