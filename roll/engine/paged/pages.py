@@ -181,7 +181,7 @@ class SpanPlan(PagedPlan):
         asked = query[:, : heads * dim].reshape(-1, heads, dim)
         key = self.pages.keys[layer][self._blocks, :, self._offsets]
         value = self.pages.values[layer][self._blocks, :, self._offsets]
-        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and reading.cap is None:
+        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and reading.cap is None and dim % 8 == 0:
             back = -1 if reading.window is None else reading.window - 1
             out = varlen_attn(
                 asked,
