@@ -24,6 +24,8 @@ class Sample:
     """Those with a higher one go first."""
     greedy: bool = False
     """Drawn at temperature 0: its reward is what its siblings' are compared with, and it is not trained on."""
+    records: bool = True
+    """Whether engines are to say which experts its tokens were sent to, which training on them takes."""
     tries: int = 1
     """Attempts so far: above 1 a worker died or hung under it."""
     kills: float = 0.0

@@ -30,6 +30,7 @@ from roll.devices.workload import Workload
 from roll.engine.cache import SlotCache
 from roll.engine.engine import EXACT_ROWS, PROMPT_ROWS
 from roll.engine.paged.sizing import roomy
+from roll.engine.routes import RouteShape
 from roll.engine.sizing import Shape, SlotSizing, rounded
 from roll.model.positions import longest_sequence
 from roll.model.shape import ModelShape
@@ -172,10 +173,16 @@ def sharded_working(sizes: ShardSizes, footprint: Footprint, work: Workload, bud
     return max(found, key=lambda parts: sum(size for _, size in parts))
 
 
-def cache_bytes(shape: PretrainedConfig, dtype: torch.dtype, work: Workload, paged: bool = False) -> int:
+def cache_bytes(
+    shape: PretrainedConfig,
+    dtype: torch.dtype,
+    work: Workload,
+    paged: bool = False,
+    recorded: RouteShape | None = None,
+) -> int:
     """An engine's keys and values for its longest sequences, and what is still there of a smaller cache while it grows:
-    a layer, or all of a paged one. That takes all it may hold, where that is set."""
-    cache, context = SlotCache(shape, dtype, torch.device("cpu")), longest_sequence(shape)
+    a layer, or all of a paged one. That takes all it may hold, where that is set. `recorded`: the routes beside them."""
+    cache, context = SlotCache(shape, dtype, torch.device("cpu"), recorded), longest_sequence(shape)
     if paged and work.kv_tokens:
         return work.kv_tokens * cache.bytes_a_token
     if paged:
@@ -413,7 +420,8 @@ def _kept(map: DeviceMap, worker: _Worker, model: Model, work: Workload) -> Size
         if worker.strategy == "vllm":
             return [weights, (CACHE, _vllm_cache(role, shape, dtype, work))]
         paged = worker.kind == "gpu" and not work.exact
-        return [weights, (CACHE, cache_bytes(shape, dtype, work, paged))]
+        recorded = RouteShape(sizes.chosen, sizes.experts) if work.router_replay and sizes.experts else None
+        return [weights, (CACHE, cache_bytes(shape, dtype, work, paged, recorded))]
     return [weights]
 
 

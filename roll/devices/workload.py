@@ -78,6 +78,8 @@ class Workload:
     judging: JudgeWork | None = None
     kv_tokens: int = 0
     """What an engine's cache holds at most; 0 for what its sequences need."""
+    router_replay: bool = False
+    """Whether engines record which experts of a mixture they use."""
     evaluated: int = 0
     """Longest response in an evaluation, where that is longer than in training."""
     engines: Mapping[str, RoleConfig] = field(default_factory=dict)
@@ -100,6 +102,7 @@ class Workload:
             compile=config.train.compile,
             judging=JudgeWork.of(config),
             kv_tokens=config.rollout.kv_tokens,
+            router_replay=config.rollout.router_replay,
             evaluated=config.longest_evaluated,
             engines={"actor_infer": config.roles.actor_infer, "judge": config.roles.judge},
         )
@@ -135,7 +138,7 @@ class Workload:
         shown = self.longest_prompt + max(self.response, self.evaluated) + judging.rubric
         shortest = self.shortest_prompt + judging.rubric
         sizes = replace(self, shortest_prompt=shortest, longest_prompt=shown, response=judging.reply)
-        return replace(sizes, running=judging.running, kv_tokens=0)
+        return replace(sizes, running=judging.running, kv_tokens=0, router_replay=False)
 
     @property
     def longest(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import (
@@ -14,6 +15,7 @@ from transformers import (
 
 from roll.config.schema import LoraConfig
 from roll.model.lora import inject, is_adapter
+from roll.model.routing import routers_of
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,10 @@ class ModelShape:
     """Parameters of adapters, which are then all that learns."""
     divides_heads: bool = True
     """Whether `transformers` divides the heads of attention over ranks."""
+    experts: int = 0
+    """Of a layer; 0 for a model that is no mixture."""
+    chosen: int = 0
+    """Experts that a token is sent to, in all layers together."""
 
     @classmethod
     def of(cls, config: PretrainedConfig, adapters: LoraConfig | None = None) -> ModelShape:
@@ -55,6 +61,7 @@ class ModelShape:
     def of_model(cls, model: PreTrainedModel) -> ModelShape:
         config, words = model.config, model.get_output_embeddings()
         heads = config.num_attention_heads
+        routers: list[Any] = routers_of(model)
         adapters = sum(p.numel() for name, p in model.named_parameters() if is_adapter(name))
         return cls(
             parameters=sum(p.numel() for p in model.parameters()) - adapters,
@@ -69,6 +76,8 @@ class ModelShape:
             normed_heads=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
             adapters=adapters,
             divides_heads=any(".q_proj" in name for name in model.tp_plan or {}),
+            experts=max((router.num_experts for router in routers), default=0),
+            chosen=sum(router.top_k for router in routers),
         )
 
     @property

@@ -278,7 +278,10 @@ class Evaluator:
         prefix = f"eval.{step}" if name == HELD_OUT else f"eval.{step}.{name}"
         asked = questions(self._sets[name], settings)
         votes = bool(settings.majority_at)
-        return [Sample(f"{prefix}.{i}", task, i, settings.temperature, votes=votes) for i, task in enumerate(asked)]
+        return [
+            Sample(f"{prefix}.{i}", task, i, settings.temperature, records=False, votes=votes)
+            for i, task in enumerate(asked)
+        ]
 
     async def _judged(self, name: str, samples: list[Sample]) -> SetEvaluation:
         whole, settings = Score.of(samples), self._config.settings(name)

@@ -26,6 +26,8 @@ class Lease:
     """The one of its samples that is drawn at temperature 0."""
     votes: bool = False
     """Whether the answers of its samples are asked for."""
+    records: bool = True
+    """Whether it is asked which experts their tokens are sent to."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,10 @@ async def play(tasks: tuple[Task, ...], pool: RolloutPool, config: Config, episo
     """So many attempts, drawn as training samples are, each at another task as far as there are enough."""
     order = sorted(tasks, key=lambda task: seed_of("play", task.id))
     chosen = [order[i % len(order)] for i in range(episodes)]
-    samples = [Sample(f"play.{i}", t, i, config.rollout_of(t.domain).temperature) for i, t in enumerate(chosen)]
+    samples = [
+        Sample(f"play.{i}", task, i, config.rollout_of(task.domain).temperature, records=False)
+        for i, task in enumerate(chosen)
+    ]
     lifecycle = Lifecycle(None)
     for sample in samples:
         lifecycle.move(sample, "queued")

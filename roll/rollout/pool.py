@@ -155,6 +155,7 @@ class RolloutPool:
             first.tries,
             next((sample.id for sample in samples if sample.greedy), None),
             first.votes,
+            first.records,
         )
         try:
             self._lines[worker].post(lease)

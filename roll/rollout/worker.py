@@ -154,13 +154,21 @@ class RolloutWorker(Worker):
         task, group, now = lease.task, lease.group, time.time()
         samples = [
             Sample(
-                id, task, group, lease.temperature, state="queued", tries=lease.tries, votes=lease.votes, entered_s=now
+                id,
+                task,
+                group,
+                lease.temperature,
+                state="queued",
+                records=lease.records,
+                tries=lease.tries,
+                votes=lease.votes,
+                entered_s=now,
             )
             for id in lease.samples
         ]
         for sample in samples:
             if sample.id == lease.greedy:
-                sample.greedy, sample.temperature = True, 0.0
+                sample.greedy, sample.records, sample.temperature = True, False, 0.0
         held = self._held[lease.key] = _Held(lease.key, samples)
         for sample in samples:
             self._home[sample.id] = sample

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
 )
 
 from roll.algorithm import LossSpec
@@ -41,10 +42,13 @@ from roll.devices.memory import (
 from roll.devices.plan import Plan, check_memory, make_plan
 from roll.devices.stages import residency
 from roll.devices.workload import JudgeWork, Workload, micro_batch_of
+from roll.engine.cache import SlotCache
 from roll.engine.engine import Engine
 from roll.engine.paged.pages import BLOCK
 from roll.engine.paged.sizing import Sizing
 from roll.engine.request import Request, Sampling
+from roll.engine.routes import RouteShape
+from roll.engine.sizing import Shape
 from roll.model import attention
 from roll.model.character import character_tokenizer
 from roll.model.shape import ModelShape
@@ -305,6 +309,34 @@ def test_a_paged_cache_is_planned_as_large_as_it_is_made() -> None:
         assert cache_bytes(shape, torch.float32, work, paged=True) == blocks * BLOCK * token
     grows = Workload(20, 400, 100, 6, 4, 4096, running=10, exact=False, bucket_bytes=0)
     assert cache_bytes(shape, torch.float32, grows, paged=True) == 10 * (256 + 512) * token, "both while it grows"
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(("experts", "bytes_an_expert"), [(128, 1), (256, 2)])
+def test_a_cache_with_routes_is_planned_as_large_as_it_is_made(paged: bool, experts: int, bytes_an_expert: int) -> None:
+    shape, recorded = llama(64, 160, 3, 4, 2, 128), RouteShape(3 * 8, experts)
+    work = Workload(100, 120, 8, 6, 4, 4096, running=10, exact=False, bucket_bytes=0)
+    model, token = trainer(shape, torch.float32).model, 2 * 3 * 2 * 16 * 4 + 24 * bytes_an_expert
+    if paged:
+        sizing = Sizing(model, 10, 0, recorded)
+        pages = sizing.pages(sizing.wanted(128))
+        assert pages.routes is not None
+        made = sum(part.nbytes for part in (pages.keys, pages.values, pages.routes)) - BLOCK * token
+    else:
+        cache = SlotCache(shape, torch.float32, torch.device("cpu"), recorded)
+        cache.reshape(Shape(10, 128))
+        assert cache.routes is not None
+        made = sum(part.nbytes for part in (*cache.layers, cache.routes))
+    assert cache_bytes(shape, torch.float32, work, paged, recorded) == made == 10 * (256 if paged else 128) * token
+
+
+def test_a_mixtures_routes_are_in_the_plan_while_they_are_replayed() -> None:
+    sizes = {"vocab_size": 90, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": [1]}
+    config = Qwen3MoeConfig(**sizes, **experts, num_key_value_heads=2)
+    found = ModelShape.of(config)
+    assert (found.experts, found.chosen) == (6, 2 * 2)
+    assert (ModelShape.of(llama(64, 160, 3, 4, 2, 128)).experts, Workload.of(Config(), 5, 9).router_replay) == (0, True)
 
 
 def test_a_cache_is_planned_no_larger_than_it_may_be() -> None:

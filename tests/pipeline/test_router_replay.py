@@ -14,6 +14,8 @@ from roll.algorithm.credit import CreditSpec, TokenCredit, token_credit
 from roll.config import load_config
 from roll.data import Batch
 from roll.data.tokenlog import branches
+from roll.engine.engine import Engine
+from roll.engine.request import Request
 from roll.model.character import character_tokenizer, tiny_config
 from roll.pipeline.launch import train
 from roll.pipeline.report import SilentReporter
@@ -84,7 +86,17 @@ def plain_routes(model: Any, ids: np.ndarray) -> np.ndarray:
 def test_the_rows_before_sampled_tokens_are_recorded(
     mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: tuple[str, ...]
 ) -> None:
+    asked: dict[str, int | None] = {}
+    add = Engine.add
+
+    def noted(engine: Engine, request: Request) -> None:
+        asked[request.id] = request.routes_from
+        add(engine, request)
+
+    monkeypatch.setattr(Engine, "add", noted)
     found = batches_of(mixture, tmp_path / "run", monkeypatch, *settings)
+    assert {id.startswith("eval.") for id, start in asked.items() if start is None} == {True}
+    assert {id.startswith("eval.") for id, start in asked.items() if start is not None} == {False}
     assert len(found) == PLAY["train"]["steps"]
     for batch in found:
         routes = batch["routes"]
