@@ -16,8 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from roll.config.errors import UserError
 from roll.data.routes import Routes, routes_type
+from roll.model.experts import experts_of
 from roll.model.routing import routers_of
+from roll.model.shape import names_experts
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,13 @@ class ExpertLayers:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> ExpertLayers | None:
-        """As a model without storage has them; None for one without experts."""
+        """As a model without storage has them; None for one without experts. Refuses a mixture whose routers are
+        none that can be recorded."""
+        if not names_experts(config):
+            return None
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
+        _check_routers(model)
         shape, layers = RouteShape.of(model), model.get_decoder().layers
         return None if shape is None else cls(tuple(i for i, layer in enumerate(layers) if routers_of(layer)), shape)
 
@@ -69,6 +76,30 @@ class ExpertLayers:
         """[tokens, all layers, chosen] → as a token log has them."""
         own = told[:, list(self.numbers)].reshape(len(told), self.shape.width)
         return own.astype(routes_type(self.shape.experts))
+
+
+def _check_routers(model: nn.Module) -> None:
+    """Of a model without storage."""
+    routers = routers_of(model)
+    named = any(name.rpartition(".")[2] in ("experts", "router") for name, _ in model.named_modules())
+    kinds = {type(router): router for router in routers}
+    known = len(routers) >= len(experts_of(model)) and all(map(_says_choices, kinds.values()))
+    if (named or routers) and not (routers and known):
+        raise UserError(
+            f"rollout.router_replay is true, but how {type(model).__name__} sends tokens to its experts is not known: "
+            "write rollout.router_replay=false"
+        )
+
+
+def _says_choices(router: Any) -> bool:
+    """Whether it gives logits, weights and choices, in that order."""
+    try:
+        given = router(torch.empty(2, router.weight.shape[1], device="meta", dtype=router.weight.dtype))
+        logits, weights, choices = given
+    except Exception:  # it takes or gives something else
+        return False
+    floating = logits.is_floating_point() and weights.is_floating_point() and not choices.is_floating_point()
+    return floating and logits.shape == (2, router.num_experts) and choices.shape == (2, router.top_k)
 
 
 class Recorder:

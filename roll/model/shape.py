@@ -107,10 +107,14 @@ def head_dim_of(config: PretrainedConfig) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
+def names_experts(config: PretrainedConfig) -> bool:
+    """Whether the model may be a mixture of experts."""
+    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
 def _inner(config: PretrainedConfig) -> int:
     dense: int = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    if not experts:
+    if not names_experts(config):
         return dense
     of_one: int = getattr(config, "moe_intermediate_size", None) or dense
     shared: int = getattr(config, "shared_expert_intermediate_size", None) or 0

@@ -19,6 +19,7 @@ from roll.data.chat_sources import ChatSet, ChatSource
 from roll.data.sources import TaskSet, TaskSource
 from roll.devices.job import Job, rlvr_job, rlvr_roles, sft_job
 from roll.devices.plan import Plan
+from roll.engine.routes import ExpertLayers
 from roll.model.chat import ChatRenderer
 from roll.model.corpus import Corpus, Order, make_corpus
 from roll.model.find import find_model, steps_of
@@ -225,6 +226,8 @@ def _check_tasks(config: Config, tasks: TaskSet, judge: RewardSource) -> tuple[T
     answers = check_answers(judge, (*tasks.train, *tasks.held_out), config.reward.deadline_s)
     source = find_model(config.model.path)
     shape = load_model_config(source)
+    if config.rollout.router_replay:
+        ExpertLayers.of(shape)  # refuses a mixture that it cannot be for
     tokenizer = load_tokenizer(source, config.model)
     renderer = ChatRenderer(tokenizer, ())
     tasks = fitting(tasks, renderer, config, longest_sequence(shape))

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from small_models import MIXTURES, SHAPE, build, mixture, random_ids, run, tokenizer, under_plans
-from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from roll.config.errors import UserError
 from roll.data.routes import Routes
 from roll.data.tokenlog import IntArray, TokenLog
 from roll.engine.engine import Engine
@@ -21,7 +22,7 @@ from roll.engine.make import make_engine
 from roll.engine.paged.engine import PagedEngine
 from roll.engine.paged.pages import PagedPlan
 from roll.engine.request import Completion, Request, Sampling
-from roll.engine.routes import RouteShape
+from roll.engine.routes import ExpertLayers, RouteShape
 
 EXPERTS, CHOSEN = 8, 3
 MANY = "more experts than a byte has numbers"
@@ -223,3 +224,27 @@ def test_a_sequence_that_gave_its_blocks_up_keeps_the_routes_it_drew_with(monkey
         assert ours.routes is not None
         assert expected.routes is not None
         assert by_layer(ours.routes) == by_layer(expected.routes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [
+        ("qwen3_moe", (0, 1)),
+        ("gpt_oss", (0, 1)),
+        ("deepseek_v3", (1,)),
+        ("glm4_moe", (1,)),
+        ("llama", None),
+        ("doge", None),
+    ],
+)
+def test_layers_with_experts_are_found_without_weights(kind: str, layers: tuple[int, ...] | None) -> None:
+    options = {"first_k_dense_replace": 1} if kind in ("deepseek_v3", "glm4_moe") else {}
+    found = ExpertLayers.of(AutoConfig.for_model(kind, num_hidden_layers=2, **options))
+    assert (found.numbers if found is not None else None) == layers
+
+
+@pytest.mark.parametrize("kind", ["granitemoe", "llama4_text", "jamba", "jetmoe"])
+def test_a_mixture_whose_routers_are_not_known_is_refused_with_what_to_write(kind: str) -> None:
+    """Choices in another place, none, or routers that are not found at all."""
+    with pytest.raises(UserError, match=r"how \w+ sends tokens .* is not known: write rollout\.router_replay=false"):
+        ExpertLayers.of(AutoConfig.for_model(kind, num_hidden_layers=2))

@@ -8,16 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import GraniteMoeConfig, GraniteMoeForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from roll.algorithm.credit import CreditSpec, TokenCredit, token_credit
-from roll.config import load_config
+from roll.config import UserError, load_config
 from roll.data import Batch
 from roll.data.tokenlog import branches
 from roll.engine.engine import Engine
 from roll.engine.request import Request
 from roll.model.character import character_tokenizer, tiny_config
 from roll.pipeline.launch import train
+from roll.pipeline.prepare import check
 from roll.pipeline.report import SilentReporter
 from roll.strategy.train import policy
 
@@ -118,3 +119,15 @@ def test_without_replay_nothing_is_recorded(mixture: Path, tmp_path: Path, monke
     settings = ("rollout.router_replay=false", "train.steps=1")
     (batch,) = batches_of(mixture, tmp_path / "run", monkeypatch, *settings)
     assert batch["routes"].shape == (batch.tokens, 0)
+
+
+def test_a_mixture_that_cannot_be_replayed_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    """Unless the run does without."""
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape = GraniteMoeConfig(vocab_size=len(character_tokenizer()), **sizes, num_key_value_heads=2)
+    GraniteMoeForCausalLM(shape).save_pretrained(tmp_path)
+    character_tokenizer().save_pretrained(tmp_path)
+    settings = {**PLAY, "model": str(tmp_path)}
+    with pytest.raises(UserError, match=r"GraniteMoeForCausalLM .* write rollout\.router_replay=false"):
+        check(load_config(settings, []))
+    check(load_config(settings, ["rollout.router_replay=false"]))
