@@ -137,9 +137,7 @@ def measure(parts: Sequence[str], repeats: int) -> Iterator[dict[str, Any]]:
 
 def in_new_process(work: Callable[..., T], *arguments: Any) -> T:
     """In one process torch would mistake the groups of a world for those of one that was left before."""
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["sharded_gpu"])
-    with ProcessPoolExecutor(1, mp_context=processes) as pool:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(work, *arguments).result()
 
 
