@@ -227,7 +227,8 @@ class TrainConfig(Section):
     """Compute a layer's activations again in the backward pass instead of keeping them: slower, much less memory. `auto`:
     where a GPU has too little memory otherwise."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile the decoder's layers with `torch.compile`; `auto`: on a GPU in 16 bits, without adapters."""
+    """Compile the decoder's layers with `torch.compile`; `auto`: on a GPU in 16 bits, without adapters
+    and `parallel.tensor`."""
 
     @property
     def several_updates(self) -> bool:

@@ -431,7 +431,8 @@ def _working(
     """What a worker works in, in the stage that is its own, beside what is resident; and how a trainer cuts its batch."""
     role, dtype, sizes = worker.role, model.dtypes[worker.role], model.sizes_of(worker.role)
     device = TORCH_DEVICE[worker.kind]
-    compiled = compiles(work.compile, device, dtype, adapted=bool(sizes.adapters))
+    tensor = 1 if worker.mesh is None else worker.mesh.tensor
+    compiled = compiles(work.compile, device, dtype, adapted=bool(sizes.adapters), tensor=tensor)
     footprint = Footprint(sizes if worker.mesh is None else of_rank(sizes, worker.mesh), dtype, device, compiled)
     if role in model.shards:
         return _rank_working(worker, stage, model.shards[role], footprint, work, resident)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from roll.config.errors import UserError
 from roll.strategy.train.tree_attention import attends_varlen
 
 Forward = Callable[..., Any]
@@ -23,10 +24,16 @@ Within = Callable[[], AbstractContextManager[None]]
 Compiling = Literal["auto", "on", "off"]
 
 
-def compiles(asked: Compiling, device: str, dtype: torch.dtype, *, adapted: bool) -> bool:
+def compiles(asked: Compiling, device: str, dtype: torch.dtype, *, adapted: bool, tensor: int = 1) -> bool:
     """Whether a trainer compiles its layers. Adapters take minutes to compile; padded attention cuts a layer in two, and
-    what is left may not pay."""
-    pays = attends_varlen(device, dtype) and not adapted
+    what is left may not pay. Layers that are divided over `tensor` ranks cannot be compiled for any number of rows:
+    torch 2.13 recurses without end in the backward pass of their DTensors."""
+    if asked == "on" and tensor > 1:
+        raise UserError(
+            f"train.compile is on, but layers that are divided over parallel.tensor={tensor} cannot be compiled: write "
+            "train.compile=auto"
+        )
+    pays = attends_varlen(device, dtype) and not adapted and tensor == 1
     return {"on": True, "off": False, "auto": pays}[asked]
 
 

@@ -74,7 +74,8 @@ class Passes:
         self._group = group
         self._dtype, self._device = dtype or model.dtype, device or model.device
         adapted = bool(adapted_layers(model))
-        self._compiled = compiles(config.compile, self._device.type, self._dtype, adapted=adapted)
+        tensor = 1 if group is None else group.shape.tensor
+        self._compiled = compiles(config.compile, self._device.type, self._dtype, adapted=adapted, tensor=tensor)
         self._layers = Layers(model, compiled=self._compiled)
         self._budget: Budget | None = None
         self._most_rows: int | None = None

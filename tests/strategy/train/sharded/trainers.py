@@ -195,14 +195,14 @@ def sharded_trainer(group: RankGroup, job: Job) -> ShardedStrategy:
 
 def sharded_update(group: RankGroup, job: Job) -> Found:
     with with_defect(job.defect, group, ModelShape.of_model(make_model(job.kind))):
-        return update_with(sharded_trainer(group, job), job)
+        return _update(sharded_trainer(group, job), job)
 
 
 def single_update(job: Job) -> Found:
-    return update_with(single_trainer(job), job)
+    return _update(single_trainer(job), job)
 
 
-def update_with(trainer: SingleStrategy | ShardedStrategy, job: Job) -> Found:
+def _update(trainer: SingleStrategy | ShardedStrategy, job: Job) -> Found:
     trainer._optimizer = kept = Kept(trainer.model, job.config)
     return Found(trainer.update(job.batch, job.spec, 0), kept.kept)
 
