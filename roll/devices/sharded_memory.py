@@ -12,9 +12,16 @@ mostly the beginning of the backward pass:
 and 4 p more of reduced gradients where an update has several micro-batches. With one micro-batch these appear as I goes:
 the end of the backward pass may then be fuller.
 
+What other layouts add is counted tensor by tensor. Where `tensor` leaves little of the MLP to a rank, the fullest moment
+of a layer is the backward pass of a norm, whose hidden states are whole and in fp32. With `context` the outputs of
+attention are there twice, as a rank's heads of all rows and as its rows of all heads. With `expert`, or `tensor` and
+experts, these are an FSDP unit of their own, so that less of a layer is gathered ahead and reduced at once; but rows are
+copied for each of their experts, and with 8 experts for each row six tensors of 8 rows each (sorted, received, sorted
+again, computed, weighted, in order again) are more than all else in a layer. Ranks are planned to receive as many rows as
+they send: what an uneven router adds is not in it.
+
 Compared with one H200 as rank 0 of large worlds (`torch`'s fake process group: real kernels and memory, no wires; bf16,
-checkpointed): 3.5 % more than allocated for a dense 32B over 64 ranks with 24,509 rows, 0.1 % more for a 235B mixture of
-experts over 256 with 8,102 rows, and the same for 16,319.
+checkpointed), the plan is between 0.5 % below and 3.7 % above what was allocated (`benchmarks/sharded.py`, `plan_error`).
 """
 
 from __future__ import annotations
@@ -90,16 +97,9 @@ def update_parts(
     item, gradients = footprint.dtype.itemsize, 4 * sizes.trained
     kept = footprint.kept_bytes(size, checkpointed=checkpointed)
     layer = footprint.layer_bytes(size)
-    # of the MLP's product nothing is left when the gradients of what it was made from are there
-    working = footprint.working_bytes(size) - item * size.rows * footprint.model.inner
     logits, chunks = footprint.chunk_logits(size.predicting) if predicts else (0, False)
     words = (4 if chunks else item) * sizes.output_trained
     predicting = footprint.ends_bytes(size) + (footprint.logits_bytes(logits) if predicts else 0) + words
-    backward: Sizes = [
-        (GATHERED, sizes.gathered_bytes(item)),
-        ("unreduced gradients", sizes.reducing_bytes(item)),
-        ("one layer at work", working + (layer if checkpointed else 0)),
-    ]
     moments: list[Sizes] = [
         [
             ("gradients, fp32", gradients * several),
@@ -107,13 +107,39 @@ def update_parts(
             ("activations of a micro-batch", kept),
             ("logits and the output layer's gradient", predicting),
         ],
-        [("gradients, fp32", gradients * several), ("activations of a micro-batch", kept), *backward],
-        [("gradients, fp32", gradients), *backward, ("activations of a layer", 0 if checkpointed else layer)],
         [
             ("gradients, fp32", gradients),
             (GATHERED, item * sizes.root),
             ("unreduced gradients", (item + 4) * sizes.root_trained),
         ],
     ]
+    for unreduced, beside in _layer_moments(sizes, footprint, size):
+        backward: Sizes = [
+            (GATHERED, sizes.gathered_bytes(item)),
+            ("unreduced gradients", unreduced),
+            ("one layer at work", max(beside + (layer if checkpointed else 0), 0)),
+        ]
+        moments += [
+            [("gradients, fp32", gradients * several), ("activations of a micro-batch", kept), *backward],
+            [("gradients, fp32", gradients), *backward, ("activations of a layer", 0 if checkpointed else layer)],
+        ]
     fullest = max(moments, key=lambda parts: sum(count for _, count in parts))
     return [part for part in fullest if part[1]]
+
+
+def _layer_moments(sizes: ShardSizes, footprint: Footprint, size: PackedSize) -> list[tuple[int, int]]:
+    """Of the moments at which a layer may need most when its backward pass comes: whole gradients, and activations beside
+    what it keeps; less where some of that is gone."""
+    item, model = footprint.dtype.itemsize, footprint.model
+    row, inner = item * size.rows, footprint.inner_bytes(size)
+    first, second = sizes.first_bytes(item), sizes.second_bytes(item)
+    found = [(second, footprint.attending_bytes(size) - inner)] if sizes.apart else []
+    if not footprint.compiled:
+        found.append((second if sizes.apart else first, footprint.norming_bytes(size) - inner))
+    if model.routed:
+        # computed again, with copies of rows on their way to experts and back; then of gate, up, activation and product
+        # the gradients of gate and up are left, and of the copies those that experts got, and their gradient
+        found += [(sizes.before_bytes(item), footprint.dispatching_bytes(size))]
+        return [*found, (first, row * (2 * model.hidden - 2 * model.inner))]
+    # of the MLP's product nothing is left when the gradients of what it was made from are there
+    return [*found, (first, footprint.working_bytes(size) - row * model.inner)]

@@ -41,6 +41,13 @@ class ModelShape:
     """Of a layer; 0 for a model that is no mixture."""
     chosen: int = 0
     """Experts that a token is sent to, in all layers together."""
+    routed: int = 0
+    """With experts, the size of a row's copies for all experts that it goes to."""
+    routed_tensors: int = 4
+    """Tensors of that size in a layer with experts, at most: the rows sorted by expert, what experts make of them,
+    weighted, and in the order of the rows again."""
+    swaps_heads: bool = False
+    """Whether ranks exchange rows for heads around attention, and its outputs once more as rows."""
 
     @classmethod
     def of(cls, config: PretrainedConfig, adapters: LoraConfig | None = None) -> ModelShape:
@@ -78,6 +85,7 @@ class ModelShape:
             divides_heads=any(".q_proj" in name for name in model.tp_plan or {}),
             experts=max((router.num_experts for router in routers), default=0),
             chosen=sum(router.top_k for router in routers),
+            routed=config.hidden_size * config.num_experts_per_tok if names_experts(config) else 0,
         )
 
     @property

@@ -17,7 +17,6 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen3Config,
-    Qwen3ForCausalLM,
     Qwen3MoeConfig,
 )
 
@@ -92,13 +91,28 @@ def qwen3() -> Qwen3Config:
 def trainer(
     shape: PretrainedConfig, dtype: torch.dtype, limit: int = 1 << 20, checkpointing: Checkpointing = "auto"
 ) -> SingleStrategy:
-    kind = Qwen3ForCausalLM if isinstance(shape, Qwen3Config) else LlamaForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: PreTrainedModel = kind(shape).to(dtype).eval()
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(shape, dtype=torch.float32).to(dtype).eval()
     model.set_attn_implementation(attention.NAME)
     config = TrainConfig(micro_batch_tokens=limit, activation_checkpointing=checkpointing)
     return SingleStrategy(model, character_tokenizer(), config)
+
+
+def mixture() -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=160,
+        moe_intermediate_size=48,
+        num_experts=6,
+        num_experts_per_tok=3,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=True,
+    )
 
 
 def ragged(groups: int, size: int, prompt: int, response: tuple[int, int], vocab: int) -> Batch:
@@ -167,6 +181,7 @@ SHAPES = {
     "plain heads": llama(96, 200, 2, 3, 3, 96),
     "one key head": llama(64, 96, 4, 8, 1, 200),
     "normed heads": qwen3(),
+    "experts": mixture(),
 }
 BATCHES = {
     "prefix sharing": (4, 6, 40, (10, 60)),

@@ -24,6 +24,7 @@ from roll.model.find import find_model
 from roll.model.loading import load_model_config
 from roll.model.shape import ModelShape
 from roll.strategy.train.footprint import PackedSize, Spans
+from roll.strategy.train.layers import compiles
 from roll.strategy.train.sharded.sizes import cut_dim, local_numel
 
 GIB = 1 << 30
@@ -52,14 +53,43 @@ EXPERTS_235B = Qwen3MoeConfig(
 )
 
 
+DENSE_70B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    tie_word_embeddings=False,
+)
+
+
 @pytest.mark.parametrize(
-    ("shape", "ranks", "rows", "allocated_gib"),
-    [(DENSE_32B, 64, 24_509, 40.1), (EXPERTS_235B, 256, 8_102, 45.2), (EXPERTS_235B, 256, 16_319, 53.7)],
+    ("shape", "mesh", "rows", "allocated_gib"),
+    [
+        (DENSE_32B, MeshShape(shard=64), 24_509, 40.1),
+        (DENSE_32B, MeshShape(shard=8, context=8), 131_072, 31.67),
+        (DENSE_70B, MeshShape(shard=8, tensor=8), 24_169, 49.68),
+        (EXPERTS_235B, MeshShape(shard=256), 8_102, 45.2),
+        (EXPERTS_235B, MeshShape(shard=256), 16_319, 53.7),
+        (EXPERTS_235B, MeshShape(shard=256, expert=8), 16_146, 36.39),
+        (EXPERTS_235B, MeshShape(shard=256, expert=64), 16_146, 35.90),
+        (EXPERTS_235B, MeshShape(shard=64, tensor=4, expert=64), 16_146, 26.40),
+        (EXPERTS_235B, MeshShape(shard=16, context=16, expert=64), 131_072, 25.51),
+    ],
+    ids=lambda value: str(value) if isinstance(value, MeshShape | int | float) else value.model_type,
 )
 def test_the_peak_is_what_an_h200_allocated_as_rank_0(
-    shape: PretrainedConfig, ranks: int, rows: int, allocated_gib: float
+    shape: PretrainedConfig, mesh: MeshShape, rows: int, allocated_gib: float
 ) -> None:
-    assert sharded_peak(shape, MeshShape(1, ranks), rows).bytes / GIB == pytest.approx(allocated_gib, rel=0.04)
+    assert sharded_peak(shape, mesh, rows).bytes / GIB == pytest.approx(allocated_gib, rel=0.04)
+
+
+def test_layers_that_are_divided_over_tensor_are_not_compiled() -> None:
+    assert compiles("auto", "cuda", torch.bfloat16, adapted=False)
+    assert not compiles("auto", "cuda", torch.bfloat16, adapted=False, tensor=2)
+    with pytest.raises(UserError, match=r"train.compile is on, .* parallel.tensor=2 .*: write train.compile=auto"):
+        compiles("on", "cuda", torch.bfloat16, adapted=False, tensor=2)
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.integers(1, 12))

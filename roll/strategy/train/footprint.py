@@ -5,7 +5,8 @@ scaled vector), the attention's output, and gate, activation, up and product of 
 and outputs, the keys and values gathered along every sequence's path, and the sums of its exponentials. Where attention
 is padded, the spans that share a prefix have a mask, once for all layers. With checkpointing a row keeps each layer's
 input, and one layer at a time is there in full. A compiled layer keeps less: of a norm what went in and what came out, of
-the MLP gate, up and product.
+the MLP gate, up and product. A layer with experts also keeps the rows that were sorted by expert and what experts made of
+them, each as often as a row has experts.
 
 Tests compare the sizes with what autograd keeps on a CPU.
 """
@@ -90,12 +91,35 @@ class Footprint:
     def working_bytes(self, size: PackedSize) -> int:
         """What one layer works in without keeping it: hidden states, the larger of attention and MLP."""
         model, item = self.model, self.dtype.itemsize
-        attention = 0
+        return self.attending_bytes(size) + max(0, size.rows * 3 * item * model.inner - self._attention_working(size))
+
+    def attending_bytes(self, size: PackedSize) -> int:
+        """What its attention works in, and hidden states."""
+        return size.rows * (2 * self.dtype.itemsize + 4) * self.model.hidden + self._attention_working(size)
+
+    def dispatching_bytes(self, size: PackedSize) -> int:
+        """What a layer with experts works in beside what it keeps, when its forward pass is at its fullest: two hidden
+        states, and copies of rows for their experts."""
+        model = self.model
+        return size.rows * self.dtype.itemsize * (2 * model.hidden + (model.routed_tensors - 2) * model.routed)
+
+    def inner_bytes(self, size: PackedSize) -> int:
+        """What a layer keeps of its MLP or its experts."""
+        model = self.model
+        return size.rows * self.dtype.itemsize * ((3 if self.compiled else 4) * model.inner + 2 * model.routed)
+
+    def norming_bytes(self, size: PackedSize) -> int:
+        """What the backward pass of a norm works in that is not compiled: five hidden states in fp32 and the gradient,
+        while of those that the norm has kept two are gone."""
+        return size.rows * self.model.hidden * (5 * 4 - self.dtype.itemsize)
+
+    def _attention_working(self, size: PackedSize) -> int:
+        model, attention = self.model, 0
         for span in size.spans:
             wide = self._item(span)
             gathered = 4 if self.varlen and size.masked else wide
             attention += span.count * 2 * (span.queries * wide * model.queries + span.keys * gathered * model.keys)
-        return size.rows * (2 * item + 4) * model.hidden + max(attention, size.rows * 3 * item * model.inner)
+        return attention
 
     def chunk_logits(self, predicting: int) -> tuple[int, bool]:
         """Logits held at once when tokens are predicted from so many rows, and whether they come in several chunks."""
@@ -112,8 +136,8 @@ class Footprint:
         """Without the attention's own queries, keys and outputs."""
         model, item = self.model, self.dtype.itemsize
         row = 2 * (2 * item * model.hidden if self.compiled else self._norm_bytes())
-        row += item * (3 if self.compiled else 4) * model.inner
-        if not self.varlen:  # padded outputs are picked from: what the next matrix takes is a copy
+        row += item * ((3 if self.compiled else 4) * model.inner + 2 * model.routed)
+        if model.swaps_heads or not self.varlen:  # outputs are exchanged back or picked: the next matrix takes a copy
             row += item * model.queries
         if model.normed_heads:
             row += (item if self.compiled else 4 + item) * (model.queries + model.keys)

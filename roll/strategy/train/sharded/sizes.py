@@ -3,7 +3,7 @@
 Parameters of layers are divided over `tensor`, experts over `expert`. What a rank then has of a parameter is cut along
 one dimension, and every rank has room for the largest part, numel / dim · ⌈dim / ranks⌉. FSDP gathers a unit at a time: a
 decoder layer, or the root's own parameters (embedding, last norm, output layer), which stay gathered from the forward to
-the backward pass.
+the backward pass. With `tensor` or `expert` a layer's experts are a unit of their own, and the rest of the layer is one.
 """
 
 from __future__ import annotations
@@ -47,6 +47,9 @@ class ShardSizes:
     layer: int
     """The largest layer, before FSDP cuts it."""
     layer_trained: int
+    apart: int
+    """What of that layer are experts that are a unit of their own."""
+    apart_trained: int
     root: int
     """All that is in no layer, before FSDP cuts it."""
     root_trained: int
@@ -62,33 +65,48 @@ class ShardSizes:
         inside = {id(p) for layer in layers for p in layer.parameters()}
         parameters = list({id(p): p for part in (model, *more) for p in part.parameters()}.values())
         root = [p for p in parameters if id(p) not in inside]
-        by_layer = [(divided.numel(layer.parameters()), divided.trained(layer.parameters())) for layer in layers]
-        largest = max(by_layer, default=(0, 0))
+        largest = max(map(divided.unit_sizes, layers), default=(0, 0, 0, 0))
         output = model.get_output_embeddings()
         return cls(
             trained=sum(divided.local(p) for p in parameters if p.requires_grad),
             frozen=sum(divided.local(p) for p in parameters if not p.requires_grad),
             layer=largest[0],
             layer_trained=largest[1],
+            apart=largest[2],
+            apart_trained=largest[3],
             root=divided.numel(root),
             root_trained=divided.trained(root),
             output_trained=0 if output is None else divided.trained(output.parameters()),
         )
 
     def gathered_bytes(self, itemsize: int) -> int:
-        """The root's parameters, the layer at work and the next one, which is gathered meanwhile."""
-        return itemsize * (self.root + 2 * self.layer)
+        """The root's parameters, the layer at work and the next unit, which is gathered meanwhile."""
+        return itemsize * (self.root + 2 * self.layer - self.apart)
 
     def reducing_bytes(self, itemsize: int) -> int:
-        """Gradients that are whole: a layer's as the backward pass makes them, their fp32 copy that is reduced, and those
-        of the output layer, which wait for the rest of the root."""
-        return (itemsize + 4) * self.layer_trained + itemsize * self.output_trained
+        """Gradients that are whole, at most."""
+        return max(self.before_bytes(itemsize), self.first_bytes(itemsize), self.second_bytes(itemsize))
+
+    def before_bytes(self, itemsize: int) -> int:
+        """Before the backward pass of a layer: of the layer after it the fp32 copy that is reduced (of the last of its
+        units), and those of the output layer, which wait for the rest of the root."""
+        return 4 * (self.layer_trained - self.apart_trained) + itemsize * self.output_trained
+
+    def first_bytes(self, itemsize: int) -> int:
+        """While the layer's own gradients are made: of experts, if they are a unit, else of all of it."""
+        return self.before_bytes(itemsize) + itemsize * (self.apart_trained or self.layer_trained)
+
+    def second_bytes(self, itemsize: int) -> int:
+        """While those of the rest of it are made, if experts are a unit, whose gradients are then reduced."""
+        rest = self.layer_trained - self.apart_trained
+        return itemsize * (rest + self.output_trained) + 4 * (self.apart_trained or rest)
 
 
 def of_rank(shape: ModelShape, mesh: MeshShape) -> ModelShape:
     """What one rank computes of each row, where rows are divided over `context` and layers over `tensor`: as wide as a
     part of each row would be, if the rank had that of all rows."""
     context, heads = mesh.context, mesh.context * (mesh.tensor if shape.divides_heads else 1)
+    sorted_twice, exchanged = mesh.expert * mesh.tensor > 1, mesh.expert > 1  # by `experts`, and within its products
     return replace(
         shape,
         hidden=ceil(shape.hidden / context),
@@ -96,6 +114,9 @@ def of_rank(shape: ModelShape, mesh: MeshShape) -> ModelShape:
         heads=ceil(shape.heads / heads),
         kv_heads=lcm(shape.kv_heads * context // heads, context) // context,
         vocab=ceil(shape.vocab / (context * mesh.tensor)),
+        routed=ceil(shape.routed / (context * mesh.tensor)),
+        routed_tensors=shape.routed_tensors + sorted_twice + exchanged,
+        swaps_heads=context > 1,
     )
 
 
@@ -119,6 +140,12 @@ class _Divided:
 
     def trained(self, parameters: Iterable[nn.Parameter]) -> int:
         return self.numel(p for p in parameters if p.requires_grad)
+
+    def unit_sizes(self, layer: nn.Module) -> tuple[int, int, int, int]:
+        """Of a layer, of those of it that learn, and the same of its experts if they are a unit of their own."""
+        own = list(layer.parameters())
+        apart = [p for p in own if id(p) in self._experts]
+        return self.numel(own), self.trained(own), self.numel(apart), self.trained(apart)
 
     def _shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         shape = list(parameter.shape)
