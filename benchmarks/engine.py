@@ -45,12 +45,12 @@ from roll.model.positions import longest_sequence
 
 SIZES = {"cpu": Sizes(64, 32, 192), "cuda": Sizes(256, 128, 1024)}
 MIXTURES: dict[str, tuple[Any, Any]] = {
-    "moe-1b": (  # of which a token uses 0.3
+    "moe-1b": (  # 1.2B parameters, of which a token uses 0.3B
         Qwen3MoeForCausalLM,
         Qwen3MoeConfig(
             vocab_size=151936, hidden_size=1024, num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=4,
             head_dim=64, num_experts=32, moe_intermediate_size=512, num_experts_per_tok=4, norm_topk_prob=True,
-            max_position_embeddings=32768, tie_word_embeddings=True,
+            max_position_embeddings=32768, tie_word_embeddings=False,
         ),
     ),
 }  # fmt: skip
@@ -190,6 +190,7 @@ def vllm(python: str, args: Any, model: Any, sizes: Sizes) -> Vllm:
         options["gpu_memory_utilization"] = 0.4
     if args.model.startswith("shape:"):
         folder = tempfile.mkdtemp()
+        model.config.architectures = [type(model).__name__]  # or vLLM guesses, and may take it for a classifier
         model.config.save_pretrained(folder)
         character_tokenizer().save_pretrained(folder)  # which some families must have, and nothing uses
         options |= {"model": folder, "load_format": "dummy", "skip_tokenizer_init": False}
