@@ -25,7 +25,7 @@ Indices = NDArray[np.int64]
 Columns = Mapping[str, Array]
 
 BLOCK_TOKENS = 1 << 22
-"""Most tokens of a block: tens of megabytes, so that a block costs little beside its bytes."""
+"""Most tokens of a block: tens of megabytes (gigabytes with routes), so that a block costs little beside its bytes."""
 
 _VALUES = "values"
 

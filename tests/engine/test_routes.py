@@ -19,8 +19,10 @@ from roll.data.routes import Routes
 from roll.data.tokenlog import IntArray, TokenLog
 from roll.engine.engine import Engine
 from roll.engine.make import make_engine
+from roll.engine.paged.decoder import PlainDecoder
 from roll.engine.paged.engine import PagedEngine
 from roll.engine.paged.pages import PagedPlan
+from roll.engine.paged.rows import Rows
 from roll.engine.request import Completion, Request, Sampling
 from roll.engine.routes import ExpertLayers, RouteShape
 
@@ -224,6 +226,25 @@ def test_a_sequence_that_gave_its_blocks_up_keeps_the_routes_it_drew_with(monkey
         assert ours.routes is not None
         assert expected.routes is not None
         assert by_layer(ours.routes) == by_layer(expected.routes)
+
+
+def test_rows_beyond_what_a_decoder_records_are_told_as_unknown() -> None:
+    """A static buffer has a length."""
+    engine = engine_of("paged", "qwen3_moe")
+    assert isinstance(engine, PagedEngine)
+    prompt, short = random_ids(np.random.default_rng(4), 30), torch.zeros(20, 9, dtype=torch.int32)
+
+    class Short(PlainDecoder):
+        def hidden(self, rows: Rows, last: torch.Tensor, plan: PagedPlan) -> torch.Tensor:
+            hidden = super().hidden(rows, last, plan)
+            self.routes = short
+            return hidden
+
+    engine._room._made_decoder = Short(served("qwen3_moe"), record_routes=True)
+    routes = run(engine, [ask("a", prompt, 4)])["a"].routes
+    assert routes is not None
+    assert {tuple(row) for row in routes[:29].tolist()} == {(255,) * 9}, "more rows in a pass than the buffer has"
+    assert {tuple(row) for row in routes[30:].tolist()} == {(0,) * 9}
 
 
 @pytest.mark.parametrize(

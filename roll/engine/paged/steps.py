@@ -134,8 +134,11 @@ class Steps:
     def _hidden(self, rows: Rows, plan: PagedPlan) -> Tensor:
         hidden = self._decoder.hidden(rows, self._last, plan)
         if self._pages.routes is not None:
-            assert self._decoder.routes is not None, "a decoder records what there are pages for"
-            plan.keep_routes(self._decoder.routes[: rows.count])
+            routes = self._decoder.routes
+            assert routes is not None, "a decoder records what there are pages for"
+            if rows.count > len(routes):  # it records no more; -1 is `free` in any number of bits
+                routes = torch.full((rows.count, *routes.shape[1:]), -1, device=self._device)
+            plan.keep_routes(routes[: rows.count])
         return hidden
 
     @torch.inference_mode()
