@@ -394,9 +394,9 @@ class PagedEngine:
         positions = np.arange(min(start, end), end)
         return self._room.read_routes(self._slots.places(np.full(len(positions), slot), positions))
 
-    def _on_host(self, read: RoutesRead) -> Routes:
+    def _on_host(self, begun: RoutesRead) -> Routes:
         assert self._room.recorded is not None
-        return self._room.recorded.host(read.wait())
+        return self._room.recorded.host(begun.read())
 
     def _told(self, ended: _Ended) -> Completion:
         if ended.routes is not None:

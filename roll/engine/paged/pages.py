@@ -88,7 +88,8 @@ class RoutesRead:
     def is_done(self) -> bool:
         return self.done is None or bool(self.done.query())  # type: ignore[no-untyped-call]
 
-    def wait(self) -> Tensor:
+    def read(self) -> Tensor:
+        """Waits for them."""
         if self.done is not None:
             self.done.synchronize()
         return self.rows
