@@ -1,0 +1,68 @@
+"""The config of docs/large.md is accepted, and its ranks hold what the page says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3MoeConfig
+
+from roll.config import load_config
+from roll.config.document import parse
+from roll.data.sources import load_tasks
+from roll.devices.inventory import Inventory
+from roll.devices.job import rlvr_job
+from roll.devices.plan import Plan, check_memory, make_plan
+from roll.model.character import character_tokenizer
+
+PAGE = (Path(__file__).parents[2] / "docs" / "large.md").read_text(encoding="utf-8")
+(CONFIG,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+SHAPE = Qwen3MoeConfig(
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=12288,
+    moe_intermediate_size=1536,
+    num_hidden_layers=94,
+    num_attention_heads=64,
+    num_key_value_heads=4,
+    head_dim=128,
+    num_experts=128,
+    num_experts_per_tok=8,
+    norm_topk_prob=True,
+    max_position_embeddings=40960,
+    tie_word_embeddings=False,
+    architectures=["Qwen3MoeForCausalLM"],
+)
+NODE = {"id": "", "cores": 128, "gpus": 8, "memory_bytes": 2 << 40, "gpu_bytes": 141 << 30}
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """On 32 nodes; of the model there are its shape and a tokenizer, of the tasks two, with prompts of 200 tokens."""
+    folder = tmp_path_factory.mktemp("large")
+    model, tasks = folder / "Qwen3-235B-A22B", folder / "gsm8k_train.jsonl"
+    SHAPE.save_pretrained(model)
+    character_tokenizer().save_pretrained(model)
+    (model / "model.safetensors").touch()
+    question = "x" * 139  # and what the format adds
+    tasks.write_text("\n".join(json.dumps({"question": question, "answer": f"#### {n}"}) for n in range(2)))
+    settings = {**parse(CONFIG).data, "tasks": {"source": str(tasks), "options": {"format": "gsm8k", "held_out": 1}}}
+    config = load_config({**settings, "model": {"path": str(model), "dtype": "bf16"}})
+    return make_plan(config, rlvr_job(config, load_tasks(config.tasks, None)), Inventory.of([NODE] * 32))
+
+
+def test_it_fits(plan: Plan) -> None:
+    check_memory(plan)
+    assert ("tokens a sample", "prompt up to 200, response up to 8192") in plan.sizes
+
+
+def test_a_rank_holds_what_the_page_says(plan: Plan) -> None:
+    pool = plan.memory.pools[0]
+    planned = {p.what: round(p.bytes / 2**20) for p in plan.memory.parts[pool, "train"] if p.role == "actor_train"}
+    rows = re.findall(r"│ ([a-z][^│]*?) +│ ([\d,]+) +│$", PAGE, re.MULTILINE)
+    said = {what: int(mib.replace(",", "")) for what, mib in rows}
+    total = sum(p.bytes for p in plan.memory.parts[pool, "train"] if p.role == "actor_train")
+    assert said.pop("each of 256") == round(total / 2**20)
+    assert said == planned
