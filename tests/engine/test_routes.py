@@ -269,3 +269,31 @@ def test_a_mixture_whose_routers_are_not_known_is_refused_with_what_to_write(kin
     """Choices in another place, none, or routers that are not found at all."""
     with pytest.raises(UserError, match=r"how \w+ sends tokens .* is not known: write rollout\.router_replay=false"):
         ExpertLayers.of(AutoConfig.for_model(kind, num_hidden_layers=2))
+
+
+@pytest.mark.parametrize("kind", ["slots", "exact", "paged"])
+def test_routes_of_what_older_weights_computed_stay_what_they_were(kind: str) -> None:
+    model = under_plans(known("qwen3_moe"))
+    how: Any = {"max_running": 2, "records_routes": True}
+    engine = (
+        PagedEngine(model, tokenizer(), **how)
+        if kind == "paged"
+        else Engine(model, tokenizer(), exact=kind == "exact", **how)
+    )
+    request = ask("a", random_ids(np.random.default_rng(8), 20), 12, seed=2)
+    engine.add(request)
+    for _ in range(6):
+        assert not engine.step()
+    engine.settle()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.flip(0))
+    engine.set_version(1)
+    done = run(engine)["a"]
+    drawn = int((done.versions == 0).sum())
+    assert 0 < drawn < 12
+    whole = np.concatenate([request.ids, done.ids])
+    assert done.routes is not None
+    old = len(request.ids) + drawn - 1  # the last token of the old weights was computed by the new ones
+    assert by_layer(done.routes[:old]) == by_layer(plain_routes("qwen3_moe", whole)[:old])
+    assert by_layer(done.routes[old:]) != by_layer(plain_routes("qwen3_moe", whole)[old:-1])
