@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,26 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForSequenceClassification
 
 from roll.algorithm import LossSpec
 from roll.algorithm.streams import CreditSpec
 from roll.cluster.mesh import MeshShape
+from roll.config.schema import TrainConfig
+from roll.model.classifier import load_classifier
+from roll.strategy.train.scorer import ScoreStrategy
 from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.sizes import ShardSizes
 from roll.transfer.digest import digests
 from roll.transfer.stream import Sender
 from tests.ranks import Ranks, ranks_of
+from tests.strategy.train.sharded.test_build import scores_over_ranks, source
 from tests.strategy.train.sharded.test_gradients import check, check_critic, spec_of
 from tests.strategy.train.sharded.test_sharded_adapters import BATCH, Adapted, _work, single, work
 from tests.strategy.train.sharded.trainers import (
+    CONFIGS,
     MIXTURES,
+    VOCAB,
     Groups,
     Job,
     errors,
@@ -92,23 +100,44 @@ def test_a_critics_value_loss(layout: Layout) -> None:
 
 
 @pytest.fixture(scope="module")
-def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
-    folder = tmp_path_factory.mktemp("model") / "tied"
-    make_model("tied").save_pretrained(folder)
-    return Adapted(folder)
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model and a reward model of each kind, on disk."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("tied", "mixtral_moe"):
+        kind = name.removesuffix("_moe")
+        make_model(kind).save_pretrained(folder / name)
+        shape = deepcopy(CONFIGS[kind])
+        shape.num_labels, shape.pad_token_id = 1, 0
+        torch.manual_seed(4)
+        judge = AutoModelForSequenceClassification.from_config(shape, dtype=torch.float32)
+        judge.save_pretrained(folder / f"{name}_judge")
+    return folder
 
 
-def test_adapters(layout: Layout, adapted: Adapted) -> None:
+def divided(ranks: Ranks) -> str:
+    """A kind of model of which the layout divides something."""
+    return "mixtral_moe" if ranks.shape.expert > 1 else "tied"
+
+
+def test_adapters(layout: Layout, folders: Path) -> None:
+    """In a mixture they are in its attention."""
     ranks, _ = layout
-    if ranks.shape.expert > 1:
-        pytest.skip("experts have no adapters")
-    batch = make_batch(BATCH, "qwen3")
-    now, base, gradients, loss, norm = _work(single(adapted), batch)
-    for found in ranks.run(work, adapted, batch):
+    wanted, batch = Adapted(folders / divided(ranks)), make_batch(BATCH, "qwen3")
+    now, base, gradients, loss, norm = _work(single(wanted), batch)
+    for found in ranks.run(work, wanted, batch):
         np.testing.assert_allclose(found[0], now, atol=2e-5)
         np.testing.assert_allclose(found[1], base, atol=2e-5)
         assert max(errors(found[2], gradients).values()) < 2e-6
         assert found[3:] == pytest.approx((loss, norm), rel=1e-5)
+
+
+def test_scores(layout: Layout, folders: Path) -> None:
+    ranks, _ = layout
+    folder, rng = folders / f"{divided(ranks)}_judge", np.random.default_rng(0)
+    conversations = [rng.integers(1, VOCAB, length).astype(np.int32) for length in range(5, 12)]
+    expected = ScoreStrategy(load_classifier(source(folder), torch.float32), TrainConfig()).scores(conversations)
+    for found in ranks.run(scores_over_ranks, folder, conversations):
+        np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
 State = dict[str, Tensor]
