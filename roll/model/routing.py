@@ -92,10 +92,14 @@ class Routers:
             self._pass = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _routed(self, number: int, router: nn.Module, inputs: Any, output: Routed) -> Routed | None:
+    def _routed(self, number: int, router: nn.Module, inputs: Any, output: Any) -> Routed | None:
         asked = self._pass
         if asked is None:
             return None
+        if not _says_choices(router, output):
+            if asked.routes is None and asked.balance is None:
+                return None
+            raise unknown(router)
         logits, weights, choices = output
         if asked.routes is not None:
             own = asked.routes[:, number].to(choices.dtype)
@@ -152,6 +156,15 @@ def _routes(module: nn.Module) -> bool:
     )
 
 
+def _says_choices(router: nn.Module, output: Any) -> bool:
+    """Whether it gives logits, weights and choices, in that order."""
+    if not isinstance(output, tuple) or len(output) != 3 or not all(isinstance(each, Tensor) for each in output):
+        return False
+    logits, weights, choices = output
+    kinds = logits.is_floating_point() and weights.is_floating_point() and not choices.is_floating_point()
+    return kinds and logits.shape[-1] == _number(router, "num_experts") and choices.shape[-1] == _number(router, "top_k")
+
+
 def _number(router: nn.Module, name: str) -> int:
     value: Any = getattr(router, name)
     return int(value)
@@ -187,8 +200,12 @@ def weighing_of(router: nn.Module, logits: Tensor, weights: Tensor, choices: Ten
     found = [float((way.weights(logits.detach(), choices) - given).abs().max()) for way in ways]
     best = min(range(len(ways)), key=found.__getitem__)
     if not found[best] < (1e-5 if weights.dtype == torch.float32 else 1e-2) * max(scale, 1.0):
-        raise UserError(
-            f"model: how {type(router).__name__} weighs its experts is not known: write rollout.router_replay=false and "
-            "train.router_balance_loss=0"
-        )
+        raise unknown(router)
     return ways[best]
+
+
+def unknown(router: nn.Module) -> UserError:
+    return UserError(
+        f"model: how {type(router).__name__} weighs its experts is not known: write rollout.router_replay=false and "
+        "train.router_balance_loss=0"
+    )

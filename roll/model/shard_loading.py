@@ -2,7 +2,8 @@
 whole model beside its own part.
 
 What always holds: beside its shards a rank holds one tensor at a time, or, where the model keeps several tensors of files
-as one (the experts of a layer), those of one layer. Every parameter is read exactly once or the load fails, naming it.
+as one (the experts of a layer), those of one layer that it has a part of. Every parameter is read exactly once or the
+load fails, naming it.
 
 How names and layouts in files become those in memory is `transformers`' own knowledge; what of it is used stands here and
 nowhere else: `get_model_conversion_mapping`, `rename_source_key`, and a converter's `add_tensor` and `convert`.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -111,10 +113,11 @@ def _read_files(model: PreTrainedModel, files: SafeFolder, targets: dict[str, Te
     """Reads the tensors of files as `transformers` writes them; gives the names of those that were read."""
     read = set()
     for name, found in _sources(model, files, targets).items():
-        if callable(found):
-            for target, tensor in found().items():
+        if isinstance(found, _Joined):
+            first, made = found.read(model, files, targets.get(name))
+            for target, tensor in made.items():
                 if target in targets:
-                    _copy(targets[target], partial(_narrow, tensor))
+                    _copy(targets[target], partial(_narrow, tensor, first))
                     read.add(target)
         elif name in targets:
             _check_shape(name, targets[name], files.shape(found))
@@ -147,7 +150,7 @@ def copy_from(source: Tensors, name: str, target: Tensor) -> None:
 
 
 def _sources(model: PreTrainedModel, files: SafeFolder, targets: dict[str, Tensor]) -> dict[str, Any]:
-    """By the name in memory: the name in the files, or a function that makes tensors of several from the files."""
+    """By the name in memory: the name in the files, or the names of several that are joined."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -156,21 +159,53 @@ def _sources(model: PreTrainedModel, files: SafeFolder, targets: dict[str, Tenso
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     found: dict[str, Any] = {}
-    joined: dict[str, Any] = {}
     for key in sorted(files, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, targets)
         if pattern is None:
             found[name] = key
             continue
-        converter = joined.setdefault(name, deepcopy(by_pattern[pattern]))
-        converter.add_tensor(name, key, pattern, lambda key=key: files.whole(key))
-    for name, converter in joined.items():
-        found[name] = lambda name=name, converter=converter: _converted(converter.convert(name, model, model.config))
+        joined = found.setdefault(name, _Joined(name, by_pattern[pattern], {}))
+        joined.keys.setdefault(pattern, []).append(key)
     return found
 
 
-def _narrow(whole: Tensor, box: Box) -> Tensor:
-    return whole[box]
+@dataclass(frozen=True)
+class _Joined:
+    """A tensor that the model keeps of several in files: those of a layer's experts, say."""
+
+    name: str
+    converter: Any
+    """Of `transformers`."""
+    keys: dict[str, list[str]]
+    """Names in files in order, by the pattern of the converter that they match."""
+
+    def read(self, model: PreTrainedModel, files: SafeFolder, target: Tensor | None) -> tuple[int, dict[str, Tensor]]:
+        """By their names in memory, the tensors made of those in the files, without the first rows that this rank has
+        nothing of: of experts it reads its own alone."""
+        rows = self._rows(target)
+        if rows.start is not None and rows.start == rows.stop:
+            return 0, {self.name: torch.empty(0)}
+        converter = deepcopy(self.converter)
+        for pattern, keys in self.keys.items():
+            for key in keys[rows]:
+                converter.add_tensor(self.name, key, pattern, partial(files.whole, key))
+        made = _converted(converter.convert(self.name, model, model.config))
+        if rows.start is not None:
+            assert len(made[self.name]) == rows.stop - rows.start, "each tensor of a file is a row"
+        return rows.start or 0, made
+
+    def _rows(self, target: Tensor | None) -> slice:
+        """Those that this rank holds a part of, where each row of the tensor is made of one tensor of each pattern."""
+        if target is None or target.ndim < 3 or any(len(keys) != target.shape[0] for keys in self.keys.values()):
+            return slice(None)
+        return local_box(target)[0]
+
+
+def _narrow(whole: Tensor, first: int, box: Box) -> Tensor:
+    """A part of a tensor, of which there are the rows from number `first` on."""
+    if not first:
+        return whole[box]
+    return whole[(slice(box[0].start - first, box[0].stop - first), *box[1:])]
 
 
 def _converted(tensors: dict[str, Any]) -> dict[str, Tensor]:

@@ -118,6 +118,8 @@ class RouterStats:
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)  # entropies, balance loss, tokens
 
     def add(self, done: RouterPass) -> None:
+        if not done.load:  # routers that do not say what they choose
+            return
         assert len(done.load) == len(self.load), "every layer's router is asked in a pass"
         self.load += torch.stack([done.load[layer] for layer in range(len(self.load))])
         self._sums[0] += torch.stack(list(done.entropy.values())).sum()
@@ -136,11 +138,13 @@ class RouterStats:
         the share of experts that got none; `router_entropy`: of a router's distribution, in nats; `dropped_tokens`: those
         that an expert was chosen for and no expert got."""
         entropy, loss, tokens = self._sums.tolist()
+        if not tokens:
+            return {}
         mean = self.load.mean(1).clamp_min(1e-30)
         return {
             "expert_load_max": float((self.load.amax(1) / mean).max()),
             "experts_idle": float((self.load == 0).double().mean()),
-            "router_entropy": entropy / max(tokens * len(self.load), 1.0),
+            "router_entropy": entropy / (tokens * len(self.load)),
             "router_balance_loss": loss,
             "dropped_tokens": tokens * len(self.load) * self._chosen - float(self.load.sum()),
         }

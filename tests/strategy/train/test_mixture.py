@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -190,3 +191,16 @@ def test_the_same_gradient_whatever_the_micro_batches() -> None:
     one = single_update(Job(batch, SPEC, "qwen3_moe", settings=settings))
     many = single_update(Job(batch, SPEC, "qwen3_moe", settings=settings, extra_rows=0))
     assert max(errors(many.gradients[0], one.gradients[0]).values()) < 2e-6
+
+
+def test_routers_that_do_not_say_what_they_choose_are_left_alone_or_refused_by_name() -> None:
+    routers = Routers(make_model("mixtral"))
+    kind: Any = type(routers.modules[0])
+    forward = kind.forward
+    asked, hidden = RouterPass(uses=torch.ones(3)), torch.randn(3, 32)
+    with patch.object(kind, "forward", lambda router, hidden: forward(router, hidden)[::-1]):
+        with routers.within(asked):
+            routers.modules[0](hidden)
+        assert not asked.load
+        with routers.within(RouterPass(routes=torch.zeros(3, 2, 2))), pytest.raises(UserError, match=kind.__name__):
+            routers.modules[0](hidden)

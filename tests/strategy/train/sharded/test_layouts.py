@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,7 +21,9 @@ from roll.algorithm.streams import CreditSpec
 from roll.cluster.mesh import MeshShape
 from roll.config.schema import TrainConfig
 from roll.model.classifier import load_classifier
+from roll.model.shard_loading import SafeFolder
 from roll.strategy.train.scorer import ScoreStrategy
+from roll.strategy.train.sharded.build import build_sharded
 from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.sizes import ShardSizes
 from roll.transfer.digest import digests
@@ -196,6 +200,33 @@ def test_what_it_saves_is_loaded_everywhere_and_what_it_publishes_is_what_it_has
     for back in ranks.run(loads, job, tmp_path / "one"):
         assert same(back[0], kept)
         assert back[2] == published
+
+
+def reads(group: RankGroup, folder: Path) -> tuple[set[str], State]:
+    """The names of what a rank reads whole from a model's files, and what all ranks have then."""
+    names: set[str] = set()
+    read = SafeFolder.whole
+
+    def listed(files: SafeFolder, name: str) -> Tensor:
+        names.add(name)
+        return read(files, name)
+
+    with patch.object(SafeFolder, "whole", listed):
+        built = build_sharded(source(folder), "frozen", torch.float32, 0, group)
+    return names, {name: whole(tensor.detach()) for name, tensor in built.model.state_dict().items()}
+
+
+def test_a_rank_reads_its_own_experts_alone(layout: Layout, folders: Path) -> None:
+    ranks, _ = layout
+    if ranks.shape.expert == 1:
+        pytest.skip("the layout does not divide experts")
+    expected = dict(make_model("mixtral").state_dict())
+    each = 8 // ranks.shape.expert
+    for rank, (names, found) in enumerate(ranks.run(reads, folders / "mixtral_moe")):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        numbers = {int(part) for name in names for part in re.findall(r"experts\.(\d+)\.", name)}
+        assert numbers == {each * (rank % ranks.shape.expert) + number for number in range(each)}
 
 
 def held(group: RankGroup, job: Job) -> int:
