@@ -140,7 +140,8 @@ def _activations(footprint: Footprint, size: PackedSize, checkpointed: bool) -> 
     output_gradient = footprint.model.trained_output * (4 if chunks else footprint.dtype.itemsize)
     predicting = footprint.ends_bytes(size) + footprint.logits_bytes(logits) + output_gradient * chunks
     layer = footprint.layer_bytes(size) if checkpointed else 0
-    going_back = layer + footprint.working_bytes(size) + output_gradient
+    working = max(footprint.working_bytes(size), footprint.dispatching_bytes(size))
+    going_back = layer + working + output_gradient
     return footprint.kept_bytes(size, checkpointed=checkpointed), max(predicting, going_back)
 
 
@@ -152,7 +153,8 @@ def forward_working(footprint: Footprint, work: Workload, budget: Budget) -> Siz
 def _forward_bytes(footprint: Footprint, size: PackedSize) -> int:
     logits, _ = footprint.chunk_logits(size.predicting)
     hidden = footprint.dtype.itemsize * footprint.model.hidden * (size.rows + size.predicting)
-    return max(footprint.working_bytes(size), footprint.logits_bytes(logits) + hidden) + footprint.mask_bytes(size)
+    layer = max(footprint.working_bytes(size), footprint.routed_bytes(size))
+    return max(layer, footprint.logits_bytes(logits) + hidden) + footprint.mask_bytes(size)
 
 
 def sharded_working(sizes: ShardSizes, footprint: Footprint, work: Workload, budget: Budget, purpose: Purpose) -> Sizes:

@@ -248,6 +248,17 @@ def test_an_update_peaks_where_the_plan_says(dtype: torch.dtype, vocab: int, lim
     assert planned_update(footprint_of(shape, dtype), work) == pytest.approx(measured, rel=0.2)
 
 
+@pytest.mark.parametrize("checkpointing", ["off", "on"])
+def test_an_update_of_experts_peaks_where_the_plan_says(checkpointing: Checkpointing) -> None:
+    shape = mixture()
+    strategy = trainer(shape, torch.float32, checkpointing=checkpointing)
+    batch = ragged(4, 6, 40, (30, 30), shape.vocab_size)
+    strategy.update(batch, LOSS, 0)
+    measured = peak_bytes(lambda: strategy.update(batch, LOSS, 1))
+    work = Workload(40, 40, 30, 6, 4, 1 << 20, running=1, exact=False, bucket_bytes=0, checkpointing=checkpointing)
+    assert planned_update(footprint_of(shape), work) == pytest.approx(measured, rel=0.2)
+
+
 def test_chunks_of_logits_are_held_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 1 << 16)
     shape = llama(64, 160, 2, 4, 2, 1024)
@@ -275,11 +286,10 @@ def test_gradients_meet_activations_only_where_micro_batches_follow_each_other()
     assert "activations of a micro-batch" not in one or "gradients, fp32" not in one
 
 
-@pytest.mark.parametrize("vocab", [128, 4096])
-def test_a_forward_pass_peaks_where_the_plan_says(vocab: int) -> None:
-    shape = llama(64, 160, 3, 4, 2, vocab)
+@pytest.mark.parametrize("shape", [llama(64, 160, 3, 4, 2, 128), llama(64, 160, 3, 4, 2, 4096), mixture()])
+def test_a_forward_pass_peaks_where_the_plan_says(shape: PretrainedConfig) -> None:
     strategy = trainer(shape, torch.float32)
-    batch = ragged(4, 6, 40, (30, 30), vocab)
+    batch = ragged(4, 6, 40, (30, 30), shape.vocab_size)
     measured = peak_bytes(lambda: strategy.log_probs(batch))
     work = Workload(40, 40, 30, 6, 4, 1 << 20, running=1, exact=False, bucket_bytes=0)
     footprint = footprint_of(shape)

@@ -103,6 +103,11 @@ class Footprint:
         model = self.model
         return size.rows * self.dtype.itemsize * (2 * model.hidden + (model.routed_tensors - 2) * model.routed)
 
+    def routed_bytes(self, size: PackedSize) -> int:
+        """What a layer with experts works in if it keeps nothing."""
+        model = self.model
+        return size.rows * self.dtype.itemsize * (2 * model.hidden + model.routed_tensors * model.routed)
+
     def inner_bytes(self, size: PackedSize) -> int:
         """What a layer keeps of its MLP or its experts."""
         model = self.model
