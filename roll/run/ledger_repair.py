@@ -127,7 +127,8 @@ class _Mending:
         samples: list[str] = []
         if shift or any(piece.made is not None for piece in head):
             head, samples = self._sensible(self._fitted(head, position))
-        return Mended(tuple(_joined([*head, *tail])), tuple(gaps), tuple(samples), cut)
+        pieces = (*_joined(head), *_joined(tail))  # by the end of a line the place of the checkpoint is known
+        return Mended(pieces, tuple(gaps), tuple(samples), cut)
 
     def _before_checkpoint(self) -> int | None:
         """Where the checkpoint was taken, as the file is now; None if nothing tells."""

@@ -121,6 +121,7 @@ def damaged(content: bytes, some: list[Damage]) -> bytes:
 @example([("delete", 0.0, 0.9), ("insert", 0.1, 0.1)])
 @example([("truncate", 0.0, 0.0)])
 @example([("truncate", 0.5, 0.0)])
+@example([("delete", 0.92578125, 0.5)])  # across the place of the checkpoint
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_is_done_to_a_ledger_the_run_continues_and_it_balances(
     tmp_path: Path, whole: tuple[bytes, Place], some: list[Damage]
