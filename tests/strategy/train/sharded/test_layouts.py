@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -42,7 +43,9 @@ from tests.strategy.train.sharded.trainers import (
     make_batch,
     make_model,
     sharded_trainer,
+    sharded_update,
     single_trainer,
+    single_update,
     whole,
     with_routes,
 )
@@ -80,6 +83,22 @@ def test_the_gradient_is_that_of_one_process(layout: Layout) -> None:
     ranks, kinds = layout
     for seed, kind in enumerate(kinds):
         check(ranks, Job(make_batch(Groups(seed=seed + 1)), SEQUENCES, kind, extra_rows=3))
+
+
+def test_norms_of_queries_and_keys_have_the_gradients_of_all_micro_batches(layout: Layout) -> None:
+    """Every rank of `tensor` computes a part of their heads: what is summed over ranks must not be summed again with the
+    next micro-batch."""
+    ranks, kinds = layout
+    if ranks.shape.tensor == 1 or "qwen3" not in kinds[0]:
+        pytest.skip("the layout does not divide heads that have norms")
+    job = Job(make_batch(Groups(seed=8, groups=6)), spec_of("clipped", "token_mean"), kinds[0], extra_rows=0)
+    assert len(list(single_trainer(job)._passes.over(job.batch))) > 4
+    expected = single_update(replace(job, extra_rows=4096)).gradients[0]
+    norms = [name for name in expected if "q_norm" in name or "k_norm" in name]
+    assert len(norms) == 4
+    for found in ranks.run(sharded_update, job):
+        wrong = errors(found.gradients[0], expected)
+        assert max(wrong[name] for name in norms) < 5e-6
 
 
 def test_of_one_short_sample_too(layout: Layout) -> None:

@@ -95,6 +95,10 @@ def life(group: RankGroup, kind: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["qwen3", "tied"])
 def test_a_trainer_over_nccl_does_in_its_life_what_one_process_does(ranks: Ranks, kind: str, tmp_path: Path) -> None:
+    check_life(ranks, kind, tmp_path)
+
+
+def check_life(ranks: Ranks, kind: str, tmp_path: Path) -> None:
     found, job = ranks.run(life, kind, tmp_path), make_job(kind)
     first = found[0]
     for other in found[1:]:
@@ -102,7 +106,7 @@ def test_a_trainer_over_nccl_does_in_its_life_what_one_process_does(ranks: Ranks
         assert all(torch.equal(other["weights"][name], weight) for name, weight in first["weights"].items())
     assert all(each["same"] and each["skipped"] == 1 for each in found)
     assert first["again"].loss == first["second"].loss
-    assert len({name for each in found for name in each["files"]}) == ranks.shape.shard + 1
+    assert len({name for each in found for name in each["files"]}) == ranks.shape.copy + 1
     single = single_trainer(job)
     assert np.abs(single.log_probs(job.batch) - first["log_probs"]).max() < 1e-3
     for step, name in enumerate(("first", "second")):
@@ -119,6 +123,10 @@ def divided(request: pytest.FixtureRequest) -> Iterator[tuple[Ranks, str]]:
     shape, kind = DIVIDED[request.param]
     with ranks_of(shape, device="cuda:0") as made:
         yield made, kind
+
+
+def test_divided_trainers_live_alike(divided: tuple[Ranks, str], tmp_path: Path) -> None:
+    check_life(*divided, tmp_path)
 
 
 def gradients(group: RankGroup, job: Job) -> Gradients:
