@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from transformers import PretrainedConfig
 
 from roll.cluster.mesh import MeshShape
@@ -16,9 +18,11 @@ def check_divides(role: str, mesh: MeshShape, shape: PretrainedConfig) -> None:
     words = int(shape.vocab_size)
     for count, what in ((heads, "attention heads"), (kv_heads, "key-value heads"), (words, "words")):
         if count % mesh.tensor:
-            raise _undivided(role, "tensor", mesh.tensor, count, what)
-    if heads // mesh.tensor % mesh.context:
-        raise _undivided(role, "context", mesh.context, heads // mesh.tensor, "attention heads of a rank")
+            raise _undivided(role, "tensor", mesh.tensor, f"{count} {what}", math.gcd(heads, kv_heads, words))
+    rank_heads = heads // mesh.tensor
+    if rank_heads % mesh.context:
+        what = "attention heads" + (" of a rank" if mesh.tensor > 1 else "")
+        raise _undivided(role, "context", mesh.context, f"{rank_heads} {what}", rank_heads)
     if mesh.expert > 1:
         experts = expert_count(shape)
         if not experts:
@@ -26,10 +30,11 @@ def check_divides(role: str, mesh: MeshShape, shape: PretrainedConfig) -> None:
                 f"roles.{role}.parallel.expert is {mesh.expert}, but the model has no experts: write "
                 f"roles.{role}.parallel.expert=1"
             )
-        if -(-experts // mesh.expert) * (mesh.expert - 1) >= experts:
+        if not _all_have_one(experts, mesh.expert):
+            fits = [str(ranks) for ranks in _divisors(mesh.copy) if _all_have_one(experts, ranks)]
             raise UserError(
                 f"roles.{role}.parallel.expert is {mesh.expert}, which leaves a rank with none of the model's {experts} "
-                f"experts: write roles.{role}.parallel.expert={either([str(n) for n in _divisors(experts)])}"
+                f"experts: write roles.{role}.parallel.expert={either(fits)}"
             )
 
 
@@ -39,10 +44,16 @@ def expert_count(shape: PretrainedConfig) -> int:
     return next((int(count) for name in names if (count := getattr(shape, name, None))), 0)
 
 
-def _undivided(role: str, name: str, size: int, count: int, what: str) -> UserError:
+def _all_have_one(experts: int, ranks: int) -> bool:
+    """Whether every rank has an expert, where all but the last ones have equally many."""
+    return -(-experts // ranks) * (ranks - 1) < experts
+
+
+def _undivided(role: str, name: str, size: int, what: str, fits: int) -> UserError:
+    """A number that does not divide `what` of the model; the divisors of `fits` are what to write instead."""
     return UserError(
-        f"roles.{role}.parallel.{name} is {size}, which does not divide the model's {count} {what}: write "
-        f"roles.{role}.parallel.{name}={either([str(n) for n in _divisors(count)][:6])}"
+        f"roles.{role}.parallel.{name} is {size}, which does not divide the model's {what}: write "
+        f"roles.{role}.parallel.{name}={either([str(n) for n in _divisors(fits)][:6])}"
     )
 
 

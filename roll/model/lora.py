@@ -8,6 +8,7 @@ a model with fresh adapters is the model without them.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -157,7 +158,9 @@ def inject(model: PreTrainedModel, config: LoraConfig) -> None:
     )
     model.requires_grad_(False)
     try:
-        peft.inject_adapter_in_model(lora, model, ADAPTER)
+        with warnings.catch_warnings():  # of patterns that `peft` itself makes for experts, which are refused below
+            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
+            peft.inject_adapter_in_model(lora, model, ADAPTER)
     except ValueError as error:
         said = str(error).strip().splitlines()[0]
         raise UserError(f"model.lora.targets: {said} Instead {known}") from error
@@ -165,7 +168,9 @@ def inject(model: PreTrainedModel, config: LoraConfig) -> None:
     output = model.get_output_embeddings()
     for name, layer in adapted_layers(model).items():
         if layer is output or type(layer).__name__ != "Linear":
-            what = "gives the logits" if layer is output else f"is no linear layer ({type(layer.base_layer).__name__})"
+            what = (
+                "gives the logits" if layer is output else f"is no linear layer ({type(layer.get_base_layer()).__name__})"
+            )
             raise UserError(
                 f"model.lora.targets: {name} {what}, and adapters go to the linear layers inside the decoder: {known}"
             )
