@@ -65,8 +65,8 @@ TOKEN_COLUMNS: Mapping[str, Any] = {
 }
 """Columns with one value a token, and their types. The log-probs are under softmax(logits / temperature); `turn` is the
 number of the sample's response that the token is of, below 0 where it was not sampled (-2 where it begins a branch, see
-`tokenlog.py`); `values` are a critic's, `returns` what it should have said; `routes` have a row a token, of a type of
-their own (`routes.py`)."""
+`tokenlog.py`); `values` are a critic's, `returns` what it should have said; `routes` have one row per token, of a type
+of their own (`routes.py`)."""
 
 _TYPES = {**SAMPLE_COLUMNS, **TURN_COLUMNS, **TOKEN_COLUMNS}
 

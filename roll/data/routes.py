@@ -1,10 +1,10 @@
 """Routes: which experts of a mixture each token was sent to when its response was drawn.
 
-A row a token, [tokens, layers · chosen], of the smallest type that the experts' numbers and one more fit into; the one
-more, `free`, stands where nothing was recorded. A model without experts has rows of width 0.
+One row per token, [tokens, layers · chosen], of the smallest type that the experts' numbers and one more fit into; the
+one more, `free`, stands where nothing was recorded. A model without experts has rows of width 0.
 
 Example: 2 layers with 8 experts each, of which 2 are chosen, give rows of 4 bytes; [3, 5, 0, 7] says experts 3 and 5 in
-the first layer, 0 and 7 in the second, and [255, 255, 255, 255] that nobody knows.
+the first layer, 0 and 7 in the second; [255, 255, 255, 255] says that nothing was recorded.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ NO_ROUTES: Routes = np.zeros((0, 0), np.uint8)
 
 
 def routes_type(experts: int) -> np.dtype[Any]:
-    """What a row's numbers are, where a layer has so many experts."""
+    """The type of a row's numbers, for layers with this many experts."""
     return np.dtype(np.uint8 if experts < np.iinfo(np.uint8).max else np.uint16)
 
 
 def free(routes: Routes) -> int:
-    """What stands in them where nothing was recorded."""
+    """The number that stands where nothing was recorded."""
     return int(np.iinfo(routes.dtype).max)
 
 
 def unrecorded(tokens: int, like: Routes) -> Routes:
-    """Rows of which nothing is known."""
+    """Rows for tokens whose experts were not recorded."""
     return np.full((tokens, like.shape[1]), free(like), like.dtype)
 
 
@@ -41,7 +41,7 @@ def signed(routes: Routes) -> NDArray[np.int16]:
 
 
 def alike(parts: Sequence[Routes]) -> list[Routes]:
-    """Rows of several logs, all of one width: those of logs without routes become rows of which nothing is known."""
+    """Rows of several logs, all of one width: a log without routes gets rows that say that nothing was recorded."""
     like = next((part for part in parts if part.shape[1]), None)
     if like is None:
         return list(parts)

@@ -25,7 +25,7 @@ class Sample:
     greedy: bool = False
     """Drawn at temperature 0: its reward is what its siblings' are compared with, and it is not trained on."""
     records: bool = True
-    """Whether engines are to say which experts its tokens were sent to, which training on them takes."""
+    """Whether engines record which experts its tokens were sent to: the trainer replays them."""
     tries: int = 1
     """Attempts so far: above 1 a worker died or hung under it."""
     kills: float = 0.0

@@ -2,8 +2,8 @@
 
 What always holds: segments are never changed or removed once appended; every response token carries the log-probability
 the sampler drew it with and the version of the weights that drew it (0 and none, where it is somebody else's and only
-imitated); the loss mask is exactly the response tokens. Of a branch's first tokens it may say which experts they were
-sent to (`routes.py`).
+imitated); the loss mask is exactly the response tokens. The log may also have the experts that a branch's first tokens
+were sent to (`routes.py`).
 Training tensors are views of this log, so what is trained is what was sampled, token for token.
 
 A log may fork: where what comes next cannot follow the tokens before it (a chat template would rewrite them, or the
@@ -148,10 +148,12 @@ class TokenLog:
 
     def _keep_routes(self, start: int, routes: Routes) -> None:
         """Rows of tokens of the last branch, from `start` on."""
-        assert routes.ndim == 2, f"routes have a row a token, not the shape {routes.shape}"
+        assert routes.ndim == 2, f"routes have one row per token, not the shape {routes.shape}"
         known = self._routes[0][1] if self._routes else routes
         if (routes.shape[1], routes.dtype) != (known.shape[1], known.dtype):
-            raise ValueError(f"routes of {routes.shape[1]} {routes.dtype} a token follow {known.shape[1]} {known.dtype}")
+            raise ValueError(
+                f"routes of {routes.shape[1]} {routes.dtype} per token follow {known.shape[1]} {known.dtype}"
+            )
         if start + len(routes) > len(self):
             raise ValueError(f"routes of {len(routes)} tokens from number {start} on, in a log of {len(self)}")
         if routes.size:
@@ -219,7 +221,7 @@ class TokenLog:
 
     @property
     def routes(self) -> Routes:
-        """Which experts each token was sent to, a row a token."""
+        """Which experts each token was sent to, one row per token."""
         if not self._routes:
             return np.zeros((len(self), 0), NO_ROUTES.dtype)
         routes = unrecorded(len(self), self._routes[0][1])
@@ -229,7 +231,7 @@ class TokenLog:
 
     @property
     def routed(self) -> int:
-        """Of how many of the last branch's tokens that is known, from its first on."""
+        """How many of the last branch's tokens have their routes recorded, from its first on."""
         return self._routed
 
     @property
@@ -262,7 +264,7 @@ def begin_alike(a: IntArray, b: IntArray, count: int) -> bool:
 
 
 def _recorded(routes: Routes) -> Routes:
-    """Without the last rows of which nothing is known."""
+    """Without the last rows, where nothing was recorded."""
     known = np.flatnonzero((routes != free(routes)).any(axis=1))
     return _frozen(routes[: known[-1] + 1 if len(known) else 0], routes.dtype)
 

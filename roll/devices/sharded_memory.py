@@ -21,7 +21,7 @@ again, computed, weighted, in order again) are more than all else in a layer. Ra
 they send: what an uneven router adds is not in it.
 
 Compared with one H200 as rank 0 of large worlds (`torch`'s fake process group: real kernels and memory, no wires; bf16,
-checkpointed), the plan is between 0.5 % below and 3.7 % above what was allocated (`benchmarks/sharded.py`, `plan_error`).
+checkpointed), the plan is between 0.2 % below and 3.7 % above what was allocated (`benchmarks/sharded.py`, `plan_error`).
 """
 
 from __future__ import annotations

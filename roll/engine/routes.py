@@ -19,13 +19,13 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from roll.config.errors import UserError
 from roll.data.routes import Routes, routes_type
 from roll.model.experts import experts_of
-from roll.model.routing import routers_of
+from roll.model.routing import routers_of, says_choices
 from roll.model.shape import names_experts
 
 
 @dataclass(frozen=True)
 class RouteShape:
-    """Of a position: how many numbers, and of how many experts each is one."""
+    """The routes of one position: how many numbers they are, and how many experts a layer has."""
 
     width: int
     experts: int
@@ -83,7 +83,7 @@ def _check_routers(model: nn.Module) -> None:
     routers = routers_of(model)
     named = any(name.rpartition(".")[2] in ("experts", "router") for name, _ in model.named_modules())
     kinds = {type(router): router for router in routers}
-    known = len(routers) >= len(experts_of(model)) and all(map(_says_choices, kinds.values()))
+    known = len(routers) >= len(experts_of(model)) and all(map(_is_known, kinds.values()))
     if (named or routers) and not (routers and known):
         raise UserError(
             f"rollout.router_replay is true, but how {type(model).__name__} sends tokens to its experts is not known: "
@@ -91,15 +91,13 @@ def _check_routers(model: nn.Module) -> None:
         )
 
 
-def _says_choices(router: Any) -> bool:
-    """Whether it gives logits, weights and choices, in that order."""
+def _is_known(router: Any) -> bool:
+    """Whether what it gives can be recorded and replayed."""
     try:
         given = router(torch.empty(2, router.weight.shape[1], device="meta", dtype=router.weight.dtype))
-        logits, weights, choices = given
-    except Exception:  # it takes or gives something else
+    except Exception:  # it takes something else
         return False
-    floating = logits.is_floating_point() and weights.is_floating_point() and not choices.is_floating_point()
-    return floating and logits.shape == (2, router.num_experts) and choices.shape == (2, router.top_k)
+    return says_choices(router, given)
 
 
 class Recorder:

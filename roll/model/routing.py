@@ -96,7 +96,7 @@ class Routers:
         asked = self._pass
         if asked is None:
             return None
-        if not _says_choices(router, output):
+        if not says_choices(router, output):
             if asked.routes is None and asked.balance is None:
                 return None
             raise unknown(router)
@@ -156,13 +156,15 @@ def _routes(module: nn.Module) -> bool:
     )
 
 
-def _says_choices(router: nn.Module, output: Any) -> bool:
-    """Whether it gives logits, weights and choices, in that order."""
+def says_choices(router: nn.Module, output: Any) -> bool:
+    """Whether what it gave are logits, weights and choices of the rows, in that order."""
     if not isinstance(output, tuple) or len(output) != 3 or not all(isinstance(each, Tensor) for each in output):
         return False
     logits, weights, choices = output
-    kinds = logits.is_floating_point() and weights.is_floating_point() and not choices.is_floating_point()
-    return kinds and logits.shape[-1] == _number(router, "num_experts") and choices.shape[-1] == _number(router, "top_k")
+    if not (logits.is_floating_point() and weights.is_floating_point()) or choices.is_floating_point():
+        return False
+    rows, experts, chosen = len(logits), _number(router, "num_experts"), _number(router, "top_k")
+    return [tuple(each.shape) for each in output] == [(rows, experts), (rows, chosen), (rows, chosen)]
 
 
 def _number(router: nn.Module, name: str) -> int:
@@ -199,7 +201,8 @@ def weighing_of(router: nn.Module, logits: Tensor, weights: Tensor, choices: Ten
     given = weights.detach().float()
     found = [float((way.weights(logits.detach(), choices) - given).abs().max()) for way in ways]
     best = min(range(len(ways)), key=found.__getitem__)
-    if not found[best] < (1e-5 if weights.dtype == torch.float32 else 1e-2) * max(scale, 1.0):
+    rounding = 1e-5 if weights.dtype == torch.float32 else 2e-2
+    if not found[best] < rounding * float(given.abs().max()):
         raise unknown(router)
     return ways[best]
 

@@ -27,7 +27,7 @@ class Lease:
     votes: bool = False
     """Whether the answers of its samples are asked for."""
     records: bool = True
-    """Whether it is asked which experts their tokens are sent to."""
+    """Whether engines record which experts their tokens were sent to."""
 
 
 @dataclass(frozen=True)

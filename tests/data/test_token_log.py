@@ -191,8 +191,8 @@ def test_the_width_of_experts_numbers_leaves_one_for_none() -> None:
     ("routes", "said"),
     [
         (np.zeros((5, 2), np.uint8), "routes of 5 tokens from number 2 on, in a log of 5"),
-        (np.zeros((1, 3), np.uint8), "routes of 3 uint8 a token follow 2 uint8"),
-        (np.zeros((1, 2), np.uint16), "routes of 2 uint16 a token follow 2 uint8"),
+        (np.zeros((1, 3), np.uint8), "routes of 3 uint8 per token follow 2 uint8"),
+        (np.zeros((1, 2), np.uint16), "routes of 2 uint16 per token follow 2 uint8"),
     ],
 )
 def test_routes_that_do_not_go_on_from_those_before_are_refused(routes: np.ndarray, said: str) -> None:

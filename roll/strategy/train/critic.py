@@ -58,9 +58,10 @@ class CriticTrainer:
     def _all_values(self, batch: Batch) -> FloatArray:
         share = self._spread.share(batch)
         own = np.zeros(share.batch.tokens, np.float32)
-        for micro, real, values in [(micro, real, self._values(micro)) for micro, real in self._micros(share.batch)]:
+        passes = [(micro.where, self._values(micro), real) for micro, real in self._micros(share.batch)]
+        for where, values, real in passes:
             if real:
-                own[micro.where] = values.cpu().numpy()
+                own[where] = values.cpu().numpy()
         return whole_column(self._spread, batch, share, own)
 
     def update(self, batch: Batch, credit: CreditSpec, step: int) -> UpdateStats:

@@ -111,7 +111,8 @@ def micro_batches(
     device, dtype = device or model.device, dtype or model.dtype
     sequences, masks, spans = batch.rows("ids"), batch.rows("loss_mask"), _spans(batch)
     turns, heat = _turns(batch), batch["temperature"]
-    routes = batch.rows("routes") if "routes" in batch and batch["routes"].shape[1] else None
+    routes = batch.rows("routes") if "routes" in batch else []
+    recorded = any(each.shape[1] for each in routes[:1])  # all have one width
     for members, tree in _packed(batch, limit_rows, share):
         found = iter(tree.paths)
         paths = [np.concatenate([next(found) for _ in spans[i]]) for i in members]
@@ -136,9 +137,7 @@ def micro_batches(
             members=members,
             ends=on_device(np.array([path[-1] for path in paths]), device),
             uses=on_device(np.bincount(np.concatenate(paths), minlength=tree.rows).astype(np.float32), device),
-            routes=None
-            if routes is None
-            else on_device(_of_rows([routes[i] for i in members], paths, tree.rows), device),
+            routes=on_device(_of_rows([routes[i] for i in members], paths, tree.rows), device) if recorded else None,
             samples=SampleRows.of(paths, device) if samples else None,
         )
 

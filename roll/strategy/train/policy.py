@@ -76,10 +76,12 @@ class PolicyTrainer:
     def _log_probs(self, batch: Batch, *, base: bool) -> FloatArray:
         share = self._spread.share(batch)
         own = np.zeros(share.batch.tokens, np.float32)
-        done = [(micro, real, self._current(micro, replays=not base)[0]) for micro, real in self._micros(share.batch)]
-        for micro, real, current in done:  # nothing waits for the device before all is launched
+        passes = [
+            (micro.where, self._current(micro, replays=not base)[0], real) for micro, real in self._micros(share.batch)
+        ]
+        for where, current, real in passes:  # nothing waits for the device before all is launched
             if real:
-                own[micro.where] = current.cpu().numpy()
+                own[where] = current.cpu().numpy()
         return whole_column(self._spread, batch, share, own)
 
     def update(self, batch: Batch, loss: LossSpec, step: int) -> UpdateStats:

@@ -185,6 +185,16 @@ def test_a_router_that_weighs_otherwise_is_refused() -> None:
         weighing_of(router, logits, weights.sqrt(), choices)
 
 
+def test_a_router_whose_weights_are_small_is_refused_too() -> None:
+    """Half of the softmax over 256 experts, in 16 bits: the difference is less than the rounding of larger weights."""
+    router = Routers(make_model("mixtral")).modules[0]
+    logits = torch.randn(50, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weights, choices = torch.softmax(logits.float(), -1).topk(2)
+    assert not weighing_of(router, logits, weights.bfloat16(), choices).normalised
+    with pytest.raises(UserError, match="MixtralTopKRouter weighs its experts is not known"):
+        weighing_of(router, logits, (weights / 2).bfloat16(), choices)
+
+
 def test_the_same_gradient_whatever_the_micro_batches() -> None:
     batch = make_batch(Groups(seed=7), "qwen3_moe")
     settings = {"router_balance_loss": COEFFICIENT}
