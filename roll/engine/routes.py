@@ -6,8 +6,10 @@ wherever these go: to a sibling, to the next turn, to a larger cache.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from roll.config.errors import UserError
 from roll.data.routes import Routes, routes_type
 from roll.model.experts import experts_of
-from roll.model.routing import routers_of, says_choices
+from roll.model.routing import routers_of, says_choices, weighing_of
 from roll.model.shape import names_experts
 
 
@@ -91,13 +93,21 @@ def _check_routers(model: nn.Module) -> None:
         )
 
 
-def _is_known(router: Any) -> bool:
-    """Whether what it gives can be recorded and replayed."""
-    try:
-        given = router(torch.empty(2, router.weight.shape[1], device="meta", dtype=router.weight.dtype))
-    except Exception:  # it takes something else
-        return False
-    return says_choices(router, given)
+def _is_known(router: nn.Module) -> bool:
+    """Whether what it gives can be recorded and replayed: tried on a few rows, with weights that are noise."""
+    noise = torch.Generator().manual_seed(0)
+    tried: Any = copy.deepcopy(router).to_empty(device="cpu").float().eval()
+    with torch.no_grad():
+        for tensor in chain(tried.parameters(), tried.buffers()):
+            tensor.normal_(std=0.02, generator=noise) if tensor.is_floating_point() else tensor.zero_()
+        try:
+            given = tried(torch.randn(8, tried.weight.shape[1], generator=noise))
+            if not says_choices(tried, given):
+                return False
+            weighing_of(tried, *given)
+        except Exception:  # it takes something else, or weighs in a way that is not known
+            return False
+    return True
 
 
 class Recorder:

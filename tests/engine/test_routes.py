@@ -264,9 +264,9 @@ def test_layers_with_experts_are_found_without_weights(kind: str, layers: tuple[
     assert (found.numbers if found is not None else None) == layers
 
 
-@pytest.mark.parametrize("kind", ["granitemoe", "llama4_text", "jamba", "jetmoe"])
+@pytest.mark.parametrize("kind", ["granitemoe", "llama4_text", "jamba", "jetmoe", "phimoe"])
 def test_a_mixture_whose_routers_are_not_known_is_refused_with_what_to_write(kind: str) -> None:
-    """Choices in another place, none, or routers that are not found at all."""
+    """Choices in another place, none, routers that are not found at all, or weights by a formula that is not known."""
     with pytest.raises(UserError, match=r"how \w+ sends tokens .* is not known: write rollout\.router_replay=false"):
         ExpertLayers.of(AutoConfig.for_model(kind, num_hidden_layers=2))
 
