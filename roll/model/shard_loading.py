@@ -113,13 +113,15 @@ def _read_files(model: PreTrainedModel, files: SafeFolder, targets: dict[str, Te
     """Reads the tensors of files as `transformers` writes them; gives the names of those that were read."""
     read = set()
     for name, found in _sources(model, files, targets).items():
+        if name not in targets:
+            continue
         if isinstance(found, _Joined):
-            first, made = found.read(model, files, targets.get(name))
+            first, made = found.read(model, files, targets[name])
             for target, tensor in made.items():
                 if target in targets:
                     _copy(targets[target], partial(_narrow, tensor, first))
                     read.add(target)
-        elif name in targets:
+        else:
             _check_shape(name, targets[name], files.shape(found))
             copy_from(files, found, targets[name])
             read.add(name)
@@ -179,7 +181,7 @@ class _Joined:
     keys: dict[str, list[str]]
     """Names in files in order, by the pattern of the converter that they match."""
 
-    def read(self, model: PreTrainedModel, files: SafeFolder, target: Tensor | None) -> tuple[int, dict[str, Tensor]]:
+    def read(self, model: PreTrainedModel, files: SafeFolder, target: Tensor) -> tuple[int, dict[str, Tensor]]:
         """By their names in memory, the tensors made of those in the files, without the first rows that this rank has
         nothing of: of experts it reads its own alone."""
         rows = self._rows(target)
@@ -194,9 +196,9 @@ class _Joined:
             assert len(made[self.name]) == rows.stop - rows.start, "each tensor of a file is a row"
         return rows.start or 0, made
 
-    def _rows(self, target: Tensor | None) -> slice:
+    def _rows(self, target: Tensor) -> slice:
         """Those that this rank holds a part of, where each row of the tensor is made of one tensor of each pattern."""
-        if target is None or target.ndim < 3 or any(len(keys) != target.shape[0] for keys in self.keys.values()):
+        if target.ndim < 3 or any(len(keys) != target.shape[0] for keys in self.keys.values()):
             return slice(None)
         return local_box(target)[0]
 
