@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -63,9 +63,9 @@ several = settings(
 )
 
 
-def check(ranks: Ranks, job: Job) -> None:
-    """In fp64 and in fp32: all ranks have the loss, the gradients and the stats of one process that cuts nothing."""
-    for dtype in (torch.float64, torch.float32):
+def check(ranks: Ranks, job: Job, dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32)) -> None:
+    """In each precision: all ranks have the loss, the gradients and the stats of one process that cuts nothing."""
+    for dtype in dtypes:
         own = replace(job, dtype=dtype)
         expected = single_update(replace(own, extra_rows=4096, defect=""))
         for found in ranks.run(sharded_update, own):
