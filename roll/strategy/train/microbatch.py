@@ -100,19 +100,20 @@ def micro_batches(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     *,
+    routes: bool = False,
     samples: bool = False,
 ) -> Iterator[MicroBatch]:
     """The batch as micro-batches for the model, of at most `limit_rows` rows or one sample each.
 
     Without `share` a prefix that samples have in common is computed for each of them. `dtype` is the precision that
-    layers compute in, and `device` where, if these are not those of the parameters. With `samples` each says where all
-    tokens of its samples are.
+    layers compute in, and `device` where, if these are not those of the parameters. With `routes` each says which experts
+    the sampler sent its rows to, with `samples` where all tokens of its samples are.
     """
     device, dtype = device or model.device, dtype or model.dtype
     sequences, masks, spans = batch.rows("ids"), batch.rows("loss_mask"), _spans(batch)
     turns, heat = _turns(batch), batch["temperature"]
-    routes = batch.rows("routes") if "routes" in batch else []
-    recorded = any(each.shape[1] for each in routes[:1])  # all have one width
+    known = batch.rows("routes") if routes and "routes" in batch else []
+    recorded = any(each.shape[1] for each in known[:1])  # all have one width
     for members, tree in _packed(batch, limit_rows, share):
         found = iter(tree.paths)
         paths = [np.concatenate([next(found) for _ in spans[i]]) for i in members]
@@ -137,7 +138,7 @@ def micro_batches(
             members=members,
             ends=on_device(np.array([path[-1] for path in paths]), device),
             uses=on_device(np.bincount(np.concatenate(paths), minlength=tree.rows).astype(np.float32), device),
-            routes=on_device(_of_rows([routes[i] for i in members], paths, tree.rows), device) if recorded else None,
+            routes=on_device(_of_rows([known[i] for i in members], paths, tree.rows), device) if recorded else None,
             samples=SampleRows.of(paths, device) if samples else None,
         )
 

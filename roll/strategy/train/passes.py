@@ -145,14 +145,17 @@ class Passes:
         if self.take_retries():
             _log.warning("%s", shrunk(self._setting, self.limit_rows))
 
-    def over(self, batch: Batch) -> Iterator[MicroBatch]:
+    def over(self, batch: Batch, *, routers: bool = False) -> Iterator[MicroBatch]:
+        """The batch's micro-batches, with what the `routers` of a policy need to know of them, if they ask."""
         if not len(batch):
             return iter(())
         budget = self.budget(batch)
         self.check_lengths(batch)
         share = self._config.share_prefixes
-        whole = self._config.router_balance_loss > 0
-        return micro_batches(batch, budget.rows, self._model, share, self._dtype, self._device, samples=whole)
+        balanced = routers and self._config.router_balance_loss > 0
+        return micro_batches(
+            batch, budget.rows, self._model, share, self._dtype, self._device, routes=routers, samples=balanced
+        )
 
     def hidden(self, micro: MicroBatch, within: Within | None = None) -> Tensor:
         """The last hidden state of every row. Each layer is computed inside of what `within` gives."""

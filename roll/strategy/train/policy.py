@@ -146,7 +146,7 @@ class PolicyTrainer:
         return seen, suspects, routers
 
     def _micros(self, batch: Batch) -> Iterator[tuple[MicroBatch, bool]]:
-        return self._spread.in_step(self._passes.over(batch))
+        return self._spread.in_step(self._passes.over(batch, routers=self._mixture is not None))
 
     def _current(
         self,
