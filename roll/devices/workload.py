@@ -150,9 +150,12 @@ class Workload:
         return choose(footprint, self.limit_rows, self.checkpointing, self.longest, spare_bytes)
 
     def micro_batches(self, limit_rows: int) -> list[PackedSize]:
-        """The fullest micro-batches, for responses of the longest size and its halves: long ones make large attentions,
-        many short ones many keys. Several are about as large as each other."""
+        """The fullest micro-batches, for responses of the longest size, its halves, and the longest that leave no row
+        free: long ones make large attentions, many short ones many keys. Several are about as large as each other."""
         lengths = {max(self.response >> halvings, 1) for halvings in range(self.response.bit_length())}
+        room = limit_rows - self.longest_prompt
+        if room > 0:
+            lengths.add(max(room // ceil(room / self.response), 1))
         return [self._micro_batch(limit_rows, length) for length in sorted(lengths, reverse=True)]
 
     def _micro_batch(self, limit_rows: int, response: int) -> PackedSize:
