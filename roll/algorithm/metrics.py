@@ -9,6 +9,8 @@ from collections.abc import Container, Iterable
 
 from roll.config.errors import UserError
 
+OF_MIXTURE = frozenset({"expert_load_max", "experts_idle", "router_entropy", "router_balance_loss", "dropped_tokens"})
+"""What a trainer gives besides of a model with experts."""
 OF_TRAINER = frozenset(
     {
         *("loss", "grad_norm", "lr", "tokens", "rows", "updates", "skipped"),
@@ -16,7 +18,7 @@ OF_TRAINER = frozenset(
         *("entropy", "kl", "correction", "correction_cut"),
         *("mismatch", "mismatch_max", "mismatch_k3", "mismatch_ess"),
         "imbalance",  # of a sharded trainer
-        *("expert_load_max", "experts_idle", "router_entropy", "router_balance_loss", "dropped_tokens"),  # of mixtures
+        *OF_MIXTURE,
     }
 )
 OF_ALGORITHM = frozenset({"kl_coef"})

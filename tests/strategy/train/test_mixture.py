@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithm import LossSpec
+from roll.algorithm.metrics import OF_MIXTURE
 from roll.config.errors import UserError
 from roll.config.schema import TrainConfig
 from roll.data import Batch
@@ -121,8 +122,9 @@ def test_metrics_are_those_of_all_tokens(kind: str) -> None:
     assert float(counts.sum()) == rows * routers.chosen * routers.layers
 
 
-def test_a_dense_model_has_no_such_metrics() -> None:
-    assert not {name for name in single_update(job("qwen3")).metrics if "expert" in name or "router" in name}
+def test_a_mixture_alone_has_the_metrics_of_mixtures() -> None:
+    assert single_update(job("qwen3")).metrics.keys().isdisjoint(OF_MIXTURE)
+    assert single_update(job("mixtral")).metrics.keys() >= OF_MIXTURE
 
 
 def test_biases_move_towards_experts_with_few_rows_and_are_published() -> None:

@@ -67,8 +67,10 @@ def _patches(name: str, group: RankGroup, model: ModelShape) -> list[tuple[Any, 
 def _nothing(*_: Any, **__: Any) -> None: ...
 
 
-def _in_single_precision(batch: Batch, limit: int, model: Any, share: bool, dtype: Any, device: torch.device) -> Any:
-    return micro_batches(batch, limit, model, share, torch.float32, device)
+def _in_single_precision(
+    batch: Batch, limit: int, model: Any, share: bool, dtype: Any, device: torch.device, **options: bool
+) -> Any:
+    return micro_batches(batch, limit, model, share, torch.float32, device, **options)
 
 
 def _own_only(ranks: OverRanks, micros: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
