@@ -144,7 +144,7 @@ class Floor:
         return total
 
     def _weight_bytes(self, rows: int) -> float:
-        """Of the weights that so many rows read."""
+        """Bytes of the weights that one forward pass over so many rows reads."""
         used = (p.nbytes * (1 - (1 - self._chosen / len(p)) ** rows) for p in self._experts)
         return self._dense_bytes + sum(used)
 

@@ -214,8 +214,8 @@ def link_bytes_per_s(device: torch.device) -> tuple[float, float]:
 def experts_over_eager(
     device: torch.device, repeats: int, config: PretrainedConfig = FOUR_OF_30B, tokens: int = EXPERT_TOKENS
 ) -> dict[str, float]:
-    """Layers with experts, forward and back without an optimizer, by turns in one process; the best of each. Here a rank
-    has all experts: nothing is exchanged."""
+    """Times forward and backward passes of layers with grouped and with eager experts, alternately in one process, and
+    takes the fastest of each. The rank has all experts, so it exchanges no rows."""
     free()
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPE).train()

@@ -298,7 +298,7 @@ class _Worker:
     devices: int = 1
     """That hold its weights together, of which this is one."""
     mesh: MeshShape | None = None
-    """Of its role, if it is a rank."""
+    """The mesh of its role, if this is one of the role's ranks."""
 
 
 def estimate(map: DeviceMap, table: StageTable, model: Model, work: Workload) -> Estimate:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
-from transformers import Qwen3MoeConfig
 
 from roll.config import load_config
 from roll.config.document import parse
@@ -16,25 +16,12 @@ from roll.devices.inventory import Inventory
 from roll.devices.job import rlvr_job
 from roll.devices.plan import Plan, check_memory, make_plan
 from roll.model.character import character_tokenizer
+from tests.devices.test_sharded_memory import EXPERTS_235B
 
 PAGE = (Path(__file__).parents[2] / "docs" / "large.md").read_text(encoding="utf-8")
 (CONFIG,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-SHAPE = Qwen3MoeConfig(
-    vocab_size=151936,
-    hidden_size=4096,
-    intermediate_size=12288,
-    moe_intermediate_size=1536,
-    num_hidden_layers=94,
-    num_attention_heads=64,
-    num_key_value_heads=4,
-    head_dim=128,
-    num_experts=128,
-    num_experts_per_tok=8,
-    norm_topk_prob=True,
-    max_position_embeddings=40960,
-    tie_word_embeddings=False,
-    architectures=["Qwen3MoeForCausalLM"],
-)
+SHAPE = deepcopy(EXPERTS_235B)
+SHAPE.max_position_embeddings, SHAPE.architectures = 40960, ["Qwen3MoeForCausalLM"]
 NODE = {"id": "", "cores": 128, "gpus": 8, "memory_bytes": 2 << 40, "gpu_bytes": 141 << 30}
 
 
