@@ -164,8 +164,19 @@ def same(expected: Any, got: Any, tolerance: float = 0.0, exact: bool = False) -
     if isinstance(expected, dict) and isinstance(got, dict):
         return expected.keys() == got.keys() and all(same(expected[key], got[key], tolerance, exact) for key in expected)
     if tolerance and _is_number(expected) and _is_number(got):
-        return math.isclose(expected, got, rel_tol=tolerance, abs_tol=tolerance)
+        return _near(expected, got, tolerance)
     return bool(expected == got)
+
+
+def _near(expected: Any, got: Any, tolerance: float) -> bool:
+    """Whether two numbers, of any size, are so far apart at most."""
+    try:
+        return math.isclose(expected, got, rel_tol=tolerance, abs_tol=tolerance)
+    except OverflowError:  # a whole number that no float holds
+        if isinstance(expected, float) or isinstance(got, float):
+            return False
+        over, under = tolerance.as_integer_ratio()
+        return bool(abs(expected - got) * under <= over * max(abs(expected), abs(got), 1))
 
 
 def _is_number(value: object) -> bool:
@@ -176,9 +187,10 @@ def _same_word(left: str, right: str, tolerance: float) -> bool:
     if left == right:
         return True
     try:
-        return math.isclose(float(left), float(right), rel_tol=tolerance, abs_tol=tolerance)
+        expected, got = float(left), float(right)
     except ValueError:
         return False
+    return math.isfinite(expected) and math.isclose(expected, got, rel_tol=tolerance, abs_tol=tolerance)
 
 
 def _batches(tests: Sequence[CodeTest]) -> list[list[CodeTest]]:

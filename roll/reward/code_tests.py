@@ -102,11 +102,15 @@ _MODULES = {*_ON_SITE, "copy", "datetime", "decimal", "fractions", "operator", "
 _IMPORTS = {name: f"import {name}" for name in sorted(_MODULES)} | {
     name: f"from {module} import {name}" for module, names in _ON_SITE.items() for name in names.split()
 }
+_LONGEST = 1 << 17
+"""Characters of a program that is read for the names it uses: that takes about 300 bytes of memory for each."""
 _FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t][^\n]*\n?", re.MULTILINE)
 
 
 def _imports(source: str) -> str:
     """Imports of those names that a program uses, does not define, and may take for granted."""
+    if len(source) > _LONGEST:
+        return ""
     try:
         missing = free_names(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +265,50 @@ def test_values_are_compared_by_type_where_that_is_asked() -> None:
     assert same({"a": [1.0]}, {"a": (1.0000001,)}, tolerance=1e-6)
     assert not same(1.0, 1.1)
     assert not same(float("nan"), float("nan"))
+
+
+def test_wrong_values_of_any_kind_are_wrong() -> None:
+    expected = [1, 1.5, 10**400, [1], {"a": 1}, {1}, "1", None, math.nan, -0.0]
+    odd = [10**400, -(10**5000), math.inf, math.nan, Decimal("NaN"), Decimal("1e999999"), range(10**11), "\ud800", b"1"]
+    for one, got, exact, tolerance in itertools.product(expected, odd, (False, True), (0.0, 1e-6)):
+        assert same(one, got, tolerance, exact) is (one == got)
+
+
+def test_whole_numbers_that_no_float_holds_may_be_near() -> None:
+    assert same(10**400, 10**400 + 1, tolerance=1e-6)
+    assert not same(10**400, 10**400 + 10**395, tolerance=1e-6)
+    assert not same(1e300, 10**400, tolerance=1e-6)
+
+
+def test_words_that_no_float_holds_are_the_same_only_as_text() -> None:
+    assert same_output("1e400", "1e400", 1e-6)
+    assert not same_output("1e400", "inf", 1e-6)
+    assert not same_output("1e400", "1e999", 1e-6)
+
+
+FORGED = {
+    "a range that would be written out": '["value", {"keys": {"range": [0, 100000000000]}}]',
+    "a tuple of a range": '["value", {"named": [[], {"range": [0, 100000000000]}]}]',
+    "a number that cannot be compared": '["value", {"Decimal": "sNaN"}]',
+    "a number that no float holds": '["value", {"int": "0x%s"}]' % ("f" * 1000),
+    "an error that no text holds": '["error", {"int": "0x%s"}]' % ("f" * 9000),
+    "deep lists": f'["value", {"[" * 9000}{"]" * 9000}]',
+    "no answer": "[]",
+}
+
+
+@pytest.mark.parametrize("form", ["calls", "coded asserts"])
+@pytest.mark.parametrize("answer", FORGED)
+def test_answers_that_a_program_writes_by_hand_are_worth_nothing(answer: str, form: str) -> None:
+    line = FORGED[answer].encode() + b"\n"
+    writes = f"    try: os.write(fd, {line!r})\n    except OSError: pass\n"
+    program = f"import os\nfor fd in range(3, 9):\n{writes}{ADD}"
+    assert graded(program, FORMS[form], tolerance=1e-6) == 0
+
+
+def test_a_program_too_long_to_be_read_for_its_names_is_still_run() -> None:
+    info = {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}
+    assert graded("x = 1\n" * 50_000 + ADD, info) == 1
 
 
 def test_the_name_is_known() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from datetime import UTC, date, datetime, time, timedelta
@@ -10,7 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.sandbox.inside import values
@@ -126,8 +128,85 @@ def test_what_is_not_plain_stays_and_a_number_stands_for_it() -> None:
      b'{"Fraction": "1/0"}', b'{"Fraction": "1e999999999"}', b'{"Decimal": "x"}', b'{"int": 5}', b'{"type": "eval"}',
      b'{"builtin": "eval"}', b'{"builtin": "open"}', b'{"defaultdict": []}', b'{"named": [["a", "b"], [1]]}',
      b'{"date": "x"}', b'{"timedelta": [1e300]}', b'{"keys": [[]]}', b'{"items": [1]}', b'{"exception": [1]}',
-     b'{"range": [1, 2, 0]}', b'{"bytes": "zz"}', b'\xff'],
+     b'{"range": [1, 2, 0]}', b'{"bytes": "zz"}', b'\xff',
+     b"1" * 21, b'{"Decimal": "sNaN"}', b'{"Decimal": [0, [1], 2]}', b'{"Fraction": "%s"}' % (b"1" * 9000),
+     b'{"iterator": ' * 300 + b"0" + b"}" * 300, b"[" * 300 + b"]" * 300, b'{"kept": "1"}', b'{"kept": 1e400}',
+     b'{"named": [[1], [1]]}', b'{"set": "ab"}', b'{"range": ["a"]}', b'{"slice": []}', b'{"items": [[1]]}'],
 )  # fmt: skip
 def test_what_is_no_value_is_refused(line: bytes) -> None:
     with pytest.raises(ValueError):
         values.load(line, none_kept)
+
+
+ALIKE = [number * ((1 << 61) - 1) for number in range(1, 1000)]
+"""Numbers of one hash: a dictionary compares each with all others."""
+
+
+@pytest.mark.parametrize("inner", ['{"range": [0, 100000000000]}', '{"keys": {"range": [0, 9]}}', '"text"', "7", "null"])
+@pytest.mark.parametrize(
+    "outer",
+    ['{"keys": %s}', '{"values": %s}', '{"items": %s}', '{"named": [[], %s]}', '{"named": [%s, []]}', '{"tuple": %s}',
+     '{"set": %s}', '{"deque": %s}', '{"dict": %s}', '{"dict": [%s]}', '{"Counter": %s}', '{"defaultdict": [null, %s]}',
+     '{"iterator": %s}', '{"slice": %s}', '{"range": %s}', '{"timedelta": %s}', '{"exception": [1, "E", %s]}'],
+)  # fmt: skip
+def test_no_container_is_made_from_what_is_no_list_of_the_line(outer: str, inner: str) -> None:
+    with pytest.raises(ValueError):
+        values.load((outer % inner).encode(), none_kept)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [dict.fromkeys(ALIKE), set(ALIKE), frozenset((0, number) for number in ALIKE), Counter(ALIKE),
+     OrderedDict.fromkeys(ALIKE), defaultdict(int, dict.fromkeys(ALIKE)), dict.fromkeys(ALIKE).keys(),
+     dict.fromkeys(ALIKE).items(), {"inside": [{float(number): 0 for number in ALIKE[:1]} | dict.fromkeys(ALIKE)]}],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_keys_of_one_hash_are_refused_before_they_are_compared(value: Any) -> None:
+    with pytest.raises(ValueError, match="the same hash"):
+        values.load(values.dump(value, none_kept), none_kept)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [set(range(-3000, 3000)), {(x, y, z) for x in range(-9, 9) for y in range(-9, 9) for z in range(-9, 9)},
+     dict.fromkeys([*ALIKE[:60], *map(str, ALIKE)]), {2**number for number in range(-300, 300)},
+     {Fraction(1, number) for number in range(1, 3000)}, range(10**11), range(-(2**80), 2**80, 2**70)],
+)  # fmt: skip
+def test_large_results_of_honest_programs_cross_over(value: Any) -> None:
+    assert values.load(values.dump(value, none_kept), none_kept) == value
+
+
+TAGS = st.sampled_from(
+    ["dict", "Counter", "OrderedDict", "keys", "values", "items", "tuple", "set", "frozenset", "deque", "int", "float",
+     "bytes", "bytearray", "complex", "range", "slice", "builtin", "Decimal", "Fraction", "date", "time", "datetime",
+     "timedelta", "named", "defaultdict", "iterator", "kept", "exception", "unknown"]
+)  # fmt: skip
+WORDS = st.sampled_from(
+    ["sNaN", "NaN", "-inf", "1e999999999", "0x" + "f" * 500, "1/0", "9" * 5000, "len", "eval", "\ud800", "2024-02-29", ""]
+)
+HOSTILE = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | WORDS | st.sampled_from(ALIKE),
+    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(TAGS, inner, min_size=1, max_size=1),
+    max_leaves=30,
+)
+
+
+@settings(derandomize=True, max_examples=300)
+@given(HOSTILE)
+def test_whatever_a_program_writes_is_a_value_that_can_be_compared_or_is_refused(data: Any) -> None:
+    try:
+        value = values.load(json.dumps(data).encode(), lambda *what: None)
+    except ValueError:
+        return
+    assert (value == object()) is False
+    assert (value == Decimal(1)) in (True, False)
+
+
+@settings(derandomize=True, max_examples=200)
+@given(PLAIN, st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), min_size=1, max_size=4))
+def test_a_damaged_line_is_a_value_or_is_refused(value: Any, flips: list[tuple[int, int]]) -> None:
+    line = bytearray(values.dump(value, none_kept))
+    for place, byte in flips:
+        line[place % len(line)] = byte
+    with contextlib.suppress(ValueError):
+        values.load(bytes(line), lambda *what: None)

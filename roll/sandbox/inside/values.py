@@ -3,6 +3,11 @@ else, so that no method of the program's, such as an `__eq__` that always agrees
 
 Of a subclass the value remains; of a named tuple the names of its items too. An exception class of the program arrives as
 an empty one of that name. What is not plain stays where it is, and a number stands for it.
+
+A line may come from a program that writes it by hand, so reading one computes nothing: a range stays a range, a container
+is made from a list that stands in the line and from nothing else, and long whole numbers are written to base 16.
+Time and memory are linear in the line's length: nesting is limited, and so is the number of keys of one hash, which a
+dictionary or set would have to compare with each other.
 """
 
 from __future__ import annotations
@@ -24,6 +29,11 @@ _SMALL = 1 << 63
 _DEEPEST = 200
 """How far values may nest: deeper ones are not plain."""
 _SHORT = 1 << 14
+_DIGITS = 4300
+"""Of an exact number that is written to base 10, whose reading takes time that is quadratic in them."""
+_MOST_ALIKE = 64
+"""Keys of one hash in one dictionary or set: each is compared with all others. Those of -1 and -2 are equal, and so are
+those of pairs and triples of them; no honest result has more than a few such."""
 _DICTS: dict[str, Any] = {"Counter": Counter, "OrderedDict": OrderedDict, "dict": dict}
 _VIEWS: dict[str, Any] = {"keys": type({}.keys()), "values": type({}.values()), "items": type({}.items())}
 _SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
@@ -79,7 +89,7 @@ def load(line: bytes, kept: Callable[..., Any]) -> Any:
     import json
 
     try:
-        return _decoded(json.loads(line), kept)
+        return _decoded(json.JSONDecoder(parse_int=_small).decode(line.decode()), kept)
     except (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"not a value: {error}") from None
 
@@ -172,47 +182,96 @@ def _tagged(name: str, text: str) -> str:
     return '{"' + name + '":' + text + "}"
 
 
-def _decoded(data: Any, kept: Callable[..., Any]) -> Any:
+def _decoded(data: Any, kept: Callable[..., Any], depth: int = 0) -> Any:
     if isinstance(data, list):
-        return [_decoded(item, kept) for item in data]
+        return _items(data, kept, depth)
     if not isinstance(data, dict):
         return data
     ((name, inner),) = data.items()
     if name in _DICTS:
-        return _DICTS[name](_pairs(inner, kept))
+        return _DICTS[name](_pairs(inner, kept, depth))
     if name in _SEQUENCES:
-        return _SEQUENCES[name](_decoded(item, kept) for item in inner)
+        items = _items(inner, kept, depth)
+        return _SEQUENCES[name](_spread(items) if name in ("set", "frozenset") else items)
     if name in _VIEWS:
-        items = _decoded(inner, kept)
-        pairs = dict(items) if name == "items" else dict.fromkeys(items) if name == "keys" else dict(enumerate(items))
+        pairs = _pairs(inner, kept, depth) if name == "items" else _viewed(name, _items(inner, kept, depth))
         return getattr(pairs, name)()
     if name in _NUMBERS:
-        return _number(name, inner)
+        return _number(name, _text(inner, 2 * _DIGITS))
     if name in _TIMES:
         return _time(name, inner)
     if name in _SIMPLE:
-        return _SIMPLE[name](inner)
+        return _SIMPLE[name](_text(inner))
+    if name == "range" or name == "slice":
+        return (range if name == "range" else slice)(*_items(inner, kept, depth))
     if name == "named":
-        return Named.of(*_decoded(inner, kept))
+        names, items = _items(inner, kept, depth)
+        return Named.of([_text(each) for each in _only(list, names)], _only(list, items))
     if name == "defaultdict":
-        return defaultdict(_decoded(inner[0], kept), _pairs(inner[1], kept))
+        factory, made = inner
+        return defaultdict(_decoded(factory, kept, depth + 1), _pairs(made, kept, depth))
     if name == "iterator":
-        return iter(_decoded(inner, kept))
+        return iter(_items(inner, kept, depth))
     if name == "kept":
-        return kept(int(inner))
+        return kept(_only(int, inner))
     if name == "exception":
-        return kept(int(inner[0]), str(inner[1]), _decoded(inner[2], kept))
-    raise ValueError(f"not a value: {name}")
+        number, title, bases = inner
+        return kept(_only(int, number), _text(title), _items(bases, kept, depth))
+    raise ValueError(f"not a value: {name[:80]}")
 
 
-def _pairs(data: Any, kept: Callable[..., Any]) -> dict[Any, Any]:
-    return {_decoded(key, kept): _decoded(item, kept) for key, item in data}
+def _items(data: Any, kept: Callable[..., Any], depth: int) -> list[Any]:
+    """The values of a list that stands in the line: no other value is iterated over."""
+    if depth > _DEEPEST:
+        raise ValueError("not a value: nested too deep")
+    return [_decoded(item, kept, depth + 1) for item in _only(list, data)]
+
+
+def _pairs(data: Any, kept: Callable[..., Any], depth: int) -> dict[Any, Any]:
+    pairs = [_items(pair, kept, depth + 1) for pair in _only(list, data)]
+    _spread([key for key, _ in pairs])
+    return dict(pairs)
+
+
+def _viewed(name: str, items: list[Any]) -> dict[Any, Any]:
+    """A dictionary that has these keys, or these values."""
+    return dict.fromkeys(_spread(items)) if name == "keys" else dict(enumerate(items))
+
+
+def _spread(keys: list[Any]) -> list[Any]:
+    """The keys, if their hashes differ enough for a dictionary or set to be made of them in linear time."""
+    if len(keys) > _MOST_ALIKE:
+        hashes = list(map(hash, keys))
+        if len(set(hashes)) < len(hashes) and max(Counter(hashes).values()) > _MOST_ALIKE:
+            raise ValueError(f"not a value: more than {_MOST_ALIKE} keys have the same hash")
+    return keys
+
+
+def _only(kind: Any, data: Any) -> Any:
+    """What was read, if it is of that type."""
+    if type(data) is not kind:
+        raise ValueError(f"not a value: a {type(data).__name__} where a {kind.__name__} should be")
+    return data
+
+
+def _text(data: Any, longest: int | None = None) -> str:
+    text: str = _only(str, data)
+    if longest is not None and len(text) > longest:
+        raise ValueError(f"not a value: a number of {len(text)} characters")
+    return text
+
+
+def _small(digits: str) -> int:
+    """A whole number of JSON. `dump` writes larger ones to base 16, which is read in linear time."""
+    if len(digits) > 20:
+        raise ValueError(f"not a value: a whole number of {len(digits)} digits")
+    return int(digits)
 
 
 def _own(name: str) -> Any:
     found = _builtin(name)
     if found is None:
-        raise ValueError(f"not a value: {name}")
+        raise ValueError(f"not a value: {name[:80]}")
     return found
 
 
@@ -220,27 +279,33 @@ def _time(name: str, data: Any) -> Any:
     import datetime
 
     kind = getattr(datetime, name)
-    return kind(*data) if name == "timedelta" else kind.fromisoformat(data)
+    return kind(*map(_whole, _only(list, data))) if name == "timedelta" else kind.fromisoformat(_text(data))
+
+
+def _whole(data: Any) -> int:
+    number: int = _only(int, data)
+    return number
 
 
 def _number(name: str, text: str) -> Any:
     if name == "Decimal":
         from decimal import Decimal
 
-        return Decimal(text)
+        made = Decimal(text)
+        if made.is_snan():
+            raise ValueError("not a value: comparing it raises an error")
+        return made
     from fractions import Fraction
 
     over, _, under = text.partition("/")  # no exponents: "1e999999999" would be written out
     return Fraction(int(over), int(under or "1"))
 
 
-_SIMPLE: dict[str, Callable[[Any], Any]] = {
+_SIMPLE: dict[str, Callable[[str], Any]] = {
     "int": lambda text: int(text, 16),
     "float": float,
     "bytes": bytes.fromhex,
     "bytearray": bytearray.fromhex,
     "complex": complex,
-    "range": lambda ends: range(*ends),
-    "slice": lambda ends: slice(*ends),
     "builtin": _own,
 }
