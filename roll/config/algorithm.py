@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, ModelWrapValidatorHandler, model_validator
 
 from roll.config.names import did_you_mean
-from roll.config.section import NonNegative, Positive, Section, Share, Whole
+from roll.config.section import Bound, Limit, NonNegative, Positive, Section, Share, Whole
 
 LOSSES = ("clipped", "cispo", "topr", "sapo", "reinforce")
 RATIO_LOSSES = ("clipped", "cispo", "sapo")
@@ -57,7 +57,7 @@ class AlgorithmConfig(Section):
     `topr`, `raft_pp`, `lite_ppo`, `sapo`, `starpo`, `gigpo`, or a class: `module:name` or `file.py:name`. It sets the
     defaults of all below (`docs/algorithms.md`)."""
 
-    reward_clip: tuple[float, float] | None = None
+    reward_clip: tuple[Bound, Bound] | None = None
     """Rewards are clipped to this range first; what an episode's turns earned keeps its share of them."""
     reward_scale: float = 1.0
     """Factor of clipped rewards."""
@@ -70,7 +70,7 @@ class AlgorithmConfig(Section):
     """What a response of the longest length loses."""
     mask_truncated: bool = False
     """Leave out responses that were cut off at the longest length."""
-    difficulty: tuple[float, float] | None = None
+    difficulty: tuple[Bound, Bound] | None = None
     """Leave out groups whose mean reward is outside this range."""
     positive_above: float | None = None
     """Train on responses with a reward above this alone, each with advantage 1."""
@@ -125,8 +125,8 @@ class AlgorithmConfig(Section):
     """Whether the ratio to the proximal policy is a token's, or the geometric mean of a turn's or a sequence's."""
     clip_low: Share = 0.2
     """The ratio is clipped below at 1 - clip_low."""
-    clip_high: Positive = 0.2
-    """The ratio is clipped above at 1 + clip_high."""
+    clip_high: Limit = 0.2
+    """The ratio is clipped above at 1 + clip_high; `.inf`: it is not."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Where the advantage is negative, the loss is at most this many times its size."""
     tau_positive: Positive = 1.0
@@ -145,8 +145,8 @@ class AlgorithmConfig(Section):
     """Whether a weight is a token's, or the product of its turn's or its sequence's."""
     correction_low: NonNegative = 0.5
     """Smallest weight that `masked` leaves."""
-    correction_cap: Positive = 2.0
-    """Largest importance weight."""
+    correction_cap: Limit = 2.0
+    """Largest importance weight; `.inf`: any."""
 
     @model_validator(mode="wrap")
     @classmethod

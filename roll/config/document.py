@@ -2,6 +2,9 @@
 
 Values follow YAML 1.2 where 1.1 surprises: `1e-6` is a number, `no` and `on` are text, `010` is ten, a date is text.
 What `write` writes, `parse` reads back equal, and so does a YAML 1.1 reader, floats such as `1e-06` aside.
+
+What always holds: a text costs no more than its own size to read. Aliases are followed only as long as what they make is
+small: a few hundred bytes of them can stand for gigabytes.
 """
 
 from __future__ import annotations
@@ -16,6 +19,12 @@ import yaml
 Path = tuple[str | int, ...]
 """Where a value stands: the keys and list positions that lead to it."""
 
+MOST_BYTES = 1 << 20
+_MOST_VALUES = 50_000
+"""As they are written, and with aliases written out; so many take some seconds."""
+_CHARS = 32
+"""So much of a long text counts as a value."""
+_DEEPEST = 64
 _TAG = "tag:yaml.org,2002:"
 _NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
 _BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
@@ -43,6 +52,14 @@ class YamlError(Exception):
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (PyYAML copies it on the first change)
+    composed = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self.composed += 1
+        if self.composed > _MOST_VALUES:
+            raise YamlError(f"this is more than {_MOST_VALUES:,} values", self.line + 1)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        return node
 
 
 class _Dumper(yaml.SafeDumper):
@@ -87,10 +104,17 @@ class Document:
     lines: dict[Path, int] = field(default_factory=dict)
     repeated: list[tuple[Path, int, int]] = field(default_factory=list)
     """(key, its line, the line it was first written on)"""
+    values: int = 0
+    """How many were built."""
 
     def build(self, node: yaml.Node, path: Path, above: tuple[int, ...] = ()) -> Any:
         if id(node) in above:
             raise _error_at(node, "this alias stands inside the value it names")
+        self.values += 1 + (len(node.value) // _CHARS if isinstance(node, yaml.ScalarNode) else 0)
+        if self.values > _MOST_VALUES:
+            raise _error_at(node, f"with its aliases written out, this is more than {_MOST_VALUES:,} values")
+        if len(path) > _DEEPEST:
+            raise _error_at(node, f"nested more than {_DEEPEST} deep")
         if isinstance(node, yaml.MappingNode) and node.tag == f"{_TAG}map":
             return self._build_mapping(node, path, (*above, id(node)))
         if isinstance(node, yaml.SequenceNode) and node.tag == f"{_TAG}seq":
@@ -108,6 +132,8 @@ class Document:
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise _error_at(key_node, "a key must be a single word, not a list or a mapping")
+            if key_node.value == "<<" and key_node.style is None:
+                raise _error_at(key_node, "the merge key << is not read: write its settings out")
             key, line = _scalar(key_node), key_node.start_mark.line + 1
             here = (*path, key)
             if key in mapping:
@@ -121,6 +147,8 @@ class Document:
 def parse(text: str) -> Document:
     """Read YAML text; raises `YamlError`."""
     document = Document()
+    if len(text) > MOST_BYTES:
+        raise YamlError(f"it is longer than {MOST_BYTES >> 20} MiB, which no configuration is")
     try:
         loader = _Loader(text)
         try:
@@ -165,7 +193,10 @@ def _scalar(node: yaml.ScalarNode) -> Any:
                 return int(text.replace("_", ""))
             case "float":
                 digits = text.replace("_", "").lower()
-                return float(digits.replace(".inf", "inf").replace(".nan", "nan"))
+                number = float(digits.replace(".inf", "inf").replace(".nan", "nan"))
+                if math.isinf(number) and "inf" not in digits:
+                    raise _error_at(node, f"{text[:40]!r} is larger than any number: write .inf if none is meant")
+                return number
     except (KeyError, ValueError):
         raise _error_at(node, f"{text[:40]!r} cannot be read as {tag}") from None
     raise _error_at(node, f"the tag {node.tag.replace(_TAG, '!!')} is not for configurations: leave it out")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field
 
 from roll.config.reward import RewardRule
-from roll.config.section import Count, Positive, Section
+from roll.config.section import Bound, Count, NonNegative, Positive, Section
 
 if TYPE_CHECKING:
     from roll.config.schema import RolloutConfig
@@ -30,7 +30,7 @@ class DomainConfig(Section):
     """Tasks of one kind. What is null is as `rollout` has it."""
 
     tasks: SourceConfig = SourceConfig()
-    weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    weight: NonNegative = 1.0
     """Share of the domain among the groups, relative to the others' weights; 0: it is measured, not trained on."""
     reward: RewardRule = RewardRule()
     max_new_tokens: Count | None = None
@@ -41,7 +41,7 @@ class DomainConfig(Section):
     """Strings that end a response."""
     filter: str | None = None
     """Which finished groups are dropped and replaced."""
-    filter_range: tuple[float, float] | None = None
+    filter_range: tuple[Bound, Bound] | None = None
     """The range of `filter: mean_range`."""
 
     def rollout(self, common: RolloutConfig) -> RolloutConfig:

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from roll.config.domains import SourceConfig, Stops
 from roll.config.reward import RewardRule
-from roll.config.section import Count, Finite, NonNegative, Section, Whole
+from roll.config.section import Count, NonNegative, Section, Whole
 
 HELD_OUT = "held_out"
 """The name of the one set of a run without `eval.sets`: the run's held-out tasks."""
@@ -66,7 +66,7 @@ class EvalSetConfig(SourceConfig):
     """Values of k for pass@k."""
     majority_at: Counts | None = None
     """Values of k for maj@k."""
-    solved_at: Finite | None = None
+    solved_at: float | None = None
     """The reward from which on an attempt has solved its task."""
 
 
@@ -86,7 +86,7 @@ class EvalConfig(Section):
     """Values of k for pass@k: how often at least one of k attempts at a task solves it. Each needs as many `attempts`."""
     majority_at: Counts = ()
     """Values of k for maj@k: how often the most frequent answer of k attempts is right. Each needs as many `attempts`."""
-    solved_at: Finite = 1.0
+    solved_at: float = 1.0
     """The reward from which on an attempt has solved its task, for pass@k and maj@k."""
     sets: dict[str, EvalSetConfig] = Field(default_factory=dict)
     """Sets of tasks by name, evaluated in place of the run's own held-out tasks."""

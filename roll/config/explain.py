@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from roll.config.document import Path
 from roll.config.names import either, near
 from roll.config.workers import RolesConfig
 
-_SAID_BY_TYPE = re.compile(r".*_(type|parsing|parsing_size|from_float)$|(greater|less)_than(_equal)?$")
+_SAID_BY_TYPE = re.compile(r".*_(type|parsing|parsing_size|from_float)$|(greater|less)_than(_equal)?$|finite_number$")
 _VALUE_CHARS = 60
 
 
@@ -36,7 +37,10 @@ class Mistake(NamedTuple):
 
 def shown(value: Any) -> str:
     """A value as the user may have written it, cut to fit a line."""
-    text = json.dumps(value, ensure_ascii=False, default=repr)
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=repr)
+    except (ValueError, RecursionError):  # a number of thousands of digits, a list that holds itself
+        text = f"a {type(value).__name__}"
     return text if len(text) <= _VALUE_CHARS else text[: _VALUE_CHARS - 1] + "…"
 
 
@@ -78,6 +82,10 @@ def unfit(path: Path, value: Any) -> str:
     """The mistake of a value that its setting does not take."""
     kind = shape.type_at(path)
     text = f"{shape.dotted(path)} is {shown(value)}, but takes {shape.words(kind)}"
+    if shape.plain(kind) in (int, float) and (most := shape.unsaid_limit(kind)) is not None and _exceeds(value, most):
+        text += f", at most {most:,.0f}"
+    elif isinstance(value, float) and not math.isfinite(value):
+        text += ", and a finite one"
     if shape.plain(kind) is str and isinstance(value, (bool, int, float)):
         text += ": write it in quotes"
     if shape.is_long_list(kind) and isinstance(value, (str, int, float)):
@@ -85,6 +93,15 @@ def unfit(path: Path, value: Any) -> str:
     if matches := near(str(value), shape.choices(kind)):
         text += f"; did you mean `{matches[0]}`?"
     return f"{text} ({line})" if (line := shape.meaning(path)) else text
+
+
+def _exceeds(value: Any, most: float) -> bool:
+    try:
+        return float(value) > most
+    except OverflowError:
+        return True
+    except (TypeError, ValueError):
+        return False
 
 
 def mistakes_of(error: ValidationError, origins: Mapping[Path, Origin], whole: Origin) -> list[Mistake]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
+import select
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from pathlib import PurePath
@@ -11,13 +14,15 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from roll.config import explain, shape
-from roll.config.document import Document, Path, YamlError, parse, write
+from roll.config.document import MOST_BYTES, Document, Path, YamlError, parse, write
 from roll.config.errors import UserError
 from roll.config.explain import Mistake, Origin
 from roll.config.names import either, near
 from roll.config.root import is_object, moved_root, names_in, relocated, run_of, with_names
 from roll.config.schema import Config, Section
 
+_OVERRIDE_CHARS = 120
+_PIPE_WAIT_S = 10
 _OVERRIDES_RANK = 1 << 40  # above every line number: overrides are listed after the file
 
 
@@ -34,14 +39,27 @@ def load_config(
         load_config("examples/tiny.yaml", ["train.lr=1e-5", "run=runs/a"])
         load_config({"model": "tiny", "tasks": "echo"}, {"train": {"steps": 10}})
     """
+    try:
+        return _load(source, overrides)
+    except RecursionError:
+        raise UserError("the configuration is nested too deeply, or holds itself: write plain settings") from None
+
+
+def _load(source: Any, overrides: Any) -> Config:
     draft = _Draft(source)
     if isinstance(overrides, Mapping):
         for number, (name, value) in enumerate(overrides.items()):
             draft.set(name, value, Origin(_OVERRIDES_RANK + number, ""))
         return draft.finish()
     for number, text in enumerate(_texts(overrides)):
-        draft.override(text, Origin(_OVERRIDES_RANK + number, f"override {text}"))
+        draft.override(text, Origin(_OVERRIDES_RANK + number, f"override {_cut(text)}"))
     return draft.finish()
+
+
+def _cut(text: str) -> str:
+    """An override as messages show it: on one line that can be read."""
+    line = text.replace("\n", " ")
+    return line if len(line) <= _OVERRIDE_CHARS else f"{line[: _OVERRIDE_CHARS - 1]}…"
 
 
 def _texts(overrides: Any) -> list[str]:
@@ -171,8 +189,12 @@ class _Draft:
 
     def finish(self) -> Config:
         """The validated configuration, or a `UserError` with every mistake."""
-        for path, value in _booleans(self.tree, ()):
-            if shape.plain(shape.type_at(path)) in (int, float):
+        for path, value in _not_numbers(self.tree, ()):
+            kind = shape.plain(shape.type_at(path))
+            if isinstance(value, float) and kind is not float:
+                text = f"{shape.dotted(path)} is .nan, which is no value of any setting: write a number"
+                self.mistakes.append(Mistake(explain.origin_at(path, self.origins, self.whole), text))
+            elif kind in (int, float):
                 origin = explain.origin_at(path, self.origins, self.whole)
                 self.mistakes.append(Mistake(origin, explain.unfit(path, value)))
         config = None
@@ -213,7 +235,7 @@ def _in_folder(config: Config, run: FilePath) -> Config:
 
 def _read(path: FilePath) -> Document:
     try:
-        return parse(path.read_text(encoding="utf-8-sig"))
+        return parse(_bytes_of(path).decode("utf-8-sig"))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist{_files_near(path)}") from None
     except IsADirectoryError:
@@ -225,6 +247,27 @@ def _read(path: FilePath) -> Document:
     except YamlError as error:
         place = f":{error.line}" + (f":{error.column}" if error.column else "") if error.line else ""
         raise UserError(f"{path}{place}: not readable as YAML: {error.problem}") from None
+
+
+def _bytes_of(path: FilePath) -> bytes:
+    """What a file or a pipe holds, as much of it as a configuration may be long."""
+    with open(path, "rb", buffering=0, opener=_without_waiting) as file:
+        kind = os.fstat(file.fileno()).st_mode
+        if not stat.S_ISREG(kind) and not stat.S_ISFIFO(kind):
+            raise UserError(f"{path} is a device, but a configuration is a YAML file")
+        parts: list[bytes] = []
+        while sum(map(len, parts)) <= MOST_BYTES:
+            if not select.select([file], [], [], _PIPE_WAIT_S)[0]:
+                raise UserError(f"{path} is a pipe that nobody has written to for {_PIPE_WAIT_S} s: write to a YAML file")
+            if not (part := file.read(MOST_BYTES + 1)):
+                break
+            parts.append(part)
+    return b"".join(parts)
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens a pipe also while nobody writes to it."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _yaml_files(folder: FilePath) -> list[FilePath]:
@@ -274,11 +317,14 @@ def _override_value(path: Path, raw: str) -> Any:
     target = (*path, section.short) if section and section.short else path
     is_text = shape.plain(shape.type_at(target)) is str
     try:
-        value = parse(raw).data
+        document = parse(raw)
     except YamlError:
         if not is_text:
             raise
         return raw
+    value = document.data
+    for repeated, _, _ in document.repeated:
+        raise YamlError(f"{shape.dotted((*path, *repeated))} is written twice: keep one")
     as_typed = is_text and value is not None and not isinstance(value, (dict, list)) and raw[0] not in "\"'"
     return raw if as_typed else value
 
@@ -290,13 +336,14 @@ def _example(path: Path) -> str:
     return explain.bare(default)
 
 
-def _booleans(value: Any, path: Path) -> Iterator[tuple[Path, bool]]:
-    """Every true and false, which Python would let pass for 1 and 0."""
-    if isinstance(value, bool):
+def _not_numbers(value: Any, path: Path) -> Iterator[tuple[Path, bool | float]]:
+    """Every true and false, which Python would let pass for 1 and 0, and every NaN, also in options of users' code: it
+    equals nothing, so that no run with one could be resumed."""
+    if isinstance(value, bool) or (isinstance(value, float) and math.isnan(value)):
         yield path, value
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from _booleans(item, (*path, key))
+            yield from _not_numbers(item, (*path, key))
     elif isinstance(value, list):
         for position, item in enumerate(value):
-            yield from _booleans(item, (*path, position))
+            yield from _not_numbers(item, (*path, position))

@@ -20,7 +20,7 @@ def check_types(function: Callable[..., Any], options: Mapping[str, Any], where:
 
     def takes(kind: Any, value: Any) -> bool:
         try:
-            TypeAdapter(kind, config=ConfigDict(strict=True)).validate_python(value)
+            TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python(value)
         except ValidationError:
             return False
         return True

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from roll.config.section import Count, Finite, Positive, Section, Whole
+from roll.config.section import Count, Processes, Seconds, Section, Whole
 
 
 class RewardPart(Section):
@@ -18,13 +18,13 @@ class RewardPart(Section):
     """A built-in reward, or a function or class: `module:name` or `file.py:name`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the reward."""
-    weight: Finite = 1.0
+    weight: float = 1.0
     """What the part's value is multiplied by in the sum; 0: a gate or a metric only."""
     gate: bool = False
     """Whether this part decides if the others count: where it is closed, the whole reward is `gate_value`."""
-    gate_at: Finite | None = None
+    gate_at: float | None = None
     """The gate is closed where the part is below this; `null`: where it is 0 or less."""
-    gate_value: Finite = 0.0
+    gate_value: float = 0.0
     """The whole reward where the gate is closed; of several closed gates, the lowest."""
 
 
@@ -89,9 +89,9 @@ class RewardRule(Section):
 class RewardConfig(RewardRule):
     """How an attempt is judged."""
 
-    workers: Count = 1
+    workers: Processes = 1
     """Grader processes."""
-    deadline_s: Positive = 10.0
+    deadline_s: Seconds = 10.0
     """Seconds one verdict may take; then its process is killed and replaced."""
     tries: Count = 2
     """Attempts at a verdict when the grader's process hangs or dies."""

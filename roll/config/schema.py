@@ -15,7 +15,23 @@ from roll.config.checks import UNREAD, check
 from roll.config.domains import DomainConfig, SourceConfig, Stops
 from roll.config.evaluation import EvalConfig, EvalSetConfig, domain_of
 from roll.config.reward import RewardConfig, RewardPart, RewardRule
-from roll.config.section import BelowOne, Count, Devices, Names, NonNegative, Positive, Section, Share, Whole
+from roll.config.section import (
+    BelowOne,
+    Bound,
+    Count,
+    Devices,
+    Limit,
+    Names,
+    NonNegative,
+    Positive,
+    Processes,
+    Seconds,
+    Section,
+    Seed,
+    Share,
+    Threads,
+    Whole,
+)
 from roll.config.workers import RayConfig, RoleConfig, RoleModel, RolesConfig, SuperviseConfig, WeightsConfig
 
 __all__ = [
@@ -141,7 +157,7 @@ class RolloutConfig(Section):
     filter: str = "no_signal"
     """Which finished groups are dropped and replaced: `no_signal` (rewards all equal), `mean_range`, `none`, or a
     function: `module:name` or `file.py:name`."""
-    filter_range: tuple[float, float] = (0.05, 0.95)
+    filter_range: tuple[Bound, Bound] = (0.05, 0.95)
     """`mean_range` keeps groups whose mean reward is in it."""
     max_replacements: NonNegative = 1.0
     """At most this many times `groups_per_step` dropped groups are replaced in a step."""
@@ -150,7 +166,7 @@ class RolloutConfig(Section):
     while training runs, which needs `executor: ray`."""
     stale: Literal["wait", "mask", "drop"] = "wait"
     """What is done about samples that would get too old: `wait` for them, `mask` their old tokens, or `drop` them."""
-    stale_wait_s: Positive = 600.0
+    stale_wait_s: Seconds = 600.0
     """Seconds `wait` waits; then they are dropped."""
     on_update: Literal["pause", "abort"] = "pause"
     """Around new weights, running samples `pause` and go on, or `abort` and go on from their prefix, computed anew."""
@@ -176,7 +192,7 @@ class RolloutConfig(Section):
     router_replay: bool = True
     """Of a mixture of experts: engines record which experts each token was sent to, and trainers send it to the same
     ones. Without effect on other models."""
-    deadline_s: Positive = 600.0
+    deadline_s: Seconds = 600.0
     """Seconds that engines may spend on one response; then its sample fails."""
     tries: Count = 3
     """Attempts at a sample whose worker dies or hangs."""
@@ -203,8 +219,8 @@ class TrainConfig(Section):
     """AdamW's moment decays."""
     eps: Positive = 1e-8
     """AdamW's epsilon."""
-    clip_grad_norm: Positive = 1.0
-    """Largest norm of the gradient."""
+    clip_grad_norm: Limit = 1.0
+    """Largest norm of the gradient; `.inf`: any."""
     max_skipped_in_a_row: Count = 5
     """Steps in a row with an update skipped, because its loss or gradient was not finite, after which the run stops."""
     router_balance_loss: NonNegative = 0.0
@@ -274,13 +290,13 @@ class RunConfig(Section):
 class EnvConfig(Section):
     """How environments run, for tasks that have one."""
 
-    processes: Count = 1
+    processes: Processes = 1
     """Processes of each environment worker."""
     per_process: Count = 64
     """Episodes a process holds at once."""
-    reset_deadline_s: Positive = 60.0
+    reset_deadline_s: Seconds = 60.0
     """Seconds an environment may take to begin an episode; then its process is killed and replaced."""
-    step_deadline_s: Positive = 30.0
+    step_deadline_s: Seconds = 30.0
     """Seconds an environment may take for one step; then its process is killed and replaced."""
     limits: dict[str, Count] = Field(default_factory=dict)
     """Most episodes of an environment at once in a worker, by the environment's name; others are not held up."""
@@ -301,7 +317,7 @@ class Config(Section):
     pipeline: Literal["rlvr", "sft"] = "rlvr"
     """`rlvr`: reinforcement learning from verifiable rewards. `sft`: supervised fine-tuning on conversations."""
     model: ModelConfig = ModelConfig()
-    seed: Whole = 0
+    seed: Seed = 0
     """Fixes the order of tasks, the noise of sampling and fresh weights."""
     executor: Literal["local", "ray"] = "local"
     """`local`: one process, roles take turns. `ray`: every worker a process, on this machine or a cluster."""
@@ -311,7 +327,7 @@ class Config(Section):
     """Whether a role that shares its devices leaves them while another has its turn; `auto`: when not all of it fits."""
     deterministic: bool = False
     """The same bits every time, whatever else is running; slower."""
-    threads: Whole = 0
+    threads: Threads = 0
     """CPU threads of the numeric work, 0 for one a core."""
     run: RunConfig = RunConfig()
     tasks: TasksConfig = TasksConfig()

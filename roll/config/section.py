@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-Count = Annotated[int, Field(ge=1)]
-Whole = Annotated[int, Field(ge=0)]
+LARGEST = 10**12
+"""No count, size or number of steps is larger: a number that is was mistyped."""
+LONGEST_S = 1e9
+"""No wait is longer: 30 years. Timers of operating systems take no infinity."""
+Count = Annotated[int, Field(ge=1, le=LARGEST)]
+Whole = Annotated[int, Field(ge=0, le=LARGEST)]
+Processes = Annotated[int, Field(ge=1, le=4096)]
+"""How many processes one worker starts."""
+Threads = Annotated[int, Field(ge=0, le=4096)]
+LARGEST_SEED = 2**64
+Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED)]
+Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+Limit = Annotated[float, Field(gt=0, allow_inf_nan=True)]
+"""A limit of something; `.inf` is none."""
+Bound = Annotated[float, Field(ge=-math.inf, allow_inf_nan=True)]
+"""An end of a range, which may be open: `.inf` or `-.inf`. NaN is below no number, so it is refused."""
 Share = Annotated[float, Field(gt=0, le=1)]
 Devices = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
 """Device numbers as text; a single number may be written as one."""
@@ -20,9 +34,10 @@ Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isi
 
 
 class Section(BaseModel):
-    """A part of the configuration: strict, immutable, and with an optional one-field short form."""
+    """A part of the configuration: strict, immutable, and with an optional one-field short form. Its numbers are finite,
+    but for a `Limit` and a `Bound`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
     short: ClassVar[str | None] = None
 
     @model_validator(mode="before")

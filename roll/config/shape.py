@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import types
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pydantic.fields import FieldInfo
 from roll.config.document import Path
 from roll.config.names import either, near, spelling
 from roll.config.schema import Config, Section
+from roll.config.section import LARGEST, LARGEST_SEED, LONGEST_S
 
 UNKNOWN = object()
 """What `type_at` answers for a path that leads nowhere."""
@@ -73,7 +75,7 @@ def child(annotation: Any, part: str | int) -> Any:
     if get_origin(kind) is tuple and isinstance(part, int):
         if arguments[-1] is Ellipsis:
             return arguments[0]
-        return arguments[part] if part < len(arguments) else UNKNOWN
+        return arguments[part] if 0 <= part < len(arguments) else UNKNOWN
     return UNKNOWN
 
 
@@ -131,6 +133,13 @@ def choices(annotation: Any) -> list[str]:
     return [str(choice) for choice in get_args(kind)] if str(get_origin(kind)) == "typing.Literal" else []
 
 
+def unsaid_limit(annotation: Any) -> float | None:
+    """The largest value of a number's setting, where its words do not say it."""
+    schema = TypeAdapter(annotation).json_schema()
+    options = [schema, *schema.get("anyOf", ())]
+    return next((option["maximum"] for option in options if option.get("maximum") in _UNSAID), None)
+
+
 def _schema_words(schema: dict[str, Any]) -> str:
     if options := schema.get("anyOf"):
         return " or ".join(_schema_words(option) for option in options)
@@ -161,9 +170,13 @@ def _schema_words(schema: dict[str, Any]) -> str:
     return "any value"
 
 
+_UNSAID = (LARGEST, LARGEST_SEED, LONGEST_S, -math.inf)
+"""Limits of what is absurd: every setting has them."""
+
+
 def _bounds(schema: dict[str, Any]) -> str:
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    bounds = [f"{sign} {schema[key]:g}" for key, sign in signs.items() if key in schema]
+    bounds = [f"{sign} {schema[key]:g}" for key, sign in signs.items() if key in schema and schema[key] not in _UNSAID]
     return " " + " and ".join(bounds) if bounds else ""
 
 

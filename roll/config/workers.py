@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from roll.config.section import Count, Devices, NonNegative, Positive, Section, Whole
+from roll.config.section import Count, Devices, NonNegative, Seconds, Section, Whole
 
 
 class ParallelConfig(Section):
@@ -126,9 +126,9 @@ class RayConfig(Section):
     """`null` starts Ray on this machine for the run; `auto` or `host:port` joins a running cluster."""
     object_store_gb: NonNegative = 0.0
     """Memory for data between workers on this machine, 0 for Ray's own choice."""
-    start_deadline_s: Positive = 300.0
+    start_deadline_s: Seconds = 300.0
     """Seconds in which all workers of a role must have started."""
-    call_deadline_s: Positive = 1800.0
+    call_deadline_s: Seconds = 1800.0
     """Seconds one call on a worker may take."""
     runtime_env: dict[str, Any] = Field(default_factory=dict)
     """Ray's description of the workers' environment, added to the one ROLL makes."""
@@ -137,18 +137,18 @@ class RayConfig(Section):
 class SuperviseConfig(Section):
     """What happens when workers die or hang."""
 
-    ping_s: Positive = 1.0
+    ping_s: Seconds = 1.0
     """Seconds between two looks at a worker."""
-    hang_s: Positive = 60.0
+    hang_s: Seconds = 60.0
     """A worker that has not answered for so many seconds is killed and started again."""
     restarts: Whole = 5
     """Deaths within `window_s` that are mended, of one worker and of a role; a role of more workers may have one each."""
-    window_s: Positive = 600.0
+    window_s: Seconds = 600.0
     """Seconds over which `restarts` counts."""
     spare_trainer: bool = True
     """Keep a process ready for each worker of actor and critic, with its libraries loaded (some hundred megabytes of
     memory), so that a trainer that dies is back soon."""
-    backoff_s: Positive = 0.5
+    backoff_s: Seconds = 0.5
     """Seconds before a worker is started again; doubled each time."""
-    watchdog_s: Positive = 300.0
+    watchdog_s: Seconds = 300.0
     """When no sample has moved and no step has ended for so many seconds, the run says who waits on whom."""

@@ -31,7 +31,7 @@ TRAIN = st.fixed_dictionaries(
         "warmup_steps": st.integers(0, 50),
         "schedule": st.sampled_from(["constant", "linear", "cosine"]),
         "betas": st.lists(st.floats(0, 1, exclude_max=True), min_size=2, max_size=2),
-        "micro_batch_tokens": st.integers(1),
+        "micro_batch_tokens": st.integers(1, 10**12),
     },
 )
 ROLLOUT = st.fixed_dictionaries(
