@@ -9,21 +9,22 @@ import secrets
 import tempfile
 from collections.abc import Iterator, Mapping
 from importlib import resources
-from typing import Any
+from typing import Any, cast
 
+from roll.sandbox import filter
 from roll.sandbox.inside import kernel
-from roll.sandbox.level import FIRST_USER, NOBODY, Level, Sandbox
+from roll.sandbox.level import FIRST_USER, LANDLOCK_SIGNALS, NOBODY, Level, Sandbox
 from roll.sandbox.program import Limits, Program
 
 SCRATCH = "/scratch"
 _INSIDE = "roll.sandbox.inside"
 _PARTS: Mapping[Level, tuple[str, ...]] = {
-    "bubblewrap": ("program",),
-    "namespaces": ("kernel", "program", "supervisor"),
-    "plain": ("kernel", "program", "supervisor"),
+    "bubblewrap": ("program", "init"),
+    "namespaces": ("kernel", "program", "init", "supervisor"),
+    "plain": ("kernel", "program", "init", "supervisor"),
 }
 _MAINS: Mapping[Level, str] = {
-    "bubblewrap": "program.run(config)",
+    "bubblewrap": "init.under_bubblewrap(config, program.run)",
     "namespaces": "supervisor.in_namespaces(config, program.run)",
     "plain": "supervisor.in_plain(config, program.run)",
 }
@@ -61,10 +62,10 @@ def inside(name: str) -> str:
     return f"{_INSIDE}.{name}"
 
 
-def command(sandbox: Sandbox, limits: Limits, payload: int, filter: int, info: int) -> list[str]:
+def command(sandbox: Sandbox, limits: Limits, payload: int, filter_fd: int, info: int) -> list[str]:
     """What starts the interpreter, shut in if the level has a tool for that."""
     python = [sandbox.python.path, "-s", "-c", _COMMAND, str(payload)]
-    return [*_bubblewrap(sandbox, limits, filter, info), *python] if sandbox.level == "bubblewrap" else python
+    return [*_bubblewrap(sandbox, limits, filter_fd, info), *python] if sandbox.level == "bubblewrap" else python
 
 
 def payload(sandbox: Sandbox, program: Program, limits: Limits, *, scratch: str, status_fd: int) -> bytes:
@@ -86,7 +87,13 @@ def payload(sandbox: Sandbox, program: Program, limits: Limits, *, scratch: str,
 
 def call_filter(sandbox: Sandbox) -> bytes:
     """What seccomp refuses; empty where it is not there."""
-    return kernel.call_filter() if "calls" in sandbox.guards else b""
+    if "calls" not in sandbox.guards:
+        return b""
+    plain = sandbox.level == "plain"
+    held = "user" in sandbox.guards or kernel.landlock_version() >= LANDLOCK_SIGNALS
+    made = filter.call_filter(cast("filter.Machine", kernel.machine()), watched=plain, signals=plain and not held)
+    # as bubblewrap's first process becomes the program's parent, the program is the second
+    return kernel.for_process(made, 2) if sandbox.level == "bubblewrap" else made
 
 
 @contextlib.contextmanager
@@ -142,7 +149,7 @@ def _config(sandbox: Sandbox, program: Program, limits: Limits) -> dict[str, Any
     }
 
 
-def _bubblewrap(sandbox: Sandbox, limits: Limits, filter: int, info: int) -> list[str]:
+def _bubblewrap(sandbox: Sandbox, limits: Limits, filter_fd: int, info: int) -> list[str]:
     shown: list[str] = []
     for path in sandbox.python.readable:
         shown += ["--ro-bind", path, path]
@@ -150,13 +157,13 @@ def _bubblewrap(sandbox: Sandbox, limits: Limits, filter: int, info: int) -> lis
         if os.path.islink(link):
             shown += ["--symlink", os.readlink(link), link]
     return [
-        *(sandbox.tool, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
+        *(sandbox.tool, "--unshare-all", "--as-pid-1", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
         *("--info-fd", str(info)),
         *shown,
         *("--proc", "/proc", "--dev", "/dev"),
         *("--size", str(limits.scratch_bytes), "--tmpfs", SCRATCH),
         *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", SCRATCH),
-        *(("--seccomp", str(filter)) if call_filter(sandbox) else ()),
+        *(("--seccomp", str(filter_fd)) if call_filter(sandbox) else ()),
         "--",
     ]
 

@@ -16,6 +16,9 @@ NOBODY = 65534
 FIRST_USER = 2_000_000_000
 """Plus the number of a process, it is a user that no account and no container manager has."""
 
+LANDLOCK_SIGNALS = 6
+"""The version of Landlock from which it keeps signals from processes outside."""
+
 MISSING: Mapping[Guard, str] = MappingProxyType(
     {
         "user": "programs run as the run's own user",

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from roll.sandbox.execution import execute
+from roll.sandbox.filter import can_filter_calls
 from roll.sandbox.inside import kernel
-from roll.sandbox.level import LEVELS, NOBODY, Guard, Level, Python, Sandbox
+from roll.sandbox.level import LANDLOCK_SIGNALS, LEVELS, NOBODY, Guard, Level, Python, Sandbox
 from roll.sandbox.program import Limits, Program, SandboxError
 
 _log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ def _made(level: Level) -> Sandbox:
     if sys.platform != "linux":
         raise SandboxError("only Linux has it")
     guards: frozenset[Guard] = frozenset({"user", "files", "network", "signals"})
-    if kernel.can_filter_calls():
+    if can_filter_calls():
         guards |= {"calls"}
     if level == "namespaces":
         return Sandbox(level, python(as_nobody), guards)
@@ -90,10 +91,10 @@ def _plain_guards() -> Iterator[Guard]:
         yield "user"
     if landlock >= 3:  # before that files can be emptied
         yield "files"
-    if kernel.can_filter_calls():
+    if can_filter_calls():
         yield "calls"
         yield "network"
-    if own_user or landlock >= 6:
+    if own_user or landlock >= LANDLOCK_SIGNALS or can_filter_calls():
         yield "signals"
 
 

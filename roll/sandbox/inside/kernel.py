@@ -5,20 +5,19 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-import sys
 
 TYPE_CHECKING = False  # without importing typing, which takes a while
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-_NAMESPACES = 0x20000 | 0x2000000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000
+CLONE_NEW = 0x20000 | 0x2000000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000
 """CLONE_NEW…: NS, CGROUP, UTS, IPC, USER, PID, NET."""
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 _MNT_DETACH = 2
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 4, 22, 24
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 22, 24
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
 
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
@@ -26,6 +25,10 @@ _CAPSET = {"x86_64": 126, "aarch64": 91}
 _MOUNT_SETATTR, _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 442, 444, 445, 446
 """Numbers of system calls; those above 423 are the same on every machine."""
 
+OWN_PID = 0x7FFFFFF1
+"""In a filter of system calls, the process that the filter is for. No process can have that number."""
+
+_OWN = struct.pack("I", OWN_PID)
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -56,11 +59,6 @@ def adopt_orphans() -> None:
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def hide_memory() -> None:
-    """No process of the same user may trace this one or read its memory."""
-    prctl(_PR_SET_DUMPABLE, 0)
-
-
 def no_new_privileges() -> None:
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
@@ -68,7 +66,7 @@ def no_new_privileges() -> None:
 def enter_namespaces() -> None:
     """Users, files, network and so on of its own; processes, from the next fork on. The user's id stays what it was."""
     uid, gid = os.getuid(), os.getgid()
-    checked(_libc.unshare(_NAMESPACES), "user namespaces are not allowed here: unshare")
+    checked(_libc.unshare(CLONE_NEW), "user namespaces are not allowed here: unshare")
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         with open("/proc/self/" + name, "w") as file:
             file.write(text)
@@ -145,55 +143,19 @@ def restrict_files(readable: Sequence[str], scratch: str) -> None:
     os.close(rules)
 
 
-class _Calls:
-    """Numbers of system calls on one kind of machine."""
-
-    def __init__(self, arch: int, clone: int, forbidden: tuple[int, ...]) -> None:
-        self.arch, self.clone, self.forbidden = arch, clone, forbidden
-
-
-# socket; ptrace, process_vm_readv and _writev; unshare, setns, mount, pivot_root; bpf, perf_event_open, userfaultfd;
-# add_key, request_key, keyctl; memfd_create, shmget, msgget, semget, mq_open (memory that no limit counts)
-_CALLS = {
-    "x86_64": _Calls(
-        0xC000003E, 56, (41, 101, 310, 311, 272, 308, 165, 155, 321, 298, 323, 248, 249, 250, 319, 29, 68, 64, 240)
-    ),
-    "aarch64": _Calls(
-        0xC00000B7, 220, (198, 117, 270, 271, 97, 268, 40, 41, 280, 241, 282, 217, 218, 219, 279, 194, 186, 190, 180)
-    ),
-}
-_EVERYWHERE = (425, 426, 427, 428, 429, 430, 431, 432, 447)  # io_uring_…, mounts of the newer kind, memfd_secret
-_CLONE3 = 435
-
-
-def can_filter_calls() -> bool:
-    return sys.platform == "linux" and machine() in _CALLS
-
-
-def call_filter() -> bytes:
-    """The program by which seccomp refuses what no honest program needs: sockets (a connected pair may be made), looking
-    into other processes, namespaces and mounts, keys, and memory that no limit counts. Such calls fail with EPERM, and
-    so does every one of another machine's numbering; clone3, whose flags cannot be seen, is not there."""
-    calls = _CALLS[machine()]
-    numbers = [*calls.forbidden, *_EVERYWHERE]
-    load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
-    allow, refuse, absent = 0x7FFF0000, 0x50000 | 1, 0x50000 | 38
-    last = 10 + len(numbers)  # the line that refuses; jumps count from the line after their own
-    lines = [(load, 0, 0, 4), (equal, 0, last - 2, calls.arch), (load, 0, 0, 0)]
-    lines.append((at_least, last - 4, 0, 0x40000000))  # x32, on x86_64
-    lines += [(equal, last - 5 - n, 0, number) for n, number in enumerate(numbers)]
-    lines += [(equal, 0, 1, _CLONE3), (give, 0, 0, absent)]
-    lines += [(equal, 0, 2, calls.clone), (load, 0, 0, 16), (any_bit, 1, 0, _NAMESPACES)]
-    lines += [(give, 0, 0, allow), (give, 0, 0, refuse)]
-    return b"".join(struct.pack("HBBI", *line) for line in lines)
-
-
 def filter_calls(filter: bytes) -> None:
-    """Has seccomp hold what `call_filter` made. Needs no privilege."""
+    """Has seccomp hold this process, and all that come from it, to a filter. Needs no privilege."""
+    filter = for_process(filter, os.getpid())
     text = ctypes.create_string_buffer(filter)
     head = struct.pack("HxxxxxxP", len(filter) // 8, ctypes.addressof(text))
     no_new_privileges()
     checked(_libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(2), head, 0, 0), "seccomp")
+
+
+def for_process(filter: bytes, pid: int) -> bytes:
+    """A filter for a process with that number."""
+    lines = [filter[at : at + 8] for at in range(0, len(filter), 8)]
+    return b"".join(line[:4] + struct.pack("I", pid) if line[4:] == _OWN else line for line in lines)
 
 
 def descendants(pid: int) -> list[int]:

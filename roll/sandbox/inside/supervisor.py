@@ -11,15 +11,13 @@ import signal
 import sys
 
 from roll.sandbox.inside import kernel
+from roll.sandbox.inside.init import SIGNALLED, fork_hidden, reap_until, set_dumpable
 from roll.sandbox.inside.program import ENDED
 
 TYPE_CHECKING = False  # without importing typing, which takes a while
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn
-
-_SIGNALLED = 128
-"""What is added to a signal's number to make an exit status."""
 
 
 def in_namespaces(config: dict[str, Any], program: Callable[[dict[str, Any]], None]) -> None:
@@ -34,9 +32,8 @@ def in_namespaces(config: dict[str, Any], program: Callable[[dict[str, Any]], No
     kernel.die_with_parent(signal.SIGKILL)
     kernel.enter_new_root(config["readable"], config["scratch"], config["scratch_bytes"])
     kernel.drop_capabilities()
-    child = os.fork()
+    child = fork_hidden()
     if child:
-        kernel.hide_memory()
         _stand_by(config, child)
     os.setsid()
     if config["filter"]:
@@ -48,12 +45,12 @@ def in_plain(config: dict[str, Any], program: Callable[[dict[str, Any]], None]) 
     """Runs the program with what the machine has to hold it. Only the process that is to be the program returns."""
     if sys.platform == "linux":
         kernel.adopt_orphans()
-        kernel.hide_memory()
-        signal.signal(signal.SIGTERM, lambda *_: _finish(config, _SIGNALLED + signal.SIGKILL))
+        set_dumpable(0)
+        signal.signal(signal.SIGTERM, lambda *_: _finish(config, SIGNALLED + signal.SIGKILL))
         kernel.die_with_parent(signal.SIGTERM)
         _end_without_parent(config)
     os.mkdir(config["scratch"], 0o700)
-    child = os.fork()
+    child = fork_hidden() if sys.platform == "linux" else os.fork()
     if child:
         _stand_by(config, child, clean=True)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -69,6 +66,7 @@ def _shut_in(config: dict[str, Any]) -> None:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
+        set_dumpable(1)  # another user's process is hidden at first, and its open files could not be counted
     elif sys.platform == "linux":
         config["rlimits"]["RLIMIT_NPROC"] += kernel.threads_of_user(os.getuid())  # the limit counts them all
     if "files" in guards:
@@ -92,16 +90,12 @@ def _stand_by(config: dict[str, Any], child: int, clean: bool = False) -> NoRetu
     """Reaps whatever ends until the child has, and ends as it did."""
     for fd in (0, 1, 2, config["payload"]):
         os.close(fd)
-    while True:
-        # waits: the run ends this process when its time is up
-        pid, status = os.waitpid(-1, 0)
-        if pid == child:
-            code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else _SIGNALLED + os.WTERMSIG(status)
-            if clean:
-                _end_group(child)
-                os.write(config["status"], ENDED)  # what follows takes no time of the program's
-                _finish(config, code)
-            os._exit(code)
+    code = reap_until(child)
+    if clean:
+        _end_group(child)
+        os.write(config["status"], ENDED)  # what follows takes no time of the program's
+        _finish(config, code)
+    os._exit(code)
 
 
 def _finish(config: dict[str, Any], code: int) -> NoReturn:

@@ -1,0 +1,266 @@
+"""Which system calls seccomp refuses inside the sandbox, as a table, and the filter for the kernel that is made of it.
+
+The filter depends on the machine and on what else holds the program. A test can check the filter of each machine on any
+other: it is a program of few lines for a small virtual machine (classic BPF).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, TypeAlias
+
+from roll.sandbox.inside.kernel import CLONE_NEW, OWN_PID
+
+Machine: TypeAlias = Literal["x86_64", "aarch64"]
+
+ARCHITECTURES: Mapping[Machine, int] = MappingProxyType({"x86_64": 0xC000003E, "aarch64": 0xC00000B7})
+"""What the kernel calls each numbering of system calls (AUDIT_ARCH_…)."""
+UNKNOWN = 471
+"""From here on a kernel may have calls that no rule below names, and x86_64 has its second numbering (x32)."""
+
+ALLOW, REFUSE, ABSENT = 0x7FFF0000, 0x50000 | 1, 0x50000 | 38
+"""What the kernel does with a call: makes it, lets it fail with EPERM, or with ENOSYS."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A system call and its number on each machine; None where the machine has not got it."""
+
+    name: str
+    x86_64: int | None
+    aarch64: int | None
+
+    def on(self, machine: Machine) -> int | None:
+        """Its number on a machine."""
+        return self.x86_64 if machine == "x86_64" else self.aarch64
+
+
+@dataclass(frozen=True)
+class Only:
+    """A call that is made only if each argument named has one of the values."""
+
+    call: Call
+    allowed: Mapping[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Never:
+    """A call that is refused if the argument has one of the values."""
+
+    call: Call
+    argument: int
+    refused: tuple[int, ...]
+
+
+def _same(name: str, number: int) -> Call:
+    return Call(name, number, number)  # numbers above 423 are the same on every machine
+
+
+REFUSED: Mapping[str, tuple[Call, ...]] = MappingProxyType(
+    {
+        "sockets, and descriptors that travel through them unseen": (
+            Call("socket", 41, 198),
+            Call("sendmsg", 46, 211),
+            Call("sendmmsg", 307, 269),
+        ),
+        "looking into and changing other processes": (
+            Call("ptrace", 101, 117),
+            Call("process_vm_readv", 310, 270),
+            Call("process_vm_writev", 311, 271),
+            Call("kcmp", 312, 272),
+            Call("move_pages", 279, 239),
+            Call("migrate_pages", 256, 238),
+            _same("pidfd_getfd", 438),
+            _same("process_madvise", 440),
+            _same("process_mrelease", 448),
+        ),
+        "namespaces and mounts": (
+            Call("unshare", 272, 97),
+            Call("setns", 308, 268),
+            Call("mount", 165, 40),
+            Call("umount2", 166, 39),
+            Call("pivot_root", 155, 41),
+            Call("chroot", 161, 51),
+            _same("open_tree", 428),
+            _same("move_mount", 429),
+            _same("fsopen", 430),
+            _same("fsconfig", 431),
+            _same("fsmount", 432),
+            _same("fspick", 433),
+            _same("mount_setattr", 442),
+            _same("open_tree_attr", 467),
+        ),
+        "parts of the kernel with a history of bugs": (
+            Call("bpf", 321, 280),
+            Call("perf_event_open", 298, 241),
+            Call("userfaultfd", 323, 282),
+            Call("modify_ldt", 154, None),
+            Call("syslog", 103, 116),
+            Call("open_by_handle_at", 304, 265),
+            Call("io_setup", 206, 0),
+            _same("io_uring_setup", 425),
+            _same("io_uring_enter", 426),
+            _same("io_uring_register", 427),
+        ),
+        "keys, messages and semaphores, which outlive the program and belong to its user": (
+            Call("add_key", 248, 217),
+            Call("request_key", 249, 218),
+            Call("keyctl", 250, 219),
+            Call("shmget", 29, 194),
+            Call("shmat", 30, 196),
+            Call("shmctl", 31, 195),
+            Call("msgget", 68, 186),
+            Call("msgsnd", 69, 189),
+            Call("msgrcv", 70, 188),
+            Call("msgctl", 71, 187),
+            Call("semget", 64, 190),
+            Call("semop", 65, 193),
+            Call("semtimedop", 220, 192),
+            Call("semctl", 66, 191),
+            Call("mq_open", 240, 180),
+            Call("mq_unlink", 241, 181),
+        ),
+        "memory that no limit counts": (
+            Call("memfd_create", 319, 279),
+            _same("memfd_secret", 447),
+        ),
+        "watching files: the number of watches is the user's": (
+            Call("inotify_init", 253, None),
+            Call("inotify_init1", 294, 26),
+            Call("fanotify_init", 300, 262),
+        ),
+        "attributes of files, which no limit counts": (
+            Call("setxattr", 188, 5),
+            Call("lsetxattr", 189, 6),
+            Call("fsetxattr", 190, 7),
+            _same("setxattrat", 463),
+            _same("file_setattr", 469),
+        ),
+    }
+)
+"""Calls that no honest program needs, by what they would be used for."""
+
+CLONE, CLONE3 = Call("clone", 56, 220), _same("clone3", 435)
+"""Of clone, flags that ask for namespaces are refused; of clone3 the flags cannot be seen, so it is not there."""
+
+OF_ITSELF = (
+    Only(Call("prlimit64", 302, 261), {0: (0, OWN_PID)}),
+    Only(Call("sched_setaffinity", 203, 122), {0: (0, OWN_PID)}),
+    Only(Call("sched_setscheduler", 144, 119), {0: (0, OWN_PID)}),
+    Only(Call("sched_setparam", 142, 118), {0: (0, OWN_PID)}),
+    Only(Call("sched_setattr", 314, 274), {0: (0, OWN_PID)}),
+    Only(Call("setpriority", 141, 140), {0: (0,), 1: (0, OWN_PID)}),  # PRIO_PROCESS, not a group's or a user's
+    Only(Call("ioprio_set", 251, 30), {0: (1,), 1: (0, OWN_PID)}),  # IOPRIO_WHO_PROCESS
+)
+"""What a program may change of itself, but of no other process of the same user."""
+
+SIGNALS = (
+    Only(Call("kill", 62, 129), {0: (0, OWN_PID)}),  # 0: its group, which is of its own
+    Only(Call("tkill", 200, 130), {0: (OWN_PID,)}),
+    Only(Call("tgkill", 234, 131), {0: (OWN_PID,)}),
+    Only(Call("rt_sigqueueinfo", 129, 138), {0: (OWN_PID,)}),
+    Only(Call("rt_tgsigqueueinfo", 297, 240), {0: (OWN_PID,)}),
+    Only(_same("pidfd_send_signal", 424), {0: ()}),
+)
+"""Signals, where nothing else keeps them from the run. Then a program cannot signal its own children either."""
+
+_F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY = 8, 10, 15, 1024, 1026
+_TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP = 0x5412, 0x541C, 0x8901, 0x8902
+
+ROUNDABOUT = (
+    Never(Call("fcntl", 72, 25), 1, (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY)),
+    Never(Call("ioctl", 16, 29), 1, (_TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP)),
+)
+"""Ways to have the kernel send signals, type into a terminal or hold up who opens a file."""
+
+_PR_SET_DUMPABLE = 4
+HIDING = Never(Call("prctl", 157, 167), 0, (_PR_SET_DUMPABLE,))
+"""A process that nobody can look into: its open files could not be counted. Only where they are counted by looking."""
+
+
+def can_filter_calls() -> bool:
+    """Whether the numbers of this machine's system calls are known."""
+    return sys.platform == "linux" and os.uname().machine in ARCHITECTURES
+
+
+@functools.cache
+def call_filter(machine: Machine, *, watched: bool = False, signals: bool = False) -> bytes:
+    """The filter of a machine, for `kernel.filter_calls`.
+
+    `watched`: the program's open files are counted by looking into it. `signals`: nothing but this filter keeps the
+    program's signals from the run.
+    """
+    rules = [*OF_ITSELF, *(SIGNALS if signals else ()), *ROUNDABOUT, *((HIDING,) if watched else ())]
+    lines = [*_head(machine), *_clones(machine)]
+    for rule in rules:
+        lines += _block(rule, machine)
+    return b"".join(struct.pack("HBBI", *line) for line in [*lines, (_GIVE, 0, 0, ALLOW)])
+
+
+_Line: TypeAlias = tuple[int, int, int, int]
+"""What to do, how many lines to skip if so, and if not, and with which value."""
+_LOAD, _SKIP, _EQUAL, _AT_LEAST, _ANY_BIT, _GIVE = 0x20, 0x05, 0x15, 0x35, 0x45, 0x06
+_NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
+
+
+def _argument_at(place: int) -> int:
+    return _ARGUMENTS_AT + 8 * place  # its lower half: each argument that a rule looks at is an int
+
+
+def _head(machine: Machine) -> list[_Line]:
+    """Refuses other numberings and all calls that are always refused. The call's number is loaded afterwards."""
+    numbers = [call.on(machine) for calls in REFUSED.values() for call in calls]
+    known = [number for number in numbers if number is not None]
+    refuse, absent = 5 + len(known), 6 + len(known)  # the lines that do it; jumps count from the line after their own
+    assert absent < 256, "a jump is at most 255 lines long"
+    lines = [(_LOAD, 0, 0, _ARCHITECTURE_AT), (_EQUAL, 0, refuse - 2, ARCHITECTURES[machine])]
+    lines += [(_LOAD, 0, 0, _NUMBER_AT), (_AT_LEAST, absent - 4, 0, UNKNOWN)]
+    lines += [(_EQUAL, refuse - 5 - n, 0, number) for n, number in enumerate(known)]
+    return [*lines, (_SKIP, 0, 0, 2), (_GIVE, 0, 0, REFUSE), (_GIVE, 0, 0, ABSENT)]
+
+
+def _clones(machine: Machine) -> list[_Line]:
+    clone, clone3 = CLONE.on(machine), CLONE3.on(machine)
+    assert clone is not None
+    assert clone3 is not None
+    return [
+        (_EQUAL, 0, 1, clone3),
+        (_GIVE, 0, 0, ABSENT),
+        (_EQUAL, 0, 4, clone),
+        (_LOAD, 0, 0, _argument_at(0)),
+        (_ANY_BIT, 0, 1, CLONE_NEW),
+        (_GIVE, 0, 0, REFUSE),
+        (_GIVE, 0, 0, ALLOW),
+    ]
+
+
+def _block(rule: Only | Never, machine: Machine) -> list[_Line]:
+    """The lines of one rule: other calls skip them, and none that enters them leaves."""
+    number = rule.call.on(machine)
+    if number is None:
+        return []
+    body = list(_only(rule) if isinstance(rule, Only) else _never(rule))
+    return [(_EQUAL, 0, len(body), number), *body]
+
+
+def _only(rule: Only) -> Iterator[_Line]:
+    for place, values in rule.allowed.items():
+        yield _LOAD, 0, 0, _argument_at(place)
+        for n, value in enumerate(values):
+            yield _EQUAL, len(values) - n, 0, value  # past the refusal
+        yield _GIVE, 0, 0, REFUSE
+    yield _GIVE, 0, 0, ALLOW
+
+
+def _never(rule: Never) -> Iterator[_Line]:
+    yield _LOAD, 0, 0, _argument_at(rule.argument)
+    for n, value in enumerate(rule.refused):
+        yield _EQUAL, len(rule.refused) - n, 0, value  # past the permission
+    yield _GIVE, 0, 0, ALLOW
+    yield _GIVE, 0, 0, REFUSE
