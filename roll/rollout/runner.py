@@ -4,7 +4,9 @@
 
 A task without an environment is one response and a verdict. A sample whose engine is lost, or that is taken off it, goes
 back to `queued` with what it has drawn and goes on from there when it has a seat again. What an environment or a grader
-does to a sample is bounded: by deadlines, and by tries where it was the worker's fault.
+does to a sample is bounded: by deadlines, and by tries where it was the fault of the process that it was in. The death of
+a grader's or environment's worker is no sample's fault: it costs no try, and another worker is asked for as long as one
+response may take.
 """
 
 from __future__ import annotations
@@ -44,14 +46,36 @@ _WAIT_S = (0.1, 5.0)
 
 
 class _Over(Exception):
-    """The sample ends as failed. `again`: it was a worker's fault, so that it may start anew; `kill`: its part in the end
-    of a worker, 1 if nothing else can have been the cause."""
+    """The sample ends as failed. `again`: it was not its own fault, so that it may start anew; `lost`: with the worker
+    that it was at, which costs no try; `kill`: its part in the end of a process, 1 if nothing else can have been the
+    cause."""
 
-    def __init__(self, reason: str, *, again: bool = False, kill: float = 0.0) -> None:
+    def __init__(self, reason: str, *, again: bool = False, lost: bool = False, kill: float = 0.0) -> None:
         super().__init__(reason)
         self.reason = reason
         self.again = again
+        self.lost = lost
         self.kill = kill
+
+
+class _Patience:
+    """Waits for lost workers to come back, longer each time, until `deadline_s` after the first wait."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._end_s: float | None = None
+        self._wait_s = _WAIT_S[0]
+
+    async def wait(self) -> bool:
+        """Whether there is time for another attempt, which may begin when this returns."""
+        now_s = asyncio.get_running_loop().time()
+        if self._end_s is None:
+            self._end_s = now_s + self._deadline_s
+        if now_s > self._end_s:
+            return False
+        await asyncio.sleep(self._wait_s)
+        self._wait_s = min(2 * self._wait_s, _WAIT_S[1])
+        return True
 
 
 @dataclass
@@ -114,6 +138,7 @@ class SampleRunner:
 
     async def run(self, sample: Sample, siblings: Sequence[Sample] = ()) -> None:
         """Carries a queued sample to its verdict; `siblings` are those of its group at this worker."""
+        patience = _Patience(self._deadline_s)
         while True:
             try:
                 await self._attempt(sample, siblings)
@@ -121,9 +146,13 @@ class SampleRunner:
             except _Over as over:
                 sample.kills += over.kill
                 self._lifecycle.move(sample, "failed", over.reason)
-                if not over.again or sample.tries >= self._config.rollout.tries:
+                if over.lost:
+                    if not await patience.wait():
+                        return
+                elif over.again and sample.tries < self._config.rollout.tries:
+                    sample.tries += 1
+                else:
                     return
-            sample.tries += 1
             sample.log, sample.response, sample.turns, sample.ended = TokenLog(), None, 0, ""
             sample.turn_rewards, sample.turn_states = [], []
             self._seats.lose(sample.id)
@@ -311,8 +340,7 @@ class SampleRunner:
             again, kill = culprit or failure.kind == "lost", culprit / failure.suspects
             raise _Over(f"environment {failure}", again=again, kill=kill) from None
         except RemoteError as error:  # its episodes died with it
-            await asyncio.sleep(_WAIT_S[0])
-            raise _Over(f"environment worker died: {error.worker}", again=True) from None
+            raise _Over(f"environment worker died: {error.worker}", lost=True) from None
 
     async def _close(self, environments: Cluster[EnvWorker], rank: int, episode: str) -> None:
         with suppress(RemoteError):  # then it is closed with its worker
@@ -320,15 +348,13 @@ class SampleRunner:
 
     async def _patiently(self, call: Callable[[], Awaitable[R]], who: str) -> R:
         """Asks again, elsewhere, while workers are lost: as long as one response may take."""
-        wait_s, end_s = _WAIT_S[0], asyncio.get_running_loop().time() + self._deadline_s
+        patience = _Patience(self._deadline_s)
         while True:
             try:
                 return await call()
             except RemoteError as error:
-                if asyncio.get_running_loop().time() > end_s:
+                if not await patience.wait():
                     raise _Over(f"{who} died: {error.worker}") from None
-                await asyncio.sleep(wait_s)
-                wait_s = min(2 * wait_s, _WAIT_S[1])
 
     def _next(self, cluster: Cluster[Any]) -> int:
         self._turn += 1

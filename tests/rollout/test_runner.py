@@ -918,17 +918,28 @@ def test_a_crash_that_others_may_have_caused_is_blamed_on_all_of_them_in_parts()
 @pytest.mark.parametrize("at", ["reset", "step"])
 def test_an_environment_worker_that_dies_takes_its_episodes_along_and_they_start_anew(at: str) -> None:
     async def main() -> None:
-        run = await setting(envs=2)
+        run = await setting(envs=2, tries=1)
         run.envs[0].trouble = lambda method, episode: run.worlds[0].kill() if method == at else None
         sample = run.sample(episode_of(0.5, 0.5))
         call = run.start(sample)
-        await until(lambda: sample.tries == 2)
+        await until(lambda: run.moves.of("4.2").count("queued") == 2)
         run.seats.give(Seat("4.2", 0))
         await call
-        assert (sample.state, sample.reward, sample.kills) == ("scored", 1.0, 0)
+        assert (sample.state, sample.reward, sample.kills, sample.tries) == ("scored", 1.0, 0, 1)
         assert ("failed", "environment worker died: env[0]") in run.moves.reasons("4.2")
-        assert "reset 4.2.2" in run.env_log
+        assert run.env_log.count("reset 4.2.1") == 2
         assert list(run.envs[1].episodes) == []
+
+    go(main())
+
+
+def test_an_episode_fails_when_no_environment_worker_is_back_in_the_time_that_a_response_may_take() -> None:
+    async def main() -> None:
+        run = await setting(deadline_s=0.2)
+        run.worlds[0].kill()
+        sample = run.sample(episode_of(1.0))
+        await run.runner.run(sample)
+        assert (sample.state, sample.reason, sample.tries) == ("failed", "environment worker died: env[0]", 1)
 
     go(main())
 
