@@ -1,11 +1,13 @@
-"""How a program is started on each level: the command, and the text that the interpreter inside begins with."""
+"""How a program is started on each level: the command, and what the interpreter inside begins with."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import marshal
 import os
 import secrets
+import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from importlib import resources
@@ -14,41 +16,59 @@ from typing import Any, cast
 from roll.sandbox import filter
 from roll.sandbox.inside import kernel
 from roll.sandbox.level import FIRST_USER, LANDLOCK_SIGNALS, NOBODY, Level, Sandbox
-from roll.sandbox.program import Limits, Program
+from roll.sandbox.program import Limits, Program, SandboxError
 
 SCRATCH = "/scratch"
 _INSIDE = "roll.sandbox.inside"
+_MODULES = ("kernel", "program", "init", "supervisor", "values", "solution", "asserts")
 _PARTS: Mapping[Level, tuple[str, ...]] = {
     "bubblewrap": ("program", "init"),
     "namespaces": ("kernel", "program", "init", "supervisor"),
     "plain": ("kernel", "program", "init", "supervisor"),
 }
-_MAINS: Mapping[Level, str] = {
-    "bubblewrap": "init.under_bubblewrap(config, program.run)",
-    "namespaces": "supervisor.in_namespaces(config, program.run)",
-    "plain": "supervisor.in_plain(config, program.run)",
+_MAINS: Mapping[Level, tuple[str, str]] = {
+    "bubblewrap": ("init", "under_bubblewrap"),
+    "namespaces": ("supervisor", "in_namespaces"),
+    "plain": ("supervisor", "in_plain"),
 }
 
 # The interpreter's own command line: short, because every user of the machine may see it.
-_COMMAND = "import sys; exec(compile(open(int(sys.argv[1]), 'rb', closefd=False).read(), 'sandbox', 'exec'))"
+_COMMAND = (
+    "import sys, marshal; loader, data = marshal.load(open(int(sys.argv[1]), 'rb', closefd=False)); "
+    "exec(marshal.loads(loader))"
+)
 
+# What a module is given as, is its code where it is the sandbox's own, and else its text.
 _LOADER = """
-import sys
 sys.path[:] = [place for place in sys.path if place]
-def load(sources):
+def load(modules):
     module = type(sys)
-    for name, text in sources:
+    for name, made in modules:
         parent, _, short = name.rpartition(".")
         missing = [".".join(parent.split(".")[:n + 1]) for n in range(parent.count(".") + 1)] if parent else []
         for each in missing:
             if each not in sys.modules:
                 sys.modules[each] = module(each)
                 sys.modules[each].__path__ = []
-        sys.modules[name] = made = module(name)
+        sys.modules[name] = new = module(name)
         if parent:
-            setattr(sys.modules[parent], short, made)
-        exec(compile(text, name, "exec"), made.__dict__)
+            setattr(sys.modules[parent], short, new)
+        exec(marshal.loads(made) if isinstance(made, bytes) else compile(made, name, "exec"), new.__dict__)
+own, modules, config, main, run = data
+load(own)
+config["payload"] = int(sys.argv[1])
+load(modules)
+getattr(sys.modules[main[0]], main[1])(config, getattr(sys.modules[run[0]], run[1]))
 """
+
+_COMPILE = """
+import sys, marshal
+codes = {name: marshal.dumps(compile(text, name, "exec")) for name, text in marshal.load(sys.stdin.buffer).items()}
+marshal.dump(codes, sys.stdout.buffer, 2)
+"""
+_COMPILE_S = 60.0
+_ANY_VERSION = 2
+"""The form of marshalled data, other than code, that every Python reads."""
 
 
 @functools.cache
@@ -69,20 +89,36 @@ def command(sandbox: Sandbox, limits: Limits, payload: int, filter_fd: int, info
 
 
 def payload(sandbox: Sandbox, program: Program, limits: Limits, *, scratch: str, status_fd: int) -> bytes:
-    """The text that the interpreter begins with. It reaches the program by no way that another process could see."""
+    """What the interpreter begins with. It reaches the program by no way that another process could see."""
     config = _config(sandbox, program, limits) | {"scratch": scratch, "status": status_fd}
-    own = [(inside(part), source_of(part)) for part in _PARTS[sandbox.level]]
-    names = ", ".join(_PARTS[sandbox.level])
-    lines = [
-        _LOADER,
-        f"load({own!r})",
-        f"from {_INSIDE} import {names}",
-        f"config = {config!r}",
-        "config['payload'] = int(sys.argv[1])",
-        f"load({list(program.modules.items())!r})",
-        _MAINS[sandbox.level],
-    ]
-    return "\n".join(lines).encode("utf-8", "surrogatepass")
+    codes = _codes(sandbox.python.path)
+    own = [(inside(part), codes[inside(part)]) for part in _PARTS[sandbox.level]]
+    ours = {name: codes[name] for name, text in program.modules.items() if name in codes and text == _sources()[name]}
+    modules = [(name, ours.get(name, text)) for name, text in program.modules.items()]
+    module, function = _MAINS[sandbox.level]
+    data = (own, modules, config, (inside(module), function), (inside("program"), "run"))
+    return marshal.dumps((codes[""], data), _ANY_VERSION)
+
+
+@functools.cache
+def _sources() -> Mapping[str, str]:
+    """The texts of all modules that run inside, by what they are called there."""
+    return {inside(name): source_of(name) for name in _MODULES}
+
+
+@functools.cache
+def _codes(python: str) -> Mapping[str, bytes]:
+    """What an interpreter makes of those texts, and of the loader, which has no name. Made once in a process: otherwise
+    it would be a third of every execution's time."""
+    texts = marshal.dumps({"": _LOADER, **_sources()}, _ANY_VERSION)
+    try:
+        done = subprocess.run(
+            [python, "-I", "-c", _COMPILE], input=texts, capture_output=True, timeout=_COMPILE_S, env={}, cwd="/"
+        )
+        codes: dict[str, bytes] = marshal.loads(done.stdout)
+    except (OSError, subprocess.TimeoutExpired, EOFError, ValueError, TypeError) as error:
+        raise SandboxError(f"the interpreter for use inside did not start: {python}: {error}") from error
+    return codes
 
 
 def call_filter(sandbox: Sandbox) -> bytes:
