@@ -12,6 +12,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from roll.child.frames import HEADER
+from roll.child.keeper import PARENT_ENDED, program
+from roll.child.log import LIMIT_BYTES
+
 _log = logging.getLogger(__name__)
 
 _REAP_S = 5.0
@@ -20,25 +24,32 @@ _REAP_S = 5.0
 class Child:
     """A process and the connection to it.
 
-    It leads a process group, so that killing it kills what users' code started; when it ends by itself, they end too.
+    It leads a process group and has a keeper (`roll.child.keeper`): when it is killed or ends by itself, all that users'
+    code started ends with it, daemons included, and so it does when this process ends.
     """
 
     def __init__(
-        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, keeper: asyncio.subprocess.Process, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        self._process = process
+        self.pid = pid
+        """The process's id, also its group's."""
         self.reader = reader
         self.writer = writer
         # waits: for as long as the process lives
-        self.exit = asyncio.create_task(process.wait())
-        """Ends with the process."""
+        self.exit = asyncio.create_task(keeper.wait())
+        """Ends with the process and all it started."""
         self.killed = False
-        # At once, not when someone notices: later the group's id may be another's.
-        self.exit.add_done_callback(lambda _: self.kill())
 
     @classmethod
-    async def start(cls, command: str, log: Path | None, environment: Mapping[str, str] | None = None) -> Child:
-        """Runs a command of `inside.command`. What it prints goes to the file `log`, or to standard error."""
+    async def start(
+        cls,
+        command: str,
+        log: Path | None,
+        environment: Mapping[str, str] | None = None,
+        log_bytes: int = LIMIT_BYTES,
+    ) -> Child:
+        """Runs a command of `inside.command`. What it prints goes to the file `log`, which takes at most `log_bytes`, or
+        to standard error."""
         ours, theirs = socket.socketpair()
         with contextlib.ExitStack() as closing:
             closing.callback(theirs.close)
@@ -48,9 +59,10 @@ class Child:
             reader, writer = await asyncio.open_connection(sock=ours)
             on_error.callback(writer.transport.abort)
             output = 2 if log is None else closing.enter_context(open(log, "ab"))  # noqa: ASYNC230
+            told = ("" if log is None else str(log), str(log_bytes), str(os.getpid()), str(theirs.fileno()))
             # waits: the kernel answers
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-c", command, str(theirs.fileno()), str(os.getpid()), *sys.path),
+            keeper = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", "-c", program(), *told, sys.executable, command, *sys.path),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -58,17 +70,21 @@ class Child:
                 start_new_session=True,
                 env={**os.environ, **(environment or {})},
             )
+            theirs.close()
+            try:
+                # waits: the keeper says it at once, or has ended
+                (pid,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+            except BaseException as error:
+                await asyncio.shield(_ended(keeper))
+                if isinstance(error, EOFError | OSError):
+                    raise ChildProcessError("a process could not be started: its keeper has ended") from error
+                raise
             on_error.pop_all()
-        return cls(process, reader, writer)
-
-    @property
-    def pid(self) -> int:
-        """The process's id, also its group's."""
-        return self._process.pid
+        return cls(keeper, pid, reader, writer)
 
     def kill(self) -> None:
         """Ends the process and all it started, now. Safe to repeat."""
-        if not self.killed:
+        if not self.killed and not self.exit.done():
             self.killed = True
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -91,3 +107,13 @@ class Child:
         with contextlib.suppress(ValueError):
             return f"was killed by {signal.Signals(-status).name}"
         return f"was killed by signal {-status}"
+
+
+async def _ended(keeper: asyncio.subprocess.Process) -> None:
+    """Ends a keeper, and with it all that it has started."""
+    for number in (PARENT_ENDED, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            keeper.send_signal(number)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(keeper.wait(), _REAP_S)
+            return

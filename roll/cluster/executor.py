@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from roll.child.log import LIMIT_BYTES
 from roll.child.together import together
 from roll.cluster.process_handle import ProcessHandle
 from roll.cluster.worker import Place, Worker
@@ -68,8 +69,8 @@ class Executor(Protocol):
         """Makes sure that workers can be started."""
         ...
 
-    def write_logs_to(self, folder: Path) -> None:
-        """Where workers in processes of their own write what they print, a file each."""
+    def write_logs_to(self, folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:
+        """Where workers in processes of their own write what they print, a log each of at most so many bytes."""
         ...
 
     def reserve(self, places: Sequence[Place], spares: Sequence[Place] = ()) -> None:
@@ -151,6 +152,7 @@ class LocalExecutor:
         self._processes: list[ProcessHandle] = []
         self._spare_places: set[Place] = set()
         self._log_dir: Path | None = None
+        self._log_bytes = LIMIT_BYTES
 
     @property
     def controller_bytes(self) -> int:
@@ -159,9 +161,9 @@ class LocalExecutor:
     def connect(self) -> None:
         """Workers are started here."""
 
-    def write_logs_to(self, folder: Path) -> None:
-        """What workers in this process print stays where it is; the others have a file each."""
-        self._log_dir = folder
+    def write_logs_to(self, folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:
+        """What workers in this process print stays where it is; the others have a log each."""
+        self._log_dir, self._log_bytes = folder, limit_bytes
 
     def reserve(self, places: Sequence[Place], spares: Sequence[Place] = ()) -> None:
         """This process has its devices already."""
@@ -178,7 +180,7 @@ class LocalExecutor:
         processes: list[ProcessHandle] = []
         for place in places:
             if place.mesh is not None:
-                processes.append(ProcessHandle(place, make, self._log_of(place)))
+                processes.append(ProcessHandle(place, make, self._log_of(place), self._log_bytes))
                 handles.append(processes[-1])
                 continue
             worker = make(place)

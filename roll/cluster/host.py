@@ -20,6 +20,7 @@ from typing import Any
 
 import cloudpickle
 
+from roll.child.log import LIMIT_BYTES, start_writer
 from roll.cluster.errors import Failure
 from roll.cluster.worker import Dispatch, Parallel, Place, Worker, crowded_methods, parallel_of
 from roll.config.errors import RunError, UserError
@@ -51,9 +52,10 @@ class Host:
     """One worker's process, without the executor that runs it: `get` and `put` are its way to shared memory. Without
     `put`, token columns of results travel whole."""
 
-    def __init__(self, place: Place, log: Path | None, get: Get, put: Put | None) -> None:
+    def __init__(self, place: Place, log: Path | None, get: Get, put: Put | None, log_bytes: int = LIMIT_BYTES) -> None:
         self._place = place
         self._log = log
+        self._log_bytes = log_bytes
         self._get, self._put = get, put
         self._worker: Worker | None = None
 
@@ -61,7 +63,7 @@ class Host:
         """Makes the worker, in the thread that its calls will run in: thread counts and cores are a thread's own."""
         try:
             if self._log is not None:
-                _write_output_to(self._log)
+                _write_output_to(self._log, self._log_bytes)
             if self._place.cores:
                 os.sched_setaffinity(0, _own_cores(self._place))
             logging.getLogger(__name__).info("%s is %s", self._place.name, where())
@@ -167,11 +169,12 @@ def _own_cores(place: Place) -> set[int]:
     return {allowed[core] for core in place.cores if core < len(allowed)} or set(allowed)
 
 
-def _write_output_to(log: Path) -> None:
-    """Everything this process prints goes to the file."""
+def _write_output_to(log: Path, limit_bytes: int) -> None:
+    """Everything this process prints goes to the file, which takes at most so many bytes."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
-        file = log.open("ab", buffering=0)
+        log.touch()
+        writing = start_writer(log, limit_bytes)
     except OSError as error:
         raise UserError(
             f"{socket.gethostname()} cannot write {log} ({error.strerror}): "
@@ -179,8 +182,14 @@ def _write_output_to(log: Path) -> None:
         ) from error
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os.dup2(file.fileno(), 1)
-    os.dup2(file.fileno(), 2)
+    os.dup2(writing, 1)
+    os.dup2(writing, 2)
+    os.close(writing)
+    log_to_stderr()
+
+
+def log_to_stderr() -> None:
+    """What ROLL and other libraries have to say goes to standard error."""
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, force=True, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

@@ -17,6 +17,7 @@ import cloudpickle
 
 from roll.child.frames import HEADER
 from roll.child.inside import command
+from roll.child.log import LIMIT_BYTES
 from roll.child.process import Child
 from roll.cluster.errors import CallTimedOut, Failure, WorkerDied, WorkerError
 from roll.cluster.host import Answer, Started, unsent
@@ -35,13 +36,16 @@ _END_S = 60.0
 class ProcessHandle:
     in_process = False
 
-    def __init__(self, place: Place, make: Callable[[Place], Worker], log: Path | None) -> None:
+    def __init__(
+        self, place: Place, make: Callable[[Place], Worker], log: Path | None, log_bytes: int = LIMIT_BYTES
+    ) -> None:
         self.place = place
         self.incarnation = 0
         self.bytes = 0
         """Of calls and results so far."""
         self._make = make
         self._log = log
+        self._log_bytes = log_bytes
         self._where = "not started yet"
         self._connection: _Connection | None = None
         self._spare: _Connection | None = None
@@ -76,7 +80,8 @@ class ProcessHandle:
     async def _process(self) -> _Connection:
         if self._log is not None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
-        return _Connection(await Child.start(_COMMAND, self._log, _environment(self.place)), self.place.name, self._log)
+        child = await Child.start(_COMMAND, self._log, _environment(self.place), self._log_bytes)
+        return _Connection(child, self.place.name, self._log)
 
     async def _start_in(self, process: _Connection, silent_s: float) -> None:
         """Makes the worker in a process."""

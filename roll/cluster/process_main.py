@@ -28,7 +28,7 @@ import cloudpickle
 from roll.child.frames import HEADER, read_payload
 from roll.child.inside import connect
 from roll.cluster.errors import Failure
-from roll.cluster.host import Answer, Host, unsent, where
+from roll.cluster.host import Answer, Host, log_to_stderr, unsent, where
 from roll.cluster.worker import Place, Worker
 from roll.config.errors import RunError
 from roll.data.columns import Columns
@@ -107,7 +107,9 @@ class _Server:
     async def _done(self, request: Start | WarmUp | Call | Close) -> Answer | Failure:
         if isinstance(request, Start):
             self._name = request.place.name
-            self._host = Host(request.place, request.log, _get, None)
+            if request.log is not None:  # where this process's keeper writes what it prints
+                log_to_stderr()
+            self._host = Host(request.place, None, _get, None)
             return await self._host.start(request.make)
         if isinstance(request, WarmUp):
             return self._warmed(request)

@@ -21,6 +21,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RaySystemError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from roll.child.log import LIMIT_BYTES
 from roll.cluster.crowd import Crowd, Desk, Packed
 from roll.cluster.errors import CallTimedOut, Failure, TokensLost, WorkerDied, WorkerError
 from roll.cluster.host import Answer, Host, Started, unsent
@@ -86,13 +87,13 @@ def _end(process: Process, deadline_s: float) -> bool:
 class _Actor:
     """What Ray runs: a host, and the object store as its shared memory."""
 
-    def __init__(self, place: Place, log: Path | None, deadline_s: float, gpus: str | None) -> None:
+    def __init__(self, place: Place, log: Path | None, deadline_s: float, gpus: str | None, log_bytes: int) -> None:
         self._deadline_s = deadline_s
         if place.device == "cpu":
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides GPUs only from workers that have some of them
         elif gpus is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus
-        self._host = Host(place, log, self._get, ray.put)
+        self._host = Host(place, log, self._get, ray.put, log_bytes)
         self._desk = Desk(self._host.call_packed)
 
     async def _get(self, refs: Sequence[Any]) -> Sequence[Columns]:
@@ -122,12 +123,14 @@ class _Actor:
         await self._host.close()
 
 
-def new_actor(place: Place, log: Path | None, deadline_s: float, gpus: str | None, **options: Any) -> Any:
+def new_actor(
+    place: Place, log: Path | None, deadline_s: float, gpus: str | None, log_bytes: int = LIMIT_BYTES, **options: Any
+) -> Any:
     """An actor for the place, with Ray's `options`; Ray never restarts it by itself. `gpus` are those it sees, where they
     are others than Ray gives it."""
     kind = ray.remote(concurrency_groups={_HEALTH: _CONCURRENT_PINGS})(_Actor)
     options |= {"max_concurrency": _CONCURRENT_CALLS, "max_restarts": 0}
-    return kind.options(**options).remote(place, log, deadline_s, gpus)
+    return kind.options(**options).remote(place, log, deadline_s, gpus, log_bytes)
 
 
 def get_all(refs: Sequence[Any], deadline_s: float) -> list[Columns]:

@@ -21,6 +21,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from roll.child.log import LIMIT_BYTES
 from roll.cluster.errors import CallTimedOut, WorkerDied
 from roll.cluster.executor import Handle, started_in_time
 from roll.cluster.ray_actor import RayHandle, Traffic, get_all, new_actor, reason
@@ -51,6 +52,7 @@ class RayExecutor:
         self._config = config
         self._silent_s = silent_s
         self._log_dir = log_dir
+        self._log_bytes = LIMIT_BYTES
         self._traffic = Traffic()
         self._workers: dict[RayHandle, Callable[[Place], Worker]] = {}
         """What made each worker, the oldest first."""
@@ -75,9 +77,9 @@ class RayExecutor:
     def controller_bytes(self) -> int:
         return self._traffic.bytes
 
-    def write_logs_to(self, folder: Path) -> None:
+    def write_logs_to(self, folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:
         """Where workers started from now on write what they print, a file each."""
-        self._log_dir = folder
+        self._log_dir, self._log_bytes = folder, limit_bytes
 
     def connect(self) -> None:
         """Joins or starts Ray, unless this process is connected already."""
@@ -248,6 +250,7 @@ class RayExecutor:
             self.deadline_s,
             # Ray shows an actor the GPU of its bundle; one of several GPUs is told all of them.
             ",".join(self._gpu_names[each] for each in seats) if len(seats) > 1 else None,
+            self._log_bytes,
             num_cpus=int(cores * share * 1e4) / 1e4,
             num_gpus=share if on_gpu else 0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),

@@ -265,6 +265,8 @@ class KeepConfig(Section):
     """Newest steps whose samples are kept; 0: all."""
     trace_mb: Whole = 1024
     """Trace files kept, in MiB, the oldest deleted first; 0: all. A file ends at a quarter of it."""
+    log_mb: Count = 64
+    """Kept of each log of processes, in MiB: a third of it how it began, the rest how it goes on."""
 
 
 class RunConfig(Section):

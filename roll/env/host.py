@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from roll.child.frames import HEADER
+from roll.child.log import LIMIT_BYTES
 from roll.child.process import Child
 from roll.config.errors import RunError
 from roll.env import wire
@@ -71,12 +72,19 @@ class Host:
 
     @classmethod
     async def start(
-        cls, *, root: str, memory_mb: int, deadline_s: float, log: Path | None, on_end: Callable[[Host], None]
+        cls,
+        *,
+        root: str,
+        memory_mb: int,
+        deadline_s: float,
+        log: Path | None,
+        on_end: Callable[[Host], None],
+        log_bytes: int = LIMIT_BYTES,
     ) -> Host:
         """A process that is ready for environments. `RunError` says why there is none. `on_end` is called once, when a
         process that was ready has ended."""
         same_order = {"PYTHONHASHSEED": "0"}  # of a set, in every process
-        host = cls(await Child.start(COMMAND, log, same_order), lambda host: None)
+        host = cls(await Child.start(COMMAND, log, same_order, log_bytes), lambda host: None)
         try:
             await host.ask(wire.SetUp(root, memory_mb), deadline_s, "starting")
         except EnvFailure as failure:

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from roll.child.log import LIMIT_BYTES
 from roll.child.together import together
 from roll.config.errors import RunError, UserError
 from roll.data.task import EnvSpec
@@ -77,8 +78,8 @@ class EnvPool:
 
     A new episode goes to the process with the fewest; when all are full, or as many of its environment are open as
     `limits` has for that name, it waits, first come, first served. `memory_mb` limits what the environments of one
-    process may take together (0: no limit). What environments print goes to the file `log`, or to standard error. The
-    processes end with the thread that runs the event loop, even when that is killed.
+    process may take together (0: no limit). What environments print goes to the file `log`, of at most `log_bytes`, or to
+    standard error. The processes end with the thread that runs the event loop, even when that is killed.
     """
 
     def __init__(
@@ -90,12 +91,14 @@ class EnvPool:
         log: Path | None = None,
         limits: Mapping[str, int] | None = None,
         root: str = "",
+        log_bytes: int = LIMIT_BYTES,
     ) -> None:
         self._workers = workers
         self._per_process = per_process
         self._deadlines = deadlines
         self._memory_mb = memory_mb
         self._log = log
+        self._log_bytes = log_bytes
         self._root = root or os.getcwd()
         self._hosts: set[Host] = set()
         self._rooms: dict[Host, set[_Episode]] = {}
@@ -336,6 +339,7 @@ class EnvPool:
                 memory_mb=self._memory_mb,
                 deadline_s=self._deadlines.start_s,
                 log=self._log,
+                log_bytes=self._log_bytes,
                 on_end=self._host_ended,
             )
         self._hosts.add(host)

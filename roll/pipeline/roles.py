@@ -309,7 +309,7 @@ def _verify_models(config: Config, map: DeviceMap) -> None:
 def _reserve(config: Config, executor: Executor, map: DeviceMap, run: Path | None) -> None:
     """Takes the devices of all roles."""
     if run is not None:
-        executor.write_logs_to(run / "logs")
+        executor.write_logs_to(run / "logs", config.run.keep.log_mb << 20)
     learners = [map.roles[role].places for role in LEARNERS if role in map.roles]
     spares = [place for places in learners for place in places] if config.supervise.spare_trainer else []
     executor.reserve([place for placement in map.roles.values() for place in placement.places], spares)
@@ -326,6 +326,7 @@ async def _start(
 ) -> Roles:
     graders = None if run is None else run / "graders.log"
     environments_log = None if run is None else run / "environments.log"
+    log_bytes = config.run.keep.log_mb << 20
     places = {role: placement.places for role, placement in map.roles.items()}
     await asyncio.to_thread(_verify_models, config, map)
     _reserve(config, executor, map, run)
@@ -338,7 +339,13 @@ async def _start(
         cluster = await start(
             "reward",
             lambda place: RewardWorker(
-                place, config.reward, reward, graders, replies_at_once=at_once, patience_s=patience_s
+                place,
+                config.reward,
+                reward,
+                graders,
+                replies_at_once=at_once,
+                patience_s=patience_s,
+                log_bytes=log_bytes,
             ),
         )
         await cluster.call(RewardWorker.start)
@@ -355,7 +362,7 @@ async def _start(
     async def start_environments() -> Cluster[EnvWorker] | None:
         if "env" not in places:
             return None
-        cluster = await start("env", lambda place: EnvWorker(place, config.env, environments_log, config.root))
+        cluster = await start("env", lambda place: EnvWorker(place, config.env, environments_log, config.root, log_bytes))
         await cluster.call(EnvWorker.start)
         return cluster
 

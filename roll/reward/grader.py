@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 
 from roll.child.frames import HEADER, frame
+from roll.child.log import LIMIT_BYTES
 from roll.child.process import Child
 from roll.config.errors import RunError, UserError
 from roll.reward import wire
@@ -30,9 +31,16 @@ class Grader:
         self._part = ""
 
     @classmethod
-    async def start(cls, source: RewardSource, deadline_s: float, log: Path | None, memory_mb: int = 0) -> Grader:
+    async def start(
+        cls,
+        source: RewardSource,
+        deadline_s: float,
+        log: Path | None,
+        memory_mb: int = 0,
+        log_bytes: int = LIMIT_BYTES,
+    ) -> Grader:
         """A process that is ready for jobs. `UserError` or `RunError` says why there is none."""
-        grader = cls(await Child.start(COMMAND, log))
+        grader = cls(await Child.start(COMMAND, log, log_bytes=log_bytes))
         try:
             await grader._load(source, memory_mb, deadline_s)
         except BaseException:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from roll.child.log import LIMIT_BYTES
 from roll.child.together import together
 from roll.config.errors import RunError
 from roll.data.task import Response, Task
@@ -38,13 +39,13 @@ QUICK_CHARS = 8192
 class GraderPool:
     """Judges attempts in `workers` processes. Domains take turns; within a domain, first come, first served.
 
-    A function that hangs beyond `deadline_s`, or whose process dies, is killed with all it started and tried again, up
-    to `tries` times in all, ahead of its domain's queue; its process is replaced meanwhile. An exception or an invalid
-    result is the same the second time and fails at once. The deadline counts from when a process has the job. What the
-    function prints goes to the file `log`, or to standard error. One that takes `memory_mb` beyond what its process
-    started with gets a `MemoryError`, and the process is replaced if that leaves it short. Of rewards that are
-    deterministic, `cache` verdicts are kept. Rewards that are `quick` judge short texts here, where a process would take
-    a hundred times as long to ask as to judge.
+    A function that hangs beyond `deadline_s`, or whose process dies, is killed with all it started and tried again,
+    up to `tries` times in all, ahead of its domain's queue; its process is replaced meanwhile. An exception or an
+    invalid result is the same the second time and fails at once. The deadline counts from when a process has the job.
+    What the function prints goes to the file `log`, of at most `log_bytes`, or to standard error. One that takes
+    `memory_mb` beyond what its process started with gets a `MemoryError`, and the process is replaced if that leaves
+    it short. Of rewards that are deterministic, `cache` verdicts are kept. Rewards that are `quick` judge short texts
+    here, where a process would take a hundred times as long to ask as to judge.
 
     The processes end with the thread that runs the event loop, even when that is killed.
 
@@ -63,6 +64,7 @@ class GraderPool:
         cache: int = 0,
         start_deadline_s: float = 60.0,
         log: Path | None = None,
+        log_bytes: int = LIMIT_BYTES,
     ) -> None:
         self._source = source
         self._quick = source.quick()
@@ -73,6 +75,7 @@ class GraderPool:
         self._cache = VerdictCache(cache)
         self._start_deadline_s = start_deadline_s
         self._log = log
+        self._log_bytes = log_bytes
         self._graders: set[Grader] = set()
         self._idle: deque[Grader] = deque()
         self._turns: Turns[Grader] = Turns()
@@ -233,7 +236,8 @@ class GraderPool:
 
     async def _start_grader(self) -> Grader:
         async with self._starts:
-            grader = await Grader.start(self._source, self._start_deadline_s, self._log, self._memory_mb)
+            started = Grader.start(self._source, self._start_deadline_s, self._log, self._memory_mb, self._log_bytes)
+            grader = await started
         self._graders.add(grader)
         return grader
 

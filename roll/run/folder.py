@@ -51,8 +51,8 @@ _OWN_FILES = (
     "trace*.json",
     "summary.json",
     "curve.png",
-    "graders.log",
-    "environments.log",
+    "graders.log*",
+    "environments.log*",
     ".*.tmp-*",
     "config.yaml",
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from roll.child.log import LIMIT_BYTES
 from roll.cluster import Dispatch, Place, Worker, parallel
 from roll.config.schema import EnvConfig
 from roll.data.task import EnvSpec
@@ -14,10 +15,18 @@ from roll.env.stats import EnvStats
 
 
 class EnvWorker(Worker):
-    def __init__(self, place: Place, config: EnvConfig, log: Path | None = None, root: str = "") -> None:
+    def __init__(
+        self,
+        place: Place,
+        config: EnvConfig,
+        log: Path | None = None,
+        root: str = "",
+        log_bytes: int = LIMIT_BYTES,
+    ) -> None:
         super().__init__(place)
         deadlines = Deadlines(reset_s=config.reset_deadline_s, step_s=config.step_deadline_s)
-        self._pool = EnvPool(config.processes, config.per_process, deadlines, config.memory_mb, log, config.limits, root)
+        memory_mb, limits = config.memory_mb, config.limits
+        self._pool = EnvPool(config.processes, config.per_process, deadlines, memory_mb, log, limits, root, log_bytes)
 
     @parallel(Dispatch.ALL)
     async def start(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from roll.child.log import LIMIT_BYTES
 from roll.cluster import Dispatch, Place, Worker, parallel
 from roll.config.schema import RewardConfig
 from roll.data.task import Response, Task
@@ -27,6 +28,7 @@ class RewardWorker(Worker):
         *,
         replies_at_once: int = 1,
         patience_s: float = 600.0,
+        log_bytes: int = LIMIT_BYTES,
     ) -> None:
         """`replies_at_once` is what one judge generates at once; a role that dies is waited for so long."""
         super().__init__(place)
@@ -40,6 +42,7 @@ class RewardWorker(Worker):
             memory_mb=config.memory_mb,
             cache=config.cache,
             log=log,
+            log_bytes=log_bytes,
         )
 
     @parallel(Dispatch.ALL)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import gone
+from processes import eventually, gone
 
 from roll.child.frames import HEADER, frame, read_payload
 from roll.child.inside import command, detail, reason, tell
@@ -59,7 +59,7 @@ def test_it_answers_in_its_environment_and_prints_to_the_log(tmp_path: Path, mon
         assert await said(child, "import os; say(os.environ['GREETING'])") == "hello"
         assert await said(child, "import os; say(os.getpid())") == str(child.pid)
         assert child.obituary() == "broke its connection"
-        assert "in the log" in (tmp_path / "log").read_text()
+        assert await asyncio.to_thread(eventually, lambda: "in the log" in (tmp_path / "log").read_text())
 
     with_child(tmp_path, monkeypatch, use)
 

@@ -1,0 +1,257 @@
+"""The keeper of a child: a process between parent and child that ends whatever users' code started, however it ends.
+
+    parent ── outer keeper ── inner keeper ── child ── what users' code starts
+                                   └────────────────── daemons: orphans become children of the nearest keeper
+
+A process that leaves the child's group and session (a daemon, by setsid and two forks) would outlive the child. Linux
+gives orphans to the nearest ancestor that asked for them (PR_SET_CHILD_SUBREAPER). A keeper ends its child and all
+processes below itself when its child ends, and when its own parent does; then it ends as its child did.
+
+There are two because one may be killed: when the parent ends or the outer keeper does, the inner one ends everything;
+when the inner one is killed, the child is killed with it, and its orphans go to the outer one. The inner one also writes
+the child's output to its log.
+
+Signals that a terminal or a job scheduler sends to every process of a job do nothing to a keeper: they are the parent's
+to handle. Elsewhere than on Linux a keeper ends the child's process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from roll.child.frames import HEADER
+from roll.child.log import CHUNK_BYTES, BoundedLog, is_bounded, wide_pipe
+
+_LINUX = sys.platform == "linux"
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+PARENT_ENDED = signal.SIGRTMIN + 9 if _LINUX else signal.SIGUSR2
+"""Tells a keeper to end everything. No job scheduler sends it."""
+_LEFT_ALONE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_SWEEP_S = 5.0
+"""For killed processes to be gone; one that waits for a broken disk may take for ever."""
+_POLL_S = 1.0
+_FREEZES = 50
+
+
+def program() -> str:
+    """What runs a keeper: `python -I -S -c PROGRAM log log_bytes parent_pid connection_fd python command *sys.path`."""
+    root = str(Path(__file__).parents[2])
+    return f"import sys; sys.path.insert(0, {root!r}); from roll.child.keeper import main; main()"
+
+
+def main() -> NoReturn:
+    """Keeps a keeper that keeps the child. Before the child runs, its process id is on the connection."""
+    log, log_bytes, parent, connection, python, command, *path = sys.argv[1:]
+    output = _Output(Path(log), int(log_bytes)) if log and is_bounded(Path(log)) else None
+
+    def start_child() -> NoReturn:
+        if output is not None:
+            output.take()
+        os.write(int(connection), HEADER.pack(os.getpid()))
+        os.execv(python, [python, "-P", "-c", command, connection, str(os.getppid()), *path])
+
+    def start_inner() -> NoReturn:
+        _Keeper(os.getppid(), start_child, int(connection), output, outer=False).keep()
+
+    _Keeper(int(parent), start_inner, int(connection), output, outer=True).keep()
+
+
+class _Output:
+    """What the child prints, on its way to the log."""
+
+    def __init__(self, path: Path, limit_bytes: int) -> None:
+        self._log = BoundedLog(path, limit_bytes)
+        self.reading, self._writing = wide_pipe()
+        os.set_blocking(self.reading, False)
+
+    def take(self) -> None:
+        """In the child: prints go here."""
+        os.dup2(self._writing, 1)
+        os.dup2(self._writing, 2)
+
+    def leave(self, *, read: bool) -> None:
+        """In a keeper: only the child writes, so that who reads sees the end."""
+        os.close(self._writing)
+        if not read:
+            os.close(self.reading)
+
+    def pass_on(self) -> bool:
+        """Writes what there is to the log; whether there may be more."""
+        with contextlib.suppress(BlockingIOError):
+            chunk = os.read(self.reading, CHUNK_BYTES)
+            self._log.write(chunk)
+            return bool(chunk)
+        return False
+
+
+class _Keeper:
+    def __init__(
+        self, parent: int, start: Callable[[], NoReturn], connection: int, output: _Output | None, *, outer: bool
+    ) -> None:
+        """`start` runs in the child, which alone has the connection. The child of the outer keeper is the inner one."""
+        self._parent = parent
+        self._start = start
+        self._connection = connection
+        self._inherited = output
+        self._output = None if outer else output
+        self._outer = outer
+        self._child = 0
+        self._orphaned = False
+
+    def keep(self) -> NoReturn:
+        waking, wake = os.pipe()
+        for end in (waking, wake):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        for number in (*_LEFT_ALONE, signal.SIGCHLD):
+            signal.signal(number, lambda *_: None)
+        signal.signal(PARENT_ENDED, self._on_parents_end)
+        _prctl(_PR_SET_PDEATHSIG, int(PARENT_ENDED))
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        if os.getppid() != self._parent:
+            os._exit(0)
+        self._child = os.fork()
+        if self._child == 0:
+            self._begin_child(waking, wake)
+        os.close(self._connection)
+        if self._inherited is not None:
+            self._inherited.leave(read=not self._outer)
+        self._watch(waking)
+        self._end()
+
+    def _begin_child(self, *pipes: int) -> NoReturn:
+        """Leads a session, so that killing its group kills what it has in it, and dies with its keeper."""
+        try:
+            signal.set_wakeup_fd(-1)
+            for number in (*_LEFT_ALONE, signal.SIGCHLD, PARENT_ENDED):
+                signal.signal(number, signal.SIG_DFL)
+            for end in pipes:
+                os.close(end)
+            os.setsid()
+            _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+            self._start()
+        except BaseException as error:
+            print(f"a process could not be started: {error}", file=sys.stderr, flush=True)
+        os._exit(127)
+
+    def _on_parents_end(self, *_: object) -> None:
+        self._orphaned = True
+
+    def _watch(self, waking: int) -> None:
+        """Returns when the child has ended, which is then still to be waited for, or the parent has."""
+        listened = [waking] if self._output is None else [waking, self._output.reading]
+        while not self._over():
+            ready, _, _ = select.select(listened, [], [], _POLL_S if not _LINUX else None)
+            if waking in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(waking, 4096)
+            if self._output is not None and self._output.reading in ready and not self._output.pass_on():
+                listened = [waking]  # the child has closed its output
+            self._reap_orphans()
+
+    def _over(self) -> bool:
+        return self._orphaned or os.getppid() != self._parent or self._child_ended()
+
+    def _reap_orphans(self) -> None:
+        for pid in _children(os.getpid()):
+            if pid != self._child:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+
+    def _end(self) -> NoReturn:
+        """Ends all that is left, then as the child did."""
+        if self._outer:
+            self._let_inner_end()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._child, signal.SIGKILL)  # its id is its own until it is waited for
+        self._sweep()
+        until = time.monotonic() + _SWEEP_S
+        while self._output is not None and self._output.pass_on() and time.monotonic() < until:
+            pass
+        _, status = os.waitpid(self._child, os.WNOHANG)
+        code = os.waitstatus_to_exitcode(status)
+        if code < 0:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            with contextlib.suppress(OSError, ValueError):
+                signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
+        os._exit(max(code, 0))
+
+    def _let_inner_end(self) -> None:
+        """The inner keeper sweeps and writes the log to its end; one that does not is killed."""
+        _send(self._child, PARENT_ENDED)
+        until = time.monotonic() + 2 * _SWEEP_S
+        while not self._child_ended() and time.monotonic() < until:
+            time.sleep(0.002)
+
+    def _sweep(self) -> None:
+        """Ends every process below. All are stopped first, lest some start others meanwhile."""
+        until = time.monotonic() + _SWEEP_S
+        while time.monotonic() < until:
+            stopped: set[int] = set()
+            for _ in range(_FREEZES):
+                new = set(_below(os.getpid())) - stopped - {self._child}
+                if not new:
+                    break
+                for pid in new:
+                    _send(pid, signal.SIGSTOP)
+                stopped |= new
+            for pid in stopped:
+                _send(pid, signal.SIGKILL)
+            self._reap_orphans()
+            if not stopped and self._child_ended():
+                return
+            if self._output is not None:
+                self._output.pass_on()  # one that prints may not be able to end before
+            time.sleep(0.002)
+
+    def _child_ended(self) -> bool:
+        return os.waitid(os.P_PID, self._child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def _below(pid: int) -> Iterator[int]:
+    """All processes below one."""
+    for child in _children(pid):
+        yield child
+        yield from _below(child)
+
+
+def _children(pid: int) -> list[int]:
+    """A process's children, those that have ended and were not waited for included; none elsewhere than on Linux."""
+    found: list[int] = []
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as children:
+                found += map(int, children.read().split())
+    except OSError:  # it ended meanwhile, or the kernel has no such list
+        return found or _children_by_parent(pid)
+    return found
+
+
+def _children_by_parent(pid: int) -> list[int]:
+    found: list[int] = []
+    for name in filter(str.isdecimal, os.listdir("/proc") if _LINUX else ()):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:
+            if int(stat.read().rpartition(b")")[2].split()[1]) == pid:
+                found.append(int(name))
+    return found
+
+
+def _prctl(option: int, value: int) -> None:
+    if _LINUX:
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

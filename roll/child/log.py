@@ -1,0 +1,154 @@
+"""A log that several processes write to and that never takes more than its limit.
+
+While all of it fits there is one file. Then there are three, each at most a third of the limit:
+
+    graders.log.first    how it began, kept for good
+    graders.log.before   what came right before graders.log
+    graders.log          the newest; its first line says how many bytes are dropped between the first and the others
+
+What always holds: bytes are kept in the order in which they were written, whether or not there are ends of lines among
+them; a process that cannot write (a full disk) goes on without its log, and the log says later what it lacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+LIMIT_BYTES = 64 << 20
+SMALLEST_BYTES = 3 << 12
+CHUNK_BYTES = 1 << 16
+FIRST, BEFORE = ".first", ".before"
+_PIPE_BYTES = 1 << 20
+_F_SETPIPE_SZ = 1031  # Linux; fcntl has it from Python 3.10 on, but not everywhere
+_HEADER = re.compile(rb"\[roll: (\d+) bytes of this log were dropped")
+
+
+class BoundedLog:
+    """A log, for one of its writers."""
+
+    def __init__(self, path: Path, limit_bytes: int = LIMIT_BYTES) -> None:
+        self._path = path
+        self._part_bytes = max(limit_bytes, SMALLEST_BYTES) // 3
+        self._unwritten = 0
+        """Bytes that could not be written since the last that could."""
+
+    def write(self, data: bytes) -> None:
+        """Adds bytes. Never raises for want of room."""
+        most = min(CHUNK_BYTES, self._part_bytes // 2)
+        for begin in range(0, len(data), most):
+            chunk = data[begin : begin + most]
+            try:
+                with self._locked():
+                    self._append(chunk)
+            except OSError:
+                self._unwritten += len(chunk)
+
+    def _append(self, chunk: bytes) -> None:
+        if self._unwritten:
+            chunk = b"\n[roll: %d bytes could not be written here]\n" % self._unwritten + chunk
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if size and size + len(chunk) > self._part_bytes:
+            self._begin_part()
+        _append_to(self._path, chunk)
+        self._unwritten = 0
+
+    def _begin_part(self) -> None:
+        first, before = (self._path.with_name(self._path.name + end) for end in (FIRST, BEFORE))
+        if not first.exists():
+            self._path.replace(first)
+            dropped = 0
+        else:
+            dropped = _dropped_before(self._path)
+            if before.exists():
+                dropped += before.stat().st_size
+            self._path.replace(before)
+        header = f"[roll: {dropped} bytes of this log were dropped after {first.name}"
+        earlier = f"; what comes right before this line is in {before.name}" if before.exists() else ""
+        _append_to(self._path, f"{header}{earlier}; run.keep.log_mb is its limit]\n".encode())
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One writer at a time, where the file system has locks."""
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(folder)
+
+
+def is_bounded(path: Path) -> bool:
+    """Whether a log can be: a device, such as /dev/null, takes what it is given."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        return True
+
+
+def wide_pipe() -> tuple[int, int]:
+    """A pipe that holds more than usual, where the system lets it: its writers wait less."""
+    reading, writing = os.pipe()
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(writing, _F_SETPIPE_SZ, _PIPE_BYTES)
+    return reading, writing
+
+
+def start_writer(path: Path, limit_bytes: int) -> int:
+    """A process that writes to the log what comes through the pipe whose end this returns; it ends when nobody holds that
+    end any more."""
+    import subprocess  # keepers do without it, and start the faster
+
+    reading, writing = wide_pipe()
+    try:
+        command = (sys.executable, "-I", "-S", "-c", _program(), str(path), str(limit_bytes))
+        done = subprocess.run(command, stdin=reading, start_new_session=True, check=False)
+        if done.returncode:
+            raise OSError(done.returncode, f"the process that writes {path} did not start")
+    except BaseException:
+        os.close(writing)
+        raise
+    finally:
+        os.close(reading)
+    return writing
+
+
+def main() -> None:
+    """Writes what comes in, as nobody's child: whoever started it may end before its last words are written."""
+    if os.fork():
+        os._exit(0)
+    log = BoundedLog(Path(sys.argv[1]), int(sys.argv[2]))
+    for number in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    while chunk := os.read(0, CHUNK_BYTES):
+        log.write(chunk)
+    os._exit(0)
+
+
+def _program() -> str:
+    root = str(Path(__file__).parents[2])
+    return f"import sys; sys.path.insert(0, {root!r}); from roll.child.log import main; main()"
+
+
+def _append_to(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+    finally:
+        os.close(descriptor)
+
+
+def _dropped_before(path: Path) -> int:
+    with path.open("rb") as file:
+        found = _HEADER.match(file.read(200))
+    return 0 if found is None else int(found[1])
