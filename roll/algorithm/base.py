@@ -26,7 +26,9 @@ from roll.config.errors import RunError, UserError
 from roll.config.schema import Config
 from roll.config.user_code import load_user_code
 from roll.data.batch import Batch
+from roll.data.finite import LARGEST_REWARD
 
+_COMPARABLE = 1e150
 EVERYWHERE = ""
 """The domain of statistics that are not taken by domain."""
 
@@ -107,6 +109,7 @@ class Algorithm:
     def credit(self, batch: Batch) -> Batch:
         """The samples that are to be trained on, with their column `advantage` (and `turn_advantage` where turns are
         compared). Those left out still count in what others are compared with."""
+        check_rewards(batch)
         config, scores = self.config, self.scores(batch)
         if "turn_reward" in batch:
             rewards = np.repeat(batch["reward"], np.diff(batch.turn_offsets))
@@ -214,9 +217,23 @@ class Algorithm:
         self._running.restore(state["scores"])
 
 
+def check_rewards(batch: Batch) -> None:
+    """Raises if a batch has a reward that cannot be compared: its square is beyond fp64, and all advantages would be 0 or
+    no numbers. In a run such a sample has failed before (`roll.data.finite`); a loop of one's own may give any."""
+    sick = np.flatnonzero(~(np.abs(batch["reward"]) <= _COMPARABLE))
+    if len(sick):
+        where = "".join(f" {what} {str(batch[what][sick[0]])!r}" for what in ("task", "sample") if what in batch)
+        raise RunError(
+            f"the reward of{where or ' a sample'} is {batch['reward'][sick[0]]:g}, which cannot be compared with others: "
+            f"a reward is from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}, so divide it by its scale"
+        )
+
+
 def check_advantages(batch: Batch, name: str) -> None:
-    """Raises if the algorithm of this name gave advantages that are not finite: their update could only be skipped."""
-    sick = np.flatnonzero(~np.isfinite(batch["advantage"]))
+    """Raises if the algorithm of this name gave advantages that are not finite, or not in the fp32 that trainers compute
+    in: their update could only be skipped."""
+    with np.errstate(over="ignore"):
+        sick = np.flatnonzero(~np.isfinite(np.asarray(batch["advantage"]).astype(np.float32)))
     if not len(sick):
         return
     first = int(sick[0])

@@ -7,12 +7,12 @@ know.
 from __future__ import annotations
 
 import json
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypeAlias
+
+from roll.data.finite import hint, metric_of, named, reward_of, short
 
 if TYPE_CHECKING:
     from roll.data.task import Message
@@ -131,13 +131,13 @@ def stepped(result: Any) -> Step:
     if isinstance(result, Step):
         result = (result.observation, result.reward, result.terminated, result.truncated, result.info)
     if not isinstance(result, tuple):
-        raise ValueError(f"step returned {_named(result)}, not a Step{_hint(result)}")
+        raise ValueError(f"step returned {named(result)}, not a Step{hint(result)}")
     if len(result) != 5:
         raise ValueError(f"step returned {len(result)} values, not 5: (observation, reward, terminated, truncated, info)")
     observation, reward, terminated, truncated, info = result
     step = Step(
         _observation(observation, "step returned, as observation,"),
-        _finite(reward, "step returned, as reward,"),
+        reward_of(reward, "step returned, as reward,"),
         _flag(terminated, "terminated"),
         _flag(truncated, "truncated"),
         _info(info, "step"),
@@ -155,7 +155,7 @@ def tools_of(environment: Any) -> Any:
 
 def _tools(value: Any) -> tuple[dict[str, Any], ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(tool, Mapping) for tool in value):
-        raise ValueError(f"the environment's tools are {_named(value)}, not a list of JSON schemas")
+        raise ValueError(f"the environment's tools are {named(value)}, not a list of JSON schemas")
     try:
         return tuple(json.loads(json.dumps([dict(tool) for tool in value])))  # plain types: the pool reads no others
     except (TypeError, ValueError) as error:
@@ -167,15 +167,15 @@ def _observation(value: Any, what: str) -> str | tuple[Message, ...]:
         return _text(value, what)
     if isinstance(value, list | tuple):
         return tuple(_message(message, what) for message in value)
-    raise ValueError(f"{what} {_named(value)}, not a text or a list of messages{_hint(value)}")
+    raise ValueError(f"{what} {named(value)}, not a text or a list of messages{hint(value)}")
 
 
 def _message(value: Any, what: str) -> Message:
     if not isinstance(value, Mapping) or set(value) != {"role", "content"}:
-        raise ValueError(f"{what} a list with {_named(value)} in it: a message has `role` and `content`, nothing else")
+        raise ValueError(f"{what} a list with {named(value)} in it: a message has `role` and `content`, nothing else")
     for key in ("role", "content"):
         if not isinstance(value[key], str):
-            raise ValueError(f"{what} a message whose {key} is {_named(value[key])}, not a text")
+            raise ValueError(f"{what} a message whose {key} is {named(value[key])}, not a text")
     return {"role": _text(value["role"], what), "content": _text(value["content"], what)}
 
 
@@ -187,51 +187,20 @@ def _text(value: str, what: str) -> str:
     return str.__str__(value)  # not of a subclass: the pool may not have it
 
 
-def _finite(value: Any, what: str) -> float:
-    if not hasattr(value, "__float__"):
-        raise ValueError(f"{what} {_named(value)}, not a number{_hint(value)}")
-    try:
-        number = float(value)
-    except Exception as error:
-        raise ValueError(f"{what} {_short(value)}, which is not one number: {error}") from error
-    if not math.isfinite(number):
-        raise ValueError(f"{what} {number}, not a finite number")
-    return number
-
-
 def _flag(value: Any, name: str) -> bool:
     if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):  # the latter two are NumPy's
-        raise ValueError(f"step returned, as {name}, {_named(value)}, not True or False")
+        raise ValueError(f"step returned, as {name}, {named(value)}, not True or False")
     return bool(value)
 
 
 def _info(value: Any, method: str) -> dict[str, float | str]:
     if not isinstance(value, Mapping):
-        raise ValueError(f"{method} returned, as info, {_named(value)}, not a mapping")
+        raise ValueError(f"{method} returned, as info, {named(value)}, not a mapping")
     info: dict[str, float | str] = {}
     for key, item in value.items():
-        what = f"{method} returned, as info[{_short(key)}],"
+        what = f"{method} returned, as info[{short(key)}],"
         if not isinstance(key, str):
-            raise ValueError(f"{what} a value whose name is {_named(key)}, not a text")
+            raise ValueError(f"{what} a value whose name is {named(key)}, not a text")
         name = _text(key, what)
-        info[name] = _text(item, what) if isinstance(item, str) else _finite(item, what)
+        info[name] = _text(item, what) if isinstance(item, str) else metric_of(item, what)
     return info
-
-
-def _hint(value: object) -> str:
-    if isinstance(value, CoroutineType):
-        value.close()
-        return ": was an `await` forgotten?"
-    return ": is a `return` missing?" if value is None else ""
-
-
-def _named(value: object) -> str:
-    kind = type(value).__name__
-    if value is None:
-        return "None"
-    return f"a {kind}" if isinstance(value, CoroutineType) else f"{_short(value)} ({kind})"
-
-
-def _short(value: object, limit: int = 80) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}…"

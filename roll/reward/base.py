@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import CoroutineType
 from typing import Any, Literal, SupportsFloat, TypeAlias, cast
 
+from roll.data.finite import check_reward, metric_of, reward_of, short
 from roll.data.task import Response, Task
 
 RewardFn: TypeAlias = Callable[[Task, Response], SupportsFloat | Mapping[str, SupportsFloat]]
@@ -97,46 +96,32 @@ def answer_of(reward: RewardFn, task: Task, response: Response) -> str | None:
     """The answer that a reward reads from a response, in a form in which equal answers are equal strings."""
     answer = cast(Any, reward).answer_of(task, response)
     if answer is not None and not isinstance(answer, str):
-        raise ValueError(f"answer_of returned {_short(answer)} ({type(answer).__name__}), not a string or None")
+        raise ValueError(f"answer_of returned {short(answer)} ({type(answer).__name__}), not a string or None")
     return answer
 
 
-def normalise(result: object) -> Verdict:
-    """What a reward function returned, as a verdict; `ValueError` says what is wrong with it.
+def normalise(result: object, who: str = "the reward function") -> Verdict:
+    """What a reward function returned, as a verdict; `ValueError` says what is wrong with it, and `who` returned it.
 
     A number is the reward. Of a mapping, the value under `reward` is the reward and the rest are its parts; without
     that key the parts' sum is the reward: `{"right": 1, "format": 0.2}` is worth 1.2.
     """
     if not isinstance(result, Mapping):
-        return Verdict(_finite(result, "the reward function returned"))
+        return Verdict(reward_of(result, f"{who} returned", _IF_ASYNC))
     if not result:
-        raise ValueError("the reward function returned an empty mapping, not a number or named parts")
+        raise ValueError(f"{who} returned an empty mapping, not a number or named parts")
     for name in result:
         if not isinstance(name, str):
-            raise ValueError(f"the reward function returned a part named {_short(name)}: names are strings")
-    parts = {name: _finite(value, f"the reward function returned, as {name!r},") for name, value in result.items()}
+            raise ValueError(f"{who} returned a part named {short(name)}: names are strings")
+    parts = {name: metric_of(value, f"{who} returned, as {name!r},", _IF_ASYNC) for name, value in result.items()}
     if "reward" in parts:
-        return Verdict(parts.pop("reward"), parts)
-    return Verdict(_finite(sum(parts.values()), "the parts of the reward sum to"), parts)
+        return Verdict(check_reward(parts.pop("reward"), f"{who} returned, as 'reward',"), parts)
+    return Verdict(check_reward(sum(parts.values()), f"the parts that {who} returned sum to"), parts)
 
 
-def _finite(value: Any, what: str) -> float:
-    if value is None:
-        raise ValueError(f"{what} None, not a number: is a `return` missing?")
-    if isinstance(value, CoroutineType):
-        value.close()
-        raise ValueError(f"{what} a coroutine, not a number: write `def`, not `async def`")
-    if not hasattr(value, "__float__"):
-        raise ValueError(f"{what} {_short(value)} ({type(value).__name__}), not a number")
-    try:
-        number = float(value)
-    except Exception as error:
-        raise ValueError(f"{what} {_short(value)}, which is not one number: {error}") from error
-    if not math.isfinite(number):
-        raise ValueError(f"{what} {number}, not a finite number")
-    return number
+def name_of(reward: RewardFn) -> str:
+    """What a reward is called in messages: a function's name, or its class's."""
+    return str(getattr(reward, "__qualname__", None) or type(reward).__qualname__)
 
 
-def _short(value: object, limit: int = 80) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}…"
+_IF_ASYNC = "write `def`, not `async def`"

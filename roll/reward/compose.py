@@ -113,6 +113,7 @@ class Composed:
     def __init__(self, parts: Mapping[str, Part], rewards: Mapping[str, RewardFn]) -> None:
         self._parts = parts
         self._rewards = rewards
+        self.__qualname__ = " + ".join(parts)  # for messages
 
     def __call__(self, task: Task, response: Response) -> Result:
         values: dict[str, float] = {}

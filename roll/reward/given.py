@@ -15,7 +15,7 @@ from roll.reward.make import callable_reward, check_built_in, make
 def compose_given(parts: Mapping[str, Mapping[str, Any]], functions: Mapping[str, RewardFn]) -> Composed:
     """A weighted sum of named parts, as settings say it, some of which are functions; their options are arguments."""
     rewards = {name: _reward(name, part, functions.get(name)) for name, part in parts.items()}
-    return _Given({name: Part(**part) for name, part in parts.items()}, rewards)
+    return Composed({name: Part(**part) for name, part in parts.items()}, rewards)
 
 
 def refuse_roles(parts: Mapping[str, Mapping[str, Any]]) -> None:
@@ -26,14 +26,6 @@ def refuse_roles(parts: Mapping[str, Mapping[str, Any]]) -> None:
                 f"reward.parts.{name} is {part['name']}, whose value a role's model gives, and it cannot be combined "
                 "with functions: name those as 'file.py:name'"
             )
-
-
-class _Given(Composed):
-    """A composed reward with a name of its own, for messages."""
-
-    def __init__(self, parts: Mapping[str, Part], rewards: Mapping[str, RewardFn]) -> None:
-        super().__init__(parts, rewards)
-        self.__qualname__ = " + ".join(parts)
 
 
 def _reward(name: str, part: Mapping[str, Any], function: RewardFn | None) -> RewardFn:

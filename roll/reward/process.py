@@ -19,7 +19,18 @@ from roll.child.inside import REASON_CHARS, command, connect, detail, reason, te
 from roll.child.memory import MemoryLimit
 from roll.config.errors import UserError
 from roll.data.task import Response, Task
-from roll.reward.base import FailureKind, PartFailure, Result, RewardFn, answer_of, entering, is_deterministic, normalise
+from roll.reward.base import (
+    FailureKind,
+    PartFailure,
+    Result,
+    RewardFn,
+    answer_of,
+    entering,
+    is_deterministic,
+    name_of,
+    normalise,
+)
+from roll.reward.domains import ByDomain
 from roll.reward.roles import Said, said
 from roll.reward.wire import Answer, Entered, Failed, Ready, Refused, Scored, SetUp, write_answer
 
@@ -84,12 +95,20 @@ def judged(
     except BaseException as error:  # SystemExit too: a grader that calls sys.exit() has raised
         return _failed(error)
     try:
-        return Scored(replace(normalise(result), answer=answer), seconds, parts_s, deterministic), False
+        return Scored(
+            replace(normalise(result, _who(function, task)), answer=answer), seconds, parts_s, deterministic
+        ), False
     except ValueError as error:
         return Failed("invalid", str(error)[:REASON_CHARS]), False
     except BaseException as error:
         what = f"the reward function returned what cannot be read: {reason(error)}"
         return Failed("invalid", what, detail(error)), False
+
+
+def _who(function: RewardFn, task: Task) -> str:
+    """Whom a message about a result names: of the rewards of several domains, the one that judged."""
+    own = function.of(task.domain) if isinstance(function, ByDomain) else function
+    return f"the reward function {name_of(own or function)!r}"
 
 
 def _failed(error: BaseException) -> tuple[Failed, bool]:

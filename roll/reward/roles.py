@@ -72,6 +72,7 @@ class Told:
 
     def __init__(self, part: str, reward: AsksRole) -> None:
         self._part = part
+        self.__qualname__ = type(reward).__qualname__
         self.deterministic = reward.deterministic
         self._reward = reward
 

@@ -22,6 +22,7 @@ from jinja2 import TemplateError
 from roll.cluster import Cluster
 from roll.cluster.errors import RemoteError
 from roll.config.schema import Config, RolloutConfig
+from roll.data.finite import check_reward
 from roll.data.sample import Sample
 from roll.data.task import Message, Response
 from roll.data.tokenlog import NO_VERSION, TokenLog
@@ -298,7 +299,7 @@ class SampleRunner:
                 self._lifecycle.move(sample, "acting", turn=sample.turns)
                 step = await self._acting(environments.call_rank(rank, EnvWorker.step, episode, response.text))
                 over = step.done
-                sample.reward += step.reward
+                sample.reward = self._earned(sample.reward + step.reward, spec.name)
                 sample.turn_rewards.append(step.reward)
                 sample.turn_states.append(state_of(seen))
                 if over or sample.turns >= self._config.env.max_turns:
@@ -319,6 +320,13 @@ class SampleRunner:
             return conversation.observe(step.messages, self._longest)
         except TemplateError as error:
             raise _Over(f"the chat template cannot follow the conversation: {error}") from None
+
+    def _earned(self, reward: float, environment: str) -> float:
+        """What an episode has earned so far; it fails where that is no reward."""
+        try:
+            return check_reward(reward, f"the rewards of environment {environment!r} sum to")
+        except ValueError as error:
+            raise _Over(f"environment invalid: {error}") from None
 
     def _finish_episode(self, sample: Sample, response: Response, last: Step) -> None:
         self._scoring(sample, response)

@@ -15,6 +15,7 @@ from roll.algorithm.advantages import whitened
 from roll.algorithm.credit import token_credit
 from roll.algorithm.running import Moments
 from roll.config.algorithm import AlgorithmConfig
+from roll.config.errors import RunError
 from roll.data import Batch
 
 ODD = (0.0, 0.1, 1 / 3, -7.7, 1e6 + 0.1, 1e12 / 3)
@@ -122,3 +123,9 @@ def test_turns_in_one_state_are_compared_with_n_minus_1() -> None:
     )
     got = Algorithm(AlgorithmConfig(name="gigpo"), 8).credit(batch)["turn_advantage"]
     np.testing.assert_allclose(got, [*standardised([1.0, 2.0, 6.0]), 0.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("reward", [1e200, -1e308, float("inf"), float("nan")])
+def test_a_reward_whose_square_no_number_holds_is_refused(reward: float) -> None:
+    with pytest.raises(RunError, match=r"the reward of a sample is .* a reward is from"):
+        Algorithm(AlgorithmConfig(), 4).credit(samples([0.0, reward], [0, 0]))

@@ -29,6 +29,13 @@ class Mute:
 def raises(task, response):
     raise LookupError("no such page")
 
+class Rich:
+    def reset(self, seed): return str(seed)
+    def step(self, action): return "more", 6e5, False, False, {}
+
+def huge(task, response):
+    return -1e308
+
 def letters(task, response):
     return sum(character.islower() for character in response.text) / 4
 """
@@ -58,6 +65,21 @@ def mixed(folder: Path, **domains: str) -> Path:
 LETTERS = "{tasks: echo, reward: 'mine.py:letters'}"
 PAGES = "{tasks: echo, reward: 'mine.py:raises'}"
 MUTE = "{tasks: {source: environment, options: {name: 'mine.py:Mute', count: 8, held_out: 4}}}"
+
+
+HUGE = "{tasks: echo, reward: 'mine.py:huge'}"
+RICH = "{tasks: {source: environment, options: {name: 'mine.py:Rich', count: 8, held_out: 4}}}"
+
+
+def test_samples_with_a_reward_beyond_all_bounds_fail_by_name(tmp_path: Path) -> None:
+    listener = Listener()
+    config = load_config(mixed(tmp_path, letters=LETTERS, far=HUGE, rich=RICH), [*QUICK, "eval.samples=6"])
+    summary = train(config, reporter=listener)
+    far, rich = (next(text for text in listener.warnings if f"'{name}'" in text) for name in ("far", "rich"))
+    assert "reward invalid: the reward function 'huge' returned -1e+308, but a reward is from -1e+06 to 1e+06" in far
+    assert "environment invalid: the rewards of environment " in rich
+    assert "mine.py:Rich' sum to 1.2e+06, but a reward is from" in rich
+    assert summary["trained_samples"] > 0
 
 
 def test_a_domain_that_only_fails_is_told_of_once(tmp_path: Path) -> None:

@@ -62,6 +62,8 @@ def test_every_way_to_fail_is_named_and_the_next_job_is_judged() -> None:
         (("give", "high"), "invalid", "'high' (str), not a number"),
         (("nan",), "invalid", "nan, not a finite number"),
         (("give", {"a": float("inf")}), "invalid", "as 'a', inf"),
+        (("give", -1e308), "invalid", "the reward function 'act' returned -1e+308, but a reward is from -1e+06 to 1e+06"),
+        (("give", {"a": 1e200, "reward": 1}), "invalid", "'act' returned, as 'a', 1e+200, but a number beside a reward"),
         (("sleep", 60, 1), "deadline", "no verdict after 0.4 s"),
         (("spin",), "deadline", "no verdict after 0.4 s"),
         (("os._exit", 3), "crashed", "exited with status 3"),
@@ -79,7 +81,7 @@ def test_every_way_to_fail_is_named_and_the_next_job_is_judged() -> None:
             assert says in reason
             assert await outcome(pool, "give", number) == ("scored", number)
         stats = pool.stats()
-        assert (stats.scored, stats.raised, stats.invalid) == (len(cases), 2, 4)
+        assert (stats.scored, stats.raised, stats.invalid) == (len(cases), 2, 6)
         assert (stats.deadline, stats.crashed, stats.restarts) == (2, 6, 8)
         assert 0 <= stats.mean_s < DEADLINE_S
 

@@ -1,0 +1,84 @@
+"""Which numbers a run takes from rewards and environments: one rule for all of them.
+
+A reward is from -1e6 to 1e6. Trainers compute in fp32, whose step at 1e6 is 0.06: rewards of 1,000,000 and 1,000,001
+still differ there, while those of 10,000,000 and 10,000,001 give wrong advantages (docs/rewards.md has the table). Their
+squares, summed over the tokens of a step, stay far below what fp32 holds. Larger rewards are not clipped: who gives them
+means another scale, and is told so.
+
+A number beside a reward (a metric, the info of a step) is from -1e30 to 1e30: each is finite in the fp32 in which
+trackers keep metrics, and so are sums of their squares in fp64.
+
+Every process that judges or acts imports this module, so it imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import math
+from types import CoroutineType
+from typing import Any
+
+LARGEST_REWARD = 1e6
+LARGEST_METRIC = 1e30
+
+
+def reward_of(value: Any, what: str, if_async: str = "was an `await` forgotten?") -> float:
+    """A value as a reward; `ValueError` says, after `what`, why it is none."""
+    return check_reward(finite(value, what, if_async), what)
+
+
+def check_reward(number: float, what: str) -> float:
+    """The number, if it is small enough for a reward."""
+    if not abs(number) <= LARGEST_REWARD:
+        raise ValueError(
+            f"{what} {number:g}, but a reward is from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}: divide it by its scale"
+        )
+    return number
+
+
+def metric_of(value: Any, what: str, if_async: str = "was an `await` forgotten?") -> float:
+    """A value as a number beside a reward; `ValueError` says, after `what`, why it is none."""
+    number = finite(value, what, if_async)
+    if not abs(number) <= LARGEST_METRIC:
+        raise ValueError(
+            f"{what} {number:g}, but a number beside a reward is from -{LARGEST_METRIC:g} to {LARGEST_METRIC:g}"
+        )
+    return number
+
+
+def finite(value: Any, what: str, if_async: str) -> float:
+    """A value as a finite number; `ValueError` says, after `what`, why it is none."""
+    if not hasattr(value, "__float__"):
+        raise ValueError(f"{what} {named(value)}, not a number{hint(value, if_async)}")
+    try:
+        number = float(value)
+    except Exception as error:
+        raise ValueError(f"{what} {short(value)}, which is not one number: {error}") from error
+    if not math.isfinite(number):
+        raise ValueError(f"{what} {number}, not a finite number")
+    return number
+
+
+def hint(value: object, if_async: str = "was an `await` forgotten?") -> str:
+    """What was probably meant where such a value was returned."""
+    if isinstance(value, CoroutineType):
+        value.close()
+        return f": {if_async}"
+    return ": is a `return` missing?" if value is None else ""
+
+
+def named(value: object) -> str:
+    """A value and its type, for a message."""
+    kind = type(value).__name__
+    if value is None:
+        return "None"
+    return f"a {kind}" if isinstance(value, CoroutineType) else f"{short(value)} ({kind})"
+
+
+def short(value: object, limit: int = 80) -> str:
+    """The beginning of a value's text. A number of thousands of digits has none, and others may raise whatever they
+    like."""
+    try:
+        text = repr(value)
+    except Exception as error:
+        return f"a {type(value).__name__} that cannot be shown ({type(error).__name__})"
+    return text if len(text) <= limit else f"{text[:limit]}…"
