@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import re
 import select
@@ -21,11 +22,14 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from roll.sandbox.inside.kernel import descendants
-from roll.sandbox.inside.program import BEGUN, ENDED
+from roll.sandbox.inside.program import BEGUN, ENDED, LEFT
 from roll.sandbox.launch import call_filter, command, drops_user, payload, scratch_of, sealed
 from roll.sandbox.level import Sandbox
 from roll.sandbox.program import Kind, Limits, Outcome, Program, SandboxError
-from roll.sandbox.usage import fits, holds_more
+from roll.sandbox.scratch import Scratch
+from roll.sandbox.usage import holds_more
+
+_log = logging.getLogger(__name__)
 
 _START_S = 20.0
 """Seconds a sandbox may take to start the program: they are the machine's, not the program's."""
@@ -46,7 +50,7 @@ class _Watch:
 
     process: subprocess.Popen[bytes]
     limits: Limits
-    scratch: str | None
+    scratch: Scratch | None
     """The folder to watch, where the kernel does not limit it."""
     started_s: float = field(default_factory=time.monotonic)
     begun_s: float | None = None
@@ -87,7 +91,7 @@ class _Watch:
             return None
         if holds_more(self.process.pid, self.limits.memory_mb << 20):
             return "memory"
-        if self.scratch is not None and not fits(self.scratch, self.limits.scratch_bytes):
+        if self.scratch is not None and self.scratch.exceeds(self.process.pid):
             return "disk"
         return None
 
@@ -100,20 +104,24 @@ def execute(
     stdin: int | None = None,
     stdout: int | None = None,
     stopped: Callable[[], bool] = lambda: False,
+    tidy: bool = False,
 ) -> Outcome:
     """Runs a program and waits for its end, which comes at once when `stopped` says so.
 
-    Given as descriptors, standard input and output are another's: the outcome has no text of them.
+    Given as descriptors, standard input and output are another's: the outcome has no text of them. With `tidy`, scratch
+    folders that earlier runs left behind are removed too.
     """
     scratch = scratch_of(sandbox)
-    with _started(sandbox, program, limits, scratch, stdin, stdout) as (process, status):
-        watch = _Watch(process, limits, scratch if sandbox.level == "plain" else None)
+    with _started(sandbox, program, limits, scratch, stdin, stdout, tidy) as (process, status):
+        watch = _Watch(process, limits, Scratch(scratch, limits.scratch_bytes) if sandbox.level == "plain" else None)
         try:
             kind = _watched(watch, status, stopped)
             seconds = watch.seconds()
         finally:
             _end(process, gently=sandbox.level == "plain")
             _wait_for_last(watch.said)
+    if LEFT in watch.said:
+        _log.warning("a program left so much in %s that a process of its own has to remove it", scratch)
     if watch.begun_s is None and not stopped():
         raise SandboxError(f"the sandbox ({sandbox.level}) did not start a program: {_said(watch, process)}")
     output, error = (_text(data[: limits.output_bytes]) for data in (watch.stdout, watch.stderr))
@@ -155,7 +163,7 @@ def _settle(done: asyncio.Future[Outcome], outcome: Outcome | BaseException) -> 
 
 @contextlib.contextmanager
 def _started(
-    sandbox: Sandbox, program: Program, limits: Limits, scratch: str, stdin: int | None, stdout: int | None
+    sandbox: Sandbox, program: Program, limits: Limits, scratch: str, stdin: int | None, stdout: int | None, tidy: bool
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """The process, and the descriptor on which it says that the program begins."""
     with contextlib.ExitStack() as closing:
@@ -165,7 +173,7 @@ def _started(
         ours.callback(os.close, theirs)
         also_theirs = os.dup(theirs)  # for bubblewrap itself
         ours.callback(os.close, also_theirs)
-        text = payload(sandbox, program, limits, scratch=scratch, status_fd=theirs)
+        text = payload(sandbox, program, limits, scratch=scratch, status_fd=theirs, tidy=tidy)
         text_fd = ours.enter_context(sealed(text))
         filter_fd = ours.enter_context(sealed(call_filter(sandbox)))
         stdin_fd = ours.enter_context(sealed(program.stdin)) if stdin is None else stdin

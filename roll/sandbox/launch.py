@@ -15,16 +15,17 @@ from typing import Any, cast
 
 from roll.sandbox import filter
 from roll.sandbox.inside import kernel
+from roll.sandbox.inside.removal import FOLDER
 from roll.sandbox.level import FIRST_USER, LANDLOCK_SIGNALS, NOBODY, Level, Sandbox
 from roll.sandbox.program import Limits, Program, SandboxError
 
 SCRATCH = "/scratch"
 _INSIDE = "roll.sandbox.inside"
-_MODULES = ("kernel", "program", "init", "supervisor", "values", "solution", "asserts")
+_MODULES = ("kernel", "program", "init", "removal", "supervisor", "values", "solution", "asserts")
 _PARTS: Mapping[Level, tuple[str, ...]] = {
     "bubblewrap": ("program", "init"),
-    "namespaces": ("kernel", "program", "init", "supervisor"),
-    "plain": ("kernel", "program", "init", "supervisor"),
+    "namespaces": ("kernel", "program", "init", "removal", "supervisor"),
+    "plain": ("kernel", "program", "init", "removal", "supervisor"),
 }
 _MAINS: Mapping[Level, tuple[str, str]] = {
     "bubblewrap": ("init", "under_bubblewrap"),
@@ -88,9 +89,11 @@ def command(sandbox: Sandbox, limits: Limits, payload: int, filter_fd: int, info
     return [*_bubblewrap(sandbox, limits, filter_fd, info), *python] if sandbox.level == "bubblewrap" else python
 
 
-def payload(sandbox: Sandbox, program: Program, limits: Limits, *, scratch: str, status_fd: int) -> bytes:
+def payload(
+    sandbox: Sandbox, program: Program, limits: Limits, *, scratch: str, status_fd: int, tidy: bool = False
+) -> bytes:
     """What the interpreter begins with. It reaches the program by no way that another process could see."""
-    config = _config(sandbox, program, limits) | {"scratch": scratch, "status": status_fd}
+    config = _config(sandbox, program, limits) | {"scratch": scratch, "status": status_fd, "tidy": tidy}
     codes = _codes(sandbox.python.path)
     own = [(inside(part), codes[inside(part)]) for part in _PARTS[sandbox.level]]
     ours = {name: codes[name] for name, text in program.modules.items() if name in codes and text == _sources()[name]}
@@ -160,7 +163,7 @@ def scratch_of(sandbox: Sandbox) -> str:
     if sandbox.level != "plain":
         return SCRATCH
     place = "/tmp" if "user" in sandbox.guards else tempfile.gettempdir()  # which another user may not reach
-    return os.path.join(place, f"roll-sandbox-{secrets.token_hex(8)}")
+    return os.path.join(place, FOLDER + secrets.token_hex(8))
 
 
 def _config(sandbox: Sandbox, program: Program, limits: Limits) -> dict[str, Any]:

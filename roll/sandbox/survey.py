@@ -57,7 +57,7 @@ def try_level(level: Level) -> Sandbox | Missing:
     """A level that has just run a program, or why it did not."""
     try:
         sandbox = _made(level)
-        outcome = execute(sandbox, Program("print('here')"), Limits())
+        outcome = execute(sandbox, Program("print('here')"), Limits(), tidy=True)
     except (SandboxError, OSError) as error:
         return Missing(level, str(error))
     if outcome.stdout != "here\n":

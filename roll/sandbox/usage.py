@@ -1,4 +1,4 @@
-"""What a program uses that the kernel does not limit: memory of all its processes together, and space in a folder."""
+"""What a program uses that the kernel does not limit: memory of all its processes together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 def holds_more(pid: int, limit_bytes: int) -> bool:
     """Whether a process and all that come from it hold more memory than that. What they share counts once, if the kernel
     tells: it takes longer to find out, so it is asked only where it matters."""
-    pids = [pid, *_children(pid)]
+    pids = [pid, *children(pid)]
     if sum(map(_resident_bytes, pids)) <= limit_bytes:
         return False
     return sum(map(_proportional_bytes, pids)) > limit_bytes
@@ -33,27 +33,12 @@ def _proportional_bytes(pid: int) -> int:
     return _resident_bytes(pid)
 
 
-def _children(pid: int) -> Iterator[int]:
+def children(pid: int) -> Iterator[int]:
+    """All processes that come from this one."""
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/children") as numbers:
-                children = [int(number) for number in numbers.read().split()]
-            for child in children:
+                found = [int(number) for number in numbers.read().split()]
+            for child in found:
                 yield child
-                yield from _children(child)
-
-
-def fits(folder: str, limit_bytes: int) -> bool:
-    """Whether the files of a folder take no more than that. Links are not followed; too many files do not fit either."""
-    total, count, folders = 0, 0, [folder]
-    while folders:
-        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                count += 1
-                with contextlib.suppress(OSError):
-                    total += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(entry.path)
-                if total > limit_bytes or count > max(256, limit_bytes >> 12):
-                    return False
-    return True
+                yield from children(child)

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 CLONE_NEW = 0x20000 | 0x2000000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000
-"""CLONE_NEW…: NS, CGROUP, UTS, IPC, USER, PID, NET."""
+"""NS, CGROUP, UTS, IPC, USER, PID, NET."""
+_CLONE_NEWNS = 0x20000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 _MNT_DETACH = 2
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
@@ -95,8 +96,7 @@ def enter_new_root(readable: Sequence[str], scratch: str, scratch_bytes: int) ->
     except OSError:  # where the machine's own is partly covered; programs can do without
         pass
     os.mkdir(root + scratch)
-    size = f"size={scratch_bytes},nr_inodes={max(256, scratch_bytes >> 12)},mode=700"
-    _mount("tmpfs", root + scratch, "tmpfs", _MS_NOSUID | _MS_NODEV, size)
+    _mount("tmpfs", root + scratch, "tmpfs", _MS_NOSUID | _MS_NODEV, _scratch_options(scratch_bytes))
     os.chdir(root)
     if machine() not in _PIVOT_ROOT:
         raise OSError(f"the numbers of system calls on {machine()} are not known here")
@@ -104,6 +104,22 @@ def enter_new_root(readable: Sequence[str], scratch: str, scratch_bytes: int) ->
     checked(_libc.umount2(b".", _MNT_DETACH), "umount")
     _mount("none", "/", None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV, None)
     os.chdir(scratch)
+
+
+def mount_scratch(folder: str, size_bytes: int) -> bool:
+    """A file system of that size over a folder, which only this process and its children see. False where that is not
+    allowed."""
+    try:
+        checked(_libc.unshare(_CLONE_NEWNS), "unshare")
+        _mount("none", "/", None, _MS_REC | _MS_PRIVATE, None)
+        _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, _scratch_options(size_bytes))
+    except OSError:
+        return False
+    return True
+
+
+def unmount(folder: str) -> None:
+    checked(_libc.umount2(folder.encode(), _MNT_DETACH), "umount")
 
 
 def drop_capabilities() -> None:
@@ -194,6 +210,10 @@ def _mount(source: str, target: str, kind: Any, flags: int, data: Any) -> None:
     arguments = [None if text is None else text.encode() for text in (source, target, kind, data)]
     result = _libc.mount(arguments[0], arguments[1], arguments[2], ctypes.c_ulong(flags), arguments[3])
     checked(result, "mount " + target)
+
+
+def _scratch_options(size_bytes: int) -> str:
+    return f"size={size_bytes},nr_inodes={max(256, size_bytes >> 12)},mode=700"
 
 
 def _show(opened: int, path: str, root: str) -> None:

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-BEGUN, ENDED = b"begun", b"ended"
+BEGUN, ENDED, LEFT = b"begun", b"ended", b"left"
+"""What the sandbox says of itself: the program began; it ended; it left more in its scratch folder than can be removed at
+once."""
 
 
 def run(config: dict[str, Any]) -> None:

@@ -9,15 +9,20 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 
 from roll.sandbox.inside import kernel
 from roll.sandbox.inside.init import SIGNALLED, fork_hidden, reap_until, set_dumpable
-from roll.sandbox.inside.program import ENDED
+from roll.sandbox.inside.program import ENDED, LEFT
+from roll.sandbox.inside.removal import hold, left_behind, remove_later, remove_tree
 
 TYPE_CHECKING = False  # without importing typing, which takes a while
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn
+
+_REMOVE_S = 1.0
+"""Seconds for which the run waits until a scratch folder is removed."""
 
 
 def in_namespaces(config: dict[str, Any], program: Callable[[dict[str, Any]], None]) -> None:
@@ -49,14 +54,23 @@ def in_plain(config: dict[str, Any], program: Callable[[dict[str, Any]], None]) 
         signal.signal(signal.SIGTERM, lambda *_: _finish(config, SIGNALLED + signal.SIGKILL))
         kernel.die_with_parent(signal.SIGTERM)
         _end_without_parent(config)
-    os.mkdir(config["scratch"], 0o700)
+    _make_scratch(config)
     child = fork_hidden() if sys.platform == "linux" else os.fork()
     if child:
         _stand_by(config, child, clean=True)
+    os.close(config["held"])
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setsid()
     _shut_in(config)
     program(config)
+
+
+def _make_scratch(config: dict[str, Any]) -> None:
+    """A scratch folder that is held: who tidies up passes it over. As root it is a file system of its own."""
+    os.mkdir(config["scratch"], 0o700)
+    config["held"] = hold(config["scratch"])
+    own = sys.platform == "linux" and "user" in config["guards"]
+    config["mounted"] = own and kernel.mount_scratch(config["scratch"], config["scratch_bytes"])
 
 
 def _shut_in(config: dict[str, Any]) -> None:
@@ -99,12 +113,22 @@ def _stand_by(config: dict[str, Any], child: int, clean: bool = False) -> NoRetu
 
 
 def _finish(config: dict[str, Any], code: int) -> NoReturn:
-    """Ends all descendants, frees the scratch folder and exits."""
+    """Ends all descendants, frees the scratch folder, or has another process do so if it takes long, and exits."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_descendants()
+    later = left_behind(os.path.dirname(config["scratch"])) if config["tidy"] else []
     try:
-        remove_tree(config["scratch"])
+        if config["mounted"]:
+            kernel.unmount(config["scratch"])
+        gone = remove_tree(config["scratch"], time.monotonic() + _REMOVE_S)
     except OSError:
-        pass
+        gone = False
+    if not gone:
+        os.write(config["status"], LEFT)
+        later.append(config["scratch"])
+    if later:
+        os.close(config["held"])
+        remove_later(later)
     os._exit(code)
 
 
@@ -132,35 +156,6 @@ def end_descendants() -> None:
             os.waitpid(-1, 0)
         except ChildProcessError:
             return
-
-
-def remove_tree(folder: str) -> None:
-    """Removes a folder that nobody uses any more, however deep it is and whatever its permissions."""
-    _enter(folder)
-    inside: list[str] = []
-    while True:
-        deeper = ""
-        for name in os.listdir("."):
-            if os.path.isdir(name) and not os.path.islink(name):
-                deeper = name
-                break
-            os.unlink(name)
-        if deeper:
-            _enter(deeper)
-            inside.append(deeper)
-        elif inside:
-            os.chdir("..")
-            os.rmdir(inside.pop())
-        else:
-            break
-    os.chdir("/")
-    os.rmdir(folder)
-
-
-def _enter(folder: str) -> None:
-    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        os.chmod(folder, 0o700)
-    os.chdir(folder)
 
 
 def _send(number: int, pids: list[int]) -> None:
