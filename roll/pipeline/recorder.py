@@ -38,6 +38,7 @@ from roll.run.checkpoint import SCORE, Saving
 from roll.run.code import Recording, RunCode, reward_of
 from roll.run.disk import Closing
 from roll.run.history import History
+from roll.run.samples import check_samples
 from roll.run.stages import StageClock
 from roll.run.trace import MAX_BYTES, Trace, drop_traces
 from roll.strategy.train.base import UpdateStats
@@ -142,7 +143,8 @@ class Recorder:
 
     def resume(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Goes back to a checkpoint: what came after it is rolled back on the ledger and forgotten by the metrics.
-        Returns the state that was saved."""
+        Returns the state that was saved. Samples that are not what was written are refused."""
+        check_samples(self.folder, checkpoint.step)
         self.clock = StageClock()
         state = dict(checkpoint.state)
         self._took_s = {**state.pop("took_s", {}), **self._took_s}
@@ -242,6 +244,7 @@ class Recorder:
             return
         self.reporter.phase("saving a checkpoint")
         mark = self.ledger.mark()
+        self._metrics.settle()
         state.seconds += self.lap()
         place = {"ledger_position": self.ledger.position, "ledger_mark": mark}
         saved = {**state.to_dict(), **place, "took_s": self._took_s}

@@ -9,6 +9,7 @@
       history.jsonl  when it began, was saved, resumed and repaired, and settings that were changed
       logs/          what workers in processes of their own print, a file each
       samples/       texts and rewards, a file a step
+      sums/          checksums of the lines of metrics and samples
       checkpoints/   whole checkpoints only
       tensorboard/   the same numbers as events
       summary.json   what came of it
@@ -56,7 +57,7 @@ _OWN_FILES = (
     ".*.tmp-*",
     "config.yaml",
 )
-_OWN_FOLDERS = ("code", "logs", "samples", "checkpoints", "tensorboard")
+_OWN_FOLDERS = ("code", "logs", "samples", "sums", "checkpoints", "tensorboard")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The numbers of every step: a JSON line in metrics.jsonl and, if asked for, TensorBoard events.
 
 Every whole line of metrics.jsonl is valid JSON with a `step` and a `time_s` (seconds since the epoch); a number that is
-not finite is null. A line that a kill left half-written is cut off before anything is added.
+not finite is null. A line that a kill left half-written is cut off before anything is added. Lines have checksums
+(`roll.run.sums`), and one that was changed is refused.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -17,24 +19,28 @@ from typing import IO, Any
 from roll.config.errors import RunError, UserError
 from roll.run.files import atomic_write, to_json
 from roll.run.folder import RunFolder
+from roll.run.sums import SumWriter, audit, drop_sums
 
 
 class Metrics:
     """The metrics of a run being written."""
 
     def __init__(self, folder: RunFolder, tensorboard: bool) -> None:
+        self._folder = folder
         self._path = folder.metrics_path
         self._tensorboard_dir = folder.tensorboard_dir if tensorboard else None
         self._events: Any = None
         self._first_step: int | None = None
-        self._file = _open_at_whole_line(self._path)
+        self._open()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add the numbers of a step; they are in the file when this returns."""
         assert not {"step", "time_s"} & values.keys(), "step and time_s are written by log itself"
         numbers = {name: value if isinstance(value, int) else float(value) for name, value in values.items()}
+        line = to_json({"step": step, "time_s": time.time(), **numbers}).encode()
         try:
-            self._file.write(to_json({"step": step, "time_s": time.time(), **numbers}).encode() + b"\n")
+            self._sums.add(line)
+            self._file.write(line + b"\n")
             self._file.flush()
         except OSError as error:
             raise RunError(f"cannot write to {self._path}: {error.strerror}") from error
@@ -45,15 +51,29 @@ class Metrics:
     def truncate_after(self, step: int) -> None:
         """Forget the steps after `step`, which a run resumed from there will write anew."""
         self.close()
-        lines = [to_json(row) for row in self.read(self._path) if row["step"] <= step]
-        atomic_write(self._path, "".join(line + "\n" for line in lines))
-        self._file = _open_at_whole_line(self._path)
+        kept = [line for line in _whole_lines(self._path) if (row := parse_row(line)) is not None and row["step"] <= step]
+        drop_sums(self._folder.path, self._path)
+        atomic_write(self._path, b"".join(line + b"\n" for line in kept))
+        self._open()
         self._first_step = step + 1
+
+    def settle(self) -> None:
+        """Has all lines on disk, and on record: none of them can be lost unnoticed any more."""
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._sums.settle()
+        except OSError as error:
+            raise RunError(f"cannot write to {self._path}: {error.strerror}") from error
 
     def close(self) -> None:
         """Let go of the files."""
         try:
-            self._file.close()
+            if not self._file.closed:
+                with suppress(RunError):  # what could not be written was said then
+                    self.settle()
+                self._sums.close()
+                self._file.close()
         finally:
             if self._events is not None:
                 events, self._events = self._events, None
@@ -67,14 +87,14 @@ class Metrics:
 
     @staticmethod
     def read(path: Path) -> list[dict[str, Any]]:
-        """Every line of a metrics.jsonl, but for a last one still being written."""
+        """Every line of a metrics.jsonl, but for a last one still being written. A damaged one is refused."""
         try:
-            content = path.read_bytes()
+            found = audit(path.parent, path)
         except FileNotFoundError as error:
             raise UserError(f"{path} does not exist: write the folder of a run that has metrics") from error
-        whole = content[: content.rfind(b"\n") + 1]
+        found.refuse(path.parent, path)
         rows: list[dict[str, Any]] = []
-        for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
+        for number, line in enumerate(found.lines, start=1):
             row = parse_row(line)
             if row is None:
                 raise RunError(
@@ -83,6 +103,11 @@ class Metrics:
                 )
             rows.append(row)
         return rows
+
+    def _open(self) -> None:
+        self._path.touch()
+        self._sums = SumWriter(self._folder.path, self._path)
+        self._file = _open_at_whole_line(self._path)
 
     def _event_writer(self) -> Any:
         if self._events is None:
@@ -103,6 +128,10 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
         return None
     numbers = all(value is None or isinstance(value, int | float) for value in row.values())
     return row if numbers else None
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    return path.read_bytes().split(b"\n")[:-1]
 
 
 def _open_at_whole_line(path: Path) -> IO[bytes]:

@@ -28,6 +28,7 @@ from roll.run.ledger_repair import Mended, Place, mend
 from roll.run.ledger_tables import index_path
 from roll.run.metrics import parse_row
 from roll.run.samples import parse_sample
+from roll.run.sums import audit, compared, drop_sums, line_sum, read_sums, sums_path, write_sums
 
 UnderWay = Callable[[Mapping[str, Any]], Mapping[str, str]]
 """Of a checkpoint's state, the samples that it continues with, each with its task."""
@@ -71,6 +72,7 @@ def repair(run: Path, under_way: UnderWay, *, dry_run: bool = False) -> Repair:
         repairing.config()
         checkpoint = repairing.checkpoints()
         repairing.ledger(_place(checkpoint, under_way))
+        repairing.swapped_samples()
         repairing.lines(folder.metrics_path, lambda line: parse_row(line) is not None, _steps_of)
         repairing.lines(folder.history_path, lambda line: parse_event(line) is not None, _count_of)
         for file in sorted(folder.samples_dir.glob("step-*.jsonl")):
@@ -133,22 +135,60 @@ class _Repairing:
                 self._move(index_path(path))  # it is made again
 
     def lines(self, path: Path, good: Callable[[bytes], bool], lost: Callable[[list[bytes], list[bytes]], str]) -> None:
-        """Takes damaged lines out of a file, and a half-written one at its end."""
+        """Takes damaged lines out of a file, those that the run did not write there among them, and a half-written one at
+        its end."""
         if not path.is_file():
             return
-        content = path.read_bytes()
-        lines = content.split(b"\n")
-        torn = lines.pop()
-        kept = [line for line in lines if good(line)]
-        bad = [line for line in lines if not good(line)]
-        if not bad and not torn:
+        run = self._folder.path
+        found = audit(run, path)
+        foreign = set(found.bad)
+        kept = [line for number, line in enumerate(found.lines) if number not in foreign and good(line)]
+        bad = [line for number, line in enumerate(found.lines) if number in foreign or not good(line)]
+        taken = [lost(bad, kept)] if bad else []
+        taken += [f"a half-written end of {len(found.torn)} bytes"] if found.torn else []
+        said = [", ".join(taken) + " taken out"] if taken else []
+        said += [f"{found.missing} lines that the run wrote are not there any more"] if found.missing else []
+        said += ["checksums of it are damaged and made again"] if found.sums_damaged else []
+        if not said:
             return
-        said = [lost(bad, kept)] if bad else []
-        said += [f"a half-written end of {len(torn)} bytes"] if torn else []
-        self._found(path, ", ".join(said) + " taken out")
+        self._found(path, "; ".join(said))
         if not self._dry_run:
             self._keep(path)
+            self._keep(sums_path(run, path))
+            drop_sums(run, path)
             atomic_write(path, b"".join(line + b"\n" for line in kept))
+            if found.has_sums:
+                write_sums(run, path, [line_sum(run, path, line) for line in kept])
+
+    def swapped_samples(self) -> None:
+        """Gives files of samples that have each other's names their own."""
+        run, owners = self._folder.path, {}
+        for path in sorted(self._folder.samples_dir.glob("step-*.jsonl")):
+            found = audit(run, path)
+            if found.has_sums and found.lines and len(found.bad) == len(found.lines):
+                owners[path] = self._owner(path, found.lines)
+        if not owners or None in owners.values() or set(owners.values()) != set(owners):
+            return
+        for path, owner in owners.items():
+            assert owner is not None
+            self._found(path, f"it is {owner.name}, whose name it gets")
+        if not self._dry_run:
+            contents = {path: path.read_bytes() for path in owners}
+            for path, owner in owners.items():
+                assert owner is not None
+                self._keep(path)
+                atomic_write(owner, contents[path])
+
+    def _owner(self, path: Path, lines: list[bytes]) -> Path | None:
+        """The file of samples whose checksums these lines have."""
+        run = self._folder.path
+        for other in sorted(self._folder.samples_dir.glob("step-*.jsonl")):
+            sums = read_sums(run, other)
+            if other != path and sums is not None:
+                found = compared(other.relative_to(run).as_posix(), lines, b"", sums, sums.settled)
+                if not (found.bad or found.missing or found.sums_damaged):
+                    return other
+        return None
 
     def trace(self, path: Path) -> None:
         """Takes damaged events out of a trace, and ends one that a kill left open."""

@@ -1,4 +1,5 @@
-"""The samples of each step, as text: one JSON line a sample, one file a step, each file whole or absent."""
+"""The samples of each step, as text: one JSON line per sample, one file per step, each file whole or absent. Lines have
+checksums (`roll.run.sums`), and one that was changed is refused."""
 
 from __future__ import annotations
 
@@ -10,6 +11,10 @@ from typing import Any
 from roll.config.errors import RunError, UserError
 from roll.run.files import atomic_open, to_json_line
 from roll.run.folder import RunFolder
+from roll.run.sums import audit, drop_sums, line_sum, write_sums
+
+CHECKED_BYTES = 256 << 20
+"""A resumed run compares so much of its samples: a second's work. `roll repair` compares all of them."""
 
 
 def write_samples(folder: RunFolder, step: int, rows: Iterable[Mapping[str, Any]], part: int | None = None) -> Path:
@@ -19,9 +24,14 @@ def write_samples(folder: RunFolder, step: int, rows: Iterable[Mapping[str, Any]
     """
     folder.samples_dir.mkdir(exist_ok=True)
     path = _path(folder, step, part)
+    sums: list[int] = []
+    drop_sums(folder.path, path)
     with atomic_open(path) as file:
         for row in rows:
-            file.write(to_json_line(row))
+            line = to_json_line(row)
+            file.write(line)
+            sums.append(line_sum(folder.path, path, line[:-1]))
+    write_sums(folder.path, path, sums)
     return path
 
 
@@ -29,14 +39,14 @@ def drop_samples_after(folder: RunFolder, step: int) -> None:
     """Forget the samples of steps after `step`, which a run resumed from there will write anew."""
     for path in folder.samples_dir.glob("step-*.jsonl"):
         if _step(path) > step:
-            path.unlink()
+            _delete(folder, path)
 
 
 def drop_samples_before(folder: RunFolder, step: int) -> None:
     """Delete the samples of steps before `step`."""
     for path in folder.samples_dir.glob("step-*.jsonl"):
         if _step(path) < step:
-            path.unlink(missing_ok=True)
+            _delete(folder, path)
 
 
 def steps_with_samples(folder: RunFolder) -> list[int]:
@@ -56,17 +66,34 @@ def read_samples(folder: RunFolder, step: int) -> list[dict[str, Any]]:
 
 def _rows(folder: RunFolder, step: int, path: Path) -> list[dict[str, Any]]:
     try:
-        lines = path.read_bytes().split(b"\n")
+        found = audit(folder.path, path)
     except FileNotFoundError as error:
         steps = steps_with_samples(folder)
         known = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has none; run.save_samples=true writes them"
         raise UserError(f"{folder.path} has no samples of step {step}: {known}") from error
-    rows = [parse_sample(line) for line in lines if line]
+    found.refuse(folder.path, path)
+    rows = [parse_sample(line) for line in (*found.lines, found.torn) if line]
     if None in rows:
         raise RunError(
             f"{path} is damaged on line {rows.index(None) + 1}: `roll repair {folder.path}` moves that line aside"
         )
     return [row for row in rows if row is not None]
+
+
+def check_samples(folder: RunFolder, last: int, most_bytes: int = CHECKED_BYTES) -> None:
+    """Compares the samples of steps up to `last` with their checksums, the newest first, up to so many bytes of them."""
+    size = 0
+    for path in sorted(folder.samples_dir.glob("step-*.jsonl"), key=_step, reverse=True):
+        if _step(path) <= last:
+            size += path.stat().st_size
+            if size > most_bytes:
+                return
+            audit(folder.path, path).refuse(folder.path, path)
+
+
+def _delete(folder: RunFolder, path: Path) -> None:
+    drop_sums(folder.path, path)
+    path.unlink(missing_ok=True)
 
 
 def parse_sample(line: bytes) -> dict[str, Any] | None:

@@ -178,6 +178,7 @@ def test_a_run_that_never_saved_starts_from_the_beginning_and_says_so(run_small:
     run.folder.summary_path.unlink()
     lines = run.folder.metrics_path.read_bytes().splitlines(keepends=True)
     run.folder.metrics_path.write_bytes(b"".join(line for line in lines if json.loads(line)["step"] <= 1))
+    shutil.rmtree(run.folder.path / "sums")
     said = resume(run)
     assert "warning: the run ended before its first checkpoint: it starts from the beginning" in said
     assert run.checkpoint.step == 3

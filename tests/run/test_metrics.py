@@ -41,9 +41,9 @@ def test_a_resumed_run_forgets_the_steps_it_will_write_anew(folder: RunFolder) -
 
 
 def test_a_line_half_written_by_a_kill_is_cut_off(folder: RunFolder) -> None:
-    with Metrics(folder, tensorboard=False) as metrics:
-        metrics.log(1, {"a": 1})
-        metrics.log(2, {"a": 2})
+    killed = Metrics(folder, tensorboard=False)
+    killed.log(1, {"a": 1})
+    killed.log(2, {"a": 2})
     folder.metrics_path.write_bytes(folder.metrics_path.read_bytes()[:-5])
     assert steps(folder) == [1]
     with Metrics(folder, tensorboard=False) as metrics:

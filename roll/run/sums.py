@@ -1,0 +1,199 @@
+"""Checksums of the lines that a run writes: `sums/metrics.jsonl.crc` has those of `metrics.jsonl`, and so on.
+
+The files themselves stay plain JSON lines. For each of their lines the file of checksums has one of 14 bytes: the CRC-32
+of the line, begun with the file's name, and a check of the two and the line's number. So a line that was changed, taken
+out, put in twice or moved to another place or file is found, and a checksum that was itself damaged is told from that.
+
+    6d1c4f0a 93e1     the checksum of line 1
+    0d0cbe5a 11c7     the checksum of line 2
+    -------- 70a2     both lines are in the file: a checkpoint was saved, or the file is complete
+
+What always holds: a checksum is written before its line, so a kill leaves at most one that has no line yet. A file
+without checksums, of an older version or copied alone, is read as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from zlib import crc32
+
+from roll.config.errors import RunError
+
+FOLDER = "sums"
+_RECORD_BYTES = 14
+_SETTLED = b"--------"
+
+
+def sums_path(run: Path, file: Path) -> Path:
+    """Where the checksums of a run's file are."""
+    return run / FOLDER / f"{_name(run, file)}.crc"
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What a file of checksums says."""
+
+    lines: tuple[int | None, ...] = ()
+    """The checksum of each line; None where it is damaged itself."""
+    settled: int = 0
+    """So many lines have been in the file."""
+    damaged: bool = False
+    """Whether some of it is not what was written."""
+
+
+@dataclass
+class Audit:
+    """A file's lines, compared with their checksums."""
+
+    lines: list[bytes] = field(default_factory=list)
+    """Without their ends."""
+    torn: bytes = b""
+    """A last one without an end."""
+    bad: list[int] = field(default_factory=list)
+    """Those that the run did not write, or not there, counted from 0."""
+    missing: int = 0
+    """Lines that the run wrote and that are not in the file, those that were changed not counted."""
+    sums_damaged: bool = False
+    """Whether checksums are damaged, or there are fewer than lines."""
+    has_sums: bool = True
+
+    def refuse(self, run: Path, file: Path) -> None:
+        """`RunError` if something is wrong."""
+        remedy = f"`roll repair {run}` moves what is damaged aside and says what was lost"
+        if self.bad:
+            raise RunError(
+                f"{file} is damaged on line {self.bad[0] + 1}, which is not what the run wrote there: {remedy}"
+            )
+        if self.missing:
+            lacks = "a line" if self.missing == 1 else f"{self.missing} lines"
+            raise RunError(f"{file} is damaged, it lacks {lacks} that the run wrote: {remedy}")
+        if self.sums_damaged:
+            raise RunError(f"{sums_path(run, file)} is damaged: {remedy}")
+
+
+def audit(run: Path, file: Path) -> Audit:
+    """Compares a file with its checksums, also while it is being written. `FileNotFoundError` if there is no file."""
+    before = read_sums(run, file)
+    *lines, torn = file.read_bytes().split(b"\n")
+    after = read_sums(run, file)
+    if before is None or after is None:
+        return Audit(lines, torn, has_sums=False)
+    least = max(before.settled, len(before.lines) - 1)
+    return compared(_name(run, file), lines, torn, after, least)
+
+
+def compared(name: str, lines: Sequence[bytes], torn: bytes, sums: Sums, least: int) -> Audit:
+    """Which lines are what was written under that name; at least so many must be there."""
+    found = Audit(list(lines), torn, sums_damaged=sums.damaged)
+    places: dict[int, list[int]] = {}
+    for place in reversed(range(len(sums.lines))):
+        if (value := sums.lines[place]) is not None:
+            places.setdefault(value, []).append(place)
+    start, next_place, matched, unknown = crc32(name.encode()), 0, 0, 0
+    for number, line in enumerate(lines):
+        mine = places.get(crc32(line, start), [])
+        while mine and mine[-1] < next_place:
+            mine.pop()
+        if mine:
+            matched += 1
+            next_place = mine.pop() + 1
+        elif next_place < len(sums.lines) and sums.lines[next_place] is None:
+            unknown += 1
+            next_place += 1
+        elif next_place == len(sums.lines) and line not in lines[:number]:
+            unknown += 1
+            found.sums_damaged = True
+        else:
+            found.bad.append(number)
+    expected = max(min(least, len(sums.lines)), next_place)
+    found.missing = max(expected - matched - unknown - len(found.bad), 0)
+    return found
+
+
+def read_sums(run: Path, file: Path) -> Sums | None:
+    """The checksums of a file; None if it has none."""
+    try:
+        content = sums_path(run, file).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if not content:  # a power cut, before it was on disk
+        return None
+    return _parse(_name(run, file), content)
+
+
+def write_sums(run: Path, file: Path, values: Iterable[int]) -> None:
+    """Replaces the checksums of a file that is complete: those of `line_sum`, one per line."""
+    path, name = sums_path(run, file), _name(run, file)
+    records, number = [], 0
+    for number, value in enumerate(values, start=1):
+        records.append(_record(name, number - 1, b"%08x" % value))
+    records.append(_record(name, number, _SETTLED))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    aside.write_bytes(b"".join(records))
+    os.replace(aside, path)
+
+
+def drop_sums(run: Path, file: Path) -> None:
+    """Forgets the checksums of a file, before it is replaced or deleted."""
+    sums_path(run, file).unlink(missing_ok=True)
+
+
+def line_sum(run: Path, file: Path, line: bytes) -> int:
+    """The checksum of a line, without its end."""
+    return crc32(line, crc32(_name(run, file).encode()))
+
+
+class SumWriter:
+    """The checksums of a file that grows line by line."""
+
+    def __init__(self, run: Path, file: Path) -> None:
+        """The file is there; where it is damaged it is refused."""
+        self._name = _name(run, file)
+        self._start = crc32(self._name.encode())
+        found = audit(run, file)
+        found.refuse(run, file)
+        lines, sums = found.lines, read_sums(run, file)
+        if sums is None or len(sums.lines) != len(lines) or sums.settled != len(lines):
+            write_sums(run, file, [crc32(line, self._start) for line in lines])
+        self._file = sums_path(run, file).open("ab", buffering=0)
+        self._count = len(lines)
+
+    def add(self, line: bytes) -> None:
+        """The checksum of a line that is about to be written, without its end."""
+        self._file.write(_record(self._name, self._count, b"%08x" % crc32(line, self._start)))
+        self._count += 1
+
+    def settle(self) -> None:
+        """All lines so far are on disk, and now it is on record that they are."""
+        self._file.write(_record(self._name, self._count, _SETTLED))
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _parse(name: str, content: bytes) -> Sums:
+    lines: list[int | None] = []
+    settled, damaged = 0, False
+    for begin in range(0, len(content) - _RECORD_BYTES + 1, _RECORD_BYTES):
+        record = content[begin : begin + _RECORD_BYTES]
+        value, mark = record[:8], _record(name, len(lines), _SETTLED)
+        whole = record == _record(name, len(lines), value)
+        damaged = damaged or not whole
+        if value == _SETTLED or record[8:] == mark[8:]:
+            settled = len(lines)
+        else:
+            lines.append(int(value, 16) if whole else None)
+    return Sums(tuple(lines), settled, damaged)
+
+
+def _record(name: str, number: int, value: bytes) -> bytes:
+    return b"%b %04x\n" % (value, crc32(b"%b %d %b" % (name.encode(), number, value)) & 0xFFFF)
+
+
+def _name(run: Path, file: Path) -> str:
+    return file.relative_to(run).as_posix()
