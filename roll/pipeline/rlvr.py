@@ -109,6 +109,7 @@ class RLVR:
         await self._turns.enter("generate")
         rollout = await self._scheduler.next_rollout()
         generated = time.monotonic()
+        await self._record.samples(state.step + 1, rollout)
         async with self._publisher.changing():
             try:
                 stats, untrained = await self._train(rollout)

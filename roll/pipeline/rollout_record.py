@@ -24,8 +24,9 @@ from roll.rollout.evaluate import (
     part_means,
     told,
 )
+from roll.rollout.messages import Fate
 from roll.rollout.step import Rollout
-from roll.run import Panel
+from roll.run import Panel, drop_samples_after
 from roll.strategy.train.base import UpdateStats
 
 
@@ -49,6 +50,8 @@ class RolloutRecord:
         self._recorder = recorder
         self._bytes_before = roles.executor.controller_bytes
         self._told: set[tuple[str, str]] = set()
+        self._written: list[Fate] = []
+        """How the samples of the present step end, by what was written of them."""
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         values = {"eval/reward": evaluation.reward, "eval/tokens_mean": evaluation.tokens_mean}
@@ -56,6 +59,14 @@ class RolloutRecord:
             values |= set_metrics("eval" if name == HELD_OUT else f"eval/{name}", found)
         self._recorder.evaluated(step, values, measured(evaluation))
         self._tell(f"step {step}, held-out tasks", evaluation.failures)
+
+    async def samples(self, step: int, rollout: Rollout) -> None:
+        """Has the samples of a step written before it is trained on: what a rollout worker takes along when it dies later
+        is on disk then. Those of an attempt at the step whose tokens were lost are forgotten."""
+        if self._config.run.save_samples:
+            drop_samples_after(self._recorder.folder, step - 1)
+            self._written = rollout.fates()
+            await self._roles.pool.tokens.write(step, self._written)
 
     async def step(
         self, state: RunState, rollout: Rollout, stats: UpdateStats | None, generating_s: float, training_s: float
@@ -95,8 +106,8 @@ class RolloutRecord:
             recorder.age = {f"staleness_{what}": values.get(f"staleness/{what}") for what in ("mean", "max")}
         values["queue/graders_full_s"] = roles.pool.take_full_s()
         recorder.log(state.step, values)
-        if self._config.run.save_samples:
-            await roles.pool.tokens.write(state.step, rollout.samples)
+        if self._config.run.save_samples and rollout.fates() != self._written:
+            await roles.pool.tokens.write(state.step, rollout.fates(), again=True)
         await roles.pool.tokens.forget(rollout.samples)
         facts = [
             ("answer length", f"{values['response/tokens_mean']:.1f} tokens"),

@@ -40,7 +40,7 @@ from roll.rollout.messages import Stop
 from roll.rollout.order import Draw, StepShape, TaskOrder
 from roll.rollout.policy import AskedPolicy, Control, Policy
 from roll.rollout.pool import RolloutPool
-from roll.rollout.step import Rollout, Tally, baselines, kind_of, refuse_total_failure, too_few
+from roll.rollout.step import BASELINE, Rollout, Tally, baselines, kind_of, refuse_total_failure, too_few
 
 MOST_SKIPS = 100_000
 """Draws in a row that may be skipped."""
@@ -137,7 +137,7 @@ class RolloutScheduler:
                 self._lifecycle.move(sample, "trained", version=version)
         for group in rollout.kept:
             if group.baseline is not None:
-                self._lifecycle.move(group.baseline, "dropped", "baseline: not trained on")
+                self._lifecycle.move(group.baseline, "dropped", BASELINE)
         self._books.trained(rollout.kept)
         self._fill()
 

@@ -85,13 +85,14 @@ class Tokens:
         calls = (self._workers.call_rank(home, RolloutWorker.transcripts, [sample.id]) for home, sample in here)
         return [transcript for (transcript,) in await asyncio.gather(*calls)]
 
-    async def write(self, step: int, samples: Sequence[Sample]) -> None:
-        """Has the workers write the samples of a step into the run's folder."""
-        parts: dict[int, list[Fate]] = {worker: [] for worker in self._inside}
-        for sample in samples:
-            home = self.home_of(sample)
-            if home in parts:
-                parts[home].append(Fate(sample.id, sample.state, sample.reason))
+    async def write(self, step: int, fates: Sequence[Fate], again: bool = False) -> None:
+        """Has the workers write the samples of a step into the run's folder. What is written `again` replaces what they
+        wrote: what those that were lost meanwhile had written stays."""
+        parts: dict[int, list[Fate]] = {} if again else {worker: [] for worker in self._inside}
+        for fate in fates:
+            home = self._homes.get(fate.sample)
+            if home is not None and home[0] in self._inside:
+                parts.setdefault(home[0], []).append(fate)
         calls = (self._workers.call_rank(worker, RolloutWorker.write, step, fates) for worker, fates in parts.items())
         _raise_all_but_deaths(await asyncio.gather(*calls, return_exceptions=True))
 

@@ -37,7 +37,7 @@ from roll.data.columns import Block
 from roll.engine.request import Request, Sampling, seed_of
 from roll.env import EnvFailure
 from roll.rollout.lifecycle import MOVES, Lifecycle
-from roll.rollout.messages import Outcome, Report, Stop
+from roll.rollout.messages import Fate, Outcome, Report, Stop
 from roll.rollout.pool import RolloutPool
 from roll.rollout.router import Router
 from roll.rollout.worker import GATHER_S, RolloutWorker
@@ -47,6 +47,10 @@ from roll.run import RunFolder, Transition, read_samples
 def drawn(run: Party, samples: list[Sample]) -> list[Sample]:
     """The samples as their workers have them, with their tokens."""
     return [run.drawn(sample) for sample in samples]
+
+
+def fates(samples: list[Sample]) -> list[Fate]:
+    return [Fate(sample.id, sample.state, sample.reason) for sample in samples]
 
 
 def assert_valid(path: list[str]) -> None:
@@ -563,7 +567,7 @@ def test_the_samples_of_a_step_are_written_whole_by_one_worker_or_several(tmp_pa
         samples = [sample for group in groups for sample in group]
         for sample in samples[:22]:
             run.life.move(sample, "dropped", "no signal")
-        await run.pool.tokens.write(7, samples)
+        await run.pool.tokens.write(7, fates(samples))
         names = sorted(path.name for path in folder.samples_dir.iterdir())
         parts = [f"step-000007.part-{rank}.jsonl" for rank in range(workers)]
         assert names == (parts if workers > 1 else ["step-000007.jsonl"])
@@ -580,8 +584,25 @@ def test_the_samples_of_a_step_are_written_whole_by_one_worker_or_several(tmp_pa
         assert {row["state"] for row in rows} == {"dropped", "failed"}
         assert [row["response"] for row in rows] == ["4"] * 22 + [None] * 2
         assert all({"queued", "generating"} <= set(row["seconds"]) for row in rows)
-        await run.pool.tokens.write(7, samples[:2])  # a step that is done again
+        await run.pool.tokens.write(7, fates(samples[:2]))  # a step that is done again
         assert [row["sample"] for row in read_samples(folder, 7)] == ["0.0", "0.1"]
+
+    go(main())
+
+
+def test_what_a_worker_wrote_of_a_step_stays_when_it_is_lost_and_the_others_write_theirs_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        folder = RunFolder.create(tmp_path / "run", "")
+        run = await party(1, 2, says="4", run=folder.path)
+        samples = [sample for group in map(run.group, range(4)) for sample in group]
+        await asyncio.gather(*(run.start(samples[at : at + 2]) for at in range(0, 8, 2)))
+        await run.pool.tokens.write(7, fates(samples))
+        run.pool.tokens.lost(1)
+        here = [sample for sample in samples if run.pool.tokens.home_of(sample) == 0]
+        assert 0 < len(here) < len(samples)
+        await run.pool.tokens.write(7, [Fate(sample.id, "dropped", "left out") for sample in samples], again=True)
+        left_out = {row["sample"]: row["reason"] == "left out" for row in read_samples(folder, 7)}
+        assert left_out == {sample.id: sample in here for sample in samples}
 
     go(main())
 
