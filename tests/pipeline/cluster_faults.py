@@ -247,8 +247,8 @@ class FaultyRun:
 
     folder: Path
     steps: int
-    child: Child | None = None
     outcomes: list[Outcome] = field(default_factory=list)
+    child: Child | None = None
     _layout: Layout = SPREAD
     _cluster: FaultyCluster | None = None
     _rest: Gate | None = None
@@ -384,9 +384,10 @@ class FaultyRun:
         return int(re.findall(r" is process (\d+) on .*?is ready", log, re.DOTALL)[-1])
 
 
-def endure(plan: Plan, folder: Path) -> list[Outcome]:
-    """Has a run go through a plan and finish; it is left in `folder / "run"`. Raises where it does not hold."""
-    run = FaultyRun(folder / "run", plan.steps)
+def endure(plan: Plan, folder: Path, outcomes: list[Outcome]) -> None:
+    """Has a run go through a plan and finish; it is left in `folder / "run"`, and what came of each cell in `outcomes`.
+    Raises where it does not hold."""
+    run = FaultyRun(folder / "run", plan.steps, outcomes)
     try:
         with FaultyCluster(plan.nodes, folder / "gates") as cluster:
             for layout, cells in plan.parts:
@@ -401,7 +402,6 @@ def endure(plan: Plan, folder: Path) -> list[Outcome]:
             run.finish()
     finally:
         run.close()
-    return run.outcomes
 
 
 def undisturbed(steps: int, folder: Path) -> Remains:

@@ -12,6 +12,7 @@ from cluster_faults import (
     SPREAD,
     VICTIMS,
     Cell,
+    Outcome,
     Plan,
     assert_same_ending,
     endure,
@@ -37,7 +38,8 @@ SHORT = Plan(
 
 
 def check(plan: Plan, folder: Path) -> None:
-    outcomes = endure(plan, folder)
+    outcomes: list[Outcome] = []
+    endure(plan, folder, outcomes)
     assert [outcome.cell for outcome in outcomes] == plan.cells
     assert_same_ending(Remains(folder / "run"), undisturbed(plan.steps, folder))
 
