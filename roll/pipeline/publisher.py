@@ -14,9 +14,14 @@ from contextlib import asynccontextmanager
 from roll.cluster.errors import RemoteError
 from roll.config.schema import Config
 from roll.pipeline.roles import Roles
+from roll.transfer.broadcast import GroupBroke
 from roll.workers.infer import InferWorker
 from roll.workers.publish import publish
 from roll.workers.train import TrainWorker
+
+TRIES = 3
+"""Of a broadcast that breaks though everybody answers."""
+_PING_S = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -28,8 +33,9 @@ class Publisher:
         self._still = asyncio.Lock()
         """Held while weights change or travel."""
         self._version: int | None = None
-        self._groups_broken = True
-        """At first too: engines may still be in company with a trainer that has died and was restarted."""
+        self._members: frozenset[tuple[int, int]] | None = None
+        """Engines that are in a broadcast group with the trainer, each with its incarnation. None: any of them may still
+        be in a group with workers that were lost."""
 
     @asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:
@@ -46,36 +52,54 @@ class Publisher:
     async def restore(self, engine: int) -> None:
         """An engine that was started again gets the newest version."""
         async with self._still:
-            self._groups_broken = True
             if self._version is not None:
                 await self._send({engine}, self._version, must=True)
-            self._groups_broken = True
 
     async def _send(self, ranks: set[int], version: int, must: bool = False) -> None:
-        roles = self._roles
+        """Sends the weights to the engines of these ranks, without those that are lost meanwhile, unless they must have
+        it. Raises when the trainer is lost, or when a group of workers that all answer breaks `TRIES` times."""
+        roles, tries = self._roles, TRIES
         while ranks := ranks & roles.alive if not must else ranks:
-            if self._groups_broken and self._config.weights.path in ("auto", "broadcast"):
-                await self._part(ranks)
+            await self._regroup(ranks)
             try:
                 await publish(roles.actor, roles.engines.subset(sorted(ranks)), version, self._config.weights.path)
                 return
-            except RemoteError as error:
-                lost = {rank for rank in ranks if roles.engines.places[rank].name == error.worker}
-                if not lost or must:
+            except (RemoteError, GroupBroke) as error:
+                self._members = None
+                lost = await self._lost(ranks, error)
+                tries -= not lost
+                if must or not tries or (not lost and isinstance(error, RemoteError)):
                     raise
-                self._groups_broken = True
                 ranks -= lost
                 if ranks:
-                    _log.warning("version %d goes to the other engines: %s", version, str(error).splitlines()[0])
+                    said = str(error).splitlines()[0]
+                    _log.warning("version %d goes to the engines that are left, in a new group: %s", version, said)
                 for rank in lost:
                     roles.engine_trouble(rank, str(error))
+                    roles.router.bar(rank)
 
-    async def _part(self, ranks: set[int]) -> None:
-        """Trainer and engines broadcast in a new company, because a member was lost."""
+    async def _lost(self, ranks: set[int], error: RemoteError | GroupBroke) -> set[int]:
+        """The engines that an error is about. Who lost a peer of its group cannot say which: then those without an answer
+        to a ping."""
+        engines = self._roles.engines
+        if isinstance(error, RemoteError):
+            return {rank for rank in ranks if engines.places[rank].name == error.worker}
+        order = sorted(ranks)
+        answers = await asyncio.gather(*(engines.ping(rank, _PING_S) for rank in order), return_exceptions=True)
+        silent = {rank for rank, answer in zip(order, answers, strict=True) if answer is not None}
+        return silent | (ranks - self._roles.alive)
+
+    async def _regroup(self, ranks: set[int]) -> None:
+        """Has the trainer and the engines leave their broadcast group if it is not one of exactly these engines: it has
+        lost a member, or gets one that was started again."""
+        engines = self._roles.engines
+        members = frozenset((rank, engines.incarnation(rank)) for rank in ranks)
+        if members == self._members or self._config.weights.path not in ("auto", "broadcast"):
+            return
         await self._roles.actor.call(TrainWorker.leave_group)
-        engines = self._roles.engines.subset(sorted(ranks))
-        await asyncio.gather(engines.call_each(InferWorker.leave_group), return_exceptions=True)
-        self._groups_broken = False
+        calls = (engines.call_rank(rank, InferWorker.leave_group) for rank in sorted(ranks))
+        await asyncio.gather(*calls, return_exceptions=True)  # who is lost is missed when the weights are sent
+        self._members = members
 
     @asynccontextmanager
     async def _interrupted(self) -> AsyncIterator[None]:

@@ -54,19 +54,24 @@ class Turns:
         if role == "actor_infer":
             if rank not in self._roles.alive:
                 return  # when it is back it is told what to hold
-            if level != "all":
-                self._roles.router.bar(rank)
-                if self._roles.pool.busy:
-                    await self._roles.pool.displace("its engine's device is needed: it goes on from its prefix", rank)
-                await self._roles.router.leave(rank)
-            await self._roles.engines.call_rank(rank, InferWorker.hold, level)
-            if level == "all":
-                self._roles.router.join(rank)
+            with suppress(WorkerDied, CallTimedOut):  # when it is back it is told what to hold
+                await self._hold_engine(rank, level)
         elif role in SCORING_ROLES:
             with suppress(WorkerDied, CallTimedOut):  # when it is back it is told what to hold
                 await self._hold_scorer(role, rank, level)
         else:
             await self._hold_trainer(role, rank, level)
+
+    async def _hold_engine(self, rank: int, level: Level) -> None:
+        roles = self._roles
+        if level != "all":
+            roles.router.bar(rank)
+            if roles.pool.busy:
+                await roles.pool.displace("its engine's device is needed: it goes on from its prefix", rank)
+            await roles.router.leave(rank)
+        await roles.engines.call_rank(rank, InferWorker.hold, level)
+        if level == "all":
+            roles.router.join(rank)
 
     async def _hold_scorer(self, role: str, rank: int, level: Level) -> None:
         scorers = self._roles.scorers

@@ -1,12 +1,16 @@
 """One process group for weights, beside any other: rank 0 sends, all others receive.
 
-What always holds: torch's default process group is neither needed nor touched; every wait ends within the deadline, by an
-error that says who waited for whom; after an error the group is of no more use, and is closed and made anew.
+What always holds: torch's default process group is neither needed nor touched; every wait ends within the deadline, by a
+`GroupBroke` that says who waited for whom, and at once when another thread abandons the group; after an error the group
+is of no more use, and is closed and made anew.
 """
 
 from __future__ import annotations
 
 import socket
+import threading
+import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -20,9 +24,20 @@ from roll.config.errors import RunError
 
 BroadcastBackend: TypeAlias = Literal["gloo", "nccl"]
 
+_LOOK_S = 0.5
+"""How often a wait looks whether the group was abandoned."""
+_MEET_S = 0.01
+"""How often a rank looks whether all have come."""
+_CONNECT_S = 30.0
+"""For ranks that have all come to connect to each other."""
+
+
+class GroupBroke(RunError):
+    """A rank died, came late or left: the others form a new group."""
+
 
 class _Group(Protocol):
-    def broadcast(self, tensor: Tensor, root: int) -> dist.Work: ...
+    def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> dist.Work: ...
 
     def abort(self) -> None: ...
 
@@ -30,7 +45,8 @@ class _Group(Protocol):
 class BroadcastGroup:
     """Made on every rank at about the same time: the constructor returns once all have joined.
 
-    Rank 0 names a host and a free port of its machine to the others beforehand, and listens there.
+    Rank 0 names a host and a free port of its machine to the others beforehand, and listens there. Who sets `abandoned`
+    ends every wait of this rank: gloo itself waits for a machine without power until the deadline.
     """
 
     def __init__(
@@ -42,22 +58,42 @@ class BroadcastGroup:
         backend: BroadcastBackend,
         deadline_s: float,
         device: torch.device | None = None,
+        abandoned: threading.Event | None = None,
     ) -> None:
         self.rank = rank
+        self._backend = backend
+        self._abandoned = abandoned or threading.Event()
         self.device = device or torch.device("cpu")
         """Where the tensors to broadcast lie."""
         self._name = f"the broadcast group at {address}:{port} (rank {rank} of {world_size}, {backend})"
         self._deadline = timedelta(seconds=deadline_s)
         if backend == "nccl" and not dist.is_nccl_available():
             raise RunError("this build of torch has no NCCL: broadcast with gloo, or install torch for CUDA")
+        self._group: _Group | None = None
+        self._work: dist.Work | None = None
+        """A broadcast that is under way, or was given up."""
         try:
-            store = TCPStore(address, port, world_size, is_master=rank == 0, timeout=self._deadline)
-            self._group: _Group | None = _group(backend, store, rank, world_size, self._deadline, address)
+            store = self._met(address, port, world_size)
+            self._group = _group(backend, store, rank, world_size, self._deadline, address)
         except (RuntimeError, OSError) as error:
-            raise RunError(
+            raise GroupBroke(
                 f"{self._name} did not form within {deadline_s:g} s: check that all {world_size} ranks live and reach "
                 f"that address ({_first_line(error)})"
             ) from error
+
+    def _met(self, address: str, port: int, world_size: int) -> TCPStore:
+        """The store at which all ranks have come."""
+        until_s = time.monotonic() + self._deadline.total_seconds()
+        first = self.rank == 0
+        store = TCPStore(address, port, world_size, is_master=first, timeout=self._deadline, wait_for_workers=False)
+        present = store.add("present", 1)
+        while present < world_size:
+            if self._abandoned.wait(_MEET_S):
+                raise RuntimeError("it was abandoned")
+            if time.monotonic() > until_s:
+                raise RuntimeError(f"{present} of {world_size} ranks came")
+            present = store.add("present", 0)
+        return store
 
     @staticmethod
     def free_port() -> int:
@@ -73,21 +109,44 @@ class BroadcastGroup:
 
     def broadcast(self, tensor: Tensor) -> None:
         """Makes every rank's tensor, flat uint8 and of one length everywhere, that of rank 0."""
-        if self._group is None:
-            raise RunError(f"{self._name} is closed: make a new one")
+        group = self._group
+        if group is None:
+            raise GroupBroke(f"{self._name} is closed: make a new one")
         try:
-            self._group.broadcast(tensor, 0).wait(self._deadline)
+            self._work = group.broadcast([tensor], _broadcasting(self._deadline))
+            self._wait(self._work)
+            self._work = None
         except RuntimeError as error:
             who = "a receiver" if self.rank == 0 else "the sender or a rank before this one"
-            raise RunError(
+            raise GroupBroke(
                 f"{self._name} broke: {who} died, or took longer than {self._deadline.total_seconds():g} s "
                 f"({_first_line(error)})"
             ) from error
 
+    def _wait(self, work: dist.Work) -> None:
+        if self._backend == "nccl":
+            work.wait(self._deadline)  # ends when the group is closed
+            return
+        until_s = time.monotonic() + self._deadline.total_seconds() + _LOOK_S
+        while True:
+            try:
+                work.wait(timedelta(seconds=_LOOK_S))
+                return
+            except RuntimeError:
+                if work.is_completed() or time.monotonic() > until_s:
+                    raise
+                if self._abandoned.is_set():
+                    raise RuntimeError("it was abandoned") from None
+
     def close(self) -> None:
         """Lets go of the connections, without waiting for the others."""
         group, self._group = self._group, None
-        if group is not None:
+        if group is None:
+            return
+        if self._work is not None and self._backend == "gloo":
+            outlast = threading.Thread(target=_outlast, args=(group, self._work, self._deadline), daemon=True)
+            outlast.start()
+        else:
             group.abort()
 
 
@@ -102,12 +161,27 @@ def _group(
         group = dist.ProcessGroupNCCL(store, rank, world_size, options)
     else:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = deadline
+        options._timeout = min(deadline, timedelta(seconds=_CONNECT_S))
         options._threads = 1
         # The interface that reaches rank 0 also reaches the others; the machine's name may resolve to a loopback address.
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(address))]
         group = dist.ProcessGroupGloo(store, rank, world_size, options)
     return group  # type: ignore[no-any-return]
+
+
+def _outlast(group: _Group, work: dist.Work, deadline: timedelta) -> None:
+    """Keeps a group until its last operation has ended: letting go of it earlier would block whoever does."""
+    with suppress(RuntimeError):
+        work.wait(deadline)
+    group.abort()
+
+
+def _broadcasting(deadline: timedelta) -> dist.BroadcastOptions:
+    """From rank 0, within the deadline."""
+    options = dist.BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    options.timeout = deadline
+    return options
 
 
 def _first_line(error: Exception) -> str:

@@ -145,6 +145,7 @@ class Sender:
             except Exception as error:
                 lost = error
         if lost is not None:
+            self._buffer = None  # the lost broadcast may still read it
             raise lost
 
     def close(self) -> None:
@@ -201,10 +202,12 @@ class Receiver:
     def receive(self, group: BroadcastGroup) -> None:
         """Loads every bucket from the group's rank 0, which must be in `broadcast`."""
         layout = self._begun().layout
-        self._buffer = _bucket_buffer(self._buffer, layout, group)
+        buffer = _bucket_buffer(self._buffer, layout, group)
+        self._buffer = None  # a broadcast that is lost may still write to it
         for spans in layout.buckets:
-            group.broadcast(self._buffer[: used_bytes(spans)])
-            unpack(self._buffer, spans, self._tensors)
+            group.broadcast(buffer[: used_bytes(spans)])
+            unpack(buffer, spans, self._tensors)
+        self._buffer = buffer
 
     def finish(self) -> list[str]:
         """The tensors whose bytes are not the manifest's, by name; none: the version is verified."""

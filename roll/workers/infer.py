@@ -7,18 +7,19 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from roll.cluster import Dispatch, Place, parallel
 from roll.config.schema import Config
 from roll.engine.request import Completion, Progress, Request
 from roll.workers.device import DeviceWorker
+from roll.workers.member import GroupMember
 
 if TYPE_CHECKING:  # those who only call an engine do without torch
     from roll.engine.engine import EngineStats
     from roll.strategy.infer.base import InferStrategy
     from roll.strategy.shelf import Level
-    from roll.transfer.broadcast import BroadcastGroup
     from roll.transfer.stream import Manifest, Receiver
     from roll.transfer.weights import Weights
     from roll.workers.offer import Meeting, Offer
@@ -78,7 +79,7 @@ class InferWorker(DeviceWorker):
             place, config, own_weights=config.executor != "local" if own_weights is None else own_weights
         )
         self._receiver: Receiver | None = None
-        self._group: BroadcastGroup | None = None
+        self._member = GroupMember()
         self._clients_of: dict[str, list[str]] = {}
         """Who waits for completions of each id: more than one where an aborted request was followed by another."""
         self._boxes: defaultdict[str, _Box] = defaultdict(_Box)
@@ -112,16 +113,13 @@ class InferWorker(DeviceWorker):
     async def receive_weights(self, meeting: Meeting) -> None:
         """Receives all buckets from the trainer, which must be sending."""
         assert self._receiver is not None
-        if self._group is None:
-            self._group = await asyncio.to_thread(meeting.join, meeting.ranks[self.place.rank], self.place.device)
-        await asyncio.to_thread(self._receiver.receive, self._group)
+        join = partial(meeting.join, meeting.ranks[self.place.rank], self.place.device)
+        await self._member.broadcast(join, self._receiver.receive)
 
     @parallel(Dispatch.ALL)
-    def leave_group(self) -> None:
-        """The next broadcast is in a new company."""
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+    async def leave_group(self) -> None:
+        """Ends a broadcast that is under way; the next one is in a new group."""
+        await self._member.leave()
 
     @parallel(Dispatch.ALL)
     async def end_weights(self, manifest: Manifest) -> list[str]:
@@ -266,6 +264,5 @@ class InferWorker(DeviceWorker):
             task.cancel()
         if self._receiver is not None:
             self._receiver.close()
-        if self._group is not None:
-            self._group.close()
+        self._member.close()
         await self._strategy.close()

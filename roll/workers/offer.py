@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,7 +36,9 @@ class Meeting:
     backend: BroadcastBackend
     deadline_s: float
 
-    def join(self, rank: int, device: str) -> BroadcastGroup:
-        """Returns once all have come. Blocks: call it in a thread."""
+    def join(self, rank: int, device: str, abandoned: threading.Event | None = None) -> BroadcastGroup:
+        """Returns once all have come. Blocks: call it in a thread. Who sets `abandoned` ends that, and the group."""
         on = torch.device(device if self.backend == "nccl" else "cpu")
-        return BroadcastGroup(rank, len(self.ranks) + 1, self.address, self.port, self.backend, self.deadline_s, on)
+        return BroadcastGroup(
+            rank, len(self.ranks) + 1, self.address, self.port, self.backend, self.deadline_s, on, abandoned
+        )

@@ -99,6 +99,7 @@ async def _broadcast(actor: Cluster[TrainWorker], engines: Cluster[InferWorker])
             await asyncio.wait(pending, timeout=_GRACE_S)
         errors = [error for each in both if each.done() and (error := each.exception()) is not None]
         if errors:
+            await actor.call(TrainWorker.leave_group)  # its ranks are in step again when it returns
             raise next((error for error in errors if isinstance(error, WorkerDied)), errors[0])
     finally:
         for each in both:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from roll.transfer.broadcast import BroadcastBackend, BroadcastGroup
 from roll.transfer.stream import Sender
 from roll.transfer.weights import Weights
 from roll.workers.group import GroupWorker
+from roll.workers.member import GroupMember
 from roll.workers.offer import SLOTS, Meeting, Offer, Path
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ class TrainWorker(GroupWorker):
         self._bucket_bytes = config.weights.bucket_mb << 20
         self._strategy: TrainStrategy | None = None
         self._sender: Sender | None = None
-        self._group: BroadcastGroup | None = None
+        self._member = GroupMember()
         super().__init__(place, config.deterministic)
 
     def build(self, group: RankGroup | None) -> None:
@@ -105,25 +107,19 @@ class TrainWorker(GroupWorker):
         return Meeting(BroadcastGroup.host(), BroadcastGroup.free_port(), ranks, backend, deadline_s)
 
     @parallel(Dispatch.ALL)
-    def leave_group(self) -> None:
-        """The next broadcast is in a new company."""
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+    async def leave_group(self) -> None:
+        """Ends a broadcast that is under way; the next one is in a new group."""
+        await self._member.leave()
 
     @parallel(Dispatch.ONE)
     async def send_weights(self, meeting: Meeting) -> None:
-        """Sends all buckets to the engines, which must be receiving."""
-        if not self.is_first:
-            await asyncio.to_thread(self._sending().contribute_all)
-            return
-        if self._group is None:
-            try:
-                self._group = await asyncio.to_thread(meeting.join, 0, self.place.device)
-            except Exception:
-                await asyncio.to_thread(self._sending().contribute_all)  # as the other ranks do: all stay in step
-                raise
-        await asyncio.to_thread(self._sending().broadcast, self._group)
+        """Sends all buckets to the engines, which must be receiving. Whatever is lost, all ranks stay in step."""
+        sender = self._sending()
+        if self.is_first:
+            join = partial(meeting.join, 0, self.place.device)
+            await self._member.broadcast(join, sender.broadcast, sender.contribute_all)
+        else:
+            await self._member.contribute(sender.contribute_all)
 
     @parallel(Dispatch.ALL)
     def hold(self, level: Level) -> None:
@@ -161,8 +157,7 @@ class TrainWorker(GroupWorker):
     async def close(self) -> None:
         if self._sender is not None:
             self._sender.close()
-        if self._group is not None:
-            self._group.close()
+        self._member.close()
         if self._strategy is not None:
             self._strategy.close()
         if torch.cuda.is_available():

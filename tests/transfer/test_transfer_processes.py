@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 
 import pytest
@@ -26,7 +26,7 @@ from transfer_peer import (
 )
 
 from roll.config.errors import RunError
-from roll.transfer.broadcast import BroadcastGroup
+from roll.transfer.broadcast import BroadcastGroup, GroupBroke
 from roll.transfer.channel import SHM, Handle
 from roll.transfer.stream import Manifest, Receiver, Sender, stream
 
@@ -214,6 +214,48 @@ def test_a_rank_that_is_alone_says_so_within_the_deadline(rank: int) -> None:
     with pytest.raises(RunError, match=rf"\(rank {rank} of 2, gloo\) did not form within 0.5 s: check that all 2 ranks"):
         BroadcastGroup(rank, 2, LOCAL, BroadcastGroup.free_port(), "gloo", deadline_s=0.5)
     assert time.monotonic() - started < 10
+
+
+def abandoned_while(wait: Callable[[threading.Event], object]) -> str:
+    """What a thread that waits in a group says when the group is abandoned, long before the deadline."""
+    abandoned, said = threading.Event(), []
+
+    def run() -> None:
+        with pytest.raises(GroupBroke) as raised:
+            wait(abandoned)
+        said.append(str(raised.value))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(0.2)
+    abandoned.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    return said[0]
+
+
+def test_who_waits_for_the_others_to_join_can_abandon_the_group() -> None:
+    port = BroadcastGroup.free_port()
+    said = abandoned_while(
+        lambda abandoned: BroadcastGroup(0, 2, LOCAL, port, "gloo", deadline_s=600, abandoned=abandoned)
+    )
+    assert "it was abandoned" in said
+
+
+def test_who_waits_for_a_silent_sender_can_abandon_the_group() -> None:
+    port, made = BroadcastGroup.free_port(), []
+    thread = threading.Thread(target=lambda: made.append(BroadcastGroup(0, 2, LOCAL, port, "gloo", 600)))
+    thread.start()
+
+    def wait(abandoned: threading.Event) -> None:
+        receiver = BroadcastGroup(1, 2, LOCAL, port, "gloo", 600, abandoned=abandoned)
+        made.append(receiver)
+        receiver.broadcast(torch.zeros(10, dtype=torch.uint8))
+
+    assert "it was abandoned" in abandoned_while(wait)
+    thread.join()
+    for group in made:
+        group.close()
 
 
 def test_nccl_without_nccl_is_refused() -> None:
