@@ -12,6 +12,7 @@ import os
 import shlex
 import signal
 import sys
+import traceback
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -365,6 +366,11 @@ def main(arguments: list[str] | None = None) -> Any:
             return _run(arguments)
     except RunError as error:  # what was printed last could not be written
         return _failed(error)
+    except Exception as error:
+        from roll.config.secrets import KNOWN
+
+        sys.stderr.write(KNOWN.redact("".join(traceback.format_exception(error))))
+        return 1
 
 
 def _run(arguments: list[str] | None) -> Any:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from roll.config.secrets import KNOWN
+
 # Models are tiny here and tests run side by side: threads that wait for each other's cores would be most of the work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -17,6 +19,13 @@ def threads_stay_as_they_were() -> Iterator[None]:
     yield
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+@pytest.fixture(autouse=True)
+def secrets_of_one_test_are_not_the_next_ones() -> Iterator[None]:
+    known = dict(vars(KNOWN))
+    yield
+    vars(KNOWN).update(known)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

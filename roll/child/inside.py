@@ -16,6 +16,8 @@ import time
 import traceback
 from typing import TextIO, cast
 
+from roll.config.secrets import KNOWN, print_no_secrets
+
 REASON_CHARS = 500
 DETAIL_CHARS = 4000
 _PR_SET_PDEATHSIG = 1
@@ -41,6 +43,7 @@ def connect(*, killed_first: bool = True) -> socket.socket:
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     cast(TextIO, sys.stdout).reconfigure(line_buffering=True)  # type: ignore[attr-defined]
+    print_no_secrets()
     return connection
 
 
@@ -67,13 +70,13 @@ def _line(error: BaseException) -> str:
         text = type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return " ".join(text[:REASON_CHARS].split()) + where
+    return " ".join(KNOWN.redact(text)[:REASON_CHARS].split()) + where
 
 
 def detail(error: BaseException) -> str:
     """The end of the traceback."""
     try:
-        return "".join(traceback.format_exception(error))[-DETAIL_CHARS:]
+        return KNOWN.redact("".join(traceback.format_exception(error)))[-DETAIL_CHARS:]
     except Exception:
         return ""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from roll.config.errors import RunError
+from roll.config.secrets import KNOWN
 
 E = TypeVar("E", bound=BaseException)
 
@@ -29,7 +30,8 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, worker: str, method: str, where: str) -> Failure:
-        return cls(worker, method, where, tuple(_causes(error)), "".join(traceback.format_exception(error)))
+        trace = KNOWN.redact("".join(traceback.format_exception(error)))
+        return cls(worker, method, where, tuple(map(KNOWN.redact, _causes(error))), trace)
 
 
 class RemoteError(RunError):

@@ -24,6 +24,7 @@ from roll.child.log import LIMIT_BYTES, start_writer
 from roll.cluster.errors import Failure
 from roll.cluster.worker import Dispatch, Parallel, Place, Worker, crowded_methods, parallel_of
 from roll.config.errors import RunError, UserError
+from roll.config.secrets import print_no_secrets
 from roll.data.batch import Batch
 from roll.data.columns import Block, Columns, Elsewhere, TokenColumn, away, put_away
 
@@ -189,7 +190,8 @@ def _write_output_to(log: Path, limit_bytes: int) -> None:
 
 
 def log_to_stderr() -> None:
-    """What ROLL and other libraries have to say goes to standard error."""
+    """What ROLL and other libraries have to say goes to standard error; what is printed has no secrets in it."""
+    print_no_secrets()
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, force=True, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

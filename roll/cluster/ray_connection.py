@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll.cluster.upload import NOT_SENT, excluded, too_large
 from roll.config.errors import UserError
+from roll.config.secrets import resolved
 from roll.config.user_code import SENT_FOLDER
 
 if TYPE_CHECKING:
@@ -53,11 +54,11 @@ def connect(config: RayConfig, root: str = "") -> None:
         os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
         if config.object_store_gb:
             settings["object_store_memory"] = int(config.object_store_gb * 2**30)
-        environment = dict(config.runtime_env)
+        environment = resolved(config.runtime_env, "ray.runtime_env")
     else:
         _reach(config.address)
         settings["address"] = config.address
-        environment = _with_code(config.runtime_env, root)
+        environment = _with_code(resolved(config.runtime_env, "ray.runtime_env"), root)
     try:
         ray.init(**settings, runtime_env=environment or None)
     except (ConnectionError, ValueError, RuntimeError, TimeoutError, RayError) as error:

@@ -1,12 +1,21 @@
-"""The two ways a run ends badly, by who can mend it."""
+"""The two ways a run ends badly, by who can mend it. What their messages say is for screens and logs: no secrets."""
+
+from typing import Any
 
 
-class UserError(Exception):
+class _Said(Exception):
+    def __init__(self, *args: Any) -> None:
+        from roll.config.secrets import KNOWN  # which raises them
+
+        super().__init__(*(KNOWN.redact(arg) if isinstance(arg, str) else arg for arg in args))
+
+
+class UserError(_Said):
     """Something the user wrote or asked for cannot work: exit status 2, the message alone, nothing created or lost.
 
     The message names the thing, the value it got, and what to write instead.
     """
 
 
-class RunError(Exception):
+class RunError(_Said):
     """The run itself failed after it had started: exit status 1, the first cause first."""

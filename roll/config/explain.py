@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from roll.config import shape
 from roll.config.document import Path
 from roll.config.names import either, near
+from roll.config.secrets import name_at, redacted
 from roll.config.workers import RolesConfig
 
 _SAID_BY_TYPE = re.compile(r".*_(type|parsing|parsing_size|from_float)$|(greater|less)_than(_equal)?$|finite_number$")
@@ -81,6 +82,7 @@ def unknown(path: Path) -> str:
 def unfit(path: Path, value: Any) -> str:
     """The mistake of a value that its setting does not take."""
     kind = shape.type_at(path)
+    value = redacted(value, name_at(path))
     text = f"{shape.dotted(path)} is {shown(value)}, but takes {shape.words(kind)}"
     if shape.plain(kind) in (int, float) and (most := shape.unsaid_limit(kind)) is not None and _exceeds(value, most):
         text += f", at most {most:,.0f}"
@@ -145,7 +147,7 @@ def _text_of(detail: ErrorDetails, path: Path) -> str:
         return f"{shape.dotted(path[:-2])} has the key {shown(path[-2])}, but keys are text: write it in quotes"
     if detail["type"] == "missing" and path == detail["loc"]:
         return f"{name} must be set: it takes {shape.words(kind)} ({shape.meaning(path)})"
-    value = detail["input"]
+    value = redacted(detail["input"], name_at(path))
     length = detail["type"] in ("missing", "too_long", "too_short")
     if kind is not shape.UNKNOWN and (length or shape.choices(kind) or _SAID_BY_TYPE.match(detail["type"])):
         return unfit(path, value)

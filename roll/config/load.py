@@ -20,6 +20,7 @@ from roll.config.explain import Mistake, Origin
 from roll.config.names import either, near
 from roll.config.root import is_object, moved_root, names_in, relocated, run_of, with_names
 from roll.config.schema import Config, Section
+from roll.config.secrets import KNOWN, hidden, redacted, secrets_in
 
 _OVERRIDE_CHARS = 120
 _PIPE_WAIT_S = 10
@@ -57,8 +58,10 @@ def _load(source: Any, overrides: Any) -> Config:
 
 
 def _cut(text: str) -> str:
-    """An override as messages show it: on one line that can be read."""
-    line = text.replace("\n", " ")
+    """An override as messages show it: on one line that can be read, without secrets."""
+    key, equals, value = text.partition("=")
+    KNOWN.learn(value, name := key.rpartition(".")[2])
+    line = f"{key}{equals}{redacted(value, name)}".replace("\n", " ")
     return line if len(line) <= _OVERRIDE_CHARS else f"{line[: _OVERRIDE_CHARS - 1]}…"
 
 
@@ -75,16 +78,23 @@ def _texts(overrides: Any) -> list[str]:
 
 
 def dump_config(config: Config) -> str:
-    """Every setting as YAML, in field order; `load_config` reads it back equal, wherever it is written."""
+    """Every setting as YAML, in field order; `load_config` reads it back equal, wherever it is written. Only secrets that
+    are written out are left out: who loads it must give them again. `${NAME}` stays."""
     try:
-        return write(config.model_copy(update={"root": config.root or os.getcwd()}).model_dump())
+        return write(redacted(config.model_copy(update={"root": config.root or os.getcwd()}).model_dump()))
     except YamlError as error:
         raise UserError(f"the configuration cannot be written as YAML: {error}") from None
 
 
+def saved_without_secrets(config_yaml: str) -> str:
+    """A saved configuration, of an older version perhaps, without the secrets that are written out in it."""
+    data = parse(config_yaml).data
+    return write(redacted(data)) if secrets_in(data) else config_yaml
+
+
 def changed_keys(a: Config, b: Config) -> list[str]:
     """Dotted names of the settings whose values differ, in field order. Where their files lie is none of them: the same
-    config in another folder has not changed."""
+    config in another folder has not changed, nor has one with another password."""
     return [shape.dotted(path) for path in _differing(a, b, ()) if path != ("root",)]
 
 
@@ -93,8 +103,15 @@ def _differing(a: Section, b: Section, above: Path) -> Iterator[Path]:
         left, right = getattr(a, name), getattr(b, name)
         if isinstance(left, Section) and type(left) is type(right):
             yield from _differing(left, right, (*above, name))
-        elif left != right:
+        elif left != right and hidden(_plain(left), name) != hidden(_plain(right), name):
             yield (*above, name)
+
+
+def _plain(value: Any) -> Any:
+    """Sections under names as the mappings that they are."""
+    if isinstance(value, Section):
+        return value.model_dump()
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 class _Draft:
@@ -189,6 +206,8 @@ class _Draft:
 
     def finish(self) -> Config:
         """The validated configuration, or a `UserError` with every mistake."""
+        KNOWN.learn_environment()
+        KNOWN.learn(self.tree)
         for path, value in _not_numbers(self.tree, ()):
             kind = shape.plain(shape.type_at(path))
             if isinstance(value, float) and kind is not float:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from roll.config.secrets import KNOWN, redacted
 
 LARGEST = 10**12
 """No count, size or number of steps is larger: a number that is was mistyped."""
@@ -46,3 +49,13 @@ class Section(BaseModel):
         if cls.short is not None and (isinstance(value, str) or type(value) is int):
             return {cls.short: value}
         return value
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            yield name, redacted(value, name or "")
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        """What arrives in another process is known there too."""
+        super().__setstate__(state)
+        KNOWN.learn_environment()
+        KNOWN.learn(self.model_dump())

@@ -17,6 +17,7 @@ from typing import Any
 
 from roll.config.errors import UserError
 from roll.config.schema import DataConfig
+from roll.config.secrets import resolved
 from roll.config.user_code import load_user_code
 from roll.data.chat import Chat
 from roll.data.layout import Layout
@@ -44,6 +45,7 @@ def load_chats(config: DataConfig, source: ChatSource | None = None, root: str =
     if source is None:
         source, options = _find_source(config.source, options, root)
     check_options("data", name, source, options)
+    options = resolved(options, "data.options")
     chats: dict[Split, tuple[Chat, ...]] = {}
     for split in ("train", "held_out"):
         given = call_source("data", name, source, split, options)

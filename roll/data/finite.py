@@ -8,7 +8,7 @@ means another scale, and is told so.
 A number beside a reward (a metric, the info of a step) is from -1e30 to 1e30: each is finite in the fp32 in which
 trackers keep metrics, and so are sums of their squares in fp64.
 
-Every process that judges or acts imports this module, so it imports nothing but the standard library.
+Every process that judges or acts imports this module, so it imports little but the standard library.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from __future__ import annotations
 import math
 from types import CoroutineType
 from typing import Any
+
+from roll.config.secrets import KNOWN
 
 LARGEST_REWARD = 1e6
 LARGEST_METRIC = 1e30
@@ -78,7 +80,7 @@ def short(value: object, limit: int = 80) -> str:
     """The beginning of a value's text. A number of thousands of digits has none, and others may raise whatever they
     like."""
     try:
-        text = repr(value)
+        text = KNOWN.without(repr(value))  # before it is cut: part of a secret is one too
     except Exception as error:
         return f"a {type(value).__name__} that cannot be shown ({type(error).__name__})"
     return text if len(text) <= limit else f"{text[:limit]}…"

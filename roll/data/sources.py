@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from roll.config.errors import UserError
 from roll.config.schema import SourceConfig, TasksConfig
+from roll.config.secrets import resolved
 from roll.config.user_code import load_user_code
 from roll.data.reasoning_gym import PREFIX, reasoning_gym
 from roll.data.rows import TABLES, is_table
@@ -88,6 +89,8 @@ def load_splits(config: SourceConfig, source: TaskSource | None = None, root: st
     if source is None:
         source, options = _find_source(config.source, options, root)
     check_options("tasks", name, source, options)
+    if config.source not in ELSEWHERE:  # an environment's are those of its process
+        options = resolved(options, "tasks.options")
     tasks: dict[Split, tuple[Task, ...]] = {}
     skipped: dict[str, None] = {}
     for split in ("train", "held_out"):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from roll.config.errors import UserError
 from roll.config.names import did_you_mean
+from roll.config.secrets import KNOWN, resolved
 from roll.config.user_code import find_file, load_user_code, named_in_options
 
 if TYPE_CHECKING:
@@ -102,7 +103,8 @@ def unpacked(name: str, code: str | bytes, root: str) -> Factory:
 
 def with_files(name: str, options: Mapping[str, Any], root: str) -> dict[str, Any]:
     """An environment's options with the files and functions that they name found from `root`."""
-    found = dict(options)
+    found: dict[str, Any] = resolved(options, "tasks.options")
+    KNOWN.learn(found)
     for option, kind in named_in_options(name).items():
         value = options.get(option)
         if isinstance(value, str) and value:

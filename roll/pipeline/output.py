@@ -15,13 +15,14 @@ from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
 from roll.config.errors import RunError
+from roll.config.secrets import KNOWN
 
 _NOBODY_READS = {errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO, errno.ESHUTDOWN}
 
 
 def say(text: str) -> None:
     """Prints a line at once, or drops it where standard output cannot be written."""
-    _attempt(sys.stdout, lambda: print(text, flush=True), lambda error: None)
+    _attempt(sys.stdout, lambda: print(KNOWN.redact(text), flush=True), lambda error: None)
 
 
 @contextmanager
@@ -42,7 +43,7 @@ def tolerant_output(every_error: bool = False) -> Iterator[None]:
 
 
 class _Stream:
-    """A text stream whose writes do not fail where nobody reads it."""
+    """A text stream whose writes do not fail where nobody reads it, and have no secrets in them."""
 
     def __init__(self, stream: Any, name: str, every_error: bool) -> None:
         self._stream: TextIO = stream._stream if isinstance(stream, _Stream) else stream
@@ -50,7 +51,7 @@ class _Stream:
         self._every_error = every_error
 
     def write(self, text: str) -> int:
-        _attempt(self._stream, lambda: self._stream.write(text), self._refuse)
+        _attempt(self._stream, lambda: self._stream.write(KNOWN.redact(text)), self._refuse)
         return len(text)
 
     def flush(self) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from roll.config import dump_config
 from roll.config.schema import Config
+from roll.config.secrets import KNOWN
 from roll.pipeline.report import Measured, Reporter, StepReport
 from roll.pipeline.resume import Change
 from roll.pipeline.state import State
@@ -113,6 +114,9 @@ class Recorder:
 
     def append(self, transition: Transition) -> None:
         """A sample has moved."""
+        if KNOWN.within(transition.reason) or any(KNOWN.within(str(value)) for value in transition.info.values()):
+            info = KNOWN.cleared(transition.info)
+            transition = replace(transition, reason=KNOWN.redact(transition.reason), info=info)
         self.ledger.append(transition)
         self.clock.append(transition)
         if self._trace is not None:

@@ -11,6 +11,8 @@ from typing import Any
 
 from roll.config import Config, UserError, changed_keys, load_config
 from roll.config.explain import shown
+from roll.config.load import saved_without_secrets
+from roll.config.secrets import redacted
 from roll.config.spelling import option, resuming
 from roll.run import Checkpoint, Checkpoints, Metrics, RunFolder
 from roll.run.history import History
@@ -69,10 +71,18 @@ class Resumed:
 def resumed(config: Config, folder: RunFolder) -> Resumed:
     """How the run in a folder continues with a config; refused where it cannot."""
     changes = changes_of(config, folder)
+    _forget_secrets(folder)
     checkpoint = newest_checkpoint(folder)
     if checkpoint is not None:
         checkpoint.verify()
     return Resumed(checkpoint, changes, tuple(_remarks(folder, checkpoint)))
+
+
+def _forget_secrets(folder: RunFolder) -> None:
+    """Older versions saved them."""
+    written = folder.config_path.read_text(encoding="utf-8")
+    if (without := saved_without_secrets(written)) != written:
+        folder.write_config(without)
 
 
 def changes_of(config: Config, folder: RunFolder) -> tuple[Change, ...]:
@@ -86,7 +96,10 @@ def changes_of(config: Config, folder: RunFolder) -> tuple[Change, ...]:
 
 def changes_since(before: Config, after: Config) -> tuple[Change, ...]:
     """The settings that differ."""
-    return tuple(Change(key, _at(before, key), _at(after, key)) for key in changed_keys(before, after))
+    return tuple(
+        Change(key, redacted(_at(before, key), key), redacted(_at(after, key), key))
+        for key in changed_keys(before, after)
+    )
 
 
 def why_kept(key: str, config: Config) -> str | None:

@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, SupportsFloat, TypeAlias, cast
 
+from roll.config.secrets import KNOWN
 from roll.data.finite import check_reward, metric_of, reward_of, short
 from roll.data.task import Response, Task
 
@@ -113,7 +114,10 @@ def normalise(result: object, who: str = "the reward function") -> Verdict:
     for name in result:
         if not isinstance(name, str):
             raise ValueError(f"{who} returned a part named {short(name)}: names are strings")
-    parts = {name: metric_of(value, f"{who} returned, as {name!r},", _IF_ASYNC) for name, value in result.items()}
+    parts = {
+        KNOWN.without(name): metric_of(value, f"{who} returned, as {name!r},", _IF_ASYNC)
+        for name, value in result.items()
+    }
     if "reward" in parts:
         return Verdict(check_reward(parts.pop("reward"), f"{who} returned, as 'reward',"), parts)
     return Verdict(check_reward(sum(parts.values()), f"the parts that {who} returned sum to"), parts)

@@ -16,6 +16,7 @@ from typing import Any, cast
 from roll.config.errors import UserError
 from roll.config.names import did_you_mean
 from roll.config.options import check_types
+from roll.config.secrets import KNOWN, resolved
 from roll.config.user_code import load_user_code
 from roll.reward.base import RewardFn
 from roll.reward.builtin import BUILTINS
@@ -30,7 +31,7 @@ def make(
 ) -> RewardFn:
     """The reward of that name with these options; users' code is looked for from `root`. `UserError` says what is wrong
     with the setting `where`."""
-    options = options or {}
+    KNOWN.learn(options := resolved(options or {}, f"{where}.options"))
     if name not in BUILTINS:
         found = load_user_code(name, what=where, known=BUILTINS, root=root)
         if not inspect.isclass(found):

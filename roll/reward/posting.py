@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import time
@@ -10,9 +11,12 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from roll.config.secrets import KNOWN, redacted
 
 _MOST_BYTES = 16 << 20
+_MOST_TOLD_BYTES = 8192
 _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses after which the same question may have an answer."""
 
@@ -47,9 +51,10 @@ class Post:
     deadline_s: float = 8.0
 
     def __post_init__(self) -> None:
+        KNOWN.learn({"url": self.url, "headers": self.headers, "token_env": self.token_env})
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise ValueError(f"url is {self.url!r}, but takes an address such as http://localhost:8000/score")
+            raise ValueError(f"url is {redacted(self.url)!r}, but takes an address such as http://localhost:8000/score")
         if self.tries < 1:
             raise ValueError(f"tries is {self.tries}, but takes a whole number ≥ 1")
         for name in ("backoff_s", "deadline_s"):
@@ -67,7 +72,7 @@ class Post:
             except urllib.error.HTTPError as error:
                 problem = f"status {error.code}: {_told(error)}"
                 if error.code not in _AGAIN:
-                    raise PostFailure(f"{self.url} answered with {problem}") from None
+                    raise PostFailure(KNOWN.redact(f"{self.url} answered with {problem}")) from None
             except (OSError, ValueError) as error:  # not reached, not in time, not JSON, not what was asked for
                 problem = f"{type(error).__name__}: {error}"
             if not tries_left or time.monotonic() + wait_s >= ends_s:
@@ -75,15 +80,18 @@ class Post:
             time.sleep(wait_s)
             wait_s *= 2
         tried = self.tries - tries_left
-        raise PostFailure(f"{self.url} gave no answer in {tried} {'try' if tried == 1 else 'tries'}: {problem}")
+        said = f"{self.url} gave no answer in {tried} {'try' if tried == 1 else 'tries'}: {problem}"
+        raise PostFailure(KNOWN.redact(said))
 
     def _once(self, body: bytes, timeout_s: float) -> Any:
-        request = urllib.request.Request(self.url, body, {"Content-Type": "application/json", **self._headers()})
+        address, login = _without_login(self.url)
+        headers = {"Content-Type": "application/json", **login, **self._headers()}
+        request = urllib.request.Request(address, body, headers)
         with _OPENER.open(request, timeout=timeout_s) as answer:
             content = answer.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             raise ValueError(f"the answer is longer than {_MOST_BYTES >> 20} MiB")
-        return json.loads(content)
+        return KNOWN.cleared(json.loads(content))
 
     def _headers(self) -> dict[str, str]:
         if not self.token_env:
@@ -93,8 +101,19 @@ class Post:
         return {"Authorization": f"Bearer {os.environ[self.token_env]}", **self.headers}
 
 
+def _without_login(url: str) -> tuple[str, dict[str, str]]:
+    """The address of a URL with a user and a password in it, and the header that sends them."""
+    parts = urlsplit(url)
+    login, at, host = parts.netloc.rpartition("@")
+    if not at:
+        return url, {}
+    encoded = base64.b64encode(unquote(login).encode()).decode()
+    return urlunsplit(parts._replace(netloc=host)), {"Authorization": f"Basic {encoded}"}
+
+
 def _told(error: urllib.error.HTTPError) -> str:
     try:
-        return error.read(500).decode(errors="replace").strip() or str(error.reason)
+        told = error.read(_MOST_TOLD_BYTES).decode(errors="replace").strip()
+        return KNOWN.redact(told)[:500] or str(error.reason)  # before it is cut: part of a secret is one too
     except OSError:
         return str(error.reason)

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from roll.config.errors import RunError, UserError
+from roll.config.secrets import KNOWN
 from roll.run.files import atomic_write, to_json
 from roll.run.folder import RunFolder
 from roll.run.sums import SumWriter, audit, drop_sums
@@ -36,7 +37,7 @@ class Metrics:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add the numbers of a step; they are in the file when this returns."""
         assert not {"step", "time_s"} & values.keys(), "step and time_s are written by log itself"
-        numbers = {name: value if isinstance(value, int) else float(value) for name, value in values.items()}
+        numbers = {KNOWN.without(name): v if isinstance(v, int) else float(v) for name, v in values.items()}
         line = to_json({"step": step, "time_s": time.time(), **numbers}).encode()
         try:
             self._sums.add(line)

@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 
 from roll.cluster.worker import Place
 from roll.config.schema import Config
+from roll.config.secrets import resolved
 from roll.model.find import find_model
 from roll.model.loading import choose_dtype, load_model, load_model_config, load_tokenizer
 from roll.strategy.infer.base import InferStrategy
@@ -64,7 +65,7 @@ def vllm_engine(place: Place, config: Config, role: str = "actor_infer") -> Infe
         tensor_parallel=wanted.parallel.tensor,
         sleeps=place.device != "cpu" and config.offload != "never",
         seed=config.seed,
-        args=args | wanted.engine_args,
+        args=args | resolved(wanted.engine_args, f"roles.{role}.engine_args"),
         environment=environment(place, config),
         role=role,
         layers=layers,
