@@ -109,9 +109,11 @@ def _sandbox() -> list[Finding]:
         return [Finding("sandbox", "none: programs of the model cannot be run", False, why)]
     best = found[0]
     value = f"{best.held_by}, Python {best.python.version} ({best.python.path})"
+    count = "" if best.cgroups else f"{best.uncounted}: as root, or in a delegated group, it would be (docs/sandbox.md)"
+    memory = Finding("sandbox memory", best.memory, advice=count)
     if best.missing:
-        return [Finding("sandbox", value, False, "; ".join([*best.missing, why]))]
-    return [Finding("sandbox", f"{value}; {why}" if why and best is not levels[0] else value)]
+        return [Finding("sandbox", value, False, "; ".join([*best.missing, why])), memory]
+    return [Finding("sandbox", f"{value}; {why}" if why and best is not levels[0] else value), memory]
 
 
 def _places() -> list[Finding]:

@@ -21,13 +21,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import IO
 
+from roll.sandbox.cgroups import Group, groups_of
 from roll.sandbox.inside.kernel import descendants
 from roll.sandbox.inside.program import BEGUN, ENDED, LEFT
-from roll.sandbox.launch import call_filter, command, drops_user, payload, scratch_of, sealed
+from roll.sandbox.launch import SCRATCH, call_filter, command, drops_user, payload, scratch_of, sealed
 from roll.sandbox.level import Sandbox
 from roll.sandbox.program import Kind, Limits, Outcome, Program, SandboxError
 from roll.sandbox.scratch import Scratch
-from roll.sandbox.usage import holds_more
+from roll.sandbox.usage import has_room, holds_more
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +53,8 @@ class _Watch:
     limits: Limits
     scratch: Scratch | None
     """The folder to watch, where the kernel does not limit it."""
+    group: Group | None
+    """What counts the program's memory; without, it is watched."""
     started_s: float = field(default_factory=time.monotonic)
     begun_s: float | None = None
     ended_s: float | None = None
@@ -89,11 +92,18 @@ class _Watch:
         """Which limit it is beyond that the kernel does not hold."""
         if self.begun_s is None or self.ended_s is not None:
             return None
-        if holds_more(self.process.pid, self.limits.memory_mb << 20):
+        if self._lacks_memory():
             return "memory"
-        if self.scratch is not None and self.scratch.exceeds(self.process.pid):
+        if self.scratch is not None:
+            return "disk" if self.scratch.exceeds(self.process.pid) else None
+        if self.group is None and not has_room(self.process.pid, SCRATCH, self.limits.scratch_files):
             return "disk"
         return None
+
+    def _lacks_memory(self) -> bool:
+        if self.group is not None:
+            return self.group.ran_out()
+        return holds_more(self.process.pid, self.limits.memory_mb << 20)
 
 
 def execute(
@@ -112,14 +122,20 @@ def execute(
     folders that earlier runs left behind are removed too.
     """
     scratch = scratch_of(sandbox)
-    with _started(sandbox, program, limits, scratch, stdin, stdout, tidy) as (process, status):
-        watch = _Watch(process, limits, Scratch(scratch, limits.scratch_bytes) if sandbox.level == "plain" else None)
+    with (
+        _counted(sandbox, limits) as group,
+        _started(sandbox, program, limits, scratch, stdin, stdout, tidy, group) as (process, status),
+    ):
+        folder = Scratch(scratch, limits.scratch_bytes) if sandbox.level == "plain" else None
+        watch = _Watch(process, limits, folder, group)
         try:
             kind = _watched(watch, status, stopped)
             seconds = watch.seconds()
         finally:
             _end(process, gently=sandbox.level == "plain")
             _wait_for_last(watch.said)
+        if kind is None and group is not None and group.ran_out():
+            kind = "memory"
     if LEFT in watch.said:
         _log.warning("a program left so much in %s that a process of its own has to remove it", scratch)
     if watch.begun_s is None and not stopped():
@@ -162,8 +178,30 @@ def _settle(done: asyncio.Future[Outcome], outcome: Outcome | BaseException) -> 
 
 
 @contextlib.contextmanager
+def _counted(sandbox: Sandbox, limits: Limits) -> Iterator[Group | None]:
+    """A group in which the kernel counts what the program takes, if there are any."""
+    if sandbox.cgroups is None:
+        yield None
+        return
+    with contextlib.ExitStack() as closing:
+        try:
+            group = closing.enter_context(groups_of(sandbox.cgroups).group(limits))
+        except OSError as error:
+            why = f"no control group can be made for it any more ({sandbox.cgroups.label}): {error}"
+            raise SandboxError(f"the sandbox ({sandbox.level}) did not start: {why}") from error
+        yield group
+
+
+@contextlib.contextmanager
 def _started(
-    sandbox: Sandbox, program: Program, limits: Limits, scratch: str, stdin: int | None, stdout: int | None, tidy: bool
+    sandbox: Sandbox,
+    program: Program,
+    limits: Limits,
+    scratch: str,
+    stdin: int | None,
+    stdout: int | None,
+    tidy: bool,
+    group: Group | None,
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """The process, and the descriptor on which it says that the program begins."""
     with contextlib.ExitStack() as closing:
@@ -173,7 +211,8 @@ def _started(
         ours.callback(os.close, theirs)
         also_theirs = os.dup(theirs)  # for bubblewrap itself
         ours.callback(os.close, also_theirs)
-        text = payload(sandbox, program, limits, scratch=scratch, status_fd=theirs, tidy=tidy)
+        joins = group.joins if group is not None else ()
+        text = payload(sandbox, program, limits, scratch=scratch, status_fd=theirs, joins=joins, tidy=tidy)
         text_fd = ours.enter_context(sealed(text))
         filter_fd = ours.enter_context(sealed(call_filter(sandbox)))
         stdin_fd = ours.enter_context(sealed(program.stdin)) if stdin is None else stdin
@@ -183,7 +222,7 @@ def _started(
                 stdin=stdin_fd,
                 stdout=subprocess.PIPE if stdout is None else stdout,
                 stderr=subprocess.PIPE,
-                pass_fds=(theirs, text_fd, *((filter_fd, also_theirs) if sandbox.level == "bubblewrap" else ())),
+                pass_fds=(theirs, text_fd, *joins, *((filter_fd, also_theirs) if sandbox.level == "bubblewrap" else ())),
                 env=_ENVIRONMENT,
                 cwd="/",
                 start_new_session=True,

@@ -58,6 +58,15 @@ class Never:
     refused: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class NeverBoth:
+    """A call that is refused if the argument has both bits."""
+
+    call: Call
+    argument: int
+    bits: tuple[int, int]
+
+
 def _same(name: str, number: int) -> Call:
     return Call(name, number, number)  # numbers above 423 are the same on every machine
 
@@ -68,6 +77,7 @@ REFUSED: Mapping[str, tuple[Call, ...]] = MappingProxyType(
             Call("socket", 41, 198),
             Call("sendmsg", 46, 211),
             Call("sendmmsg", 307, 269),
+            Call("setsockopt", 54, 208),
         ),
         "looking into and changing other processes": (
             Call("ptrace", 101, 117),
@@ -129,6 +139,12 @@ REFUSED: Mapping[str, tuple[Call, ...]] = MappingProxyType(
         "memory that no limit counts": (
             Call("memfd_create", 319, 279),
             _same("memfd_secret", 447),
+            Call("vmsplice", 316, 75),
+            Call("splice", 275, 76),
+            Call("tee", 276, 77),
+            _same("landlock_create_ruleset", 444),
+            _same("landlock_add_rule", 445),
+            _same("landlock_restrict_self", 446),
         ),
         "watching files: the number of watches is the user's": (
             Call("inotify_init", 253, None),
@@ -184,24 +200,33 @@ HIDING = Never(Call("prctl", 157, 167), 0, (_PR_SET_DUMPABLE,))
 """A process that nobody can look into: its open files could not be counted. Only where they are counted by looking."""
 
 
+_MAP_SHARED, _MAP_ANONYMOUS = 1, 0x20
+SHARED_MEMORY = NeverBoth(Call("mmap", 9, 222), 3, (_MAP_SHARED, _MAP_ANONYMOUS))
+"""Shared memory keeps its pages when it is unmapped in part: no process is seen to hold them. Only where the kernel does
+not count them."""
+
+
 def can_filter_calls() -> bool:
     """Whether the numbers of this machine's system calls are known."""
     return sys.platform == "linux" and os.uname().machine in ARCHITECTURES
 
 
 @functools.cache
-def call_filter(machine: Machine, *, watched: bool = False, signals: bool = False) -> bytes:
+def call_filter(machine: Machine, *, watched: bool = False, signals: bool = False, counted: bool = True) -> bytes:
     """The filter of a machine, for `kernel.filter_calls`.
 
     `watched`: the program's open files are counted by looking into it. `signals`: nothing but this filter keeps the
-    program's signals from the run.
+    program's signals from the run. `counted`: the kernel counts what the program takes.
     """
-    rules = [*OF_ITSELF, *(SIGNALS if signals else ()), *ROUNDABOUT, *((HIDING,) if watched else ())]
+    rules: list[Rule] = [*OF_ITSELF, *(SIGNALS if signals else ()), *ROUNDABOUT]
+    rules += [*((HIDING,) if watched else ()), *((SHARED_MEMORY,) if not counted else ())]
     lines = [*_head(machine), *_clones(machine)]
     for rule in rules:
         lines += _block(rule, machine)
     return b"".join(struct.pack("HBBI", *line) for line in [*lines, (_GIVE, 0, 0, ALLOW)])
 
+
+Rule: TypeAlias = Only | Never | NeverBoth
 
 _Line: TypeAlias = tuple[int, int, int, int]
 """What to do, how many lines to skip if so, and if not, and with which value."""
@@ -240,12 +265,15 @@ def _clones(machine: Machine) -> list[_Line]:
     ]
 
 
-def _block(rule: Only | Never, machine: Machine) -> list[_Line]:
+def _block(rule: Rule, machine: Machine) -> list[_Line]:
     """The lines of one rule: other calls skip them, and none that enters them leaves."""
     number = rule.call.on(machine)
     if number is None:
         return []
-    body = list(_only(rule) if isinstance(rule, Only) else _never(rule))
+    if isinstance(rule, NeverBoth):
+        body = list(_never_both(rule))
+    else:
+        body = list(_only(rule) if isinstance(rule, Only) else _never(rule))
     return [(_EQUAL, 0, len(body), number), *body]
 
 
@@ -264,3 +292,12 @@ def _never(rule: Never) -> Iterator[_Line]:
         yield _EQUAL, len(rule.refused) - n, 0, value  # past the permission
     yield _GIVE, 0, 0, ALLOW
     yield _GIVE, 0, 0, REFUSE
+
+
+def _never_both(rule: NeverBoth) -> Iterator[_Line]:
+    one, other = rule.bits
+    yield _LOAD, 0, 0, _argument_at(rule.argument)
+    yield _ANY_BIT, 0, 2, one
+    yield _ANY_BIT, 0, 1, other
+    yield _GIVE, 0, 0, REFUSE
+    yield _GIVE, 0, 0, ALLOW

@@ -9,7 +9,7 @@ import os
 import secrets
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from typing import Any, cast
 
@@ -90,12 +90,22 @@ def command(sandbox: Sandbox, limits: Limits, payload: int, filter_fd: int, info
 
 
 def payload(
-    sandbox: Sandbox, program: Program, limits: Limits, *, scratch: str, status_fd: int, tidy: bool = False
+    sandbox: Sandbox,
+    program: Program,
+    limits: Limits,
+    *,
+    scratch: str,
+    status_fd: int,
+    joins: Sequence[int] = (),
+    tidy: bool = False,
 ) -> bytes:
-    """What the interpreter begins with. It reaches the program by no way that another process could see."""
-    config = _config(sandbox, program, limits) | {"scratch": scratch, "status": status_fd, "tidy": tidy}
+    """What the interpreter begins with. It reaches the program by no way that another process could see. `joins` are
+    descriptors of the control groups that count what the program takes."""
+    config = _config(sandbox, program, limits)
+    config |= {"scratch": scratch, "status": status_fd, "joins": list(joins), "tidy": tidy}
     codes = _codes(sandbox.python.path)
-    own = [(inside(part), codes[inside(part)]) for part in _PARTS[sandbox.level]]
+    parts = [*_PARTS[sandbox.level], *(("kernel",) if config["filter"] and sandbox.level == "bubblewrap" else ())]
+    own = [(inside(part), codes[inside(part)]) for part in parts]
     ours = {name: codes[name] for name, text in program.modules.items() if name in codes and text == _sources()[name]}
     modules = [(name, ours.get(name, text)) for name, text in program.modules.items()]
     module, function = _MAINS[sandbox.level]
@@ -126,11 +136,24 @@ def _codes(python: str) -> Mapping[str, bytes]:
 
 def call_filter(sandbox: Sandbox) -> bytes:
     """What seccomp refuses; empty where it is not there."""
+    return _filter(sandbox, watched=sandbox.level == "plain" or (sandbox.level == "namespaces" and not sandbox.cgroups))
+
+
+def _last_filter(sandbox: Sandbox) -> bytes:
+    """What the last process before the program has seccomp refuse. Under bubblewrap, which has done so before it hid the
+    first process, that is only what lets programs be watched."""
+    if sandbox.level != "bubblewrap":
+        return call_filter(sandbox)
+    return _filter(sandbox, watched=True) if sandbox.cgroups is None else b""
+
+
+def _filter(sandbox: Sandbox, watched: bool) -> bytes:
     if "calls" not in sandbox.guards:
         return b""
     plain = sandbox.level == "plain"
     held = "user" in sandbox.guards or kernel.landlock_version() >= LANDLOCK_SIGNALS
-    made = filter.call_filter(cast("filter.Machine", kernel.machine()), watched=plain, signals=plain and not held)
+    machine, counted = cast("filter.Machine", kernel.machine()), sandbox.cgroups is not None
+    made = filter.call_filter(machine, watched=watched, signals=plain and not held, counted=counted)
     # as bubblewrap's first process becomes the program's parent, the program is the second
     return kernel.for_process(made, 2) if sandbox.level == "bubblewrap" else made
 
@@ -172,10 +195,11 @@ def _config(sandbox: Sandbox, program: Program, limits: Limits) -> dict[str, Any
         "files": dict(program.files),
         "scratch_bytes": limits.scratch_bytes,
         "readable": list(sandbox.python.readable),
+        "devices": devices(sandbox),
         "guards": sorted(sandbox.guards),
         "users": FIRST_USER,
         "nobody": NOBODY,
-        "filter": call_filter(sandbox),
+        "filter": _last_filter(sandbox),
         "parent": os.getpid(),
         "rlimits": {
             "RLIMIT_CPU": limits.cpu_s,
@@ -184,8 +208,16 @@ def _config(sandbox: Sandbox, program: Program, limits: Limits) -> dict[str, Any
             "RLIMIT_FSIZE": limits.scratch_bytes,
             "RLIMIT_NOFILE": 256,
             "RLIMIT_CORE": 0,
+            "RLIMIT_MEMLOCK": 1 << 16,
+            "RLIMIT_MSGQUEUE": 0,
+            "RLIMIT_SIGPENDING": 1024,
         },
     }
+
+
+def devices(sandbox: Sandbox) -> list[str]:
+    """What programs see of the machine's devices. Mappings of /dev/zero can be shared memory, which must be counted."""
+    return [path for path in kernel.DEVICES if path != "/dev/zero" or sandbox.cgroups is not None]
 
 
 def _bubblewrap(sandbox: Sandbox, limits: Limits, filter_fd: int, info: int) -> list[str]:
@@ -199,7 +231,9 @@ def _bubblewrap(sandbox: Sandbox, limits: Limits, filter_fd: int, info: int) -> 
         *(sandbox.tool, "--unshare-all", "--as-pid-1", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
         *("--info-fd", str(info)),
         *shown,
-        *("--proc", "/proc", "--dev", "/dev"),
+        *("--proc", "/proc", "--tmpfs", "/dev"),
+        *(part for device in devices(sandbox) for part in ("--dev-bind", device, device)),
+        *(part for name, target in kernel.DEVICE_LINKS.items() for part in ("--symlink", target, f"/dev/{name}")),
         *("--size", str(limits.scratch_bytes), "--tmpfs", SCRATCH),
         *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", SCRATCH),
         *(("--seccomp", str(filter_fd)) if call_filter(sandbox) else ()),

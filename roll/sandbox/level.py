@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
+from roll.sandbox.cgroups import Cgroups
+
 Level: TypeAlias = Literal["bubblewrap", "namespaces", "plain"]
 LEVELS: tuple[Level, ...] = ("bubblewrap", "namespaces", "plain")
 
@@ -54,11 +56,23 @@ class Sandbox:
     guards: frozenset[Guard]
     tool: str = ""
     """Where bubblewrap is, on its level."""
+    cgroups: Cgroups | None = None
+    """Where the kernel counts what programs take. Without, they are watched, and take memory that is not seen."""
+    uncounted: str = ""
+    """Why the kernel does not count."""
 
     @property
     def missing(self) -> list[str]:
         """What programs could do that they should not."""
         return [MISSING[guard] for guard in MISSING if guard not in self.guards]
+
+    @property
+    def memory(self) -> str:
+        """One line: how the memory of programs is held, and what is left."""
+        if self.cgroups is not None:
+            return f"counted by the kernel ({self.cgroups.label})"
+        left = "pipes up to 100 MB, and file locks" if "calls" in self.guards else "kernel buffers and shared memory"
+        return f"watched 20 times a second; not counted: {left}"
 
     @property
     def held_by(self) -> str:

@@ -51,6 +51,11 @@ class Limits:
     scratch_bytes: int = 16 << 20
     """Files in its scratch folder, the only one that can be written."""
 
+    @property
+    def scratch_files(self) -> int:
+        """How many files, folders and links the scratch folder may have."""
+        return max(256, self.scratch_bytes >> 12)
+
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value <= 0:

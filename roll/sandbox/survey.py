@@ -9,9 +9,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from roll.sandbox import cgroups
 from roll.sandbox.execution import execute
 from roll.sandbox.filter import can_filter_calls
 from roll.sandbox.inside import kernel
@@ -57,11 +58,23 @@ def try_level(level: Level) -> Sandbox | Missing:
     """A level that has just run a program, or why it did not."""
     try:
         sandbox = _made(level)
-        outcome = execute(sandbox, Program("print('here')"), Limits(), tidy=True)
+        found = cgroups.find()
+        if isinstance(found, cgroups.NoCgroups):
+            return _tried(replace(sandbox, uncounted=found.why))
+        counted = _tried(replace(sandbox, cgroups=found))
+        # where groups can be made, but not joined
+        return counted if isinstance(counted, Sandbox) else _tried(replace(sandbox, uncounted=counted.why))
     except (SandboxError, OSError) as error:
         return Missing(level, str(error))
+
+
+def _tried(sandbox: Sandbox) -> Sandbox | Missing:
+    try:
+        outcome = execute(sandbox, Program("print('here')"), Limits(), tidy=True)
+    except (SandboxError, OSError) as error:
+        return Missing(sandbox.level, str(error))
     if outcome.stdout != "here\n":
-        return Missing(level, f"a program ended as {outcome.kind}: {outcome.stderr.strip()[-200:]}")
+        return Missing(sandbox.level, f"a program ended as {outcome.kind}: {outcome.stderr.strip()[-200:]}")
     return sandbox
 
 

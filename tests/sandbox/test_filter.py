@@ -18,6 +18,7 @@ from roll.sandbox.filter import (
     REFUSE,
     REFUSED,
     ROUNDABOUT,
+    SHARED_MEMORY,
     SIGNALS,
     Call,
     Machine,
@@ -101,6 +102,13 @@ def test_roundabout_ways_are_refused_and_their_calls_are_not(machine: Machine) -
     assert ask(machine, HIDING.call, HIDING.refused[0], 0, watched=True) == REFUSE
     assert ask(machine, HIDING.call, HIDING.refused[0], 0) == ALLOW
     assert ask(machine, HIDING.call, 15, 0, watched=True) == ALLOW
+
+
+def test_shared_memory_is_refused_where_the_kernel_does_not_count_it(machine: Machine) -> None:
+    shared, validated, private, of_a_file = 0x21, 0x23, 0x22, 0x01
+    for flags, verdict in ((shared, REFUSE), (validated, REFUSE), (private, ALLOW), (of_a_file, ALLOW)):
+        assert ask(machine, SHARED_MEMORY.call, 0, 4096, 3, flags, counted=False) == verdict
+        assert ask(machine, SHARED_MEMORY.call, 0, 4096, 3, flags) == ALLOW
 
 
 def test_processes_and_threads_can_be_made_but_no_namespaces(machine: Machine) -> None:

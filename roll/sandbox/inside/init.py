@@ -28,9 +28,13 @@ def under_bubblewrap(config: dict[str, Any], program: Callable[[dict[str, Any]],
     child = fork_hidden()
     if child:
         set_limits(limits)
-        for fd in (0, 1, 2, config["payload"], config["status"]):
+        for fd in (0, 1, 2, config["payload"], config["status"], *config["joins"]):
             os.close(fd)
         end_as(child)
+    if config["filter"]:
+        from roll.sandbox.inside import kernel  # it takes a while to load
+
+        kernel.filter_calls(config["filter"])
     program(config)
 
 

@@ -30,7 +30,13 @@ OWN_PID = 0x7FFFFFF1
 """In a filter of system calls, the process that the filter is for. No process can have that number."""
 
 _OWN = struct.pack("I", OWN_PID)
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+DEVICE_LINKS = {
+    "fd": "/proc/self/fd",
+    "stdin": "/proc/self/fd/0",
+    "stdout": "/proc/self/fd/1",
+    "stderr": "/proc/self/fd/2",
+}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -73,18 +79,20 @@ def enter_namespaces() -> None:
             file.write(text)
 
 
-def enter_new_root(readable: Sequence[str], scratch: str, scratch_bytes: int) -> None:
+def enter_new_root(readable: Sequence[str], devices: Sequence[str], scratch: str, scratch_bytes: int) -> None:
     """A tree of files that has nothing but the folders to read, some devices and an empty scratch folder."""
     root = "/tmp"  # any folder that is there will do: it is covered, for this process alone
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE, None)
     folders = {path: os.open(path, os.O_PATH) for path in readable}
-    nodes = {path: os.open(path, os.O_PATH) for path in _DEVICES}
+    nodes = {path: os.open(path, os.O_PATH) for path in devices}
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
     for path, opened in folders.items():
         _show(opened, path, root)
     for path, opened in nodes.items():
         _place(root + path, is_folder=False)
         _mount(f"/proc/self/fd/{opened}", root + path, None, _MS_BIND, None)
+    for name, target in DEVICE_LINKS.items():
+        os.symlink(target, f"{root}/dev/{name}")
     for opened in (*folders.values(), *nodes.values()):
         os.close(opened)
     for link in ("bin", "lib", "lib64", "sbin"):
@@ -137,7 +145,7 @@ def landlock_version() -> int:
     return max(0, int(_libc.syscall(_LANDLOCK_CREATE, None, 0, 1)))
 
 
-def restrict_files(readable: Sequence[str], scratch: str) -> None:
+def restrict_files(readable: Sequence[str], devices: Sequence[str], scratch: str) -> None:
     """Landlock: no file may be opened but those to read, some devices and what is in scratch. No file of others may be
     truncated, no TCP connection made and, from version 6 on, no process outside be signalled. Needs no privilege."""
     version = landlock_version()
@@ -147,7 +155,7 @@ def restrict_files(readable: Sequence[str], scratch: str) -> None:
     wanted = struct.pack("QQQ", every, network, scope)[: 24 if version >= 6 else 16 if version >= 4 else 8]
     rules = checked(_libc.syscall(_LANDLOCK_CREATE, wanted, len(wanted), 0), "landlock")
     allowed = [(path, execute | read | folder) for path in readable]
-    allowed += [(path, read | write) for path in _DEVICES]
+    allowed += [(path, read | write) for path in devices]
     for path, access in [*allowed, (scratch, every)]:
         access &= every if os.path.isdir(path) else execute | write | read
         opened = os.open(path, os.O_PATH)

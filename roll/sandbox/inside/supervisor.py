@@ -35,7 +35,7 @@ def in_namespaces(config: dict[str, Any], program: Callable[[dict[str, Any]], No
         os.write(config["status"], b'{"child-pid": %d}' % first)
         _stand_by(config, first)
     kernel.die_with_parent(signal.SIGKILL)
-    kernel.enter_new_root(config["readable"], config["scratch"], config["scratch_bytes"])
+    kernel.enter_new_root(config["readable"], config["devices"], config["scratch"], config["scratch_bytes"])
     kernel.drop_capabilities()
     child = fork_hidden()
     if child:
@@ -84,7 +84,7 @@ def _shut_in(config: dict[str, Any]) -> None:
     elif sys.platform == "linux":
         config["rlimits"]["RLIMIT_NPROC"] += kernel.threads_of_user(os.getuid())  # the limit counts them all
     if "files" in guards:
-        kernel.restrict_files(config["readable"], scratch)
+        kernel.restrict_files(config["readable"], config["devices"], scratch)
     if config["filter"]:
         kernel.filter_calls(config["filter"])
 
@@ -102,7 +102,7 @@ def _own_user(config: dict[str, Any], scratch: str) -> int:
 
 def _stand_by(config: dict[str, Any], child: int, clean: bool = False) -> NoReturn:
     """Reaps whatever ends until the child has, and ends as it did."""
-    for fd in (0, 1, 2, config["payload"]):
+    for fd in (0, 1, 2, config["payload"], *config["joins"]):
         os.close(fd)
     code = reap_until(child)
     if clean:

@@ -1,0 +1,380 @@
+"""The kernel's own account of what a program takes: control groups, of version 1 or 2, made as root or where delegated.
+
+A group counts what no process is seen to hold: pages that nobody maps, buffers of sockets and pipes, page tables, inodes.
+Making and removing one leaves work to the kernel, so an idle group is kept for the next program of the same process.
+
+What always holds: a group that is in use, or kept, is locked by the process that made it, and the kernel frees the lock
+when that process ends, however it ends. So a group that can be locked is a dead process's, and `sweep` removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from roll.sandbox.program import Limits
+
+_NAME = "roll-sandbox-"
+_KERNEL_BYTES = 16 << 20
+"""What the kernel may need for a program that stays within its limits: stacks, page tables, pipes."""
+_IDLE_SHARE = 8
+"""A group that still holds more than this part of the limit, after its program, is not used again."""
+_TRIES = 4
+_END_S = 5.0
+_TICK_S = 0.01
+
+
+@dataclass(frozen=True)
+class Cgroups:
+    """Folders of the machine's in which groups can be made."""
+
+    version: Literal[1, 2]
+    memory: str
+    pids: str = ""
+    """The same folder in version 2. Empty where processes are not counted."""
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Each hierarchy's, memory first."""
+        return (self.memory, self.pids) if self.pids not in ("", self.memory) else (self.memory,)
+
+    @property
+    def label(self) -> str:
+        return f"cgroup v{self.version}, {self.memory}"
+
+
+@dataclass(frozen=True)
+class NoCgroups:
+    """Why the kernel counts nothing here."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class _Mount:
+    version: Literal[1, 2]
+    controllers: frozenset[str]
+    root: str
+    folder: str
+
+
+def find(mounts: str = "", membership: str = "") -> Cgroups | NoCgroups:
+    """Where this process can make groups that count memory, found by making one. The texts are those of
+    `/proc/self/mountinfo` and `/proc/self/cgroup`, if not given."""
+    try:
+        mounts = mounts or _read("/proc/self/mountinfo")
+        membership = membership or _read("/proc/self/cgroup")
+    except OSError:
+        return NoCgroups("this system has no control groups")
+    known = list(_mounts(mounts))
+    why = "no control group hierarchy is mounted"
+    for mount in sorted(known, key=lambda mount: mount.version):  # a controller is in one version only
+        if mount.version == 1 and "memory" not in mount.controllers:
+            continue
+        for folder in _upwards(mount, _own(mount, membership)):
+            refusal = _refusal(mount, folder)
+            if not refusal:
+                return Cgroups(mount.version, folder, _pids_folder(mount, folder, known, membership))
+            why = refusal
+    return NoCgroups(why)
+
+
+def _mounts(text: str) -> Iterator[_Mount]:
+    for line in text.splitlines():
+        before, _, after = line.partition(" - ")
+        fields, kind = before.split(), after.split()
+        if len(fields) < 5 or len(kind) < 3 or kind[0] not in ("cgroup", "cgroup2"):
+            continue
+        root, folder = (path.replace("\\040", " ") for path in fields[3:5])
+        version: Literal[1, 2] = 1 if kind[0] == "cgroup" else 2
+        yield _Mount(version, frozenset(kind[2].split(",")), root, folder)
+
+
+def _own(mount: _Mount, membership: str) -> str:
+    """This process's group in a hierarchy, as a folder; the mount's own where it is not below that."""
+    for line in membership.splitlines():
+        number, controllers, path = line.split(":", 2)
+        if mount.controllers & set(controllers.split(",")) if mount.version == 1 else number == "0":
+            below = os.path.relpath(path, mount.root)
+            return mount.folder if below.startswith("..") else os.path.normpath(os.path.join(mount.folder, below))
+    return mount.folder
+
+
+def _upwards(mount: _Mount, folder: str) -> Iterator[str]:
+    while True:
+        yield folder
+        if folder == mount.folder or len(folder) <= len(mount.folder):
+            return
+        folder = os.path.dirname(folder)
+
+
+def _pids_folder(mount: _Mount, memory: str, known: Sequence[_Mount], membership: str) -> str:
+    if mount.version == 2:
+        return memory if "pids" in _words(f"{memory}/cgroup.subtree_control") else ""
+    for other in known:
+        if other.version == 1 and "pids" in other.controllers:
+            for folder in _upwards(other, _own(other, membership)):
+                if not _refusal(other, folder):
+                    return folder
+    return ""
+
+
+def _refusal(mount: _Mount, folder: str) -> str:
+    """Why no group can be made in a folder; empty if one was made, and removed again."""
+    if mount.version == 2 and (why := _hands_down(folder)):
+        return why
+    trial = os.path.join(folder, f"{_NAME}{secrets.token_hex(8)}")
+    try:
+        os.mkdir(trial, 0o755)
+    except OSError as error:
+        return f"no control group can be made in {folder}: {error.strerror}"
+    os.rmdir(trial)
+    return ""
+
+
+def _hands_down(folder: str) -> str:
+    """Has version 2 count memory in the folder's groups. Why it does not, or empty."""
+    if "memory" in _words(f"{folder}/cgroup.subtree_control"):
+        return ""
+    there = _words(f"{folder}/cgroup.controllers")
+    if "memory" not in there:
+        return f"memory is not counted in {folder}"
+    wanted = " ".join(f"+{name}" for name in ("memory", "pids") if name in there)
+    try:
+        _write(f"{folder}/cgroup.subtree_control", wanted)
+    except OSError as error:
+        # of version 2, a group has either processes or groups that count
+        return f"the groups of {folder} cannot be made to count memory: {error.strerror}"
+    return ""
+
+
+class Group:
+    """A group for one program at a time."""
+
+    def __init__(self, cgroups: Cgroups) -> None:
+        self._version = cgroups.version
+        self._name = f"{_NAME}{secrets.token_hex(8)}"
+        self.folders = [os.path.join(folder, self._name) for folder in cgroups.folders]
+        """Its own in each hierarchy, memory first."""
+        self._set: dict[str, int] = {}
+        self._counts_pids = bool(cgroups.pids)
+        self._closing = contextlib.ExitStack()
+        try:
+            self._make()
+        except BaseException:
+            self.remove()
+            raise
+
+    def _make(self) -> None:
+        os.mkdir(self.folders[0], 0o755)
+        lock = os.open(self.folders[0], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._closing.callback(os.close, lock)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for folder in self.folders[1:]:
+            os.mkdir(folder, 0o755)
+        # Version 1 moves a single thread, as the program is at first, without stopping every other fork for a while.
+        name = "tasks" if self._version == 1 else "cgroup.procs"
+        self.joins = tuple(self._opened(f"{folder}/{name}") for folder in self.folders)
+        """Descriptors by which a process joins: it writes `0` to each."""
+        if self._version == 2:
+            with contextlib.suppress(OSError):
+                _write(f"{self.folders[0]}/memory.oom.group", "1")
+        self._killed = self._kills()
+
+    def _opened(self, path: str) -> int:
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        self._closing.callback(os.close, fd)
+        return fd
+
+    def limit(self, limits: Limits) -> None:
+        """What all processes in it may take together, from now on."""
+        self._limit_bytes = (limits.memory_mb << 20) + limits.scratch_bytes + _KERNEL_BYTES
+        memory, pids = self.folders[0], self.folders[-1]
+        if self._version == 1:
+            self._limit_memory_v1(memory)
+        else:
+            self._put(f"{memory}/memory.max", self._limit_bytes)
+            with contextlib.suppress(OSError):  # without swap there is no such file
+                self._put(f"{memory}/memory.swap.max", 0)
+        if self._counts_pids:
+            self._put(f"{pids}/pids.max", limits.processes)
+
+    def _limit_memory_v1(self, folder: str) -> None:
+        """The limit with swap must never be the lower one."""
+        paths = [f"{folder}/memory.limit_in_bytes", f"{folder}/memory.memsw.limit_in_bytes"]
+        if not os.path.exists(paths[1]):
+            paths = paths[:1]
+        if self._set.get(paths[0], 1 << 62) < self._limit_bytes:
+            paths.reverse()
+        for path in paths:
+            self._put(path, self._limit_bytes)
+
+    def _put(self, path: str, value: int) -> None:
+        if self._set.get(path) != value:
+            _write(path, str(value))
+            self._set[path] = value
+
+    def ran_out(self) -> bool:
+        """Whether the kernel has ended a process since the program began, because there was no memory left for it."""
+        return self._kills() > self._killed
+
+    def empty(self) -> bool:
+        """Ends what is still in it, and makes it ready for the next program; False if it should not be used again."""
+        until_s = time.monotonic() + _END_S
+        while pids := self._pids():
+            if time.monotonic() > until_s:
+                return False
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(_TICK_S)
+        name = "memory.usage_in_bytes" if self._version == 1 else "memory.current"
+        usage = int(_read(f"{self.folders[0]}/{name}"))
+        out, self._killed = self.ran_out(), self._kills()
+        return not out and usage * _IDLE_SHARE < self._limit_bytes
+
+    def _pids(self) -> list[int]:
+        return [int(pid) for pid in _words(f"{self.folders[0]}/cgroup.procs") if int(pid) > 0]
+
+    def _kills(self) -> int:
+        name = "memory.oom_control" if self._version == 1 else "memory.events"
+        lines = (line.split() for line in _read(f"{self.folders[0]}/{name}").splitlines())
+        return next((int(line[1]) for line in lines if line[0] == "oom_kill"), 0)
+
+    def remove(self) -> None:
+        """Gives it back to the kernel. One that still has processes is left for a later sweep."""
+        for folder in reversed(self.folders):
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+        self._closing.close()
+
+
+class Groups:
+    """The groups of one process, made as they are needed and kept while they are idle."""
+
+    def __init__(self, cgroups: Cgroups) -> None:
+        self._cgroups = cgroups
+        self._idle: list[Group] = []
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def group(self, limits: Limits) -> Iterator[Group]:
+        """A group in which a program may take that much. Whatever is in it at the end is ended."""
+        with self._lock:
+            group = self._idle.pop() if self._idle else None
+        group = group or self._new()
+        is_usable = False
+        try:
+            group.limit(limits)
+            yield group
+            with contextlib.suppress(OSError):  # it is not there any more
+                is_usable = group.empty()
+        finally:
+            if is_usable:
+                with self._lock:
+                    self._idle.append(group)
+            else:
+                group.remove()
+
+    def _new(self) -> Group:
+        for _ in range(_TRIES):
+            with contextlib.suppress(FileNotFoundError):
+                return Group(self._cgroups)  # another process took it for a dead one's before it was locked
+        return Group(self._cgroups)
+
+    def close(self) -> None:
+        """Removes those that are idle."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for group in idle:
+            group.remove()
+
+
+@functools.cache
+def _groups(cgroups: Cgroups, pid: int) -> Groups:
+    import atexit
+
+    sweep(cgroups)
+    groups = Groups(cgroups)
+    atexit.register(lambda: groups.close() if os.getpid() == pid else None)
+    return groups
+
+
+def groups_of(cgroups: Cgroups) -> Groups:
+    """This process's groups: a fork has its own. The first time, those of dead processes are removed."""
+    return _groups(cgroups, os.getpid())
+
+
+def sweep(cgroups: Cgroups) -> int:
+    """Removes the groups of processes that have ended, wherever they are on this machine, and says how many."""
+    count = 0
+    tops = [_top(folder) for folder in cgroups.folders]
+    others = [path for top in tops[1:] for path in _left(top)]  # before the first: each has its namesake there
+    for path in _left(tops[0]):
+        count += _remove_if_dead(path)
+    alive = {os.path.basename(path) for path in _left(tops[0])}
+    for path in others:
+        if os.path.basename(path) not in alive:
+            with contextlib.suppress(OSError):
+                os.rmdir(path)
+    return count
+
+
+def _remove_if_dead(path: str) -> bool:
+    try:
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for pid in _words(f"{path}/cgroup.procs"):
+            with contextlib.suppress(OSError):
+                os.kill(int(pid), signal.SIGKILL)
+        os.rmdir(path)
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return True
+
+
+def _left(top: str) -> list[str]:
+    """All groups of this module's below a folder."""
+    return [os.path.join(folder, name) for folder, names, _ in os.walk(top) for name in names if name.startswith(_NAME)]
+
+
+def _top(folder: str) -> str:
+    """The folder where its hierarchy is mounted: runs that were killed may have been in any group."""
+    device = os.stat(folder).st_dev
+    while (above := os.path.dirname(folder)) != folder and os.stat(above).st_dev == device:
+        folder = above
+    return folder
+
+
+def _words(path: str) -> list[str]:
+    try:
+        return _read(path).split()
+    except OSError:
+        return []
+
+
+def _read(path: str) -> str:
+    with open(path, encoding="utf-8") as file:
+        return file.read()
+
+
+def _write(path: str, text: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)

@@ -1,0 +1,167 @@
+"""Memory that no process is seen to hold: the kernel counts it where it can, and else it is refused or watched."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from boxes import NAMES, box, needs
+from memory_attacks import ATTACKS, LIMIT_MB
+from processes import eventually
+
+from roll.sandbox import Limits, Program, Sandbox, run_blocking
+from roll.sandbox.cgroups import groups_of, sweep
+
+LIMITS = Limits(wall_s=20, cpu_s=20, memory_mb=LIMIT_MB)
+PATIENT = Limits(wall_s=20, cpu_s=20)
+SAMPLE = ("shared mappings that shrink", "pairs of sockets", "links", "page tables")
+"""Those that are tried every time; the others are slow together."""
+
+attacks = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.slow) for name in ATTACKS]
+)
+
+
+@pytest.fixture(params=NAMES)
+def counted(request: pytest.FixtureRequest) -> Sandbox:
+    """A level whose programs the kernel counts."""
+    found = box(request.param)
+    if found.cgroups is None:
+        pytest.skip(f"the kernel does not count here: {found.uncounted}")
+    return found
+
+
+@pytest.fixture(params=NAMES)
+def watched(request: pytest.FixtureRequest) -> Sandbox:
+    """A level as it is where the kernel does not count."""
+    return dataclasses.replace(box(request.param), cgroups=None)
+
+
+@attacks
+def test_the_kernel_counts_what_no_process_is_seen_to_hold(counted: Sandbox, name: str) -> None:
+    outcome = run_blocking(Program(ATTACKS[name]), LIMITS, counted)
+    assert "held" not in outcome.stdout, outcome
+    assert outcome.kind in ("memory", "disk", "failed"), outcome
+    assert run_blocking(Program("print('still here')"), LIMITS, counted).stdout == "still here\n"
+
+
+@attacks
+def test_where_the_kernel_does_not_count_such_memory_is_refused_or_watched(watched: Sandbox, name: str) -> None:
+    needs(watched, "calls")
+    outcome = run_blocking(Program(ATTACKS[name]), LIMITS, watched)
+    assert "held" not in outcome.stdout, outcome
+    assert outcome.kind in ("memory", "disk", "failed"), outcome
+
+
+def test_memory_up_to_the_limit_is_the_programs_own(counted: Sandbox) -> None:
+    source = """
+import mmap, os
+shared = mmap.mmap(-1, 40_000_000)
+shared.write(bytes(40_000_000))
+held = bytearray(40_000_000)
+with open("file", "wb") as file: file.write(bytes(16_000_000))
+print("done")
+"""
+    assert run_blocking(Program(source), LIMITS, counted).stdout == "done\n"
+
+
+def test_a_child_that_takes_too_much_ends_the_program(counted: Sandbox) -> None:
+    source = """
+import mmap, os, time
+if os.fork() == 0:
+    kept = []
+    while True:
+        kept.append(mmap.mmap(-1, 1 << 24)); kept[-1].write(bytes(1 << 24)); kept[-1].resize(4096)
+time.sleep(600)
+"""
+    assert run_blocking(Program(source), LIMITS, counted).kind == "memory"
+
+
+def test_processes_are_counted_too(counted: Sandbox) -> None:
+    assert counted.cgroups is not None
+    if not counted.cgroups.pids:
+        pytest.skip("no control group counts processes here")
+    with groups_of(counted.cgroups).group(LIMITS) as group:
+        assert Path(group.folders[-1], "pids.max").read_text() == f"{LIMITS.processes}\n"
+
+
+def test_a_group_is_used_again_and_has_nothing_of_the_last_program(counted: Sandbox) -> None:
+    assert counted.cgroups is not None
+    groups = groups_of(counted.cgroups)
+    with groups.group(LIMITS) as first:
+        pass
+    run_blocking(Program(ATTACKS["shared mappings that shrink"]), LIMITS, counted)
+    with groups.group(PATIENT) as one, groups.group(LIMITS) as other:
+        assert one is not other
+        assert not one.ran_out()
+        assert not other.ran_out()
+        assert one.folders != first.folders or one is first
+    assert run_blocking(Program("print(1)"), LIMITS, counted).stdout == "1\n"
+
+
+def test_nothing_of_the_groups_is_seen_inside(counted: Sandbox) -> None:
+    source = """
+import os
+found = []
+for fd in range(3, 256):
+    try: os.fstat(fd); found.append(fd)
+    except OSError: pass
+for folder in ("/sys/fs/cgroup", "/sys"):
+    try: open(folder + "/cgroup.procs", "w"); found.append(folder)
+    except OSError: pass
+print(found)
+"""
+    assert run_blocking(Program(source), LIMITS, counted).stdout == "[]\n"
+
+
+_RUN = """
+import pickle, sys
+from roll.sandbox import Limits, Program, run_blocking
+from roll.sandbox.cgroups import groups_of
+sandbox, source = pickle.load(sys.stdin.buffer)
+run_blocking(Program("pass"), Limits(), sandbox)
+with groups_of(sandbox.cgroups).group(Limits()) as group: print(*group.folders, flush=True)
+run_blocking(Program(source), Limits(wall_s=600, cpu_s=600), sandbox)
+"""
+ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def test_groups_of_a_killed_run_are_removed_at_the_next_start(counted: Sandbox) -> None:
+    assert counted.cgroups is not None
+    process = subprocess.Popen(
+        [sys.executable, "-c", _RUN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENV, start_new_session=True
+    )
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with process.stdin:
+            process.stdin.write(pickle.dumps((counted, "import time\ntime.sleep(600)")))
+        own = process.stdout.readline().decode().split()
+        assert eventually(lambda: Path(own[0], "cgroup.procs").read_text() != "")
+        sweep(counted.cgroups)
+        assert all(map(os.path.exists, own))  # their process lives
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=20)
+        process.stdout.close()
+
+    def swept() -> bool:
+        sweep(counted.cgroups)
+        return not any(map(os.path.exists, own))
+
+    assert eventually(swept)  # as soon as the kernel has ended the program
+
+
+def test_a_run_that_ends_by_itself_leaves_no_group(counted: Sandbox) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN], input=pickle.dumps((counted, "pass")), capture_output=True, env=ENV, timeout=60
+    )
+    own = done.stdout.decode().split()
+    assert own, done.stderr
+    assert not any(map(os.path.exists, own))
