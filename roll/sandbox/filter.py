@@ -59,6 +59,14 @@ class Never:
 
 
 @dataclass(frozen=True)
+class Null:
+    """A call that is made only if the argument is no address."""
+
+    call: Call
+    argument: int
+
+
+@dataclass(frozen=True)
 class NeverBoth:
     """A call that is refused if the argument has both bits."""
 
@@ -75,6 +83,11 @@ REFUSED: Mapping[str, tuple[Call, ...]] = MappingProxyType(
     {
         "sockets, and descriptors that travel through them unseen": (
             Call("socket", 41, 198),
+            Call("connect", 42, 203),  # which a pair of sockets for datagrams can do again
+            Call("bind", 49, 200),
+            Call("listen", 50, 201),
+            Call("accept", 43, 202),
+            Call("accept4", 288, 242),
             Call("sendmsg", 46, 211),
             Call("sendmmsg", 307, 269),
             Call("setsockopt", 54, 208),
@@ -139,7 +152,7 @@ REFUSED: Mapping[str, tuple[Call, ...]] = MappingProxyType(
         "memory that no limit counts": (
             Call("memfd_create", 319, 279),
             _same("memfd_secret", 447),
-            Call("vmsplice", 316, 75),
+            Call("vmsplice", 278, 75),
             Call("splice", 275, 76),
             Call("tee", 276, 77),
             _same("landlock_create_ruleset", 444),
@@ -195,6 +208,24 @@ ROUNDABOUT = (
 )
 """Ways to have the kernel send signals, type into a terminal or hold up who opens a file."""
 
+NO_ADDRESS = Null(Call("sendto", 44, 206), 4)
+"""A socket sends to its other end, and to no other."""
+
+BY_NAME = (
+    Only(Call("chmod", 90, None), {0: ()}),
+    Only(Call("fchmodat", 268, 53), {0: ()}),
+    Only(_same("fchmodat2", 452), {0: ()}),
+    Only(Call("chown", 92, None), {0: ()}),
+    Only(Call("lchown", 94, None), {0: ()}),
+    Only(Call("fchownat", 260, 54), {0: ()}),
+    Only(Call("utime", 132, None), {0: ()}),
+    Only(Call("utimes", 235, None), {0: ()}),
+    Only(Call("futimesat", 261, None), {0: ()}),
+    Null(Call("utimensat", 280, 88), 1),  # of an open file
+)
+"""Permissions, owners and times of files by their names, which Landlock does not hold: only where the program has the
+run's user. Of a file that it has opened it may change them."""
+
 _PR_SET_DUMPABLE = 4
 HIDING = Never(Call("prctl", 157, 167), 0, (_PR_SET_DUMPABLE,))
 """A process that nobody can look into: its open files could not be counted. Only where they are counted by looking."""
@@ -212,21 +243,25 @@ def can_filter_calls() -> bool:
 
 
 @functools.cache
-def call_filter(machine: Machine, *, watched: bool = False, signals: bool = False, counted: bool = True) -> bytes:
+def call_filter(
+    machine: Machine, *, watched: bool = False, signals: bool = False, counted: bool = True, own_user: bool = True
+) -> bytes:
     """The filter of a machine, for `kernel.filter_calls`.
 
     `watched`: the program's open files are counted by looking into it. `signals`: nothing but this filter keeps the
     program's signals from the run. `counted`: the kernel counts what the program takes.
+    `own_user`: no file of the run belongs to the program's user.
     """
-    rules: list[Rule] = [*OF_ITSELF, *(SIGNALS if signals else ()), *ROUNDABOUT]
+    rules: list[Rule] = [*OF_ITSELF, *(SIGNALS if signals else ()), *ROUNDABOUT, NO_ADDRESS]
     rules += [*((HIDING,) if watched else ()), *((SHARED_MEMORY,) if not counted else ())]
+    rules += [*(BY_NAME if not own_user else ())]
     lines = [*_head(machine), *_clones(machine)]
     for rule in rules:
         lines += _block(rule, machine)
     return b"".join(struct.pack("HBBI", *line) for line in [*lines, (_GIVE, 0, 0, ALLOW)])
 
 
-Rule: TypeAlias = Only | Never | NeverBoth
+Rule: TypeAlias = Only | Never | NeverBoth | Null
 
 _Line: TypeAlias = tuple[int, int, int, int]
 """What to do, how many lines to skip if so, and if not, and with which value."""
@@ -272,6 +307,8 @@ def _block(rule: Rule, machine: Machine) -> list[_Line]:
         return []
     if isinstance(rule, NeverBoth):
         body = list(_never_both(rule))
+    elif isinstance(rule, Null):
+        body = list(_null(rule))
     else:
         body = list(_only(rule) if isinstance(rule, Only) else _never(rule))
     return [(_EQUAL, 0, len(body), number), *body]
@@ -301,3 +338,12 @@ def _never_both(rule: NeverBoth) -> Iterator[_Line]:
     yield _ANY_BIT, 0, 1, other
     yield _GIVE, 0, 0, REFUSE
     yield _GIVE, 0, 0, ALLOW
+
+
+def _null(rule: Null) -> Iterator[_Line]:
+    yield _LOAD, 0, 0, _argument_at(rule.argument)
+    yield _EQUAL, 0, 3, 0
+    yield _LOAD, 0, 0, _argument_at(rule.argument) + 4  # an address has two halves
+    yield _EQUAL, 0, 1, 0
+    yield _GIVE, 0, 0, ALLOW
+    yield _GIVE, 0, 0, REFUSE

@@ -23,12 +23,11 @@ SCRATCH = "/scratch"
 _INSIDE = "roll.sandbox.inside"
 _MODULES = ("kernel", "program", "init", "removal", "supervisor", "values", "solution", "asserts")
 _PARTS: Mapping[Level, tuple[str, ...]] = {
-    "bubblewrap": ("program", "init"),
+    "bubblewrap": ("program",),
     "namespaces": ("kernel", "program", "init", "removal", "supervisor"),
     "plain": ("kernel", "program", "init", "removal", "supervisor"),
 }
-_MAINS: Mapping[Level, tuple[str, str]] = {
-    "bubblewrap": ("init", "under_bubblewrap"),
+_SUPERVISORS: Mapping[Level, tuple[str, str]] = {
     "namespaces": ("supervisor", "in_namespaces"),
     "plain": ("supervisor", "in_plain"),
 }
@@ -55,11 +54,12 @@ def load(modules):
         if parent:
             setattr(sys.modules[parent], short, new)
         exec(marshal.loads(made) if isinstance(made, bytes) else compile(made, name, "exec"), new.__dict__)
-own, modules, config, main, run = data
+own, modules, config, program, supervisor = data
 load(own)
 config["payload"] = int(sys.argv[1])
 load(modules)
-getattr(sys.modules[main[0]], main[1])(config, getattr(sys.modules[run[0]], run[1]))
+run = sys.modules[program].run
+getattr(sys.modules[supervisor[0]], supervisor[1])(config, run) if supervisor else run(config)
 """
 
 _COMPILE = """
@@ -104,12 +104,11 @@ def payload(
     config = _config(sandbox, program, limits)
     config |= {"scratch": scratch, "status": status_fd, "joins": list(joins), "tidy": tidy}
     codes = _codes(sandbox.python.path)
-    parts = [*_PARTS[sandbox.level], *(("kernel",) if config["filter"] and sandbox.level == "bubblewrap" else ())]
-    own = [(inside(part), codes[inside(part)]) for part in parts]
+    own = [(inside(part), codes[inside(part)]) for part in _PARTS[sandbox.level]]
     ours = {name: codes[name] for name, text in program.modules.items() if name in codes and text == _sources()[name]}
     modules = [(name, ours.get(name, text)) for name, text in program.modules.items()]
-    module, function = _MAINS[sandbox.level]
-    data = (own, modules, config, (inside(module), function), (inside("program"), "run"))
+    supervisor = _SUPERVISORS.get(sandbox.level)
+    data = (own, modules, config, inside("program"), supervisor and (inside(supervisor[0]), supervisor[1]))
     return marshal.dumps((codes[""], data), _ANY_VERSION)
 
 
@@ -136,25 +135,18 @@ def _codes(python: str) -> Mapping[str, bytes]:
 
 def call_filter(sandbox: Sandbox) -> bytes:
     """What seccomp refuses; empty where it is not there."""
-    return _filter(sandbox, watched=sandbox.level == "plain" or (sandbox.level == "namespaces" and not sandbox.cgroups))
-
-
-def _last_filter(sandbox: Sandbox) -> bytes:
-    """What the last process before the program has seccomp refuse. Under bubblewrap, which has done so before it hid the
-    first process, that is only what lets programs be watched."""
-    if sandbox.level != "bubblewrap":
-        return call_filter(sandbox)
-    return _filter(sandbox, watched=True) if sandbox.cgroups is None else b""
-
-
-def _filter(sandbox: Sandbox, watched: bool) -> bytes:
     if "calls" not in sandbox.guards:
         return b""
-    plain = sandbox.level == "plain"
-    held = "user" in sandbox.guards or kernel.landlock_version() >= LANDLOCK_SIGNALS
-    machine, counted = cast("filter.Machine", kernel.machine()), sandbox.cgroups is not None
-    made = filter.call_filter(machine, watched=watched, signals=plain and not held, counted=counted)
-    # as bubblewrap's first process becomes the program's parent, the program is the second
+    plain, counted = sandbox.level == "plain", sandbox.cgroups is not None
+    own_user = not plain or "user" in sandbox.guards
+    made = filter.call_filter(
+        cast("filter.Machine", kernel.machine()),
+        watched=plain or not counted,
+        signals=not own_user and kernel.landlock_version() < LANDLOCK_SIGNALS,
+        counted=counted,
+        own_user=own_user,
+    )
+    # below bubblewrap's own first process the program is the second
     return kernel.for_process(made, 2) if sandbox.level == "bubblewrap" else made
 
 
@@ -199,7 +191,7 @@ def _config(sandbox: Sandbox, program: Program, limits: Limits) -> dict[str, Any
         "guards": sorted(sandbox.guards),
         "users": FIRST_USER,
         "nobody": NOBODY,
-        "filter": _last_filter(sandbox),
+        "filter": call_filter(sandbox) if sandbox.level != "bubblewrap" else b"",
         "parent": os.getpid(),
         "rlimits": {
             "RLIMIT_CPU": limits.cpu_s,
@@ -228,10 +220,12 @@ def _bubblewrap(sandbox: Sandbox, limits: Limits, filter_fd: int, info: int) -> 
         if os.path.islink(link):
             shown += ["--symlink", os.readlink(link), link]
     return [
-        *(sandbox.tool, "--unshare-all", "--as-pid-1", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
+        *(sandbox.tool, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
         *("--info-fd", str(info)),
         *shown,
-        *("--proc", "/proc", "--tmpfs", "/dev"),
+        # The first process, bubblewrap's own, has the program's user: what would let programs write into it is covered.
+        *("--proc", "/proc", "--size", "4096", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"),
+        *("--tmpfs", "/dev"),
         *(part for device in devices(sandbox) for part in ("--dev-bind", device, device)),
         *(part for name, target in kernel.DEVICE_LINKS.items() for part in ("--symlink", target, f"/dev/{name}")),
         *("--size", str(limits.scratch_bytes), "--tmpfs", SCRATCH),

@@ -11,9 +11,11 @@ from roll.sandbox.filter import (
     ABSENT,
     ALLOW,
     ARCHITECTURES,
+    BY_NAME,
     CLONE,
     CLONE3,
     HIDING,
+    NO_ADDRESS,
     OF_ITSELF,
     REFUSE,
     REFUSED,
@@ -109,6 +111,20 @@ def test_shared_memory_is_refused_where_the_kernel_does_not_count_it(machine: Ma
     for flags, verdict in ((shared, REFUSE), (validated, REFUSE), (private, ALLOW), (of_a_file, ALLOW)):
         assert ask(machine, SHARED_MEMORY.call, 0, 4096, 3, flags, counted=False) == verdict
         assert ask(machine, SHARED_MEMORY.call, 0, 4096, 3, flags) == ALLOW
+
+
+def test_files_of_the_same_user_keep_their_permissions(machine: Machine) -> None:
+    for rule in BY_NAME:
+        if rule.call.on(machine) is not None:
+            assert ask(machine, rule.call, 3, 4096, own_user=False) == REFUSE
+            assert ask(machine, rule.call, 3, 4096) == ALLOW
+    assert ask(machine, BY_NAME[-1].call, 3, 0, own_user=False) == ALLOW
+
+
+def test_sockets_send_to_their_other_end_alone(machine: Machine) -> None:
+    assert ask(machine, NO_ADDRESS.call, 3, 4096, 1, 0, 0, 0) == ALLOW
+    for address in (1, 0x7FFF0000, 1 << 32, 0x7FFF_0000_0000, 0xFFFFFFFF):
+        assert ask(machine, NO_ADDRESS.call, 3, 4096, 1, 0, address, 16) == REFUSE
 
 
 def test_processes_and_threads_can_be_made_but_no_namespaces(machine: Machine) -> None:

@@ -1,7 +1,6 @@
-"""The first process of a sandbox with processes of its own: it reaps what ends, and ends as the program does.
+"""A process above the program: it reaps what ends until the program has.
 
-It has the program's user, so the program could write into its memory were it not hidden; and code that got into it all
-the same would have the program's limits. It loads as little as it can: every execution waits for that.
+It may have the program's user: so that no program writes into its memory, it is hidden.
 """
 
 from __future__ import annotations
@@ -9,33 +8,13 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]  # loads at once, signal does not
 import os
 
-from roll.sandbox.inside.program import set_limits
-
 TYPE_CHECKING = False  # without importing typing, which takes a while
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any, NoReturn
+    from typing import Any
 
 SIGNALLED = 128
 """What is added to a signal's number to make an exit status."""
 _PR_SET_DUMPABLE = 4
-
-
-def under_bubblewrap(config: dict[str, Any], program: Callable[[dict[str, Any]], None]) -> None:
-    """Runs the program in a child, as bubblewrap's `--as-pid-1` has this process be the first."""
-    limits = config["rlimits"]
-    set_limits({name: value for name, value in limits.items() if name != "RLIMIT_NPROC"})  # or it could not fork
-    child = fork_hidden()
-    if child:
-        set_limits(limits)
-        for fd in (0, 1, 2, config["payload"], config["status"], *config["joins"]):
-            os.close(fd)
-        end_as(child)
-    if config["filter"]:
-        from roll.sandbox.inside import kernel  # it takes a while to load
-
-        kernel.filter_calls(config["filter"])
-    program(config)
 
 
 def fork_hidden() -> int:
@@ -47,11 +26,6 @@ def fork_hidden() -> int:
         set_dumpable(1)
         _signal.signal(_signal.SIGINT, _signal.default_int_handler)
     return child
-
-
-def end_as(child: int) -> NoReturn:
-    """Reaps whatever ends until the child has, and ends as it did."""
-    os._exit(reap_until(child))
 
 
 def reap_until(child: int) -> int:

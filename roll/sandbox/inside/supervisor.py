@@ -83,6 +83,8 @@ def _shut_in(config: dict[str, Any]) -> None:
         set_dumpable(1)  # another user's process is hidden at first, and its open files could not be counted
     elif sys.platform == "linux":
         config["rlimits"]["RLIMIT_NPROC"] += kernel.threads_of_user(os.getuid())  # the limit counts them all
+    if sys.platform == "linux":
+        kernel.no_new_privileges()  # programs that would have another user's have them no more
     if "files" in guards:
         kernel.restrict_files(config["readable"], config["devices"], scratch)
     if config["filter"]:
