@@ -3,10 +3,16 @@
 `floor` is `python -c pass`, by the same interpreter, without a sandbox; `…_of_floor` is a rate over that one, which holds
 on a busy machine too. `calls` is the reward `code` on functions: one execution. `asserts` is the same reward on tests
 that are code, which take two executions. All run on `--threads` threads.
+
+`--against FOLDER` compares with another checkout, such as `git worktree add FOLDER COMMIT`: both take turns, `--rounds`
+times, each in a process of its own. Of every rate it prints the median here, there, and the median of the ratios.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import statistics
 import subprocess
 import sys
 import time
@@ -68,10 +74,39 @@ def measured(sandbox: Sandbox, threads: int, seconds: float) -> dict[str, float]
     return {f"{sandbox.level}_{name}_per_s": rate(act, threads, seconds) for name, act in acts.items()}
 
 
+def rates_of(folder: Path, threads: int, seconds: float) -> dict[str, float]:
+    """What this benchmark measures of the ROLL in a folder, in a new process."""
+    command = [sys.executable, __file__, "--json", "--threads", str(threads), "--seconds", str(seconds)]
+    env = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run(command, env=env, cwd=folder, check=True, stdout=subprocess.PIPE, text=True, timeout=3600)
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {name: value for name, value in found.items() if name.endswith("_per_s")}
+
+
+def compared(other: Path, rounds: int, threads: int, seconds: float) -> dict[str, float]:
+    """Rates here and in another checkout, which take turns so that both see the same machine."""
+    folders = {"here": Path(__file__).parent.parent, "there": other.resolve()}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in folders}
+    for number in range(rounds):
+        for name in sorted(folders, reverse=bool(number % 2)):
+            found[name].append(rates_of(folders[name], threads, seconds))
+    result: dict[str, float] = {}
+    for rate_name in found["here"][0]:
+        here, there = ([rates[rate_name] for rates in found[name]] for name in ("here", "there"))
+        result[f"{rate_name}_here"], result[f"{rate_name}_there"] = statistics.median(here), statistics.median(there)
+        result[f"{rate_name}_ratio"] = statistics.median(a / b for a, b in zip(here, there, strict=True))
+    return result
+
+
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
+    options.add_argument("--against", type=Path, help="another checkout to compare with")
+    options.add_argument("--rounds", type=int, default=5, help="of a comparison")
     args = options.parse_args()
+    if args.against is not None:
+        report(compared(args.against, args.rounds, args.threads, args.seconds), args.json)
+        return
     result: dict[str, Any] = {}
     for level in survey():
         if isinstance(level, Missing):
