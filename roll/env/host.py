@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import pickle
+import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,16 +14,18 @@ from pathlib import Path
 from typing import TypeAlias
 
 from roll.child.frames import HEADER
-from roll.child.log import LIMIT_BYTES
+from roll.child.log import LIMIT_BYTES, BoundedLog, is_bounded
 from roll.child.process import Child
 from roll.config.errors import RunError
 from roll.env import wire
 from roll.env.base import EnvFailure, FailureKind
+from roll.env.confession import FAULT, MAIN, faulty_line, faulty_part, faulty_thread
 from roll.env.process import COMMAND, EXIT_FULL
 
 _AT_ONCE = 256  # enough for environments that wait, few enough that one which computes is done before its deadline
 _GRACE_S = 1.0
 _LAST_WORDS_S = 0.2
+_FAULT_BYTES = 1 << 20
 
 Reply: TypeAlias = tuple[wire.Result, float]
 """What the process answered, and the seconds the environment took."""
@@ -53,11 +56,14 @@ class Host:
 
     What always holds: a call under way ends, in a reply or an `EnvFailure`, when its deadline has passed and at most
     `_GRACE_S` more, whoever waits for it or no longer does. One environment cannot be ended alone, so a call beyond its
-    deadline ends the process: it fails with `deadline`, the others with `lost`. When the process ends by itself, calls
-    under way fail with `crashed`: one of them did it. Those that had to wait, or come after the end, fail with `lost`.
+    deadline ends the process: it fails with `deadline`, the others with `lost`; where the process does not even answer a
+    ping, all under way fail with `deadline`, because one of them holds it up. When the process ends by itself, the call
+    that did it fails with `crashed`, if that is known (`roll.env.confession`), and the others with `lost`; else all that
+    were under way fail with `crashed`: one of them did it. Those that had to wait, or come after the end, fail with
+    `lost`.
     """
 
-    def __init__(self, child: Child, on_end: Callable[[Host], None]) -> None:
+    def __init__(self, child: Child, on_end: Callable[[Host], None], log: BoundedLog | None = None) -> None:
         self._child = child
         self._on_end = on_end
         self._numbers = itertools.count()
@@ -67,6 +73,11 @@ class Host:
         """Frames that go out together, as soon as whoever is about to ask has asked."""
         self._loads: dict[str, asyncio.Future[Reply]] = {}
         self._why = ""
+        self._threads: dict[int, int] = {}
+        """The environment of each thread."""
+        self._ending: wire.Ending | None = None
+        self._fault = b""
+        self._log = log
         self._hearing = asyncio.create_task(self._hear())
         self._watching = asyncio.create_task(self._watch())
 
@@ -84,7 +95,8 @@ class Host:
         """A process that is ready for environments. `RunError` says why there is none. `on_end` is called once, when a
         process that was ready has ended."""
         same_order = {"PYTHONHASHSEED": "0"}  # of a set, in every process
-        host = cls(await Child.start(COMMAND, log, same_order, log_bytes), lambda host: None)
+        words = None if log is None or not is_bounded(log) else BoundedLog(log, log_bytes)
+        host = cls(await Child.start(COMMAND, log, same_order, log_bytes), lambda host: None, words)
         try:
             await host.ask(wire.SetUp(root, memory_mb), deadline_s, "starting")
         except EnvFailure as failure:
@@ -165,7 +177,7 @@ class Host:
         """A deadline has passed. What has arrived counts, but it may not have been read yet, if the event loop was held
         up: the answer to a ping comes after it."""
         loop, call = asyncio.get_running_loop(), self._calls[number]
-        call.timer = loop.call_later(_GRACE_S, self._overdue, number)
+        call.timer = loop.call_later(_GRACE_S, self._stuck, number)
         pong: asyncio.Future[Reply] = loop.create_future()
         pong.add_done_callback(_seen)
         pong.add_done_callback(lambda _: self._overdue(number))
@@ -179,15 +191,27 @@ class Host:
         call.settle(EnvFailure("deadline", why))
         self._end("lost", f"its process was killed, because {why}")
 
+    def _stuck(self, number: int) -> None:
+        """Not even a ping is answered: any environment that has a call under way may hold up the whole process."""
+        call = self._calls.get(number)
+        if call is not None:
+            self._end("deadline", f"{call.what} took more than {call.deadline_s:g} s, and its whole process is stuck")
+
     def _end(self, kind: FailureKind, why: str) -> None:
         if self._why:
             return
         self._why = why
         self._child.kill()
         calls, self._calls = self._calls, {}
-        suspects = max(1, sum(not isinstance(call.request, wire.Ping) for call in calls.values()))
+        guilty = None if self._ending is None or kind != "crashed" else self._ending.place
+        suspects = 1 if guilty is not None else sum(not isinstance(call.request, wire.Ping) for call in calls.values())
         for call in calls.values():
-            call.settle(EnvFailure(kind, why, suspects=suspects))
+            if guilty is None:
+                call.settle(EnvFailure(kind, why, suspects=max(1, suspects)))
+            elif guilty == _place(call.request):
+                call.settle(EnvFailure(kind, f"it {why}"))
+            else:
+                call.settle(EnvFailure("lost", f"another environment {why}"))
         while self._queue:
             self._queue.popleft().settle(EnvFailure("lost", why))
         self._on_end(self)
@@ -199,6 +223,7 @@ class Host:
         if self._child.exit.done():
             await asyncio.wait({self._hearing}, timeout=_GRACE_S)  # what it said before it ended counts
         await asyncio.wait({self._child.exit}, timeout=_LAST_WORDS_S)
+        self._tell_fault()
         self._end("lost" if self._exited_full() else "crashed", self._obituary())
 
     async def _hear(self) -> None:
@@ -206,21 +231,58 @@ class Host:
         with contextlib.suppress(Exception):  # it ended, or something wrote to its end of the connection
             while True:
                 # waits: who asks has a deadline
-                (size,) = HEADER.unpack(await self._child.reader.readexactly(HEADER.size))
+                header = await self._child.reader.readexactly(HEADER.size)
+                if header == FAULT:
+                    self._fault = header
+                    # waits: the process is about to end
+                    while len(self._fault) < _FAULT_BYTES and (more := await self._child.reader.read(_FAULT_BYTES)):
+                        self._fault += more
+                    return
+                (size,) = HEADER.unpack(header)
                 if size > wire.LIMIT_BYTES:
                     return
                 # waits: who asks has a deadline
                 number, result, seconds = pickle.loads(await self._child.reader.readexactly(size))
+                if number == wire.BY_ITSELF:
+                    self._hear_news(result)
+                    continue
                 self._calls.pop(number).settle((result, seconds))
                 self._send_next()
+
+    def _hear_news(self, news: wire.News) -> None:
+        if isinstance(news, wire.Settled):
+            self._threads[news.thread] = news.place
+        else:
+            self._ending = news
+
+    def _tell_fault(self) -> None:
+        """Passes on what the process's fault handler wrote before it ended, and learns from it who it was."""
+        if not self._fault:
+            return
+        words = faulty_part(self._fault)
+        if self._log is None:
+            sys.stderr.write(words.decode(errors="replace"))
+        else:
+            self._log.write(words)
+        place = self._threads.get(faulty_thread(words) or 0)
+        if place is not None and self._ending is None:
+            self._ending = wire.Ending(place, f"had a fault{faulty_line(words)}")
 
     def _obituary(self) -> str:
         if self._exited_full():
             return "its process ended, because the environments in it had taken too much memory"
-        return f"its process {self._child.obituary()}"
+        ended = f"its process {self._child.obituary()}"
+        return ended if self._ending is None else f"{self._ending.how}: {ended}"
 
     def _exited_full(self) -> bool:
         return self._child.exit.done() and self._child.exit.result() == EXIT_FULL
+
+
+def _place(request: wire.Request) -> int | None:
+    """Which environment a request is for."""
+    if isinstance(request, wire.Load):
+        return MAIN
+    return None if isinstance(request, wire.Ping | wire.SetUp) else request.place
 
 
 def _seen(reply: asyncio.Future[Reply]) -> None:

@@ -19,7 +19,7 @@ import itertools
 import logging
 import os
 from collections import Counter
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -67,10 +67,18 @@ class _Episode:
     """Names its environment to the process: an id may be used again while an environment of it is being closed."""
     busy: bool = False
     host: Host | None = None
+    """Where it has its part of the room."""
+    apart: Host | None = None
+    """The process that it has for itself, if it is to be alone."""
     call: asyncio.Future[Reply] | None = None
     """The last one that was sent to the process."""
     turn: asyncio.Future[None] | None = None
     """Done when it need not wait for room any more."""
+
+    @property
+    def home(self) -> Host | None:
+        """The process that it is played in."""
+        return self.apart or self.host
 
 
 class EnvPool:
@@ -131,12 +139,13 @@ class EnvPool:
             await self.close()
             raise
 
-    async def reset(self, episode_id: str, spec: EnvSpec) -> Opened:
-        """Begin an episode. One that is still open under that id is closed."""
+    async def reset(self, episode_id: str, spec: EnvSpec, alone: bool = False) -> Opened:
+        """Begin an episode; `alone`: in a process of its own, where nothing that goes wrong is another's doing. One that
+        is still open under that id is closed."""
         self._raise_if_ended()
         await self.close_episode(episode_id)
         episode = self._episodes[episode_id] = _Episode(episode_id, spec.name, next(self._places))
-        opened = await self._ended_by_failure(episode, self._open(episode, spec))
+        opened = await self._ended_by_failure(episode, self._open(episode, spec, alone))
         assert isinstance(opened, Opened)
         return opened
 
@@ -195,18 +204,20 @@ class EnvPool:
         await asyncio.gather(*background, return_exceptions=True)
         await asyncio.gather(*(self._retire(host) for host in list(self._hosts)))
 
-    async def _open(self, episode: _Episode, spec: EnvSpec) -> wire.Result:
+    async def _open(self, episode: _Episode, spec: EnvSpec, alone: bool) -> wire.Result:
         spec = _located(spec)
         options = _pack(spec)
         host = await self._room(episode)
+        if alone:
+            host = episode.apart = await self._started(lambda _: None)
         await host.load(spec.name, spec.code, self._deadlines.start_s)
         self._raise_if_left(episode)  # an environment made now would never be closed
         request = wire.Reset(episode.place, spec.name, spec.seed, options)
         return await self._ask(episode, request, self._deadlines.reset_s, "reset")
 
     async def _ask(self, episode: _Episode, request: wire.Visit, deadline_s: float, what: str) -> wire.Result:
-        assert episode.host is not None
-        episode.call = episode.host.ask(request, deadline_s, f"{what} of episode {episode.id!r}")
+        assert episode.home is not None
+        episode.call = episode.home.ask(request, deadline_s, f"{what} of episode {episode.id!r}")
         # waits: it was asked with a deadline
         result, seconds = await asyncio.shield(episode.call)
         if isinstance(result, wire.Failed):
@@ -253,7 +264,9 @@ class EnvPool:
         if episode.call is not None:
             # waits: it was asked with a deadline
             await asyncio.wait({episode.call})
-            await self._close_environment(episode, host)
+            await self._close_environment(episode, episode.home or host)
+        if episode.apart is not None:
+            await self._retire(episode.apart)
         self._free(episode, host)
 
     async def _close_environment(self, episode: _Episode, host: Host) -> None:
@@ -333,6 +346,11 @@ class EnvPool:
                 return
 
     async def _start_host(self) -> None:
+        host = await self._started(self._host_ended)
+        self._rooms[host] = set()
+        self._hand_out()
+
+    async def _started(self, on_end: Callable[[Host], None]) -> Host:
         async with self._starts:
             host = await Host.start(
                 root=self._root,
@@ -340,11 +358,10 @@ class EnvPool:
                 deadline_s=self._deadlines.start_s,
                 log=self._log,
                 log_bytes=self._log_bytes,
-                on_end=self._host_ended,
+                on_end=on_end,
             )
         self._hosts.add(host)
-        self._rooms[host] = set()
-        self._hand_out()
+        return host
 
     async def _retire(self, host: Host) -> None:
         await host.end("the environment pool was closed")

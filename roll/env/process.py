@@ -22,15 +22,33 @@ from roll.child.frames import HEADER, read_payload
 from roll.child.inside import command, connect, reason
 from roll.child.memory import MemoryLimit
 from roll.config.errors import UserError
+from roll.env.confession import MAIN, confess_by, current
 from roll.env.resolve import Factory, unpacked
 from roll.env.tenant import Home, Tenant, ThreadHome
-from roll.env.wire import LIMIT_BYTES, Act, Failed, Load, Ping, Ready, Reset, Result, SetUp, Visit, frame
+from roll.env.wire import (
+    BY_ITSELF,
+    LIMIT_BYTES,
+    Act,
+    Ending,
+    Failed,
+    Load,
+    Ping,
+    Ready,
+    Reset,
+    Result,
+    Settled,
+    SetUp,
+    Visit,
+    frame,
+)
 
 if TYPE_CHECKING:
     from roll.env.loop import Loop
 
 COMMAND = command("roll.env.process")
 
+_TELL_S = 1.0
+_exit = os._exit  # environments' calls of it are noticed
 EXIT_FULL = 113
 """The exit status of a process whose environments have left too little memory."""
 
@@ -38,8 +56,11 @@ EXIT_FULL = 113
 def main() -> None:
     """Serve the pool that started this process."""
     connection = connect()
-    faulthandler.enable(all_threads=False)
-    Server(connection).serve()
+    # Only of all threads does it say which one it was; the pool writes the stack of that one to the log.
+    faulthandler.enable(connection.fileno(), all_threads=True)
+    server = Server(connection)
+    confess_by(server.tell_end)
+    server.serve()
 
 
 class Server:
@@ -63,6 +84,8 @@ class Server:
 
     def serve(self) -> NoReturn:
         threading.Thread(target=self._read, daemon=True).start()
+        current.set(MAIN)
+        self._answer(BY_ITSELF, Settled(MAIN, threading.get_ident()), 0.0)
         while True:
             # waits: the process ends with its pool
             number, request = self._for_main.get()
@@ -75,7 +98,7 @@ class Server:
         try:
             while (payload := read_payload(stream)) is not None:
                 self._pass_on(*pickle.loads(payload))
-            os._exit(0)
+            _exit(0)
         except BaseException as error:
             _give_up(error)
 
@@ -93,6 +116,13 @@ class Server:
         else:  # it was not admitted
             self._answer(number, Ready(), 0.0)
 
+    def tell_end(self, place: int, how: str) -> None:
+        """An environment is about to end this process."""
+        if self._writing.acquire(timeout=_TELL_S):
+            with contextlib.suppress(OSError):
+                self._connection.sendall(frame((BY_ITSELF, Ending(place, how), 0.0)))
+            self._writing.release()
+
     def _set_up(self, request: SetUp) -> Ready:
         self._root = request.root
         self._memory = MemoryLimit(request.memory_mb)
@@ -109,13 +139,15 @@ class Server:
 
     def _admit(self, number: int, request: Reset) -> None:
         """Give a new environment its home."""
-        tenant = Tenant(self._factories[request.name], self._root)
+        tenant = Tenant(self._factories[request.name], self._root, request.place)
         try:
             home = self._home(tenant)
         except RuntimeError as error:
             self._answer(number, Failed("lost", f"its process cannot host more environments: {error}"), 0.0)
             return
         self._homes[request.place] = home
+        if isinstance(home, ThreadHome):
+            self._answer(BY_ITSELF, Settled(request.place, home.thread), 0.0)
         home.take(number, request)
 
     def _home(self, tenant: Tenant) -> Home:
@@ -140,11 +172,11 @@ class Server:
     def _look_after(self, tenant: Tenant) -> None:
         """What an environment that met the memory limit has left behind decides whether its neighbours can go on."""
         if tenant.ran_out and self._memory.is_short():
-            os._exit(EXIT_FULL)
+            _exit(EXIT_FULL)
 
-    def _answer(self, number: int, result: Result, seconds: float) -> None:
+    def _answer(self, number: int, result: Result | Settled, seconds: float) -> None:
         if os.getpid() != self._pid:  # an environment forked, and its copy of this process came back from it
-            os._exit(0)
+            _exit(0)
         try:
             message = frame((number, result, seconds))
             if len(message) > HEADER.size + LIMIT_BYTES:
@@ -159,4 +191,4 @@ class Server:
 def _give_up(error: BaseException) -> NoReturn:
     with contextlib.suppress(BaseException):
         traceback.print_exception(error)
-    os._exit(EXIT_FULL if isinstance(error, MemoryError) else 1)
+    _exit(EXIT_FULL if isinstance(error, MemoryError) else 1)

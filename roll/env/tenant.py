@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from roll.child.inside import REASON_CHARS, detail, reason, tell
 from roll.env.base import opened, stepped, tools_of
+from roll.env.confession import current
 from roll.env.resolve import Factory, Unfit, check_options, with_files
 from roll.env.wire import Act, Close, Failed, Ready, Reset, Result, Visit
 
@@ -33,7 +34,8 @@ class Home(Protocol):
 class Tenant:
     """An environment, from its making in `Reset` to its `Close`."""
 
-    def __init__(self, factory: Factory, root: str = "") -> None:
+    def __init__(self, factory: Factory, root: str = "", place: int | None = None) -> None:
+        self.place = place
         self._factory = factory
         self._root = root
         self._environment: Any = None
@@ -47,6 +49,7 @@ class Tenant:
 
     def begin(self, request: Visit) -> Any:
         """What the environment returns, still to be awaited if that is needed."""
+        current.set(self.place)
         if isinstance(request, Reset):
             self._environment = self._make(request)
             return self._environment.reset(seed=request.seed)
@@ -111,7 +114,9 @@ class ThreadHome:
         self._loop = loop
         self._left = left
         self._requests: queue.SimpleQueue[tuple[int, Visit]] = queue.SimpleQueue()
-        threading.Thread(target=self._live, daemon=True).start()
+        thread = threading.Thread(target=self._live, daemon=True)
+        thread.start()
+        self.thread = thread.ident or 0
 
     def take(self, number: int, request: Visit) -> None:
         self._requests.put((number, request))

@@ -1,8 +1,9 @@
 """What the pool and an environment process say to each other: pickled frames, each after its length.
 
-The pool sends `(number, request)` and gets one `(number, result, seconds)` for each, in any order. Of one environment,
-called by its `place`, the pool never has two requests under way. Results hold only numbers and strings; no type of the
-user's ever has to be read by the pool, and none that a request brings is read before the environment's own turn.
+The pool sends `(number, request)` and gets one `(number, result, seconds)` for each, in any order, and news besides.
+Of one environment, called by its `place`, the pool never has two requests under way. Results hold only numbers and
+strings; no type of the user's ever has to be read by the pool, and none that a request brings is read before the
+environment's own turn.
 """
 
 from __future__ import annotations
@@ -74,12 +75,32 @@ class Failed:
     detail: str = ""
 
 
+@dataclass(frozen=True)
+class Settled:
+    """An environment has a thread of its own. Sent by itself, with the number `BY_ITSELF`."""
+
+    place: int
+    thread: int
+
+
+@dataclass(frozen=True)
+class Ending:
+    """An environment is about to end the process. Sent by itself too."""
+
+    place: int
+    how: str
+
+
+BY_ITSELF = -1
+"""The number of what answers no request."""
+
 Visit: TypeAlias = Reset | Act | Close
 """A request for one environment."""
 Request: TypeAlias = SetUp | Ping | Load | Visit
 Result: TypeAlias = Ready | Opened | Step | Failed
+News: TypeAlias = Settled | Ending
 
 
-def frame(message: tuple[int, Request] | tuple[int, Result, float]) -> bytes:
+def frame(message: tuple[int, Request] | tuple[int, Result | News, float]) -> bytes:
     """A message, ready to be written."""
     return frames.frame(pickle.dumps(message))

@@ -288,9 +288,11 @@ class SampleRunner:
         assert environments is not None, "the roles of a run with environments have workers for them"
         assert spec is not None
         rank, episode, over = self._next(environments), f"{sample.id}.{sample.tries}", False
+        # What the last try comes to is the sample's own doing: it shares its process with no other.
+        alone = (True,) if 1 < sample.tries == self._config.rollout.tries else ()
         try:
             self._lifecycle.move(sample, "acting", turn=0)
-            opened = await self._acting(environments.call_rank(rank, EnvWorker.reset, episode, spec))
+            opened = await self._acting(environments.call_rank(rank, EnvWorker.reset, episode, spec, *alone))
             conversation = self._open(sample, [*sample.task.messages, *opened.messages], opened.tools)
             seen: Opened | Step = opened
             sample.reward = 0.0

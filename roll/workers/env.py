@@ -34,9 +34,9 @@ class EnvWorker(Worker):
         await self._pool.start()
 
     @parallel(Dispatch.ONE, raises=(EnvFailure,), crowded=True)
-    async def reset(self, episode: str, spec: EnvSpec) -> Opened:
-        """Begins an episode, or says in an `EnvFailure` why it cannot."""
-        return await self._pool.reset(episode, spec)
+    async def reset(self, episode: str, spec: EnvSpec, alone: bool = False) -> Opened:
+        """Begins an episode, in a process of its own if it is to be alone, or says in an `EnvFailure` why it cannot."""
+        return await self._pool.reset(episode, spec, alone)
 
     @parallel(Dispatch.ONE, raises=(EnvFailure,), crowded=True)
     async def step(self, episode: str, action: str) -> Step:

@@ -381,6 +381,61 @@ def test_a_crash_says_how_many_calls_may_have_caused_it(busy: int) -> None:
     with_pool(use)
 
 
+@pytest.mark.parametrize("kind", ["World", "AsyncWorld"])
+@pytest.mark.parametrize(
+    ("action", "says"),
+    [
+        (("os._exit", 3), "called os._exit(3): its process exited with status 3"),
+        (("kill itself",), "sent itself SIGKILL: its process was killed by SIGKILL"),
+        (("segfault",), "had a fault (__init__.py:"),
+    ],
+)
+def test_who_ended_the_process_is_told_and_its_neighbours_are_lost(action: tuple[Any, ...], says: str, kind: str) -> None:
+    async def use(pool: EnvPool) -> None:
+        for name in ("guilty", "busy", "idle"):
+            await pool.reset(name, world(kind=kind))
+        busy = asyncio.create_task(told(pool, "busy", "sleep", 20))
+        await asyncio.sleep(0.1)
+        failed, reason = await told(pool, "guilty", *action)
+        neighbour, why = await busy
+        if (kind, action[0]) == ("AsyncWorld", "segfault"):  # they share a thread
+            assert (failed, neighbour) == ("crashed", "crashed")
+            return
+        assert (failed, neighbour) == ("crashed", "lost")
+        assert reason.startswith(f"it {says}")
+        assert why.startswith(f"another environment {says}")
+        assert (await told(pool, "idle", "tell"))[0] == "lost"
+        assert await outcome(pool.reset("busy", world(5, kind))) == ("ok", "seed 5")
+
+    with_pool(use)
+
+
+def test_an_environment_that_is_alone_shares_its_fate_with_nobody() -> None:
+    async def use(pool: EnvPool) -> None:
+        await pool.reset("neighbour", world())
+        alone = asyncio.create_task(pool.reset("alone", world(7), alone=True))
+        await alone
+        assert await process_of(pool, "alone") != await process_of(pool, "neighbour")
+        assert (await told(pool, "neighbour", "os._exit", 1))[0] == "crashed"
+        assert await told(pool, "alone", "raise", "my own error") == ("raised", "KeyError: 'my own error' (worlds.py:61)")
+        await settled(pool)
+        assert len(pool._hosts) == 1
+
+    with_pool(use, workers=1, per_process=2)
+
+
+def test_who_is_alone_counts_for_the_limit_of_its_kind() -> None:
+    async def use(pool: EnvPool) -> None:
+        await pool.reset("first", world(), alone=True)
+        second = asyncio.create_task(pool.reset("second", world(2), alone=True))
+        await asyncio.sleep(0.2)
+        assert not second.done()
+        await pool.close_episode("first")
+        await second
+
+    with_pool(use, limits={f"{WORLDS}:World": 1})
+
+
 def test_what_is_known_at_once_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Grace is for what may still be on its way: not for a call that hangs in a process which lives, nor for one that
     ended and left a copy of itself."""
@@ -428,7 +483,7 @@ def test_a_stopped_process_is_killed_at_the_first_deadline() -> None:
         os.kill(pid, signal.SIGSTOP)
         assert await asyncio.to_thread(eventually, lambda: state(pid) == "T")
         outcomes = [asyncio.create_task(told(pool, name, "tell")) for name in ("first", "second")]
-        assert [kind for kind, _ in await asyncio.gather(*outcomes)] == ["deadline", "lost"]
+        assert [kind for kind, _ in await asyncio.gather(*outcomes)] == ["deadline", "deadline"]
         assert gone(pid, 2)
         assert (await outcome(pool.reset("first", world())))[0] == "ok"
 
@@ -730,7 +785,7 @@ def test_a_module_is_imported_once_a_process_under_a_deadline_of_its_own(tmp_pat
         assert {kind for kind, _ in failures} == {"deadline"}
         assert "importing environment" in failures[0][1]
         kind, reason = await outcome(pool.reset("dies", EnvSpec(f"{tmp_path}/dies.py:World")))
-        assert (kind, reason) == ("crashed", "its process exited with status 4")
+        assert (kind, reason) == ("crashed", "it called os._exit(4): its process exited with status 4")
         mended = EnvSpec(f"{tmp_path}/mended.py:World")
         assert "there is no file" in (await outcome(pool.reset("m", mended)))[1]
         shutil.copy(WORLDS, tmp_path / "mended.py")
@@ -748,7 +803,9 @@ def served(*requests: wire.Visit) -> list[wire.Result]:
         results = []
         for number, request in enumerate(requests):
             server._pass_on(number, request)
-            answered, result, _ = pickle.loads(read_payload(answers) or b"")
+            answered = wire.BY_ITSELF
+            while answered == wire.BY_ITSELF:
+                answered, result, _ = pickle.loads(read_payload(answers) or b"")
             assert answered == number
             results.append(result)
         assert not server._homes

@@ -877,6 +877,7 @@ def test_an_episode_that_was_lost_or_took_its_process_along_starts_anew(kind: An
         assert again == [{"try": 2}, {"try": 3}]
         assert [entry for entry in run.env_log if entry.startswith("reset")] == [f"reset 4.2.{n}" for n in (1, 2, 3)]
         assert [entry for entry in run.env_log if entry.startswith("close")] == [f"close 4.2.{n}" for n in (1, 2)]
+        assert run.envs[0].alone == {"4.2.1": False, "4.2.2": False, "4.2.3": True}  # none but itself can fail it now
         assert sample.log.response_tokens == 4  # of the last try alone
         assert not run.envs[0].episodes
 

@@ -392,11 +392,13 @@ class ToyEnvs(Worker):
         self.log = log
         self.episodes: dict[str, list[float]] = {}
         self.states: dict[str, list[Any]] = {}
+        self.alone: dict[str, bool] = {}
         self.trouble: Callable[[str, str], None] = lambda method, episode: None
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def reset(self, episode: str, spec: EnvSpec) -> Opened:
+    async def reset(self, episode: str, spec: EnvSpec, alone: bool = False) -> Opened:
+        self.alone[episode] = alone
         self.episodes[episode] = list(spec.options["rewards"])
         self.states[episode] = list(spec.options.get("states", ()))
         self.log.append(f"reset {episode}")
