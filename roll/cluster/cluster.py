@@ -122,6 +122,16 @@ class Cluster(Generic[W]):
         """Returns once the worker's process has answered; raises `WorkerDied` or `CallTimedOut`."""
         await self._handles[rank].ping(deadline_s)
 
+    async def lost_node(self, rank: int) -> str | None:
+        """Which node a worker was on and why that is lost; None while it is there. Of a group, the first that is lost.
+        Raises `ClusterLost`."""
+        if self._executor is None:
+            return None
+        for handle in self._unit(rank):
+            if (node := await self._executor.lost_node(handle.place)) is not None:
+                return node
+        return None
+
     async def keep_spares(self, warm: Callable[[], None]) -> None:
         """Has a warm process ready for each worker, as `Executor.keep_spare` does."""
         if self._executor is not None:

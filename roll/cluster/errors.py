@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from roll.config.errors import RunError
 from roll.config.secrets import KNOWN
+from roll.config.spelling import option
 
 E = TypeVar("E", bound=BaseException)
 
@@ -82,6 +83,33 @@ class CallTimedOut(RemoteError):
         super().__init__(f"{worker} has not answered {method} for {deadline_s:g} s")
         self.worker = worker
         self.at_s = time.time()
+
+
+class NodeLost(RunError):
+    """The node that a worker was on is gone, and Ray with it: nothing can be started there."""
+
+    def __init__(self, worker: str, node: str) -> None:
+        """`node` says which, and why it is lost."""
+        super().__init__(f"{worker} was on {node}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _said, (type(self), str(self))
+
+
+def _said(kind: type[NodeLost], message: str) -> NodeLost:
+    error = kind.__new__(kind)
+    error.args = (message,)
+    return error
+
+
+class ClusterLost(RunError):
+    """What all workers depend on is gone: the head of Ray's cluster, or Ray on the node of this program."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"{why}: no worker can be reached any more. Start Ray again, and continue from the last checkpoint with "
+            f"{option('resume')}"
+        )
 
 
 class TokensLost(RunError):

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from roll.child.log import LIMIT_BYTES
 from roll.child.together import together
+from roll.cluster.errors import ClusterLost
 from roll.cluster.process_handle import ProcessHandle
 from roll.cluster.worker import Place, Worker
 from roll.config.errors import RunError
@@ -75,6 +76,15 @@ class Executor(Protocol):
 
     def reserve(self, places: Sequence[Place], spares: Sequence[Place] = ()) -> None:
         """Takes the devices of all places a run will start workers at; at some of them also for a spare."""
+        ...
+
+    @property
+    def failure(self) -> ClusterLost | None:
+        """Why no worker can be reached any more; None while they can."""
+        ...
+
+    async def lost_node(self, place: Place) -> str | None:
+        """Which node a place is on and why that is lost; None while it is there. Raises `ClusterLost`."""
         ...
 
     def disconnect(self) -> None:
@@ -168,6 +178,15 @@ class LocalExecutor:
     def reserve(self, places: Sequence[Place], spares: Sequence[Place] = ()) -> None:
         """This process has its devices already."""
         self._spare_places = set(spares)
+
+    @property
+    def failure(self) -> ClusterLost | None:
+        """Workers of this machine can be reached."""
+        return None
+
+    async def lost_node(self, place: Place) -> str | None:
+        """This machine is there."""
+        return None
 
     def disconnect(self) -> None:
         """There is nothing to let go of."""

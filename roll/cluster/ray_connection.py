@@ -79,9 +79,6 @@ def this_node() -> str:
 
 def node_facts() -> list[NodeFacts]:
     """The cluster's nodes: this one first, then by address and id."""
-    here = this_node()
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    alive.sort(key=lambda node: (node["NodeID"] != here, node["NodeManagerAddress"], node["NodeID"]))
     return [
         NodeFacts(
             id=node["NodeID"],
@@ -92,8 +89,29 @@ def node_facts() -> list[NodeFacts]:
             memory_bytes=int(node["Resources"].get("memory", 0) + node["Resources"].get("object_store_memory", 0)),
             gpu_bytes=_gpu_bytes(node["NodeID"]) if node["Resources"].get("GPU") else 0,
         )
-        for node in alive
+        for node in _alive()
     ]
+
+
+def node_names() -> dict[str, str]:
+    """How messages call the nodes, by their ids: counted as in a device map."""
+    return {
+        node["NodeID"]: f"node{number} ({node['NodeManagerHostname']}, {node['NodeManagerAddress']})"
+        for number, node in enumerate(_alive())
+    }
+
+
+def head_address() -> str:
+    """Where the head of the cluster that is joined listens."""
+    address: str = ray.get_runtime_context().gcs_address
+    return address
+
+
+def _alive() -> list[dict[str, Any]]:
+    here = this_node()
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    alive.sort(key=lambda node: (node["NodeID"] != here, node["NodeManagerAddress"], node["NodeID"]))
+    return alive
 
 
 def _reach(address: str) -> None:

@@ -22,10 +22,12 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from roll.child.log import LIMIT_BYTES
-from roll.cluster.errors import CallTimedOut, WorkerDied
+from roll.child.together import together
+from roll.cluster.errors import CallTimedOut, ClusterLost, NodeLost, WorkerDied
 from roll.cluster.executor import Handle, started_in_time
 from roll.cluster.ray_actor import RayHandle, Traffic, get_all, new_actor, reason
-from roll.cluster.ray_connection import NodeFacts, connect, node_facts
+from roll.cluster.ray_connection import NodeFacts, connect, head_address, node_facts, node_names, this_node
+from roll.cluster.ray_nodes import LOOK_S, NodeWatch
 from roll.cluster.worker import Place, Worker
 from roll.config.errors import RunError
 from roll.config.schema import RayConfig
@@ -33,6 +35,7 @@ from roll.data.batch import Batch
 from roll.data.columns import Elsewhere
 
 W = TypeVar("W", bound=Worker)
+T = TypeVar("T")
 Seat: TypeAlias = tuple[str, int | None]
 """A node, and the number of one of its GPUs; None for its cores."""
 
@@ -40,6 +43,12 @@ _CLOSE_S = 10.0
 """For all workers to close; then they are ended."""
 _END_S = 60.0
 """For a killed process to be gone: one with much memory takes a while."""
+
+_HEAD_S = 3.0
+"""After which a silent head of Ray is lost: where it was started here, and it has no other machine to be slow on."""
+_FAR_HEAD_S = 12.0
+"""The same of a cluster that was joined: such a head may be restarted with what it knew."""
+_ASK_S = 3.0
 
 
 class RayExecutor:
@@ -67,6 +76,7 @@ class RayExecutor:
         """Workers and spares that are at home in each bundle: a worker of several GPUs in that of its first."""
         self._gpu_names: dict[Seat, str] = {}
         """How the driver of a node names the GPUs of workers that have several: which they are, Ray decides."""
+        self._watch: NodeWatch | None = None
         self._owner = False
 
     @property
@@ -95,6 +105,7 @@ class RayExecutor:
     def reserve(self, places: Sequence[Place], spares: Sequence[Place] = ()) -> None:
         """Takes the devices of all places at once, or says what the cluster lacks."""
         self.connect()
+        self._watch_nodes()
         cores_of = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]}
         cores_of[""] = max(cores_of.values())
         self._shares = Counter(_seats(place)[0] for place in (*places, *spares))
@@ -117,6 +128,41 @@ class RayExecutor:
         several = [seat for place in places for seat in _seats(place) if len(_seats(place)) > 1]
         self._gpu_names = self._names_of(list(dict.fromkeys(several)))
 
+    def _watch_nodes(self) -> None:
+        if self._watch is None:
+            silent_s = _HEAD_S if self._config.address is None else _FAR_HEAD_S
+            self._watch = NodeWatch(node_names(), this_node(), head_address(), silent_s)
+            self._watch.start()
+
+    @property
+    def failure(self) -> ClusterLost | None:
+        return None if self._watch is None or self._watch.failure is None else ClusterLost(self._watch.failure)
+
+    async def lost_node(self, place: Place) -> str | None:
+        watch = self._watch
+        if watch is None:
+            return None
+        if watch.failure is None and watch.lost(place.node) is None:
+            await asyncio.wait({asyncio.ensure_future(asyncio.to_thread(watch.look))}, timeout=_ASK_S)
+        return self._lost(place)
+
+    def _lost(self, place: Place) -> str | None:
+        if (failure := self.failure) is not None:
+            raise failure
+        return None if self._watch is None else self._watch.lost(place.node)
+
+    async def _unless_lost(self, place: Place, work: Awaitable[T]) -> T:
+        """What comes of some work at a place, or `NodeLost` when its node is lost meanwhile: Ray would wait for it."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=LOOK_S)
+                if not task.done() and (node := self._lost(place)) is not None:
+                    raise NodeLost(place.name, node)
+            return task.result()
+        finally:
+            task.cancel()
+
     def _names_of(self, seats: Sequence[Seat]) -> dict[Seat, str]:
         """Asks the node of each GPU how it is named there."""
         assert self._group is not None
@@ -132,7 +178,7 @@ class RayExecutor:
     async def start(self, make: Callable[[Place], W], places: Sequence[Place]) -> list[Handle]:
         handles = [self._handle(place, self._log_of(place)) for place in places]
         self._workers.update((handle, make) for handle in handles)
-        starts = asyncio.gather(*(handle.start(make) for handle in handles))
+        starts = together(self._unless_lost(handle.place, handle.start(make)) for handle in handles)
         await self._in_time(starts, f"the workers of {places[0].role} have")
         return list(handles)
 
@@ -142,8 +188,10 @@ class RayExecutor:
             raise RunError(f"{old.place.name} is being restarted already")
         self._restarting.add(old)
         try:
-            await old.end(_END_S)
-            old.become(await self._successor(old))
+            if (node := await self.lost_node(old.place)) is not None:
+                raise NodeLost(old.place.name, node)
+            await self._unless_lost(old.place, old.end(_END_S))
+            old.become(await self._unless_lost(old.place, self._successor(old)))
         finally:
             self._restarting.discard(old)
 
@@ -213,19 +261,22 @@ class RayExecutor:
         self._spares.clear()
         end_s = time.monotonic() + _CLOSE_S
         try:
-            for handle in handles:
+            for handle in handles if self.failure is None else ():
                 # One that is dead or hangs is killed below, which is all that closing is for then.
                 await asyncio.gather(handle.close(max(end_s - time.monotonic(), 0.1)), return_exceptions=True)
         finally:
             for handle in handles:
                 handle.kill()
             if self._group is not None:
-                remove_placement_group(self._group)
+                if self.failure is None:
+                    remove_placement_group(self._group)
                 self._group = None
             self.disconnect()
 
     def disconnect(self) -> None:
         """Leaves Ray, and stops it if it was started here. Safe to repeat."""
+        if self._watch is not None:
+            self._watch.stop()
         if self._owner:
             self._owner = False
             ray.shutdown()

@@ -13,7 +13,12 @@ The life of a watched worker, which a task of its own drives:
 The ranks of a group (`Cluster.is_group`) are watched as one worker: it is lost when any of them is, all of them are ended
 at once and restarted together; `lost` is called with the rank that was lost, `restored` with rank 0.
 
+A worker whose node is lost (`Cluster.lost_node`) is not restarted: it is retired, and the role goes on with the others.
+With the last of them, or one of a role that is not restarted or is a group, the supervisor has failed.
+
 What always holds:
+- `retired` is called once for each worker that is never restarted because its node is lost: instead of `lost`, or after
+  it if the node was lost during a restart.
 - `lost` is called once each time a worker leaves `well`, before anything is done about it.
 - `restored` is awaited only for a worker that has just been restarted, and only when it has returned the worker is well.
   Pings go on meanwhile: if the worker is lost again, it is cancelled. It may run for several workers at once.
@@ -36,8 +41,9 @@ from typing import Any, Literal, TypeVar
 
 from roll.child.together import together
 from roll.cluster.cluster import Cluster
-from roll.cluster.errors import CallTimedOut, RemoteError, WorkerDied
+from roll.cluster.errors import CallTimedOut, NodeLost, RemoteError, WorkerDied
 from roll.config.errors import RunError
+from roll.config.spelling import option
 
 Lost = Callable[[int, str], None]
 Restored = Callable[[int], Awaitable[None]]
@@ -88,20 +94,27 @@ class Supervisor:
         self._failures: dict[str, _Failures] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def watch(self, cluster: Cluster[Any], lost: Lost, restored: Restored, restart: bool = True) -> None:
+    def watch(
+        self,
+        cluster: Cluster[Any],
+        lost: Lost,
+        restored: Restored,
+        restart: bool = True,
+        retired: Lost = lambda rank, why: None,
+    ) -> None:
         """Watches every worker of a role from now on, instead of what was watched of it before.
 
         `lost(rank, why)`: the first line of `why` says it all; the end of the worker's log may follow. Without `restart`
-        nothing else is done about a lost worker, and it is not watched any more. Once the supervisor has failed or is
-        closed, this does nothing.
+        nothing else is done about a lost worker, and it is not watched any more. `retired(rank, why)`: its node is lost.
+        Once the supervisor has failed or is closed, this does nothing.
         """
         self.unwatch(cluster.role)
         if self.failed.done():
             return
         failures = self._failures.setdefault(cluster.role, _Failures(cluster.role, self._policy))
-        failures.workers = len(cluster.units)
+        failures.workers, failures.retired = len(cluster.units), 0
         for ranks in cluster.units:
-            watch = _Watch(self, cluster, ranks, lost, restored if restart else None, self._policy, failures)
+            watch = _Watch(self, cluster, ranks, lost, restored if restart else None, retired, self._policy, failures)
             self._watches |= {(cluster.role, rank): watch for rank in ranks}
             watch.task = self.spawn(watch.run(self._policy.ping_s * ranks[0] / len(cluster)))
 
@@ -156,6 +169,8 @@ class _Failures:
     def __init__(self, role: str, policy: RestartPolicy) -> None:
         self._role = role
         self.workers = 1
+        self.retired = 0
+        """Workers whose nodes are lost."""
         self._policy = policy
         self._recent: deque[tuple[float, str, str]] = deque()
 
@@ -189,6 +204,7 @@ class _Watch:
         ranks: Sequence[int],
         lost: Lost,
         restored: Restored | None,
+        retired: Lost,
         policy: RestartPolicy,
         failures: _Failures,
     ) -> None:
@@ -198,7 +214,7 @@ class _Watch:
         self._owner = owner
         self._cluster, self._ranks = cluster, ranks
         self._worker = cluster.role if cluster.is_group else cluster.places[ranks[0]].name
-        self._lost, self._restored = lost, restored
+        self._lost, self._restored, self._retired = lost, restored, retired
         self._policy, self._failures = policy, failures
         self._state: State = "well"
         self._why = ""
@@ -217,8 +233,10 @@ class _Watch:
             while True:
                 # waits: for as long as the worker answers
                 error = await pinging
-                self._wrong("gone" if self._restored is None else "lost", error)
                 rank = self._rank_of(error)
+                if (node := await self._cluster.lost_node(rank)) is not None:
+                    raise NodeLost(self._cluster.places[rank].name, node)
+                self._wrong("gone" if self._restored is None else "lost", error)
                 if self._cluster.is_group:
                     self._owner.spawn(self._cluster.end(rank, error))
                 self._lost(rank, self._why)
@@ -227,8 +245,23 @@ class _Watch:
                 pinging = await self._bring_back(self._restored)
                 self._enter("well")
                 _log.info("%s is back, %d times restarted", self._worker, self._cluster.incarnation(self._ranks[0]))
+        except NodeLost as error:
+            self._retire(error)
         except Exception as error:
             self._owner.fail(error)
+
+    def _retire(self, error: NodeLost) -> None:
+        """The worker is not restarted; the role goes on if it has others."""
+        self._why = str(error)
+        self._enter("gone")
+        self._failures.retired += 1
+        role = self._cluster.role
+        if self._restored is not None and self._failures.retired < self._failures.workers:
+            self._retired(self._ranks[0], self._why)
+            return
+        if self._cluster.is_group:
+            self._owner.spawn(self._cluster.end(self._ranks[0], WorkerDied(self._worker, self._why)))
+        self._owner.fail(without_role(role, error))
 
     async def _until_silent(self) -> RemoteError:
         """Pings the worker until it does not answer any more; what was heard instead."""
@@ -281,6 +314,8 @@ class _Watch:
                 self.condemned = None
                 self._enter("restoring")
                 return await self._restore(restored)
+            except NodeLost:
+                raise
             except RunError as error:
                 self._wrong("lost", error)
 
@@ -311,6 +346,14 @@ class _Watch:
 
     def _enter(self, state: State) -> None:
         self._state, self._since_s = state, _now_s()
+
+
+def without_role(role: str, lost: NodeLost) -> RunError:
+    """That a run cannot go on: the nodes of a role's last workers are lost."""
+    return RunError(
+        f"{lost}, and no worker of {role} is left: start Ray on that node again or give {role} the devices of another "
+        f"one, and continue from the last checkpoint with {option('resume')}"
+    )
 
 
 async def _ended(*tasks: asyncio.Task[Any]) -> None:

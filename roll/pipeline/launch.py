@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from roll.child.collector import spare_collector
 from roll.cluster import Executor
-from roll.cluster.errors import RemoteError
+from roll.cluster.errors import NodeLost, RemoteError
 from roll.config import Config, UserError, dump_config
 from roll.config.schema import SuperviseConfig
 from roll.data.chat_sources import ChatSource
@@ -223,6 +223,7 @@ async def _go_back(
         often = sum(now - death <= supervise.window_s for death in deaths) > supervise.restarts
         if often or not roles.trainer_died(error):
             raise error
+        await roles.check_nodes()
         recorder.reporter.warned(f"{str(error).splitlines()[0]}: going back to the last checkpoint")
         await recorder.abandon_save()
         checkpoint = newest_checkpoint(recorder.folder)
@@ -230,6 +231,9 @@ async def _go_back(
             await roles.restart_trainers(None if checkpoint is None else checkpoint.path, supervise)
         except RemoteError as another:
             error = another
+        except NodeLost:
+            await roles.check_nodes()  # says it for the role
+            raise
         else:
             return checkpoint
 

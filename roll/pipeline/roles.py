@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from roll.child.together import together
 from roll.cluster import Cluster, Executor, LocalExecutor, Place, Worker
-from roll.cluster.errors import CallTimedOut, RemoteError, WorkerDied
+from roll.cluster.errors import CallTimedOut, NodeLost, RemoteError, WorkerDied
+from roll.cluster.supervisor import without_role
 from roll.config.errors import UserError
 from roll.config.root import located, root_of
 from roll.config.schema import Config, SuperviseConfig
@@ -91,6 +92,13 @@ class TrainRoles:
         names = {place.name for cluster in self.trainers for place in cluster.places}
         return isinstance(error, WorkerDied | CallTimedOut) and error.worker in names
 
+    async def check_nodes(self) -> None:
+        """Raises when a trainer, or the reference, cannot be restarted: its node is lost, or the cluster."""
+        for cluster in self.trainers:
+            for rank, place in enumerate(cluster.places):
+                if (node := await cluster.lost_node(rank)) is not None:
+                    raise without_role(cluster.role, NodeLost(place.name, node))
+
     async def restart_trainers(self, checkpoint: Path | None, supervise: SuperviseConfig) -> None:
         """Restarts the trainers that learn, and the reference if it does not answer, and brings those that learn to a
         checkpoint, or to where they began. If one is lost meanwhile, the error is raised, and this may be tried again."""
@@ -158,6 +166,8 @@ class Roles(TrainRoles):
     scorers: Scorers = NO_SCORERS
     alive: set[int] = field(default_factory=set)
     """Engines that are not lost."""
+    retired: dict[str, set[int]] = field(default_factory=dict)
+    """Workers, by role and rank, whose nodes are lost."""
 
     def __post_init__(self) -> None:
         self.alive = set(range(len(self.engines)))
@@ -199,9 +209,24 @@ class Roles(TrainRoles):
         self.pool.engine_trouble(engine, reason)
 
     async def connect(self) -> None:
-        """Tells the rollout and reward workers whom to go through, as they are now."""
-        await self.rewards.call(RewardWorker.connect, self.scorers.as_sent())
-        await self.rollouts.call(RolloutWorker.connect, self.engines, self.rewards, self.environments)
+        """Tells the rollout and reward workers whom to go through, as they are now. One that is lost hears it when it is
+        back."""
+        judge, environments = self.scorers.judge, self.environments
+        scorers = replace(self.scorers, judge=judge and self._left(judge)).as_sent()
+        graders, environments = self._left(self.rewards), environments and self._left(environments)
+        ranks = set(range(len(self.rollouts))) - self.retired.get("rollout", set())
+        told = (graders.call_rank(rank, RewardWorker.connect, scorers) for rank in range(len(graders)))
+        _raise_all_but_losses(await asyncio.gather(*told, return_exceptions=True))
+        calls = (
+            self.rollouts.call_rank(rank, RolloutWorker.connect, self.engines, graders, environments)
+            for rank in sorted(ranks)
+        )
+        _raise_all_but_losses(await asyncio.gather(*calls, return_exceptions=True))
+
+    def _left(self, cluster: Cluster[W]) -> Cluster[W]:
+        """The workers of a role whose nodes are there."""
+        gone = self.retired.get(cluster.role)
+        return cluster if not gone else cluster.subset([rank for rank in range(len(cluster)) if rank not in gone])
 
     def _peak_calls(self) -> dict[str, Coroutine[Any, Any, list[int]]]:
         engines = self.engines.subset(sorted(self.alive)) if self.alive else None
@@ -425,6 +450,12 @@ async def _restart(
     for ranks in cluster.units:
         await cluster.restart(ranks[0])
     await met(cluster, hold, stages, supervise)
+
+
+def _raise_all_but_losses(results: Sequence[object]) -> None:
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, WorkerDied | CallTimedOut):
+            raise result
 
 
 async def _answers(cluster: Cluster[Any]) -> bool:

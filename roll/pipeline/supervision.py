@@ -6,6 +6,8 @@
     rollout worker   its samples start anew elsewhere; it is started again
     trainer          ends the step: the run goes back to its last checkpoint (`launch.py`)
 
+A worker whose node is lost is not started again: the others of its role go on, and with the last of them the run ends.
+
 The ranks of a sharded role are lost and started again together. Under `executor: local` only they are watched, because
 only they have processes of their own.
 
@@ -39,6 +41,7 @@ from roll.workers.judge import JudgeWorker
 from roll.workers.reward import RewardWorker
 
 T = TypeVar("T")
+_CLUSTER_S = 0.5
 _LOADS_S = 1.0
 """How often engines say how full they are."""
 _log = logging.getLogger(__name__)
@@ -49,6 +52,7 @@ class TrainSupervision:
 
     def __init__(self, roles: TrainRoles, config: SuperviseConfig, warn: Callable[[str], None]) -> None:
         self._trainers, self._learners = roles.trainers, roles.learners
+        self._executor = roles.executor
         self._warn = warn
         self.restarts = 0
         self.supervisor = Supervisor(
@@ -56,9 +60,16 @@ class TrainSupervision:
         )
 
     def start(self) -> None:
-        """Watches all roles from now on."""
+        """Watches all roles from now on, and what they run on."""
+        self.supervisor.spawn(self._watch_cluster())
         for trainer in self._trainers:
             self._watch_trainer(trainer)
+
+    async def _watch_cluster(self) -> None:
+        """Ends the run when no worker can be reached any more, for as long as it lasts."""
+        while (failure := self._executor.failure) is None:  # noqa: ASYNC110
+            await asyncio.sleep(_CLUSTER_S)
+        self.supervisor.fail(failure)
 
     def stand_by(self) -> None:
         """Watches the ranks of sharded roles, which alone have processes of their own under `executor: local`."""
@@ -124,15 +135,15 @@ class Supervision(TrainSupervision):
     def start(self) -> None:
         super().start()
         roles, watch = self._roles, self.supervisor.watch
-        watch(roles.engines, self._engine_lost, self._engine_back)
-        watch(roles.rewards, self._told, self._rewards_back)
-        watch(roles.rollouts, self._rollout_lost, self._rollout_back)
+        watch(roles.engines, self._engine_lost, self._engine_back, retired=self._engine_retired)
+        watch(roles.rewards, self._told, self._rewards_back, retired=self._retired("reward"))
+        watch(roles.rollouts, self._rollout_lost, self._rollout_back, retired=self._rollout_retired)
         if roles.environments is not None:
-            watch(roles.environments, self._told, self._environments_back)
+            watch(roles.environments, self._told, self._environments_back, retired=self._retired("env"))
         if roles.scorers.reward_model is not None:
             watch(roles.scorers.reward_model, self._told, self._reward_model_back)
         if roles.scorers.judge is not None:
-            watch(roles.scorers.judge, self._told, self._judge_back)
+            watch(roles.scorers.judge, self._told, self._judge_back, retired=self._retired("judge"))
         roles.pool.engine_trouble = self._engine_trouble
         self.supervisor.spawn(self._tell_loads())
         roles.pool.worker_trouble = lambda worker, reason: self.supervisor.condemn("rollout", worker, reason)
@@ -155,6 +166,29 @@ class Supervision(TrainSupervision):
 
     def _told(self, rank: int, why: str) -> None:
         self._warn(f"{why.splitlines()[0]}; it is started again")
+
+    def _retired(self, role: str) -> Callable[[int, str], None]:
+        def retired(rank: int, why: str) -> None:
+            self._warn(f"{why}; the run goes on without it")
+            self._roles.retired.setdefault(role, set()).add(rank)
+            self.supervisor.spawn(self._reconnect())
+
+        return retired
+
+    async def _reconnect(self) -> None:
+        try:
+            await self._roles.connect()
+        except Exception as error:
+            self.supervisor.fail(error)
+
+    def _engine_retired(self, engine: int, why: str) -> None:
+        self._retired("actor_infer")(engine, why)
+        self._roles.alive.discard(engine)
+        self._roles.router.lose(engine)
+
+    def _rollout_retired(self, worker: int, why: str) -> None:
+        self._retired("rollout")(worker, why)
+        self._forget_rollout(worker)
 
     async def _tell_loads(self) -> None:
         """Has the router know how full the engines are, for as long as the run lasts."""
@@ -219,6 +253,10 @@ class Supervision(TrainSupervision):
 
     def _rollout_lost(self, worker: int, why: str) -> None:
         self._told(worker, why)
+        self._forget_rollout(worker)
+
+    def _forget_rollout(self, worker: int) -> None:
+        """What a rollout worker had starts anew elsewhere."""
         self._roles.pool.lost(worker, f"rollout worker died: rollout[{worker}]")
         self.worker_lost(worker, f"rollout worker died: rollout[{worker}]")
         self.supervisor.spawn(self._forget_clients(f"rollout[{worker}]/"))

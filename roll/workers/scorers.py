@@ -89,7 +89,8 @@ class _Queue:
             waited = Latency(1, began - arrived)
             self.stats = replace(self.stats, answers=self.stats.answers + took, waits=self.stats.waits + waited)
         finally:
-            self._busy[rank] -= size
+            if rank in self._busy:  # else the role has lost a worker for good
+                self._busy[rank] -= size
             async with self._changed:
                 self._changed.notify_all()
 
@@ -137,7 +138,7 @@ class ScorerModels:
 
         async def ask(rank: int) -> list[str] | None:
             cluster = _there(self._scorers.judge, "judge")
-            return await cluster.call_rank(rank, JudgeWorker.replies, question, messages, drawing)
+            return await cluster.call_rank(rank % len(cluster), JudgeWorker.replies, question, messages, drawing)
 
         async with self._queues["judge"].seat(len(drawing.seeds)) as rank:
             try:
@@ -179,7 +180,8 @@ class ScorerModels:
 
         async def leave() -> None:
             with suppress(RemoteError):
-                await _there(self._scorers.judge, "judge").call_rank(rank, JudgeWorker.forget, question)
+                cluster = _there(self._scorers.judge, "judge")
+                await cluster.call_rank(rank % len(cluster), JudgeWorker.forget, question)
 
         task = asyncio.create_task(leave())
         self._leaving.add(task)

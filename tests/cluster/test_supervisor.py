@@ -12,7 +12,7 @@ from toy_workers import POLICY, SOON_S, Watched, now_s, run_virtually
 
 from roll.cluster import LocalExecutor, Place, RestartPolicy, Supervisor, Worker
 from roll.cluster.cluster import Cluster
-from roll.cluster.errors import CallTimedOut, WorkerDied
+from roll.cluster.errors import CallTimedOut, NodeLost, WorkerDied
 from roll.config.errors import RunError, UserError
 
 
@@ -678,3 +678,60 @@ def test_a_failure_nobody_can_hear_any_more_is_logged(caplog: pytest.LogCaptureF
 
     watching(use, policy=RestartPolicy(restarts=0))
     assert "toy[0] failed, and toy is not brought back again" in caplog.text
+
+
+# lost nodes
+
+LOST = "node1 (host, 10.0.0.2), which Ray has lost (no heartbeats)"
+
+
+def test_a_worker_whose_node_is_lost_is_retired_and_the_others_are_still_mended() -> None:
+    async def use(watched: Watched) -> None:
+        watched.executor.lost_nodes["toy[1]"] = LOST
+        await watched.kill(1)
+        assert watched.retired == [(1, f"toy[1] was on {LOST}")]
+        assert (watched.lost, watched.executor.restarts) == ([], [])
+        assert watched.states == ["well", "gone", "well"]
+        await watched.kill(2)
+        assert [rank for _, rank in watched.restored] == [2]
+        assert not watched.supervisor.failed.done()
+
+    watching(use)
+
+
+def test_a_node_that_is_lost_during_a_restart_retires_the_worker() -> None:
+    async def use(watched: Watched) -> None:
+        watched.executor.errors["toy[0]"] = [NodeLost("toy[0]", LOST)]
+        await watched.kill(0)
+        assert [rank for _, rank, _ in watched.lost] == [0]
+        assert watched.retired == [(0, f"toy[0] was on {LOST}")]
+        assert len(watched.executor.restarts) == 1
+        assert watched.states == ["gone", "well", "well"]
+
+    watching(use)
+
+
+def test_the_last_worker_of_a_role_that_is_retired_ends_it_with_the_node_and_what_to_do() -> None:
+    async def use(watched: Watched) -> None:
+        watched.executor.lost_nodes |= {"toy[0]": LOST, "toy[1]": LOST, "toy[2]": LOST}
+        for rank in (2, 0):
+            await watched.kill(rank)
+        assert not watched.supervisor.failed.done()
+        await watched.kill(1)
+        assert str(await watched.error()) == (
+            f"toy[1] was on {LOST}, and no worker of toy is left: start Ray on that node again or give toy the devices "
+            "of another one, and continue from the last checkpoint with resume=True"
+        )
+        assert [rank for rank, _ in watched.retired] == [2, 0]
+
+    watching(use)
+
+
+def test_a_role_that_is_not_restarted_ends_with_the_node_of_any_of_its_workers() -> None:
+    async def use(watched: Watched) -> None:
+        watched.executor.lost_nodes["toy[1]"] = LOST
+        await watched.kill(1)
+        assert f"toy[1] was on {LOST}, and no worker of toy is left" in str(await watched.error())
+        assert (watched.lost, watched.retired) == ([], [])
+
+    watching(use, restart=False)

@@ -96,6 +96,11 @@ class ToyExecutor:
         self.restarts: list[tuple[float, str]] = []
         """When each restart began, and of whom."""
         self.errors: dict[str, list[Exception]] = {}
+        self.lost_nodes: dict[str, str] = {}
+        """What became of the node of each worker."""
+
+    async def lost_node(self, place: Place) -> str | None:
+        return self.lost_nodes.get(place.name)
 
     async def restart(self, handle: ToyHandle) -> None:
         self.restarts.append((now_s(), handle.place.name))
@@ -134,13 +139,15 @@ class Watched:
         self.supervisor = supervisor or Supervisor(policy)
         self.lost: list[tuple[float, int, str]] = []
         self.restored: list[tuple[float, int]] = []
+        self.retired: list[tuple[int, str]] = []
         self.restore: Callable[[int], Awaitable[None]] | None = None
         """What restoring takes, if it takes anything."""
         self._restart = restart
         self.watch()
 
     def watch(self) -> None:
-        self.supervisor.watch(self.cluster, self._lost, self._restored, self._restart)
+        retired = lambda rank, why: self.retired.append((rank, why))  # noqa: E731
+        self.supervisor.watch(self.cluster, self._lost, self._restored, self._restart, retired)
 
     def _lost(self, rank: int, why: str) -> None:
         self.lost.append((now_s(), rank, why.splitlines()[0]))
