@@ -22,6 +22,7 @@ _ENTRY_BYTES = 4096
 """What a name takes at least: more files than pages do not fit, and the time to count them stays short."""
 _FEWEST = 256
 _CHANCES = 10
+_PF_EXITING = 4
 _NOT_ITS_FAULT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -184,9 +185,10 @@ def _count_open(pids: list[int], folder: str, count: _Count) -> frozenset[int]:
 
 
 def _ended(place: str) -> bool:
-    """Whether nothing is left of a process, or thread, but that its parent has not heard of its end."""
+    """Whether a process, or thread, is about to end, or has but its parent has not heard of it: it holds nothing more."""
     with open(f"{place}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
+        state, *numbers = file.read().rpartition(b")")[2].split()
+    return state in (b"Z", b"X") or bool(int(numbers[5]) & _PF_EXITING)
 
 
 def _opened(place: str) -> Iterator[os.stat_result]:

@@ -186,19 +186,21 @@ def probe_all(sandbox: Sandbox, probes: Sequence[Attack]) -> dict[str, list[str]
 
 def set_off(sandbox: Sandbox, bomb: Attack) -> tuple[Outcome, str]:
     """How a bomb ended, and what was wrong with that, or nothing."""
-    before = _left()
+    before = _left(sandbox)
     with target() as given:
         outcome = run_blocking(Program(_begin(given) + bomb.source), bomb.limits, sandbox)
     if outcome.kind not in bomb.ends:
         return outcome, f"ended as {outcome.kind}: {outcome.stdout[-100:]} {outcome.stderr[-300:]}"
     if "escaped" in outcome.stdout:
         return outcome, outcome.stdout[-300:]
-    if not eventually(lambda: _left() <= before):
-        return outcome, f"left behind: {_left() - before}"
+    if not eventually(lambda: _left(sandbox) <= before):
+        return outcome, f"left behind: {_left(sandbox) - before}"
     return outcome, ""
 
 
-def _left() -> set[str]:
+def _left(sandbox: Sandbox) -> set[str]:
     """Scratch folders of this user that lie around."""
+    if sandbox.level != "plain":
+        return set()
     found = Path(tempfile.gettempdir()).glob("roll-scratch-*")
     return {folder.name for folder in found if folder.exists() and folder.stat().st_uid == os.geteuid()}

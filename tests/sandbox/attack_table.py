@@ -1,6 +1,6 @@
 """All attacks, and the table of what becomes of them on each level of this machine.
 
-    PYTHONPATH=.:tests python tests/sandbox/attack_table.py
+    PYTHONPATH=. python tests/sandbox/attack_table.py [level …]
 
 prints it as Markdown, for this machine and this user.
 """
@@ -65,7 +65,8 @@ def results(sandbox: Sandbox) -> dict[str, str]:
 
 def main() -> None:
     """Prints the table."""
-    columns = {name: found for name in NAMES if isinstance(found := column(name), Sandbox)}
+    names = sys.argv[1:] or NAMES
+    columns = {name: found for name in names if isinstance(found := column(name), Sandbox)}
     who = "root" if os.geteuid() == 0 else "another user"
     print(f"{os.uname().machine}, Linux {os.uname().release}, as {who}\n")
     told = {name: results(sandbox) for name, sandbox in columns.items()}
