@@ -5,7 +5,8 @@ on a busy machine too. `calls` is the reward `code` on functions: one execution.
 that are code, which take two executions. All run on `--threads` threads.
 
 `--against FOLDER` compares with another checkout, such as `git worktree add FOLDER COMMIT`: both take turns, `--rounds`
-times, each in a process of its own. Of every rate it prints the median here, there, and the median of the ratios.
+times, each in a process of its own. Of every rate it prints the median here, there, and the median of the ratios of
+neighbouring turns. Short turns (`--seconds 1`) hold better on a busy machine.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import parser, report
@@ -57,7 +57,8 @@ def start_python() -> None:
     subprocess.run([best().python.path, "-c", "pass"], check=True, timeout=60)
 
 
-def measured(sandbox: Sandbox, threads: int, seconds: float) -> dict[str, float]:
+def acts_of(sandbox: Sandbox) -> dict[str, Callable[[], None]]:
+    """What is measured on a level."""
     code = Code(seconds=30, total_s=60)
 
     def run() -> None:
@@ -71,30 +72,65 @@ def measured(sandbox: Sandbox, threads: int, seconds: float) -> dict[str, float]
         assert all(code.passed(SOURCE, ASSERTS, sandbox))
 
     acts = {"executions": run, "calls": calls, "asserts": asserts}
-    return {f"{sandbox.level}_{name}_per_s": rate(act, threads, seconds) for name, act in acts.items()}
+    return {f"{sandbox.level}_{name}_per_s": act for name, act in acts.items()}
 
 
-def rates_of(folder: Path, threads: int, seconds: float) -> dict[str, float]:
-    """What this benchmark measures of the ROLL in a folder, in a new process."""
-    command = [sys.executable, __file__, "--json", "--threads", str(threads), "--seconds", str(seconds)]
-    env = {**os.environ, "PYTHONPATH": str(folder)}
-    done = subprocess.run(command, env=env, cwd=folder, check=True, stdout=subprocess.PIPE, text=True, timeout=3600)
-    found = json.loads(done.stdout.splitlines()[-1])
-    return {name: value for name, value in found.items() if name.endswith("_per_s")}
+def all_acts() -> dict[str, Callable[[], None]]:
+    """On every level of this machine, and the floor."""
+    acts: dict[str, Callable[[], None]] = {}
+    for level in survey():
+        if isinstance(level, Missing):
+            print(f"no {level.level}: {level.why}", file=sys.stderr)
+        else:
+            acts |= acts_of(level)
+    return {**acts, "floor_per_s": start_python}
+
+
+class Served:
+    """This benchmark on the ROLL of some folder, in a process that measures when it is asked to."""
+
+    def __init__(self, folder: Path, threads: int, seconds: float) -> None:
+        command = [sys.executable, __file__, "--serve", "--threads", str(threads), "--seconds", str(seconds)]
+        env = {**os.environ, "PYTHONPATH": str(folder)}
+        self._process = subprocess.Popen(
+            command, env=env, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._asks, self._says = self._process.stdin, self._process.stdout
+        self.names: list[str] = json.loads(self._says.readline())
+
+    def rate(self, name: str) -> float:
+        print(name, file=self._asks, flush=True)
+        return float(self._says.readline())
+
+    def close(self) -> None:
+        self._asks.close()
+        self._process.wait(timeout=60)
+
+
+def serve(threads: int, seconds: float) -> None:
+    """Measures what standard input names, line by line."""
+    acts = all_acts()
+    print(json.dumps(list(acts)), flush=True)
+    for line in sys.stdin:
+        print(rate(acts[line.strip()], threads, seconds), flush=True)
 
 
 def compared(other: Path, rounds: int, threads: int, seconds: float) -> dict[str, float]:
     """Rates here and in another checkout, which take turns so that both see the same machine."""
-    folders = {"here": Path(__file__).parent.parent, "there": other.resolve()}
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in folders}
+    served = [Served(folder, threads, seconds) for folder in (Path(__file__).parent.parent, other.resolve())]
+    found: dict[str, list[list[float]]] = {name: [[], []] for name in served[0].names}
     for number in range(rounds):
-        for name in sorted(folders, reverse=bool(number % 2)):
-            found[name].append(rates_of(folders[name], threads, seconds))
+        for name in found:
+            for which in (0, 1) if number % 2 else (1, 0):
+                found[name][which].append(served[which].rate(name))
+    for each in served:
+        each.close()
     result: dict[str, float] = {}
-    for rate_name in found["here"][0]:
-        here, there = ([rates[rate_name] for rates in found[name]] for name in ("here", "there"))
-        result[f"{rate_name}_here"], result[f"{rate_name}_there"] = statistics.median(here), statistics.median(there)
-        result[f"{rate_name}_ratio"] = statistics.median(a / b for a, b in zip(here, there, strict=True))
+    for name, (here, there) in found.items():
+        result |= {f"{name}_here": statistics.median(here), f"{name}_there": statistics.median(there)}
+        result[f"{name}_ratio"] = statistics.median(a / b for a, b in zip(here, there, strict=True))
     return result
 
 
@@ -102,20 +138,18 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
     options.add_argument("--against", type=Path, help="another checkout to compare with")
-    options.add_argument("--rounds", type=int, default=5, help="of a comparison")
+    options.add_argument("--rounds", type=int, default=15, help="of a comparison")
+    options.add_argument("--serve", action="store_true", help="measure what standard input names")
     args = options.parse_args()
-    if args.against is not None:
+    if args.serve:
+        serve(args.threads, args.seconds)
+    elif args.against is not None:
         report(compared(args.against, args.rounds, args.threads, args.seconds), args.json)
-        return
-    result: dict[str, Any] = {}
-    for level in survey():
-        if isinstance(level, Missing):
-            print(f"no {level.level}: {level.why}", file=sys.stderr)
-        else:
-            result |= measured(level, args.threads, args.seconds)
-    floor = rate(start_python, args.threads, args.seconds)
-    of_floor = {name.replace("per_s", "of_floor"): value / floor for name, value in result.items()}
-    report({"floor_per_s": floor, **result, **of_floor}, args.json)
+    else:
+        rates = {name: rate(act, args.threads, args.seconds) for name, act in all_acts().items()}
+        floor = rates.pop("floor_per_s")
+        of_floor = {name.replace("per_s", "of_floor"): value / floor for name, value in rates.items()}
+        report({"floor_per_s": floor, **rates, **of_floor}, args.json)
 
 
 if __name__ == "__main__":

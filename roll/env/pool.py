@@ -35,6 +35,7 @@ from roll.env.host import Host, Reply
 from roll.env.resolve import located
 from roll.env.stats import EnvStats
 from roll.env.waiting import Waiting
+from roll.sandbox.cgroups import sweep
 
 _log = logging.getLogger(__name__)
 
@@ -203,6 +204,7 @@ class EnvPool:
         # waits: they were cancelled
         await asyncio.gather(*background, return_exceptions=True)
         await asyncio.gather(*(self._retire(host) for host in list(self._hosts)))
+        sweep()
 
     async def _open(self, episode: _Episode, spec: EnvSpec, alone: bool) -> wire.Result:
         spec = _located(spec)

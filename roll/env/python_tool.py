@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from roll.env.actions import Action, Invalid, Tool, parse
 from roll.env.base import Environment, Step
 from roll.env.resolve import register
-from roll.sandbox import Limits, Outcome, Program, run_blocking
+from roll.sandbox import LEVELS, Level, Limits, Outcome, Program, best, run_blocking
 
 Form: TypeAlias = Literal["fence", "json"]
 Kind: TypeAlias = Literal["arithmetic", "sum", "primes", "digits", "sequence", "calendar"]
@@ -38,7 +38,8 @@ class PythonTool(Environment):
     Every turn is a program, in a fenced block or, with `form` `json`, a call of the tool `python`; or the answer, between
     `<answer>` and `</answer>`, which ends the episode: a right one is worth 1. After `turns` turns it ends anyway. A turn
     that is neither costs `invalid_penalty`, and a program that fails `error_penalty`. Every program begins anew, and may
-    take `seconds` and `memory_mb`; of what it prints, `output_chars` are shown.
+    take `seconds` and `memory_mb`; of what it prints, `output_chars` are shown. `sandbox` is the weakest level that will
+    do; with `memory_counted` the kernel must count the memory of programs.
     """
 
     def __init__(
@@ -53,12 +54,16 @@ class PythonTool(Environment):
         seconds: float = 5.0,
         memory_mb: int = 512,
         output_chars: int = 2000,
+        sandbox: Level = "plain",
+        memory_counted: bool = False,
     ) -> None:
         unknown = [kind for kind in kinds if kind not in QUESTIONS]
         if unknown or not kinds:
             raise ValueError(f"python: kinds is {list(kinds)}: choose from {', '.join(QUESTIONS)}")
         if form not in get_args(Form):
             raise ValueError(f"python: form is {form!r}: write {' or '.join(get_args(Form))}")
+        if sandbox not in LEVELS:
+            raise ValueError(f"python: sandbox is {sandbox!r}: write {' or '.join(reversed(LEVELS))}")
         if bool(question) != (answer is not None):
             raise ValueError("python: a question needs an answer, and an answer a question")
         if answer is not None and _number(str(answer)) is None:
@@ -70,6 +75,7 @@ class PythonTool(Environment):
         self._penalties = invalid_penalty, error_penalty
         self._limits = Limits(wall_s=seconds, cpu_s=max(1, round(seconds)), memory_mb=memory_mb)
         self._output_chars = output_chars
+        self._weakest = sandbox, memory_counted
         self._answer = Decimal(0)
         self._invalid = self._failed = 0
 
@@ -78,6 +84,7 @@ class PythonTool(Environment):
         return [TOOL.schema] if self._form == "json" else []
 
     def reset(self, seed: int) -> str:
+        best(*self._weakest)  # says what is missing before the first turn
         question, answer = self._given
         if answer is None:
             dice = random.Random(f"python/{seed}")
@@ -103,7 +110,7 @@ class PythonTool(Environment):
         if program is None:
             self._invalid += 1
             return self._go_on(_NEITHER, 0.0 - self._penalties[0])
-        outcome = run_blocking(Program(shows_last(program)), self._limits)
+        outcome = run_blocking(Program(shows_last(program)), self._limits, best(*self._weakest))
         self._failed += not outcome.ok
         return self._go_on(self._shown(outcome), 0.0 if outcome.ok else 0.0 - self._penalties[1])
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from roll.data.task import Response, Task
 from roll.reward.code_tests import AssertTest, CallTest, CodeTest, CodeTests, InOut, tests_of
 from roll.reward.extract import visible
-from roll.sandbox import Limits, Program, Sandbox, best, run_blocking
+from roll.sandbox import Level, Limits, Program, Sandbox, best, run_blocking
 from roll.sandbox.calls import Call, Returned, call_all, check_all
 
 Credit: TypeAlias = Literal["all", "share"]
@@ -44,9 +44,14 @@ class Code:
     """Memory of one program."""
     tolerance: float = 0.0
     """How far, relatively, a number may be off (in outputs too) and still be right."""
+    sandbox: Level = "plain"
+    """The weakest level of the sandbox that will do: `plain`, `namespaces` or `bubblewrap`. On a machine that has only a
+    weaker one the run stops."""
+    memory_counted: bool = False
+    """Whether the run stops where the kernel does not count the memory of programs."""
 
     def __post_init__(self) -> None:
-        for name, kind in (("credit", Credit), ("block", Block)):
+        for name, kind in (("credit", Credit), ("block", Block), ("sandbox", Level)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, but takes {' or '.join(get_args(kind))}")
         for name in ("seconds", "total_s", "memory_mb"):
@@ -64,7 +69,10 @@ class Code:
 
     def warm_up(self) -> None:
         """Finds the sandbox, which the first verdict would have to."""
-        best()
+        self._sandbox()
+
+    def _sandbox(self) -> Sandbox:
+        return best(self.sandbox, self.memory_counted)
 
     def check_answer(self, task: Task) -> bool:
         """Always checks: `ValueError` if the task has no tests that can be read."""
@@ -72,7 +80,7 @@ class Code:
 
     def passed(self, source: str, tests: CodeTests, sandbox: Sandbox | None = None) -> list[bool]:
         """Of each test, whether the program passes it. Where only all of them count, the first failure ends it."""
-        trial = _Trial(self, tests.whole(source), tests.setup, sandbox or best())
+        trial = _Trial(self, tests.whole(source), tests.setup, sandbox or self._sandbox())
         passed: list[bool] = []
         for batch in _batches(tests.tests):
             if self.credit == "all" and not all(passed):

@@ -28,6 +28,7 @@ from roll.reward.resolve import RewardSource
 from roll.reward.roles import Said
 from roll.reward.stats import GraderStats, Latency
 from roll.reward.turns import Turns
+from roll.sandbox.cgroups import sweep
 
 _log = logging.getLogger(__name__)
 
@@ -163,6 +164,7 @@ class GraderPool:
         await asyncio.gather(*replacing, return_exceptions=True)
         graders = list(self._graders)
         await asyncio.gather(*(self._retire(grader) for grader in graders))
+        sweep()
 
     async def _take(self, domain: str, ahead: bool) -> Grader:
         """A grader for one job of the domain: the longest idle, or one when it is the domain's turn (`ahead`: before all

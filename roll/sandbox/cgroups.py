@@ -76,7 +76,7 @@ def find(mounts: str = "", membership: str = "") -> Cgroups | NoCgroups:
     except OSError:
         return NoCgroups("this system has no control groups")
     known = list(_mounts(mounts))
-    why = "no control group hierarchy is mounted"
+    why = ""
     for mount in sorted(known, key=lambda mount: mount.version):  # a controller is in one version only
         if mount.version == 1 and "memory" not in mount.controllers:
             continue
@@ -84,8 +84,8 @@ def find(mounts: str = "", membership: str = "") -> Cgroups | NoCgroups:
             refusal = _refusal(mount, folder)
             if not refusal:
                 return Cgroups(mount.version, folder, _pids_folder(mount, folder, known, membership))
-            why = refusal
-    return NoCgroups(why)
+            why = why or refusal
+    return NoCgroups(why or "no control group hierarchy is mounted")
 
 
 def _mounts(text: str) -> Iterator[_Mount]:
@@ -303,7 +303,7 @@ class Groups:
 def _groups(cgroups: Cgroups, pid: int) -> Groups:
     import atexit
 
-    sweep(cgroups)
+    sweep()
     groups = Groups(cgroups)
     atexit.register(lambda: groups.close() if os.getpid() == pid else None)
     return groups
@@ -314,14 +314,18 @@ def groups_of(cgroups: Cgroups) -> Groups:
     return _groups(cgroups, os.getpid())
 
 
-def sweep(cgroups: Cgroups) -> int:
-    """Removes the groups of processes that have ended, wherever they are on this machine, and says how many."""
-    count = 0
-    tops = [_top(folder) for folder in cgroups.folders]
-    others = [path for top in tops[1:] for path in _left(top)]  # before the first: each has its namesake there
-    for path in _left(tops[0]):
-        count += _remove_if_dead(path)
-    alive = {os.path.basename(path) for path in _left(tops[0])}
+def sweep(mounts: str = "") -> int:
+    """Removes the groups of processes that have ended, wherever they are on this machine, and says how many. The text is
+    that of `/proc/self/mountinfo`, if not given."""
+    try:
+        known = list(_mounts(mounts or _read("/proc/self/mountinfo")))
+    except OSError:
+        return 0
+    tops = [mount.folder for mount in known if mount.version == 2 or "memory" in mount.controllers]
+    apart = [mount.folder for mount in known if "pids" in mount.controllers and mount.folder not in tops]
+    others = [path for top in apart for path in _left(top)]  # before the first: each has its namesake there
+    count = sum(_remove_if_dead(path) for top in tops for path in _left(top))
+    alive = {os.path.basename(path) for top in tops for path in _left(top)}
     for path in others:
         if os.path.basename(path) not in alive:
             with contextlib.suppress(OSError):
@@ -350,14 +354,6 @@ def _remove_if_dead(path: str) -> bool:
 def _left(top: str) -> list[str]:
     """All groups of this module's below a folder."""
     return [os.path.join(folder, name) for folder, names, _ in os.walk(top) for name in names if name.startswith(_NAME)]
-
-
-def _top(folder: str) -> str:
-    """The folder where its hierarchy is mounted: runs that were killed may have been in any group."""
-    device = os.stat(folder).st_dev
-    while (above := os.path.dirname(folder)) != folder and os.stat(above).st_dev == device:
-        folder = above
-    return folder
 
 
 def _words(path: str) -> list[str]:

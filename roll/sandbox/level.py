@@ -70,7 +70,8 @@ class Sandbox:
     def memory(self) -> str:
         """One line: how the memory of programs is held, and what is left."""
         if self.cgroups is not None:
-            return f"counted by the kernel ({self.cgroups.label})"
+            leave = "" if self.guards & {"user", "files"} else "; programs could leave the group"
+            return f"counted by the kernel ({self.cgroups.label}){leave}"
         left = "pipes up to 100 MB, and file locks" if "calls" in self.guards else "kernel buffers and shared memory"
         return f"watched 20 times a second; not counted: {left}"
 

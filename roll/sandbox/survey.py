@@ -34,19 +34,36 @@ class Missing:
     why: str
 
 
+def best(weakest: Level = "plain", counted: bool = False) -> Sandbox:
+    """The strongest level that works here. Tried once in a process; a weak one is warned of. `SandboxError` where it is
+    weaker than the weakest that will do, or, with `counted`, the kernel does not count what programs take."""
+    found, why = _best()
+    if LEVELS.index(found.level) > LEVELS.index(weakest):
+        raise SandboxError(
+            f"the sandbox of this machine is {found.level}, and sandbox={weakest} is asked for ({why}): `roll doctor` "
+            f"says what to mend, or set sandbox={found.level}"
+        )
+    if counted and found.cgroups is None:
+        raise SandboxError(
+            f"the kernel does not count the memory of programs on this machine ({found.uncounted}), and "
+            f"memory_counted=true is asked for: docs/sandbox.md says what it takes, or set memory_counted=false"
+        )
+    return found
+
+
 @functools.cache
-def best() -> Sandbox:
-    """The strongest level that works here. Tried once in a process; a weak one is warned of."""
-    why = ""
+def _best() -> tuple[Sandbox, str]:
+    """The strongest level, and why stronger ones do not work."""
+    why: list[str] = []
     for level in LEVELS:
         found = try_level(level)
         if isinstance(found, Missing):
-            why = found.why
+            why.append(f"no {level}: {found.why}")
             continue
         if found.missing:
             _log.warning("the sandbox is a %s: %s (`roll doctor` says more)", found.held_by, "; ".join(found.missing))
-        return found
-    raise SandboxError(f"no sandbox works on this machine: {why}")
+        return found, "; ".join(why)
+    raise SandboxError(f"no sandbox works on this machine: {'; '.join(why)}")
 
 
 def survey() -> list[Sandbox | Missing]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import pickle
@@ -15,9 +16,15 @@ from boxes import NAMES, box, needs
 from memory_attacks import ATTACKS, LIMIT_MB
 from processes import eventually
 
-from roll.sandbox import Limits, Program, Sandbox, run_blocking
+from roll.data.task import Response, Task
+from roll.env.python_tool import PythonTool
+from roll.reward.code import Code
+from roll.reward.pool import GraderPool
+from roll.reward.resolve import RewardSource
+from roll.sandbox import Limits, Program, Sandbox, SandboxError, best, run_blocking
 from roll.sandbox.cgroups import groups_of, sweep
 
+SURVEY = sys.modules["roll.sandbox.survey"]  # the package has a function of that name
 LIMITS = Limits(wall_s=20, cpu_s=20, memory_mb=LIMIT_MB)
 PATIENT = Limits(wall_s=20, cpu_s=20)
 SAMPLE = ("shared mappings that shrink", "pairs of sockets", "links", "page tables")
@@ -144,7 +151,7 @@ def test_groups_of_a_killed_run_are_removed_at_the_next_start(counted: Sandbox) 
             process.stdin.write(pickle.dumps((counted, "import time\ntime.sleep(600)")))
         own = process.stdout.readline().decode().split()
         assert eventually(lambda: Path(own[0], "cgroup.procs").read_text() != "")
-        sweep(counted.cgroups)
+        sweep()
         assert all(map(os.path.exists, own))  # their process lives
     finally:
         os.killpg(process.pid, signal.SIGKILL)
@@ -152,7 +159,7 @@ def test_groups_of_a_killed_run_are_removed_at_the_next_start(counted: Sandbox) 
         process.stdout.close()
 
     def swept() -> bool:
-        sweep(counted.cgroups)
+        sweep()
         return not any(map(os.path.exists, own))
 
     assert eventually(swept)  # as soon as the kernel has ended the program
@@ -165,3 +172,63 @@ def test_a_run_that_ends_by_itself_leaves_no_group(counted: Sandbox) -> None:
     own = done.stdout.decode().split()
     assert own, done.stderr
     assert not any(map(os.path.exists, own))
+
+
+def groups_held(task: Task, response: Response) -> float:
+    """A reward that runs a program, and writes down which groups its process keeps."""
+    assert run_blocking(Program("pass")).ok
+    found = best().cgroups
+    assert found is not None
+    with groups_of(found).group(Limits()) as group:
+        Path(response.text).write_text("\n".join(group.folders))
+    return 1.0
+
+
+def test_graders_that_end_with_the_run_leave_no_group(tmp_path: Path) -> None:
+    if best().cgroups is None:
+        pytest.skip(f"the kernel does not count here: {best().uncounted}")
+    written = tmp_path / "groups"
+
+    async def judge() -> list[str]:
+        async with GraderPool(RewardSource.of(f"{__file__}:groups_held"), deadline_s=60) as pool:
+            verdict = await pool.score(Task("one", ()), Response(str(written), 1, "stop"))
+            assert verdict.reward == 1.0
+            own = written.read_text().split()
+            assert all(map(os.path.exists, own))
+            return own
+
+    assert not any(map(os.path.exists, asyncio.run(judge())))
+
+
+class TestMinimum:
+    @pytest.fixture(autouse=True)
+    def weak(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A machine that has only the plain level, and whose kernel does not count."""
+        found = dataclasses.replace(box("plain"), cgroups=None, uncounted="no hierarchy is mounted")
+        monkeypatch.setattr(SURVEY, "_best", lambda: (found, "no bubblewrap: bwrap is not installed"))
+
+    def test_what_is_strong_enough_is_taken(self) -> None:
+        assert best().level == "plain"
+        Code(sandbox="plain").warm_up()
+
+    def test_a_level_below_the_minimum_is_refused(self) -> None:
+        with pytest.raises(
+            SandboxError, match=r"is plain, and sandbox=namespaces is asked for \(no bubblewrap: bwrap is"
+        ):
+            best("namespaces")
+        with pytest.raises(SandboxError, match="set sandbox=plain"):
+            Code(sandbox="bubblewrap").warm_up()
+        with pytest.raises(SandboxError, match="set sandbox=plain"):
+            PythonTool(sandbox="bubblewrap").reset(1)
+
+    def test_memory_that_is_only_watched_is_refused(self) -> None:
+        with pytest.raises(SandboxError, match=r"does not count .*\(no hierarchy is mounted\).*memory_counted=false"):
+            Code(memory_counted=True).warm_up()
+        with pytest.raises(SandboxError, match="memory_counted=false"):
+            PythonTool(memory_counted=True).reset(1)
+
+    def test_levels_have_names(self) -> None:
+        with pytest.raises(ValueError, match="sandbox is 'strong', but takes bubblewrap or namespaces or plain"):
+            Code(sandbox="strong")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="sandbox is 'strong': write plain or namespaces or bubblewrap"):
+            PythonTool(sandbox="strong")  # type: ignore[arg-type]
