@@ -30,9 +30,9 @@ UNSEEN: tuple[Attack, ...] = tuple(
     Attack(
         f"memory that no process is seen to hold: {name}",
         "memory",
-        source,
+        source.replace('print("held"', 'print("escaped: held"'),
         frozenset({"calls"}),
-        ends=frozenset({"memory", "disk", "failed"}),
+        ends=frozenset({"memory", "disk", "failed", "timeout"}),
         limits=Limits(wall_s=20, cpu_s=20, memory_mb=memory_attacks.LIMIT_MB),
         slow=True,
     )
