@@ -21,6 +21,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from roll.config.rights import like_its_folder
+
 LIMIT_BYTES = 64 << 20
 SMALLEST_BYTES = 3 << 12
 CHUNK_BYTES = 1 << 16
@@ -139,8 +141,10 @@ def _program() -> str:
 
 
 def _append_to(path: Path, data: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
+        if not os.fstat(descriptor).st_size:
+            like_its_folder(path)
         rest = memoryview(data)
         while rest:
             rest = rest[os.write(descriptor, rest) :]

@@ -21,6 +21,11 @@ _log = logging.getLogger(__name__)
 _REAP_S = 5.0
 
 
+def _private(path: str, flags: int) -> int:
+    """A log that is new is its owner's; where the run's folder is readable by others, its writer makes it so too."""
+    return os.open(path, flags, 0o600)
+
+
 class Child:
     """A process and the connection to it.
 
@@ -58,7 +63,7 @@ class Child:
             # waits: a socket that is connected
             reader, writer = await asyncio.open_connection(sock=ours)
             on_error.callback(writer.transport.abort)
-            output = 2 if log is None else closing.enter_context(open(log, "ab"))  # noqa: ASYNC230
+            output = 2 if log is None else closing.enter_context(open(log, "ab", opener=_private))  # noqa: ASYNC230
             told = ("" if log is None else str(log), str(log_bytes), str(os.getpid()), str(theirs.fileno()))
             # waits: the kernel answers
             keeper = await asyncio.create_subprocess_exec(

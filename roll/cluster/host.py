@@ -24,6 +24,7 @@ from roll.child.log import LIMIT_BYTES, start_writer
 from roll.cluster.errors import Failure
 from roll.cluster.worker import Dispatch, Parallel, Place, Worker, crowded_methods, parallel_of
 from roll.config.errors import RunError, UserError
+from roll.config.rights import like_its_folder
 from roll.config.secrets import print_no_secrets
 from roll.data.batch import Batch
 from roll.data.columns import Block, Columns, Elsewhere, TokenColumn, away, put_away
@@ -174,7 +175,9 @@ def _write_output_to(log: Path, limit_bytes: int) -> None:
     """Everything this process prints goes to the file, which takes at most so many bytes."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
+        like_its_folder(log.parent)
         log.touch()
+        like_its_folder(log)
         writing = start_writer(log, limit_bytes)
     except OSError as error:
         raise UserError(

@@ -24,6 +24,7 @@ from roll.cluster.host import Answer, Started, unsent
 from roll.cluster.process_main import NUMBER, Call, Close, Start, WarmUp
 from roll.cluster.worker import Place, SharedArguments, Worker
 from roll.config.errors import RunError
+from roll.config.rights import like_its_folder
 
 _COMMAND = command("roll.cluster.process_main")
 _CHUNK_BYTES = 1 << 20
@@ -80,6 +81,7 @@ class ProcessHandle:
     async def _process(self) -> _Connection:
         if self._log is not None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
+            like_its_folder(self._log.parent)
         child = await Child.start(_COMMAND, self._log, _environment(self.place), self._log_bytes)
         return _Connection(child, self.place.name, self._log)
 

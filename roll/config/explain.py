@@ -151,6 +151,9 @@ def _text_of(detail: ErrorDetails, path: Path) -> str:
     length = detail["type"] in ("missing", "too_long", "too_short")
     if kind is not shape.UNKNOWN and (length or shape.choices(kind) or _SAID_BY_TYPE.match(detail["type"])):
         return unfit(path, value)
+    if detail["type"] == "string_pattern_mismatch" and path[-1] == "mode":
+        takes = "octal digits, of which the first lets you do everything, as in 0750"
+        return f"{name} is {shown(value)}, but takes {takes} ({shape.meaning(path)})"
     reason = re.sub(r"^.*?\bshould\b", "it should", detail["msg"])
     line = shape.meaning(path)
     return f"{name} is {shown(value)}: {reason}" + (f" ({line})" if line else "")

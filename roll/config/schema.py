@@ -21,6 +21,7 @@ from roll.config.section import (
     Count,
     Devices,
     Limit,
+    Mode,
     Names,
     NonNegative,
     Positive,
@@ -276,6 +277,9 @@ class RunConfig(Section):
 
     dir: str = "runs/run"
     """The run's folder."""
+    mode: Mode = "0700"
+    """Who may read it, as for `chmod`: `0700` is you alone, `0750` your group too, `0755` everybody. Its files, and what
+    `roll export` makes of it, are as readable as it is."""
     checkpoint_every: Whole = 20
     """Steps between checkpoints, 0 for only at the end."""
     keep: KeepConfig = KeepConfig()

@@ -32,6 +32,10 @@ Bound = Annotated[float, Field(ge=-math.inf, allow_inf_nan=True)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Devices = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
 """Device numbers as text; a single number may be written as one."""
+Mode = Annotated[
+    str, BeforeValidator(lambda value: f"{value:04d}" if type(value) is int else value), Field(pattern="^0?7[0-7][0-7]$")
+]
+"""Rights to a folder in octal digits; `0750`, which YAML reads as a number, is one."""
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 """Names; a single one may be written alone."""
 

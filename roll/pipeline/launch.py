@@ -85,11 +85,12 @@ def train(
             if resume:
                 folder, undo = RunFolder.open(place), _nothing
             else:
-                folder, undo = _new_folder(place, dump_config(written), restart)
+                folder, undo = _new_folder(place, written, restart)
             recorder: Recorder | None = None
             with folder.lock():
                 try:
                     early.release()
+                    folder.set_mode(config.run.mode)
                     origin = resumed(chosen.compared, folder) if resume else Resumed(None, ())
                     if not resume and recording is not None:
                         with _saying_full(folder):
@@ -98,7 +99,9 @@ def train(
                         reporter.warned(remark)
                     with _saying_full(folder), Recorder.open(pipeline.config, folder, reporter) as recorder:
                         other_code = recording if resume else None
-                        return asyncio.run(_train(pipeline, recorder, executor, plan, written, origin, other_code))
+                        summary = asyncio.run(_train(pipeline, recorder, executor, plan, written, origin, other_code))
+                    folder.set_mode(config.run.mode)  # what libraries wrote
+                    return summary
                 except UserError:
                     if not (recorder and recorder.steps):
                         undo()  # refused while it started: nothing happened in it
@@ -110,12 +113,12 @@ def train(
                     raise Stopped(by) from None
 
 
-def _new_folder(place: Path, config_yaml: str, restart: bool) -> tuple[RunFolder, Callable[[], None]]:
+def _new_folder(place: Path, config: Config, restart: bool) -> tuple[RunFolder, Callable[[], None]]:
     """The folder of a new run, and what leaves everything as it was if the run never begins."""
     aside = RunFolder.move_aside(place) if restart else None
     made = first_to_make(place)
     try:
-        folder = RunFolder.create(place, config_yaml)
+        folder = RunFolder.create(place, dump_config(config), config.run.mode)
     except UserError:
         if aside is not None:
             RunFolder.move_back(aside, place)

@@ -30,9 +30,16 @@ from types import MappingProxyType
 from typing import Any
 
 from roll.config.errors import RunError, UserError
+from roll.config.rights import like_its_folder, tree_like_its_folder
 from roll.config.spelling import option
 from roll.run.disk import full_disk
-from roll.run.files import DIGEST, atomic_write, file_digest, sync_folder, to_json
+from roll.run.files import (
+    DIGEST,
+    atomic_write,
+    file_digest,
+    sync_folder,
+    to_json,
+)
 from roll.run.folder import RunFolder
 
 _MANIFEST = "manifest.json"
@@ -168,6 +175,7 @@ class Checkpoints:
     def begin(self, step: int, state: dict[str, Any]) -> Saving:
         """Begins a checkpoint with the state as it is now. Until it is finished or dropped no other one is begun."""
         self._dir.mkdir(exist_ok=True)
+        like_its_folder(self._dir)
         self._tidy()
         newest = max((other for other, _ in _whole(self._dir)), default=step)
         assert newest <= step, (
@@ -187,6 +195,7 @@ class Checkpoints:
         if final.exists():
             # `latest` reads the old one under this name for the instant in which neither has the real one.
             final.rename(self._dir / f".step-{step:06d}.old-{os.getpid()}")
+        tree_like_its_folder(aside)
         aside.rename(final)
         sync_folder(self._dir)
         self._tidy()

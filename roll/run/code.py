@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from roll.config.errors import UserError
+from roll.config.rights import tree_like_its_folder
 from roll.config.root import Name, is_object, names_in, root_of, with_names
 from roll.config.schema import Config
 from roll.config.user_code import find_file, imports_from, is_users
@@ -235,6 +236,7 @@ class Recording:
         for name, content in self.pickles.items():
             atomic_write(folder / name, content)
         atomic_write(folder / MANIFEST, to_json(asdict(manifest), indent=True) + "\n")
+        tree_like_its_folder(folder)
 
 
 @dataclass(frozen=True)

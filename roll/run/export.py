@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from roll.config.errors import RunError, UserError
+from roll.config.rights import tree_like_its_folder
 from roll.config.spelling import option
 from roll.model.find import holds_adapters, shards_of
 from roll.run.checkpoint import Checkpoints
@@ -48,6 +49,9 @@ def export_model(run: Path, target: Path, *, adapter: bool = False) -> int:
             export_shards(model, shards, aside)
         else:
             shutil.copytree(model, aside, dirs_exist_ok=True)
+        aside.chmod(RunFolder.open(run).path.stat().st_mode & 0o777)
+        for inside in aside.iterdir():
+            tree_like_its_folder(inside)
         aside.rename(target)
     except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)

@@ -13,6 +13,7 @@ from typing import IO, Any
 
 import orjson
 
+from roll.config.rights import like_its_folder
 from roll.config.secrets import KNOWN
 
 # Fast where the processor has SHA instructions (1.5 GB/s and more), and no collision passes for a match.
@@ -25,6 +26,7 @@ def atomic_open(path: Path) -> Iterator[IO[bytes]]:
     aside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         with aside.open("wb") as file:
+            like_its_folder(aside)
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from roll.config.errors import RunError, UserError
+from roll.config.rights import like_its_folder, tree_like_its_folder
 from roll.config.spelling import option
 from roll.run.files import atomic_write, to_json
 
@@ -76,14 +77,15 @@ class RunFolder:
             cls._refuse_taken(path)
 
     @classmethod
-    def create(cls, path: Path, config_yaml: str) -> RunFolder:
-        """A new run at `path`, which must not exist or be empty."""
+    def create(cls, path: Path, config_yaml: str, mode: str = "0700") -> RunFolder:
+        """A new run at `path`, which must not exist or be empty; `mode` says who may read it."""
         check_place(path)
         folder = cls(_absolute(path))
         try:
             # Not `folder.path`: where a link names a folder that is not there yet, that folder is made.
             Path(os.path.realpath(path)).mkdir(parents=True, exist_ok=True)
             cls._refuse_taken(path)
+            folder.set_mode(mode)
             with folder.lock():
                 cls._refuse_taken(path)  # by a process that created its run meanwhile
                 atomic_write(folder.config_path, config_yaml)
@@ -167,6 +169,13 @@ class RunFolder:
                 return
             real = real.parent
 
+    def set_mode(self, mode: str) -> None:
+        """Makes the folder and all that is in it readable as the mode says; one of somebody else's stays as it is."""
+        with suppress(PermissionError):
+            os.chmod(os.path.realpath(self.path), int(mode, 8))
+        for inside in self.path.iterdir():
+            tree_like_its_folder(inside)
+
     @property
     def config_path(self) -> Path:
         return self.path / "config.yaml"
@@ -228,6 +237,7 @@ class RunFolder:
         """Hold the run for writing. A second holder, in any process, is refused; the lock dies with its process."""
         try:
             file = (self.path / ".lock").open("a+")
+            like_its_folder(self.path / ".lock")
         except OSError as error:
             raise UserError(f"cannot write to {self.path} ({error.strerror}): write run.dir=OTHER") from error
         with file:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.config.errors import RunError
+from roll.config.rights import like_its_folder
 from roll.run.files import sync_folder, to_json
 from roll.run.folder import RunFolder
 
@@ -31,6 +32,7 @@ class History:
         new = not self.path.exists()
         try:
             with self.path.open("ab+") as file:
+                like_its_folder(self.path)
                 size = file.seek(0, os.SEEK_END)
                 if size and _last_byte(self.path) != b"\n":
                     line = b"\n" + line  # what a kill left half-written is a line of its own, which nobody reads

@@ -45,6 +45,7 @@ from typing import IO, Any
 from zlib import crc32
 
 from roll.config.errors import RunError, UserError
+from roll.config.rights import like_its_folder
 from roll.run.files import sync_folder, to_json
 
 ROLLED_BACK = "rolled_back"
@@ -144,6 +145,7 @@ class Ledger:
         """The ledger at `path`, created if absent, checked from end to end and cut back to its last whole record."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
+            like_its_folder(path)
             sync_folder(path.parent)
             size = 0
             for offset, lines in record_blocks(path):

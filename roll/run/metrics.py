@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from roll.config.errors import RunError, UserError
+from roll.config.rights import like_its_folder
 from roll.config.secrets import KNOWN
 from roll.run.files import atomic_write, to_json
 from roll.run.folder import RunFolder
@@ -137,6 +138,7 @@ def _whole_lines(path: Path) -> list[bytes]:
 
 def _open_at_whole_line(path: Path) -> IO[bytes]:
     file = path.open("ab+")
+    like_its_folder(path)
     file.seek(0)
     file.truncate(file.read().rfind(b"\n") + 1)
     file.seek(0, os.SEEK_END)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.config.errors import RunError, UserError
+from roll.config.rights import like_its_folder
 from roll.run.files import atomic_open, to_json_line
 from roll.run.folder import RunFolder
 from roll.run.sums import audit, drop_sums, line_sum, write_sums
@@ -23,6 +24,7 @@ def write_samples(folder: RunFolder, step: int, rows: Iterable[Mapping[str, Any]
     Several writers write a part each: `samples/step-000010.part-3.jsonl`.
     """
     folder.samples_dir.mkdir(exist_ok=True)
+    like_its_folder(folder.samples_dir)
     path = _path(folder, step, part)
     sums: list[int] = []
     drop_sums(folder.path, path)

@@ -40,6 +40,7 @@ from types import TracebackType
 from typing import Any
 
 from roll.config.errors import RunError
+from roll.config.rights import like_its_folder
 from roll.run.files import to_json
 from roll.run.folder import RunFolder
 from roll.run.ledger import Transition
@@ -73,7 +74,8 @@ class Trace:
         """Whether the limit is reached."""
         self._max_bytes = max_bytes
         self._room = max_bytes - _RESERVED_BYTES
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        like_its_folder(path)
         self._writing = True
         """Until the trace is full, closed or broken; then whatever is added is ignored."""
         self._glue = "[\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -120,3 +121,25 @@ def test_a_run_leaves_no_secret_behind(
         assert "from step 2 on train.steps is 3" in _check(run, capfd)
         assert main(["train", saved, given[0], "train.steps=4", "--resume"]) == 0
         assert "step 4" in _check(run, capfd)
+
+
+def test_a_run_and_its_export_are_their_owners(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        start = ["train", TINY, *SMALL, "run.tensorboard=true", f"run={tmp_path / 'run'}"]
+        assert main(start) == 0
+        assert _others(tmp_path / "run") == []
+        assert main(["ledger", str(tmp_path / "run")]) == 0
+        assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+        assert _others(tmp_path / "out") == []
+        for path in (tmp_path / "run", *(tmp_path / "run").rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        assert main([*start, "train.steps=3", "run.mode=0750", "--resume"]) == 0
+        assert {path.stat().st_mode & 0o777 for path in (tmp_path / "run").rglob("*")} == {0o750, 0o640}
+    finally:
+        os.umask(before)
+
+
+def _others(folder: Path) -> list[Path]:
+    """What others than the owner have any right to."""
+    return [path for path in (folder, *folder.rglob("*")) if path.stat().st_mode & 0o077]
