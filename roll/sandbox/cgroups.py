@@ -269,12 +269,9 @@ class Groups:
     @contextlib.contextmanager
     def group(self, limits: Limits) -> Iterator[Group]:
         """A group in which a program may take that much. Whatever is in it at the end is ended."""
-        with self._lock:
-            group = self._idle.pop() if self._idle else None
-        group = group or self._new()
+        group = self._limited(limits)
         is_usable = False
         try:
-            group.limit(limits)
             yield group
             with contextlib.suppress(OSError):  # it is not there any more
                 is_usable = group.empty()
@@ -284,6 +281,22 @@ class Groups:
                     self._idle.append(group)
             else:
                 group.remove()
+
+    def _limited(self, limits: Limits) -> Group:
+        with self._lock:
+            idle = self._idle.pop() if self._idle else None
+        if idle is not None:
+            with contextlib.suppress(OSError):  # it holds more than the new limit, or is not there any more
+                idle.limit(limits)
+                return idle
+            idle.remove()
+        group = self._new()
+        try:
+            group.limit(limits)
+        except BaseException:
+            group.remove()
+            raise
+        return group
 
     def _new(self) -> Group:
         for _ in range(_TRIES):

@@ -67,12 +67,12 @@ class Null:
 
 
 @dataclass(frozen=True)
-class NeverBoth:
-    """A call that is refused if the argument has both bits."""
+class NeverBits:
+    """A call that is refused if the argument has all bits of one of the sets."""
 
     call: Call
     argument: int
-    bits: tuple[int, int]
+    refused: tuple[tuple[int, ...], ...]
 
 
 def _same(name: str, number: int) -> Call:
@@ -231,10 +231,12 @@ HIDING = Never(Call("prctl", 157, 167), 0, (_PR_SET_DUMPABLE,))
 """A process that nobody can look into: its open files could not be counted. Only where they are counted by looking."""
 
 
-_MAP_SHARED, _MAP_ANONYMOUS = 1, 0x20
-SHARED_MEMORY = NeverBoth(Call("mmap", 9, 222), 3, (_MAP_SHARED, _MAP_ANONYMOUS))
-"""Shared memory keeps its pages when it is unmapped in part: no process is seen to hold them. Only where the kernel does
-not count them."""
+_MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = 1, 0x20, 0x40000
+HUGE_PAGES = NeverBits(Call("mmap", 9, 222), 3, ((_MAP_HUGETLB,),))
+"""Memory that the machine has set aside for others: the kernel does not count it as a program's."""
+SHARED_MEMORY = NeverBits(Call("mmap", 9, 222), 3, ((_MAP_HUGETLB,), (_MAP_SHARED, _MAP_ANONYMOUS)))
+"""The same, and shared memory, which keeps its pages when it is unmapped in part: no process is seen to hold them. Only
+where the kernel does not count them."""
 
 
 def can_filter_calls() -> bool:
@@ -253,7 +255,7 @@ def call_filter(
     `own_user`: no file of the run belongs to the program's user.
     """
     rules: list[Rule] = [*OF_ITSELF, *(SIGNALS if signals else ()), *ROUNDABOUT, NO_ADDRESS]
-    rules += [*((HIDING,) if watched else ()), *((SHARED_MEMORY,) if not counted else ())]
+    rules += [*((HIDING,) if watched else ()), HUGE_PAGES if counted else SHARED_MEMORY]
     rules += [*(BY_NAME if not own_user else ())]
     lines = [*_head(machine), *_clones(machine)]
     for rule in rules:
@@ -261,7 +263,7 @@ def call_filter(
     return b"".join(struct.pack("HBBI", *line) for line in [*lines, (_GIVE, 0, 0, ALLOW)])
 
 
-Rule: TypeAlias = Only | Never | NeverBoth | Null
+Rule: TypeAlias = Only | Never | NeverBits | Null
 
 _Line: TypeAlias = tuple[int, int, int, int]
 """What to do, how many lines to skip if so, and if not, and with which value."""
@@ -305,8 +307,8 @@ def _block(rule: Rule, machine: Machine) -> list[_Line]:
     number = rule.call.on(machine)
     if number is None:
         return []
-    if isinstance(rule, NeverBoth):
-        body = list(_never_both(rule))
+    if isinstance(rule, NeverBits):
+        body = list(_never_bits(rule))
     elif isinstance(rule, Null):
         body = list(_null(rule))
     else:
@@ -331,12 +333,12 @@ def _never(rule: Never) -> Iterator[_Line]:
     yield _GIVE, 0, 0, REFUSE
 
 
-def _never_both(rule: NeverBoth) -> Iterator[_Line]:
-    one, other = rule.bits
+def _never_bits(rule: NeverBits) -> Iterator[_Line]:
     yield _LOAD, 0, 0, _argument_at(rule.argument)
-    yield _ANY_BIT, 0, 2, one
-    yield _ANY_BIT, 0, 1, other
-    yield _GIVE, 0, 0, REFUSE
+    for bits in rule.refused:
+        for n, bit in enumerate(bits):
+            yield _ANY_BIT, 0, len(bits) - n, bit  # past the refusal
+        yield _GIVE, 0, 0, REFUSE
     yield _GIVE, 0, 0, ALLOW
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import secrets
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from roll.sandbox import Limits, cgroups
+from roll.sandbox import Limits, best, cgroups
 from roll.sandbox.cgroups import Cgroups, Group, Groups, NoCgroups, find, sweep
 
 LIMITS = Limits(memory_mb=100, scratch_bytes=1 << 20, processes=5)
@@ -202,6 +204,21 @@ class TestGroups:
         with groups.group(LIMITS) as other:
             assert other is not group
 
+    def test_an_idle_group_that_holds_more_than_a_new_limit_is_not_used(
+        self, found: Cgroups, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        groups = Groups(found)
+        with groups.group(LIMITS) as group:
+            pass
+
+        def busy(limits: Limits) -> None:
+            raise OSError(16, "Device or resource busy")
+
+        monkeypatch.setattr(group, "limit", busy)
+        with groups.group(LIMITS) as other:
+            assert other is not group
+        assert not os.path.exists(group.folders[0])
+
     def test_only_groups_of_the_dead_are_swept(self, found: Cgroups, machine: Machine) -> None:
         elsewhere = Path(found.memory).parent / "another-job"
         elsewhere.mkdir()
@@ -215,3 +232,27 @@ class TestGroups:
             assert all(map(os.path.exists, group.folders))
         assert not any(path.exists() for path in dead)
         assert all(path.exists() for path in others)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_kernel_has_a_process_of_another_user_join_by_a_descriptor(version: int) -> None:
+    """Also of a version that does not count memory here: joining is the same."""
+    mounts = [mount for mount in cgroups._mounts(Path("/proc/self/mountinfo").read_text()) if mount.version == version]
+    if os.geteuid() != 0 or not mounts:
+        pytest.skip(f"no control groups of version {version} for root here")
+    mount = next((mount for mount in mounts if "memory" in mount.controllers), mounts[0])
+    own = cgroups._own(mount, Path("/proc/self/cgroup").read_text())
+    folder = os.path.join(own, f"test-sandbox-{secrets.token_hex(8)}")
+    try:
+        os.mkdir(folder)
+    except OSError as error:
+        pytest.skip(f"no control group can be made in {own}: {error}")
+    try:
+        fd = os.open(f"{folder}/{'tasks' if version == 1 else 'cgroup.procs'}", os.O_WRONLY)
+        source = f"import os; os.write({fd}, b'0'); print(open('/proc/self/cgroup').read())"
+        command = [best().python.path, "-c", source]
+        done = subprocess.run(command, capture_output=True, text=True, user=65534, group=65534, pass_fds=[fd], timeout=60)
+        os.close(fd)
+        assert os.path.basename(folder) in done.stdout, done.stderr
+    finally:
+        os.rmdir(folder)

@@ -111,6 +111,8 @@ def test_shared_memory_is_refused_where_the_kernel_does_not_count_it(machine: Ma
     for flags, verdict in ((shared, REFUSE), (validated, REFUSE), (private, ALLOW), (of_a_file, ALLOW)):
         assert ask(machine, SHARED_MEMORY.call, 0, 4096, 3, flags, counted=False) == verdict
         assert ask(machine, SHARED_MEMORY.call, 0, 4096, 3, flags) == ALLOW
+        for counted in (True, False):
+            assert ask(machine, SHARED_MEMORY.call, 0, 4096, 3, flags | 0x40000, counted=counted) == REFUSE  # huge pages
 
 
 def test_files_of_the_same_user_keep_their_permissions(machine: Machine) -> None:
