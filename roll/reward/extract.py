@@ -13,9 +13,12 @@ A text that has none of these is left to the reward that reads it: `number` take
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
+
+from roll.reward.patience import patiently
 
 Place: TypeAlias = Literal["stated", "text", "last_line", "boxed", "answer"]
 """The first of tag, box, `####` and final statement that there is, else all of the text; all of the text; its last line
@@ -196,9 +199,8 @@ def extract(text: str, place: Place, pattern: str | None = None) -> list[str]:
 
 
 def _last_match(pattern: str, text: str) -> str | None:
-    last = None
-    for match in compiled(pattern).finditer(text):
-        last = match
+    """What the last match of a pattern finds; None if there is none, or searching takes too long."""
+    last = patiently(lambda: functools.reduce(lambda _, match: match, compiled(pattern).finditer(text), None), None)
     if last is None:
         return None
     return last[1] if last.re.groups else last[0]

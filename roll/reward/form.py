@@ -11,6 +11,7 @@ from typing import Any
 from roll.data.task import Response, Task
 from roll.reward.extract import compiled, visible
 from roll.reward.json_shape import check_shape, fits
+from roll.reward.patience import patiently
 
 _FENCE = re.compile(r"\s*```[\w-]*\n(.*?)\n?```\s*", re.DOTALL)
 
@@ -56,14 +57,15 @@ class Format:
         held: dict[str, bool] = {}
         if self.pattern is not None:
             regex = compiled(self.pattern)
-            held["pattern"] = bool(regex.search(text) if self.search else regex.fullmatch(text.strip()))
+            find = regex.search if self.search else regex.fullmatch
+            held["pattern"] = patiently(lambda: find(text if self.search else text.strip()) is not None, False)
         if self.tags:
             held["tags"] = has_tags(text, self.tags, self.only_tags)
         if self.json or self.schema:
             is_json, value = read_json(visible(text) or "")
             held["json"] = is_json
             if self.schema:
-                held["schema"] = is_json and fits(value, self.schema)
+                held["schema"] = is_json and patiently(lambda: fits(value, self.schema), False)
         return held
 
 

@@ -32,6 +32,9 @@ from roll.reward.numerals import Numeral, read_number
 
 _PLACES = 6
 """Decimal places in which numbers must agree, as math-verify has it: 0.333333 is a third, 0.33 is not."""
+_TOWER = re.compile(r"\d[\s})]{0,3}(?:(?:\^|\*\*)[\s{(]{0,3}\d{1,9}[\s})]{0,3}){3}|!\s?\)?\s?!")
+"""A power of a power of a power of numbers, or a factorial of a factorial: computing one may take all memory before its
+time is up. It is right only where the gold is written the same."""
 _MOST_SIDES = 4
 """Sides that an equation may have."""
 
@@ -162,6 +165,8 @@ def _equal(gold: str, attempt: str, step_s: int) -> bool:
         attempt = _without_word(attempt)
     if "".join(attempt.split()) == "".join(gold.split()):
         return True
+    if _TOWER.search(attempt):
+        return False
     if re.search(r"\d\s?_", attempt):  # the base of a numeral, which math-verify does not read
         return bare_base(gold) == bare_base(attempt)
     if _says_more(gold, attempt) or (is_listed(attempt) and not _may_be_several(gold)):

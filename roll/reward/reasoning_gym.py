@@ -10,6 +10,10 @@ from typing import Any
 from roll.data.reasoning_gym import make_puzzles
 from roll.data.task import Response, Task
 from roll.reward.extract import extract
+from roll.reward.patience import patiently
+
+_LONGEST = 1 << 16
+"""Characters of an answer."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,13 @@ class ReasoningGym:
 
 
 def _score(puzzles: Any, entry: Any, answer: str) -> float:
+    """The verifier's score; 0 for an answer that breaks it or that it is not done with in time: verifiers parse, and some
+    compute, answers as they come."""
+    if len(answer) > _LONGEST:
+        return 0.0
     try:
-        return float(puzzles.score_answer(answer, entry))
-    except Exception:  # verifiers parse answers as they come; what breaks one is no solution
+        return patiently(lambda: float(puzzles.score_answer(answer, entry)), 0.0)
+    except Exception:
         return 0.0
 
 

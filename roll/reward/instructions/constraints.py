@@ -99,7 +99,7 @@ def _placeholders(text: str, num_placeholders: int) -> bool:
 def _postscript(text: str, postscript_marker: str) -> bool:
     letters = [re.escape(letter) for letter in postscript_marker if letter.isalpha()]
     spelled = r"\.?\s?".join(letters) if "." in postscript_marker else re.escape(postscript_marker)
-    return re.search(rf"^[\W_]*{spelled}(?!\w)", text, re.IGNORECASE | re.MULTILINE) is not None
+    return re.search(rf"^(?:[^\w\n]|_)*{spelled}(?!\w)", text, re.IGNORECASE | re.MULTILINE) is not None
 
 
 def _bullets(text: str, num_bullets: int) -> bool:
@@ -125,7 +125,12 @@ def _json(text: str) -> bool:
 
 
 def _title(text: str) -> bool:
-    return any(title.strip("<> \t") for title in re.findall(r"<<([^\n]+)>>", text))
+    """A line with something between its first `<<` and its last `>>`."""
+    for line in text.split("\n"):
+        start, end = line.find("<<"), line.rfind(">>")
+        if 0 <= start < end and line[start + 2 : end].strip("<> \t"):
+            return True
+    return False
 
 
 def _two_responses(text: str) -> bool:

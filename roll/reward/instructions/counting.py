@@ -8,6 +8,9 @@ _ABBREVIATIONS = re.compile(
     r"mr|mrs|ms|dr|prof|st|sr|jr|vs|etc|e\.?g|i\.?e|al|fig|no|vol|dept|inc|ltd|co|corp|est|approx|ca|cf|a\.m|p\.m|u\.[sk]|ph\.d"
     r"|jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec"
 )
+_NEAR = 80
+"""Characters before a point that tell what it is."""
+_SOMETHING = re.compile(r"\S")
 _END = re.compile(r"[.!?…。！？]+[\"'”’)\]*_]*(?=\s|\Z)|[。！？]")
 
 
@@ -26,7 +29,7 @@ def sentences(text: str) -> list[str]:
     lists do not end one."""
     found, start = [], 0
     for end in _END.finditer(text):
-        if end[0] == "." and _goes_on(text[start : end.start()], text[end.end() :]):
+        if end[0] == "." and _goes_on(text, start, end):
             continue
         found.append(text[start : end.end()])
         start = end.end()
@@ -45,13 +48,15 @@ def divided(text: str, divider: str) -> list[str]:
     return found[bool(not found[0]) : len(found) - bool(len(found) > 1 and not found[-1])]
 
 
-def _goes_on(before: str, after: str) -> bool:
-    """Whether a sentence goes on behind this point."""
-    last = re.search(r"(\S+)\Z", before)
-    if last is None:
+def _goes_on(text: str, start: int, end: re.Match[str]) -> bool:
+    """Whether a sentence that began at `start` goes on behind this point. Only what stands near it is looked at."""
+    stop = end.start()
+    near = text[max(start, stop - _NEAR) : stop]
+    if not near or near[-1].isspace():
         return False
-    word = last[1].lstrip("(\"'“‘[*_").casefold()
+    word = near.split()[-1].lstrip("(\"'“‘[*_").casefold()
     if _ABBREVIATIONS.fullmatch(word) or re.fullmatch(r"[^\W\d_]", word):  # "e.g." or "J. S. Bach"
-        return bool(after.strip())
-    is_item = re.fullmatch(r"\s*(?:\d+|[a-z])", before.rpartition("\n")[2], re.IGNORECASE)
-    return is_item is not None  # "1. First"
+        return _SOMETHING.search(text, end.end()) is not None
+    _, line_end, line = near.rpartition("\n")
+    begins_here = bool(line_end) or len(near) == stop - start
+    return begins_here and re.fullmatch(r"\s*(?:\d+|[a-z])", line, re.IGNORECASE) is not None  # "1. First"
