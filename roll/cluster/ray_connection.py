@@ -50,8 +50,9 @@ def connect(config: RayConfig, root: str = "") -> None:
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if config.address is None:
         settings |= {"address": "local", "include_dashboard": False}
-        # What Ray has started here ends within seconds after its head has, also when that was killed.
-        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
+        # What Ray has started here ends within seconds after its head has, also when that was killed. This process has
+        # the same limit, and needs some of it to end in order.
+        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "15")
         if config.object_store_gb:
             settings["object_store_memory"] = int(config.object_store_gb * 2**30)
         environment = resolved(config.runtime_env, "ray.runtime_env")

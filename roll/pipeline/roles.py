@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,7 @@ from roll.workers.scorers import NO_SCORERS, Scorers
 from roll.workers.train import TrainWorker
 
 _PING_S = 5.0
+_RAY_SAYS = r"Raylet is terminated|has been marked dead|A worker died or was killed"
 LEARNERS = ("actor_train", "critic")
 """Roles that are restarted whenever a trainer dies."""
 
@@ -239,6 +241,8 @@ def make_executor(config: Config) -> Executor:
     silent_s = max(config.supervise.hang_s, LEAST_SILENT_S)
     if config.executor == "local":
         return LocalExecutor(config.ray.call_deadline_s, config.ray.start_deadline_s, silent_s)
+    # Read when Ray is imported: pages on what has died, which the run says in a sentence.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _RAY_SAYS)
     try:
         from roll.cluster.ray_executor import RayExecutor
     except ModuleNotFoundError as error:
