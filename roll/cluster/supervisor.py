@@ -93,6 +93,8 @@ class Supervisor:
         self._watches: dict[tuple[str, int], _Watch] = {}
         self._failures: dict[str, _Failures] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._endless: set[asyncio.Task[Any]] = set()
+        """Those of the tasks that end with the supervisor."""
 
     def watch(
         self,
@@ -144,14 +146,18 @@ class Supervisor:
             self.failed.set_result(None)
         for role in {role for role, _ in self._watches}:
             self.unwatch(role)
+        for task in self._endless:
+            task.cancel()
         if self._tasks and asyncio.current_task() not in self._tasks:
             await asyncio.wait(self._tasks, timeout=_END_S)
 
-    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """A task that closing waits for; who spawns one cancels it."""
+    def spawn(self, work: Coroutine[Any, Any, T], endless: bool = False) -> asyncio.Task[T]:
+        """A task that closing waits for. Closing cancels one that is `endless`; any other ends by itself, or is cancelled
+        by who spawned it."""
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        for tasks in (self._tasks, self._endless) if endless else (self._tasks,):
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
         return task
 
     def fail(self, error: Exception) -> None:

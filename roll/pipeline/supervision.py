@@ -61,7 +61,7 @@ class TrainSupervision:
 
     def start(self) -> None:
         """Watches all roles from now on, and what they run on."""
-        self.supervisor.spawn(self._watch_cluster())
+        self.supervisor.spawn(self._watch_cluster(), endless=True)
         for trainer in self._trainers:
             self._watch_trainer(trainer)
 
@@ -145,7 +145,7 @@ class Supervision(TrainSupervision):
         if roles.scorers.judge is not None:
             watch(roles.scorers.judge, self._told, self._judge_back, retired=self._retired("judge"))
         roles.pool.engine_trouble = self._engine_trouble
-        self.supervisor.spawn(self._tell_loads())
+        self.supervisor.spawn(self._tell_loads(), endless=True)
         roles.pool.worker_trouble = lambda worker, reason: self.supervisor.condemn("rollout", worker, reason)
 
     def stand_by(self) -> None:

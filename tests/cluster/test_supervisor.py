@@ -591,6 +591,7 @@ def test_close_at_any_moment_ends_everything_at_once(tenths: int) -> None:
             await asyncio.sleep(1)
 
         watched.restore = restore
+        watched.supervisor.spawn(asyncio.sleep(1e6), endless=True)
         watched.executor.errors["toy[2]"] = [WorkerDied("toy[2]", "no memory")]
         watched.handles[0].become("dead")
         watched.handles[1].become("hung")
