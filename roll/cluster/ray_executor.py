@@ -46,7 +46,7 @@ _END_S = 60.0
 
 _HEAD_S = 3.0
 """After which a silent head of Ray is lost: where it was started here, and it has no other machine to be slow on."""
-_FAR_HEAD_S = 12.0
+_FAR_HEAD_S = 8.0
 """The same of a cluster that was joined: such a head may be restarted with what it knew."""
 _ASK_S = 3.0
 

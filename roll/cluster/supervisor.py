@@ -41,7 +41,7 @@ from typing import Any, Literal, TypeVar
 
 from roll.child.together import together
 from roll.cluster.cluster import Cluster
-from roll.cluster.errors import CallTimedOut, NodeLost, RemoteError, WorkerDied
+from roll.cluster.errors import CallTimedOut, ClusterLost, NodeLost, RemoteError, WorkerDied
 from roll.config.errors import RunError
 from roll.config.spelling import option
 
@@ -161,10 +161,10 @@ class Supervisor:
         return task
 
     def fail(self, error: Exception) -> None:
-        if self.failed.done():
-            _log.error("%s", error)  # the run ends with another one, and would say nothing of this
-        else:
+        if not self.failed.done():
             self.failed.set_exception(error)
+        elif not isinstance(error, ClusterLost):  # which everybody hears of
+            _log.error("%s", error)  # the run ends with another one, and would say nothing of this
         for watch in self._watches.values():
             watch.task.cancel()
 

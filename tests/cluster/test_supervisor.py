@@ -12,7 +12,7 @@ from toy_workers import POLICY, SOON_S, Watched, now_s, run_virtually
 
 from roll.cluster import LocalExecutor, Place, RestartPolicy, Supervisor, Worker
 from roll.cluster.cluster import Cluster
-from roll.cluster.errors import CallTimedOut, NodeLost, WorkerDied
+from roll.cluster.errors import CallTimedOut, ClusterLost, NodeLost, WorkerDied
 from roll.config.errors import RunError, UserError
 
 
@@ -736,3 +736,17 @@ def test_a_role_that_is_not_restarted_ends_with_the_node_of_any_of_its_workers()
         assert (watched.lost, watched.retired) == ([], [])
 
     watching(use, restart=False)
+
+
+def test_a_lost_cluster_ends_it_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def use(watched: Watched) -> None:
+        lost = ClusterLost("the head of Ray's cluster has not answered for 8 s")
+        watched.executor.cluster_lost = lost
+        for rank in range(3):
+            await watched.kill(rank)
+        assert await watched.error() is lost
+        watched.supervisor.fail(lost)
+        assert watched.executor.restarts == []
+
+    watching(use)
+    assert not caplog.records

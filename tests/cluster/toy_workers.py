@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Literal, TypeVar, cast
 
 from roll.cluster import Cluster, Place, RestartPolicy, Supervisor
-from roll.cluster.errors import CallTimedOut, WorkerDied
+from roll.cluster.errors import CallTimedOut, ClusterLost, WorkerDied
 
 T = TypeVar("T")
 
@@ -98,8 +98,11 @@ class ToyExecutor:
         self.errors: dict[str, list[Exception]] = {}
         self.lost_nodes: dict[str, str] = {}
         """What became of the node of each worker."""
+        self.cluster_lost: ClusterLost | None = None
 
     async def lost_node(self, place: Place) -> str | None:
+        if self.cluster_lost is not None:
+            raise self.cluster_lost
         return self.lost_nodes.get(place.name)
 
     async def restart(self, handle: ToyHandle) -> None:
