@@ -205,13 +205,13 @@ share(12, rules)
 """,
     "terminals": """
 def terminals():
-    while True:
+    taken = 0
+    while taken < GOAL // 12:
         kept.append(os.openpty())
         os.set_blocking(kept[-1][0], False)
         try:
-            while True: os.write(kept[-1][0], bytes(4096))
+            while True: taken += os.write(kept[-1][0], bytes(4096))
         except OSError: pass
-        if len(kept) > 110: break
 share(12, terminals)
 """,
     "many processes": """
