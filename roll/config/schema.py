@@ -264,7 +264,7 @@ class KeepConfig(Section):
     """Keep the checkpoint with the best held-out result besides, of those saved right after an evaluation."""
     samples: Whole = 0
     """Newest steps whose samples are kept; 0: all."""
-    trace_mb: Whole = 1024
+    trace_mb: Whole = 128
     """Trace files kept, in MiB, the oldest deleted first; 0: all. A file ends at a quarter of it."""
     log_mb: Count = 64
     """Kept of each log of processes, in MiB: a third of it how it began, the rest how it goes on."""

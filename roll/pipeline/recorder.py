@@ -41,7 +41,7 @@ from roll.run.disk import Closing
 from roll.run.history import History
 from roll.run.samples import check_samples
 from roll.run.stages import StageClock
-from roll.run.trace import MAX_BYTES, Trace, drop_traces
+from roll.run.trace import MAX_BYTES, Trace
 from roll.strategy.train.base import UpdateStats
 
 _SHOW_S = 0.5
@@ -95,7 +95,7 @@ class Recorder:
             stack.enter_context(Closing(ledger))
             metrics = Metrics(folder, tensorboard=config.run.tensorboard)
             stack.enter_context(Closing(metrics))
-            trace = Trace.open(folder, _trace_bytes(config)) if config.run.trace else None
+            trace = _open_trace(config, folder) if config.run.trace else None
             recorder = cls(config, folder, ledger, metrics, reporter, trace)
             stack.enter_context(Closing(recorder))
             yield recorder
@@ -191,17 +191,7 @@ class Recorder:
                 if name.startswith("queue/"):
                     self._trace.counter(name, time.time(), value)
             self._trace.flush()
-            if self._trace.nearly_full:
-                self._next_trace()
         self._metrics.log(step, values)
-
-    def _next_trace(self) -> None:
-        """Ends a trace that is nearly full and begins the next; of old ones those are deleted that are too much."""
-        assert self._trace is not None
-        self._trace.close()
-        self._trace = Trace.open(self.folder, _trace_bytes(self._config))
-        if keep_mb := self._config.run.keep.trace_mb:
-            drop_traces(self.folder, (keep_mb << 20) - _trace_bytes(self._config))
 
     def report(
         self,
@@ -311,6 +301,10 @@ class Recorder:
         now = time.monotonic()
         seconds, self._clock = now - self._clock, now
         return seconds
+
+
+def _open_trace(config: Config, folder: RunFolder) -> Trace:
+    return Trace.open(folder, _trace_bytes(config), config.run.keep.trace_mb << 20)
 
 
 def _trace_bytes(config: Config) -> int:

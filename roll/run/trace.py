@@ -9,8 +9,9 @@ What always holds:
   `unfinished`. Each begins where the sample's last one ended.
 - Events do not overlap on a lane. A sample that comes to a row takes its lowest free lane and keeps it until it leaves
   the row: the height of a row is how busy it was.
-- Samples that have not ended are held, and the latest transitions; no more. A file that would grow over its limit ends
-  with an event that says so.
+- Samples that have not ended are held, and the latest transitions; no more. A file that would grow over its limit ends,
+  and the next one continues: a stage is in the file in which it ended, and rows and lanes keep their numbers. Where there
+  is no next one, the file ends with an event that says so.
 
 Rows and lanes, by example:
 
@@ -30,6 +31,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import count
 from json.encoder import encode_basestring_ascii as quote
@@ -66,19 +68,16 @@ _by_time = itemgetter(0)
 class Trace:
     """The trace being written, by one process. Writes are buffered; the caller flushes at the end of each step."""
 
-    def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
-        """Begins the file, which must not exist."""
+    def __init__(self, path: Path, max_bytes: int = MAX_BYTES, next_path: Callable[[], Path] | None = None) -> None:
+        """Begins the file, which must not exist. `next_path` names the file that continues one that is full."""
         assert max_bytes >= 4096, "a trace needs room for the names of its rows"
-        self.path = path
+        self._next_path = next_path
         self.full = False
         """Whether the limit is reached."""
         self._max_bytes = max_bytes
-        self._room = max_bytes - _RESERVED_BYTES
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        like_its_folder(path)
+        self._begin(path)
         self._writing = True
         """Until the trace is full, closed or broken; then whatever is added is ignored."""
-        self._glue = "[\n"
         self._buffer: list[str] = []
         self._buffered = 0
         self._pending: list[tuple[int, Transition]] = []
@@ -89,17 +88,29 @@ class Trace:
         self._lanes = count(_FIRST_LANE)
         self._rows: dict[str, _Row] = {}
         self._controller = self._row("controller")
+        self._put(list(self._labels(self._controller, None)), self._controller)
 
     @classmethod
-    def open(cls, folder: RunFolder, max_bytes: int = MAX_BYTES) -> Trace:
-        """A new trace of the run: `trace.json`, or `trace-2.json` … after those that are there."""
-        number = max((_number(path) for path in trace_files(folder)), default=0) + 1
-        return cls(folder.path / (f"trace-{number}.json" if number > 1 else "trace.json"), max_bytes)
+    def open(cls, folder: RunFolder, max_bytes: int = MAX_BYTES, keep_bytes: int = 0) -> Trace:
+        """A new trace of the run: `trace.json`, or `trace-2.json` … after those that are there, in files of at most
+        `max_bytes`. Of all its files the newest are kept that have at most `keep_bytes`; 0: all."""
 
-    @property
-    def nearly_full(self) -> bool:
-        """Whether it is time for another file."""
-        return self._room < self._max_bytes / 8
+        def next_path() -> Path:
+            if keep_bytes:
+                drop_traces(folder, keep_bytes - max_bytes)
+            number = max((_number(path) for path in trace_files(folder)), default=0) + 1
+            return folder.path / (f"trace-{number}.json" if number > 1 else "trace.json")
+
+        return cls(next_path(), max_bytes, next_path)
+
+    def _begin(self, path: Path) -> None:
+        self.path = path
+        self._room = self._max_bytes - _RESERVED_BYTES
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        like_its_folder(path)
+        self._glue = "[\n"
+        self._labelled: set[int] = set()
+        """Rows and lanes that have their names in this file."""
 
     def append(self, transition: Transition) -> None:
         """Adds a sample's move. Moves of one sample come in order; where hosts' clocks disagree, no time passes."""
@@ -122,7 +133,9 @@ class Trace:
         lane = self._lane(place, start_us)
         self._write(
             f'{{"name":{quote(name)},"cat":"run","ph":"X","ts":{start_us},"dur":{end_us - start_us},'
-            f'"pid":{place.pid},"tid":{lane},"args":{to_json(args)}}}'
+            f'"pid":{place.pid},"tid":{lane},"args":{to_json(args)}}}',
+            place,
+            lane,
         )
         place.give(lane, end_us)
 
@@ -132,7 +145,8 @@ class Trace:
         self._newest_us = max(self._newest_us, time_us)
         self._write(
             f'{{"name":{quote(name)},"ph":"C","ts":{time_us},"pid":{self._controller.pid},'
-            f'"args":{{"value":{to_json(value)}}}}}'
+            f'"args":{{"value":{to_json(value)}}}}}',
+            self._controller,
         )
 
     def flush(self) -> None:
@@ -146,7 +160,7 @@ class Trace:
             return
         self._settle(len(self._pending))
         for stage in self._open.values():
-            self._write(stage.event(self._newest_us, ',"unfinished":true'))
+            self._write(stage.event(self._newest_us, ',"unfinished":true'), stage.row, stage.lane)
         self._drain(end="\n]\n")
         self._stop()
 
@@ -172,7 +186,7 @@ class Trace:
         if now_us > self._newest_us:
             self._newest_us = now_us
         if stage is not None:
-            self._write(stage.event(now_us, f',"then":{{"state":{quote(state)}{said}}}'))
+            self._write(stage.event(now_us, f',"then":{{"state":{quote(state)}{said}}}'), stage.row, stage.lane)
         if state in ENDS:
             self._end(now_us, transition, said)
             return
@@ -191,11 +205,14 @@ class Trace:
         if stage is not None:
             stage.row.give(stage.lane, now_us)
         if transition.state != "trained":
-            where = f'"pid":{self._row("waiting").pid},"s":"p"' if stage is None else f'{stage.where},"s":"t"'
+            row = self._row("waiting") if stage is None else stage.row
+            where = f'"pid":{row.pid},"s":"p"' if stage is None else f'{stage.where},"s":"t"'
             who = _who(transition) if stage is None else stage.who
             self._write(
                 f'{{"name":{quote(transition.state)},"cat":"sample","ph":"i","ts":{now_us},{where},'
-                f'"args":{{{who}{said}}}}}'
+                f'"args":{{{who}{said}}}}}',
+                row,
+                None if stage is None else stage.lane,
             )
 
     def _row_of(self, transition: Transition, stage: _Stage | None) -> _Row:
@@ -212,37 +229,65 @@ class Trace:
     def _row(self, name: str) -> _Row:
         row = self._rows.get(name)
         if row is None:
-            row = self._rows[name] = _Row(len(self._rows) + 1)
-            self._label("process", name, _place(name), f'"pid":{row.pid}')
+            row = self._rows[name] = _Row(len(self._rows) + 1, name)
         return row
 
     def _lane(self, row: _Row, start_us: int) -> int:
         lane = row.take(start_us)
         if lane is None:
             lane = next(self._lanes)
-            self._label("thread", f"lane {row.lanes}", row.lanes, f'"pid":{row.pid},"tid":{lane}')
-            row.lanes += 1
+            row.places[lane] = len(row.places)
         return lane
 
-    def _label(self, kind: str, name: str, place: int, where: str) -> None:
-        self._write(f'{{"name":"{kind}_name","ph":"M",{where},"args":{{"name":{quote(name)}}}}}')
-        self._write(f'{{"name":"{kind}_sort_index","ph":"M",{where},"args":{{"sort_index":{place}}}}}')
-
-    def _write(self, event: str) -> None:
-        """Buffers an event; the one that does not fit is replaced by the last."""
+    def _write(self, event: str, row: _Row, lane: int | None = None) -> None:
+        """Buffers an event, after the names of its row and lane if this file has not had them; what does not fit begins
+        the next file, or is replaced by the last event."""
         if not self._writing:
             return
-        self._room -= len(event) + 2  # characters are bytes: events are ASCII
-        if self._room < 0:
+        events = [*self._labels(row, lane), event]
+        size = sum(map(len, events)) + 2 * len(events)  # characters are bytes: events are ASCII
+        if size > self._room and self._next_path is not None:
+            self._continue()
+            events = [*self._labels(row, lane), event]
+            size = sum(map(len, events)) + 2 * len(events)
+            if size > self._room:  # longer than a whole file
+                return
+        if size > self._room:
             self.full, self._writing = True, False
-            event = (
+            events = [
                 f'{{"name":"the trace ends here: it has reached its limit of {self._max_bytes} bytes",'
                 f'"ph":"i","s":"g","ts":{self._newest_us},"pid":{self._controller.pid}}}'
-            )
-        self._buffer.append(event)
-        self._buffered += len(event)
+            ]
+        self._put(events, row, lane)
+
+    def _put(self, events: list[str], row: _Row, lane: int | None = None) -> None:
+        self._labelled |= {row.pid, lane or row.pid}
+        size = sum(map(len, events)) + 2 * len(events)
+        self._room -= size
+        self._buffer += events
+        self._buffered += size
         if self._buffered >= _BUFFER_BYTES:
             self._drain()
+
+    def _labels(self, row: _Row, lane: int | None) -> Iterator[str]:
+        if row.pid not in self._labelled:
+            yield from _label("process", row.name, _place(row.name), f'"pid":{row.pid}')
+        if lane is not None and lane not in self._labelled:
+            place = row.places[lane]
+            yield from _label("thread", f"lane {place}", place, f'"pid":{row.pid},"tid":{lane}')
+
+    def _continue(self) -> None:
+        """Ends the file and begins the next."""
+        assert self._next_path is not None
+        self._drain(end="\n]\n")
+        os.close(self._descriptor)
+        self._descriptor = -1
+        try:
+            self._begin(self._next_path())
+        except OSError as error:
+            self._stop()
+            raise RunError(f"cannot write to {self.path}: {error.strerror}") from error
+        self._put(list(self._labels(self._controller, None)), self._controller)
 
     def _drain(self, end: str = "") -> None:
         text = end
@@ -262,7 +307,8 @@ class Trace:
     def _stop(self) -> None:
         self._writing = False
         self._forget()
-        os.close(self._descriptor)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
         self._descriptor = -1
 
     def _forget(self) -> None:
@@ -296,11 +342,13 @@ def _number(path: Path) -> int:
 class _Row:
     """A row of the screen, which the format calls a process: its lanes, and those that are free, with since when."""
 
-    __slots__ = ("_free", "_since_us", "lanes", "pid")
+    __slots__ = ("_free", "_since_us", "name", "pid", "places")
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, name: str) -> None:
         self.pid = pid
-        self.lanes = 0
+        self.name = name
+        self.places: dict[int, int] = {}
+        """Of each lane, counted from the top of the row."""
         self._free: list[int] = []
         self._since_us: dict[int, int] = {}
 
@@ -357,6 +405,11 @@ def _said(transition: Transition) -> str:
         if key != "task":
             said += f",{quote(key)}:{_json(value)}"
     return said
+
+
+def _label(kind: str, name: str, place: int, where: str) -> Iterator[str]:
+    yield f'{{"name":"{kind}_name","ph":"M",{where},"args":{{"name":{quote(name)}}}}}'
+    yield f'{{"name":"{kind}_sort_index","ph":"M",{where},"args":{{"sort_index":{place}}}}}'
 
 
 def _json(value: Any) -> str:

@@ -174,7 +174,7 @@ def test_moves_that_arrive_out_of_order_get_the_lanes_they_would_have_got(
 @given(st.integers(1, 40), st.integers(0, 2**32))
 def test_a_row_gives_the_lowest_lane_that_was_free_at_the_time(lanes: int, seed: int) -> None:
     chance = random.Random(seed)
-    row, free, taken = _Row(1), dict[int, int](), list[int]()
+    row, free, taken = _Row(1, "waiting"), dict[int, int](), list[int]()
     for number in range(5 * lanes):
         time_us = chance.randrange(10)
         if taken and (len(taken) == lanes or (number > lanes and chance.random() < 0.5)):
@@ -519,3 +519,41 @@ def test_old_traces_are_deleted_and_the_next_has_a_number_of_its_own(folder: Run
     assert (folder.path / "trace-notes.json").exists()
     with Trace.open(folder) as trace:
         assert trace.path.name == "trace-5.json"
+
+
+def test_a_trace_goes_on_in_other_files_and_no_stage_is_lost_or_doubled(folder: RunFolder) -> None:
+    names = [f"{number}.0" for number in range(300)]
+    with Trace.open(folder, max_bytes=8192) as trace:
+        for number, name in enumerate(names):
+            trace.append(Transition(name, "queued", time_s=float(number), info={"task": "t"}))
+            trace.append(Transition(name, "generating", time_s=number + 20.5, info={"engine": number % 3}))
+            trace.append(Transition(name, "trained", time_s=number + 50.5))
+            trace.flush()
+    files = trace_files(folder)
+    assert len(files) > 10
+    assert all(file.stat().st_size <= 8192 for file in files)
+    every = [event for file in files for event in json.loads(file.read_text())]
+    stages = [(event["args"]["sample"], event["name"]) for event in every if event["ph"] == "X"]
+    assert sorted(stages) == sorted((name, state) for name in names for state in ("queued", "generating"))
+    assert not any("unfinished" in event["args"] for event in every if event["ph"] == "X")
+    for file in files:
+        mine = json.loads(file.read_text())
+        named = {event["tid"] for event in mine if event["name"] == "thread_name"}
+        assert {event["tid"] for event in mine if event["ph"] == "X"} <= named, "each file says the names of its lanes"
+
+
+def test_only_so_much_of_a_trace_is_kept_and_a_resumed_run_counts_what_is_there(folder: RunFolder) -> None:
+    for _ in range(3):
+        with Trace.open(folder, max_bytes=8192, keep_bytes=4 * 8192) as trace:
+            for number in range(1000):
+                trace.counter("queue/queued", number, number)
+        assert sum(file.stat().st_size for file in trace_files(folder)) <= 4 * 8192
+        assert len(trace_files(folder)) >= 3
+
+
+def test_an_event_that_no_file_has_room_for_is_left_out(folder: RunFolder) -> None:
+    with Trace.open(folder, max_bytes=4096) as trace:
+        trace.span("x" * 5000, "controller", 0.0, 1.0)
+        trace.span("train", "controller", 1.0, 2.0)
+    every = [event for file in trace_files(folder) for event in json.loads(file.read_text())]
+    assert [event["name"] for event in every if event["ph"] == "X"] == ["train"]
