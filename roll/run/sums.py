@@ -21,6 +21,7 @@ from pathlib import Path
 from zlib import crc32
 
 from roll.config.errors import RunError
+from roll.config.rights import like_its_folder
 
 FOLDER = "sums"
 _RECORD_BYTES = 14
@@ -131,9 +132,10 @@ def write_sums(run: Path, file: Path, values: Iterable[int]) -> None:
     for number, value in enumerate(values, start=1):
         records.append(_record(name, number - 1, b"%08x" % value))
     records.append(_record(name, number, _SETTLED))
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make_folder(run, path.parent)
     aside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     aside.write_bytes(b"".join(records))
+    like_its_folder(aside)
     os.replace(aside, path)
 
 
@@ -174,6 +176,14 @@ class SumWriter:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _make_folder(run: Path, folder: Path) -> None:
+    if not folder.is_dir():
+        if folder != run:
+            _make_folder(run, folder.parent)
+        folder.mkdir(exist_ok=True)
+        like_its_folder(folder)
 
 
 def _parse(name: str, content: bytes) -> Sums:

@@ -191,3 +191,10 @@ def test_resume_compares_no_more_samples_than_it_has_time_for(run: RunFolder) ->
     check_samples(run, 0)
     with pytest.raises(RunError, match=r"step-000001\.jsonl is damaged"):
         check_samples(run, STEPS)
+
+
+def test_who_may_read_the_run_may_read_its_checksums_and_nobody_else(run: RunFolder) -> None:
+    run.path.chmod(0o750)
+    write_samples(run, 9, [{"sample": "9.0"}])
+    made = sums_path(run.path, run.samples_dir / "step-000009.jsonl")
+    assert made.stat().st_mode & 0o777 == made.parent.stat().st_mode & 0o666
