@@ -87,7 +87,7 @@ def _verify(path: Path, step: int, folders: Sequence[str] | None = None) -> None
         algorithm = str(manifest["algorithm"])
         files = {str(name): (int(entry["bytes"]), str(entry["digest"])) for name, entry in manifest["files"].items()}
         hashlib.new(algorithm)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise _damaged(path, _MANIFEST, "it is not a manifest") from error
     if manifest.get("step") != step or _STATE not in files:
         raise _damaged(path, _MANIFEST, f"it is not the manifest of step {step}")
@@ -284,7 +284,7 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
         content = json.loads((path / name).read_bytes())
     except FileNotFoundError as error:
         raise _damaged(path, name, "it is missing") from error
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise _damaged(path, name, "it is not JSON") from error
     if not isinstance(content, dict):
         raise _damaged(path, name, "it is not a JSON object")
