@@ -44,7 +44,10 @@ class Chat:
         """A task and its answer."""
         if task.environment is not None or task.answer is None:
             raise ValueError("the task has no answer to imitate")
-        return cls(task.id, (*task.messages, Message(role="assistant", content=str(task.answer))))
+        answer = task.answer[0] if isinstance(task.answer, list | tuple) and task.answer else task.answer  # of several
+        if not isinstance(answer, str | int | float):
+            raise ValueError(f"the task's answer is a {type(answer).__name__}, not a text that can be imitated")
+        return cls(task.id, (*task.messages, Message(role="assistant", content=str(answer))))
 
 
 def _check_messages(messages: Sequence[Message]) -> None:

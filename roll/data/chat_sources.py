@@ -20,7 +20,8 @@ from roll.config.schema import DataConfig
 from roll.config.secrets import resolved
 from roll.config.user_code import load_user_code
 from roll.data.chat import Chat
-from roll.data.layout import Layout
+from roll.data.layout import ROW_MB, Layout
+from roll.data.row_task import name_in
 from roll.data.rows import TABLES, GivenRows, is_table, read_rows
 from roll.data.sources import SOURCES, Split, call_source, check_options, find_generator, name_of
 from roll.data.task import Message, Task
@@ -72,15 +73,16 @@ def chat_file(
     rows: str = "",
     delimiter: str = "",
     quotes: bool = True,
+    row_mb: int = ROW_MB,
     root: str = "",
 ) -> Iterator[Chat]:
     """A file with a conversation a row. The options name its columns: a list of `messages`; or token `ids` and their
     `loss_mask`, as runs write them to `samples/`; or a `prompt` (text or messages) and a `response`. A share `held_out`
     of the rows, at even distances, is held out. `subset` and `part` are a dataset's configuration and split; `columns`,
-    `rows`, `delimiter` and `quotes` say how a CSV or JSON file is laid out, as for tasks."""
+    `rows`, `delimiter`, `quotes` and `row_mb` say how a file is laid out, as for tasks."""
     if not 0 <= held_out < 1:
         raise UserError(f"data.options: held_out is {held_out}: write a share from 0 to below 1")
-    layout = Layout(tuple(columns), rows, delimiter, quotes)
+    layout = Layout(tuple(columns), rows, delimiter, quotes, row_mb=row_mb)
     found = read_rows(path, "data.source", subset=subset, part=part, layout=layout, root=root)
     for position, (place, row) in enumerate((row.place, row.values) for row in found):
         if (int((position + 1) * held_out) > int(position * held_out)) != (split == "held_out"):
@@ -88,7 +90,7 @@ def chat_file(
         name = f"row-{position + 1}"
         try:
             if id:
-                name = str(row[id])
+                name = name_in(place, id, row[id])
             if messages in row:
                 yield Chat(name, tuple(row[messages]))
             elif ids in row:

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from roll.config.errors import UserError
-from roll.data.layout import Layout, read_text
+from roll.data.layout import Layout, text_lines
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 """The character between two fields, by the ending of a file's name."""
-_LONGEST_FIELD = 2**31 - 1
 
 
 def csv_rows(path: Path, layout: Layout) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -42,18 +41,22 @@ def csv_rows(path: Path, layout: Layout) -> Iterator[tuple[int, dict[str, Any]]]
 def _records(path: Path, layout: Layout) -> list[tuple[int, list[str]]]:
     """The fields of every record but empty lines, with the line that it begins on."""
     delimiter = layout.delimiter or DELIMITERS[path.suffix]
-    text = io.StringIO(read_text(path), newline="")  # line ends inside of fields stay as they are
     records: list[tuple[int, list[str]]] = []
     start = 1
-    allowed = csv.field_size_limit(_LONGEST_FIELD)
+    allowed = csv.field_size_limit(min(layout.row_mb << 20, 2**31 - 1))
     try:
         quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if layout.quotes else csv.QUOTE_NONE
-        reader = csv.reader(text, delimiter=delimiter, quoting=quoting, strict=True)
+        reader = csv.reader(_lines(path, layout), delimiter=delimiter, quoting=quoting, strict=True)
         for fields in reader:
             if fields:
                 records.append((start, fields))
             start = reader.line_num + 1
     except csv.Error as error:
+        if "field larger than field limit" in str(error):
+            raise UserError(
+                f"{path}:{start}: a field of this row is longer than {layout.row_mb} MiB: close its quote, or write the "
+                "option row_mb, the MiB that a row may have"
+            ) from error
         raise UserError(
             f"{path}:{start}: this row cannot be read: {error}: inside of a quoted field write a quote twice; if quotes "
             "mean nothing in this file, write the option quotes: false"
@@ -61,6 +64,15 @@ def _records(path: Path, layout: Layout) -> list[tuple[int, list[str]]]:
     finally:
         csv.field_size_limit(allowed)
     return records
+
+
+def _lines(path: Path, layout: Layout) -> Iterator[str]:
+    """Line ends inside of fields stay as they are; those of old systems end lines too."""
+    for line in text_lines(path, layout):
+        if "\r" in line:
+            yield from io.StringIO(line, newline="")
+        else:
+            yield line
 
 
 def _header(path: Path, line: int, fields: Sequence[str]) -> list[str]:

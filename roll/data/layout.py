@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+import io
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from roll.config.errors import UserError
+
+ROW_MB = 16
+_ROWS_OF_A_FILE = 16
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,12 @@ class Layout:
     """Names of the columns if the file turns out to have no header, which is so if ..."""
     headers: tuple[frozenset[str], ...] = ()
     """... none of these sets of names is in its first line."""
+    row_mb: int = ROW_MB
+    """MiB that a line or a record may have; a file that is read whole may have 16 times as many."""
+
+    def __post_init__(self) -> None:
+        if self.row_mb < 1:
+            raise UserError(f"the option row_mb is {self.row_mb}, but takes a whole number ≥ 1: MiB that a row may have")
 
     def is_headerless(self, first: Sequence[str]) -> bool:
         """Whether the first record of a CSV file is a row."""
@@ -34,14 +44,65 @@ class Layout:
         return fits and not any(header <= names for header in self.headers)
 
 
-def read_text(path: Path) -> str:
-    """The text of a file in UTF-8, or in UTF-16 if it begins with the mark of that; without the mark."""
-    data = path.read_bytes()
-    encoding = "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
-    try:
-        return data.decode(encoding)
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
+def read_text(path: Path, layout: Layout) -> str:
+    """The text of a file that is read whole, in UTF-8, or in UTF-16 if it begins with the mark of that; without the
+    mark."""
+    most, size = layout.row_mb * _ROWS_OF_A_FILE, path.stat().st_size >> 20
+    if size >= most:
         raise UserError(
-            f"{path}:{line}: not {encoding.removesuffix('-sig').upper()} text ({error.reason}): save the file as UTF-8"
-        ) from error
+            f"{path}: it has {size} MiB, of at most {most} in a file that is read whole: write JSON lines (.jsonl), one "
+            f"row each, or the option row_mb: {size // _ROWS_OF_A_FILE + 1}"
+        )
+    return "".join(text_lines(path, Layout(row_mb=most)))
+
+
+def text_lines(path: Path, layout: Layout) -> Iterator[str]:
+    """The lines of a text file with their ends, without the mark of its encoding. None is read that is longer than a row
+    may be."""
+    most = layout.row_mb << 20
+    try:
+        with path.open("rb") as file:
+            mark = file.read(2)
+            if mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                file.seek(0)
+                yield from _wide_lines(path, io.TextIOWrapper(file, "utf-16", newline="\n"), most)
+                return
+            file.seek(len(codecs.BOM_UTF8) if mark + file.read(1) == codecs.BOM_UTF8 else 0)
+            number = 0
+            while line := file.readline(most + 1):
+                number += 1
+                if len(line) > most:
+                    raise _too_long(path, number, layout.row_mb)
+                yield _decoded(path, number, line)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _decoded(path: Path, number: int, line: bytes) -> str:
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}:{number}: not UTF-8 text ({error.reason}): save the file as UTF-8") from error
+    if "\0" in text:
+        raise UserError(f"{path}:{number}: a byte of it is 0, which no text has: save the file as UTF-8")
+    return text
+
+
+def _wide_lines(path: Path, file: io.TextIOWrapper, most: int) -> Iterator[str]:
+    number = 0
+    try:
+        while line := file.readline(most + 1):
+            number += 1
+            if len(line) > most:
+                raise _too_long(path, number, most >> 20)
+            yield line
+    except UnicodeError as error:
+        said = getattr(error, "reason", error)
+        raise UserError(f"{path}:{number + 1}: not UTF-16 text ({said}): save the file as UTF-8") from error
+
+
+def _too_long(path: Path, number: int, row_mb: int) -> UserError:
+    return UserError(
+        f"{path}:{number}: the line is longer than {row_mb} MiB: cut it, or write the option row_mb, the MiB that a row "
+        "may have"
+    )

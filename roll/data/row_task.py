@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from roll.config.errors import UserError
 from roll.config.names import did_you_mean
 from roll.data.boxed import boxed
 from roll.data.choices import AnswerIs, Choices
+from roll.data.layout import ROW_MB
 from roll.data.rows import Row, lookup, some
 from roll.data.task import Message, Task
 
@@ -74,6 +76,8 @@ class TableOptions:
     """The character between the fields of a CSV file."""
     quotes: bool = True
     """Whether fields of a CSV file may be in double quotes."""
+    row_mb: int = ROW_MB
+    """MiB that a row of a file may have."""
 
 
 class RowReader:
@@ -122,10 +126,10 @@ class RowReader:
         if choices is None and implied is not None:
             answer = _in_letters(answer, implied)
         return Task(
-            id=f"{prefix}{row.name}" if name is None else str(name),
+            id=f"{prefix}{row.name}" if name is None else name_in(row.place, given.id, name),
             messages=(*system, *self._messages(row, choices or implied)),
             answer=answer,
-            domain="default" if domain is None else str(domain),
+            domain="default" if domain is None else name_in(row.place, given.domain, domain),
             info=info,
         )
 
@@ -187,17 +191,24 @@ class RowReader:
         prompt = self._parts
         if isinstance(asked, list):
             if not asked or not all(map(_is_message, asked)):
+                odd = next((f": {given.question}[{n}] {_odd(m)}" for n, m in enumerate(asked) if not _is_message(m)), "")
                 raise UserError(
-                    f"{row.place}: {given.question!r} is a list, but not one of messages with role and content"
+                    f"{row.place}: {given.question!r} is a list, but not one of messages with role and content, which "
+                    f"are texts{odd}"
                 )
             if given.prompt:
                 raise UserError(
                     f"{row.place}: {given.question!r} is a list of messages, for which there can be no prompt"
                 )
             return asked
+        if not isinstance(asked, str):
+            raise UserError(
+                f"{row.place}: {given.question!r} is {kind_of(asked)}, {shortened(asked)}, but a question is a text or a "
+                "list of messages: write it as one, or name another column in the option question"
+            )
         if not prompt and given.choices:
             prompt = _parts("{question}\n{choices}")
-        text = self._filled(row, str(asked), prompt, choices) if prompt else str(asked)
+        text = self._filled(row, asked, prompt, choices) if prompt else asked
         return (Message(role="user", content=text),)
 
     def _filled(self, row: Row, question: str, parts: Sequence[_Part], choices: Choices | None) -> str:
@@ -223,6 +234,11 @@ class RowReader:
                 ) from None
             if value is None and not optional:
                 raise UserError(f"{row.place}: the prompt asks for {{{name}}}, which is null there: write a text")
+            if not _is_shown(value):
+                raise UserError(
+                    f"{row.place}: the prompt asks for {{{name}}}, which is {kind_of(value)} there, {shortened(value)}: "
+                    "write a text, a number or a list of these"
+                )
             return "" if value is None else _text(value)
 
         return "".join(text + ("" if column is None else text_of(column)) for text, column in parts)
@@ -230,6 +246,11 @@ class RowReader:
     def _answer_of(self, row: Row, choices: Choices | None) -> Any:
         given = self.options
         answer = get(row, given.answer)
+        if isinstance(answer, bytes) or (isinstance(answer, float) and not math.isfinite(answer)):
+            raise UserError(
+                f"{row.place}: {given.answer!r} is {kind_of(answer)}, {shortened(answer)}, which is no answer: write a "
+                "number or a text, or remove the row"
+            )
         if choices is not None:
             return choices.letters[self._chosen(row, answer, choices)]
         if answer is None and (given.answer_boxed or self._pattern is not None):
@@ -300,7 +321,56 @@ def get(row: Row, column: str) -> Any:
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("role") is not None and value.get("content") is not None
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+
+
+def _odd(message: Any) -> str:
+    """What is wrong with what should be a message."""
+    if not isinstance(message, dict):
+        return f"is {kind_of(message)}"
+    return next(
+        f"has a {key} that is {kind_of(message[key])}" if key in message else f"has no {key}"
+        for key in ("role", "content")
+        if not isinstance(message.get(key), str)
+    )
+
+
+def _is_shown(value: Any) -> bool:
+    """Whether a value of a column can stand in a prompt."""
+    if isinstance(value, list | tuple):
+        return all(item is None or isinstance(item, str | int | float) for item in value)
+    return value is None or isinstance(value, str | int | float)
+
+
+def name_in(place: str, column: str, value: Any) -> str:
+    """An id or a domain: a text, or a whole number as one."""
+    if not isinstance(value, str | int) or isinstance(value, bool):
+        raise UserError(
+            f"{place}: {column!r} is {kind_of(value)}, {shortened(value)}, but names are text or whole numbers"
+        )
+    return str(value)
+
+
+def kind_of(value: Any) -> str:
+    """The kind of a value, as people who write JSON call it."""
+    for kinds, said in _KINDS:
+        if isinstance(value, kinds):
+            return said
+    return "nothing" if value is None else f"a {type(value).__name__}"
+
+
+_KINDS: tuple[tuple[Any, str], ...] = (
+    (bool, "true or false"),
+    ((int, float), "a number"),
+    (str, "a text"),
+    (bytes, "bytes"),
+    (Mapping, "an object"),
+    ((list, tuple), "a list"),
+)
+
+
+def shortened(value: Any) -> str:
+    return f"{value!r:.60}"
 
 
 def _text(value: Any) -> str:

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import glob
 import json
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,7 +24,7 @@ from roll.config.errors import UserError
 from roll.config.names import did_you_mean, either
 from roll.config.user_code import elsewhere, find_file, shown, working_copy
 from roll.data.csv_rows import DELIMITERS, csv_rows
-from roll.data.layout import Layout, read_text
+from roll.data.layout import Layout, read_text, text_lines
 
 FILES = (".jsonl", ".json", *DELIMITERS, ".parquet")
 HUB = "hf:"
@@ -31,6 +34,8 @@ TABLES = (f"a {either(FILES)} file", f"`{HUB}dataset`")
 Located: TypeAlias = tuple[str, str, Any]
 """A row's place, its name and what it holds."""
 _PLAIN = Layout()
+_BATCH_ROWS = 1024
+_HALF = re.compile("[\ud800-\udfff]")
 _SAVED = ("dataset_info.json", "dataset_dict.json")
 
 
@@ -92,9 +97,12 @@ def _files(table: str, setting: str, root: str) -> Iterator[tuple[Path, str]]:
     path = path if path.is_absolute() else shown(find_file(table, root))
     if path.is_file() or not glob.has_magic(table):
         if not path.is_file():
-            raise UserError(f"{setting}: there is no file {str(path)!r}{elsewhere(table, working_copy(root))}")
+            what = f"{str(path)!r} is no file" if path.exists() else f"there is no file {str(path)!r}"
+            raise UserError(f"{setting}: {what}{elsewhere(table, working_copy(root))}")
         yield path, ""
         return
+    if "**" in table:
+        _refuse_loops(path, setting)
     found = sorted(name for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
     if not found:
         raise UserError(f"{setting}: no file matches {str(path)!r}{elsewhere(table, working_copy(root))}")
@@ -103,14 +111,32 @@ def _files(table: str, setting: str, root: str) -> Iterator[tuple[Path, str]]:
         yield Path(name), f"{Path(name).relative_to(above).with_suffix('').as_posix()}/"
 
 
+def _refuse_loops(pattern: Path, setting: str) -> None:
+    """`**` follows links: where one leads to a folder above it, there would be no end of files."""
+    above = [*takewhile(lambda part: not glob.has_magic(part), pattern.parts)]
+    waiting: list[tuple[Path, frozenset[str]]] = [(Path(*above), frozenset())]
+    while waiting:
+        folder, parents = waiting.pop()
+        real = os.path.realpath(folder)
+        if real in parents:
+            raise UserError(
+                f"{setting}: {folder} is a link to a folder that it is in: remove it, or write the files' names"
+            )
+        try:
+            inside = [entry for entry in os.scandir(folder) if entry.is_dir()]
+        except OSError:
+            continue
+        waiting += [(Path(entry.path), parents | {real}) for entry in inside]
+
+
 def _file(path: Path, setting: str, layout: Layout) -> Iterator[Located]:
     if path.suffix == ".parquet":
-        for number, row in enumerate(_parquet(path, setting), 1):
+        for number, row in enumerate(_parquet(path, setting, layout), 1):
             yield f"{path}, row {number}", f"row-{number}", row
     elif path.suffix == ".json":
-        yield from _json(path, layout.rows)
+        yield from _json(path, layout)
     else:
-        lines = json_lines(path, setting) if path.suffix == ".jsonl" else csv_rows(path, layout)
+        lines = json_lines(path, setting, layout) if path.suffix == ".jsonl" else csv_rows(path, layout)
         for number, row in lines:
             yield f"{path}:{number}", f"line-{number}", row
 
@@ -118,19 +144,19 @@ def _file(path: Path, setting: str, layout: Layout) -> Iterator[Located]:
 def _row(place: str, name: str, values: Any) -> Row:
     if not isinstance(values, dict):
         raise UserError(f"{place}: not an object with columns")
-    return Row(place, name, {column: _plain(value) for column, value in values.items()})
+    return Row(place, name, {column: _plain(value, place, column) for column, value in values.items()})
 
 
-def json_lines(path: Path, setting: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def json_lines(path: Path, setting: str, layout: Layout = _PLAIN) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a file of JSON lines with the numbers of their lines; `setting` is what names the file."""
     if not path.is_file():
         raise UserError(f"{setting}: there is no file {str(path)!r}")
     # Not `splitlines`, which also cuts at separators that JSON strings may hold as they are (U+2028, U+0085).
-    for number, line in enumerate(read_text(path).split("\n"), 1):
+    for number, line in enumerate(text_lines(path, layout), 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = _loaded(line)
         except ValueError as error:
             raise UserError(f"{path}:{number}: not JSON: {error}") from error
         if not isinstance(row, dict):
@@ -138,37 +164,61 @@ def json_lines(path: Path, setting: str) -> Iterator[tuple[int, dict[str, Any]]]
         yield number, row
 
 
-def _plain(value: Any) -> Any:
+def _loaded(text: str) -> Any:
+    """What JSON says; `ValueError` where it says one thing twice, or more than can be followed."""
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is written twice")
+    return values
+
+
+def _plain(value: Any, place: str, column: str) -> Any:
     """Days, times and decimal numbers of columns that have such types as text: as other tables, and JSON, have them."""
+    if isinstance(value, str):
+        if not value.isascii() and _HALF.search(value):
+            raise UserError(f"{place}: {column!r} has half of a character (\\ud800 to \\udfff): write whole ones")
+        return value
     if isinstance(value, date | time):
         return value.isoformat()
     if isinstance(value, Decimal | timedelta):
         return str(value)
     if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+        return [_plain(item, place, column) for item in value]
+    return {key: _plain(item, place, column) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _json(path: Path, key: str) -> Iterator[Located]:
+def _json(path: Path, layout: Layout) -> Iterator[Located]:
     """The rows of a JSON file: those of its list; of an object, those of the list under the key, or the object itself,
     if no key is named and it has no list of objects; or JSON lines, which some call `.json` too."""
     try:
-        held = json.loads(read_text(path))
+        in_lines = _is_json_lines(path, layout)
+        held = None if in_lines else _loaded(read_text(path, layout))
     except ValueError as error:
-        if not _is_json_lines(path):
-            raise UserError(f"{path}: not JSON: {error}") from error
-        for number, row in json_lines(path, ""):
+        raise UserError(f"{path}: not JSON: {error}") from error
+    if in_lines:
+        for number, row in json_lines(path, "", layout):
             yield f"{path}:{number}", f"line-{number}", row
         return
-    for number, row in enumerate(_listed(path, held, key), 1):
+    for number, row in enumerate(_listed(path, held, layout.rows), 1):
         yield f"{path}, row {number}", f"row-{number}", row
 
 
-def _is_json_lines(path: Path) -> bool:
-    """Whether the first line with something in it is an object."""
-    first = next((line for line in read_text(path).split("\n") if line.strip()), "")
+def _is_json_lines(path: Path, layout: Layout) -> bool:
+    """Whether the first line with something in it is an object, and there is another line."""
+    lines = (line for line in text_lines(path, Layout(row_mb=layout.row_mb * 16)) if line.strip())
+    first = next(lines, "")
+    if not first.lstrip().startswith("{"):
+        return False
     try:
-        return isinstance(json.loads(first), dict)
+        return isinstance(_loaded(first), dict) and next(lines, None) is not None
     except ValueError:
         return False
 
@@ -215,17 +265,27 @@ def lookup(values: Mapping[str, Any], column: str) -> Any:
     raise KeyError(column)
 
 
-def _parquet(path: Path, setting: str) -> Iterator[dict[str, Any]]:
+def _parquet(path: Path, setting: str, layout: Layout) -> Iterator[dict[str, Any]]:
     try:
         from pyarrow.parquet import ParquetFile
     except ModuleNotFoundError as error:
         raise _missing("pyarrow", path, setting) from error
     try:
         file = ParquetFile(path)
-    except ValueError as error:  # pyarrow's own errors are of this class
+    except (ValueError, OSError) as error:  # pyarrow's own errors are of these classes
         raise UserError(f"{path}: not a Parquet file: {error}") from error
-    for group in file.iter_batches():
-        yield from group.to_pylist()
+    most = layout.row_mb << 28
+    for number in range(file.metadata.num_row_groups):
+        if (size := file.metadata.row_group(number).total_byte_size) > most:
+            raise UserError(
+                f"{path}: its row group {number} has {size >> 20} MiB, of at most {most >> 20}: write smaller ones, or "
+                f"the option row_mb: {size // (1 << 28) + 1}"
+            )
+    try:
+        for group in file.iter_batches(batch_size=_BATCH_ROWS):
+            yield from group.to_pylist()
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path}: it is damaged: {error}") from error
 
 
 def _dataset(name: str, setting: str, subset: str, part: str, root: str) -> Iterator[Any]:

@@ -151,6 +151,21 @@ def _check_tasks(name: str, split: Split, tasks: tuple[Task, ...]) -> None:
     for task in tasks:
         if not isinstance(task, Task):
             raise UserError(f"tasks: the source {name!r} gave {task!r}, which is not a roll.Task")
+        _check_messages(name, task)
         if task.id in seen:
             raise UserError(f"tasks: the source {name!r} gave two {split} tasks with the id {task.id!r}")
         seen.add(task.id)
+
+
+def _check_messages(name: str, task: Task) -> None:
+    """Refuses a task whose id or messages are no texts: a template would write whatever they are into the prompt."""
+    if not isinstance(task.id, str):
+        raise UserError(f"tasks: the source {name!r} gave a task with the id {task.id!r:.60}: ids are text")
+    for number, message in enumerate(task.messages):
+        for key in ("role", "content"):
+            if not isinstance(message, Mapping) or not isinstance(message.get(key), str):
+                kind = type(message.get(key) if isinstance(message, Mapping) else message).__name__
+                raise UserError(
+                    f"tasks: message {number} of the task {task.id!r} of the source {name!r} has a {key} that is a "
+                    f"{kind}: write a text"
+                )

@@ -72,7 +72,9 @@ def _layout(common: TableOptions, format: Format, variants: Sequence[TableOption
     if len(common.delimiter) > 1:
         raise UserError(f"tasks.options.delimiter is {common.delimiter!r}, but takes one character")
     headers = tuple(frozenset(RowReader(variant).needed) for variant in variants)
-    return Layout(tuple(common.columns), common.rows, common.delimiter, common.quotes, format.headerless, headers)
+    return Layout(
+        tuple(common.columns), common.rows, common.delimiter, common.quotes, format.headerless, headers, common.row_mb
+    )
 
 
 class _Kept:
