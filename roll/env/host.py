@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import pickle
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -242,10 +241,12 @@ class Host:
                 if size > wire.LIMIT_BYTES:
                     return
                 # waits: who asks has a deadline
-                number, result, seconds = pickle.loads(await self._child.reader.readexactly(size))
+                number, result, seconds = wire.RESULTS.read(await self._child.reader.readexactly(size))
                 if number == wire.BY_ITSELF:
                     self._hear_news(result)
                     continue
+                if not isinstance(result, wire.Result) or not isinstance(seconds, float):
+                    return
                 self._calls.pop(number).settle((result, seconds))
                 self._send_next()
 

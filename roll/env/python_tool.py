@@ -28,6 +28,8 @@ Form: TypeAlias = Literal["fence", "json"]
 Kind: TypeAlias = Literal["arithmetic", "sum", "primes", "digits", "sequence", "calendar"]
 
 TOOL = Tool("python", "code", "Run a Python program and see what it prints.")
+_LONGEST = 1 << 17
+"""Characters of a program whose last line is looked at: reading one as Python takes some 300 bytes of memory for each."""
 _NEITHER = "There is neither a program nor <answer>…</answer> in what you said."
 
 
@@ -149,6 +151,8 @@ class PythonTool(Environment):
 
 def shows_last(source: str) -> str:
     """The program; if its last line is a bare expression, its value is printed, as in a notebook."""
+    if len(source) > _LONGEST:
+        return source
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
 from roll.child import frames
 from roll.env.base import FailureKind, Opened, Step
@@ -99,6 +99,8 @@ Visit: TypeAlias = Reset | Act | Close
 Request: TypeAlias = SetUp | Ping | Load | Visit
 Result: TypeAlias = Ready | Opened | Step | Failed
 News: TypeAlias = Settled | Ending
+RESULTS = frames.Reader(get_args(Result | News))
+"""Reads what a process says."""
 
 
 def frame(message: tuple[int, Request] | tuple[int, Result | News, float]) -> bytes:

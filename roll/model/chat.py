@@ -316,9 +316,19 @@ class ChatRenderer:
             )
 
     def _text(self, messages: Sequence[Message], generate: bool, tools: Tools = ()) -> str:
-        text: str = self.tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generate
-        )
+        """What the template writes; `TemplateError` where it refuses these messages or breaks on them."""
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generate
+            )
+            text.encode()  # tokenizers say less of what is wrong
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise TemplateError(
+                f"a message has half a character in it, {half!r}: read its text with errors='replace'"
+            ) from None
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise TemplateError(f"{type(error).__name__}: {error}") from error
         return text
 
     def _tokens(self, text: str) -> list[int]:

@@ -54,4 +54,6 @@ def _reply(answer: Any) -> str:
         content = answer["choices"][0]["message"]["content"]
     except (LookupError, TypeError):
         raise ValueError(f"not a chat completion: {str(answer)[:200]}") from None
+    if not isinstance(content, str | None):
+        raise ValueError(f"the content of a chat completion is not text: {str(content)[:200]}")
     return content or ""

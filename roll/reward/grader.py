@@ -120,8 +120,10 @@ class Grader:
             try:
                 # waits: who asks has a deadline
                 (size,) = HEADER.unpack(await self._child.reader.readexactly(HEADER.size))
+                if size > wire.LIMIT_BYTES:
+                    return None
                 # waits: who asks has a deadline
-                answer: wire.Answer = pickle.loads(await self._child.reader.readexactly(size))
+                answer: wire.Answer = wire.ANSWERS.read(await self._child.reader.readexactly(size))
             except Exception:  # it ended, or something wrote to its end of the connection: no answer can be trusted now
                 return None
             if not isinstance(answer, wire.Entered):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import json
 import os
 import time
@@ -10,15 +11,21 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from roll.config.secrets import KNOWN, redacted
 
-_MOST_BYTES = 16 << 20
+_MOST_BYTES = 2 << 20
+"""Of an answer: as JSON it may take forty times as much memory."""
+_READ_BYTES = 1 << 16
 _MOST_TOLD_BYTES = 8192
 _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses after which the same question may have an answer."""
+
+
+_BROKEN = (OSError, ValueError, RecursionError, http.client.HTTPException)
+"""What a server that is not there, or answers with what is no answer, raises."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -73,7 +80,7 @@ class Post:
                 problem = f"status {error.code}: {_told(error)}"
                 if error.code not in _AGAIN:
                     raise PostFailure(KNOWN.redact(f"{self.url} answered with {problem}")) from None
-            except (OSError, ValueError) as error:  # not reached, not in time, not JSON, not what was asked for
+            except _BROKEN as error:  # not reached, not in time, not HTTP, not JSON, not what was asked for
                 problem = f"{type(error).__name__}: {error}"
             if not tries_left or time.monotonic() + wait_s >= ends_s:
                 break
@@ -87,10 +94,9 @@ class Post:
         address, login = _without_login(self.url)
         headers = {"Content-Type": "application/json", **login, **self._headers()}
         request = urllib.request.Request(address, body, headers)
+        ends_s = time.monotonic() + timeout_s
         with _OPENER.open(request, timeout=timeout_s) as answer:
-            content = answer.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            raise ValueError(f"the answer is longer than {_MOST_BYTES >> 20} MiB")
+            content = _all_of(answer, ends_s)
         return KNOWN.cleared(json.loads(content))
 
     def _headers(self) -> dict[str, str]:
@@ -99,6 +105,18 @@ class Post:
         if self.token_env not in os.environ:
             raise PostFailure(f"the environment variable {self.token_env!r}, named by token_env, is not set")
         return {"Authorization": f"Bearer {os.environ[self.token_env]}", **self.headers}
+
+
+def _all_of(answer: IO[bytes], ends_s: float) -> bytes:
+    """An answer's content. The connection's own time-out begins anew with every byte, so the whole has one too."""
+    content = b""
+    while piece := answer.read1(_READ_BYTES):  # type: ignore[attr-defined]
+        content += piece
+        if len(content) > _MOST_BYTES:
+            raise ValueError(f"the answer is longer than {_MOST_BYTES >> 20} MiB")
+        if time.monotonic() > ends_s:
+            raise TimeoutError("the answer did not end in time")
+    return content
 
 
 def _without_login(url: str) -> tuple[str, dict[str, str]]:

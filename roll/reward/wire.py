@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass, field
-from typing import BinaryIO, TypeAlias
+from typing import BinaryIO, TypeAlias, get_args
 
-from roll.child.frames import frame
+from roll.child.frames import Reader, frame
 from roll.reward.base import FailureKind, Verdict
 from roll.reward.resolve import RewardSource
 
@@ -67,6 +67,10 @@ class Failed:
 
 
 Answer: TypeAlias = Ready | Refused | Entered | Scored | Failed
+ANSWERS = Reader((*get_args(Answer), Verdict))
+"""Reads what a process answers."""
+LIMIT_BYTES = 16 << 20
+"""No answer of a process is larger: what claims to be is none."""
 
 
 def write_answer(stream: BinaryIO, answer: Answer) -> None:

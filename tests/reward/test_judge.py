@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import threading
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from roll.config import UserError
 from roll.config.schema import RewardConfig
 from roll.data import Message, Response, Task
 from roll.reward import RewardSource, ScoreFailure, Verdict, make
+from roll.reward.chat_server import ChatServer
 from roll.reward.judge import Judge
 from roll.reward.pool import GraderPool
 from roll.reward.posting import Post, PostFailure
@@ -276,3 +280,63 @@ def test_a_server_that_is_no_chat_server_is_said_to_be_none() -> None:
 
     with serving(lambda posted, headers: (200, {"error": "no"})) as url:
         assert "ValueError: not a chat completion: {'error': 'no'}" in asyncio.run(failure(url))
+
+
+DEEP = "[" * 5000 + "]" * 5000
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (DEEP, "RecursionError"),
+        ("[" + "0," * 2_000_000 + "0]", "longer than 2 MiB"),
+        ('{"choices": [{"message": {"content": [1]}}]}', "not text"),
+        ('{"choices": [{"message": {"content": {"a": 1}}}]}', "not text"),
+        ('{"choices": {}}', "not a chat completion"),
+        ("9" * 5000, "ValueError"),
+        ("NaN", "not a chat completion"),
+        ("", "ValueError|JSONDecodeError"),
+    ],
+)
+def test_a_server_that_answers_with_what_is_no_answer_is_named(body: str, says: str) -> None:
+    with serving(lambda posted, headers: (200, body)) as url, pytest.raises(PostFailure, match=says):
+        ChatServer(url, "m").ask([{"role": "user", "content": "?"}])
+
+
+@pytest.mark.parametrize("said", [b"nonsense\r\n\r\n", b"", b"HTTP/1.1 200 OK\r\nContent-Length: 90\r\n\r\n[1"])
+def test_a_server_that_does_not_speak_http_is_named(said: bytes) -> None:
+    with (
+        raw_server(lambda connection: connection.sendall(said)) as url,
+        pytest.raises(PostFailure, match="gave no answer"),
+    ):
+        Post(url, tries=1, deadline_s=5).send({})
+
+
+def test_an_answer_that_never_ends_is_given_up() -> None:
+    def drip(connection: socket.socket) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+        for _ in range(600):
+            connection.sendall(b" ")
+            time.sleep(0.05)
+
+    started_s = time.monotonic()
+    with raw_server(drip) as url, pytest.raises(PostFailure, match=r"did not end in time|timed out"):
+        Post(url, tries=1, deadline_s=0.5).send({})
+    assert time.monotonic() - started_s < 20
+
+
+@contextlib.contextmanager
+def raw_server(say: Callable[[socket.socket], None]) -> Iterator[str]:
+    """The address of a server that takes one connection and says something on it."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                say(connection)
+
+    threading.Thread(target=serve, daemon=True).start()
+    with server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/"

@@ -1,0 +1,60 @@
+"""What a child sends is read as data of the types that its parent names."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+
+from roll.child.frames import HEADER, Reader
+from roll.env import wire
+from roll.env.base import Opened, Step
+from roll.reward import wire as reward_wire
+from roll.reward.base import Verdict
+
+
+class Attack:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("/nowhere/made/by/a/payload",)
+
+
+class Deep:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (Step, "__init__")
+
+
+@pytest.mark.parametrize("value", [Attack(), Deep(), [1, {"a": Attack()}], OrderedDict(a=1), print, Verdict, b"x".join])
+def test_a_payload_that_names_anything_else_is_refused(value: Any) -> None:
+    with pytest.raises(pickle.UnpicklingError, match="is not among what this process may send"):
+        wire.RESULTS.read(pickle.dumps(value))
+
+
+@pytest.mark.parametrize("payload", [b"", b"nonsense", b"\x80\x05.", pickle.dumps([1])[:-1], b"(" * 1000])
+def test_a_payload_that_is_none_is_refused(payload: bytes) -> None:
+    with pytest.raises((pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError)):
+        wire.RESULTS.read(payload)
+
+
+def test_all_that_processes_say_is_read() -> None:
+    said = [
+        (1, wire.Ready(), 0.5),
+        (2, Opened(({"role": "user", "content": "hi"},), {"a": 1.0}, ({"type": "function"},)), 0.5),
+        (3, Step("hi", 1.0, True, False, {"a": 1.0}), 0.5),
+        (4, wire.Failed("raised", "why", "where"), 0.5),
+        (-1, wire.Settled(3, 7), 0.0),
+        (-1, wire.Ending(3, "how"), 0.0),
+    ]
+    for each in said:
+        assert wire.RESULTS.read(wire.frame(each)[HEADER.size :]) == each
+    scored = reward_wire.Scored(Verdict(1.0, {"a": 2.0}, "7"), 0.1, {"a": 0.1}, True)
+    for answer in (scored, reward_wire.Failed("raised", "why"), reward_wire.Entered("a"), reward_wire.Ready()):
+        assert reward_wire.ANSWERS.read(pickle.dumps(answer)) == answer
+
+
+def test_only_named_types_are_read() -> None:
+    assert Reader([Verdict]).read(pickle.dumps(Verdict(1.0))) == Verdict(1.0)
+    with pytest.raises(pickle.UnpicklingError):
+        Reader([]).read(pickle.dumps(Verdict(1.0)))
