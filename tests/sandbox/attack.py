@@ -47,9 +47,13 @@ class Attack:
     """How a bomb ends; empty for a probe."""
     limits: Limits = PATIENT
     slow: bool = False
+    counted: bool = False
+    """Only where the kernel counts what a program takes is it stopped."""
 
     def gap(self, sandbox: Sandbox) -> bool:
         """Whether a level does not promise to stop it."""
+        if self.counted and sandbox.cgroups is None:
+            return True
         return bool(self.held_by) and not self.held_by & sandbox.guards
 
     @property

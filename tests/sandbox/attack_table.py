@@ -30,11 +30,12 @@ UNSEEN: tuple[Attack, ...] = tuple(
     Attack(
         f"memory that no process is seen to hold: {name}",
         "memory",
-        source.replace('print("held"', 'print("escaped: held"'),
+        source.replace('print("held"', 'time.sleep(1); print("escaped: held"'),  # where it is watched that takes a moment
         frozenset({"calls"}),
         ends=frozenset({"memory", "disk", "failed", "timeout"}),
         limits=Limits(wall_s=20, cpu_s=20, memory_mb=memory_attacks.LIMIT_MB),
         slow=True,
+        counted=name == "locks of files",
     )
     for name, source in memory_attacks.ATTACKS.items()
 )

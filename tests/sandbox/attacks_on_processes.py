@@ -397,7 +397,7 @@ tried('fanotify', call, 'fanotify_init', 0, 0)
         "system calls by another numbering: i386",
         "kernel",
         """
-page = mmap.mmap(-1, 4096, prot=7)
+page = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=7)
 page.write(b'\\xb8\\x14\\0\\0\\0\\xcd\\x80\\xc3')
 start = ctypes.addressof(ctypes.c_char.from_buffer(page))
 if ctypes.CFUNCTYPE(ctypes.c_int)(start)() > 0: escaped('getpid')
