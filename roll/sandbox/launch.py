@@ -21,11 +21,11 @@ from roll.sandbox.program import Limits, Program, SandboxError
 
 SCRATCH = "/scratch"
 _INSIDE = "roll.sandbox.inside"
-_MODULES = ("kernel", "program", "init", "removal", "supervisor", "values", "solution", "asserts")
+_MODULES = ("kernel", "program", "removal", "supervisor", "values", "solution", "asserts")
 _PARTS: Mapping[Level, tuple[str, ...]] = {
     "bubblewrap": ("program",),
-    "namespaces": ("kernel", "program", "init", "removal", "supervisor"),
-    "plain": ("kernel", "program", "init", "removal", "supervisor"),
+    "namespaces": ("kernel", "program", "removal", "supervisor"),
+    "plain": ("kernel", "program", "removal", "supervisor"),
 }
 _SUPERVISORS: Mapping[Level, tuple[str, str]] = {
     "namespaces": ("supervisor", "in_namespaces"),

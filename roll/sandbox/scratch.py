@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import stat
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from roll.sandbox.inside import kernel
 from roll.sandbox.usage import children
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -23,6 +26,7 @@ _ENTRY_BYTES = 4096
 _FEWEST = 256
 _CHANCES = 10
 _PF_EXITING = 4
+_CAP_SYS_PTRACE = 19
 _NOT_ITS_FAULT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -46,7 +50,7 @@ class Scratch:
         count = _Count(self.limit_bytes)
         try:
             finished = _count_tree(self.folder, count)
-            hidden = _count_open(list(children(pid)), self.folder, count) if finished else frozenset()
+            hidden = _count_nameless(list(children(pid)), self.folder, count) if finished else frozenset()
         except _Full:
             return True
         except OSError:  # the folder has just been removed: the program has ended
@@ -164,8 +168,40 @@ def _listable(name: str, within: int | None) -> tuple[int, int | None]:
         os.close(closed)
 
 
-def _count_open(pids: list[int], folder: str, count: _Count) -> frozenset[int]:
+def _count_nameless(pids: list[int], folder: str, count: _Count) -> frozenset[int]:
     """Counts files without a name that processes hold. Those that do not let themselves be looked into are returned."""
+    if not pids or os.geteuid() != 0 or _may_look():
+        return _count_open(pids, folder, count)
+    # Root in a container looks into processes of other users only as that user. A thread of its own does so, because what
+    # changes its user loses the signal that tells of its parent's end.
+    owner, dumpable = os.stat(f"/proc/{pids[-1]}"), kernel.is_dumpable()
+    found: list[frozenset[int] | BaseException] = []
+
+    def look() -> None:
+        try:
+            kernel.become_for_files(owner.st_uid, owner.st_gid)
+            found.append(_count_open(pids, folder, count))
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=look, name="sandbox-scratch")
+    thread.start()
+    thread.join()  # waits: it reads some files of the kernel's
+    kernel.set_dumpable(dumpable)
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+
+@functools.cache
+def _may_look() -> bool:
+    """Whether root may look into processes of other users."""
+    with open("/proc/self/status") as status:
+        effective = next(int(line.split()[1], 16) for line in status if line.startswith("CapEff:"))
+    return bool(effective >> _CAP_SYS_PTRACE & 1)
+
+
+def _count_open(pids: list[int], folder: str, count: _Count) -> frozenset[int]:
     hidden = set()
     device = os.stat(folder).st_dev
     for pid in pids:
@@ -179,7 +215,7 @@ def _count_open(pids: list[int], folder: str, count: _Count) -> frozenset[int]:
             except (FileNotFoundError, ProcessLookupError):
                 continue
             except PermissionError:
-                if os.geteuid() != 0 and not _ended(place):  # root may lack the privilege, whatever the process did
+                if not _ended(place):
                     hidden.add(pid)
     return frozenset(hidden)
 

@@ -18,7 +18,7 @@ _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE =
 _MNT_DETACH = 2
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
-_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 22, 24
+_PR_SET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 3, 4, 22, 24
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
 
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
@@ -64,6 +64,23 @@ def die_with_parent(signal: int) -> None:
 def adopt_orphans() -> None:
     """Descendants whose parents have ended become children of this process, and not of the machine's first one."""
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def become_for_files(user: int, group: int) -> None:
+    """Has this thread, and no other, reach files, and look into processes, as another user would."""
+    for call, number in ((_libc.setfsgid, group), (_libc.setfsuid, user)):
+        call(number)
+        if call(-1) != number:
+            raise OSError(f"this process cannot act as the user {user}")
+
+
+def is_dumpable() -> int:
+    return checked(_libc.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0), "prctl")
+
+
+def set_dumpable(value: int) -> None:
+    """Whether processes of the same user may trace this one, and read and write its memory: 1 or 0."""
+    prctl(_PR_SET_DUMPABLE, value)
 
 
 def no_new_privileges() -> None:

@@ -12,7 +12,6 @@ import sys
 import time
 
 from roll.sandbox.inside import kernel
-from roll.sandbox.inside.init import SIGNALLED, fork_hidden, reap_until, set_dumpable
 from roll.sandbox.inside.program import ENDED, LEFT
 from roll.sandbox.inside.removal import hold, left_behind, remove_later, remove_tree
 
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn
 
+_SIGNALLED = 128
+"""What is added to a signal's number to make an exit status."""
 _REMOVE_S = 1.0
 """Seconds for which the run waits until a scratch folder is removed."""
 
@@ -37,7 +38,7 @@ def in_namespaces(config: dict[str, Any], program: Callable[[dict[str, Any]], No
     kernel.die_with_parent(signal.SIGKILL)
     kernel.enter_new_root(config["readable"], config["devices"], config["scratch"], config["scratch_bytes"])
     kernel.drop_capabilities()
-    child = fork_hidden()
+    child = _fork_hidden()
     if child:
         _stand_by(config, child)
     os.setsid()
@@ -50,12 +51,12 @@ def in_plain(config: dict[str, Any], program: Callable[[dict[str, Any]], None]) 
     """Runs the program with what the machine has to hold it. Only the process that is to be the program returns."""
     if sys.platform == "linux":
         kernel.adopt_orphans()
-        set_dumpable(0)
-        signal.signal(signal.SIGTERM, lambda *_: _finish(config, SIGNALLED + signal.SIGKILL))
+        kernel.set_dumpable(0)
+        signal.signal(signal.SIGTERM, lambda *_: _finish(config, _SIGNALLED + signal.SIGKILL))
         kernel.die_with_parent(signal.SIGTERM)
         _end_without_parent(config)
     _make_scratch(config)
-    child = fork_hidden() if sys.platform == "linux" else os.fork()
+    child = _fork_hidden() if sys.platform == "linux" else os.fork()
     if child:
         _stand_by(config, child, clean=True)
     os.close(config["held"])
@@ -80,7 +81,7 @@ def _shut_in(config: dict[str, Any]) -> None:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-        set_dumpable(1)  # another user's process is hidden at first, and its open files could not be counted
+        kernel.set_dumpable(1)  # another user's process is hidden at first, and its open files could not be counted
     elif sys.platform == "linux":
         config["rlimits"]["RLIMIT_NPROC"] += kernel.threads_of_user(os.getuid())  # the limit counts them all
     if sys.platform == "linux":
@@ -106,12 +107,32 @@ def _stand_by(config: dict[str, Any], child: int, clean: bool = False) -> NoRetu
     """Reaps whatever ends until the child has, and ends as it did."""
     for fd in (0, 1, 2, config["payload"], *config["joins"]):
         os.close(fd)
-    code = reap_until(child)
+    code = _reap_until(child)
     if clean:
         _end_group(child)
         os.write(config["status"], ENDED)  # what follows takes no time of the program's
         _finish(config, code)
     os._exit(code)
+
+
+def _fork_hidden() -> int:
+    """A fork whose parent no process of the same user can look into, write to, or interrupt. Never is it otherwise."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    kernel.set_dumpable(0)
+    child = os.fork()
+    if not child:
+        kernel.set_dumpable(1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return child
+
+
+def _reap_until(child: int) -> int:
+    """Reaps whatever ends until the child has; its exit status."""
+    while True:
+        # waits: the run ends this process when its time is up
+        pid, status = os.waitpid(-1, 0)
+        if pid == child:
+            return os.WEXITSTATUS(status) if os.WIFEXITED(status) else _SIGNALLED + os.WTERMSIG(status)
 
 
 def _finish(config: dict[str, Any], code: int) -> NoReturn:
