@@ -44,6 +44,9 @@ ENDS = (TRAINER_NODE, HEAD)
 STOPS_WITHIN_S = 30.0
 _WAIT_S = 200.0
 _UPDATE = ["actor_train[0].update"], False
+_STEPS = {"generating": 3, "training": 4, "publishing": 4, "saving": 5}
+"""That a run makes at most until a cell is over: one or two until all workers have samples, the one of the kill, for a
+checkpoint perhaps the next, and the one after it."""
 TASKS = Path(__file__).with_name("mixed_tasks.py")
 SETTINGS = (
     *EXACT,
@@ -134,8 +137,8 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Enough for every cell to come: two until all workers have samples, two until a checkpoint, one more."""
-        return 4 + 5 * len(self.cells)
+        """Enough for every cell to come."""
+        return 4 + sum(_STEPS[cell.phase] for cell in self.cells)
 
 
 def _through_phases(layout: Layout, *victims: str) -> Plan:
@@ -300,6 +303,7 @@ class FaultyRun:
         self._kill(cell)
         outcome = self._stopped(cell, killed_s) if cell.victim in ENDS else self._went_on(cell, before, killed_s, gate)
         self.outcomes.append(outcome)
+        gate.open()
         if process is not None:
             self._wait(lambda: self._process(self._layout.victim(WORKERS[cell.victim])) != process, "the worker is back")
         return outcome
@@ -309,7 +313,8 @@ class FaultyRun:
         those that were there when it began, those of the next go to all."""
         assert self._cluster is not None
         close_at, held = self._cluster.gates.close_at, self._rest
-        for calls, after in (_UPDATE, _UPDATE, self._layout.calls(cell)):
+        before = [_UPDATE] * (2 if cell.phase in ("publishing", "saving") else 1)
+        for calls, after in (*before, self._layout.calls(cell)):
             gate = close_at(calls, after)
             if held is not None:
                 held.open()
