@@ -41,8 +41,9 @@ HEAD = "raylet of the head"
 VICTIMS = (*WORKERS, *NODES, TRAINER_NODE, HEAD)
 ENDS = (TRAINER_NODE, HEAD)
 """What no run goes on without."""
-STOPS_WITHIN_S = 30.0
-_WAIT_S = 200.0
+STOPS_WITHIN_S = 90.0
+"""A run is to stop within 30 s, which `benchmarks/faults.py` measures; here other tests may run at the same time."""
+_WAIT_S = 240.0
 _UPDATE = ["actor_train[0].update"], False
 _STEPS = {"generating": 3, "training": 4, "publishing": 4, "saving": 5}
 """That a run makes at most until a cell is over: one or two until all workers have samples, the one of the kill, for a
@@ -176,8 +177,12 @@ class FaultyCluster:
         here, path = str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")
         with _environment({FOLDER: str(folder), "PYTHONPATH": f"{here}:{path}", "OMP_NUM_THREADS": "1"}):
             self._cluster = RayCluster()
-            for _ in range(nodes):
-                self._cluster.add_node(num_cpus=2, object_store_memory=80 * 2**20, include_dashboard=False)
+            try:
+                for _ in range(nodes):
+                    self._cluster.add_node(num_cpus=2, object_store_memory=80 * 2**20, include_dashboard=False)
+            except BaseException:
+                self._cluster.shutdown()
+                raise
         # As a run counts them: its own first, which is the head, then by their ids.
         self._nodes = [self._cluster.head_node, *sorted(self._cluster.worker_nodes, key=lambda node: node.node_id)]
 
@@ -191,7 +196,7 @@ class FaultyCluster:
     def settings(self) -> list[str]:
         return [
             *("executor=ray", f"ray.address={self._cluster.address}"),
-            *("ray.start_deadline_s=120", "ray.call_deadline_s=120"),
+            *("ray.start_deadline_s=240", "ray.call_deadline_s=240"),
             "ray.runtime_env={worker_process_setup_hook: worker_gates.install}",
         ]
 
@@ -424,7 +429,8 @@ def assert_clear_stop(outcome: Outcome, output: str) -> None:
     assert outcome.stopped_s is not None
     assert outcome.stopped_s < STOPS_WITHIN_S, outcome
     assert "Traceback" not in output, output
-    assert re.search(r"node|raylet|head", outcome.said), output
+    node = 0 if outcome.cell.victim == HEAD else 1  # in all layouts
+    assert re.search(rf"the run failed: .*\bnode{node}\b", outcome.said), output
     assert "--resume" in outcome.said, output
 
 

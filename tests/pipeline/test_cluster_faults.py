@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 from cluster_faults import (
+    HEAD,
+    ON_HEAD,
     PHASES,
     PLANS,
     SPREAD,
+    TRAINER_NODE,
     VICTIMS,
     Cell,
     Outcome,
@@ -29,10 +32,14 @@ SHORT = Plan(
             [
                 Cell("reward worker", "generating"),
                 Cell("rollout worker", "training"),
+                Cell("engine", "publishing"),
                 Cell("environment worker", "saving"),
-                Cell("trainer", "publishing"),
+                Cell("trainer", "training"),
+                Cell("node of an engine", "generating"),
+                Cell(TRAINER_NODE, "saving"),
             ],
-        )
+        ),
+        (ON_HEAD, [Cell(HEAD, "publishing")]),
     ]
 )
 
@@ -44,7 +51,8 @@ def check(plan: Plan, folder: Path) -> None:
     assert_same_ending(Remains(folder / "run"), undisturbed(plan.steps, folder))
 
 
-def test_a_run_goes_on_without_what_is_killed(tmp_path: Path) -> None:
+def test_a_run_goes_on_without_what_is_killed_or_says_so_and_resumes(tmp_path: Path) -> None:
+    """Every victim and every phase once; of the nodes one that holds a worker of every role but the trainer."""
     check(SHORT, tmp_path)
 
 
