@@ -52,7 +52,7 @@ def connect(config: RayConfig, root: str = "") -> None:
         settings |= {"address": "local", "include_dashboard": False}
         # What Ray has started here ends within seconds after its head has, also when that was killed. This process has
         # the same limit, and needs some of it to end in order.
-        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "15")
+        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "30")
         if config.object_store_gb:
             settings["object_store_memory"] = int(config.object_store_gb * 2**30)
         environment = resolved(config.runtime_env, "ray.runtime_env")
