@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from roll.config.errors import UserError
 from roll.config.user_code import load_user_code
+from roll.data.finite import metric_of
 
 _COLOURED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
 _CODES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def plain_info(info: Mapping[Any, Any]) -> dict[str, float | str]:
-    """The texts and finite numbers of an info; arrays, lists and all else stay behind."""
+    """The texts of an info, and the numbers that a run takes; arrays, lists and all else stay behind."""
     kept: dict[str, float | str] = {}
     for key, value in info.items():
         if isinstance(value, str):
             kept[str(key)] = value
-        elif getattr(value, "ndim", 0) == 0 and hasattr(value, "__float__") and math.isfinite(float(value)):
-            kept[str(key)] = float(value)
+        elif getattr(value, "ndim", 0) == 0 and hasattr(value, "__float__"):
+            with contextlib.suppress(ValueError):
+                kept[str(key)] = metric_of(value, "")
     return kept
 
 

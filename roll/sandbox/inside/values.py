@@ -61,6 +61,8 @@ _FUNCTIONS: tuple[Any, ...] = (
 )
 """What of Python's own may cross over by name: nothing that runs a text or opens a file."""
 _NUMBERS = ("Decimal", "Fraction")
+_LEAVES = frozenset((int, float, str, bool, type(None)))
+"""What JSON has that is a value as it stands."""
 _TIMES = ("date", "time", "datetime", "timedelta")
 _WORDS: dict[str, Any] = {"__builtins__": {}, "null": None, "true": True, "false": False}
 
@@ -224,7 +226,8 @@ def _items(data: Any, kept: Callable[..., Any], depth: int) -> list[Any]:
     """The values of a list that stands in the line: no other value is iterated over."""
     if depth > _DEEPEST:
         raise ValueError("not a value: nested too deep")
-    return [_decoded(item, kept, depth + 1) for item in _only(list, data)]
+    inner = depth + 1
+    return [item if type(item) in _LEAVES else _decoded(item, kept, inner) for item in _only(list, data)]
 
 
 def _pairs(data: Any, kept: Callable[..., Any], depth: int) -> dict[Any, Any]:
