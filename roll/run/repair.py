@@ -28,7 +28,7 @@ from roll.run.ledger_repair import Mended, Place, mend
 from roll.run.ledger_tables import index_path
 from roll.run.metrics import parse_row
 from roll.run.samples import parse_sample
-from roll.run.sums import audit, compared, drop_sums, line_sum, read_sums, sums_path, write_sums
+from roll.run.sums import audit, compared, drop_sums, line_summer, read_sums, sums_path, write_sums
 
 UnderWay = Callable[[Mapping[str, Any]], Mapping[str, str]]
 """Of a checkpoint's state, the samples that it continues with, each with its task."""
@@ -158,7 +158,7 @@ class _Repairing:
             drop_sums(run, path)
             atomic_write(path, b"".join(line + b"\n" for line in kept))
             if found.has_sums:
-                write_sums(run, path, [line_sum(run, path, line) for line in kept])
+                write_sums(run, path, map(line_summer(run, path), kept))
 
     def swapped_samples(self) -> None:
         """Gives files of samples that have each other's names their own."""

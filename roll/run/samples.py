@@ -12,7 +12,7 @@ from roll.config.errors import RunError, UserError
 from roll.config.rights import like_its_folder
 from roll.run.files import atomic_open, to_json_line
 from roll.run.folder import RunFolder
-from roll.run.sums import audit, drop_sums, line_sum, write_sums
+from roll.run.sums import audit, drop_sums, line_summer, write_sums
 
 CHECKED_BYTES = 256 << 20
 """A resumed run compares so much of its samples: a second's work. `roll repair` compares all of them."""
@@ -26,13 +26,13 @@ def write_samples(folder: RunFolder, step: int, rows: Iterable[Mapping[str, Any]
     folder.samples_dir.mkdir(exist_ok=True)
     like_its_folder(folder.samples_dir)
     path = _path(folder, step, part)
-    sums: list[int] = []
+    sum_of, sums = line_summer(folder.path, path), list[int]()
     drop_sums(folder.path, path)
     with atomic_open(path) as file:
         for row in rows:
             line = to_json_line(row)
             file.write(line)
-            sums.append(line_sum(folder.path, path, line[:-1]))
+            sums.append(sum_of(memoryview(line)[:-1]))
     write_sums(folder.path, path, sums)
     return path
 

@@ -15,7 +15,7 @@ without checksums, of an older version or copied alone, is read as it is.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from zlib import crc32
@@ -126,12 +126,10 @@ def read_sums(run: Path, file: Path) -> Sums | None:
 
 
 def write_sums(run: Path, file: Path, values: Iterable[int]) -> None:
-    """Replaces the checksums of a file that is complete: those of `line_sum`, one per line."""
+    """Replaces the checksums of a file that is complete: those of `line_summer`, one per line."""
     path, name = sums_path(run, file), _name(run, file)
-    records, number = [], 0
-    for number, value in enumerate(values, start=1):
-        records.append(_record(name, number - 1, b"%08x" % value))
-    records.append(_record(name, number, _SETTLED))
+    records = [_record(name, number, b"%08x" % value) for number, value in enumerate(values)]
+    records.append(_record(name, len(records), _SETTLED))
     _make_folder(run, path.parent)
     aside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     aside.write_bytes(b"".join(records))
@@ -144,9 +142,10 @@ def drop_sums(run: Path, file: Path) -> None:
     sums_path(run, file).unlink(missing_ok=True)
 
 
-def line_sum(run: Path, file: Path, line: bytes) -> int:
-    """The checksum of a line, without its end."""
-    return crc32(line, crc32(_name(run, file).encode()))
+def line_summer(run: Path, file: Path) -> Callable[[bytes | memoryview], int]:
+    """What computes the checksum of a line of the file, without its end."""
+    start = crc32(_name(run, file).encode())
+    return lambda line: crc32(line, start)
 
 
 class SumWriter:
