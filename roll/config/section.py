@@ -19,6 +19,7 @@ Whole = Annotated[int, Field(ge=0, le=LARGEST)]
 Processes = Annotated[int, Field(ge=1, le=4096)]
 """How many processes one worker starts."""
 Threads = Annotated[int, Field(ge=0, le=4096)]
+Workers = Annotated[int, Field(ge=0, le=65536)]
 LARGEST_SEED = 2**64
 Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED)]
 Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]

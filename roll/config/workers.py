@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from roll.config.section import Count, Devices, NonNegative, Seconds, Section, Whole
+from roll.config.section import Count, Devices, NonNegative, Seconds, Section, Threads, Whole, Workers
 
 
 class ParallelConfig(Section):
@@ -37,9 +37,9 @@ class RoleConfig(Section):
     devices: Devices = "auto"
     """`auto`, `cpu`, or device numbers: `0-7`, `0,2,4`, on other nodes `node1:0-3`. A machine without GPUs numbers its
     cores."""
-    cpus: Whole = 0
+    cpus: Threads = 0
     """CPU cores of each worker, 0 for as many as suit the role."""
-    replicas: Whole = 0
+    replicas: Workers = 0
     """Workers, 0 for as many as the devices give; of a sharded trainer its ranks, which on cores is 1 if not written."""
     strategy: Literal["auto", "single", "sharded", "native", "vllm"] = "auto"
     """How the role computes: `single` trains on one device, `sharded` on several together; `native` is the embedded

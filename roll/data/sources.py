@@ -47,6 +47,10 @@ class TaskSet:
         return any(task.environment is not None for task in (*self.train, *self.held_out))
 
 
+_WIDEST = 3000
+"""Between the numbers of `addition`: some five million pairs, all of which are in memory."""
+
+
 def addition(
     split: Split,
     low: int = 1,
@@ -56,6 +60,8 @@ def addition(
     question: str = "What is {a} + {b}? Answer with just the number.",
 ) -> Iterable[Task]:
     """Sums of two numbers from low to high. A share of the unordered pairs is held out, so b + a never leaks."""
+    if high - low > _WIDEST:
+        raise UserError(f"tasks.options: low is {low} and high is {high}: write numbers at most {_WIDEST} apart")
     pairs = [(a, b) for a in range(low, high + 1) for b in range(a, high + 1)]
     random.Random(f"addition/{seed}").shuffle(pairs)
     cut = round(len(pairs) * held_out)

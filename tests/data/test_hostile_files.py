@@ -241,3 +241,8 @@ def test_any_bytes_are_tasks_or_refused_in_words(data: bytes, at: int, ending: s
         check_sane(tasks_of(path))
     except UserError as error:
         assert str(error)  # noqa: PT017
+
+
+def test_sums_of_more_numbers_than_fit_in_memory_are_refused() -> None:
+    with pytest.raises(UserError, match=r"low is 1 and high is 1000000000: write numbers at most 3000 apart"):
+        load_tasks(TasksConfig(source="addition", options={"high": 10**9}))
