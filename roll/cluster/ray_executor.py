@@ -143,7 +143,7 @@ class RayExecutor:
         if watch is None:
             return None
         if watch.failure is None and watch.lost(place.node) is None:
-            await asyncio.wait({asyncio.ensure_future(asyncio.to_thread(watch.look))}, timeout=_ASK_S)
+            await watch.look_now(_ASK_S)
         return self._lost(place)
 
     def _lost(self, place: Place) -> str | None:
@@ -277,6 +277,7 @@ class RayExecutor:
         """Leaves Ray, and stops it if it was started here. Safe to repeat."""
         if self._watch is not None:
             self._watch.stop()
+            self._watch = None
         if self._owner:
             self._owner = False
             ray.shutdown()

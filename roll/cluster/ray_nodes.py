@@ -6,10 +6,12 @@ holds up the event loop: Ray's own calls hang for a minute once its head is gone
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 
 import ray
 from ray.exceptions import RayError
@@ -49,8 +51,23 @@ class NodeWatch:
         """What a lost node is called, and why Ray says that it is lost; None for one that is there."""
         return self._lost.get(node)
 
+    async def look_now(self, most_s: float) -> None:
+        """Returns once Ray's list of nodes has been taken over, or after `most_s`."""
+        loop, seen = asyncio.get_running_loop(), asyncio.Event()
+
+        def look() -> None:
+            self.look()
+            with suppress(RuntimeError):  # the loop has ended by now
+                loop.call_soon_threadsafe(seen.set)
+
+        # No thread of the loop's own, which waits for all of them when it ends.
+        threading.Thread(target=look, daemon=True).start()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(most_s):
+                await seen.wait()
+
     def look(self) -> None:
-        """Takes over what Ray says of its nodes. Blocks: call it in a thread."""
+        """Takes over what Ray says of its nodes. Blocks, for a minute when Ray's head is gone."""
         if self._stopped.is_set() or not ray.is_initialized():  # to ask Ray then would start it anew
             return
         try:
