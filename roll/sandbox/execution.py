@@ -96,7 +96,7 @@ class _Watch:
             return "memory"
         if self.scratch is not None:
             return "disk" if self.scratch.exceeds(self.process.pid) else None
-        if self.group is None and not has_room(self.process.pid, SCRATCH, self.limits.scratch_files):
+        if not has_room(self.process.pid, SCRATCH, self.limits.scratch_files):
             return "disk"
         return None
 
