@@ -25,7 +25,7 @@ from roll.config.rights import like_its_folder
 
 LIMIT_BYTES = 64 << 20
 SMALLEST_BYTES = 3 << 12
-CHUNK_BYTES = 1 << 16
+CHUNK_BYTES = 1 << 20
 FIRST, BEFORE = ".first", ".before"
 _PIPE_BYTES = 1 << 20
 _F_SETPIPE_SZ = 1031  # Linux; fcntl has it from Python 3.10 on, but not everywhere
