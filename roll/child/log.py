@@ -112,6 +112,7 @@ def start_writer(path: Path, limit_bytes: int) -> int:
     reading, writing = wide_pipe()
     try:
         command = (sys.executable, "-I", "-S", "-c", _program(), str(path), str(limit_bytes))
+        # waits: it forks and ends at once
         done = subprocess.run(command, stdin=reading, start_new_session=True, check=False)
         if done.returncode:
             raise OSError(done.returncode, f"the process that writes {path} did not start")

@@ -32,7 +32,7 @@ def confess_by(tell: Callable[[int, str], None]) -> None:
     pid = os.getpid()
 
     def before(how: str) -> None:
-        place = current.get()
+        place = current.get(None)
         if place is not None and os.getpid() == pid:
             tell(place, how)
 

@@ -148,6 +148,7 @@ class SampleRunner:
                 sample.kills += over.kill
                 self._lifecycle.move(sample, "failed", over.reason)
                 if over.lost:
+                    # waits: until its deadline
                     if not await patience.wait():
                         return
                 elif over.again and sample.tries < self._config.rollout.tries:
@@ -363,6 +364,7 @@ class SampleRunner:
             try:
                 return await call()
             except RemoteError as error:
+                # waits: until its deadline
                 if not await patience.wait():
                     raise _Over(f"{who} died: {error.worker}") from None
 
