@@ -138,7 +138,7 @@ for _ in range(100): os.write(2, bytes(1_000_000))
         "output by many processes",
         "time and output",
         """
-for _ in range(6): os.fork()
+for _ in range(3): os.fork()
 while True: os.write(1, bytes(65536))
 """,
         "output",
