@@ -247,6 +247,7 @@ class _Watch:
                     self._owner.spawn(self._cluster.end(rank, error))
                 self._lost(rank, self._why)
                 if self._restored is None:
+                    await self._until_node_lost(rank)
                     return
                 pinging = await self._bring_back(self._restored)
                 self._enter("well")
@@ -255,6 +256,13 @@ class _Watch:
             self._retire(error)
         except Exception as error:
             self._owner.fail(error)
+
+    async def _until_node_lost(self, rank: int) -> None:
+        """A worker that is not restarted may have died with its node, which Ray finds out later: whoever goes on without
+        the worker until then hears of it at once."""
+        while (node := await self._cluster.lost_node(rank)) is None:  # noqa: ASYNC110
+            await asyncio.sleep(self._policy.ping_s)
+        raise NodeLost(self._cluster.places[rank].name, node)
 
     def _retire(self, error: NodeLost) -> None:
         """The worker is not restarted; the role goes on if it has others."""

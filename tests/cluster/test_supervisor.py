@@ -738,6 +738,17 @@ def test_a_role_that_is_not_restarted_ends_with_the_node_of_any_of_its_workers()
     watching(use, restart=False)
 
 
+def test_a_node_that_ray_calls_lost_after_its_worker_died_ends_a_role_that_is_not_restarted() -> None:
+    async def use(watched: Watched) -> None:
+        await watched.kill(1)
+        assert not watched.supervisor.failed.done()
+        watched.executor.lost_nodes["toy[1]"] = LOST
+        assert f"toy[1] was on {LOST}, and no worker of toy is left" in str(await watched.error())
+        assert ([rank for _, rank, _ in watched.lost], watched.retired) == ([1], [])
+
+    watching(use, restart=False)
+
+
 def test_a_lost_cluster_ends_it_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     async def use(watched: Watched) -> None:
         lost = ClusterLost("the head of Ray's cluster has not answered for 8 s")
