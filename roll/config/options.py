@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
@@ -28,6 +29,8 @@ def check_types(function: Callable[..., Any], options: Mapping[str, Any], where:
     def hint(kind: Any, value: Any) -> str:
         if meant := near(str(value), choices(kind)):
             return f"; did you mean `{meant[0]}`?"
+        if isinstance(value, float) and not math.isfinite(value):
+            return ", and a finite one"
         if takes(kind, [value]):
             return f": write [{value}]"
         braces = isinstance(value, Mapping) and takes(kind, "")

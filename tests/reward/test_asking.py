@@ -168,7 +168,10 @@ def test_a_whole_reward_may_be_a_roles() -> None:
         ({"name": "judge", "options": {"model": "m"}}, "model is 'm', which is for a server: write its url too"),
         ({"name": "judge", "options": {"url": "http://x"}}, "model is missing"),
         ({"name": "judge", "options": {"max_tokens": 0}}, "max_tokens is 0"),
-        ({"name": "reward_model", "options": {"scale": math.inf}}, "both take finite numbers"),
+        (
+            {"name": "reward_model", "options": {"scale": math.inf}},
+            "scale is Infinity, but takes a number, and a finite one",
+        ),
         ({"name": "reward_model", "options": {"timeout_s": 0.0}}, "timeout_s is 0"),
         ({"name": "reward_model", "options": {"sigmoi": True}}, "did you mean 'sigmoid'"),
     ],
