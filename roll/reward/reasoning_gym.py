@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -14,6 +15,8 @@ from roll.reward.patience import patiently
 
 _LONGEST = 1 << 16
 """Characters of an answer."""
+_EXPONENT = re.compile(r"[\d.][eE][+-]?[\d_]{5,}")
+"""A numeral such as 1e999999999: written out by a verifier, it takes minutes that no timer interrupts."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class ReasoningGym:
 def _score(puzzles: Any, entry: Any, answer: str) -> float:
     """The verifier's score; 0 for an answer that breaks it or that it is not done with in time: verifiers parse, and some
     compute, answers as they come."""
-    if len(answer) > _LONGEST:
+    if len(answer) > _LONGEST or _EXPONENT.search(answer):
         return 0.0
     try:
         return patiently(lambda: float(puzzles.score_answer(answer, entry)), 0.0)

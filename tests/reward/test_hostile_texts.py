@@ -152,3 +152,11 @@ def test_a_tower_that_is_written_as_the_answer_is_right() -> None:
     judge = make("math", {})
     warm_up(judge)
     assert judge(Task.ask("t", "?", r"x+2^{2^{2^{2}}}"), Response(r"\boxed{x + 2^{2^{2^{2}}}}", 1, "stop")) == 1
+
+
+@pytest.mark.parametrize("answer", ["1e999999999", "9**9**9**9", "[" * 5000, "1" * 70_000])
+def test_a_verifier_that_computes_answers_is_not_given_what_it_cannot_compute(answer: str) -> None:
+    pytest.importorskip("reasoning_gym")
+    task = Task.ask("t", "?", family="countdown", parameters={}, seed=0, size=3, index=0)
+    judge = make("reasoning_gym", {"partial": False})
+    assert judge(task, Response(f"<answer>{answer}</answer>", 1, "stop")) == 0
