@@ -23,7 +23,8 @@ from roll.env.process import COMMAND, EXIT_FULL
 
 _AT_ONCE = 256  # enough for environments that wait, few enough that one which computes is done before its deadline
 _GRACE_S = 1.0
-_LAST_WORDS_S = 0.2
+_LAST_WORDS_S = 1.0
+"""For the status of a process that broke its connection to arrive: its keepers end after it."""
 _FAULT_BYTES = 1 << 20
 
 Reply: TypeAlias = tuple[wire.Result, float]
@@ -175,6 +176,8 @@ class Host:
     def _late(self, number: int) -> None:
         """A deadline has passed. What has arrived counts, but it may not have been read yet, if the event loop was held
         up: the answer to a ping comes after it."""
+        if self._hearing.done():  # it broke off, and is about to be ended for that
+            return
         loop, call = asyncio.get_running_loop(), self._calls[number]
         call.timer = loop.call_later(_GRACE_S, self._stuck, number)
         pong: asyncio.Future[Reply] = loop.create_future()
@@ -193,7 +196,7 @@ class Host:
     def _stuck(self, number: int) -> None:
         """Not even a ping is answered: any environment that has a call under way may hold up the whole process."""
         call = self._calls.get(number)
-        if call is not None:
+        if call is not None and not self._hearing.done():
             self._end("deadline", f"{call.what} took more than {call.deadline_s:g} s, and its whole process is stuck")
 
     def _end(self, kind: FailureKind, why: str) -> None:

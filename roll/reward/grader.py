@@ -16,6 +16,8 @@ from roll.reward.process import COMMAND
 from roll.reward.resolve import RewardSource
 
 _GRACE_S = 0.2
+_STATUS_S = 2.0
+"""For the status of a process that broke its connection to arrive: its keepers end after it."""
 
 
 class Grader:
@@ -134,5 +136,5 @@ class Grader:
         return f", in part {self._part!r}" if self._part else ""
 
     async def _obituary(self) -> str:
-        await asyncio.wait({self._child.exit}, timeout=_GRACE_S)
+        await asyncio.wait({self._child.exit}, timeout=_STATUS_S)
         return f"the grader process {self._child.obituary()}{self._where()}"
