@@ -42,6 +42,8 @@ from roll.workers.reward import RewardWorker
 
 T = TypeVar("T")
 _CLUSTER_S = 0.5
+_CANCEL_S = 5.0
+"""For a run that was given up to end what it was doing."""
 _LOADS_S = 1.0
 """How often engines say how full they are."""
 _log = logging.getLogger(__name__)
@@ -103,8 +105,10 @@ class TrainSupervision:
         finally:
             if not task.done():
                 task.cancel()
-                # waits: it was cancelled
-                await asyncio.gather(task, return_exceptions=True)
+                # A worker that does not answer would keep it; it ends when the workers are closed.
+                await asyncio.wait({task}, timeout=_CANCEL_S)
+            if task.done() and not task.cancelled():
+                task.exception()  # another error is raised
 
     async def close(self) -> None:
         await self.supervisor.close()
