@@ -30,7 +30,7 @@ UNSEEN: tuple[Attack, ...] = tuple(
     Attack(
         f"memory that no process is seen to hold: {name}",
         "memory",
-        source.replace('print("held"', 'time.sleep(1); print("escaped: held"'),  # where it is watched that takes a moment
+        source.replace('print("held"', 'print("escaped: held"'),
         frozenset({"calls"}),
         ends=frozenset({"memory", "disk", "failed", "timeout"}),
         limits=Limits(wall_s=20, cpu_s=20, memory_mb=memory_attacks.LIMIT_MB),

@@ -1,6 +1,7 @@
 """Programs that take memory which no process is seen to hold: buffers, pages that nobody maps, page tables, inodes.
 
-Each tries to hold `GOAL_MB`, prints `held` when it has, and waits. What it may take is `LIMIT_MB`.
+Each tries to hold `GOAL_MB`, prints `held` when it has for a second, and waits. What it may take is `LIMIT_MB`; where
+that is watched and not counted, a program may hold more until somebody looks.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def share(count, act):
         count -= len(said)
 
 def held():
+    time.sleep(1)
     print("held", flush=True)
     time.sleep(600)
 """
