@@ -33,111 +33,26 @@ REDACTED = "<redacted-secret>"
 _SHORTEST = 6
 _SHORTEST_OF_ENVIRONMENT = 8
 
-_ALWAYS = frozenset(
-    [
-        "authorization",
-        "password",
-        "passwd",
-        "passphrase",
-        "credential",
-        "credentials",
-        "cookie",
-        "cookies",
-        "apikey",
-        "accesskey",
-        "secretkey",
-        "privatekey",
-        "accesstoken",
-        "authtoken",
-        "bearertoken",
-        "bearer",
-        "jwt",
-    ]
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_ALWAYS = _words(
+    "authorization password passwd passphrase credential credentials cookie cookies apikey accesskey secretkey "
+    "privatekey accesstoken authtoken bearertoken bearer jwt"
 )
 _LAST = frozenset(["auth", "pwd", "secret", "secrets"])
-_KEYS = frozenset(
-    [
-        "api",
-        "access",
-        "private",
-        "secret",
-        "signing",
-        "subscription",
-        "account",
-        "auth",
-        "encryption",
-        "service",
-        "master",
-        "ssh",
-        "x",
-        "app",
-        "client",
-    ]
-)
+_KEYS = _words("api access private secret signing subscription account auth encryption service master ssh x app client")
 """What stands before `key` where that is a secret."""
-_PLAIN_TOKENS = frozenset(
-    [
-        "eos",
-        "bos",
-        "pad",
-        "unk",
-        "sep",
-        "cls",
-        "mask",
-        "stop",
-        "start",
-        "end",
-        "begin",
-        "special",
-        "image",
-        "video",
-        "audio",
-        "tool",
-        "think",
-        "thinking",
-        "per",
-        "max",
-        "min",
-        "num",
-        "prompt",
-        "new",
-        "next",
-        "first",
-        "last",
-        "extra",
-    ]
+_PLAIN_TOKENS = _words(
+    "eos bos pad unk sep cls mask stop start end begin special image video audio tool think thinking per max min num "
+    "prompt new next first last extra"
 )
 """What stands before `token` where that is one of a text."""
-_ABOUT = frozenset(
-    [
-        "env",
-        "name",
-        "names",
-        "file",
-        "files",
-        "path",
-        "paths",
-        "dir",
-        "folder",
-        "var",
-        "variable",
-        "column",
-        "field",
-        "id",
-        "type",
-        "kind",
-        "mode",
-        "count",
-        "limit",
-        "length",
-        "url",
-        "uri",
-        "chars",
-        "tokens",
-        "header",
-        "prefix",
-        "pattern",
-    ]
+_ABOUT = _words(
+    "env name names file files path paths dir folder var variable column field id type kind mode count limit length "
+    "url uri chars tokens header prefix pattern"
 )
 """What a name ends with that says something about a secret, and is none."""
 _IN_QUERIES = frozenset({"key", "code", "sig", "signature"})
