@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+import odd_rewards
 import pytest
-from odd_rewards import letters
 from small_runs import Remains
+from torch import Tensor
 
-from roll import Response, Task
 from roll.rollout.step import LEFT_OUT, NOT_FINITE
 from roll.run import LedgerIndex
 
@@ -29,9 +29,9 @@ def sick_if_odd(streams):  # type: ignore[no-untyped-def]
     return TokenLoss(streams.current / (streams.sample.max() % 2))
 
 
-def huge(task: Task, response: Response) -> float:
-    """A reward whose square is too much for fp32."""
-    return 1e30 * (1 + letters(task, response))
+def too_large(values: Tensor, before: Tensor, returns: Tensor, clip: float | None) -> Tensor:
+    """A critic's loss that is too much for fp32."""
+    return (values - returns) ** 2 * 1e30 * 1e30
 
 
 def ends_of(run: Remains) -> dict[str, tuple[str, str]]:
@@ -61,9 +61,12 @@ def test_samples_end_as_the_update_they_were_in(run_small: Callable[..., Remains
     assert set(ends.values()) == {("trained", ""), ("dropped", NOT_FINITE), ("dropped", LEFT_OUT)}, "some of each"
 
 
-def test_while_only_the_critic_learns_its_update_counts_and_then_the_policys(run_small: Callable[..., Remains]) -> None:
-    """All of the critic's updates are skipped; the policy has whitened advantages, and its second step is its first."""
-    ppo = ("algorithm=ppo", "algorithm.critic_warmup_steps=1", f"reward={__file__}:huge")
+def test_while_only_the_critic_learns_its_update_counts_and_then_the_policys(
+    run_small: Callable[..., Remains], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of the critic's updates are skipped; the policy's second step is its first."""
+    monkeypatch.setattr("roll.strategy.train.critic.value_loss", too_large)
+    ppo = ("algorithm=ppo", "algorithm.critic_warmup_steps=1", f"reward={odd_rewards.__file__}:letters")
     run = run_small(*PATIENT, *ppo, "train.steps=2")
     rows = [row for row in run.metrics() if "train/updates" in row]
     assert [(row["train/updates"], row["train/skipped"], row["train/critic_skipped"]) for row in rows] == [
