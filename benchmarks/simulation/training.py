@@ -152,7 +152,7 @@ class Training:
         scheduler.trained(rollout, self.step, {s.id: NOT_FINITE for s in rollout.trained if s.group in skipped})
         self.lag = self.ledger.lag
         self.ledger.flush()
-        await world.pool.tokens.write(self.step, rollout.samples)
+        await world.pool.tokens.write(self.step, rollout.fates())
         await world.pool.tokens.forget(rollout.samples)
 
     def _homes(self, rollout: Rollout) -> set[tuple[int, int, bool]]:

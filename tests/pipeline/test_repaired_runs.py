@@ -20,7 +20,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A deterministic run killed after its fifth step; its newest checkpoint is of the fourth."""
     path = tmp_path_factory.mktemp("killed") / "run"
     child = start_roll(["train", TINY, *EXACT, f"run={path}"], path.with_suffix(".out"))
-    child.wait_for(lambda: path.exists() and (path / "samples" / "step-000005.jsonl").exists())
+    metrics = path / "metrics.jsonl"
+    child.wait_for(lambda: metrics.exists() and b'{"step":5,' in metrics.read_bytes())
     child.kill()
     return path
 
