@@ -37,7 +37,7 @@ def told(outcome: Outcome) -> str:
     """A cell of the table."""
     if outcome.stopped_s is not None:
         return f"stops: {outcome.stopped_s:.1f} s"
-    return f"goes on: {outcome.noticed_s:.1f} s, {outcome.trains_s:.1f} s"
+    return f"continues: {outcome.noticed_s:.1f} s, {outcome.trains_s:.1f} s"
 
 
 def table(found: Mapping[Cell, str]) -> str:

@@ -267,7 +267,7 @@ class KeepConfig(Section):
     trace_mb: Whole = 128
     """Trace files kept, in MiB, the oldest deleted first; 0: all. A file ends at a quarter of it."""
     log_mb: Count = 64
-    """Kept of each log of processes, in MiB: a third of it how it began, the rest how it goes on."""
+    """Limit of each process log, in MiB: a third of it keeps the beginning, the rest the newest lines."""
 
 
 class RunConfig(Section):
