@@ -91,6 +91,7 @@ def train(
                 try:
                     early.release()
                     folder.set_mode(config.run.mode)
+                    folder.delete_leftovers()
                     origin = resumed(chosen.compared, folder) if resume else Resumed(None, ())
                     if not resume and recording is not None:
                         with _saying_full(folder):

@@ -176,6 +176,13 @@ class RunFolder:
         for inside in self.path.iterdir():
             tree_like_its_folder(inside)
 
+    def delete_leftovers(self) -> None:
+        """Deletes the files that a killed process was writing and never renamed, while the run is locked."""
+        for folder in (self.path, self.samples_dir, self.path / "sums", self.path / "sums" / "samples"):
+            for file in folder.glob(".*.tmp-*"):
+                if _LEFTOVER.fullmatch(file.name) and file.is_file():
+                    file.unlink(missing_ok=True)
+
     @property
     def config_path(self) -> Path:
         return self.path / "config.yaml"

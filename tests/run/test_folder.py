@@ -238,3 +238,18 @@ def test_the_lock_dies_with_its_process_even_if_its_children_live_on(folder: Run
         holder.kill()
         os.kill(child, signal.SIGKILL)
         holder.stdout.close()
+
+
+def test_files_that_a_killed_process_never_renamed_are_deleted(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", "seed: 1\n")
+    (run.path / "sums" / "samples").mkdir(parents=True)
+    run.samples_dir.mkdir()
+    left = [".summary.json.tmp-7", "samples/.step-000001.jsonl.tmp-7", "sums/.metrics.jsonl.crc.tmp-7"]
+    left += ["sums/samples/.step-000001.jsonl.crc.tmp-18875"]
+    kept = ["samples/step-000001.jsonl", "sums/samples/step-000001.jsonl.crc", ".mine", "samples/.mine.tmp-x"]
+    for name in left + kept:
+        (run.path / name).touch()
+    (run.path / ".export.tmp-9").mkdir()  # `roll export` is writing it
+    run.delete_leftovers()
+    assert not [name for name in left if (run.path / name).exists()]
+    assert all((run.path / name).exists() for name in [*kept, ".export.tmp-9", "config.yaml"])
