@@ -93,7 +93,7 @@ def moved_root(run: Path) -> str | None:
         manifest = json.loads((run / "code" / "manifest.json").read_bytes())
         root = os.path.normpath(run / manifest["root_from_run"])
         files = [os.path.join(root, manifest["base"], file["path"]) for file in manifest["files"]]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, RecursionError, ValueError, KeyError, TypeError):
         return None
     return root if os.path.isdir(root) and (not files or any(map(os.path.isfile, files))) else None
 

@@ -92,6 +92,7 @@ def train(
                     early.release()
                     folder.set_mode(config.run.mode)
                     folder.delete_leftovers()
+                    folder.write_format()
                     origin = resumed(chosen.compared, folder) if resume else Resumed(None, ())
                     if not resume and recording is not None:
                         with _saying_full(folder):

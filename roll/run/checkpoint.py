@@ -6,7 +6,7 @@
       step-000020/
         model/ …               what trainers wrote: model and optimizer.safetensors, or shards/ with a file per rank
         state.json             what the caller said
-        manifest.json          size and checksum of every other file; written last
+        manifest.json          the format, size and checksum of every other file; written last
 
 A checkpoint takes its name `step-…` by one rename, after every byte of it is on disk, and loses it by one rename before
 it is deleted. So at any moment, whatever dies, each folder named `step-…` is whole, and the newest ones stay until the
@@ -41,6 +41,7 @@ from roll.run.files import (
     to_json,
 )
 from roll.run.folder import RunFolder
+from roll.run.format import checked, format_entries
 
 _MANIFEST = "manifest.json"
 _STATE = "state.json"
@@ -83,6 +84,7 @@ def verify_model(folder: Path) -> None:
 def _verify(path: Path, step: int, folders: Sequence[str] | None = None) -> None:
     """Compares the files of a checkpoint, or those in some of its folders, with the manifest."""
     manifest = _read_json(path, _MANIFEST)
+    checked(path, manifest)
     try:
         algorithm = str(manifest["algorithm"])
         files = {str(name): (int(entry["bytes"]), str(entry["digest"])) for name, entry in manifest["files"].items()}
@@ -258,7 +260,7 @@ def _best(directory: Path) -> Path | None:
     for step, path in _whole(directory):
         try:
             score = json.loads((path / _STATE).read_bytes()).get(SCORE)
-        except (OSError, ValueError, AttributeError):  # damaged: it is refused where it is read
+        except (OSError, RecursionError, ValueError, AttributeError):  # damaged: it is refused where it is read
             continue
         if isinstance(score, int | float) and score == score:
             scores.append((score, step, path))
@@ -325,7 +327,8 @@ def _write_manifest(directory: Path, step: int, digests: Mapping[str, str]) -> N
         )
     for folder in [path for path in directory.rglob("*") if path.is_dir()]:
         sync_folder(folder)
-    atomic_write(directory / _MANIFEST, to_json({"step": step, "algorithm": DIGEST, "files": files}, indent=True))
+    manifest = {**format_entries(), "step": step, "algorithm": DIGEST, "files": files}
+    atomic_write(directory / _MANIFEST, to_json(manifest, indent=True))
 
 
 def _is_state(file: Path) -> bool:

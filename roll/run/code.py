@@ -260,7 +260,7 @@ class RunCode:
             return cls(folder, _manifest(found))
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError) as error:
+        except (RecursionError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{folder / MANIFEST} is damaged: {error}") from error
 
     @property

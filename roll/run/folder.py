@@ -43,6 +43,7 @@ from roll.config.errors import RunError, UserError
 from roll.config.rights import like_its_folder, tree_like_its_folder
 from roll.config.spelling import option
 from roll.run.files import atomic_write, to_json
+from roll.run.format import FORMAT_FILE, check_format, write_format
 
 _LEFTOVER = re.compile(r"\.lock|\..+\.tmp-\d+")
 _HOLDER = re.compile(r"pid \d+ on \S")
@@ -56,6 +57,7 @@ _OWN_FILES = (
     "graders.log*",
     "environments.log*",
     ".*.tmp-*",
+    FORMAT_FILE,
     "config.yaml",
 )
 _OWN_FOLDERS = ("code", "logs", "samples", "sums", "checkpoints", "tensorboard")
@@ -89,6 +91,7 @@ class RunFolder:
             with folder.lock():
                 cls._refuse_taken(path)  # by a process that created its run meanwhile
                 atomic_write(folder.config_path, config_yaml)
+                write_format(folder.path)
         except OSError as error:
             raise UserError(f"cannot write to {path} ({error.strerror}): write run.dir=OTHER") from error
         return folder
@@ -115,12 +118,14 @@ class RunFolder:
             )
 
     @classmethod
-    def open(cls, path: Path) -> RunFolder:
-        """The run that lies at `path`."""
+    def open(cls, path: Path, any_format: bool = False) -> RunFolder:
+        """The run at `path`, of a format that this version reads."""
         if not path.exists():
             raise UserError(f"there is no run in {path}: write the folder of a run")
         if not cls.is_run(path):
             raise UserError(f"{path} is not a run's folder ({_no_run(path)}): write the folder of a run")
+        if not any_format:
+            check_format(path)
         return cls(_absolute(path))
 
     @staticmethod
@@ -219,6 +224,10 @@ class RunFolder:
     def curve_path(self) -> Path:
         return self.path / "curve.png"
 
+    def write_format(self) -> None:
+        """Records that this version writes the run from now on."""
+        write_format(self.path)
+
     def write_config(self, config_yaml: str) -> None:
         """Replace config.yaml."""
         atomic_write(self.config_path, config_yaml)
@@ -230,14 +239,16 @@ class RunFolder:
     def read_summary(self) -> dict[str, Any] | None:
         """What summary.json says; None before there is one."""
         try:
-            summary: dict[str, Any] = json.loads(self.summary_path.read_bytes())
+            summary = json.loads(self.summary_path.read_bytes())
+            if not isinstance(summary, dict):
+                raise ValueError("it is not a JSON object")
+            return summary
         except FileNotFoundError:
             return None
-        except ValueError as error:
+        except (RecursionError, ValueError) as error:
             raise RunError(
                 f"{self.summary_path} is damaged ({error}): `roll repair {self.path}` moves it aside"
             ) from error
-        return summary
 
     @contextmanager
     def lock(self) -> Iterator[None]:

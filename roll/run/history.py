@@ -63,7 +63,7 @@ def parse_event(line: bytes) -> dict[str, Any] | None:
     """The event that a line says; None if it says none."""
     try:
         event = json.loads(line)
-    except ValueError:
+    except (RecursionError, ValueError):
         return None
     good = isinstance(event, dict) and isinstance(event.get("event"), str) and type(event.get("step")) is int
     return event if good else None

@@ -124,7 +124,7 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
     """What a line of metrics.jsonl says; None if it is damaged."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (RecursionError, ValueError):
         return None
     if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] < 0:
         return None

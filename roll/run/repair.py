@@ -23,6 +23,7 @@ from roll.config.spelling import option, resuming
 from roll.run.checkpoint import Checkpoint, Checkpoints
 from roll.run.files import atomic_open, atomic_write
 from roll.run.folder import RunFolder
+from roll.run.format import FORMAT_FILE, check_format
 from roll.run.history import History, parse_event
 from roll.run.ledger_repair import Mended, Place, mend
 from roll.run.ledger_tables import index_path
@@ -66,9 +67,10 @@ class Repair:
 
 def repair(run: Path, under_way: UnderWay, *, dry_run: bool = False) -> Repair:
     """Finds what is damaged in a run and mends it; with `dry_run` it is only found."""
-    folder = RunFolder.open(run)
+    folder = RunFolder.open(run, any_format=True)
     with folder.lock():
         repairing = _Repairing(folder, dry_run)
+        repairing.format()
         repairing.config()
         checkpoint = repairing.checkpoints()
         repairing.ledger(_place(checkpoint, under_way))
@@ -220,6 +222,14 @@ class _Repairing:
             self._found(path, "damaged, taken away; the run writes it again when it ends")
             self._move(path)
 
+    def format(self) -> None:
+        path = self._folder.path / FORMAT_FILE
+        if path.is_file() and not _is_object(path.read_bytes()):
+            self._found(path, "damaged, taken away; a resumed run writes it again")
+            self._move(path)
+        else:
+            check_format(self._folder.path)
+
     def _found(self, path: Path, what: str) -> None:
         self.findings.append(f"{path.relative_to(self._folder.path)}: {what}")
 
@@ -282,5 +292,5 @@ def _steps_of(bad: list[bytes], kept: list[bytes]) -> str:
 def _is_object(text: bytes) -> bool:
     try:
         return isinstance(json.loads(text), dict)
-    except ValueError:
+    except (RecursionError, ValueError):
         return False

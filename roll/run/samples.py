@@ -102,7 +102,7 @@ def parse_sample(line: bytes) -> dict[str, Any] | None:
     """The row that a line says; None if it is damaged."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (RecursionError, ValueError):
         return None
     return row if isinstance(row, dict) and isinstance(row.get("sample", ""), str) else None
 

@@ -185,7 +185,7 @@ def test_a_run_that_never_began_gives_its_name_back(tmp_path: Path) -> None:
         new.discard(made)
         RunFolder.move_back(aside, tmp_path / "run")
     assert RunFolder.open(tmp_path / "run").config_path.read_text() == "old: 1\n"
-    assert listing(tmp_path) == ["run", "run/.lock", "run/config.yaml"]
+    assert listing(tmp_path) == ["run", "run/.lock", "run/config.yaml", "run/format.json"]
 
 
 def test_a_run_being_written_is_not_moved(folder: RunFolder) -> None:
@@ -198,9 +198,10 @@ def test_summary(folder: RunFolder) -> None:
     assert folder.read_summary() is None
     folder.write_summary({"accuracy": 0.5, "kl": float("nan")})
     assert folder.read_summary() == {"accuracy": 0.5, "kl": None}
-    folder.summary_path.write_text("{")
-    with pytest.raises(RunError, match=r"summary\.json is damaged"):
-        folder.read_summary()
+    for damaged in ("{", "[1]", "[" * 100_000):
+        folder.summary_path.write_text(damaged)
+        with pytest.raises(RunError, match=r"summary\.json is damaged"):
+            folder.read_summary()
 
 
 def test_the_lock_has_one_holder_and_comes_back(folder: RunFolder) -> None:

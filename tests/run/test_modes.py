@@ -36,7 +36,7 @@ def fill(folder: RunFolder) -> None:
 @pytest.mark.parametrize(("mode", "file"), [("0700", "0600"), ("0750", "0640"), ("0755", "0644"), ("0770", "0660")])
 def test_everything_is_as_readable_as_the_folder(tmp_path: Path, mode: str, file: str) -> None:
     folder = RunFolder.create(tmp_path / "run", "seed: 0\n", mode)
-    assert modes(folder.path) == {".": mode, ".lock": file, "config.yaml": file}
+    assert modes(folder.path) == {".": mode, ".lock": file, "config.yaml": file, "format.json": file}
     fill(folder)
     made = modes(folder.path)
     for name in (
