@@ -20,13 +20,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-from roll.child.together import together
 from roll.cluster.errors import CallTimedOut, RemoteError, WorkerDied, first_of
 from roll.cluster.executor import Executor, Handle
 from roll.cluster.worker import Dispatch, Place, SharedArguments, Worker, parallel_of
 from roll.config.errors import RunError
 from roll.data.batch import Batch
 from roll.data.columns import Indices
+from roll.process.structured_gather import together
 
 W = TypeVar("W", bound=Worker)
 P = ParamSpec("P")

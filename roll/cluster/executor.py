@@ -9,13 +9,13 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from roll.child.log import LIMIT_BYTES
-from roll.child.together import together
 from roll.cluster.errors import ClusterLost
 from roll.cluster.process_handle import ProcessHandle
 from roll.cluster.worker import Place, Worker
 from roll.config.errors import RunError
 from roll.data.batch import Batch
+from roll.process.bounded_log import LIMIT_BYTES
+from roll.process.structured_gather import together
 
 W = TypeVar("W", bound=Worker)
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import cloudpickle
 
-from roll.child.log import LIMIT_BYTES, start_writer
 from roll.cluster.errors import Failure
 from roll.cluster.worker import Dispatch, Parallel, Place, Worker, crowded_methods, parallel_of
 from roll.config.errors import RunError, UserError
@@ -28,6 +27,7 @@ from roll.config.rights import like_its_folder
 from roll.config.secrets import print_no_secrets
 from roll.data.batch import Batch
 from roll.data.columns import Block, Columns, Elsewhere, TokenColumn, away, put_away
+from roll.process.bounded_log import LIMIT_BYTES, start_writer
 
 Get = Callable[[Sequence[Any]], Awaitable[Sequence[Columns]]]
 Put = Callable[[Columns], Any]

@@ -15,16 +15,16 @@ from typing import Any
 
 import cloudpickle
 
-from roll.child.frames import HEADER
-from roll.child.inside import command
-from roll.child.log import LIMIT_BYTES
-from roll.child.process import Child
 from roll.cluster.errors import CallTimedOut, Failure, WorkerDied, WorkerError
 from roll.cluster.host import Answer, Started, unsent
 from roll.cluster.process_main import NUMBER, Call, Close, Start, WarmUp
 from roll.cluster.worker import Place, SharedArguments, Worker
 from roll.config.errors import RunError
 from roll.config.rights import like_its_folder
+from roll.process.bounded_log import LIMIT_BYTES
+from roll.process.child_main import command
+from roll.process.framing import HEADER
+from roll.process.managed_process import Child
 
 _COMMAND = command("roll.cluster.process_main")
 _CHUNK_BYTES = 1 << 20

@@ -25,13 +25,13 @@ from typing import Any
 
 import cloudpickle
 
-from roll.child.frames import HEADER, read_payload
-from roll.child.inside import connect
 from roll.cluster.errors import Failure
 from roll.cluster.host import Answer, Host, log_to_stderr, unsent, where
 from roll.cluster.worker import Place, Worker
 from roll.config.errors import RunError
 from roll.data.columns import Columns
+from roll.process.child_main import connect
+from roll.process.framing import HEADER, read_payload
 
 NUMBER = struct.Struct("!Q")
 """Every payload begins with the number of its request; one that has nothing else is a ping or its answer."""

@@ -21,7 +21,6 @@ from ray.actor import ActorHandle
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RaySystemError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from roll.child.log import LIMIT_BYTES
 from roll.cluster.crowd import Crowd, Desk, Packed
 from roll.cluster.errors import CallTimedOut, Failure, TokensLost, WorkerDied, WorkerError
 from roll.cluster.host import Answer, Host, Started, unsent
@@ -30,6 +29,7 @@ from roll.cluster.ray_connection import this_node
 from roll.cluster.worker import Place, Worker
 from roll.config.errors import RunError
 from roll.data.columns import Columns
+from roll.process.bounded_log import LIMIT_BYTES
 
 _HEALTH = "health"
 _CONCURRENT_CALLS = 10_000

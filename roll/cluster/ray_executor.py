@@ -21,8 +21,6 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from roll.child.log import LIMIT_BYTES
-from roll.child.together import together
 from roll.cluster.errors import CallTimedOut, ClusterLost, NodeLost, WorkerDied
 from roll.cluster.executor import Handle, started_in_time
 from roll.cluster.ray_actor import RayHandle, Traffic, get_all, new_actor, reason
@@ -33,6 +31,8 @@ from roll.config.errors import RunError
 from roll.config.schema import RayConfig
 from roll.data.batch import Batch
 from roll.data.columns import Elsewhere
+from roll.process.bounded_log import LIMIT_BYTES
+from roll.process.structured_gather import together
 
 W = TypeVar("W", bound=Worker)
 T = TypeVar("T")

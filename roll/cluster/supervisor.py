@@ -39,11 +39,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from roll.child.together import together
 from roll.cluster.cluster import Cluster
 from roll.cluster.errors import CallTimedOut, ClusterLost, NodeLost, RemoteError, WorkerDied
 from roll.config.errors import RunError
 from roll.config.spelling import option
+from roll.process.structured_gather import together
 
 Lost = Callable[[int, str], None]
 Restored = Callable[[int], Awaitable[None]]

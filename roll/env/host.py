@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from roll.child.frames import HEADER
-from roll.child.log import LIMIT_BYTES, BoundedLog, is_bounded
-from roll.child.process import Child
 from roll.config.errors import RunError
 from roll.env import wire
 from roll.env.base import EnvFailure, FailureKind
 from roll.env.confession import FAULT, MAIN, faulty_line, faulty_part, faulty_thread
 from roll.env.process import COMMAND, EXIT_FULL
+from roll.process.bounded_log import LIMIT_BYTES, BoundedLog, is_bounded
+from roll.process.framing import HEADER
+from roll.process.managed_process import Child
 
 _AT_ONCE = 256  # enough for environments that wait, few enough that one which computes is done before its deadline
 _GRACE_S = 1.0

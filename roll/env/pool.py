@@ -25,8 +25,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from roll.child.log import LIMIT_BYTES
-from roll.child.together import together
 from roll.config.errors import RunError, UserError
 from roll.data.task import EnvSpec
 from roll.env import wire
@@ -35,6 +33,8 @@ from roll.env.host import Host, Reply
 from roll.env.resolve import located
 from roll.env.stats import EnvStats
 from roll.env.waiting import Waiting
+from roll.process.bounded_log import LIMIT_BYTES
+from roll.process.structured_gather import together
 from roll.sandbox.cgroups import sweep
 
 _log = logging.getLogger(__name__)

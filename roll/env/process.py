@@ -18,9 +18,6 @@ import time
 import traceback
 from typing import TYPE_CHECKING, BinaryIO, NoReturn, cast
 
-from roll.child.frames import HEADER, read_payload
-from roll.child.inside import command, connect, reason
-from roll.child.memory import MemoryLimit
 from roll.config.errors import UserError
 from roll.env.confession import MAIN, confess_by, current
 from roll.env.resolve import Factory, unpacked
@@ -41,6 +38,9 @@ from roll.env.wire import (
     Visit,
     frame,
 )
+from roll.process.child_main import command, connect, reason
+from roll.process.framing import HEADER, read_payload
+from roll.process.memory_limit import MemoryLimit
 
 if TYPE_CHECKING:
     from roll.env.loop import Loop

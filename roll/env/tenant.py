@@ -11,11 +11,11 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from roll.child.inside import REASON_CHARS, detail, reason, tell
 from roll.env.base import opened, stepped, tools_of
 from roll.env.confession import current
 from roll.env.resolve import Factory, Unfit, check_options, with_files
 from roll.env.wire import Act, Close, Failed, Ready, Reset, Result, Visit
+from roll.process.child_main import REASON_CHARS, detail, reason, tell
 
 if TYPE_CHECKING:
     from roll.env.loop import Loop

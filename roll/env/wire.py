@@ -12,8 +12,8 @@ import pickle
 from dataclasses import dataclass
 from typing import TypeAlias, get_args
 
-from roll.child import frames
 from roll.env.base import FailureKind, Opened, Step
+from roll.process import framing as frames
 
 LIMIT_BYTES = 64 << 20
 """No frame of a process is larger: what claims to be is none."""

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from roll.child.collector import spare_collector
 from roll.cluster import Executor
 from roll.cluster.errors import NodeLost, RemoteError
 from roll.config import Config, UserError, dump_config
@@ -30,6 +29,7 @@ from roll.pipeline.roles import TrainRoles, executor_of, inventory_of
 from roll.pipeline.run_code import Chosen, Code, code_to_resume
 from roll.pipeline.state import State
 from roll.pipeline.stopping import Stopped, cancelled_by_signals, signals_to
+from roll.process.gc_tuning import spare_collector
 from roll.reward import RewardFn
 from roll.rollout.evaluate import Evaluation
 from roll.rollout.transcript import Transcript

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from roll.child.together import together
 from roll.cluster import Cluster, Executor, LocalExecutor, Place, Worker
 from roll.cluster.errors import CallTimedOut, NodeLost, RemoteError, WorkerDied
 from roll.cluster.supervisor import without_role
@@ -25,6 +24,7 @@ from roll.env.stats import EnvStats
 from roll.model.find import find_model
 from roll.pipeline.scoring import scorer_peaks, start_scorers
 from roll.pipeline.start import LEAST_SILENT_S, aside, met, watched
+from roll.process.structured_gather import together
 from roll.reward import RewardSource
 from roll.reward.stats import GraderStats
 from roll.rollout.pool import RolloutPool

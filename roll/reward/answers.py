@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from roll.child.together import together
 from roll.config.errors import UserError
 from roll.data.task import Response, Task
+from roll.process.structured_gather import together
 from roll.reward.base import RewardFn, ScoreFailure, check_answer
 from roll.reward.pool import GraderPool
 from roll.reward.resolve import RewardSource

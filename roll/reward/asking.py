@@ -11,9 +11,9 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from roll.child.inside import reason
-from roll.child.together import together
 from roll.data.task import Response, Task
+from roll.process.child_main import reason
+from roll.process.structured_gather import together
 from roll.reward.base import ScoreFailure
 from roll.reward.pool import pack
 from roll.reward.roles import AsksRole, Models, Said, Unanswered

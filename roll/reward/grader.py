@@ -6,10 +6,10 @@ import asyncio
 import pickle
 from pathlib import Path
 
-from roll.child.frames import HEADER, frame
-from roll.child.log import LIMIT_BYTES
-from roll.child.process import Child
 from roll.config.errors import RunError, UserError
+from roll.process.bounded_log import LIMIT_BYTES
+from roll.process.framing import HEADER, frame
+from roll.process.managed_process import Child
 from roll.reward import wire
 from roll.reward.base import ScoreFailure
 from roll.reward.process import COMMAND

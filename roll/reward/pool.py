@@ -15,10 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from roll.child.log import LIMIT_BYTES
-from roll.child.together import together
 from roll.config.errors import RunError
 from roll.data.task import Response, Task
+from roll.process.bounded_log import LIMIT_BYTES
+from roll.process.structured_gather import together
 from roll.reward import wire
 from roll.reward.base import ScoreFailure, Verdict
 from roll.reward.cache import VerdictCache

@@ -14,11 +14,11 @@ import traceback
 from dataclasses import replace
 from typing import BinaryIO, cast
 
-from roll.child.frames import read_payload
-from roll.child.inside import REASON_CHARS, command, connect, detail, reason, tell
-from roll.child.memory import MemoryLimit
 from roll.config.errors import UserError
 from roll.data.task import Response, Task
+from roll.process.child_main import REASON_CHARS, command, connect, detail, reason, tell
+from roll.process.framing import read_payload
+from roll.process.memory_limit import MemoryLimit
 from roll.reward.base import (
     FailureKind,
     PartFailure,

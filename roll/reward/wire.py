@@ -12,7 +12,7 @@ import pickle
 from dataclasses import dataclass, field
 from typing import BinaryIO, TypeAlias, get_args
 
-from roll.child.frames import Reader, frame
+from roll.process.framing import Reader, frame
 from roll.reward.base import FailureKind, Verdict
 from roll.reward.resolve import RewardSource
 

@@ -12,12 +12,12 @@ from itertools import islice
 from statistics import fmean
 from typing import Any
 
-from roll.child.together import together
 from roll.config.errors import RunError
 from roll.config.evaluation import HELD_OUT, EvalConfig, EvalSettings, set_of
 from roll.data.sample import Sample
 from roll.data.task import Task
 from roll.engine.request import seed_of
+from roll.process.structured_gather import together
 from roll.rollout.estimate import Estimate, majority_at, mean_of, pass_at
 from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.pool import RolloutPool

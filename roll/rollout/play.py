@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from roll.child.together import together
 from roll.config.schema import Config
 from roll.data.sample import Sample
 from roll.data.task import Task
 from roll.engine.request import seed_of
+from roll.process.structured_gather import together
 from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.pool import RolloutPool
 from roll.rollout.transcript import Transcript

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from roll.child.together import together
 from roll.cluster import Cluster, Dispatch, Place, Worker, parallel
 from roll.config.schema import Config
 from roll.data.batch import token_block
@@ -27,6 +26,7 @@ from roll.data.tokenlog import branches
 from roll.model.chat import ChatRenderer
 from roll.model.find import find_model
 from roll.model.loading import context_of, load_tokenizer, stop_ids_of
+from roll.process.structured_gather import together
 from roll.rollout.buffer import read_part, write_part
 from roll.rollout.door import EngineDoor
 from roll.rollout.early_end import make_early_end

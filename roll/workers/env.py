@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from roll.child.log import LIMIT_BYTES
 from roll.cluster import Dispatch, Place, Worker, parallel
 from roll.config.schema import EnvConfig
 from roll.data.task import EnvSpec
 from roll.env import EnvFailure, Opened, Step
 from roll.env.pool import Deadlines, EnvPool
 from roll.env.stats import EnvStats
+from roll.process.bounded_log import LIMIT_BYTES
 
 
 class EnvWorker(Worker):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from roll.child.log import LIMIT_BYTES
 from roll.cluster import Dispatch, Place, Worker, parallel
 from roll.config.schema import RewardConfig
 from roll.data.task import Response, Task
+from roll.process.bounded_log import LIMIT_BYTES
 from roll.reward import RewardSource, ScoreFailure, Verdict
 from roll.reward.asking import Asking
 from roll.reward.pool import GraderPool

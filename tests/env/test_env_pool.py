@@ -20,7 +20,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from processes import alive, eventually, gone, printed_pids, state
 
-from roll.child.frames import read_payload
 from roll.config.errors import RunError
 from roll.data.task import EnvSpec
 from roll.env import EnvFailure, Opened, Step, wire
@@ -28,6 +27,7 @@ from roll.env.builtin import Guess
 from roll.env.pool import Deadlines, EnvPool
 from roll.env.process import Server
 from roll.env.stats import EnvStats
+from roll.process.framing import read_payload
 
 WORLDS = str(Path(__file__).with_name("worlds.py"))
 STEP_S = 0.5

@@ -1,5 +1,6 @@
-"""Runs of older formats continue. `format_1.tar.xz` has two projects, trained for three steps each before settings, metrics
-and stored names were renamed: `rlvr` (a reward in a file, settings far from their defaults) and `sft` (an adapter)."""
+"""Runs of older formats continue. `format_1.tar.xz` has two projects, trained for three steps each before settings,
+metrics and stored names were renamed: `rlvr` (a reward in a file, settings far from their defaults) and `sft` (an
+adapter)."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from roll.child.frames import HEADER
-from roll.child.keeper import PARENT_ENDED, program
-from roll.child.log import LIMIT_BYTES
+from roll.process.bounded_log import LIMIT_BYTES
+from roll.process.framing import HEADER
+from roll.process.subreaper import PARENT_ENDED, program
 
 _log = logging.getLogger(__name__)
 
@@ -29,8 +29,8 @@ def _private(path: str, flags: int) -> int:
 class Child:
     """A process and the connection to it.
 
-    It leads a process group and has a keeper (`roll.child.keeper`): when it is killed or ends by itself, all that users'
-    code started ends with it, daemons included, and so it does when this process ends.
+    It leads a process group and has a keeper (`roll.process.subreaper`): when it is killed or ends by itself, all that
+    users' code started ends with it, daemons included, and so it does when this process ends.
     """
 
     def __init__(

@@ -29,8 +29,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from roll.child.frames import HEADER
-from roll.child.log import CHUNK_BYTES, BoundedLog, is_bounded, wide_pipe
+from roll.process.bounded_log import CHUNK_BYTES, BoundedLog, is_bounded, wide_pipe
+from roll.process.framing import HEADER
 
 _LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -46,7 +46,7 @@ _FREEZES = 50
 def program() -> str:
     """What runs a keeper: `python -I -S -c PROGRAM log log_bytes parent_pid connection_fd python command *sys.path`."""
     root = str(Path(__file__).parents[2])
-    return f"import sys; sys.path.insert(0, {root!r}); from roll.child.keeper import main; main()"
+    return f"import sys; sys.path.insert(0, {root!r}); from roll.process.subreaper import main; main()"
 
 
 def main() -> NoReturn:

@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import eventually, gone
 
-from roll.child.frames import HEADER, frame, read_payload
-from roll.child.inside import command, detail, reason, tell
-from roll.child.process import Child
+from roll.process.child_main import command, detail, reason, tell
+from roll.process.framing import HEADER, frame, read_payload
+from roll.process.managed_process import Child
 
 ECHO = """
-from roll.child.frames import frame, read_payload
-from roll.child.inside import connect
+from roll.process.framing import frame, read_payload
+from roll.process.child_main import connect
 
 def main():
     stream = connect().makefile("rwb")

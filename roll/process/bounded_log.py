@@ -138,7 +138,7 @@ def main() -> None:
 
 def _program() -> str:
     root = str(Path(__file__).parents[2])
-    return f"import sys; sys.path.insert(0, {root!r}); from roll.child.log import main; main()"
+    return f"import sys; sys.path.insert(0, {root!r}); from roll.process.bounded_log import main; main()"
 
 
 def _append_to(path: Path, data: bytes) -> None:

@@ -12,8 +12,8 @@ import pytest
 from processes import eventually
 from test_child import said, with_child
 
-from roll.child.log import SMALLEST_BYTES, BoundedLog, start_writer
-from roll.child.process import Child
+from roll.process.bounded_log import SMALLEST_BYTES, BoundedLog, start_writer
+from roll.process.managed_process import Child
 
 LIMIT = 3 << 16
 
@@ -60,7 +60,7 @@ def test_the_beginning_and_the_end_are_kept_and_the_rest_is_counted(tmp_path: Pa
 
 def test_writers_share_a_log(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from roll.child.log import BoundedLog\n"
+        "import sys; from pathlib import Path; from roll.process.bounded_log import BoundedLog\n"
         f"log = BoundedLog(Path(sys.argv[1]), {LIMIT})\n"
         "for number in range(2000): log.write((sys.argv[2] * 60 + '\\n').encode())\n"
     )
@@ -82,7 +82,7 @@ def test_what_could_not_be_written_is_said_later(tmp_path: Path) -> None:
 
 
 def test_a_child_that_prints_without_end_fills_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roll.child.process.LIMIT_BYTES", SMALLEST_BYTES)
+    monkeypatch.setattr("roll.process.managed_process.LIMIT_BYTES", SMALLEST_BYTES)
     monkeypatch.setattr(Child.start.__func__, "__defaults__", (None, SMALLEST_BYTES))
 
     async def use(child: Child) -> None:

@@ -13,8 +13,8 @@ import pytest
 from processes import alive, eventually, gone, printed_pids
 from test_child import said, with_child
 
-from roll.child import keeper
-from roll.child.process import Child
+from roll.process import subreaper as keeper
+from roll.process.managed_process import Child
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere daemons cannot be found")
 
@@ -84,7 +84,7 @@ def test_daemons_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "host.py").write_text(
         f"""
 import asyncio
-from roll.child.process import Child
+from roll.process.managed_process import Child
 
 async def main():
     child = await Child.start({command!r}, None)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from roll.child.frames import HEADER, Reader
 from roll.env import wire
 from roll.env.base import Opened, Step
+from roll.process.framing import HEADER, Reader
 from roll.reward import wire as reward_wire
 from roll.reward.base import Verdict
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from roll.child.together import together
+from roll.process.structured_gather import together
 
 
 async def turns(count: int) -> None:
