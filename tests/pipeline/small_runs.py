@@ -41,7 +41,7 @@ WAIT_S = 300.0
 
 # Children are forked off a process that has imported everything, so that each starts at once.
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["roll.cli", "roll.display", "roll.pipeline.launch", "roll.run.curve"])
+_processes.set_forkserver_preload(["roll.cli.commands", "roll.cli.display", "roll.pipeline.launch", "roll.run.curve"])
 
 
 @dataclass
@@ -98,7 +98,7 @@ def _roll(arguments: list[str], output: str, folder: str, environment: Mapping[s
     with open(output, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    from roll.cli import main
+    from roll.cli.commands import main
 
     status = main(arguments)
     sys.stdout.flush()

@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 from small_runs import EXAMPLES
 
-from roll.cli import main
+from roll.cli.commands import main
+from roll.cli.transcripts import print_transcripts
 from roll.config import UserError, load_config
 from roll.pipeline.launch import play, train
 from roll.run import Metrics, RunFolder, read_samples
-from roll.transcript_view import print_transcripts
 
 TURNS = str(EXAMPLES / "turns.yaml")
 QUICK = (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from roll.display import LiveReporter, print_summary, short
+from roll.cli.display import LiveReporter, print_summary, short
 from roll.pipeline.report import Measured, PlainReporter, Reporter, StepReport
 from roll.run.stages import StageRow, StageTable
 

@@ -118,7 +118,7 @@ def train(
     check_folder(settings, resume=resume, restart=restart)
     chosen = _check_code(settings, code) if resume else None
     found = _found(settings, read=not resume)
-    from roll.display import LiveReporter, print_summary
+    from roll.cli.display import LiveReporter, print_summary
     from roll.pipeline.launch import train as run_training
     from roll.pipeline.report import held_out_lines
 
@@ -160,7 +160,7 @@ def evaluate(
     if as_json:
         print(json.dumps(result.to_dict(), allow_nan=False))
         return
-    from roll.display import print_evaluation
+    from roll.cli.display import print_evaluation
 
     print_evaluation(_console, result)
 
@@ -179,8 +179,8 @@ def rollout(
     settings = _config_of(target, overrides or [], code)
     check_plays(settings)
     found = _found(settings)
+    from roll.cli.transcripts import print_json, print_transcripts
     from roll.pipeline.launch import play
-    from roll.transcript_view import print_json, print_transcripts
 
     transcripts = play(settings, episodes, found=found)
     if as_json:
@@ -232,7 +232,7 @@ def ledger(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with all rows.")] = False,
 ) -> None:
     """Show what became of every task and sample of a run, also while it is running."""
-    from roll.ledger_view import Questions, answers, print_answers
+    from roll.cli.ledger import Questions, answers, print_answers
     from roll.run import LedgerIndex, RunFolder
 
     record = run if run.is_file() else RunFolder.open(run).ledger_path
@@ -289,7 +289,7 @@ def repair(
 @app.command()
 def doctor() -> None:
     """Show versions and devices, what is missing, and what optional packages are for."""
-    from roll.doctor import examine
+    from roll.cli.doctor import examine
 
     findings = examine()
     table = Table("", "what", "found", "for", "advice")
