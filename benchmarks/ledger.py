@@ -22,8 +22,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from common import parser, report
 
-from roll.run.ledger import Ledger, Transition
-from roll.run.ledger_index import LedgerIndex
+from roll.ledger.index import LedgerIndex
+from roll.ledger.log import Ledger, Transition
 
 GROUP_SIZE = 8
 GROUPS_AT_ONCE = 64

@@ -39,13 +39,13 @@ from simulation.workload import AGENTIC, RLVR, Workload
 from roll.cluster import Cluster, LocalExecutor, Place
 from roll.config.schema import RolloutConfig
 from roll.data.task import Task
+from roll.ledger.log import Ledger, Transition
 from roll.rollout.filters import no_signal
 from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.order import Epochs
 from roll.rollout.pool import RolloutPool
 from roll.rollout.router import Router
 from roll.rollout.scheduler import RolloutScheduler
-from roll.run.ledger import Ledger, Transition
 
 FIRST = 2
 """Steps before the figures begin."""

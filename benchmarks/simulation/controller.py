@@ -10,6 +10,7 @@ from pathlib import Path
 from roll.cluster import Cluster, LocalExecutor, Place
 from roll.config.schema import RolloutConfig
 from roll.data.task import Task
+from roll.ledger.log import Ledger
 from roll.rollout.filters import no_signal
 from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.order import TaskOrder
@@ -18,7 +19,6 @@ from roll.rollout.router import Router
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.step import Rollout
 from roll.rollout.tails import make_order
-from roll.run.ledger import Ledger
 from simulation.engine import SimEngine
 from simulation.graders import GraderPool
 from simulation.rollouts import SimRollouts

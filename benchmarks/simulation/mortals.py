@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from roll.cluster import Place
 from roll.data.columns import Block
-from roll.run.ledger import Ledger
+from roll.ledger.log import Ledger
 from simulation.engine import SimEngine
 from simulation.graders import GraderPool
 from simulation.rollouts import SimRollouts

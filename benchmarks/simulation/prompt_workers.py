@@ -12,8 +12,8 @@ from contextlib import suppress
 
 from roll.cluster import Place, Worker
 from roll.data.columns import Block, Elsewhere
+from roll.ledger.log import Transition
 from roll.rollout.messages import Lease, Order, Outcome, Report
-from roll.run.ledger import Transition
 
 GENERATE_S, SCORE_S = 60.0, 2.0
 

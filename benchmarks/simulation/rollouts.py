@@ -15,8 +15,8 @@ from pathlib import Path
 
 from roll.cluster import Place, Worker
 from roll.data.columns import Block, Elsewhere
+from roll.ledger.log import Transition
 from roll.rollout.messages import Buffered, Fate, Lease, Order, Outcome, Report, Seat, Stop
-from roll.run.ledger import Transition
 from simulation.engine import SimEngine
 from simulation.graders import GraderPool
 from simulation.workload import Episode, Workload

@@ -21,7 +21,7 @@ from roll.pipeline.held_out import HeldOut
 from roll.pipeline.report import Measured, StepReport, held_out_lines
 from roll.rollout.evaluate import Evaluation
 from roll.run.folder import RunFolder
-from roll.run.stages import StageTable
+from roll.run.state_latency import StageTable
 
 _BARS = "▁▂▃▄▅▆▇█"
 

@@ -14,9 +14,9 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from roll.run.ledger import ROLLED_BACK
-from roll.run.ledger_index import Attempt, Balance, Ends, LedgerIndex, ReasonCount, SolveRate, Stage
-from roll.run.ledger_story import Step
+from roll.ledger.index import Attempt, Balance, Ends, LedgerIndex, ReasonCount, SolveRate, Stage
+from roll.ledger.log import ROLLED_BACK
+from roll.ledger.sample_history import Step
 
 _TOP = 5
 _ROWS = 40

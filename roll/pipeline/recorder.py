@@ -40,7 +40,7 @@ from roll.run.code import Recording, RunCode, reward_of
 from roll.run.disk import Closing
 from roll.run.history import History
 from roll.run.samples import check_samples
-from roll.run.stages import StageClock
+from roll.run.state_latency import StageClock
 from roll.run.trace import MAX_BYTES, Trace
 from roll.strategy.train.base import UpdateStats
 

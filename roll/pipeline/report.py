@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from roll.config.evaluation import HELD_OUT
 from roll.pipeline.output import say
-from roll.run.stages import StageTable
+from roll.run.state_latency import StageTable
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from typing import Any
 
 import safetensors.numpy
 
+from roll.atomic_files import atomic_open, atomic_write
 from roll.data.batch import LOGGED, token_block
 from roll.data.sample import Group, Sample
 from roll.data.task import Response, Task
 from roll.data.tokenlog import TokenLog
 from roll.rollout.books import Books
 from roll.rollout.lifecycle import ENDS
-from roll.run.files import atomic_open, atomic_write
 
 _ELSEWHERE = ("task", "log", "response", "entered_s")
 _FIELDS = tuple(field.name for field in fields(Sample) if field.name not in _ELSEWHERE)

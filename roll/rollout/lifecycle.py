@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from roll.data.sample import Sample
-from roll.run.ledger import Transition
+from roll.ledger.log import Transition
 
 State = Literal["queued", "generating", "acting", "paused", "scoring", "scored", "kept", "trained", "dropped", "failed"]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from roll.data.task import Task
-from roll.run.ledger import Transition
+from roll.ledger.log import Transition
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from roll.cluster import Cluster
 from roll.cluster.errors import CallTimedOut, RemoteError, WorkerDied
 from roll.cluster.line import Line
 from roll.data.sample import Sample
+from roll.ledger.log import Transition
 from roll.rollout.lifecycle import ENDS, Lifecycle
 from roll.rollout.messages import Lease, Order, Outcome, Report, Seat, Stop
 from roll.rollout.router import Router, Ticket
 from roll.rollout.tokens import Tokens
 from roll.rollout.worker import RolloutWorker
-from roll.run.ledger import Transition
 
 
 class WorkerLost(Exception):

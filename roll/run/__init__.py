@@ -6,13 +6,13 @@ whenever, each of these files is whole when the run is resumed: appended ones up
 they are written aside and renamed.
 """
 
+from roll.atomic_files import atomic_open, atomic_write, to_json
+from roll.ledger.index import LedgerIndex
+from roll.ledger.log import ROLLED_BACK, Ledger, Transition
 from roll.run.checkpoint import Checkpoint, Checkpoints
-from roll.run.curve import Panel, draw_curve
-from roll.run.files import atomic_open, atomic_write, to_json
 from roll.run.folder import RunFolder
-from roll.run.ledger import ROLLED_BACK, Ledger, Transition
-from roll.run.ledger_index import LedgerIndex
 from roll.run.metrics import Metrics
+from roll.run.plot import Panel, draw_curve
 from roll.run.samples import drop_samples_after, drop_samples_before, read_samples, write_samples
 
 __all__ = [

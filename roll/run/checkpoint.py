@@ -29,17 +29,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from roll.config.errors import RunError, UserError
-from roll.config.rights import like_its_folder, tree_like_its_folder
-from roll.config.spelling import option
-from roll.run.disk import full_disk
-from roll.run.files import (
+from roll.atomic_files import (
     DIGEST,
     atomic_write,
     file_digest,
     sync_folder,
     to_json,
 )
+from roll.config.errors import RunError, UserError
+from roll.config.rights import like_its_folder, tree_like_its_folder
+from roll.config.spelling import option
+from roll.run.disk import full_disk
 from roll.run.folder import RunFolder
 from roll.run.format import checked, format_entries
 

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from roll.atomic_files import atomic_write, to_json
 from roll.config.errors import UserError
 from roll.config.rights import tree_like_its_folder
 from roll.config.root import Name, is_object, names_in, root_of, with_names
@@ -42,7 +43,6 @@ from roll.run.code_files import (
     loaded_files,
     packages_of,
 )
-from roll.run.files import atomic_write, to_json
 
 FOLDER, MANIFEST, FILES = "code", "manifest.json", "files"
 FORMAT = 1

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from roll.atomic_files import atomic_write, to_json
 from roll.config.errors import RunError, UserError
 from roll.config.version import __version__
-from roll.run.files import atomic_write, to_json
 
 FORMAT = 1
 """What this version of ROLL writes. It reads every format up to this one."""

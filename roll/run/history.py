@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from roll.atomic_files import sync_folder, to_json
 from roll.config.errors import RunError
 from roll.config.rights import like_its_folder
-from roll.run.files import sync_folder, to_json
 from roll.run.folder import RunFolder
 
 

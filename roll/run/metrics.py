@@ -2,7 +2,7 @@
 
 Every whole line of metrics.jsonl is valid JSON with a `step` and a `time_s` (seconds since the epoch); a number that is
 not finite is null. A line that a kill left half-written is cut off before anything is added. Lines have checksums
-(`roll.run.sums`), and one that was changed is refused.
+(`roll.run.line_checksums`), and one that was changed is refused.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from roll.atomic_files import atomic_write, to_json
 from roll.config.errors import RunError, UserError
 from roll.config.rights import like_its_folder
 from roll.config.secrets import KNOWN
-from roll.run.files import atomic_write, to_json
 from roll.run.folder import RunFolder
-from roll.run.sums import SumWriter, audit, drop_sums
+from roll.run.line_checksums import SumWriter, audit, drop_sums
 
 
 class Metrics:

@@ -17,19 +17,19 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from roll.atomic_files import atomic_open, atomic_write
 from roll.config import load_config
 from roll.config.errors import UserError
 from roll.config.spelling import option, resuming
+from roll.ledger.index_tables import index_path
+from roll.ledger.log_repair import Mended, Place, mend
 from roll.run.checkpoint import Checkpoint, Checkpoints
-from roll.run.files import atomic_open, atomic_write
 from roll.run.folder import RunFolder
 from roll.run.format import FORMAT_FILE, check_format
 from roll.run.history import History, parse_event
-from roll.run.ledger_repair import Mended, Place, mend
-from roll.run.ledger_tables import index_path
+from roll.run.line_checksums import audit, compared, drop_sums, line_summer, read_sums, sums_path, write_sums
 from roll.run.metrics import parse_row
 from roll.run.samples import parse_sample
-from roll.run.sums import audit, compared, drop_sums, line_summer, read_sums, sums_path, write_sums
 
 UnderWay = Callable[[Mapping[str, Any]], Mapping[str, str]]
 """Of a checkpoint's state, the samples that it continues with, each with its task."""

@@ -1,5 +1,5 @@
 """The samples of each step, as text: one JSON line per sample, one file per step, each file whole or absent. Lines have
-checksums (`roll.run.sums`), and one that was changed is refused."""
+checksums (`roll.run.line_checksums`), and one that was changed is refused."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from roll.atomic_files import atomic_open, to_json_line
 from roll.config.errors import RunError, UserError
 from roll.config.rights import like_its_folder
-from roll.run.files import atomic_open, to_json_line
 from roll.run.folder import RunFolder
-from roll.run.sums import audit, drop_sums, line_summer, write_sums
+from roll.run.line_checksums import audit, drop_sums, line_summer, write_sums
 
 CHECKED_BYTES = 256 << 20
 """A resumed run compares so much of its samples: a second's work. `roll repair` compares all of them."""

@@ -41,12 +41,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from roll.atomic_files import to_json
 from roll.config.errors import RunError
 from roll.config.rights import like_its_folder
-from roll.run.files import to_json
+from roll.ledger.log import Transition
 from roll.run.folder import RunFolder
-from roll.run.ledger import Transition
-from roll.run.stages import ENDS
+from roll.run.state_latency import ENDS
 
 MAX_BYTES = 512 * 2**20
 _BUFFER_BYTES = 1 << 16

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from roll.cli.display import LiveReporter, print_summary, short
 from roll.pipeline.report import Measured, PlainReporter, Reporter, StepReport
-from roll.run.stages import StageRow, StageTable
+from roll.run.state_latency import StageRow, StageTable
 
 REPORT = StepReport(
     step=7, steps=50, seconds=12.5, seconds_left=3800, measure="reward", value=0.625,

@@ -23,7 +23,7 @@ import psutil
 from small_runs import EXACT, TINY, Child, Remains, start_roll
 from worker_gates import FOLDER, Gate, Gates
 
-from roll.run.ledger_index import LedgerIndex
+from roll.ledger.index import LedgerIndex
 
 PHASES = ("generating", "training", "publishing", "saving")
 WORKERS = {

@@ -13,8 +13,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from roll.ledger.log import is_gap
 from roll.run import ROLLED_BACK, Checkpoint, Checkpoints, Ledger, Metrics, RunFolder, Transition, read_samples
-from roll.run.ledger import is_gap
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = str(EXAMPLES / "tiny.yaml")
@@ -41,7 +41,7 @@ WAIT_S = 300.0
 
 # Children are forked off a process that has imported everything, so that each starts at once.
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["roll.cli.commands", "roll.cli.display", "roll.pipeline.launch", "roll.run.curve"])
+_processes.set_forkserver_preload(["roll.cli.commands", "roll.cli.display", "roll.pipeline.launch", "roll.run.plot"])
 
 
 @dataclass

@@ -17,9 +17,9 @@ from small_runs import SMALL, TINY, Remains
 from roll import load_config
 from roll.cluster.ray_executor import RayExecutor
 from roll.config.schema import RayConfig
+from roll.ledger.index import LedgerIndex
 from roll.pipeline.launch import train
 from roll.pipeline.report import SilentReporter, StepReport
-from roll.run.ledger_index import LedgerIndex
 
 pytestmark = pytest.mark.ray
 

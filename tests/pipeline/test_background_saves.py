@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from roll.atomic_files import file_digest
 from roll.cluster.errors import WorkerDied
 from roll.config import load_config
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.report import PlainReporter
 from roll.pipeline.state import SFTState
 from roll.run import Checkpoints, RunFolder
-from roll.run.files import file_digest
 from roll.run.history import History
 from tests.pipeline.small_runs import TINY
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from small_runs import TINY, Child, start_roll
 
+from roll.ledger.index import LedgerIndex
 from roll.run import Ledger, Metrics, RunFolder
-from roll.run.ledger_index import LedgerIndex
 
 TASKS = Path(__file__).with_name("mixed_tasks.py")
 SETTINGS = (

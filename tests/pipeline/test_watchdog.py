@@ -8,9 +8,9 @@ from typing import Any
 
 from roll.cluster.cluster import PendingCall
 from roll.cluster.supervisor import WorkerStatus
+from roll.ledger.log import Transition
 from roll.pipeline.watchdog import Watchdog
-from roll.run.ledger import Transition
-from roll.run.stages import StageClock
+from roll.run.state_latency import StageClock
 
 
 class Cluster:

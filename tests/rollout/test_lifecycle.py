@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from toys import Moves
 
 from roll.data import Sample, Task
+from roll.ledger.log import Ledger
 from roll.rollout.lifecycle import ENDS, MOVES, Lifecycle, State
-from roll.run.ledger import Ledger
 
 STATES = [state for state in MOVES if state != "new"]
 

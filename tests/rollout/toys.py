@@ -26,6 +26,7 @@ from roll.data.sources import TaskSet
 from roll.data.task import EnvSpec
 from roll.engine.request import Completion, Finish, Progress, Request, Sampling
 from roll.env import Opened, Step
+from roll.ledger.log import Transition
 from roll.model.character import character_tokenizer
 from roll.reward import ScoreFailure, Verdict
 from roll.rollout.lifecycle import Lifecycle
@@ -33,7 +34,6 @@ from roll.rollout.messages import Report, Stop
 from roll.rollout.pool import RolloutPool
 from roll.rollout.router import Router
 from roll.rollout.worker import RolloutWorker
-from roll.run.ledger import Transition
 from roll.workers.env import EnvWorker
 from roll.workers.infer import InferWorker
 from roll.workers.reward import RewardWorker

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from roll.atomic_files import file_digest
 from roll.config.errors import RunError, UserError
 from roll.run import Checkpoint, Checkpoints, RunFolder
-from roll.run.files import file_digest
 
 
 def writer(content: str) -> Callable[[Path], None]:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from roll.atomic_files import atomic_write
 from roll.config import UserError, load_config
 from roll.run import Ledger, Metrics, RunFolder, write_samples
-from roll.run.files import atomic_write
 from roll.run.history import History
 from roll.run.trace import Trace
 

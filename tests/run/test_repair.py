@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from roll.config.errors import RunError, UserError
+from roll.ledger.log import gap, is_gap
+from roll.ledger.log_repair import Place, mend
 from roll.run import Checkpoints, Ledger, LedgerIndex, Metrics, RunFolder, Transition, read_samples, write_samples
 from roll.run.history import History
-from roll.run.ledger import gap, is_gap
-from roll.run.ledger_repair import Place, mend
 from roll.run.repair import Repair, repair
 from roll.run.trace import Trace
 

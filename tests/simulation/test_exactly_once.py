@@ -45,10 +45,10 @@ from roll.config.errors import RunError
 from roll.config.schema import RolloutConfig
 from roll.data.sample import Group, Sample
 from roll.data.task import Task
+from roll.ledger.log import Ledger
 from roll.rollout.lifecycle import ENDS
 from roll.rollout.order import BaseOrder, Draw, Wrapper
 from roll.rollout.tails import make_order
-from roll.run.ledger import Ledger
 
 T = TypeVar("T")
 

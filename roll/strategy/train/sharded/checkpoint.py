@@ -34,12 +34,12 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future as TorchFuture
 from transformers import PreTrainedModel
 
+from roll.atomic_files import file_digest
 from roll.config.errors import RunError
 from roll.model.find import SHARDS
 from roll.model.lora import Adapters
 from roll.model.shard_folder import FROZEN, MASTER
 from roll.run.disk import full_disk
-from roll.run.files import file_digest
 from roll.strategy.train.optimizer import MasterAdamW
 from roll.strategy.train.sharded.group import RankGroup
 

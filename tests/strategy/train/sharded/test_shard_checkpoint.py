@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from roll.algorithm import LossSpec
+from roll.atomic_files import file_digest
 from roll.config.errors import RunError, UserError
 from roll.config.schema import LoraConfig, TrainConfig
 from roll.model import attention
@@ -29,7 +30,6 @@ from roll.model.shard_box import local_box
 from roll.model.shard_export import export_shards
 from roll.model.shard_folder import ShardFolder
 from roll.model.value import ValueModel
-from roll.run.files import file_digest
 from roll.strategy.train.critic import CriticStrategy
 from roll.strategy.train.optimizer import MasterAdamW
 from roll.strategy.train.passes import FILE, Passes

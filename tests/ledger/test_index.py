@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from ledger_model import check, write
 
 from roll.config.errors import UserError
-from roll.run import ROLLED_BACK, Ledger, LedgerIndex, Transition, ledger_tables
-from roll.run.ledger_index import Balance, Ends, Problem
+from roll.ledger import index_tables as ledger_tables
+from roll.ledger.index import Balance, Ends, Problem
+from roll.run import ROLLED_BACK, Ledger, LedgerIndex, Transition
 
 STATES = ("queued", "generating", "scored", "kept", "trained", "dropped", "failed", 'o"dd\\')
 REASONS = ("", "", "stale: two versions", "stale: three", "no signal", 'odd "é": \\')

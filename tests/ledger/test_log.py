@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.config.errors import RunError, UserError
+from roll.ledger import log as ledger_module
 from roll.run import ROLLED_BACK, Ledger, Transition, to_json
-from roll.run import ledger as ledger_module
 
 transitions = st.builds(
     Transition,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from roll.config.errors import RunError
-from roll.run.ledger import HEADER_BYTES, ROLLED_BACK, Transition, is_whole
+from roll.ledger.log import HEADER_BYTES, ROLLED_BACK, Transition, is_whole
 
 
 @dataclass(frozen=True, slots=True)

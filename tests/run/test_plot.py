@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from roll.run import Panel, draw_curve
-from roll.run.curve import series, smooth
+from roll.run.plot import series, smooth
 
 PANELS = (
     Panel("learning", "reward/mean", "training reward", {"eval/reward": "held-out accuracy"}),

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from roll.config.errors import RunError
 from roll.run import Metrics, RunFolder, read_samples, write_samples
+from roll.run.line_checksums import FOLDER, sums_path
 from roll.run.repair import repair
 from roll.run.samples import check_samples
-from roll.run.sums import FOLDER, sums_path
 
 STEPS = 6
 

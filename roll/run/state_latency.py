@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from math import ceil, exp, log
 from typing import Any
 
-from roll.run.ledger import ROLLED_BACK, Transition
+from roll.ledger.log import ROLLED_BACK, Transition
 
 ENDS = frozenset({"trained", "dropped", "failed", ROLLED_BACK})
 """States in which a sample waits for nothing. One that failed may be queued again; for clocks that is a new life."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from roll.run.files import atomic_open
+from roll.atomic_files import atomic_open
 
 _BLUE, _ORANGE, _GREEN, _INK = "#2f6fde", "#e8710a", "#2a9d74", "#3c4043"
 _DOTS = (_ORANGE, "#8e44ad", "#c0392b", "#16808a", "#7f6000", "#5f6368")

@@ -44,9 +44,9 @@ from types import TracebackType
 from typing import IO, Any
 from zlib import crc32
 
+from roll.atomic_files import sync_folder, to_json
 from roll.config.errors import RunError, UserError
 from roll.config.rights import like_its_folder
-from roll.run.files import sync_folder, to_json
 
 ROLLED_BACK = "rolled_back"
 HEADER_BYTES = 9

@@ -22,9 +22,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from roll.run.files import atomic_open
-from roll.run.ledger import GAP, GAP_BYTES, HEADER_BYTES, ROLLED_BACK, Transition, gap, is_gap, is_whole
-from roll.run.ledger_story import story
+from roll.atomic_files import atomic_open
+from roll.ledger.log import GAP, GAP_BYTES, HEADER_BYTES, ROLLED_BACK, Transition, gap, is_gap, is_whole
+from roll.ledger.sample_history import story
 
 _ENDS = ("trained", "dropped")
 _COPY_BYTES = 2**20

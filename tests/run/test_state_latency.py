@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from roll.rollout.lifecycle import MOVES
 from roll.run import Transition
-from roll.run.stages import Spread, StageClock, StageRow, Waiting
+from roll.run.state_latency import Spread, StageClock, StageRow, Waiting
 
 ENDS = ("trained", "dropped", "failed")
 

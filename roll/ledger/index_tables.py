@@ -20,8 +20,8 @@ from pathlib import Path
 from zlib import crc32
 
 from roll.config.errors import UserError
-from roll.run.ledger import record_blocks
-from roll.run.ledger_rows import Block
+from roll.ledger.index_rows import Block
+from roll.ledger.log import record_blocks
 
 VERSION = 1
 BLOCK_BYTES = 8 * 2**20

@@ -17,8 +17,9 @@ import pytest
 from ledger_model import Model, asked, lives, write
 
 from roll.config.errors import RunError, UserError
-from roll.run import Ledger, LedgerIndex, ledger_tables
-from roll.run.ledger_tables import index_path
+from roll.ledger import index_tables as ledger_tables
+from roll.ledger.index_tables import index_path
+from roll.run import Ledger, LedgerIndex
 
 
 def test_a_half_written_tail_is_left_for_later(path: Path) -> None:
@@ -149,7 +150,8 @@ def test_progress_is_told_up_to_the_end(path: Path) -> None:
 
 ASK = """
 import sys, pathlib
-from roll.run import LedgerIndex, ledger_tables
+from roll.ledger import index_tables as ledger_tables
+from roll.run import LedgerIndex
 ledger_tables.BLOCK_BYTES = 10_000
 with LedgerIndex.open(pathlib.Path(sys.argv[1])) as index:
     print(index.states(), index.balance(), index.reasons(), index.stages(), index.solve_rates())

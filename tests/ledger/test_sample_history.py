@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from roll.config.errors import RunError
+from roll.ledger.sample_history import group_of, read_records, story
 from roll.run import ROLLED_BACK, Transition
-from roll.run.ledger_story import group_of, read_records, story
 
 
 def test_what_was_undone_does_not_count_and_what_it_was_for_is_told_all_the_same() -> None:
