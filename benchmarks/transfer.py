@@ -40,10 +40,10 @@ from roll.config.schema import RayConfig
 from roll.data import Batch, Sample, Task
 from roll.data.batch import LOGGED, TOKEN_COLUMNS
 from roll.data.columns import Block, Indices, cut_into_blocks
-from roll.transfer.broadcast import BroadcastGroup
-from roll.transfer.channel import ChannelKind
-from roll.transfer.digest import digests
-from roll.transfer.stream import Receiver, Sender, stream
+from roll.weight_sync.broadcast import BroadcastGroup
+from roll.weight_sync.channel import ChannelKind
+from roll.weight_sync.digest import digests
+from roll.weight_sync.stream import Receiver, Sender, stream
 
 LOCAL = "127.0.0.1"
 DEADLINE_S = 120.0

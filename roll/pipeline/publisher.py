@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from roll.cluster.errors import RemoteError
 from roll.config.schema import Config
 from roll.pipeline.roles import Roles
-from roll.transfer.broadcast import GroupBroke
+from roll.weight_sync.broadcast import GroupBroke
 from roll.workers.infer import InferWorker
 from roll.workers.publish import publish
 from roll.workers.train import TrainWorker

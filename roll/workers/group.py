@@ -42,7 +42,7 @@ class GroupWorker(DeviceWorker):
     def open_group(self, deadline_s: float) -> Rendezvous:
         """Where the ranks will meet, at this one."""
         from roll.strategy.train.sharded.group import open_store
-        from roll.transfer.broadcast import BroadcastGroup
+        from roll.weight_sync.broadcast import BroadcastGroup
 
         self._store, rendezvous = open_store(BroadcastGroup.host(), deadline_s)
         return rendezvous

@@ -20,9 +20,9 @@ if TYPE_CHECKING:  # those who only call an engine do without torch
     from roll.engine.engine import EngineStats
     from roll.strategy.infer.base import InferStrategy
     from roll.strategy.shelf import Level
-    from roll.transfer.stream import Manifest, Receiver
-    from roll.transfer.weights import Weights
-    from roll.workers.offer import Meeting, Offer
+    from roll.weight_sync.rendezvous import Meeting, Offer
+    from roll.weight_sync.stream import Manifest, Receiver
+    from roll.weight_sync.weights import Weights
 
 POLL_S = 5.0
 """How long `results` waits before it says that there are none yet."""
@@ -95,7 +95,7 @@ class InferWorker(DeviceWorker):
     @parallel(Dispatch.ALL)
     def begin_weights(self, offer: Offer) -> None:
         """Prepares to receive a version; nothing is served until `end_weights`."""
-        from roll.transfer.stream import Receiver
+        from roll.weight_sync.stream import Receiver
 
         tensors = self._strategy.begin_loading(offer.manifest)
         if self._receiver is None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # those who only call a worker do without torch
-    from roll.transfer.broadcast import BroadcastGroup
+    from roll.weight_sync.broadcast import BroadcastGroup
 
 
 class GroupMember:

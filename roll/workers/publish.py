@@ -17,10 +17,10 @@ from typing import Literal
 from roll.cluster import Cluster, Place
 from roll.cluster.errors import WorkerDied
 from roll.config.errors import RunError
-from roll.transfer.broadcast import BroadcastBackend
-from roll.transfer.stream import stream
+from roll.weight_sync.broadcast import BroadcastBackend
+from roll.weight_sync.rendezvous import SLOTS, Meeting, Offer, Path
+from roll.weight_sync.stream import stream
 from roll.workers.infer import InferWorker
-from roll.workers.offer import SLOTS, Meeting, Offer, Path
 from roll.workers.train import TrainWorker
 
 TRIES = 2

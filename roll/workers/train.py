@@ -21,12 +21,12 @@ from roll.strategy.shelf import Level
 from roll.strategy.train.base import TrainStrategy, UpdateStats
 from roll.strategy.train.make import make_trainer
 from roll.strategy.train.single import SingleStrategy
-from roll.transfer.broadcast import BroadcastBackend, BroadcastGroup
-from roll.transfer.stream import Sender
-from roll.transfer.weights import Weights
+from roll.weight_sync.broadcast import BroadcastBackend, BroadcastGroup
+from roll.weight_sync.rendezvous import SLOTS, Meeting, Offer, Path
+from roll.weight_sync.stream import Sender
+from roll.weight_sync.weights import Weights
 from roll.workers.group import GroupWorker
 from roll.workers.member import GroupMember
-from roll.workers.offer import SLOTS, Meeting, Offer, Path
 
 if TYPE_CHECKING:
     from roll.strategy.train.sharded.group import RankGroup

@@ -18,8 +18,8 @@ from roll.model.character import character_tokenizer
 from roll.strategy.infer.native import NativeStrategy
 from roll.strategy.shelf import Level, Shelf
 from roll.strategy.train.single import SingleStrategy
-from roll.transfer.stream import Manifest, Sender
-from roll.transfer.weights import named_tensors
+from roll.weight_sync.stream import Manifest, Sender
+from roll.weight_sync.weights import named_tensors
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LOSS = LossSpec("clipped", {"clip_low": 0.2, "clip_high": 0.3}, correction=CorrectionSpec())

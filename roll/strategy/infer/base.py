@@ -10,8 +10,8 @@ from torch import Tensor
 from roll.engine.engine import EngineStats
 from roll.engine.request import Completion, Progress, Request
 from roll.strategy.shelf import Level
-from roll.transfer.stream import Manifest
-from roll.transfer.weights import Weights
+from roll.weight_sync.stream import Manifest
+from roll.weight_sync.weights import Weights
 
 
 class InferStrategy(Protocol):

@@ -20,8 +20,8 @@ from roll.engine.make import make_engine
 from roll.engine.paged.engine import PagedEngine
 from roll.engine.request import Completion, Progress, Request
 from roll.strategy.shelf import Level, Shelf
-from roll.transfer.stream import Manifest
-from roll.transfer.weights import Weights, check_probe, check_shared, named_tensors
+from roll.weight_sync.stream import Manifest
+from roll.weight_sync.weights import Weights, check_probe, check_shared, named_tensors
 
 _PAUSE_S = 0.05
 """How often a paused engine looks whether something was aborted."""

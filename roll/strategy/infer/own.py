@@ -17,7 +17,7 @@ from roll.strategy.infer.make import vllm_engine
 from roll.strategy.infer.native import NativeStrategy
 from roll.strategy.shelf import Level, Shelf
 from roll.strategy.train.probe import Probe
-from roll.transfer.weights import Weights
+from roll.weight_sync.weights import Weights
 
 VERSION = 0
 

@@ -39,12 +39,12 @@ from roll.strategy.infer.vllm_args import LEAST_TEMPERATURE
 from roll.strategy.infer.vllm_engine import VllmSettings, drawing, environment_of, probing, recalling, start
 from roll.strategy.infer.vllm_process import Keeper, deaf_to_ctrl_c
 from roll.strategy.shelf import Level
-from roll.transfer.digest import digests
-from roll.transfer.host_copy import HostCopy
-from roll.transfer.layout import TensorSpec
-from roll.transfer.merged import published_tensors
-from roll.transfer.stream import Manifest
-from roll.transfer.weights import Weights, check_probe
+from roll.weight_sync.digest import digests
+from roll.weight_sync.host_copy import HostCopy
+from roll.weight_sync.layout import TensorSpec
+from roll.weight_sync.merged_state_dict import published_tensors
+from roll.weight_sync.stream import Manifest
+from roll.weight_sync.weights import Weights, check_probe
 
 T = TypeVar("T")
 

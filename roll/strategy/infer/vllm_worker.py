@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from roll.model.checkpoint_form import checkpoint_form
-from roll.transfer.host_copy import read
+from roll.weight_sync.host_copy import read
 
 
 class _Worker(Protocol):

@@ -13,7 +13,7 @@ from roll.algorithm.streams import CreditSpec, LossSpec
 from roll.data.batch import Batch
 from roll.data.tokenlog import FloatArray, IntArray
 from roll.strategy.shelf import Level
-from roll.transfer.stream import TensorSource
+from roll.weight_sync.stream import TensorSource
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from roll.strategy.train.logprobs import token_log_probs
 from roll.strategy.train.microbatch import MicroBatch, sequence
-from roll.transfer.weights import probe_ids
+from roll.weight_sync.weights import probe_ids
 
 
 class Probe:

@@ -19,8 +19,8 @@ from roll.strategy.train.policy import PolicyTrainer
 from roll.strategy.train.probe import Probe
 from roll.strategy.train.saved_state import OPTIMIZER_FILE, load_state
 from roll.strategy.train.spread import OneProcess
-from roll.transfer.merged import published_tensors
-from roll.transfer.weights import Weights
+from roll.weight_sync.merged_state_dict import published_tensors
+from roll.weight_sync.weights import Weights
 
 
 class SingleStrategy(PolicyTrainer):

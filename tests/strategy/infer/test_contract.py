@@ -32,8 +32,8 @@ from roll.cluster.errors import WorkerDied
 from roll.config.errors import RunError
 from roll.engine.request import Completion, Request
 from roll.engine.sampling import truncate
-from roll.transfer.stream import Receiver, Sender
-from roll.transfer.weights import Weights, named_tensors
+from roll.weight_sync.stream import Receiver, Sender
+from roll.weight_sync.weights import Weights, named_tensors
 
 FIRST, SECOND, FLAT = model(1), model(2), flat_model()
 NEAR = 1e-4

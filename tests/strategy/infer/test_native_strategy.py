@@ -21,7 +21,7 @@ from roll.model import attention
 from roll.model.character import character_tokenizer
 from roll.strategy.infer.native import NativeStrategy
 from roll.strategy.train.single import SingleStrategy
-from roll.transfer.weights import Weights
+from roll.weight_sync.weights import Weights
 
 TOKENIZER = character_tokenizer()
 WAIT_S = 30

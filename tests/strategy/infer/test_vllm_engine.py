@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
 from roll.config.errors import UserError
 from roll.engine.request import Completion, Request
 from roll.engine.routes import ExpertLayers, Recorder
-from roll.transfer.weights import QUANTIZED_TOLERANCE, Weights, probe_ids
+from roll.weight_sync.weights import QUANTIZED_TOLERANCE, Weights, probe_ids
 
 pytestmark = pytest.mark.vllm
 

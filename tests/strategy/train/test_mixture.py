@@ -23,7 +23,7 @@ from roll.model.routing import RouterPass, Routers, weighing_of
 from roll.model.shard_loading import SafeFolder
 from roll.strategy.train.mixture import BIAS, Mixture
 from roll.strategy.train.single import SingleStrategy
-from roll.transfer.merged import published_tensors
+from roll.weight_sync.merged_state_dict import published_tensors
 from tests.strategy.train.sharded.trainers import (
     MIXTURES,
     Groups,

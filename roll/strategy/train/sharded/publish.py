@@ -21,9 +21,9 @@ from roll.model.lora import adapted_layers, adapter_weights, block_rows, delta_r
 from roll.model.shard_box import Box, local_box
 from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.module import TrainModule
-from roll.transfer.layout import TensorSpec
-from roll.transfer.merged import plain_tensors
-from roll.transfer.shards import Shard, ShardedTensors
+from roll.weight_sync.layout import TensorSpec
+from roll.weight_sync.merged_state_dict import plain_tensors
+from roll.weight_sync.shards import Shard, ShardedTensors
 
 
 def sharded_source(module: TrainModule, group: RankGroup, dtype: torch.dtype) -> ShardedTensors:

@@ -17,7 +17,7 @@ from roll.strategy.train.sharded.context import ContextRows
 from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.module import TrainModule
 from roll.strategy.train.spread import AllRows, Rows, Share
-from roll.transfer.weights import probe_ids
+from roll.weight_sync.weights import probe_ids
 
 T = TypeVar("T")
 

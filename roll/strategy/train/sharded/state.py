@@ -16,7 +16,7 @@ from roll.strategy.train.sharded.checkpoint import ShardWriter, save_adapters, s
 from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.offload import ShardOffload, reshard
 from roll.strategy.train.sharded.publish import sharded_source
-from roll.transfer.stream import TensorSource
+from roll.weight_sync.stream import TensorSource
 
 
 class ShardedState:

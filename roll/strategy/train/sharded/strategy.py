@@ -20,8 +20,8 @@ from roll.strategy.train.sharded.build import ShardedModel
 from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.spread import OverRanks
 from roll.strategy.train.sharded.state import ShardedState
-from roll.transfer.stream import TensorSource
-from roll.transfer.weights import probe_ids
+from roll.weight_sync.stream import TensorSource
+from roll.weight_sync.weights import probe_ids
 
 
 class _Rank:

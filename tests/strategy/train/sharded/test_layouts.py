@@ -27,8 +27,8 @@ from roll.strategy.train.scorer import ScoreStrategy
 from roll.strategy.train.sharded.build import build_sharded
 from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.sizes import ShardSizes
-from roll.transfer.digest import digests
-from roll.transfer.stream import Sender
+from roll.weight_sync.digest import digests
+from roll.weight_sync.stream import Sender
 from tests.ranks import Ranks, ranks_of
 from tests.strategy.train.sharded.test_build import scores_over_ranks, source
 from tests.strategy.train.sharded.test_gradients import check, check_critic, spec_of

@@ -17,7 +17,7 @@ from roll.model.character import character_tokenizer
 from roll.strategy.train.optimizer import Step
 from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.single import SingleStrategy
-from roll.transfer.stream import Sender
+from roll.weight_sync.stream import Sender
 from tests.ranks import Ranks, ranks_of
 from tests.strategy.train.sharded.trainers import (
     Gradients,

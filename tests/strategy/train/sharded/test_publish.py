@@ -24,13 +24,13 @@ from roll.model.lora import Adapters, Base, is_adapter
 from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.module import TrainModule, shard
 from roll.strategy.train.sharded.publish import served_dtype, sharded_source
-from roll.transfer import shards
-from roll.transfer.broadcast import BroadcastGroup
-from roll.transfer.digest import BLOCK_WORDS, digests
-from roll.transfer.layout import specs_of
-from roll.transfer.merged import published_tensors
-from roll.transfer.stream import Manifest, Receiver, Sender
-from roll.workers.offer import Meeting
+from roll.weight_sync import shards
+from roll.weight_sync.broadcast import BroadcastGroup
+from roll.weight_sync.digest import BLOCK_WORDS, digests
+from roll.weight_sync.layout import specs_of
+from roll.weight_sync.merged_state_dict import published_tensors
+from roll.weight_sync.rendezvous import Meeting
+from roll.weight_sync.stream import Manifest, Receiver, Sender
 from tests.ranks import Ranks
 
 

@@ -15,9 +15,9 @@ from roll.cluster.mesh import MeshShape
 from roll.config import RunError, load_config
 from roll.config.schema import Config
 from roll.strategy.train.policy import PolicyTrainer
+from roll.weight_sync.rendezvous import Offer, Path
 from roll.workers.group import meet
 from roll.workers.infer import InferWorker
-from roll.workers.offer import Offer, Path
 from roll.workers.publish import publish
 from roll.workers.train import TrainWorker
 

@@ -30,8 +30,8 @@ from roll.strategy.train.sharded.build import build_sharded
 from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.strategy import ShardedStrategy
 from roll.strategy.train.single import SingleStrategy
-from roll.transfer.digest import digests
-from roll.transfer.stream import Sender
+from roll.weight_sync.digest import digests
+from roll.weight_sync.stream import Sender
 from tests.ranks import Ranks
 from tests.strategy.train.sharded.trainers import CONFIGS, Gradients, Groups, Kept, errors, make_batch, whole
 

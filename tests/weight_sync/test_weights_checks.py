@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from roll.config.errors import RunError
-from roll.transfer.weights import PROBE_TOKENS, Weights, check_probe, check_shared, named_tensors, probe_ids
+from roll.weight_sync.weights import PROBE_TOKENS, Weights, check_probe, check_shared, named_tensors, probe_ids
 
 
 def small_model() -> LlamaForCausalLM:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transfer_peer import BUCKET_BYTES, BY_SOCKETS, LOCAL, answer, ask, serve, serve_on_another_host, spawn, tensors_of
 
-from roll.transfer.broadcast import BroadcastGroup
-from roll.transfer.channel import ChannelKind
-from roll.transfer.digest import BLOCK_WORDS, digest, digests
-from roll.transfer.stream import Sender
+from roll.weight_sync.broadcast import BroadcastGroup
+from roll.weight_sync.channel import ChannelKind
+from roll.weight_sync.digest import BLOCK_WORDS, digest, digests
+from roll.weight_sync.stream import Sender
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

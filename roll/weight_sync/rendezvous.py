@@ -8,9 +8,9 @@ from typing import Literal
 
 import torch
 
-from roll.transfer.broadcast import BroadcastBackend, BroadcastGroup
-from roll.transfer.channel import Handle
-from roll.transfer.stream import Manifest
+from roll.weight_sync.broadcast import BroadcastBackend, BroadcastGroup
+from roll.weight_sync.channel import Handle
+from roll.weight_sync.stream import Manifest
 
 Path = Literal["shared_memory", "broadcast", "cuda_ipc"]
 SLOTS = 2

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from transfer_peer import hold_channels, spawn
 
-import roll.transfer.channel as channel_module
+import roll.weight_sync.channel as channel_module
 from roll.config.errors import RunError
-from roll.transfer.channel import SHM, SharedMemoryChannel, attach
+from roll.weight_sync.channel import SHM, SharedMemoryChannel, attach
 
 
 def files_of(pid: int) -> set[str]:
@@ -163,7 +163,7 @@ def test_others_files_stay() -> None:
 
 def test_a_creator_that_fails_leaves_nothing_and_is_silent() -> None:
     program = (
-        "from roll.transfer.channel import SharedMemoryChannel, attach\n"
+        "from roll.weight_sync.channel import SharedMemoryChannel, attach\n"
         "one = SharedMemoryChannel.create(2, 64, 'file')\n"
         "other = attach(one.handle)\n"
         "print(one.handle.path)\n"

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll.transfer.digest import finish, partial_sums
-from roll.transfer.layout import ALIGNMENT, Span, TensorSpec
+from roll.weight_sync.digest import finish, partial_sums
+from roll.weight_sync.layout import ALIGNMENT, Span, TensorSpec
 
 BLOCK_ELEMENTS = 1 << 22
 """Elements of a shard that are read at once: the memory that casting or merging them takes is bounded by it."""

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roll.transfer.channel import SharedMemoryChannel, SharedMemoryHandle
-from roll.transfer.layout import ALIGNMENT, TensorSpec
+from roll.weight_sync.channel import SharedMemoryChannel, SharedMemoryHandle
+from roll.weight_sync.layout import ALIGNMENT, TensorSpec
 
 
 class HostCopy:

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from roll.config.errors import RunError
-from roll.transfer.broadcast import BroadcastGroup
-from roll.transfer.channel import Channel, ChannelKind, CudaIpcChannel, Handle, SharedMemoryChannel, attach
-from roll.transfer.digest import digests
-from roll.transfer.layout import Layout, Span, TensorSpec, pack, specs_of, unpack, used_bytes
+from roll.weight_sync.broadcast import BroadcastGroup
+from roll.weight_sync.channel import Channel, ChannelKind, CudaIpcChannel, Handle, SharedMemoryChannel, attach
+from roll.weight_sync.digest import digests
+from roll.weight_sync.layout import Layout, Span, TensorSpec, pack, specs_of, unpack, used_bytes
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from roll.config.errors import RunError
-from roll.transfer.stream import Receiver, Sender, stream
-from roll.transfer.weights import check_probe
+from roll.weight_sync.stream import Receiver, Sender, stream
+from roll.weight_sync.weights import check_probe
 
 PAUSES = st.lists(st.integers(0, 7), min_size=1, max_size=12)
 

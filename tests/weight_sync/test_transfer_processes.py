@@ -26,9 +26,9 @@ from transfer_peer import (
 )
 
 from roll.config.errors import RunError
-from roll.transfer.broadcast import BroadcastGroup, GroupBroke
-from roll.transfer.channel import SHM, Handle
-from roll.transfer.stream import Manifest, Receiver, Sender, stream
+from roll.weight_sync.broadcast import BroadcastGroup, GroupBroke
+from roll.weight_sync.channel import SHM, Handle
+from roll.weight_sync.stream import Manifest, Receiver, Sender, stream
 
 FLIPPED = 5 * MEGABYTE + 77
 """A byte in the middle of `embed`."""

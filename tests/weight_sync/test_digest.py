@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from roll.transfer.digest import BLOCK_WORDS, digest, digests, finish, partial_sum
+from roll.weight_sync.digest import BLOCK_WORDS, digest, digests, finish, partial_sum
 
 BLOCK_BYTES = 4 * BLOCK_WORDS
 BYTES = st.binary(min_size=1, max_size=200)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roll.transfer.broadcast import BroadcastBackend, BroadcastGroup
-from roll.transfer.channel import Handle, SharedMemoryChannel
-from roll.transfer.stream import Manifest, Receiver, Sender
+from roll.weight_sync.broadcast import BroadcastBackend, BroadcastGroup
+from roll.weight_sync.channel import Handle, SharedMemoryChannel
+from roll.weight_sync.stream import Manifest, Receiver, Sender
 
 MEGABYTE = 1 << 20
 BUCKET_BYTES = MEGABYTE
@@ -28,7 +28,7 @@ BY_SOCKETS = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
 
 # Forked off a process that has imported torch once for all of them.
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["roll.transfer.broadcast", "roll.transfer.channel", "roll.transfer.stream"])
+_processes.set_forkserver_preload(["roll.weight_sync.broadcast", "roll.weight_sync.channel", "roll.weight_sync.stream"])
 
 
 def tensors_of(seed: int, device: str = "cpu", megabytes: int = 8) -> dict[str, Tensor]:

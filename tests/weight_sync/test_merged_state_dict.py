@@ -14,11 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from roll.config.schema import LoraConfig
 from roll.model.lora import Adapters, Base, is_adapter
-from roll.transfer.digest import digests
-from roll.transfer.layout import pack, unpack
-from roll.transfer.merged import MergedTensors, published_tensors
-from roll.transfer.stream import Sender
-from roll.transfer.weights import named_tensors
+from roll.weight_sync.digest import digests
+from roll.weight_sync.layout import pack, unpack
+from roll.weight_sync.merged_state_dict import MergedTensors, published_tensors
+from roll.weight_sync.stream import Sender
+from roll.weight_sync.weights import named_tensors
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
@@ -113,7 +113,7 @@ def test_one_merged_tensor_is_kept_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
         most = max(most, len(alive))
         return tensor
 
-    from roll.transfer import merged
+    from roll.weight_sync import merged_state_dict as merged
 
     merge = merged.merged_weight
     monkeypatch.setattr(merged, "merged_weight", watched)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from roll.model.lora import adapted_layers, is_adapter, merged_weight
-from roll.transfer.weights import named_tensors
+from roll.weight_sync.weights import named_tensors
 
 
 def published_tensors(model: PreTrainedModel) -> Mapping[str, Tensor]:

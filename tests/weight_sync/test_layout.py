@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from roll.config.errors import RunError
-from roll.transfer.layout import ALIGNMENT, Layout, Span, TensorSpec, pack, unpack, used_bytes
+from roll.weight_sync.layout import ALIGNMENT, Layout, Span, TensorSpec, pack, unpack, used_bytes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 SHAPES = st.lists(st.integers(0, 12), max_size=3).map(tuple)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from roll.cluster.mesh import MeshShape
 from roll.strategy.train.sharded.group import RankGroup
-from roll.transfer import shards
-from roll.transfer.digest import digest, digests, finish, partial_sum
-from roll.transfer.layout import Layout, TensorSpec, specs_of, unpack, used_bytes
-from roll.transfer.shards import Shard, ShardedTensors
+from roll.weight_sync import shards
+from roll.weight_sync.digest import digest, digests, finish, partial_sum
+from roll.weight_sync.layout import Layout, TensorSpec, specs_of, unpack, used_bytes
+from roll.weight_sync.shards import Shard, ShardedTensors
 from tests.ranks import Ranks, ranks_of
 
 Cut = tuple[tuple[int, ...], torch.dtype, int, list[int]]
