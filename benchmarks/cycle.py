@@ -40,7 +40,7 @@ def cycle_seconds(config: str, threads: int, weight: int) -> float:
         reward, run = Path(folder) / "reward.py", Path(folder) / "run"
         reward.write_text(REWARD.format(weight=weight))
         started = time.perf_counter()
-        command = [sys.executable, "-m", "roll.cli.commands", "train", config, "--plain"]
+        command = [sys.executable, "-m", "roll.cli", "train", config, "--plain"]
         settings = [
             f"reward={reward}:judge",
             f"run.dir={run}",

@@ -86,7 +86,7 @@ class Run:
         self._output = folder.with_suffix(".txt")
 
     def start(self, *options: str) -> None:
-        command = [sys.executable, "-m", "roll.cli.commands", "train", str(ROOT / "examples" / "tiny.yaml")]
+        command = [sys.executable, "-m", "roll.cli", "train", str(ROOT / "examples" / "tiny.yaml")]
         settings = [f"run.dir={self.folder.path}", *SETTINGS, *self._settings, *options]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with self._output.open("ab") as file:

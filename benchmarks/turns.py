@@ -95,7 +95,7 @@ def turns_per_s(variant: str, model: str, run: Path, steps: int, threads: int) -
         config["roles"] = {role: {"replicas": int(workers)} for role in ("rollout", "env")}
     file = run.with_suffix(".json")  # which is YAML too
     file.write_text(json.dumps(config))
-    command = [sys.executable, "-c", "from roll.cli.commands import main; main()", "train", str(file), "--restart"]
+    command = [sys.executable, "-c", "from roll.cli import main; main()", "train", str(file), "--restart"]
     environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=RUN_S)
     if done.returncode:

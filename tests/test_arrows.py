@@ -147,7 +147,7 @@ HEAVY = {"torch", "transformers", "ray", "vllm", "matplotlib"}
         ("roll.env.process", {*HEAVY, "numpy", "pydantic"}),
         ("roll.cluster", HEAVY),
         ("roll.cluster.ray_actor", {*HEAVY, "pydantic"} - {"ray"}),
-        ("roll.cli.commands", HEAVY),
+        ("roll.cli", HEAVY),
     ],
 )
 def test_what_starts_often_or_first_imports_nothing_heavy(module: str, unwanted: set[str]) -> None:
@@ -191,7 +191,7 @@ def test_the_check_sees_imports_wherever_they_hide() -> None:
     source = """
 import roll.run
 if TYPE_CHECKING:
-    import roll.cli.commands
+    import roll.cli
 else:
     from roll import data
 def f():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from roll.cli.commands import main
+from roll.cli import main
 from roll.run import Ledger, RunFolder, Transition
 
 Say = Callable[..., str]

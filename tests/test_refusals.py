@@ -87,7 +87,7 @@ CALLS = [
 SCRIPT = """
 import json, shlex, sys
 import roll
-from roll.cli.commands import main
+from roll.cli import main
 
 commands, calls = json.loads(sys.argv[1])
 heavy = ("torch", "transformers")

@@ -395,7 +395,3 @@ def _escape(text: str) -> str:
     from rich.markup import escape
 
     return escape(text)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import roll
-from roll.cli.commands import main
+from roll.cli import main
 from roll.cli.doctor import OPTIONAL, examine
 from roll.devices.inventory import this_machine
 from roll.model.character import character_tokenizer, tiny_model
@@ -187,7 +187,7 @@ def test_a_model_folder_without_weights_is_refused(here: Path, refusal: Callable
 def test_a_hub_model_that_cannot_be_had_is_refused_without_retries(here: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     environment["HF_ENDPOINT"] = "http://127.0.0.1:9"  # nothing listens there
-    command = [sys.executable, "-m", "roll.cli.commands", "train", "examples/tiny.yaml", "model=nobody/no-such-model"]
+    command = [sys.executable, "-m", "roll.cli", "train", "examples/tiny.yaml", "model=nobody/no-such-model"]
     before = _contents(here)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2

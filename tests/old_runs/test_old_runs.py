@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.cli.commands import main
+from roll.cli import main
 from roll.run import Checkpoints, Ledger, Metrics, RunFolder
 from roll.run.format import FORMAT, check_format
 

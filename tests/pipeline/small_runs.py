@@ -98,7 +98,7 @@ def _roll(arguments: list[str], output: str, folder: str, environment: Mapping[s
     with open(output, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    from roll.cli.commands import main
+    from roll.cli import main
 
     status = main(arguments)
     sys.stdout.flush()

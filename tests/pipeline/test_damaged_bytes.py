@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_runs import Remains
 
-from roll.cli.commands import main
+from roll.cli import main
 from roll.config.errors import RunError, UserError
 from roll.pipeline.resume import newest_checkpoint
 from roll.run import Ledger, RunFolder

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from small_runs import EXAMPLES
 
-from roll.cli.commands import main
+from roll.cli import main
 from roll.cli.transcripts import print_transcripts
 from roll.config import UserError, load_config
 from roll.pipeline.launch import play, train

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from small_runs import SMALL, TINY, Remains, start_roll
 
-from roll.cli.commands import main
+from roll.cli import main
 from roll.config import UserError, load_config
 from roll.pipeline.launch import evaluate, train
 from roll.pipeline.report import SilentReporter

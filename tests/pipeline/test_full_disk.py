@@ -62,7 +62,7 @@ def roll(*arguments: str, limit_bytes: int | None = None) -> subprocess.Complete
         if limit_bytes is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
 
-    command = [sys.executable, "-m", "roll.cli.commands", "train", TINY, *arguments, "--plain"]
+    command = [sys.executable, "-m", "roll.cli", "train", TINY, *arguments, "--plain"]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, preexec_fn=limit)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from small_runs import EXACT, SMALL, TINY, WAIT_S, Remains, start_roll
 
-from roll.cli.commands import main
+from roll.cli import main
 from roll.config import load_config
 from roll.pipeline.launch import train
 from roll.pipeline.report import PlainReporter
@@ -100,7 +100,7 @@ def test_a_signal_while_a_run_starts_leaves_nothing_and_no_traceback(
         "import roll.pipeline.launch as launch\n"
         "import roll.pipeline.roles as roles\n"
         "import roll.run.folder as folder\n"
-        "from roll.cli.commands import main\n"
+        "from roll.cli import main\n"
         f"def struck(function): return lambda *a, **k: (os.kill(os.getpid(), {int(number)}), function(*a, **k))[1]\n"
         "class Rollouts(roles.RolloutWorker):\n"
         f"    def __init__(self, *a): os.kill(os.getpid(), {int(number)}); super().__init__(*a)\n"
@@ -155,7 +155,7 @@ def test_a_run_that_ignores_hang_ups_keeps_ignoring_them(tmp_path: Path) -> None
     path = tmp_path / "run"
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        command = [sys.executable, "-m", "roll.cli.commands", "train", TINY, *SMALL, "train.steps=3", f"run={path}"]
+        command = [sys.executable, "-m", "roll.cli", "train", TINY, *SMALL, "train.steps=3", f"run={path}"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         while process.poll() is None and not _steps_done(path):
             time.sleep(0.002)

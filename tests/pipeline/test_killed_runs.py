@@ -112,7 +112,7 @@ def test_killed_at_many_random_moments(tmp_path: Path, undisturbed: Remains, see
 
 
 def test_a_run_folder_has_one_writer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from roll.cli.commands import main
+    from roll.cli import main
 
     path = tmp_path / "run"
     arguments = ["train", TINY, *EXACT, f"run={path}", "train.steps=500"]

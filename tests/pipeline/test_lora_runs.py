@@ -13,7 +13,7 @@ from small_runs import EXACT, SMALL, TINY, Remains, start_roll
 from transformers import AutoModelForCausalLM
 
 from roll import load_config
-from roll.cli.commands import main
+from roll.cli import main
 from roll.model.character import tiny_model
 from roll.pipeline.launch import train
 from roll.pipeline.report import SilentReporter

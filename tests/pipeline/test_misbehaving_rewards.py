@@ -10,7 +10,7 @@ from odd_rewards import letters, raises, raises_for_some
 from small_runs import REWARDS, SMALL, TINY, Remains
 
 from roll import Response, RunError, Task
-from roll.cli.commands import main
+from roll.cli import main
 
 TWO_TASKS = ("tasks.options={symbols: '12'}", "rollout.max_replacements=0", "train.steps=1", "eval.samples=2")
 

@@ -49,14 +49,14 @@ def broken() -> Iterator[TextIO]:
 @pytest.mark.parametrize("how", NOWHERE)
 def test_training_continues_when_nobody_reads_its_output(tmp_path: Path, how: str) -> None:
     run = tmp_path / "run"
-    status, said = _status(["-m", "roll.cli.commands", "train", TINY, *SMALL, f"run={run}"], NOWHERE[how], tmp_path)
+    status, said = _status(["-m", "roll.cli", "train", TINY, *SMALL, f"run={run}"], NOWHERE[how], tmp_path)
     assert (status, said) == (0, "")
     assert Remains(run).checkpoint.step == 2
     assert Remains(run).lineage()  # nothing was printed into the ledger
 
 
 def test_training_continues_when_its_log_is_on_a_full_disk(tmp_path: Path) -> None:
-    status, said = _status(["-m", "roll.cli.commands", "train", TINY, *SMALL, f"run={tmp_path / 'run'}"], FULL, tmp_path)
+    status, said = _status(["-m", "roll.cli", "train", TINY, *SMALL, f"run={tmp_path / 'run'}"], FULL, tmp_path)
     assert (status, said) == (0, "")
     assert Remains(tmp_path / "run").checkpoint.step == 2
 
@@ -73,17 +73,17 @@ def test_a_training_script_ends_quietly_too(tmp_path: Path, how: str) -> None:
 @pytest.mark.parametrize("how", NOWHERE)
 @pytest.mark.parametrize("command", [["--version"], ["train", "--help"]])
 def test_commands_end_quietly_when_nobody_reads_their_output(tmp_path: Path, command: list[str], how: str) -> None:
-    assert _status(["-m", "roll.cli.commands", *command], NOWHERE[how], tmp_path) == (0, "")
+    assert _status(["-m", "roll.cli", *command], NOWHERE[how], tmp_path) == (0, "")
 
 
 def test_a_refusal_keeps_its_exit_status(tmp_path: Path) -> None:
     for how in NOWHERE.values():
-        status, _ = _status(["-m", "roll.cli.commands", "train", TINY, "train.lrr=1"], how, tmp_path)
+        status, _ = _status(["-m", "roll.cli", "train", TINY, "train.lrr=1"], how, tmp_path)
         assert status == 2
 
 
 def test_a_result_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    status, said = _status(["-m", "roll.cli.commands", "--version"], FULL, tmp_path)
+    status, said = _status(["-m", "roll.cli", "--version"], FULL, tmp_path)
     assert status == 1
     assert said == "the run failed: cannot write to standard output: No space left on device\n"
 

@@ -10,7 +10,7 @@ import pytest
 from small_runs import EXACT, TINY, Remains, start_roll
 from test_killed_runs import assert_same_run
 
-from roll.cli.commands import main
+from roll.cli import main
 from roll.run import LedgerIndex
 from roll.run.samples import steps_with_samples
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import roll
-from roll.cli.commands import main
+from roll.cli import main
 from roll.config import UserError, load_config
 from roll.pipeline.report import SilentReporter
 from roll.run import RunFolder
@@ -258,7 +258,7 @@ def test_the_refusal_comes_before_torch_is_imported(tmp_path: Path) -> None:
     train(config)
     (project / "near.py").write_text(NEAR + "\n# changed\n")
     program = (
-        "import sys\nfrom roll.cli.commands import main\n"
+        "import sys\nfrom roll.cli import main\n"
         f"status = main(['train', {str(config)!r}, '--resume'])\n"
         "print(status, 'torch' in sys.modules, 'transformers' in sys.modules)"
     )

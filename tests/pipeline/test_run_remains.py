@@ -15,7 +15,7 @@ import torch
 from small_runs import SMALL, TINY, Remains
 
 from roll import Batch, load_config
-from roll.cli.commands import main
+from roll.cli import main
 from roll.engine.request import Completion, Request
 from roll.model.character import tiny_model
 from roll.pipeline.launch import train

@@ -16,7 +16,7 @@ from urllib.parse import quote
 import pytest
 from small_runs import SMALL, TINY
 
-from roll.cli.commands import main
+from roll.cli import main
 
 TOKEN = "Zq7-literal/tok+en9"
 PASSWORD = "pW0rd-in-the-url"

@@ -18,7 +18,7 @@ from small_runs import TINY, Remains, start_roll
 
 import roll
 from roll.algorithm import LossSpec
-from roll.cli.commands import main
+from roll.cli import main
 from roll.config import UserError, load_config
 from roll.data import Batch, Chat
 from roll.pipeline.launch import evaluate, train

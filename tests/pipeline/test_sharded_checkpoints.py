@@ -18,7 +18,7 @@ from small_runs import SMALL, TINY, Remains
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from roll.cli.commands import main
+from roll.cli import main
 from roll.config import UserError, load_config
 from roll.config.errors import RunError
 from roll.model.find import find_model

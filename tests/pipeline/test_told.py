@@ -10,7 +10,7 @@ import pytest
 from small_runs import SMALL, TINY
 
 from roll import Task, UserError, load_config
-from roll.cli.commands import main
+from roll.cli import main
 from roll.data.sources import TaskSet
 from roll.model.character import character_tokenizer
 from roll.model.chat import ChatRenderer

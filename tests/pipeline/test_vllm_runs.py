@@ -78,7 +78,7 @@ def roll(*arguments: str, output: Path) -> Iterator[Run]:
     mark = f"ROLL_TEST_RUN={uuid.uuid4()}"
     name, _, value = mark.partition("=")
     with output.open("wb") as file:
-        command = [sys.executable, "-m", "roll.cli.commands", *arguments]
+        command = [sys.executable, "-m", "roll.cli", *arguments]
         environment = {**os.environ, name: value, "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from roll.cli.commands import main
+from roll.cli import main
 from roll.config import UserError
 from roll.data import Response, Task
 from roll.data.task import EnvSpec

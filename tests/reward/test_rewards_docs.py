@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from roll.cli.commands import main
+from roll.cli import main
 from roll.config import UserError, load_config
 from roll.config.document import parse
 from roll.config.schema import RewardPart

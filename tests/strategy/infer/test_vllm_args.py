@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from transformers import LlamaConfig, Qwen3MoeConfig
 
-from roll.cli.commands import main
+from roll.cli import main
 from roll.cluster import Place
 from roll.config import Config
 from roll.config.errors import UserError
