@@ -59,7 +59,7 @@ check: lint types test
 
 docs: install
 	$(BIN)/python -m roll.config.reference > docs/config.md
-	$(BIN)/python -m roll.rollout.draw > docs/images/lifecycle.svg
+	$(BIN)/python -m roll.scheduler.render_lifecycle > docs/images/lifecycle.svg
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .chat-families build *.egg-info

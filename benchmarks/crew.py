@@ -22,10 +22,10 @@ from roll.data.task import Response
 from roll.engine.request import Request, Sampling
 from roll.model.chat import Conversation
 from roll.reward import RewardSource
-from roll.rollout.pool import RolloutPool
-from roll.rollout.router import Router
 from roll.rollout.runner import SampleRunner
 from roll.rollout.worker import RolloutWorker
+from roll.scheduler.rollout_pool import RolloutPool
+from roll.scheduler.router import Router
 from roll.workers.infer import InferWorker
 from roll.workers.publish import publish
 from roll.workers.reward import RewardWorker

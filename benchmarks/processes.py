@@ -46,10 +46,10 @@ from simulation.workload import RLVR, Workload
 
 from roll.data.sample import Group, Sample
 from roll.data.task import Task
-from roll.rollout.filters import no_signal
-from roll.rollout.lifecycle import Lifecycle
-from roll.rollout.order import Epochs
-from roll.rollout.scheduler import RolloutScheduler
+from roll.scheduler.filters import no_signal
+from roll.scheduler.lifecycle import Lifecycle
+from roll.scheduler.scheduler import RolloutScheduler
+from roll.scheduler.task_sampler import Epochs
 
 PROMPT_TOKENS = 24
 FRAME_TOKENS = 3

@@ -40,12 +40,12 @@ from roll.cluster import Cluster, LocalExecutor, Place
 from roll.config.schema import RolloutConfig
 from roll.data.task import Task
 from roll.ledger.log import Ledger, Transition
-from roll.rollout.filters import no_signal
-from roll.rollout.lifecycle import Lifecycle
-from roll.rollout.order import Epochs
-from roll.rollout.pool import RolloutPool
-from roll.rollout.router import Router
-from roll.rollout.scheduler import RolloutScheduler
+from roll.scheduler.filters import no_signal
+from roll.scheduler.lifecycle import Lifecycle
+from roll.scheduler.rollout_pool import RolloutPool
+from roll.scheduler.router import Router
+from roll.scheduler.scheduler import RolloutScheduler
+from roll.scheduler.task_sampler import Epochs
 
 FIRST = 2
 """Steps before the figures begin."""

@@ -43,7 +43,7 @@ from simulation.world import World
 from roll.config.errors import RunError
 from roll.config.schema import RolloutConfig
 from roll.data.task import Task
-from roll.rollout.order import BaseOrder, Epochs, SolveRate
+from roll.scheduler.task_sampler import BaseOrder, Epochs, SolveRate
 
 DAY_S, HOUR_S = 86_400.0, 3_600.0
 CHECKPOINT_EVERY = 3

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from roll.pipeline.report import Reporter
     from roll.pipeline.run_code import Code
     from roll.reward import RewardFn
-    from roll.rollout.evaluate import Evaluation
     from roll.rollout.transcript import Transcript
+    from roll.scheduler.evaluate import Evaluation
 
 ConfigLike = Config | str | Path | Mapping[str, Any] | None
 Overrides = Sequence[str] | Mapping[str, Any]

@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from zlib import crc32
 
-from roll.rollout.lifecycle import ENDS, MOVES
-from roll.rollout.step import NOT_FINITE
+from roll.scheduler.lifecycle import ENDS, MOVES
+from roll.scheduler.rollout_result import NOT_FINITE
 
 AGAIN = ("cut:", "surplus:", "resumed:", "ended:")
 End = Literal["trained", "again", "final", "open"]

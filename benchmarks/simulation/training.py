@@ -17,11 +17,11 @@ from pathlib import Path
 
 from roll.config.schema import RolloutConfig
 from roll.data.task import Task
-from roll.rollout.filters import no_signal
-from roll.rollout.lifecycle import Lifecycle
-from roll.rollout.order import BaseOrder, Draw, Wrapper
-from roll.rollout.scheduler import RolloutScheduler
-from roll.rollout.step import NOT_FINITE, Rollout
+from roll.scheduler.filters import no_signal
+from roll.scheduler.lifecycle import Lifecycle
+from roll.scheduler.rollout_result import NOT_FINITE, Rollout
+from roll.scheduler.scheduler import RolloutScheduler
+from roll.scheduler.task_sampler import BaseOrder, Draw, Wrapper
 from simulation.balance import DrawKey
 from simulation.mortals import MortalLedger
 from simulation.world import World

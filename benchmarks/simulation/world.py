@@ -18,8 +18,8 @@ from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 from roll.cluster import Cluster, Place
-from roll.rollout.pool import RolloutPool
-from roll.rollout.router import Router
+from roll.scheduler.rollout_pool import RolloutPool
+from roll.scheduler.router import Router
 from simulation.engine import SimEngine
 from simulation.mortals import Fate, MortalGraders, MortalRollouts
 from simulation.remote import RemoteHandle

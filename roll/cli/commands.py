@@ -267,8 +267,8 @@ def repair(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what is damaged.")] = False,
 ) -> None:
     """Find what is damaged in a run's folder and mend it; what is taken out is moved aside, never deleted."""
-    from roll.rollout.buffer import under_way
     from roll.run.repair import repair as mend
+    from roll.scheduler.buffer_checkpoint import under_way
 
     done = mend(run, under_way, dry_run=dry_run)
     for finding in done.findings:

@@ -31,12 +31,12 @@ from roll.pipeline.state import State
 from roll.pipeline.stopping import Stopped, cancelled_by_signals, signals_to
 from roll.process.gc_tuning import spare_collector
 from roll.reward import RewardFn
-from roll.rollout.evaluate import Evaluation
 from roll.rollout.transcript import Transcript
 from roll.run import Checkpoint, Checkpoints, RunFolder
 from roll.run.code import Given, Recording, saved_form
 from roll.run.disk import explain, file_of, full_disk
 from roll.run.folder import first_to_make
+from roll.scheduler.evaluate import Evaluation
 
 
 def train(

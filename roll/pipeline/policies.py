@@ -8,11 +8,11 @@ from __future__ import annotations
 from roll.config.schema import Config
 from roll.config.user_code import load_user_code
 from roll.data.sources import TaskSet
-from roll.rollout.early_end import make_early_end
-from roll.rollout.filters import Filter, by_domain, make_filter
-from roll.rollout.order import TaskOrder
-from roll.rollout.policy import make_policy
-from roll.rollout.tails import make_order
+from roll.rollout.early_stop import make_early_end
+from roll.scheduler.filters import Filter, by_domain, make_filter
+from roll.scheduler.long_tail import make_order
+from roll.scheduler.policy import make_policy
+from roll.scheduler.task_sampler import TaskOrder
 
 
 def check_policies(config: Config, tasks: TaskSet) -> None:

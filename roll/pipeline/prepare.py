@@ -41,10 +41,10 @@ from roll.pipeline.supervision import supervised, supervised_trainer
 from roll.pipeline.turns import Turns
 from roll.reward import RewardFn, RewardSource
 from roll.reward.answers import check_answers
-from roll.rollout.evaluate import Evaluation
-from roll.rollout.play import play
 from roll.rollout.transcript import Transcript
 from roll.run import Panel
+from roll.scheduler.evaluate import Evaluation
+from roll.scheduler.generate_only import play
 from roll.strategy.infer.vllm_args import check_vllm
 from roll.strategy.train.optimizer import check_optimizer
 

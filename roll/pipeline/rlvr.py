@@ -27,11 +27,11 @@ from roll.pipeline.rollout_record import RolloutRecord
 from roll.pipeline.state import RunState
 from roll.pipeline.supervision import Supervision
 from roll.pipeline.turns import Turns
-from roll.rollout.evaluate import Evaluator
-from roll.rollout.lifecycle import Lifecycle
-from roll.rollout.policy import make_policy
-from roll.rollout.scheduler import RolloutScheduler
-from roll.rollout.step import LEFT_OUT, NOT_FINITE, Rollout
+from roll.scheduler.evaluate import Evaluator
+from roll.scheduler.lifecycle import Lifecycle
+from roll.scheduler.policy import make_policy
+from roll.scheduler.rollout_result import LEFT_OUT, NOT_FINITE, Rollout
+from roll.scheduler.scheduler import RolloutScheduler
 from roll.strategy.train.base import UpdateStats
 from roll.workers.critic import CriticWorker
 from roll.workers.train import TrainWorker

@@ -27,10 +27,10 @@ from roll.pipeline.start import LEAST_SILENT_S, aside, met, watched
 from roll.process.structured_gather import together
 from roll.reward import RewardSource
 from roll.reward.stats import GraderStats
-from roll.rollout.pool import RolloutPool
-from roll.rollout.router import Router
 from roll.rollout.worker import RolloutWorker
 from roll.run.checkpoint import verify_model
+from roll.scheduler.rollout_pool import RolloutPool
+from roll.scheduler.router import Router
 from roll.strategy.shelf import Level
 from roll.workers.critic import CriticWorker
 from roll.workers.env import EnvWorker

@@ -14,7 +14,9 @@ from roll.pipeline.recorder import Recorder, update_metrics
 from roll.pipeline.report import Measured
 from roll.pipeline.roles import Roles
 from roll.pipeline.state import RunState, numbers
-from roll.rollout.evaluate import (
+from roll.rollout.messages import Fate
+from roll.run import Panel, drop_samples_after
+from roll.scheduler.evaluate import (
     Evaluation,
     Failure,
     SetEvaluation,
@@ -24,9 +26,7 @@ from roll.rollout.evaluate import (
     part_means,
     told,
 )
-from roll.rollout.messages import Fate
-from roll.rollout.step import Rollout
-from roll.run import Panel, drop_samples_after
+from roll.scheduler.rollout_result import Rollout
 from roll.strategy.train.base import UpdateStats
 
 

@@ -11,8 +11,8 @@ from roll.pipeline.recorder import Recorder, update_metrics
 from roll.pipeline.report import Measured
 from roll.pipeline.roles import TrainRoles
 from roll.pipeline.state import SFTState
-from roll.rollout.step import NOT_FINITE
 from roll.run import Panel, Transition
+from roll.scheduler.rollout_result import NOT_FINITE
 from roll.strategy.train.base import UpdateStats
 
 PANELS = (

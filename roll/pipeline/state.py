@@ -9,7 +9,7 @@ from typing import Any
 
 from roll.config.errors import UserError
 from roll.config.evaluation import HELD_OUT
-from roll.rollout.evaluate import Evaluation, SetEvaluation, measure_of
+from roll.scheduler.evaluate import Evaluation, SetEvaluation, measure_of
 
 
 @dataclass

@@ -32,11 +32,11 @@ from roll.env.base import STATE
 from roll.env.state import state_of
 from roll.model.chat import ChatRenderer, Conversation, Tools
 from roll.reward import ScoreFailure, Verdict
-from roll.rollout.door import Drawn, EngineDoor, EngineLost, RequestRefused, Watch
-from roll.rollout.early_end import EarlyEnd, Running
-from roll.rollout.lifecycle import Lifecycle
+from roll.rollout.early_stop import EarlyEnd, Running
+from roll.rollout.engine_assignments import Seats
+from roll.rollout.engine_client import Drawn, EngineDoor, EngineLost, RequestRefused, Watch
 from roll.rollout.messages import Stop
-from roll.rollout.seats import Seats
+from roll.scheduler.lifecycle import Lifecycle
 from roll.workers.env import EnvWorker
 from roll.workers.reward import RewardWorker
 

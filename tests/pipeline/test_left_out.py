@@ -10,7 +10,7 @@ from small_runs import SMALL, TINY, Remains
 from roll import load_config
 from roll.pipeline.launch import train
 from roll.pipeline.report import SilentReporter
-from roll.rollout.step import LEFT_OUT
+from roll.scheduler.rollout_result import LEFT_OUT
 
 CHOOSY = ("algorithm=raft_pp", "rollout.filter=none", "train.steps=3")
 

@@ -16,7 +16,7 @@ from roll.cluster.executor import Handle, LocalHandle
 from roll.config import load_config
 from roll.pipeline.publisher import Publisher
 from roll.pipeline.roles import Roles
-from roll.rollout.router import Router
+from roll.scheduler.router import Router
 from roll.workers.infer import InferWorker
 from roll.workers.train import TrainWorker
 

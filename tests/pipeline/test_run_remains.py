@@ -20,10 +20,10 @@ from roll.engine.request import Completion, Request
 from roll.model.character import tiny_model
 from roll.pipeline.launch import train
 from roll.pipeline.report import SilentReporter
-from roll.rollout.door import EngineDoor
-from roll.rollout.lifecycle import MOVES
+from roll.rollout.engine_client import EngineDoor
 from roll.run import read_samples
 from roll.run.trace import trace_files
+from roll.scheduler.lifecycle import MOVES
 from roll.workers.train import TrainWorker
 
 STEPS = 3

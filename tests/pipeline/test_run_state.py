@@ -9,8 +9,8 @@ import pytest
 from roll.config.errors import UserError
 from roll.pipeline.report import PlainReporter, held_out_lines
 from roll.pipeline.state import RunState, SFTState
-from roll.rollout.estimate import Estimate
-from roll.rollout.evaluate import Evaluation, SetEvaluation
+from roll.scheduler.estimate import Estimate
+from roll.scheduler.evaluate import Evaluation, SetEvaluation
 
 
 def found(reward: float, binary: bool = True, name: str = "held_out", **more: float) -> Evaluation:

@@ -23,8 +23,8 @@ from roll.config import UserError, load_config
 from roll.data import Batch, Chat
 from roll.pipeline.launch import evaluate, train
 from roll.pipeline.report import SilentReporter
-from roll.rollout.step import NOT_FINITE
 from roll.run import LedgerIndex
+from roll.scheduler.rollout_result import NOT_FINITE
 from roll.workers.train import TrainWorker
 
 BASE: dict[str, Any] = {

@@ -10,8 +10,8 @@ import pytest
 from small_runs import Remains
 from torch import Tensor
 
-from roll.rollout.step import LEFT_OUT, NOT_FINITE
 from roll.run import LedgerIndex
+from roll.scheduler.rollout_result import LEFT_OUT, NOT_FINITE
 
 ABOVE = 0.3
 PATIENT = ("train.max_skipped_in_a_row=9", "rollout.filter=none")

@@ -14,7 +14,7 @@ from roll.devices.map import make_map
 from roll.devices.stages import residency
 from roll.pipeline.roles import Roles
 from roll.pipeline.turns import Turns
-from roll.rollout.router import Router
+from roll.scheduler.router import Router
 from roll.strategy.shelf import Level
 
 Moves = list[tuple[str, Level]]

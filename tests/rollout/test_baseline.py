@@ -15,11 +15,11 @@ from toys import Moves, Party, ToyRunner, episode_of, go, party, spoken, tasks, 
 from roll.config.schema import RolloutConfig
 from roll.data import Group, Sample
 from roll.pipeline.rollout_record import rollout_metrics
-from roll.rollout.filters import make_filter, no_signal
-from roll.rollout.lifecycle import Lifecycle
-from roll.rollout.order import Epochs
-from roll.rollout.pool import RolloutPool
-from roll.rollout.scheduler import RolloutScheduler
+from roll.scheduler.filters import make_filter, no_signal
+from roll.scheduler.lifecycle import Lifecycle
+from roll.scheduler.rollout_pool import RolloutPool
+from roll.scheduler.scheduler import RolloutScheduler
+from roll.scheduler.task_sampler import Epochs
 
 TASKS = tasks(7)
 NO_SIGNAL = "no signal: all rewards equal"

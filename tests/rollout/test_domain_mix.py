@@ -13,11 +13,11 @@ from toys import Moves, ToyRunner, go
 from roll.config import load_config
 from roll.data import Sample
 from roll.data.domains import load_domains
-from roll.rollout.filters import make_filter
-from roll.rollout.lifecycle import Lifecycle
-from roll.rollout.order import Epochs
-from roll.rollout.scheduler import RolloutScheduler
-from roll.rollout.step import Rollout
+from roll.scheduler.filters import make_filter
+from roll.scheduler.lifecycle import Lifecycle
+from roll.scheduler.rollout_result import Rollout
+from roll.scheduler.scheduler import RolloutScheduler
+from roll.scheduler.task_sampler import Epochs
 
 SYMBOLS = "abcdefg"
 

@@ -48,12 +48,12 @@ from roll.env.state import state_of
 from roll.model.character import character_tokenizer
 from roll.model.chat import ChatRenderer
 from roll.reward import ScoreFailure
-from roll.rollout.door import EngineDoor
-from roll.rollout.early_end import EarlyEnd, Running
-from roll.rollout.lifecycle import Lifecycle
+from roll.rollout.early_stop import EarlyEnd, Running
+from roll.rollout.engine_assignments import Seats
+from roll.rollout.engine_client import EngineDoor
 from roll.rollout.messages import Seat, Stop
 from roll.rollout.runner import Helpers, SampleRunner, training_sampling
-from roll.rollout.seats import Seats
+from roll.scheduler.lifecycle import Lifecycle
 from roll.workers.infer import PROGRESS_S
 
 PROMPT = TOKENIZER("<|user|>2+2<|end|><|assistant|>")["input_ids"]

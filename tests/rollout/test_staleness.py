@@ -17,12 +17,12 @@ from toys import Moves, ToyRunner, go, some_time, tasks, timings, turns, until
 from roll.config.schema import RolloutConfig
 from roll.data import Group, Sample
 from roll.data.tokenlog import NO_VERSION
-from roll.rollout.filters import make_filter
-from roll.rollout.lifecycle import ENDS, MOVES, Lifecycle
-from roll.rollout.order import Epochs, StepShape
-from roll.rollout.pool import RolloutPool
-from roll.rollout.scheduler import RolloutScheduler
-from roll.rollout.step import Rollout
+from roll.scheduler.filters import make_filter
+from roll.scheduler.lifecycle import ENDS, MOVES, Lifecycle
+from roll.scheduler.rollout_pool import RolloutPool
+from roll.scheduler.rollout_result import Rollout
+from roll.scheduler.scheduler import RolloutScheduler
+from roll.scheduler.task_sampler import Epochs, StepShape
 
 TASKS = tasks(11)
 

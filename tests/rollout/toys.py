@@ -29,11 +29,11 @@ from roll.env import Opened, Step
 from roll.ledger.log import Transition
 from roll.model.character import character_tokenizer
 from roll.reward import ScoreFailure, Verdict
-from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.messages import Report, Stop
-from roll.rollout.pool import RolloutPool
-from roll.rollout.router import Router
 from roll.rollout.worker import RolloutWorker
+from roll.scheduler.lifecycle import Lifecycle
+from roll.scheduler.rollout_pool import RolloutPool
+from roll.scheduler.router import Router
 from roll.workers.env import EnvWorker
 from roll.workers.infer import InferWorker
 from roll.workers.reward import RewardWorker

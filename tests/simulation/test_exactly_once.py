@@ -46,9 +46,9 @@ from roll.config.schema import RolloutConfig
 from roll.data.sample import Group, Sample
 from roll.data.task import Task
 from roll.ledger.log import Ledger
-from roll.rollout.lifecycle import ENDS
-from roll.rollout.order import BaseOrder, Draw, Wrapper
-from roll.rollout.tails import make_order
+from roll.scheduler.lifecycle import ENDS
+from roll.scheduler.long_tail import make_order
+from roll.scheduler.task_sampler import BaseOrder, Draw, Wrapper
 
 T = TypeVar("T")
 

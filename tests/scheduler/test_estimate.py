@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.rollout.estimate import Estimate, majority_at, mean_of, pass_at, student_quantile, wilson
+from roll.scheduler.estimate import Estimate, majority_at, mean_of, pass_at, student_quantile, wilson
 
 # pass@k
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from toys import go, turns
 
 from roll.config.errors import RunError
-from roll.rollout.router import Router, Ticket
+from roll.scheduler.router import Router, Ticket
 
 
 class Guests:

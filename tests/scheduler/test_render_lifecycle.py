@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from roll.rollout.draw import draw
-from roll.rollout.lifecycle import MOVES
+from roll.scheduler.lifecycle import MOVES
+from roll.scheduler.render_lifecycle import draw
 
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "lifecycle.svg"
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import go, turns
 
+from roll.rollout.engine_assignments import Seats
 from roll.rollout.messages import Seat
-from roll.rollout.seats import Seats
 
 
 def test_a_seat_that_was_given_before_is_there_and_stays() -> None:

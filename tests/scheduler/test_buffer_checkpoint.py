@@ -17,12 +17,12 @@ from roll.config.schema import RolloutConfig
 from roll.data import Response, Sample, Task
 from roll.data.batch import LOGGED
 from roll.data.tokenlog import TokenLog
-from roll.rollout.buffer import read_part, write_part
-from roll.rollout.filters import make_filter
-from roll.rollout.lifecycle import Lifecycle
-from roll.rollout.order import Epochs
-from roll.rollout.pool import RolloutPool
-from roll.rollout.scheduler import RolloutScheduler
+from roll.scheduler.buffer_checkpoint import read_part, write_part
+from roll.scheduler.filters import make_filter
+from roll.scheduler.lifecycle import Lifecycle
+from roll.scheduler.rollout_pool import RolloutPool
+from roll.scheduler.scheduler import RolloutScheduler
+from roll.scheduler.task_sampler import Epochs
 
 TASKS = tasks(9)
 SEGMENT = st.tuples(st.sampled_from(["response", "observation"]), st.lists(st.integers(0, 99), max_size=4))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from roll.config.errors import RunError, UserError
 from roll.data import Task
-from roll.rollout.early_end import AnyOf, LengthBudget, Repetition, Running, make_early_end
+from roll.rollout.early_stop import AnyOf, LengthBudget, Repetition, Running, make_early_end
 
 tokens = st.lists(st.integers(0, 3), max_size=40)
 

@@ -20,13 +20,13 @@ from roll.config.errors import RunError
 from roll.config.schema import RolloutConfig
 from roll.data import Group, Sample, Task
 from roll.env import EnvFailure
-from roll.rollout.filters import FILTERS, keep_all, make_filter, no_signal
-from roll.rollout.lifecycle import MOVES, Lifecycle
-from roll.rollout.order import Draw, Epochs, StepShape, Wrapper
-from roll.rollout.pool import RolloutPool
-from roll.rollout.scheduler import RolloutScheduler
-from roll.rollout.step import Rollout
-from roll.rollout.tails import TailRounds
+from roll.scheduler.filters import FILTERS, keep_all, make_filter, no_signal
+from roll.scheduler.lifecycle import MOVES, Lifecycle
+from roll.scheduler.long_tail import TailRounds
+from roll.scheduler.rollout_pool import RolloutPool
+from roll.scheduler.rollout_result import Rollout
+from roll.scheduler.scheduler import RolloutScheduler
+from roll.scheduler.task_sampler import Draw, Epochs, StepShape, Wrapper
 
 NO_SIGNAL = "no signal: all rewards equal"
 TOO_FEW = "fewer than two samples could be judged"
@@ -853,7 +853,7 @@ def test_when_nothing_is_left_to_try_the_run_says_so(monkeypatch: pytest.MonkeyP
         with pytest.raises(RunError, match=r"tasks in a row were skipped; the last reason: boring: of no use"):
             await run.scheduler.next_rollout()
 
-    monkeypatch.setattr("roll.rollout.scheduler.MOST_SKIPS", 50)
+    monkeypatch.setattr("roll.scheduler.scheduler.MOST_SKIPS", 50)
     go(main())
 
 

@@ -12,7 +12,7 @@ from toys import Moves
 
 from roll.data import Sample, Task
 from roll.ledger.log import Ledger
-from roll.rollout.lifecycle import ENDS, MOVES, Lifecycle, State
+from roll.scheduler.lifecycle import ENDS, MOVES, Lifecycle, State
 
 STATES = [state for state in MOVES if state != "new"]
 

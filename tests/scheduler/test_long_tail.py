@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from roll.config.errors import UserError
 from roll.data import Sample, Task
 from roll.data.sample import Group
-from roll.rollout.early_end import Running
-from roll.rollout.order import Draw, Epochs, SolveRate, StepShape, TaskOrder, Wrapper
-from roll.rollout.tails import Lookahead, TailRounds, make_order
+from roll.rollout.early_stop import Running
+from roll.scheduler.long_tail import Lookahead, TailRounds, make_order
+from roll.scheduler.task_sampler import Draw, Epochs, SolveRate, StepShape, TaskOrder, Wrapper
 
 
 @pytest.fixture(autouse=True)
@@ -249,7 +249,10 @@ def test_the_names_of_a_config_make_the_orders() -> None:
             {"order": "orders.py:Nowhere"},
             "rollout.order 'orders.py:Nowhere': .*orders.py has no 'Nowhere'; it has Wrapper, Backwards, Half",
         ),
-        ({"order": "orders.py:Half"}, "has no method cut.task, epoch=None.: inherit from roll.rollout.order.Wrapper"),
+        (
+            {"order": "orders.py:Half"},
+            "has no method cut.task, epoch=None.: inherit from roll.scheduler.task_sampler.Wrapper",
+        ),
         ({"order": "orders.py:NoEpoch"}, "has no method give_back.task, epoch=None."),
         ({"order": "orders.py:NeedsEpoch"}, "has no method give_back.task, epoch=None."),
         ({"order": "orders.py:fails"}, "'orders.py:fails', called with the order to build on, failed: KeyError: 'x'"),
@@ -296,7 +299,7 @@ def test_the_examples_of_the_docs_do_what_they_say() -> None:
 
 
 USERS = """
-from roll.rollout.order import Wrapper
+from roll.scheduler.task_sampler import Wrapper
 
 class Backwards(Wrapper):
     def __init__(self, base):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.data import Group, Task
-from roll.rollout.books import Books
+from roll.scheduler.group_table import Books
 
 
 def group(index: int, version: int = 0) -> Group:

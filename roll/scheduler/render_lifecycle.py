@@ -1,13 +1,13 @@
 """The picture of a sample's life, drawn from the table of moves.
 
-`python -m roll.rollout.draw > docs/images/lifecycle.svg` writes it (`make docs`).
+`python -m roll.scheduler.render_lifecycle > docs/images/lifecycle.svg` writes it (`make docs`).
 
 A move that is not in the table is not in the picture, and none that is in it is left out: a test holds the file to it.
 """
 
 from __future__ import annotations
 
-from roll.rollout.lifecycle import MOVES
+from roll.scheduler.lifecycle import MOVES
 
 _PLACES = {
     "new": (60, 170),

@@ -16,7 +16,7 @@ from toys import ToyRunner, go, party, tasks, turns, until
 from roll.config.errors import RunError
 from roll.config.schema import EvalConfig
 from roll.data import Sample, Task
-from roll.rollout.evaluate import Evaluation, Evaluator
+from roll.scheduler.evaluate import Evaluation, Evaluator
 
 Outcome = Callable[[Sample], float | str | Exception]
 

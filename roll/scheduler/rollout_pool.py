@@ -18,11 +18,11 @@ from roll.cluster.errors import CallTimedOut, RemoteError, WorkerDied
 from roll.cluster.line import Line
 from roll.data.sample import Sample
 from roll.ledger.log import Transition
-from roll.rollout.lifecycle import ENDS, Lifecycle
 from roll.rollout.messages import Lease, Order, Outcome, Report, Seat, Stop
-from roll.rollout.router import Router, Ticket
-from roll.rollout.tokens import Tokens
 from roll.rollout.worker import RolloutWorker
+from roll.scheduler.lifecycle import ENDS, Lifecycle
+from roll.scheduler.router import Router, Ticket
+from roll.scheduler.token_registry import Tokens
 
 
 class WorkerLost(Exception):

@@ -15,12 +15,12 @@ from toys import Moves, ToyRunner, go, party, tasks, until
 from roll.config.errors import RunError, UserError
 from roll.config.schema import Config, RolloutConfig
 from roll.data import Sample, Task
-from roll.rollout.filters import make_filter
-from roll.rollout.lifecycle import Lifecycle
-from roll.rollout.order import Epochs
-from roll.rollout.policy import Control, GroupView, Policy, Stragglers, make_policy
-from roll.rollout.pool import RolloutPool
-from roll.rollout.scheduler import RolloutScheduler
+from roll.scheduler.filters import make_filter
+from roll.scheduler.lifecycle import Lifecycle
+from roll.scheduler.policy import Control, GroupView, Policy, Stragglers, make_policy
+from roll.scheduler.rollout_pool import RolloutPool
+from roll.scheduler.scheduler import RolloutScheduler
+from roll.scheduler.task_sampler import Epochs
 
 TASKS = tasks(9)
 DOCS = Path(__file__).parents[2] / "docs" / "scheduling.md"
@@ -240,8 +240,8 @@ def test_the_example_of_the_docs_works_as_it_is(tmp_path: Path) -> None:
         ("straglers", "did you mean 'stragglers'"),
         ("stragglers=soon", "needs a number of seconds: write 'stragglers=60'"),
         ("stragglers=-1", "needs a number of seconds"),
-        ("collections:Counter", "made a Counter: write a class that inherits from roll.rollout.policy.Policy"),
-        ("roll.rollout.policy:Control", "could not be made: TypeError"),
+        ("collections:Counter", "made a Counter: write a class that inherits from roll.scheduler.policy.Policy"),
+        ("roll.scheduler.policy:Control", "could not be made: TypeError"),
     ],
 )
 def test_what_is_no_policy_is_refused(name: str, says: str) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from roll.config.errors import RunError, UserError
 from roll.data import Sample, Task
 from roll.data.sample import Group
-from roll.rollout.filters import FILTERS, by_domain, keep_all, make_filter, mean_range, no_signal
+from roll.scheduler.filters import FILTERS, by_domain, keep_all, make_filter, mean_range, no_signal
 
 rewards_of = st.lists(st.floats(-10, 10), min_size=1, max_size=8)
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from roll.config.errors import UserError
 from roll.config.user_code import load_user_code
 from roll.data.task import Task
-from roll.rollout.order import BaseOrder, Draw, Epochs, SolveRate, StepShape, TaskOrder, Wrapper
+from roll.scheduler.task_sampler import BaseOrder, Draw, Epochs, SolveRate, StepShape, TaskOrder, Wrapper
 
 
 class Lookahead(Wrapper):
@@ -198,7 +198,8 @@ def _users_order(name: str, make: Any, base: BaseOrder) -> TaskOrder:
         if not _takes(getattr(made, method, None), signature):
             raise UserError(
                 f"rollout.order: what {name!r} made has no method {method}{signature}: "
-                "inherit from roll.rollout.order.Wrapper, which has all an order needs, and override what you change"
+                "inherit from roll.scheduler.task_sampler.Wrapper, which has all an order needs, and override what you "
+                "change"
             )
     return made
 

@@ -16,7 +16,7 @@ from roll.cluster import Cluster
 from roll.cluster.errors import Failure, RemoteError, WorkerDied, WorkerError
 from roll.config.errors import RunError
 from roll.engine.request import Completion, Progress, Request
-from roll.rollout.door import Drawn, EngineDoor, EngineLost, RequestRefused, Watch
+from roll.rollout.engine_client import Drawn, EngineDoor, EngineLost, RequestRefused, Watch
 from roll.workers.infer import PROGRESS_S, InferWorker, News
 
 

@@ -21,10 +21,10 @@ from roll.config.errors import RunError, UserError
 from roll.config.user_code import load_user_code
 from roll.data.sample import Group, Sample
 from roll.data.task import Task
-from roll.rollout.closing import Closing
+from roll.scheduler.batch_selection import Closing
 
 if TYPE_CHECKING:
-    from roll.rollout.scheduler import RolloutScheduler
+    from roll.scheduler.scheduler import RolloutScheduler
 
 LOOK_S = 2.0
 """How often a policy looks around while a step waits."""
@@ -224,7 +224,7 @@ def make_policy(name: str, root: str | os.PathLike[str] | None = None) -> Policy
     if not isinstance(made, Policy):
         raise UserError(
             f"rollout.policy: {name!r} made a {type(made).__name__}: write a class that inherits from "
-            "roll.rollout.policy.Policy and overrides `judged` or `look`"
+            "roll.scheduler.policy.Policy and overrides `judged` or `look`"
         )
     return made
 

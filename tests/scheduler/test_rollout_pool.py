@@ -36,12 +36,12 @@ from roll.data import Response, Sample, Task, columns
 from roll.data.columns import Block
 from roll.engine.request import Request, Sampling, seed_of
 from roll.env import EnvFailure
-from roll.rollout.lifecycle import MOVES, Lifecycle
 from roll.rollout.messages import Fate, Outcome, Report, Stop
-from roll.rollout.pool import RolloutPool
-from roll.rollout.router import Router
 from roll.rollout.worker import GATHER_S, RolloutWorker
 from roll.run import RunFolder, Transition, read_samples
+from roll.scheduler.lifecycle import MOVES, Lifecycle
+from roll.scheduler.rollout_pool import RolloutPool
+from roll.scheduler.router import Router
 
 
 def drawn(run: Party, samples: list[Sample]) -> list[Sample]:

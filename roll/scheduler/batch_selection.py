@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from roll.config.schema import RolloutConfig
 from roll.data.sample import Group
-from roll.rollout.books import Books
-from roll.rollout.order import StepShape
+from roll.scheduler.group_table import Books
+from roll.scheduler.task_sampler import StepShape
 
 
 @dataclass(frozen=True)

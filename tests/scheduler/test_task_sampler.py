@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from roll.config.errors import UserError
 from roll.data import Task
-from roll.rollout.order import Draw, Epochs, SolveRate, StepShape, TaskOrder, Wrapper
-from roll.rollout.tails import Lookahead, TailRounds
+from roll.scheduler.long_tail import Lookahead, TailRounds
+from roll.scheduler.task_sampler import Draw, Epochs, SolveRate, StepShape, TaskOrder, Wrapper
 
 sizes = st.integers(1, 12)
 seeds = st.integers(0, 5)
