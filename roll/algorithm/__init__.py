@@ -11,7 +11,7 @@ from roll.config.lazy import lazily
 
 if TYPE_CHECKING:
     from roll.algorithm.base import Algorithm, make_algorithm
-    from roll.algorithm.streams import CorrectionSpec, CreditSpec, LossSpec, Streams, TokenLoss
+    from roll.algorithm.loss_inputs import CorrectionSpec, CreditSpec, LossSpec, Streams, TokenLoss
 
 __all__ = ["Algorithm", "CorrectionSpec", "CreditSpec", "LossSpec", "Streams", "TokenLoss", "make_algorithm"]
 
@@ -19,6 +19,6 @@ __getattr__ = lazily(
     __name__,
     {
         "roll.algorithm.base": ("Algorithm", "make_algorithm"),
-        "roll.algorithm.streams": ("CorrectionSpec", "CreditSpec", "LossSpec", "Streams", "TokenLoss"),
+        "roll.algorithm.loss_inputs": ("CorrectionSpec", "CreditSpec", "LossSpec", "Streams", "TokenLoss"),
     },
 )

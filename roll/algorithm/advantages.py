@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from roll.algorithm.rewards import Floats
+from roll.algorithm.reward_shaping import Floats
 from roll.data.columns import Indices
 
 STD_FLOOR = 1e-6

@@ -18,9 +18,9 @@ from roll.algorithm.advantages import (
     turn_relative,
     without_noise,
 )
-from roll.algorithm.rewards import Floats, overlong, shaped, too_easy_or_hard, turn_factors
-from roll.algorithm.running import KLWeight, RunningScores
-from roll.algorithm.streams import CorrectionSpec, CreditSpec, LossSpec
+from roll.algorithm.loss_inputs import CorrectionSpec, CreditSpec, LossSpec
+from roll.algorithm.reward_shaping import Floats, overlong, shaped, too_easy_or_hard, turn_factors
+from roll.algorithm.running_stats import KLWeight, RunningScores
 from roll.config.algorithm import AlgorithmConfig
 from roll.config.errors import RunError, UserError
 from roll.config.schema import Config

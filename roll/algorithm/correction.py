@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithm.kl import bounded_exp
-from roll.algorithm.streams import CorrectionSpec, Streams, sum_within
+from roll.algorithm.loss_inputs import CorrectionSpec, Streams, sum_within
 
 
 def correction_weight(streams: Streams, spec: CorrectionSpec) -> Tensor:

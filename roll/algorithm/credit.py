@@ -12,8 +12,8 @@ import numpy as np
 
 from roll.algorithm.advantages import returns_of, whitened
 from roll.algorithm.kl import kl_estimate
-from roll.algorithm.rewards import Floats
-from roll.algorithm.streams import CreditSpec, Estimator
+from roll.algorithm.loss_inputs import CreditSpec, Estimator
+from roll.algorithm.reward_shaping import Floats
 from roll.data.batch import Batch
 from roll.data.columns import Indices
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll.algorithm.rewards import Floats
-from roll.algorithm.streams import Estimator
+from roll.algorithm.loss_inputs import Estimator
+from roll.algorithm.reward_shaping import Floats
 
 LARGEST_LOG_RATIO = 20.0
 """A ratio beyond e^20 counts as e^20: finite, so that an advantage of 0 still makes it 0."""

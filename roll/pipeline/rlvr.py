@@ -10,7 +10,7 @@ from pathlib import Path
 
 from roll.algorithm import make_algorithm
 from roll.algorithm.base import check_advantages
-from roll.algorithm.metrics import OF_TRAINER, refuse_taken
+from roll.algorithm.metric_names import OF_TRAINER, refuse_taken
 from roll.cluster.errors import TokensLost
 from roll.config.algorithm import AlgorithmConfig
 from roll.config.errors import RunError

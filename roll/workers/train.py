@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from roll.algorithm.credit import sample_kl
-from roll.algorithm.streams import Estimator, LossSpec
+from roll.algorithm.loss_inputs import Estimator, LossSpec
 from roll.cluster import Dispatch, Place, parallel
 from roll.config.schema import Config
 from roll.data.batch import Batch

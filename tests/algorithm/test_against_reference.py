@@ -24,10 +24,10 @@ from roll.algorithm import Algorithm, CorrectionSpec, CreditSpec, LossSpec, Stre
 from roll.algorithm.correction import Mismatch
 from roll.algorithm.credit import sample_kl, token_credit
 from roll.algorithm.kl import kl_estimate
+from roll.algorithm.loss_inputs import token_weights
 from roll.algorithm.losses import resolve_loss
-from roll.algorithm.rewards import overlong, shaped, turn_factors
-from roll.algorithm.running import KLWeight
-from roll.algorithm.streams import token_weights
+from roll.algorithm.reward_shaping import overlong, shaped, turn_factors
+from roll.algorithm.running_stats import KLWeight
 from roll.algorithm.value import value_loss
 from roll.config.algorithm import AlgorithmConfig
 from roll.data import Batch

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from roll.algorithm import CorrectionSpec, LossSpec, Streams
+from roll.algorithm.loss_inputs import Aggregation, Level, token_weights
 from roll.algorithm.losses import LOSSES, resolve_loss
-from roll.algorithm.streams import Aggregation, Level, token_weights
 from roll.config.errors import UserError
 from roll.data import Batch
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from roll.algorithm import Algorithm
+from roll.algorithm.loss_inputs import Streams, token_weights
 from roll.algorithm.losses import resolve_loss
-from roll.algorithm.streams import Streams, token_weights
 from roll.config.algorithm import AlgorithmConfig
 from roll.data import Batch
 

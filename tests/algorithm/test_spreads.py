@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from roll.algorithm import Algorithm, CreditSpec
 from roll.algorithm.advantages import whitened
 from roll.algorithm.credit import token_credit
-from roll.algorithm.running import Moments
+from roll.algorithm.running_stats import Moments
 from roll.config.algorithm import AlgorithmConfig
 from roll.config.errors import RunError
 from roll.data import Batch

@@ -10,9 +10,9 @@ import torch
 
 from roll.algorithm import Algorithm, Streams, TokenLoss, make_algorithm
 from roll.algorithm.base import check_advantages
+from roll.algorithm.loss_inputs import LossSpec
 from roll.algorithm.losses import resolve_loss
-from roll.algorithm.metrics import OF_ALGORITHM, OF_TRAINER
-from roll.algorithm.streams import LossSpec
+from roll.algorithm.metric_names import OF_ALGORITHM, OF_TRAINER
 from roll.config import RunError, UserError, load_config
 from roll.data import Batch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from roll.algorithm import Algorithm
-from roll.algorithm.rewards import Floats
+from roll.algorithm.reward_shaping import Floats
 from roll.data.batch import Batch
 
 

@@ -67,7 +67,7 @@ def test_only_steps_in_a_row_stop_a_run() -> None:
 
 def sick(streams):  # type: ignore[no-untyped-def]
     """A loss that is never finite."""
-    from roll.algorithm.streams import TokenLoss
+    from roll.algorithm.loss_inputs import TokenLoss
 
     return TokenLoss(streams.current / 0)
 

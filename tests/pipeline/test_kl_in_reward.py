@@ -11,7 +11,7 @@ from small_runs import SMALL, TINY
 
 from roll import load_config
 from roll.algorithm.credit import TokenCredit, token_credit
-from roll.algorithm.streams import CreditSpec
+from roll.algorithm.loss_inputs import CreditSpec
 from roll.data.batch import Batch
 from roll.pipeline.launch import train
 from roll.pipeline.report import SilentReporter

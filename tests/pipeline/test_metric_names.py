@@ -8,7 +8,7 @@ import pytest
 from small_runs import Remains
 
 from roll.algorithm import Algorithm
-from roll.algorithm.metrics import OF_ALGORITHM, OF_CRITIC, OF_MIXTURE, OF_TRAINER
+from roll.algorithm.metric_names import OF_ALGORITHM, OF_CRITIC, OF_MIXTURE, OF_TRAINER
 from roll.config import UserError
 
 ONE_STEP = ("train.steps=1", "eval.samples=1", "rollout.filter=none")

@@ -24,7 +24,7 @@ RAY = ("executor=ray", "ray.object_store_gb=0.2", "ray.start_deadline_s=120", "r
 
 def sick_if_odd(streams):  # type: ignore[no-untyped-def]
     """A loss that is not finite where it sees an odd number of samples."""
-    from roll.algorithm.streams import TokenLoss
+    from roll.algorithm.loss_inputs import TokenLoss
 
     return TokenLoss(streams.current / (streams.sample.max() % 2))
 

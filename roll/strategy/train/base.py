@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from roll.algorithm.streams import CreditSpec, LossSpec
+from roll.algorithm.loss_inputs import CreditSpec, LossSpec
 from roll.data.batch import Batch
 from roll.data.tokenlog import FloatArray, IntArray
 from roll.strategy.shelf import Level

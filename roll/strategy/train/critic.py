@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from roll.algorithm.credit import token_credit
-from roll.algorithm.streams import CreditSpec, token_weights
+from roll.algorithm.loss_inputs import CreditSpec, token_weights
 from roll.algorithm.value import value_loss
 from roll.config.schema import TrainConfig
 from roll.data.batch import Batch

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from roll.algorithm.correction import Mismatch
 from roll.algorithm.credit import token_credit
+from roll.algorithm.loss_inputs import LossSpec, Streams, TokenLoss, token_weights
 from roll.algorithm.losses import resolve_loss
-from roll.algorithm.streams import LossSpec, Streams, TokenLoss, token_weights
 from roll.config.schema import TrainConfig
 from roll.data.batch import Batch
 from roll.data.columns import Array

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithm import LossSpec
-from roll.algorithm.metrics import OF_MIXTURE
+from roll.algorithm.metric_names import OF_MIXTURE
 from roll.config.errors import UserError
 from roll.config.schema import TrainConfig
 from roll.data import Batch

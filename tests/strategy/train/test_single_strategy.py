@@ -19,8 +19,8 @@ from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from roll.algorithm import CorrectionSpec, LossSpec, Streams, TokenLoss
+from roll.algorithm.loss_inputs import Aggregation
 from roll.algorithm.losses import resolve_loss
-from roll.algorithm.streams import Aggregation
 from roll.config.errors import RunError, UserError
 from roll.config.schema import TrainConfig
 from roll.data import Batch, Sample, Task

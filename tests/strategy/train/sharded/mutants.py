@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from roll.algorithm.streams import Aggregation, token_weights
+from roll.algorithm.loss_inputs import Aggregation, token_weights
 from roll.data import Batch
 from roll.model.shape import ModelShape
 from roll.strategy.train import passes, policy

@@ -15,7 +15,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from roll.algorithm.streams import CreditSpec
+from roll.algorithm.loss_inputs import CreditSpec
 from roll.cluster.mesh import MeshShape
 from roll.config.schema import LoraConfig, TrainConfig
 from roll.data import Batch

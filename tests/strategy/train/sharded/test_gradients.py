@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from roll.algorithm import CorrectionSpec, LossSpec
+from roll.algorithm.loss_inputs import Aggregation, CreditSpec, Estimator, Level
 from roll.algorithm.losses import LOSSES
-from roll.algorithm.streams import Aggregation, CreditSpec, Estimator, Level
 from roll.config.errors import UserError
 from roll.data import Batch
 from roll.strategy.train.sharded.group import RankGroup

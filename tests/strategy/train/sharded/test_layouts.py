@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForSequenceClassification
 
 from roll.algorithm import LossSpec
-from roll.algorithm.streams import CreditSpec
+from roll.algorithm.loss_inputs import CreditSpec
 from roll.cluster.mesh import MeshShape
 from roll.config.schema import TrainConfig
 from roll.model.classifier import load_classifier

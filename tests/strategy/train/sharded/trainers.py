@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from roll.algorithm import LossSpec
-from roll.algorithm.streams import token_weights
+from roll.algorithm.loss_inputs import token_weights
 from roll.config.schema import TrainConfig
 from roll.data import Batch, Sample, Task
 from roll.data.tokenlog import branches

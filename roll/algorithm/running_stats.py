@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from roll.algorithm.rewards import Floats
+from roll.algorithm.reward_shaping import Floats
 
 
 @dataclass
