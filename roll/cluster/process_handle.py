@@ -16,9 +16,9 @@ from typing import Any
 import cloudpickle
 
 from roll.cluster.errors import CallTimedOut, Failure, WorkerDied, WorkerError
-from roll.cluster.host import Answer, Started, unsent
 from roll.cluster.process_main import NUMBER, Call, Close, Start, WarmUp
 from roll.cluster.worker import Place, SharedArguments, Worker
+from roll.cluster.worker_runtime import Answer, Started, unsent
 from roll.config.errors import RunError
 from roll.config.rights import like_its_folder
 from roll.process.bounded_log import LIMIT_BYTES

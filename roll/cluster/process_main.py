@@ -26,8 +26,8 @@ from typing import Any
 import cloudpickle
 
 from roll.cluster.errors import Failure
-from roll.cluster.host import Answer, Host, log_to_stderr, unsent, where
 from roll.cluster.worker import Place, Worker
+from roll.cluster.worker_runtime import Answer, Host, log_to_stderr, unsent, where
 from roll.config.errors import RunError
 from roll.data.columns import Columns
 from roll.process.child_main import connect

@@ -21,12 +21,12 @@ from ray.actor import ActorHandle
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RaySystemError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from roll.cluster.crowd import Crowd, Desk, Packed
+from roll.cluster.batched_rpc import Crowd, Desk, Packed
 from roll.cluster.errors import CallTimedOut, Failure, TokensLost, WorkerDied, WorkerError
-from roll.cluster.host import Answer, Host, Started, unsent
-from roll.cluster.process import Process
+from roll.cluster.pid_handle import Process
 from roll.cluster.ray_connection import this_node
 from roll.cluster.worker import Place, Worker
+from roll.cluster.worker_runtime import Answer, Host, Started, unsent
 from roll.config.errors import RunError
 from roll.data.columns import Columns
 from roll.process.bounded_log import LIMIT_BYTES

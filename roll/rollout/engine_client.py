@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from roll.cluster import Cluster
+from roll.cluster.batched_channel import Line
 from roll.cluster.errors import RemoteError
-from roll.cluster.line import Line
 from roll.data.routes import Routes
 from roll.data.tokenlog import FloatArray, IntArray
 from roll.engine.request import Completion, Progress, Request

@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from roll.cluster import Cluster
+from roll.cluster.batched_channel import Line
 from roll.cluster.errors import CallTimedOut, RemoteError, WorkerDied
-from roll.cluster.line import Line
 from roll.data.sample import Sample
 from roll.ledger.log import Transition
 from roll.rollout.messages import Lease, Order, Outcome, Report, Seat, Stop

@@ -261,8 +261,12 @@ def test_each_worker_writes_what_it_prints_to_a_file_of_its_own(notes: Path) -> 
     assert sorted(log.name for log in (notes / "logs").iterdir()) == ["toy-0.log", "toy-1.log"]
     for rank, word in enumerate(["zero", "one"]):
         name, lines = f"toy[{rank}]", (notes / "logs" / f"toy-{rank}.log").read_text().splitlines()
-        assert f"INFO roll.cluster.host: {name} is process " in lines[0]
-        ready = [number for number, line in enumerate(lines) if line.endswith(f"INFO roll.cluster.host: {name} is ready")]
+        assert f"INFO roll.cluster.worker_runtime: {name} is process " in lines[0]
+        ready = [
+            number
+            for number, line in enumerate(lines)
+            if line.endswith(f"INFO roll.cluster.worker_runtime: {name} is ready")
+        ]
         assert ready == [2]
         assert [line.split("WARNING toy: ")[-1] for line in lines[1:2] + lines[3:]] == [
             f"{name} prints as it starts",

@@ -21,7 +21,7 @@ from processes import alive, eventually
 
 from roll.cluster import Cluster, Dispatch, Place, RestartPolicy, Supervisor, Worker, parallel, ray_actor, ray_executor
 from roll.cluster.errors import CallTimedOut, TokensLost, WorkerDied, WorkerError
-from roll.cluster.process import Process
+from roll.cluster.pid_handle import Process
 from roll.cluster.ray_actor import Home
 from roll.cluster.ray_executor import RayExecutor
 from roll.config.errors import RunError

@@ -14,7 +14,7 @@ import pytest
 
 from roll.cluster import Dispatch, Place, Worker, parallel
 from roll.cluster.errors import Failure, TokensLost
-from roll.cluster.host import Answer, Host, Started, where
+from roll.cluster.worker_runtime import Answer, Host, Started, where
 from roll.config.errors import RunError, UserError
 from roll.data import Batch, Sample, Task
 from roll.data.batch import token_block

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from roll.cluster import Cluster, LocalExecutor, Place
-from roll.cluster.host import Answer, Host
+from roll.cluster.worker_runtime import Answer, Host
 from roll.config import load_config
 from roll.config.document import parse
 from roll.config.errors import RunError, UserError

@@ -60,7 +60,7 @@ class Gates:
 
 def install() -> None:
     """Makes this process, which is to be a worker, stop at gates."""
-    from roll.cluster.host import Host
+    from roll.cluster.worker_runtime import Host
 
     folder, call = Path(os.environ[FOLDER]), Host.call
 

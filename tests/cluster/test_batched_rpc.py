@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_workers import now_s, run_virtually
 
-from roll.cluster.crowd import POLL_S, Crowd, Desk, Packed
+from roll.cluster.batched_rpc import POLL_S, Crowd, Desk, Packed
 from roll.cluster.errors import CallTimedOut, WorkerDied
 
 DEADLINE_S = 100.0

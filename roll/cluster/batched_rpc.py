@@ -19,8 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from roll.cluster.batched_channel import Line
 from roll.cluster.errors import CallTimedOut
-from roll.cluster.line import Line
 
 T = TypeVar("T")
 

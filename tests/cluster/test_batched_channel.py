@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.cluster.line import Line
+from roll.cluster.batched_channel import Line
 
 
 async def turns(count: int = 10) -> None:
