@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import orjson
 
-from roll.config.rights import like_its_folder
+from roll.config.file_modes import like_its_folder
 from roll.config.secrets import KNOWN
 
 # Fast where the processor has SHA instructions (1.5 GB/s and more), and no collision passes for a match.

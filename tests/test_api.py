@@ -19,7 +19,7 @@ import roll
 from roll import Chat, Response, Task, UserError, load_config
 from roll.api import Arguments, arguments
 from roll.config import changed_keys
-from roll.config.spelling import command_line, option, resuming
+from roll.config.hints import command_line, option, resuming
 from roll.pipeline.prepare import prepare
 from roll.run import RunFolder
 
@@ -312,7 +312,7 @@ def test_errors_are_spelled_as_the_user_writes(tmp_path: Path) -> None:
 
 
 def test_no_message_of_the_library_names_an_option_of_the_command_line() -> None:
-    """`roll.config.spelling` says how it is written. The files left out speak to other programs, or print."""
+    """`roll.config.hints` says how it is written. The files left out speak to other programs, or print."""
     others = ("cli.py", "display.py", "doctor.py", "ledger_view.py", "config/spelling.py", "sandbox/launch.py")
     found = []
     for file in ROOT.rglob("*.py"):

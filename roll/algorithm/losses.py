@@ -19,7 +19,7 @@ from roll.algorithm.kl import bounded_exp, kl_estimate
 from roll.algorithm.loss_inputs import Level, LossSpec, Streams, TokenLoss, mean_within, sum_within
 from roll.algorithm.metric_names import OF_ALGORITHM, OF_TRAINER, refuse_taken
 from roll.config.errors import UserError
-from roll.config.names import did_you_mean
+from roll.config.suggest import did_you_mean
 from roll.config.user_code import load_user_code
 
 Loss = Callable[..., TokenLoss]

@@ -24,7 +24,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from roll.config.errors import RunError, UserError
-from roll.config.spelling import command_line
+from roll.config.hints import command_line
 from roll.pipeline.output import tolerant_output
 from roll.pipeline.stopping import Stopped, exit_status
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from roll.config.errors import RunError
+from roll.config.hints import option
 from roll.config.secrets import KNOWN
-from roll.config.spelling import option
 
 E = TypeVar("E", bound=BaseException)
 

@@ -20,7 +20,7 @@ from roll.cluster.process_main import NUMBER, Call, Close, Start, WarmUp
 from roll.cluster.worker import Place, SharedArguments, Worker
 from roll.cluster.worker_runtime import Answer, Started, unsent
 from roll.config.errors import RunError
-from roll.config.rights import like_its_folder
+from roll.config.file_modes import like_its_folder
 from roll.process.bounded_log import LIMIT_BYTES
 from roll.process.child_main import command
 from roll.process.framing import HEADER

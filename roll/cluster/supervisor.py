@@ -42,7 +42,7 @@ from typing import Any, Literal, TypeVar
 from roll.cluster.cluster import Cluster
 from roll.cluster.errors import CallTimedOut, ClusterLost, NodeLost, RemoteError, WorkerDied
 from roll.config.errors import RunError
-from roll.config.spelling import option
+from roll.config.hints import option
 from roll.process.structured_gather import together
 
 Lost = Callable[[int, str], None]

@@ -23,7 +23,7 @@ import cloudpickle
 from roll.cluster.errors import Failure
 from roll.cluster.worker import Dispatch, Parallel, Place, Worker, crowded_methods, parallel_of
 from roll.config.errors import RunError, UserError
-from roll.config.rights import like_its_folder
+from roll.config.file_modes import like_its_folder
 from roll.config.secrets import print_no_secrets
 from roll.data.batch import Batch
 from roll.data.columns import Block, Columns, Elsewhere, TokenColumn, away, put_away

@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ModelWrapValidatorHandler, model_validator
 
-from roll.config.names import did_you_mean
 from roll.config.section import Bound, Limit, NonNegative, Positive, Section, Share, Whole
+from roll.config.suggest import did_you_mean
 
 LOSSES = ("clipped", "cispo", "topr", "sapo", "reinforce")
 RATIO_LOSSES = ("clipped", "cispo", "sapo")

@@ -13,14 +13,15 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from roll.config import explain, shape
-from roll.config.document import MOST_BYTES, Document, Path, YamlError, parse, write
+from roll.config import error_messages as explain
+from roll.config import schema_tree as shape
+from roll.config.error_messages import Mistake, Origin
 from roll.config.errors import UserError
-from roll.config.explain import Mistake, Origin
-from roll.config.names import either, near
 from roll.config.root import is_object, moved_root, names_in, relocated, run_of, with_names
 from roll.config.schema import Config, Section
 from roll.config.secrets import KNOWN, hidden, redacted, secrets_in
+from roll.config.suggest import either, near
+from roll.config.yaml_document import MOST_BYTES, Document, Path, YamlError, parse, write
 
 _OVERRIDE_CHARS = 120
 _PIPE_WAIT_S = 10

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from roll.config import shape
-from roll.config.document import Path
-from roll.config.explain import bare
+from roll.config import schema_tree as shape
+from roll.config.error_messages import bare
 from roll.config.schema import Config, Section
+from roll.config.yaml_document import Path
 
 _INTRODUCTION = """\
 # Configuration

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
 from roll.config.algorithm import AlgorithmConfig
-from roll.config.document import Path as Keys
 from roll.config.domains import DomainConfig, SourceConfig
 from roll.config.reward import RewardPart, RewardRule
 from roll.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
 from roll.config.section import Section
 from roll.config.user_code import find_file, named_in_options, working_copy
 from roll.config.workers import RoleModel
+from roll.config.yaml_document import Path as Keys
 
 Kind: TypeAlias = Literal["code", "file", "dataset", "model", "run"]
 """`code` is `module:name` or `file.py:name`; a `dataset` is a folder or one of the hub; a `model` is a folder, a file or

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from roll.config.algorithm import AlgorithmConfig
-from roll.config.checks import UNREAD, check
 from roll.config.domains import DomainConfig, SourceConfig, Stops
 from roll.config.evaluation import EvalConfig, EvalSetConfig, domain_of
 from roll.config.reward import RewardConfig, RewardPart, RewardRule
@@ -33,6 +32,7 @@ from roll.config.section import (
     Threads,
     Whole,
 )
+from roll.config.validation import UNREAD, check
 from roll.config.workers import RayConfig, RoleConfig, RoleModel, RolesConfig, SuperviseConfig, WeightsConfig
 
 __all__ = [

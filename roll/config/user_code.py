@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from roll.config.errors import UserError
-from roll.config.names import did_you_mean, either
+from roll.config.suggest import did_you_mean, either
 
 _INSTALLED = {"site-packages", "dist-packages"}
 SENT_FOLDER = "ROLL_SENT_FOLDER"

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from roll.config.domains import DomainConfig, SourceConfig
 from roll.config.errors import UserError
-from roll.config.names import did_you_mean
+from roll.config.suggest import did_you_mean
 from roll.data.sources import ELSEWHERE, TaskSet, find_generator, load_splits
 from roll.data.task import Task
 

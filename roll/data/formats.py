@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from roll.config.errors import UserError
-from roll.config.names import did_you_mean
+from roll.config.suggest import did_you_mean
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from roll.config.errors import UserError
-from roll.config.names import did_you_mean
+from roll.config.suggest import did_you_mean
 from roll.data.task import Message, Task
 
 PREFIX = "reasoning_gym:"

@@ -11,7 +11,7 @@ from string import Formatter
 from typing import Any, TypeAlias
 
 from roll.config.errors import UserError
-from roll.config.names import did_you_mean
+from roll.config.suggest import did_you_mean
 from roll.data.boxed import boxed
 from roll.data.choices import AnswerIs, Choices
 from roll.data.layout import ROW_MB

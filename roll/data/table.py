@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from roll.config.errors import UserError
-from roll.config.names import did_you_mean, either
-from roll.config.options import check_types
+from roll.config.option_types import check_types
+from roll.config.suggest import did_you_mean, either
 from roll.data.formats import Format, find_format
 from roll.data.layout import Layout
 from roll.data.row_task import RowReader, TableOptions, get, pattern, searchable

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 from roll.cluster.mesh import MeshShape
 from roll.config.errors import UserError
-from roll.config.names import either
+from roll.config.suggest import either
 
 
 def check_divides(role: str, mesh: MeshShape, shape: PretrainedConfig) -> None:

@@ -20,8 +20,8 @@ from typing import Literal
 from roll.cluster.mesh import MeshShape
 from roll.cluster.worker import Place
 from roll.config.errors import UserError
-from roll.config.names import either
 from roll.config.schema import Config, RoleConfig, RolesConfig
+from roll.config.suggest import either
 from roll.devices.inventory import Device, Inventory
 from roll.devices.spec import format_devices, parse_devices
 from roll.devices.strategies import choose_strategy, mesh_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from roll.cluster.mesh import MeshShape
 from roll.config.errors import UserError
-from roll.config.names import either
+from roll.config.suggest import either
 from roll.config.workers import ParallelConfig, RoleConfig
 from roll.devices.inventory import Inventory
 from roll.devices.spec import parse_devices

@@ -21,8 +21,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from roll.config.errors import UserError
-from roll.config.names import did_you_mean
 from roll.config.secrets import KNOWN, resolved
+from roll.config.suggest import did_you_mean
 from roll.config.user_code import find_file, load_user_code, named_in_options
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from roll.config.errors import UserError
-from roll.config.options import check_types
+from roll.config.option_types import check_types
 from roll.env.resolve import BUILT_IN, Factory, Unfit, check_options, resolve, with_files
 
 if TYPE_CHECKING:

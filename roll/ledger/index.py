@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from roll.config.errors import RunError, UserError
-from roll.config.names import did_you_mean
+from roll.config.suggest import did_you_mean
 from roll.ledger.index_rows import Row
 from roll.ledger.index_tables import Progress, index_path, up_to_date
 from roll.ledger.log import Transition

@@ -46,7 +46,7 @@ from zlib import crc32
 
 from roll.atomic_files import sync_folder, to_json
 from roll.config.errors import RunError, UserError
-from roll.config.rights import like_its_folder
+from roll.config.file_modes import like_its_folder
 
 ROLLED_BACK = "rolled_back"
 HEADER_BYTES = 9

@@ -12,11 +12,11 @@ from typing import Any
 
 from roll.config.errors import UserError
 from roll.config.evaluation import domain_of, set_of
-from roll.config.names import did_you_mean
+from roll.config.hints import option
 from roll.config.reward import RewardRule
 from roll.config.root import is_object, located
 from roll.config.schema import Config
-from roll.config.spelling import option
+from roll.config.suggest import did_you_mean
 from roll.data.chat_sources import ChatSet, ChatSource, load_chats
 from roll.data.domains import load_domains
 from roll.data.eval_sets import with_eval_sets

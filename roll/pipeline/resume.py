@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from roll.config import Config, UserError, changed_keys, load_config
-from roll.config.explain import shown
+from roll.config.error_messages import shown
+from roll.config.hints import option, resuming
 from roll.config.load import saved_without_secrets
 from roll.config.secrets import redacted
-from roll.config.spelling import option, resuming
 from roll.run import Checkpoint, Checkpoints, Metrics, RunFolder
 from roll.run.history import History
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 from roll.config import Config, UserError, load_config
-from roll.config.names import either
+from roll.config.hints import option
 from roll.config.root import is_object, root_of
-from roll.config.spelling import option
+from roll.config.suggest import either
 from roll.config.user_code import shown
 from roll.pipeline.resume import changes_of
 from roll.run.code import SETTINGS, Given, RunCode, saved_form

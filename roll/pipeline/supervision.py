@@ -27,8 +27,8 @@ from typing import Any, TypeVar
 from roll.cluster import Cluster
 from roll.cluster.supervisor import RestartPolicy, Supervisor
 from roll.config.errors import RunError
+from roll.config.hints import option
 from roll.config.schema import Config, SuperviseConfig
-from roll.config.spelling import option
 from roll.pipeline.publisher import Publisher
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.roles import Roles, TrainRoles

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from roll.config.rights import like_its_folder
+from roll.config.file_modes import like_its_folder
 
 LIMIT_BYTES = 64 << 20
 SMALLEST_BYTES = 3 << 12

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-from roll.config.names import did_you_mean
+from roll.config.suggest import did_you_mean
 from roll.data.task import Message, Response, Task
 from roll.reward.chat_server import ChatServer, check_drawing
 from roll.reward.extract import visible

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from roll.config.errors import UserError
-from roll.config.names import did_you_mean
-from roll.config.options import check_types
+from roll.config.option_types import check_types
 from roll.config.secrets import KNOWN, resolved
+from roll.config.suggest import did_you_mean
 from roll.config.user_code import load_user_code
 from roll.reward.base import RewardFn
 from roll.reward.builtin import BUILTINS

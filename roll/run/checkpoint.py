@@ -37,8 +37,8 @@ from roll.atomic_files import (
     to_json,
 )
 from roll.config.errors import RunError, UserError
-from roll.config.rights import like_its_folder, tree_like_its_folder
-from roll.config.spelling import option
+from roll.config.file_modes import like_its_folder, tree_like_its_folder
+from roll.config.hints import option
 from roll.run.disk import full_disk
 from roll.run.folder import RunFolder
 from roll.run.format import checked, format_entries

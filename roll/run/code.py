@@ -28,7 +28,7 @@ from typing import Any, Literal, cast
 
 from roll.atomic_files import atomic_write, to_json
 from roll.config.errors import UserError
-from roll.config.rights import tree_like_its_folder
+from roll.config.file_modes import tree_like_its_folder
 from roll.config.root import Name, is_object, names_in, root_of, with_names
 from roll.config.schema import Config
 from roll.config.user_code import find_file, imports_from, is_users

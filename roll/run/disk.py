@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from roll.config.errors import RunError
-from roll.config.spelling import option
+from roll.config.hints import option
 
 _NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _WORDS = ("No space left on device", "Disk quota exceeded", "File too large")

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 from roll.config.errors import RunError, UserError
-from roll.config.rights import tree_like_its_folder
-from roll.config.spelling import option
+from roll.config.file_modes import tree_like_its_folder
+from roll.config.hints import option
 from roll.model.find import holds_adapters, shards_of
 from roll.run.checkpoint import Checkpoints
 from roll.run.disk import full_disk, human_bytes

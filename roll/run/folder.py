@@ -41,8 +41,8 @@ from typing import IO, Any
 
 from roll.atomic_files import atomic_write, to_json
 from roll.config.errors import RunError, UserError
-from roll.config.rights import like_its_folder, tree_like_its_folder
-from roll.config.spelling import option
+from roll.config.file_modes import like_its_folder, tree_like_its_folder
+from roll.config.hints import option
 from roll.run.format import FORMAT_FILE, check_format, write_format
 
 _LEFTOVER = re.compile(r"\.lock|\..+\.tmp-\d+")

@@ -18,7 +18,7 @@ from typing import Any
 
 from roll.atomic_files import sync_folder, to_json
 from roll.config.errors import RunError
-from roll.config.rights import like_its_folder
+from roll.config.file_modes import like_its_folder
 from roll.run.folder import RunFolder
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from zlib import crc32
 
 from roll.config.errors import RunError
-from roll.config.rights import like_its_folder
+from roll.config.file_modes import like_its_folder
 
 FOLDER = "sums"
 _RECORD_BYTES = 14

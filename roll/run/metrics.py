@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from roll.atomic_files import atomic_write, to_json
 from roll.config.errors import RunError, UserError
-from roll.config.rights import like_its_folder
+from roll.config.file_modes import like_its_folder
 from roll.config.secrets import KNOWN
 from roll.run.folder import RunFolder
 from roll.run.line_checksums import SumWriter, audit, drop_sums

@@ -20,7 +20,7 @@ from typing import Any
 from roll.atomic_files import atomic_open, atomic_write
 from roll.config import load_config
 from roll.config.errors import UserError
-from roll.config.spelling import option, resuming
+from roll.config.hints import option, resuming
 from roll.ledger.index_tables import index_path
 from roll.ledger.log_repair import Mended, Place, mend
 from roll.run.checkpoint import Checkpoint, Checkpoints

@@ -10,7 +10,7 @@ from typing import Any
 
 from roll.atomic_files import atomic_open, to_json_line
 from roll.config.errors import RunError, UserError
-from roll.config.rights import like_its_folder
+from roll.config.file_modes import like_its_folder
 from roll.run.folder import RunFolder
 from roll.run.line_checksums import audit, drop_sums, line_summer, write_sums
 

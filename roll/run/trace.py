@@ -43,7 +43,7 @@ from typing import Any
 
 from roll.atomic_files import to_json
 from roll.config.errors import RunError
-from roll.config.rights import like_its_folder
+from roll.config.file_modes import like_its_folder
 from roll.ledger.log import Transition
 from roll.run.folder import RunFolder
 from roll.run.state_latency import ENDS

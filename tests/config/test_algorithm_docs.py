@@ -16,8 +16,8 @@ from roll.algorithm.correction import Mismatch
 from roll.algorithm.losses import resolve_loss
 from roll.config import UserError, load_config
 from roll.config.algorithm import RATIO_LOSSES, RECIPES, AlgorithmConfig
-from roll.config.document import parse
 from roll.config.user_code import load_user_code
+from roll.config.yaml_document import parse
 from roll.data import Batch
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")

@@ -11,8 +11,8 @@ import pytest
 import roll
 from roll.config import UserError, dump_config, load_config
 from roll.config.algorithm import _READ_IF, RECIPES, AlgorithmConfig
+from roll.config.schema_tree import dotted, known_paths, section_in, type_at
 from roll.config.section import Section
-from roll.config.shape import dotted, known_paths, section_in, type_at
 
 ROOT = Path(roll.__file__).parent
 SOURCES = [path for path in ROOT.rglob("*.py") if not path.is_relative_to(ROOT / "config")]

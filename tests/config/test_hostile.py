@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from roll.config import Config, UserError, dump_config, load_config, shape
+from roll.config import Config, UserError, dump_config, load_config
+from roll.config import schema_tree as shape
 
 
 def refusal(source: Any, overrides: Any = ()) -> str:

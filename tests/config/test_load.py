@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.config import Config, ModelConfig, TrainConfig, UserError, changed_keys, dump_config, load_config, shape
-from roll.config.document import parse, write
+from roll.config import Config, ModelConfig, TrainConfig, UserError, changed_keys, dump_config, load_config
+from roll.config import schema_tree as shape
+from roll.config.yaml_document import parse, write
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 TRICKY = st.sampled_from(

@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field, ValidationError
 
-from roll.config import UserError, explain, load_config, shape
-from roll.config.explain import Origin
+from roll.config import UserError, load_config
+from roll.config import error_messages as explain
+from roll.config import schema_tree as shape
+from roll.config.error_messages import Origin
 from roll.config.schema import Section
 
 JARGON = ("Input should", "pydantic", "https", "Extra inputs", "valid dictionary", "ctx", "Traceback")

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from roll.config import Config, changed_keys, load_config, shape
-from roll.config.document import parse
+from roll.config import Config, changed_keys, load_config
+from roll.config import schema_tree as shape
 from roll.config.reference import render_reference
+from roll.config.yaml_document import parse
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 

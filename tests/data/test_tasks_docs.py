@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from roll.config import Config, load_config
-from roll.config.document import parse
+from roll.config.yaml_document import parse
 from roll.data.domains import domains_of, load_domains
 from roll.data.formats import FORMATS
 from roll.data.row_task import TableOptions

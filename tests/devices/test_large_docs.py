@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from roll.config import load_config
-from roll.config.document import parse
+from roll.config.yaml_document import parse
 from roll.data.sources import load_tasks
 from roll.devices.inventory import Inventory
 from roll.devices.job import rlvr_job

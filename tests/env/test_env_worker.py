@@ -17,9 +17,9 @@ import pytest
 from roll.cluster import Cluster, LocalExecutor, Place
 from roll.cluster.worker_runtime import Answer, Host
 from roll.config import load_config
-from roll.config.document import parse
 from roll.config.errors import RunError, UserError
 from roll.config.schema import EnvConfig
+from roll.config.yaml_document import parse
 from roll.data.chat_sources import load_chats
 from roll.data.sources import load_tasks
 from roll.data.task import EnvSpec

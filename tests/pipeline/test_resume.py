@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from small_runs import SMALL, TINY, Remains
 
-from roll.config import Config, UserError, load_config, shape
+from roll.config import Config, UserError, load_config
+from roll.config import schema_tree as shape
 from roll.pipeline.launch import train
 from roll.pipeline.report import PlainReporter, SilentReporter
 from roll.pipeline.resume import MAY_CHANGE, MUST_STAY, changes_since, refuse_changes

@@ -13,8 +13,8 @@ import yaml
 
 from roll.cli import main
 from roll.config import UserError, load_config
-from roll.config.document import parse
 from roll.config.schema import RewardPart
+from roll.config.yaml_document import parse
 from roll.data import Response, Task
 from roll.reward import RewardSource, Verdict
 from roll.reward.base import is_deterministic, normalise

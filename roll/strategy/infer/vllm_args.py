@@ -15,8 +15,8 @@ from transformers import PretrainedConfig
 
 from roll.cluster.worker import Place
 from roll.config.errors import UserError
-from roll.config.names import did_you_mean
 from roll.config.schema import Config, RoleConfig
+from roll.config.suggest import did_you_mean
 from roll.engine.routes import ExpertLayers
 from roll.model.positions import is_stretched, longest_sequence
 from roll.weight_sync.weights import PROBE_TOKENS

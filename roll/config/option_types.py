@@ -15,9 +15,9 @@ def check_types(function: Callable[..., Any], options: Mapping[str, Any], where:
     after in the message. Loads pydantic: environment and grader processes do without."""
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-    from roll.config.explain import shown
-    from roll.config.names import near
-    from roll.config.shape import choices, words
+    from roll.config.error_messages import shown
+    from roll.config.schema_tree import choices, words
+    from roll.config.suggest import near
 
     def takes(kind: Any, value: Any) -> bool:
         try:

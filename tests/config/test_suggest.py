@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from roll.config.names import did_you_mean, either, near
+from roll.config.suggest import did_you_mean, either, near
 
 
 def test_the_likeliest_come_first_and_spelling_does_not_matter() -> None:

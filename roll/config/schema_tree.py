@@ -11,10 +11,10 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
-from roll.config.document import Path
-from roll.config.names import either, near, spelling
 from roll.config.schema import Config, Section
 from roll.config.section import LARGEST, LARGEST_SEED, LONGEST_S
+from roll.config.suggest import either, near, spelling
+from roll.config.yaml_document import Path
 
 UNKNOWN = object()
 """What `type_at` answers for a path that leads nowhere."""

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from roll.config import shape
-from roll.config.document import Path
-from roll.config.names import either, near
+from roll.config import schema_tree as shape
 from roll.config.secrets import name_at, redacted
+from roll.config.suggest import either, near
 from roll.config.workers import RolesConfig
+from roll.config.yaml_document import Path
 
 _SAID_BY_TYPE = re.compile(r".*_(type|parsing|parsing_size|from_float)$|(greater|less)_than(_equal)?$|finite_number$")
 _VALUE_CHARS = 60
