@@ -39,7 +39,7 @@ from roll.cluster import Cluster, Dispatch, Place, Worker, parallel
 from roll.config.schema import RayConfig
 from roll.data import Batch, Sample, Task
 from roll.data.batch import LOGGED, TOKEN_COLUMNS
-from roll.data.columns import Block, Indices, cut_into_blocks
+from roll.data.remote_columns import Block, Indices, cut_into_blocks
 from roll.weight_sync.broadcast import BroadcastGroup
 from roll.weight_sync.channel import ChannelKind
 from roll.weight_sync.digest import digests

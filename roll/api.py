@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll.config import Config, RewardConfig, UserError, load_config
 from roll.config.schema import DataConfig, ModelConfig, TasksConfig
-from roll.data.given import are_splits, given_chats, given_tasks
+from roll.data.in_memory import are_splits, given_chats, given_tasks
 from roll.pipeline.output import say
 from roll.pipeline.preflight import check_folder, check_model, check_plays, find
 from roll.pipeline.stopping import outside_loop

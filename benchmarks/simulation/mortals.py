@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from roll.cluster import Place
-from roll.data.columns import Block
+from roll.data.remote_columns import Block
 from roll.ledger.log import Ledger
 from simulation.engine import SimEngine
 from simulation.graders import GraderPool

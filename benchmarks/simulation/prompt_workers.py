@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from roll.cluster import Place, Worker
-from roll.data.columns import Block, Elsewhere
+from roll.data.remote_columns import Block, Elsewhere
 from roll.ledger.log import Transition
 from roll.rollout.messages import Lease, Order, Outcome, Report
 

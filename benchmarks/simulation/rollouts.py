@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from roll.cluster import Place, Worker
-from roll.data.columns import Block, Elsewhere
+from roll.data.remote_columns import Block, Elsewhere
 from roll.ledger.log import Transition
 from roll.rollout.messages import Buffered, Fate, Lease, Order, Outcome, Report, Seat, Stop
 from simulation.engine import SimEngine

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from roll.algorithm.reward_shaping import Floats
-from roll.data.columns import Indices
+from roll.data.remote_columns import Indices
 
 STD_FLOOR = 1e-6
 """Scores that spread less count as equal: what is left is the rounding of fp32 log-probs and rewards."""

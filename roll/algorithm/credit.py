@@ -15,7 +15,7 @@ from roll.algorithm.kl import kl_estimate
 from roll.algorithm.loss_inputs import CreditSpec, Estimator
 from roll.algorithm.reward_shaping import Floats
 from roll.data.batch import Batch
-from roll.data.columns import Indices
+from roll.data.remote_columns import Indices
 
 
 @dataclass(frozen=True)

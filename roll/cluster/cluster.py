@@ -25,7 +25,7 @@ from roll.cluster.executor import Executor, Handle
 from roll.cluster.worker import Dispatch, Place, SharedArguments, Worker, parallel_of
 from roll.config.errors import RunError
 from roll.data.batch import Batch
-from roll.data.columns import Indices
+from roll.data.remote_columns import Indices
 from roll.process.structured_gather import together
 
 W = TypeVar("W", bound=Worker)

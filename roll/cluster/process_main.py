@@ -29,7 +29,7 @@ from roll.cluster.errors import Failure
 from roll.cluster.worker import Place, Worker
 from roll.cluster.worker_runtime import Answer, Host, log_to_stderr, unsent, where
 from roll.config.errors import RunError
-from roll.data.columns import Columns
+from roll.data.remote_columns import Columns
 from roll.process.child_main import connect
 from roll.process.framing import HEADER, read_payload
 

@@ -28,7 +28,7 @@ from roll.cluster.ray_connection import this_node
 from roll.cluster.worker import Place, Worker
 from roll.cluster.worker_runtime import Answer, Host, Started, unsent
 from roll.config.errors import RunError
-from roll.data.columns import Columns
+from roll.data.remote_columns import Columns
 from roll.process.bounded_log import LIMIT_BYTES
 
 _HEALTH = "health"

@@ -30,7 +30,7 @@ from roll.cluster.worker import Place, Worker
 from roll.config.errors import RunError
 from roll.config.schema import RayConfig
 from roll.data.batch import Batch
-from roll.data.columns import Elsewhere
+from roll.data.remote_columns import Elsewhere
 from roll.process.bounded_log import LIMIT_BYTES
 from roll.process.structured_gather import together
 

@@ -26,7 +26,7 @@ from roll.config.errors import RunError, UserError
 from roll.config.file_modes import like_its_folder
 from roll.config.secrets import print_no_secrets
 from roll.data.batch import Batch
-from roll.data.columns import Block, Columns, Elsewhere, TokenColumn, away, put_away
+from roll.data.remote_columns import Block, Columns, Elsewhere, TokenColumn, away, put_away
 from roll.process.bounded_log import LIMIT_BYTES, start_writer
 
 Get = Callable[[Sequence[Any]], Awaitable[Sequence[Columns]]]

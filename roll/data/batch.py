@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from roll.data.columns import Array, Block, Fetch, Indices, TokenColumn, blocks_of, resolve
+from roll.data.remote_columns import Array, Block, Fetch, Indices, TokenColumn, blocks_of, resolve
 from roll.data.routes import NO_ROUTES, alike
 from roll.data.sample import Sample
 from roll.data.tokenlog import BoolArray, FloatArray, IntArray

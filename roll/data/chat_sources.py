@@ -20,7 +20,7 @@ from roll.config.schema import DataConfig
 from roll.config.secrets import resolved
 from roll.config.user_code import load_user_code
 from roll.data.chat import Chat
-from roll.data.layout import ROW_MB, Layout
+from roll.data.file_layout import ROW_MB, Layout
 from roll.data.row_task import name_in
 from roll.data.rows import TABLES, GivenRows, is_table, read_rows
 from roll.data.sources import SOURCES, Split, call_source, check_options, find_generator, name_of

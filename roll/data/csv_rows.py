@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from roll.config.errors import UserError
-from roll.data.layout import Layout, text_lines
+from roll.data.file_layout import Layout, text_lines
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 """The character between two fields, by the ending of a file's name."""

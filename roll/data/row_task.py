@@ -14,7 +14,7 @@ from roll.config.errors import UserError
 from roll.config.suggest import did_you_mean
 from roll.data.boxed import boxed
 from roll.data.choices import AnswerIs, Choices
-from roll.data.layout import ROW_MB
+from roll.data.file_layout import ROW_MB
 from roll.data.rows import Row, lookup, some
 from roll.data.task import Message, Task
 

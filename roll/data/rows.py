@@ -24,7 +24,7 @@ from roll.config.errors import UserError
 from roll.config.suggest import did_you_mean, either
 from roll.config.user_code import elsewhere, find_file, shown, working_copy
 from roll.data.csv_rows import DELIMITERS, csv_rows
-from roll.data.layout import Layout, read_text, text_lines
+from roll.data.file_layout import Layout, read_text, text_lines
 
 FILES = (".jsonl", ".json", *DELIMITERS, ".parquet")
 HUB = "hf:"

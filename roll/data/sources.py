@@ -19,7 +19,7 @@ from roll.config.secrets import resolved
 from roll.config.user_code import load_user_code
 from roll.data.reasoning_gym import PREFIX, reasoning_gym
 from roll.data.rows import TABLES, is_table
-from roll.data.table import Rows, check_table_options, table
+from roll.data.table_source import Rows, check_table_options, table
 from roll.data.task import Task
 
 Split = Literal["train", "held_out"]

@@ -18,7 +18,7 @@ from roll.config.schema import DataConfig
 from roll.data.batch import Batch
 from roll.data.chat import Chat
 from roll.data.chat_sources import ChatSet
-from roll.data.columns import Indices
+from roll.data.remote_columns import Indices
 from roll.data.sample import Sample
 from roll.data.task import Task
 from roll.data.tokenlog import TokenLog

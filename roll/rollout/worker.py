@@ -20,7 +20,7 @@ import numpy as np
 from roll.cluster import Cluster, Dispatch, Place, Worker, parallel
 from roll.config.schema import Config
 from roll.data.batch import token_block
-from roll.data.columns import Block
+from roll.data.remote_columns import Block
 from roll.data.sample import Sample
 from roll.data.tokenlog import branches
 from roll.model.chat import ChatRenderer

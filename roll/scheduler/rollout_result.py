@@ -10,7 +10,7 @@ import numpy as np
 
 from roll.config.errors import RunError
 from roll.data.batch import Batch
-from roll.data.columns import Array
+from roll.data.remote_columns import Array
 from roll.data.sample import Group, Sample
 from roll.rollout.messages import Fate
 

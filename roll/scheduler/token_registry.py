@@ -17,7 +17,7 @@ import numpy as np
 from roll.cluster import Cluster
 from roll.cluster.errors import CallTimedOut, WorkerDied
 from roll.data.batch import Batch
-from roll.data.columns import cut_into_blocks
+from roll.data.remote_columns import cut_into_blocks
 from roll.data.sample import Group, Sample
 from roll.rollout.messages import Buffered, Fate
 from roll.rollout.transcript import Transcript

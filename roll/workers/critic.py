@@ -10,7 +10,7 @@ from roll.algorithm.loss_inputs import CreditSpec
 from roll.cluster import Dispatch, Place, parallel
 from roll.config.schema import Config
 from roll.data.batch import Batch
-from roll.data.columns import TokenColumn
+from roll.data.remote_columns import TokenColumn
 from roll.strategy.shelf import Level
 from roll.strategy.train.base import UpdateStats, ValueStrategy
 from roll.strategy.train.make import make_critic

@@ -16,7 +16,7 @@ from roll.algorithm.loss_inputs import Estimator, LossSpec
 from roll.cluster import Dispatch, Place, parallel
 from roll.config.schema import Config
 from roll.data.batch import Batch
-from roll.data.columns import Array, Indices, TokenColumn
+from roll.data.remote_columns import Array, Indices, TokenColumn
 from roll.strategy.shelf import Level
 from roll.strategy.train.base import TrainStrategy, UpdateStats
 from roll.strategy.train.make import make_trainer

@@ -20,7 +20,7 @@ from roll.cluster.errors import CallTimedOut, WorkerDied, WorkerError
 from roll.cluster.mesh import MeshShape
 from roll.config.errors import RunError, UserError
 from roll.data import Batch
-from roll.data.columns import TokenColumn
+from roll.data.remote_columns import TokenColumn
 
 T = TypeVar("T")
 

@@ -29,7 +29,7 @@ from roll.config.errors import RunError, UserError
 from roll.config.schema import RayConfig
 from roll.data import Batch
 from roll.data.batch import Indices
-from roll.data.columns import Block, Elsewhere, TokenColumn
+from roll.data.remote_columns import Block, Elsewhere, TokenColumn
 
 pytestmark = pytest.mark.ray
 

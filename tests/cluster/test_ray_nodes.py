@@ -16,7 +16,7 @@ from roll.cluster.ray_executor import RayExecutor
 from roll.config.schema import RayConfig
 from roll.data import Batch
 from roll.data.batch import Indices
-from roll.data.columns import TokenColumn
+from roll.data.remote_columns import TokenColumn
 
 pytestmark = pytest.mark.ray
 

@@ -27,7 +27,7 @@ from roll.cluster.ray_executor import RayExecutor
 from roll.config.errors import RunError
 from roll.config.schema import RayConfig
 from roll.data import Batch
-from roll.data.columns import Block, TokenColumn
+from roll.data.remote_columns import Block, TokenColumn
 
 pytestmark = pytest.mark.ray
 

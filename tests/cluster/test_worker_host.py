@@ -18,7 +18,7 @@ from roll.cluster.worker_runtime import Answer, Host, Started, where
 from roll.config.errors import RunError, UserError
 from roll.data import Batch, Sample, Task
 from roll.data.batch import token_block
-from roll.data.columns import Block, Columns, Elsewhere, TokenColumn, away
+from roll.data.remote_columns import Block, Columns, Elsewhere, TokenColumn, away
 
 PLACE = Place("role", 3, 4)
 

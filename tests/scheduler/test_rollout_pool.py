@@ -32,8 +32,9 @@ from toys import (
 from roll.cluster import Place, Worker
 from roll.cluster.executor import LocalHandle
 from roll.config.errors import RunError
-from roll.data import Response, Sample, Task, columns
-from roll.data.columns import Block
+from roll.data import Response, Sample, Task
+from roll.data import remote_columns as columns
+from roll.data.remote_columns import Block
 from roll.engine.request import Request, Sampling, seed_of
 from roll.env import EnvFailure
 from roll.rollout.messages import Fate, Outcome, Report, Stop

@@ -27,7 +27,7 @@ from itertools import pairwise
 import numpy as np
 
 from roll.data.batch import Batch
-from roll.data.columns import Indices
+from roll.data.remote_columns import Indices
 from roll.data.tokenlog import IntArray, branches, common_prefix
 from roll.model.shape import ModelShape
 from roll.strategy.train.packing import sorted_order

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from roll.data.batch import Batch
-from roll.data.columns import Indices
+from roll.data.remote_columns import Indices
 from roll.data.routes import signed
 from roll.data.tokenlog import branches
 from roll.model.attention import AttentionPlan, forward_rows

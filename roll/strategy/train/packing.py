@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from roll.data.columns import Indices
+from roll.data.remote_columns import Indices
 from roll.data.tokenlog import IntArray, common_prefix
 
 

@@ -24,7 +24,7 @@ from roll.algorithm.loss_inputs import LossSpec, Streams, TokenLoss, token_weigh
 from roll.algorithm.losses import resolve_loss
 from roll.config.schema import TrainConfig
 from roll.data.batch import Batch
-from roll.data.columns import Array
+from roll.data.remote_columns import Array
 from roll.data.tokenlog import FloatArray
 from roll.model.lora import Adapters
 from roll.strategy.train.base import NotFinite, UpdateStats

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from roll.data.columns import Indices
+from roll.data.remote_columns import Indices
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from roll.data.batch import Batch
-from roll.data.columns import Indices
+from roll.data.remote_columns import Indices
 from roll.strategy.train.microbatch import MicroBatch
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from roll.data.columns import Indices
+from roll.data.remote_columns import Indices
 from roll.model.attention import AttentionPlan
 from roll.strategy.train.packing import PrefixTree
 from roll.strategy.train.predictions import on_device

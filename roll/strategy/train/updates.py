@@ -10,7 +10,7 @@ import numpy as np
 from roll.config.errors import RunError, UserError
 from roll.config.schema import TrainConfig
 from roll.data.batch import Batch
-from roll.data.columns import Indices
+from roll.data.remote_columns import Indices
 from roll.strategy.train.base import NotFinite, UpdateStats
 from roll.strategy.train.suspects import sample_names
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.data.batch import Batch
-from roll.data.columns import Indices
+from roll.data.remote_columns import Indices
 from roll.data.tokenlog import FORK, IntArray
 from roll.model.shape import ModelShape
 from roll.strategy.train.balance import TokenCost, balance

@@ -16,8 +16,8 @@ from typing import Any, Literal
 from roll.config.errors import UserError
 from roll.config.option_types import check_types
 from roll.config.suggest import did_you_mean, either
+from roll.data.file_layout import Layout
 from roll.data.formats import Format, find_format
-from roll.data.layout import Layout
 from roll.data.row_task import RowReader, TableOptions, get, pattern, searchable
 from roll.data.rows import HUB, TABLES, GivenRows, Row, is_saved, is_table, read_rows, some
 from roll.data.task import Task

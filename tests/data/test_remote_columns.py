@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import roll.data.columns
+import roll.data.remote_columns
 from roll.data import Batch, Sample, Task
 from roll.data.batch import LOGGED, token_block
-from roll.data.columns import Block, Columns, Elsewhere, Indices, TokenColumn, away, blocks_of, put_away, resolve
+from roll.data.remote_columns import Block, Columns, Elsewhere, Indices, TokenColumn, away, blocks_of, put_away, resolve
 
 CASES = settings(max_examples=80, deadline=None, derandomize=True)
 
@@ -324,8 +324,8 @@ def test_a_computed_column_may_be_elsewhere_beside_columns_here() -> None:
 @given(lengths=st.lists(st.integers(0, 12), max_size=30), most=st.integers(1, 20))
 def test_blocks_hold_all_samples_in_order_and_no_more_than_they_may(lengths: list[int], most: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(roll.data.columns, "BLOCK_TOKENS", most)
-        blocks = roll.data.columns.cut_into_blocks(lengths)
+        patch.setattr(roll.data.remote_columns, "BLOCK_TOKENS", most)
+        blocks = roll.data.remote_columns.cut_into_blocks(lengths)
     assert [number for block in blocks for number in block] == list(range(len(lengths)))
     sizes = [sum(lengths[number] for number in block) for block in blocks]
     assert all(size <= most or len(block) == 1 for size, block in zip(sizes, blocks, strict=True))

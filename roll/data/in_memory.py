@@ -15,7 +15,7 @@ from roll.data.chat import Chat
 from roll.data.chat_sources import ChatSource, chat_file
 from roll.data.rows import GivenRows
 from roll.data.sources import TaskSource
-from roll.data.table import held_out_rows, table
+from roll.data.table_source import held_out_rows, table
 from roll.data.task import Task
 
 Source: TypeAlias = Callable[..., Iterable[Any]]
