@@ -196,9 +196,9 @@ def plan(config: ConfigFile, overrides: Overrides = None) -> None:
 
     settings = load_config(config, overrides or [])
     found = _found(settings)
-    from roll.devices.draw import draw
+    from roll.devices.disk_estimate import check_disk, disk_remark
     from roll.devices.plan import check_memory, make_plan
-    from roll.devices.writes import check_disk, disk_remark
+    from roll.devices.render_plan import draw
     from roll.pipeline.prepare import prepare
     from roll.pipeline.roles import executor_of, inventory_of
 

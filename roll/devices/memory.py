@@ -24,9 +24,9 @@ from roll.config.schema import LoraConfig
 from roll.config.workers import RoleConfig
 from roll.devices.inventory import Inventory, Kind
 from roll.devices.map import DeviceMap
+from roll.devices.memory_inputs import Workload
+from roll.devices.residency import Stage, StageTable
 from roll.devices.sharded_memory import Peak, Purpose, Sizes, gathered_parts, shard_sizes, update_parts
-from roll.devices.stages import Stage, StageTable
-from roll.devices.workload import Workload
 from roll.engine.cache import SlotCache
 from roll.engine.engine import EXACT_ROWS, PROMPT_ROWS
 from roll.engine.paged.sizing import roomy

@@ -11,16 +11,16 @@ from transformers import PretrainedConfig
 from roll.cluster.mesh import MeshShape
 from roll.config.errors import UserError
 from roll.config.schema import Config
-from roll.devices.division import check_divides
+from roll.devices.disk_estimate import Writes, planned_writes
 from roll.devices.inventory import Inventory, this_machine
-from roll.devices.job import Job
 from roll.devices.map import SCORING_ROLES, DeviceMap, RolePlacement, make_map
 from roll.devices.memory import CACHE, FULL, PURPOSES, Estimate, Model, Part, estimate, largest
+from roll.devices.memory_inputs import Workload
+from roll.devices.mesh_division import check_divides
+from roll.devices.residency import StageTable, residency
+from roll.devices.run_requirements import Job
 from roll.devices.sharded_memory import shard_sizes
-from roll.devices.stages import StageTable, residency
 from roll.devices.strategies import TRAIN_ROLES
-from roll.devices.workload import Workload
-from roll.devices.writes import Writes, planned_writes
 from roll.model.classifier import load_classifier_config
 from roll.model.find import find_model
 from roll.model.loading import choose_dtype, load_model_config

@@ -17,8 +17,8 @@ from roll.config import Config, UserError, dump_config
 from roll.config.schema import SuperviseConfig
 from roll.data.chat_sources import ChatSource
 from roll.data.sources import TaskSource
+from roll.devices.disk_estimate import disk_remark
 from roll.devices.plan import Plan, check_memory, make_plan
-from roll.devices.writes import disk_remark
 from roll.pipeline.held_out import HeldOut
 from roll.pipeline.preflight import Found, check_folder, check_plays
 from roll.pipeline.prepare import Pipeline, RLVRPipeline, prepare

@@ -17,8 +17,8 @@ from roll.config.root import located
 from roll.config.schema import Config
 from roll.data.chat_sources import ChatSet, ChatSource
 from roll.data.sources import TaskSet, TaskSource
-from roll.devices.job import Job, rlvr_job, rlvr_roles, sft_job
 from roll.devices.plan import Plan
+from roll.devices.run_requirements import Job, rlvr_job, rlvr_roles, sft_job
 from roll.engine.routes import ExpertLayers
 from roll.model.chat import ChatRenderer
 from roll.model.corpus import Corpus, Order, make_corpus

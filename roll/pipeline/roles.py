@@ -17,9 +17,9 @@ from roll.config.errors import UserError
 from roll.config.root import located, root_of
 from roll.config.schema import Config, SuperviseConfig
 from roll.devices.inventory import Inventory, Node, this_machine
-from roll.devices.job import SFT_ROLES, rlvr_roles
 from roll.devices.map import SCORING_ROLES, DeviceMap, make_map
-from roll.devices.stages import StageTable, residency
+from roll.devices.residency import StageTable, residency
+from roll.devices.run_requirements import SFT_ROLES, rlvr_roles
 from roll.env.stats import EnvStats
 from roll.model.find import find_model
 from roll.pipeline.scoring import scorer_peaks, start_scorers

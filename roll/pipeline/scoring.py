@@ -10,7 +10,7 @@ from roll.cluster import Cluster, Executor
 from roll.config.errors import UserError
 from roll.config.schema import Config
 from roll.devices.map import DeviceMap
-from roll.devices.stages import StageTable
+from roll.devices.residency import StageTable
 from roll.model.classifier import load_classifier_config
 from roll.model.find import find_model
 from roll.model.loading import load_model_config, load_tokenizer

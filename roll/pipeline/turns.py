@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from roll.cluster.errors import CallTimedOut, WorkerDied
 from roll.devices.map import SCORING_ROLES
-from roll.devices.stages import LEVELS, Name, Stage
+from roll.devices.residency import LEVELS, Name, Stage
 from roll.pipeline.roles import Roles
 from roll.strategy.shelf import Level
 from roll.workers.critic import CriticWorker

@@ -13,8 +13,8 @@ from roll.config import load_config
 from roll.config.yaml_document import parse
 from roll.data.sources import load_tasks
 from roll.devices.inventory import Inventory
-from roll.devices.job import rlvr_job
 from roll.devices.plan import Plan, check_memory, make_plan
+from roll.devices.run_requirements import rlvr_job
 from roll.model.character import character_tokenizer
 from tests.devices.test_sharded_memory import EXPERTS_235B
 

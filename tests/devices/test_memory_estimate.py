@@ -26,7 +26,6 @@ from roll.config.schema import Config, TrainConfig
 from roll.data import Batch, Sample, Task
 from roll.data.sources import load_tasks
 from roll.devices.inventory import Inventory
-from roll.devices.job import rlvr_job
 from roll.devices.map import make_map
 from roll.devices.memory import (
     CACHE,
@@ -38,9 +37,10 @@ from roll.devices.memory import (
     forward_working,
     train_working,
 )
+from roll.devices.memory_inputs import JudgeWork, Workload, micro_batch_of
 from roll.devices.plan import Plan, check_memory, make_plan
-from roll.devices.stages import residency
-from roll.devices.workload import JudgeWork, Workload, micro_batch_of
+from roll.devices.residency import residency
+from roll.devices.run_requirements import rlvr_job
 from roll.engine.cache import SlotCache
 from roll.engine.engine import Engine
 from roll.engine.paged.pages import BLOCK

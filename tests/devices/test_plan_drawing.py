@@ -10,10 +10,10 @@ from rich.console import Console
 
 from roll.config.schema import Config
 from roll.data.sources import load_tasks
-from roll.devices.draw import columns, draw, human, title
 from roll.devices.inventory import Inventory
-from roll.devices.job import rlvr_job
 from roll.devices.plan import Plan, make_plan
+from roll.devices.render_plan import columns, draw, human, title
+from roll.devices.run_requirements import rlvr_job
 
 GIB = 1 << 30
 

@@ -16,9 +16,9 @@ from roll.config.errors import UserError
 from roll.config.schema import Config, LoraConfig
 from roll.data.sources import load_tasks
 from roll.devices.inventory import Inventory
-from roll.devices.job import rlvr_job
 from roll.devices.memory import MASTERS, sharded_peak
 from roll.devices.plan import Plan, check_memory, make_plan
+from roll.devices.run_requirements import rlvr_job
 from roll.devices.sharded_memory import GATHERED, shard_sizes
 from roll.model.find import find_model
 from roll.model.loading import load_model_config

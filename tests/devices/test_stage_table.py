@@ -9,7 +9,7 @@ import pytest
 from roll.config.schema import Config
 from roll.devices.inventory import Inventory
 from roll.devices.map import DeviceMap, make_map
-from roll.devices.stages import NEEDS, Level, StageTable, residency
+from roll.devices.residency import NEEDS, Level, StageTable, residency
 
 
 def mapped(executor: str, roles: dict[str, Any], *, reference: bool = False, gpus: int = 4, **rest: Any) -> DeviceMap:

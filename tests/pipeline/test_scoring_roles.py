@@ -18,7 +18,7 @@ from roll.config.schema import Config
 from roll.devices.inventory import Inventory, Node
 from roll.devices.map import make_map
 from roll.devices.plan import make_plan
-from roll.devices.stages import residency
+from roll.devices.residency import residency
 from roll.pipeline.prepare import prepare
 from roll.pipeline.report import SilentReporter
 from roll.pipeline.resume import why_kept

@@ -11,7 +11,7 @@ from roll.cluster import Cluster, Dispatch, LocalExecutor, Place, Worker, parall
 from roll.config import load_config
 from roll.devices.inventory import Inventory, Node
 from roll.devices.map import make_map
-from roll.devices.stages import residency
+from roll.devices.residency import residency
 from roll.pipeline.roles import Roles
 from roll.pipeline.turns import Turns
 from roll.scheduler.router import Router

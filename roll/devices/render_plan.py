@@ -12,8 +12,8 @@ from rich.text import Text
 from roll.devices.inventory import Device
 from roll.devices.memory import FULL, RUNTIME, Pool, host
 from roll.devices.plan import Plan
+from roll.devices.residency import NEEDS, Stage
 from roll.devices.spec import format_devices, runs
-from roll.devices.stages import NEEDS, Stage
 from roll.strategy.shelf import Level
 
 

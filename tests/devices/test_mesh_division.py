@@ -7,7 +7,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from roll.cluster.mesh import MeshShape
 from roll.config.errors import UserError
-from roll.devices.division import check_divides
+from roll.devices.mesh_division import check_divides
 
 DENSE = LlamaConfig(num_attention_heads=8, num_key_value_heads=4, vocab_size=102)
 EXPERTS = Qwen3MoeConfig(num_attention_heads=8, num_key_value_heads=4, vocab_size=102, num_experts=6)

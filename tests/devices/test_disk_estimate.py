@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from roll.config import Config, UserError, load_config
+from roll.devices.disk_estimate import Writes, check_disk, disk_remark, free_bytes
 from roll.devices.plan import make_plan
-from roll.devices.writes import Writes, check_disk, disk_remark, free_bytes
 from roll.pipeline.launch import train
 from roll.pipeline.prepare import prepare
 from roll.pipeline.report import SilentReporter
@@ -59,7 +59,7 @@ def test_a_disk_that_is_too_small_is_said_before_the_run(tmp_path: Path, monkeyp
     place = tmp_path / "not" / "there" / "yet"
     assert free_bytes(place) > 0
     for free, remark, refused in ((8 * GIB, False, False), (3 * GIB, True, False), (GIB, True, True)):
-        monkeypatch.setattr("roll.devices.writes.free_bytes", lambda folder, free=free: free)
+        monkeypatch.setattr("roll.devices.disk_estimate.free_bytes", lambda folder, free=free: free)
         said = disk_remark(writes, place)
         assert (said is not None) == remark
         assert not remark or "up to about 7.0 GiB" in str(said)

@@ -8,7 +8,7 @@ from roll.config.evaluation import domain_of
 from roll.config.schema import Config
 from roll.data.domains import first_of_each
 from roll.data.sources import TaskSet
-from roll.devices.workload import Workload
+from roll.devices.memory_inputs import Workload
 from roll.model.chat import ChatRenderer
 from roll.model.corpus import Corpus, Order
 from roll.model.find import find_model

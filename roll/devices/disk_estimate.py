@@ -17,7 +17,7 @@ from roll.config.errors import UserError
 from roll.config.schema import Config
 from roll.devices.map import DeviceMap
 from roll.devices.memory import Model
-from roll.devices.workload import Workload
+from roll.devices.memory_inputs import Workload
 from roll.strategy.train.budget import MOMENT_BYTES
 
 LEDGER_BYTES = 600
