@@ -35,7 +35,7 @@ from common import parser, report
 from engine_peers import Generate, Vllm, vllm_python
 from engine_work import Floor, Outcome, Sizes, Workload, make_workload, read_clock
 
-from roll.engine.make import make_engine
+from roll.engine.factory import make_engine
 from roll.engine.request import Request, Sampling, seed_of
 from roll.model import attention
 from roll.model.character import character_tokenizer

@@ -1,8 +1,8 @@
 """A decoder's matrix products on this CPU: rows of tokens left of a weight, columns right of it, or weights packed.
 
 `rows` is `linear(x, W)`, as `transformers` computes it; `columns` is `W @ x.T`, as the engine does
-(`roll.engine.columns`); `packed` is oneDNN's linear over weights that were brought into its own order before (a copy of
-all weights, once for every version of them), where this build and CPU have it. Milliseconds of all of a model's
+(`roll.engine.cpu_forward`); `packed` is oneDNN's linear over weights that were brought into its own order before (a copy
+of all weights, once for every version of them), where this build and CPU have it. Milliseconds of all of a model's
 products for so many tokens, and GFLOP/s of the best. The weights are as many as the model's, so that they come from
 memory.
 """

@@ -28,10 +28,10 @@ from roll.devices.memory_inputs import Workload
 from roll.devices.residency import Stage, StageTable
 from roll.devices.sharded_memory import Peak, Purpose, Sizes, gathered_parts, shard_sizes, update_parts
 from roll.engine.cache import SlotCache
-from roll.engine.engine import EXACT_ROWS, PROMPT_ROWS
+from roll.engine.kv_sizing import Shape, SlotSizing, rounded
 from roll.engine.paged.sizing import roomy
 from roll.engine.routes import RouteShape
-from roll.engine.sizing import Shape, SlotSizing, rounded
+from roll.engine.slot_engine import EXACT_ROWS, PROMPT_ROWS
 from roll.model.positions import longest_sequence
 from roll.model.shape import ModelShape
 from roll.strategy.infer.vllm_args import cache_bytes as vllm_cache

@@ -15,9 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PretrainedConfig
 
 from roll.data.routes import Routes
-from roll.engine.reading import Reading, reading_of, widened
+from roll.engine.attention_params import Reading, reading_of, widened
+from roll.engine.kv_sizing import Shape
 from roll.engine.routes import RouteShape
-from roll.engine.sizing import Shape
 from roll.model.shape import head_dim_of
 
 _CALL = 128

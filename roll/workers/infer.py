@@ -17,7 +17,7 @@ from roll.workers.device import DeviceWorker
 from roll.workers.member import GroupMember
 
 if TYPE_CHECKING:  # those who only call an engine do without torch
-    from roll.engine.engine import EngineStats
+    from roll.engine.slot_engine import EngineStats
     from roll.strategy.infer.base import InferStrategy
     from roll.strategy.shelf import Level
     from roll.weight_sync.rendezvous import Meeting, Offer

@@ -42,12 +42,12 @@ from roll.devices.plan import Plan, check_memory, make_plan
 from roll.devices.residency import residency
 from roll.devices.run_requirements import rlvr_job
 from roll.engine.cache import SlotCache
-from roll.engine.engine import Engine
-from roll.engine.paged.pages import BLOCK
+from roll.engine.kv_sizing import Shape
+from roll.engine.paged.kv_cache import BLOCK
 from roll.engine.paged.sizing import Sizing
 from roll.engine.request import Request, Sampling
 from roll.engine.routes import RouteShape
-from roll.engine.sizing import Shape
+from roll.engine.slot_engine import Engine
 from roll.model import attention
 from roll.model.character import character_tokenizer
 from roll.model.shape import ModelShape

@@ -23,11 +23,11 @@ from transformers import (
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from roll.data.tokenlog import IntArray
-from roll.engine.engine import Engine
+from roll.engine.kv_sizing import FreeBytes
 from roll.engine.memory import free_bytes
 from roll.engine.paged.engine import PagedEngine
 from roll.engine.request import Completion, Request, Sampling
-from roll.engine.sizing import FreeBytes
+from roll.engine.slot_engine import Engine
 from roll.model import attention
 from roll.model.character import character_tokenizer
 from roll.model.positions import fix_angles

@@ -17,10 +17,10 @@ from small_models import CONTEXT, engine, ids, llama, random_ids, request, run, 
 
 from roll.data.tokenlog import IntArray
 from roll.engine.cache import SlotCache
-from roll.engine.engine import Engine
-from roll.engine.make import make_engine
+from roll.engine.factory import make_engine
+from roll.engine.kv_sizing import MEMORY_SHARE, Limit, Shape, SlotSizing
 from roll.engine.request import Completion
-from roll.engine.sizing import MEMORY_SHARE, Limit, Shape, SlotSizing
+from roll.engine.slot_engine import Engine
 
 TOKEN_BYTES = SlotCache(llama().config, torch.float32, torch.device("cpu")).bytes_a_token
 

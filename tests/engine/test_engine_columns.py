@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from roll.config.schema import LoraConfig
 from roll.engine.cache import CachePlan, Chunk, Decoding, SlotCache
-from roll.engine.columns import column_logits, forward_columns, supported
-from roll.engine.sizing import Shape
+from roll.engine.cpu_forward import column_logits, forward_columns, supported
+from roll.engine.kv_sizing import Shape
 from roll.model.attention import forward_rows, logits_of
 from roll.model.lora import inject
 

@@ -27,8 +27,8 @@ from small_models import (
 )
 
 from roll.data.tokenlog import IntArray
-from roll.engine.engine import EXACT_ROWS, Engine
 from roll.engine.request import Completion, Request
+from roll.engine.slot_engine import EXACT_ROWS, Engine
 
 MODELS = {"even sizes": llama, "odd sizes": awkward_llama, "wide": wide_llama}
 MODELS |= {name: partial(lambda name: under_plans(mixture(name)), name) for name in MIXTURES}

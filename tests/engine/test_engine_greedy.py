@@ -201,7 +201,7 @@ def test_log_probs_of_a_sequence(length: int, exact: bool) -> None:
 
 
 def test_a_long_prompt_is_computed_in_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roll.engine.engine.PROMPT_ROWS", 24)
+    monkeypatch.setattr("roll.engine.slot_engine.PROMPT_ROWS", 24)
     prompts = prompts_of(1, 13)
     finished = run(engine(5), [request(str(i), p, 6, temperature=0.0) for i, p in enumerate(prompts)])
     for i, prompt in enumerate(prompts):
@@ -209,7 +209,7 @@ def test_a_long_prompt_is_computed_in_several_passes(monkeypatch: pytest.MonkeyP
 
 
 def test_requests_draw_a_token_every_step_while_a_long_prompt_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roll.engine.engine.PROMPT_ROWS", 20)
+    monkeypatch.setattr("roll.engine.slot_engine.PROMPT_ROWS", 20)
     rng = np.random.default_rng(11)
     short, long = random_ids(rng, 5), random_ids(rng, 100)
     served = engine(2)
@@ -226,7 +226,7 @@ def test_requests_draw_a_token_every_step_while_a_long_prompt_is_computed(monkey
 
 
 def test_a_prompt_aborted_half_way_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roll.engine.engine.PROMPT_ROWS", 20)
+    monkeypatch.setattr("roll.engine.slot_engine.PROMPT_ROWS", 20)
     long = random_ids(np.random.default_rng(12), 70)
     served = engine(2)
     served.add(request("a", long, 4, temperature=0.0))

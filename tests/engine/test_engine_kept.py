@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from small_models import build, engine, plain_llama, random_ids, request, run, same_bits, under_plans
 
 from roll.data.tokenlog import IntArray
-from roll.engine.engine import Engine
 from roll.engine.request import Completion
+from roll.engine.slot_engine import Engine
 
 
 def computed(served: Engine) -> int:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from roll.config.errors import RunError
-from roll.engine.engine import Engine
 from roll.engine.paged.engine import PagedEngine
 from roll.engine.request import Completion, Request, Sampling
-from roll.engine.stopping import hits_stop_string
+from roll.engine.slot_engine import Engine
+from roll.engine.stop_strings import hits_stop_string
 from roll.model.character import character_tokenizer
 
 # ends and refusals

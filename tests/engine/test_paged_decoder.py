@@ -26,7 +26,7 @@ from roll.engine.paged.decoder import (  # noqa: E402
     _span,
     make_decoder,
 )
-from roll.engine.paged.pages import Pages  # noqa: E402
+from roll.engine.paged.kv_cache import Pages  # noqa: E402
 from roll.model.experts import with_experts  # noqa: E402
 from roll.model.shape import ModelShape  # noqa: E402
 

@@ -21,11 +21,12 @@ from transformers import (
 )
 
 from roll.config.errors import RunError
-from roll.engine.engine import Engine
-from roll.engine.paged import engine, sizing, steps
+from roll.engine.paged import engine, sizing
+from roll.engine.paged import model_runner as steps
 from roll.engine.paged.engine import PagedEngine
-from roll.engine.paged.pages import BLOCK
+from roll.engine.paged.kv_cache import BLOCK
 from roll.engine.request import Completion, Request
+from roll.engine.slot_engine import Engine
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
-from roll.engine.paged.pages import BLOCK, _attend, _positions
-from roll.engine.paged.rows import (
+from roll.engine.attention_params import Reading
+from roll.engine.paged.kv_cache import BLOCK, _attend, _positions
+from roll.engine.paged.step_inputs import (
     DRAWS,
     HEADER,
     PLACE,
@@ -23,7 +24,6 @@ from roll.engine.paged.rows import (
     TOKEN,
     Rows,
 )
-from roll.engine.reading import Reading
 from roll.engine.request import Sampling
 from roll.engine.sampling import draw
 

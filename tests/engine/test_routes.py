@@ -17,14 +17,14 @@ from transformers import AutoConfig, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeFo
 from roll.config.errors import UserError
 from roll.data.routes import Routes
 from roll.data.tokenlog import IntArray, TokenLog
-from roll.engine.engine import Engine
-from roll.engine.make import make_engine
+from roll.engine.factory import make_engine
 from roll.engine.paged.decoder import PlainDecoder
 from roll.engine.paged.engine import PagedEngine
-from roll.engine.paged.pages import PagedPlan
-from roll.engine.paged.rows import Rows
+from roll.engine.paged.kv_cache import PagedPlan
+from roll.engine.paged.step_inputs import Rows
 from roll.engine.request import Completion, Request, Sampling
 from roll.engine.routes import ExpertLayers, RouteShape
+from roll.engine.slot_engine import Engine
 
 EXPERTS, CHOSEN = 8, 3
 MANY = "more experts than a byte has numbers"

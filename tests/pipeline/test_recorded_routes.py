@@ -14,8 +14,8 @@ from roll.algorithm.credit import CreditSpec, TokenCredit, token_credit
 from roll.config import UserError, load_config
 from roll.data import Batch
 from roll.data.tokenlog import branches
-from roll.engine.engine import Engine
 from roll.engine.request import Request
+from roll.engine.slot_engine import Engine
 from roll.model.character import character_tokenizer, tiny_config
 from roll.pipeline.launch import train
 from roll.pipeline.prepare import check

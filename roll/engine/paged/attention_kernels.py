@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from roll.engine.paged.layer_kernels import power
-from roll.engine.paged.rows import Rows
+from roll.engine.paged.step_inputs import Rows
 
 SPLIT_TILE = 64
 """Positions an attention kernel reads at once."""

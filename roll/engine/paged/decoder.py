@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from roll.engine.paged.pages import BLOCK, PagedPlan, Pages, RowPlan, SpanPlan
-from roll.engine.paged.rows import HEADER, PLACE, POSITION, TOKEN, Rows, Sheet
-from roll.engine.reading import Reading, reading_of
+from roll.engine.attention_params import Reading, reading_of
+from roll.engine.paged.kv_cache import BLOCK, PagedPlan, Pages, RowPlan, SpanPlan
+from roll.engine.paged.step_inputs import HEADER, PLACE, POSITION, TOKEN, Rows, Sheet
 from roll.engine.routes import Recorder
 from roll.model.adjoin import adjoin
 from roll.model.attention import forward_rows

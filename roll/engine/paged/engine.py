@@ -26,16 +26,16 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from roll.config.errors import RunError
 from roll.data.routes import Routes
 from roll.data.tokenlog import IntArray, begin_alike
-from roll.engine.engine import EngineStats
+from roll.engine.paged.batch_state import Sequence, Slots, drawing_sheet, prompt_sheet
 from roll.engine.paged.blocks import Key, keys_of
-from roll.engine.paged.pages import BLOCK, RoutesRead
-from roll.engine.paged.room import Room
-from roll.engine.paged.rows import LAST_DRAWN, Sheet
-from roll.engine.paged.sequences import Sequence, Slots, drawing_sheet, prompt_sheet
-from roll.engine.paged.steps import Drawn
+from roll.engine.paged.kv_cache import BLOCK, RoutesRead
+from roll.engine.paged.kv_manager import Room
+from roll.engine.paged.model_runner import Drawn
+from roll.engine.paged.step_inputs import LAST_DRAWN, Sheet
 from roll.engine.request import Completion, Finish, Progress, Request
 from roll.engine.routes import RouteShape
-from roll.engine.stopping import hits_stop_string
+from roll.engine.slot_engine import EngineStats
+from roll.engine.stop_strings import hits_stop_string
 from roll.model.positions import longest_sequence
 
 FILL_ROWS = 8192

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from roll.engine.paged.rows import Rows
+from roll.engine.paged.step_inputs import Rows
 
 
 @triton.jit

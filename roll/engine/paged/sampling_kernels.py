@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from roll.engine.paged.layer_kernels import power
-from roll.engine.paged.rows import Rows
+from roll.engine.paged.step_inputs import Rows
 
 VOCAB_BLOCK = 4096
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from roll.engine.paged.pages import BLOCK, Pages
+from roll.engine.kv_sizing import Limit
+from roll.engine.paged.kv_cache import BLOCK, Pages
 from roll.engine.routes import RouteShape
-from roll.engine.sizing import Limit
 from roll.model.positions import longest_sequence
 from roll.model.shape import ModelShape
 

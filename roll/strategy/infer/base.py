@@ -7,8 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from roll.engine.engine import EngineStats
 from roll.engine.request import Completion, Progress, Request
+from roll.engine.slot_engine import EngineStats
 from roll.strategy.shelf import Level
 from roll.weight_sync.stream import Manifest
 from roll.weight_sync.weights import Weights

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from roll.config.errors import RunError
-from roll.engine.engine import Engine, EngineStats
-from roll.engine.make import make_engine
+from roll.engine.factory import make_engine
 from roll.engine.paged.engine import PagedEngine
 from roll.engine.request import Completion, Progress, Request
+from roll.engine.slot_engine import Engine, EngineStats
 from roll.strategy.shelf import Level, Shelf
 from roll.weight_sync.stream import Manifest
 from roll.weight_sync.weights import Weights, check_probe, check_shared, named_tensors

@@ -30,10 +30,10 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from roll.cluster.errors import WorkerDied
 from roll.config.errors import RunError
 from roll.data.routes import Routes
-from roll.engine.engine import EngineStats
 from roll.engine.request import Completion, Finish, Progress, Request
 from roll.engine.routes import ExpertLayers
-from roll.engine.stopping import hits_stop_string
+from roll.engine.slot_engine import EngineStats
+from roll.engine.stop_strings import hits_stop_string
 from roll.model.checkpoint_form import with_tied
 from roll.strategy.infer.vllm_args import LEAST_TEMPERATURE
 from roll.strategy.infer.vllm_engine import VllmSettings, drawing, environment_of, probing, recalling, start

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from roll.engine.paged.rows import Rows
-from roll.engine.reading import Reading, reading_of, widened
+from roll.engine.attention_params import Reading, reading_of, widened
+from roll.engine.paged.step_inputs import Rows
 from roll.engine.routes import RouteShape
 from roll.model.shape import ModelShape
 

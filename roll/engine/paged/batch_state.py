@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from roll.data.routes import Routes
 from roll.data.tokenlog import IntArray
 from roll.engine.paged.blocks import Key
-from roll.engine.paged.pages import BLOCK
-from roll.engine.paged.rows import (
+from roll.engine.paged.kv_cache import BLOCK
+from roll.engine.paged.step_inputs import (
     DRAWS,
     HEADER,
     PLACE,

@@ -20,10 +20,10 @@ from roll.config.errors import RunError
 from roll.data.tokenlog import IntArray
 from roll.engine.paged.blocks import BlockPool
 from roll.engine.paged.decoder import Decoder, log_probs_of, make_decoder
-from roll.engine.paged.pages import BLOCK, Pages, RoutesRead
-from roll.engine.paged.rows import HEADER, PLACE, POSITION, SLOT, TOKEN
+from roll.engine.paged.kv_cache import BLOCK, Pages, RoutesRead
+from roll.engine.paged.model_runner import Steps
 from roll.engine.paged.sizing import Sizing
-from roll.engine.paged.steps import Steps
+from roll.engine.paged.step_inputs import HEADER, PLACE, POSITION, SLOT, TOKEN
 from roll.engine.request import Request
 from roll.engine.routes import RouteShape
 from roll.model.attention import logits_of

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from roll.data.tokenlog import IntArray, begin_alike, common_prefix
 from roll.engine.cache import SlotCache
-from roll.engine.sequence import Sequence
-from roll.engine.sizing import Shape
+from roll.engine.kv_sizing import Shape
+from roll.engine.shared_sequence import Sequence
 
 
 @dataclass(eq=False)

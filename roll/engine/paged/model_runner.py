@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from roll.engine.paged.decoder import Decoder
-from roll.engine.paged.pages import PagedPlan, Pages, RowPlan, SpanPlan
-from roll.engine.paged.rows import (
+from roll.engine.paged.kv_cache import PagedPlan, Pages, RowPlan, SpanPlan
+from roll.engine.paged.step_inputs import (
     DRAWS,
     HEADER,
     POSITION,

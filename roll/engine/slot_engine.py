@@ -29,15 +29,15 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from roll.config.errors import RunError
 from roll.data.tokenlog import IntArray, begin_alike
 from roll.engine.cache import CachePlan, Chunk, Decoding, SlotCache
-from roll.engine.columns import column_logits, forward_columns, supported
+from roll.engine.cpu_forward import column_logits, forward_columns, supported
+from roll.engine.kv_sizing import FreeBytes, Limit, Shape, SlotSizing
 from roll.engine.memory import free_bytes
 from roll.engine.request import Completion, Finish, Progress, Request
 from roll.engine.routes import Recorder, RouteShape
 from roll.engine.sampling import draw
-from roll.engine.sequence import Member, Sequence
-from roll.engine.sizing import FreeBytes, Limit, Shape, SlotSizing
-from roll.engine.slots import Slots
-from roll.engine.stopping import hits_stop_string
+from roll.engine.shared_sequence import Member, Sequence
+from roll.engine.slot_allocator import Slots
+from roll.engine.stop_strings import hits_stop_string
 from roll.model.attention import forward_rows, logits_of
 from roll.model.experts import with_experts
 from roll.model.positions import longest_sequence

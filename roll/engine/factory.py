@@ -5,8 +5,8 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from roll.engine.engine import Engine
 from roll.engine.paged.engine import PagedEngine
+from roll.engine.slot_engine import Engine
 
 
 def make_engine(
