@@ -18,7 +18,7 @@ from statistics import fmean
 sys.path.insert(0, str(Path(__file__).parent))
 from common import parser, report
 
-from roll.env.webshop.shop import WebShop, open_catalogue
+from roll.env.webshop.env import WebShop, open_catalogue
 
 Shopper = Callable[[WebShop, random.Random], str]
 

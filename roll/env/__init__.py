@@ -12,7 +12,7 @@ environment said or in an `EnvFailure` that says why there is nothing.
 """
 
 from roll.env.base import EnvFailure, Environment, Observation, Opened, Step
+from roll.env.preflight import check
 from roll.env.resolve import register, resolve
-from roll.env.trial import check
 
 __all__ = ["EnvFailure", "Environment", "Observation", "Opened", "Step", "check", "register", "resolve"]

@@ -32,7 +32,7 @@ from roll.data.sources import Split, TaskSet, load_tasks
 from roll.data.task import EnvSpec, Message, Task
 from roll.data.tokenlog import TokenLog
 from roll.env.demonstrations import demonstration
-from roll.env.episode import Turn, check_expert, turns
+from roll.env.expert_play import Turn, check_expert, turns
 from roll.model.chat import ChatRenderer
 from roll.model.find import find_model
 from roll.model.loading import load_tokenizer, stop_ids_of

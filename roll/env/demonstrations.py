@@ -10,7 +10,7 @@ from roll.config.errors import UserError
 from roll.data.chat import Chat
 from roll.data.sources import Split
 from roll.data.task import EnvSpec, Message
-from roll.env.episode import check_expert, turns
+from roll.env.expert_play import check_expert, turns
 from roll.env.tasks import seeds
 
 

@@ -14,9 +14,9 @@ import numpy as np
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 
 from roll.env.actions import Format
+from roll.env.astar import shortest_path
 from roll.env.grid import DIRECTIONS, Cell, GridEnvironment, beside, drawn
 from roll.env.resolve import register
-from roll.env.search import shortest_path
 
 _ACTIONS = ("left", "down", "right", "up")
 """As gymnasium numbers them."""

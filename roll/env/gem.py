@@ -22,7 +22,7 @@ from typing import Any
 
 from roll.config.errors import UserError
 from roll.env.base import Environment, Step
-from roll.env.libraries import check_takes_seed, plain_info
+from roll.env.compat import check_takes_seed, plain_info
 
 _SUFFIX = "suffix"
 """Under this name some of them put into the info what the agent is to read after the observation."""

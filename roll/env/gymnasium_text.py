@@ -21,7 +21,7 @@ from gymnasium import spaces
 from roll.config.errors import UserError
 from roll.env.actions import ActingEnvironment, Action, Format, Invalid
 from roll.env.base import Step
-from roll.env.libraries import check_takes_seed, plain_info, plain_text, user_function
+from roll.env.compat import check_takes_seed, plain_info, plain_text, user_function
 
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 

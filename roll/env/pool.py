@@ -27,12 +27,12 @@ from typing import Any, Self, TypeVar
 
 from roll.config.errors import RunError, UserError
 from roll.data.task import EnvSpec
-from roll.env import wire
+from roll.env import ipc as wire
+from roll.env.admission import Waiting
 from roll.env.base import EnvFailure, Opened, Step
-from roll.env.host import Host, Reply
+from roll.env.env_process import Host, Reply
 from roll.env.resolve import located
 from roll.env.stats import EnvStats
-from roll.env.waiting import Waiting
 from roll.process.bounded_log import LIMIT_BYTES
 from roll.process.structured_gather import together
 from roll.sandbox.cgroups import sweep

@@ -38,10 +38,10 @@ BUILT_IN = {
     "echo_turns": "roll.env.builtin",
     "frozen_lake": "roll.env.frozen_lake",
     "guess": "roll.env.builtin",
-    "maths_retries": "roll.env.maths_retries",
+    "maths_retries": "roll.env.math_retry",
     "python": "roll.env.python_tool",
     "sokoban": "roll.env.sokoban",
-    "webshop": "roll.env.webshop.shop",
+    "webshop": "roll.env.webshop.env",
 }
 """ROLL's own environments, and the modules that register them."""
 LIBRARIES = {"gem": "roll.env.gem", "gymnasium": "roll.env.gymnasium_text"}

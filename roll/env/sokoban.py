@@ -13,7 +13,7 @@ from __future__ import annotations
 from roll.env.actions import Format
 from roll.env.grid import Cell, GridEnvironment, drawn
 from roll.env.resolve import register
-from roll.env.sokoban_room import Room, check_shape, make_room, solve
+from roll.env.sokoban_levels import Room, check_shape, make_room, solve
 
 
 @register("sokoban")

@@ -8,7 +8,7 @@ from typing import Any
 from roll.config.errors import UserError
 from roll.data.sources import Split
 from roll.data.task import EnvSpec, Task
-from roll.env.trial import episodes
+from roll.env.preflight import episodes
 
 COUNT, HELD_OUT = 1000, 100
 """How many episodes train and how many are held out, where nothing is said and there are so many."""

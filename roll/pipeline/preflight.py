@@ -23,8 +23,8 @@ from roll.data.eval_sets import with_eval_sets
 from roll.data.formats import FORMATS
 from roll.data.sources import TaskSet, TaskSource, load_tasks
 from roll.data.task import Task
+from roll.env.preflight import check_seed, episodes, minds_values
 from roll.env.resolve import located as find_code
-from roll.env.trial import check_seed, episodes, minds_values
 from roll.model.find import check_template, find_model
 from roll.pipeline.policies import check_policies
 from roll.reward import RewardFn, RewardSource

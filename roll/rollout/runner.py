@@ -29,7 +29,7 @@ from roll.data.tokenlog import NO_VERSION, TokenLog
 from roll.engine.request import Request, Sampling, seed_of
 from roll.env import EnvFailure, Opened, Step
 from roll.env.base import STATE
-from roll.env.state import state_of
+from roll.env.state_key import state_of
 from roll.model.chat import ChatRenderer, Conversation, Tools
 from roll.reward import ScoreFailure, Verdict
 from roll.rollout.early_stop import EarlyEnd, Running

@@ -12,7 +12,7 @@ from roll.data.sources import load_tasks
 from roll.data.task import EnvSpec
 from roll.env.builtin import EchoTurns, Guess, last_integer
 from roll.env.resolve import BUILT_IN, resolve
-from roll.env.state import state_of
+from roll.env.state_key import state_of
 from roll.env.tasks import environment_tasks
 
 

@@ -7,7 +7,7 @@ from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 
 from roll.env.base import Step, opened, stepped
 from roll.env.frozen_lake import FrozenLake, best_choices
-from roll.env.state import state_of
+from roll.env.state_key import state_of
 
 
 def on(rows: list[str], **options: object) -> FrozenLake:

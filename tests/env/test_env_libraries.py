@@ -16,9 +16,9 @@ from roll.config.errors import UserError
 from roll.data.task import EnvSpec
 from roll.env import check, resolve
 from roll.env.base import opened, stepped
+from roll.env.compat import plain_info, plain_text
 from roll.env.gem import GemEnvironment
 from roll.env.gymnasium_text import GymnasiumText, told
-from roll.env.libraries import plain_info, plain_text
 from roll.env.pool import EnvPool
 
 

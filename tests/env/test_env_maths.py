@@ -16,7 +16,7 @@ from roll.data.sources import load_tasks
 from roll.data.task import Task
 from roll.env.base import opened, stepped
 from roll.env.demonstrations import demonstrations
-from roll.env.maths_retries import MathsRetries, last_number, shown
+from roll.env.math_retry import MathsRetries, last_number, shown
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,11 @@ from processes import alive, eventually, gone, printed_pids, state
 
 from roll.config.errors import RunError
 from roll.data.task import EnvSpec
-from roll.env import EnvFailure, Opened, Step, wire
+from roll.env import EnvFailure, Opened, Step
+from roll.env import ipc as wire
 from roll.env.builtin import Guess
+from roll.env.env_server import Server
 from roll.env.pool import Deadlines, EnvPool
-from roll.env.process import Server
 from roll.env.stats import EnvStats
 from roll.process.framing import read_payload
 
@@ -446,7 +447,7 @@ def test_what_is_known_at_once_is_said_at_once(monkeypatch: pytest.MonkeyPatch) 
             arguments = [60] if action == "sleep" else []
             assert (await asyncio.wait_for(told(pool, "a", action, *arguments), 10))[0] == kind
 
-    monkeypatch.setattr("roll.env.host._GRACE_S", 30.0)
+    monkeypatch.setattr("roll.env.env_process._GRACE_S", 30.0)
     with_pool(use, HASTY)
 
 
@@ -459,7 +460,7 @@ def test_a_process_that_broke_off_gets_no_new_episode(monkeypatch: pytest.Monkey
         assert await outcome(pool.reset("b", world(2))) == ("ok", "seed 2")
         assert (await breaking)[0] == "crashed"
 
-    monkeypatch.setattr("roll.env.host._LAST_WORDS_S", 0.6)
+    monkeypatch.setattr("roll.env.env_process._LAST_WORDS_S", 0.6)
     with_pool(use)
 
 
@@ -717,7 +718,7 @@ def test_deadlines_do_not_run_for_calls_that_wait_behind_many_others(monkeypatch
         kinds = [kind for kind, _ in await asyncio.gather(*calls)]
         assert kinds == ["crashed"] * 4 + ["lost"] * 8
 
-    monkeypatch.setattr("roll.env.host._AT_ONCE", 4)
+    monkeypatch.setattr("roll.env.env_process._AT_ONCE", 4)
     with_pool(use, Deadlines(step_s=0.8))
 
 
@@ -818,7 +819,7 @@ def test_a_process_without_threads_left_says_so_and_goes_on(monkeypatch: pytest.
 
     reset, act, close = wire.Reset(5, "guess", 0, pickle.dumps({"high": 1})), wire.Act(5, "1"), wire.Close(5)
     assert served(reset, act, close)[1:] == [Step("Right.", 1.0, terminated=True, info={"success": 1.0}), wire.Ready()]
-    monkeypatch.setattr("roll.env.process.ThreadHome", full)
+    monkeypatch.setattr("roll.env.env_server.ThreadHome", full)
     reason = "its process cannot host more environments: can't start new thread"
     assert served(reset, close) == [wire.Failed("lost", reason), wire.Ready()]
 
@@ -829,13 +830,13 @@ def test_when_no_process_starts_any_more_calls_fail_instead_of_waiting(monkeypat
             await pool.reset("a", world())
             waiting = asyncio.create_task(pool.reset("b", world()))
             await asyncio.sleep(0.05)
-            monkeypatch.setattr("roll.env.host.COMMAND", "import os; os._exit(7)")
+            monkeypatch.setattr("roll.env.env_process.COMMAND", "import os; os._exit(7)")
             assert (await told(pool, "a", "os._exit", 1))[0] == "crashed"
             with pytest.raises(RunError, match=r"no environment process starts any more \(3 tries\): .* status 7"):
                 await asyncio.wait_for(waiting, 20)
             with pytest.raises(RunError, match="no environment process starts"):
                 await pool.reset("c", world())
-        monkeypatch.setattr("roll.env.host.COMMAND", "import time; time.sleep(60)")
+        monkeypatch.setattr("roll.env.env_process.COMMAND", "import time; time.sleep(60)")
         with pytest.raises(RunError, match=r"did not start: starting took more than 0\.3 s"):
             await EnvPool(2, deadlines=Deadlines(start_s=0.3)).start()
 
@@ -844,7 +845,7 @@ def test_when_no_process_starts_any_more_calls_fail_instead_of_waiting(monkeypat
 
 def test_a_start_that_is_cancelled_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     never = "import time; time.sleep(60)"
-    monkeypatch.setattr("roll.env.host.COMMAND", never)
+    monkeypatch.setattr("roll.env.env_process.COMMAND", never)
 
     async def main() -> None:
         pool = EnvPool(2)

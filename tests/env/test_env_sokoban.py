@@ -9,7 +9,7 @@ import pytest
 from roll.env.base import opened, stepped
 from roll.env.grid import DIRECTIONS
 from roll.env.sokoban import Sokoban
-from roll.env.sokoban_room import Cells, Room, make_room, solve
+from roll.env.sokoban_levels import Cells, Room, make_room, solve
 
 SIZES = [(6, 6, 1, 250), (5, 7, 1, 60), (6, 6, 2, 100), (8, 8, 2, 30), (10, 10, 3, 4)]
 

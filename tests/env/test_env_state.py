@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from roll.data.task import Message
 from roll.env import Opened, Step
-from roll.env.state import state_of
+from roll.env.state_key import state_of
 
 SAID = st.lists(st.builds(Message, role=st.sampled_from(["user", "system"]), content=st.text(max_size=5)), max_size=3)
 NAMES = st.text(max_size=5) | st.floats(allow_nan=False, allow_infinity=False)
@@ -47,7 +47,7 @@ def test_a_text_is_the_users_message_that_it_stands_for() -> None:
 
 
 def test_a_state_is_the_same_number_in_another_process() -> None:
-    code = "from roll.env import Step; from roll.env.state import state_of; print(state_of(Step('hi')))"
+    code = "from roll.env import Step; from roll.env.state_key import state_of; print(state_of(Step('hi')))"
     environment = {**os.environ, "PYTHONHASHSEED": "77"}
     said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert int(said.stdout) == state_of(Step("hi"))

@@ -15,8 +15,8 @@ from roll.data.sources import load_tasks
 from roll.data.task import EnvSpec, Task
 from roll.env import check, register
 from roll.env.builtin import Guess
-from roll.env.trial import episodes
-from roll.env.webshop import shop
+from roll.env.preflight import episodes
+from roll.env.webshop import env as shop
 from roll.pipeline.prepare import prepare
 
 names = importlib.import_module("roll.env.resolve")

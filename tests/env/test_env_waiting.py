@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.env.waiting import Waiting
+from roll.env.admission import Waiting
 
 
 @dataclass(eq=False)

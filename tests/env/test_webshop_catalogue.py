@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from roll.config.errors import UserError
-from roll.env.webshop import files
+from roll.env.webshop import loader as files
 from roll.env.webshop.catalogue import Catalogue
-from roll.env.webshop.files import read
+from roll.env.webshop.env import WebShop, open_catalogue
 from roll.env.webshop.generate import generate
 from roll.env.webshop.index import Index
-from roll.env.webshop.shop import WebShop, open_catalogue
+from roll.env.webshop.loader import read
 from roll.env.webshop.text import shorten, terms
 
 CATALOGUE = generate(1000, 0)

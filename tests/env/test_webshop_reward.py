@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.env.webshop.catalogue import Goal, Product
-from roll.env.webshop.expert import plan_of
+from roll.env.webshop.catalogue_data import KINDS
 from roll.env.webshop.generate import generate
+from roll.env.webshop.oracle import plan_of
 from roll.env.webshop.reward import ALIKE, has_attribute, kind_reward, option_fits, score
 from roll.env.webshop.text import alike, nouns, words
-from roll.env.webshop.wares import KINDS
 
 BLANKET = Product(
     id="P1",

@@ -14,8 +14,8 @@ from roll.env.base import opened, stepped
 from roll.env.pool import EnvPool
 from roll.env.resolve import resolve
 from roll.env.tasks import environment_tasks
-from roll.env.webshop.shop import WebShop
-from roll.env.webshop.store import BACK, NEXT, PREV, Place, Store
+from roll.env.webshop.env import WebShop
+from roll.env.webshop.navigation import BACK, NEXT, PREV, Place, Store
 
 SMALL: dict[str, Any] = {"products": 400, "catalogue_seed": 1}
 

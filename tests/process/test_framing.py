@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from roll.env import wire
+from roll.env import ipc as wire
 from roll.env.base import Opened, Step
 from roll.process.framing import HEADER, Reader
 from roll.reward import wire as reward_wire

@@ -44,7 +44,7 @@ from roll.data.task import EnvSpec
 from roll.data.tokenlog import branches
 from roll.engine.request import Request, Sampling, seed_of
 from roll.env import EnvFailure, Opened, Step
-from roll.env.state import state_of
+from roll.env.state_key import state_of
 from roll.model.character import character_tokenizer
 from roll.model.chat import ChatRenderer
 from roll.reward import ScoreFailure

@@ -7,8 +7,8 @@ import random
 from collections.abc import Iterator
 
 from roll.env.webshop.catalogue import Catalogue, Goal, Product
+from roll.env.webshop.catalogue_data import KINDS, Kind
 from roll.env.webshop.text import words
-from roll.env.webshop.wares import KINDS, Kind
 
 ROUNDS = 4
 """How many goals a product has, at most."""

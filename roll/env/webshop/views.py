@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 from roll.env.webshop.catalogue import Product
-from roll.env.webshop.store import BUY, TABS, Place, Store
+from roll.env.webshop.navigation import BUY, TABS, Place, Store
 from roll.env.webshop.text import shorten
 
 View: TypeAlias = Literal["compact", "full"]

@@ -19,10 +19,9 @@ import traceback
 from typing import TYPE_CHECKING, BinaryIO, NoReturn, cast
 
 from roll.config.errors import UserError
-from roll.env.confession import MAIN, confess_by, current
-from roll.env.resolve import Factory, unpacked
-from roll.env.tenant import Home, Tenant, ThreadHome
-from roll.env.wire import (
+from roll.env.crash_report import MAIN, confess_by, current
+from roll.env.env_instance import Home, Tenant, ThreadHome
+from roll.env.ipc import (
     BY_ITSELF,
     LIMIT_BYTES,
     Act,
@@ -38,14 +37,15 @@ from roll.env.wire import (
     Visit,
     frame,
 )
+from roll.env.resolve import Factory, unpacked
 from roll.process.child_main import command, connect, reason
 from roll.process.framing import HEADER, read_payload
 from roll.process.memory_limit import MemoryLimit
 
 if TYPE_CHECKING:
-    from roll.env.loop import Loop
+    from roll.env.async_runner import Loop
 
-COMMAND = command("roll.env.process")
+COMMAND = command("roll.env.env_server")
 
 _TELL_S = 1.0
 _exit = os._exit  # environments' calls of it are noticed
@@ -152,14 +152,14 @@ class Server:
 
     def _home(self, tenant: Tenant) -> Home:
         if tenant.is_async:
-            from roll.env.loop import LoopHome
+            from roll.env.async_runner import LoopHome
 
             return LoopHome(tenant, self._answer, self._loop(), lambda: self._look_after(tenant))
         self._memory.thread_comes()
         return ThreadHome(tenant, self._answer, self._loop, lambda: self._leave_thread(tenant))
 
     def _loop(self) -> Loop:
-        from roll.env.loop import Loop
+        from roll.env.async_runner import Loop
 
         with self._making_loop:
             self._shared_loop = self._shared_loop or Loop()

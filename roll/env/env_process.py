@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 from roll.config.errors import RunError
-from roll.env import wire
+from roll.env import ipc as wire
 from roll.env.base import EnvFailure, FailureKind
-from roll.env.confession import FAULT, MAIN, faulty_line, faulty_part, faulty_thread
-from roll.env.process import COMMAND, EXIT_FULL
+from roll.env.crash_report import FAULT, MAIN, faulty_line, faulty_part, faulty_thread
+from roll.env.env_server import COMMAND, EXIT_FULL
 from roll.process.bounded_log import LIMIT_BYTES, BoundedLog, is_bounded
 from roll.process.framing import HEADER
 from roll.process.managed_process import Child
@@ -58,8 +58,8 @@ class Host:
     `_GRACE_S` more, whoever waits for it or no longer does. One environment cannot be ended alone, so a call beyond its
     deadline ends the process: it fails with `deadline`, the others with `lost`; where the process does not even answer a
     ping, all under way fail with `deadline`, because one of them holds it up. When the process ends by itself, the call
-    that did it fails with `crashed`, if that is known (`roll.env.confession`), and the others with `lost`; else all that
-    were under way fail with `crashed`: one of them did it. Those that had to wait, or come after the end, fail with
+    that did it fails with `crashed`, if that is known (`roll.env.crash_report`), and the others with `lost`; else all
+    that were under way fail with `crashed`: one of them did it. Those that had to wait, or come after the end, fail with
     `lost`.
     """
 

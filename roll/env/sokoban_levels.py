@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TypeAlias
 
+from roll.env.astar import shortest_path
 from roll.env.grid import DIRECTIONS, Cell, beside
-from roll.env.search import shortest_path
 
 Cells: TypeAlias = frozenset[Cell]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from roll.env.webshop.catalogue import Goal, Product
+from roll.env.webshop.navigation import BACK, BUY, NEXT, PREV, Place, Store
 from roll.env.webshop.reward import option_fits, score
-from roll.env.webshop.store import BACK, BUY, NEXT, PREV, Place, Store
 from roll.env.webshop.text import words
 
 

@@ -12,11 +12,11 @@ from roll.env.actions import ActingEnvironment, Action, Format, Invalid
 from roll.env.base import Step
 from roll.env.resolve import register
 from roll.env.webshop.catalogue import Catalogue
-from roll.env.webshop.expert import Expert
-from roll.env.webshop.files import check_folder, is_small, read
 from roll.env.webshop.generate import ROUNDS, generate
+from roll.env.webshop.loader import check_folder, is_small, read
+from roll.env.webshop.navigation import Place, Store, is_buy
+from roll.env.webshop.oracle import Expert
 from roll.env.webshop.reward import score
-from roll.env.webshop.store import Place, Store, is_buy
 from roll.env.webshop.views import PAGE_SIZES, VIEWS, View
 
 # What is in the brackets may hold a pair of them itself. Possessive, so that no text takes long.

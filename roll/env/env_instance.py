@@ -12,13 +12,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from roll.env.base import opened, stepped, tools_of
-from roll.env.confession import current
+from roll.env.crash_report import current
+from roll.env.ipc import Act, Close, Failed, Ready, Reset, Result, Visit
 from roll.env.resolve import Factory, Unfit, check_options, with_files
-from roll.env.wire import Act, Close, Failed, Ready, Reset, Result, Visit
 from roll.process.child_main import REASON_CHARS, detail, reason, tell
 
 if TYPE_CHECKING:
-    from roll.env.loop import Loop
+    from roll.env.async_runner import Loop
 
 Answer: TypeAlias = Callable[[int, Result, float], None]
 """Tells the pool what a request came to, and the seconds it took."""

@@ -10,8 +10,8 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from roll.env.tenant import Answer, Tenant
-from roll.env.wire import Close, Result, Visit
+from roll.env.env_instance import Answer, Tenant
+from roll.env.ipc import Close, Result, Visit
 
 R = TypeVar("R")
 

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 from roll.config.errors import UserError
 from roll.data.task import EnvSpec, Message
 from roll.env.base import opened, stepped, tools_of
+from roll.env.preflight import check
 from roll.env.resolve import resolve, with_files
-from roll.env.trial import check
 
 
 @dataclass(frozen=True)
