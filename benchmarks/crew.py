@@ -91,7 +91,7 @@ def make_model(folder: Path, layers: int, hidden: int) -> None:
     """Fresh weights; heads of 32 numbers, and half as many of keys and values."""
     from transformers import LlamaForCausalLM
 
-    from roll.model.character import character_tokenizer, tiny_config
+    from roll.model.tiny import character_tokenizer, tiny_config
 
     shape = tiny_config()
     shape.num_hidden_layers = layers

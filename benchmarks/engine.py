@@ -38,10 +38,10 @@ from engine_work import Floor, Outcome, Sizes, Workload, make_workload, read_clo
 from roll.engine.factory import make_engine
 from roll.engine.request import Request, Sampling, seed_of
 from roll.model import attention
-from roll.model.character import character_tokenizer
 from roll.model.find import find_model
 from roll.model.loading import choose_dtype, in_precision, load_model
-from roll.model.positions import longest_sequence
+from roll.model.rope import longest_sequence
+from roll.model.tiny import character_tokenizer
 
 SIZES = {"cpu": Sizes(64, 32, 192), "cuda": Sizes(256, 128, 1024)}
 MIXTURES: dict[str, tuple[Any, Any]] = {

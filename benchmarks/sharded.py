@@ -40,8 +40,8 @@ from roll.cluster.mesh import MeshShape
 from roll.config.schema import LoraConfig, TrainConfig
 from roll.data import Batch
 from roll.model import attention
-from roll.model.character import character_tokenizer
 from roll.model.lora import Adapters, Base
+from roll.model.tiny import character_tokenizer
 from roll.strategy.train.optimizer import Step
 from roll.strategy.train.policy import PolicyTrainer
 from roll.strategy.train.sharded.build import ShardedModel

@@ -31,7 +31,7 @@ from roll.config.schema import TrainConfig
 from roll.data import Batch, Sample, Task
 from roll.devices.memory import sharded_peak
 from roll.model import attention
-from roll.model.character import character_tokenizer
+from roll.model.tiny import character_tokenizer
 from roll.strategy.train.footprint import PackedSize, Spans
 from roll.strategy.train.packing import pack
 from roll.strategy.train.policy import PolicyTrainer

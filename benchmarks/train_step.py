@@ -36,8 +36,8 @@ from roll.algorithm import LossSpec
 from roll.config.schema import TrainConfig
 from roll.data import Batch, Sample, Task
 from roll.model import attention
-from roll.model.character import character_tokenizer
 from roll.model.loading import in_precision
+from roll.model.tiny import character_tokenizer
 from roll.strategy.train import logprobs, vocabulary
 from roll.strategy.train.optimizer import Step
 from roll.strategy.train.packing import pack

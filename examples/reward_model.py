@@ -8,7 +8,7 @@ import sys
 import torch
 from transformers import LlamaForSequenceClassification
 
-from roll.model.character import CHARACTERS, character_tokenizer, tiny_config
+from roll.model.tiny import CHARACTERS, character_tokenizer, tiny_config
 
 STEPS, BATCH = 250, 64
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaForSequenceClassification
 
-from roll.model.character import character_tokenizer, tiny_config
+from roll.model.tiny import character_tokenizer, tiny_config
 
 
 def save_random(folder: Path, *, labels: int = 1, seed: int = 0) -> Path:

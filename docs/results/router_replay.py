@@ -37,7 +37,7 @@ def write_models(folder: Path, seed: int) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from roll.model.character import character_tokenizer
+    from roll.model.tiny import character_tokenizer
 
     tokenizer = character_tokenizer()
     for name, config in _configs(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id).items():

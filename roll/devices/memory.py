@@ -32,7 +32,7 @@ from roll.engine.kv_sizing import Shape, SlotSizing, rounded
 from roll.engine.paged.sizing import roomy
 from roll.engine.routes import RouteShape
 from roll.engine.slot_engine import EXACT_ROWS, PROMPT_ROWS
-from roll.model.positions import longest_sequence
+from roll.model.rope import longest_sequence
 from roll.model.shape import ModelShape
 from roll.strategy.infer.vllm_args import cache_bytes as vllm_cache
 from roll.strategy.shelf import Level

@@ -10,9 +10,9 @@ from roll.data.domains import first_of_each
 from roll.data.sources import TaskSet
 from roll.devices.memory_inputs import Workload
 from roll.model.chat import ChatRenderer
-from roll.model.corpus import Corpus, Order
 from roll.model.find import find_model
 from roll.model.loading import load_tokenizer
+from roll.model.sft_dataset import Corpus, Order
 
 
 @dataclass(frozen=True)

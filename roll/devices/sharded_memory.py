@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from roll.cluster.mesh import MeshShape
 from roll.config.schema import LoraConfig
 from roll.model.lora import inject
-from roll.model.value import ValueModel
+from roll.model.value_head import ValueModel
 from roll.strategy.train.footprint import Footprint, PackedSize
 from roll.strategy.train.sharded.sizes import ShardSizes
 

@@ -40,7 +40,7 @@ from roll.engine.slot_allocator import Slots
 from roll.engine.stop_strings import hits_stop_string
 from roll.model.attention import forward_rows, logits_of
 from roll.model.experts import with_experts
-from roll.model.positions import longest_sequence
+from roll.model.rope import longest_sequence
 
 EXACT_ROWS = 16
 """Rows of every forward pass under `exact`: fixed, because a linear layer's bits depend on their number."""

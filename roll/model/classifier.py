@@ -14,7 +14,7 @@ from roll.config.errors import UserError
 from roll.data.tokenlog import IntArray
 from roll.model.find import ModelSource
 from roll.model.loading import from_pretrained, load_model_config
-from roll.model.positions import fix_angles
+from roll.model.rope import fix_angles
 
 if TYPE_CHECKING:
     import torch

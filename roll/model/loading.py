@@ -22,9 +22,9 @@ from transformers.utils import logging
 from roll.config.errors import RunError, UserError
 from roll.config.schema import ModelConfig, RoleModel
 from roll.model import lora
-from roll.model.character import CONTEXT, character_tokenizer, tiny_config, tiny_model
 from roll.model.find import CHOICES, ModelSource, check_template, find_model, first_line, shards_of
-from roll.model.positions import fix_angles, longest_sequence
+from roll.model.rope import fix_angles, longest_sequence
+from roll.model.tiny import CONTEXT, character_tokenizer, tiny_config, tiny_model
 
 if TYPE_CHECKING:
     import torch

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from roll.model.checkpoint_form import by_layer, in_files
-from roll.model.safe_files import SafeFile, TensorForm, cut_into_files, file_names, write_index
+from roll.model.hf_state_dict import by_layer, in_files
+from roll.model.safetensors_writer import SafeFile, TensorForm, cut_into_files, file_names, write_index
 from roll.model.shard_folder import ShardedWeights
 
 FILE_BYTES = 5 * 10**9

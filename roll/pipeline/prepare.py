@@ -21,11 +21,11 @@ from roll.devices.plan import Plan
 from roll.devices.run_requirements import Job, rlvr_job, rlvr_roles, sft_job
 from roll.engine.routes import ExpertLayers
 from roll.model.chat import ChatRenderer
-from roll.model.corpus import Corpus, Order, make_corpus
 from roll.model.find import find_model, steps_of
 from roll.model.loading import load_model_config, load_tokenizer, stop_ids_of
 from roll.model.lora import Base
-from roll.model.positions import longest_sequence
+from roll.model.rope import longest_sequence
+from roll.model.sft_dataset import Corpus, Order, make_corpus
 from roll.pipeline import rollout_record, sft_record
 from roll.pipeline.held_out import HeldOut, measure
 from roll.pipeline.preflight import Found, find, find_tasks, rules_of

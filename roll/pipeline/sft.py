@@ -10,7 +10,7 @@ from pathlib import Path
 
 from roll.algorithm import LossSpec
 from roll.config.schema import Config
-from roll.model.corpus import Corpus, Order
+from roll.model.sft_dataset import Corpus, Order
 from roll.pipeline.health import Health
 from roll.pipeline.held_out import measure
 from roll.pipeline.recorder import Recorder

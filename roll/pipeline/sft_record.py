@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from roll.data.batch import Batch
-from roll.model.corpus import LeftOut, Order
+from roll.model.sft_dataset import LeftOut, Order
 from roll.pipeline.held_out import HeldOut
 from roll.pipeline.recorder import Recorder, update_metrics
 from roll.pipeline.report import Measured

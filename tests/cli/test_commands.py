@@ -24,7 +24,7 @@ import roll
 from roll.cli import main
 from roll.cli.doctor import OPTIONAL, examine
 from roll.devices.inventory import this_machine
-from roll.model.character import character_tokenizer, tiny_model
+from roll.model.tiny import character_tokenizer, tiny_model
 from roll.run import Checkpoints, RunFolder
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

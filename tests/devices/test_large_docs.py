@@ -15,7 +15,7 @@ from roll.data.sources import load_tasks
 from roll.devices.inventory import Inventory
 from roll.devices.plan import Plan, check_memory, make_plan
 from roll.devices.run_requirements import rlvr_job
-from roll.model.character import character_tokenizer
+from roll.model.tiny import character_tokenizer
 from tests.devices.test_sharded_memory import EXPERTS_235B
 
 PAGE = (Path(__file__).parents[2] / "docs" / "large.md").read_text(encoding="utf-8")

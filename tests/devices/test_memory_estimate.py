@@ -49,8 +49,8 @@ from roll.engine.request import Request, Sampling
 from roll.engine.routes import RouteShape
 from roll.engine.slot_engine import Engine
 from roll.model import attention
-from roll.model.character import character_tokenizer
 from roll.model.shape import ModelShape
+from roll.model.tiny import character_tokenizer
 from roll.strategy.train.budget import FEWEST_ROWS, MOST_ROWS, Checkpointing
 from roll.strategy.train.footprint import Footprint, PackedSize, Spans
 from roll.strategy.train.logprobs import CHUNK_ELEMENTS

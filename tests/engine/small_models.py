@@ -29,8 +29,8 @@ from roll.engine.paged.engine import PagedEngine
 from roll.engine.request import Completion, Request, Sampling
 from roll.engine.slot_engine import Engine
 from roll.model import attention
-from roll.model.character import character_tokenizer
-from roll.model.positions import fix_angles
+from roll.model.rope import fix_angles
+from roll.model.tiny import character_tokenizer
 
 CONTEXT = 160
 SHAPE = {

@@ -23,7 +23,7 @@ from roll.engine.paged.engine import PagedEngine
 from roll.engine.request import Completion, Request, Sampling
 from roll.engine.slot_engine import Engine
 from roll.engine.stop_strings import hits_stop_string
-from roll.model.character import character_tokenizer
+from roll.model.tiny import character_tokenizer
 
 # ends and refusals
 

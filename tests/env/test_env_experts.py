@@ -18,9 +18,9 @@ from roll.env.dagger import labels
 from roll.env.demonstrations import demonstration
 from roll.env.resolve import resolve
 from roll.env.tasks import environment_tasks
-from roll.model.character import character_tokenizer
 from roll.model.chat import ChatRenderer
-from roll.model.corpus import make_corpus
+from roll.model.sft_dataset import make_corpus
+from roll.model.tiny import character_tokenizer
 
 
 def replayed(spec: EnvSpec, messages: Sequence[Message]) -> Step:

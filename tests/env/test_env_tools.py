@@ -14,8 +14,8 @@ from roll.data.task import EnvSpec, Message
 from roll.env import EnvFailure, Opened
 from roll.env.base import opened
 from roll.env.pool import EnvPool
-from roll.model.character import character_tokenizer
 from roll.model.chat import ChatRenderer
+from roll.model.tiny import character_tokenizer
 
 CALLER = f"{Path(__file__).with_name('callers.py')}:Caller"
 MOVE = {

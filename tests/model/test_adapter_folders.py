@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from roll.config import UserError, load_config
 from roll.config.schema import LoraConfig, ModelConfig
-from roll.model.character import character_tokenizer, tiny_model
 from roll.model.find import find_model
 from roll.model.loading import load_model, load_tokenizer, write_merged
 from roll.model.lora import Adapters, Base, adapted_layers, inject, is_adapter
 from roll.model.shape import ModelShape
+from roll.model.tiny import character_tokenizer, tiny_model
 
 
 def learn(model: PreTrainedModel, seed: int = 1) -> None:

@@ -13,8 +13,8 @@ from jinja2 import TemplateError
 from roll.data.task import Message
 from roll.data.tokenlog import TokenLog
 from roll.env.base import Opened, Step, opened, stepped
-from roll.model.character import character_tokenizer
 from roll.model.chat import ChatRenderer, Conversation
+from roll.model.tiny import character_tokenizer
 
 TOKENIZER = character_tokenizer()
 RENDERER = ChatRenderer(TOKENIZER, [TOKENIZER.eos_token_id])

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from roll.data.task import Message
 from roll.data.tokenlog import branches
-from roll.model.character import CHARACTERS, character_tokenizer
 from roll.model.chat import ChatRenderer, Conversation, HistoryRewritten
+from roll.model.tiny import CHARACTERS, character_tokenizer
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"

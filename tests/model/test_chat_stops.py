@@ -13,8 +13,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from roll.data.task import Message
-from roll.model.character import CHARACTERS
 from roll.model.chat import ChatRenderer, Conversation, NotImitable
+from roll.model.tiny import CHARACTERS
 
 SPECIAL = ["<s>", "</s>", "<eot>", "<eom>", "<user>", "<tool>", "<bot>"]
 PLAIN = ["<stop>"]

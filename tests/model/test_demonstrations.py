@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from roll.data.task import Message
 from roll.data.tokenlog import NO_VERSION, TokenLog
-from roll.model.character import character_tokenizer
 from roll.model.chat import ChatRenderer, NotImitable
+from roll.model.tiny import character_tokenizer
 
 EMPTY_THOUGHTS = CHATML.replace(
     "m['content']", "(('<think></think>' if m['role'] == 'assistant' and loop.last else '') + m['content'])"

@@ -14,7 +14,6 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from roll.config.errors import UserError
 from roll.config.schema import ModelConfig
 from roll.model import attention, find, loading
-from roll.model.character import CHARACTERS, character_tokenizer, tiny_config, tiny_model
 from roll.model.find import ModelSource, find_model
 from roll.model.loading import (
     choose_dtype,
@@ -24,6 +23,7 @@ from roll.model.loading import (
     load_tokenizer,
     stop_ids_of,
 )
+from roll.model.tiny import CHARACTERS, character_tokenizer, tiny_config, tiny_model
 
 CHOICES = "write smollm2-135m, tiny, a model folder, a run folder, a .gguf file, or a hub id such as owner/name"
 

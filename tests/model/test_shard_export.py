@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from roll.model.safe_files import SafeFile, TensorForm
+from roll.model.safetensors_writer import SafeFile, TensorForm
 
 LARGE = LlamaConfig(
     vocab_size=2048,

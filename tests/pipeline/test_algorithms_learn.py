@@ -24,7 +24,7 @@ from roll.data.sample import Sample
 from roll.data.task import EnvSpec, Task
 from roll.env.base import opened, stepped
 from roll.env.state_key import state_of
-from roll.model.character import character_tokenizer, tiny_config, tiny_model
+from roll.model.tiny import character_tokenizer, tiny_config, tiny_model
 from roll.pipeline.report import SilentReporter
 
 HERE = Path(__file__).parent

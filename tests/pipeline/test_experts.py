@@ -11,7 +11,7 @@ from small_runs import Remains
 from roll.config import UserError, load_config
 from roll.config.schema import DataConfig
 from roll.data.chat_sources import load_chats
-from roll.model.character import character_tokenizer
+from roll.model.tiny import character_tokenizer
 from roll.pipeline.launch import train
 from roll.pipeline.report import SilentReporter
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from roll import load_config
 from roll.cli import main
-from roll.model.character import tiny_model
+from roll.model.tiny import tiny_model
 from roll.pipeline.launch import train
 from roll.pipeline.report import SilentReporter
 

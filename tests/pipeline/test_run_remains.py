@@ -17,7 +17,7 @@ from small_runs import SMALL, TINY, Remains
 from roll import Batch, load_config
 from roll.cli import main
 from roll.engine.request import Completion, Request
-from roll.model.character import tiny_model
+from roll.model.tiny import tiny_model
 from roll.pipeline.launch import train
 from roll.pipeline.report import SilentReporter
 from roll.rollout.engine_client import EngineDoor

@@ -12,8 +12,8 @@ from small_runs import SMALL, TINY
 from roll import Task, UserError, load_config
 from roll.cli import main
 from roll.data.sources import TaskSet
-from roll.model.character import character_tokenizer
 from roll.model.chat import ChatRenderer
+from roll.model.tiny import character_tokenizer
 from roll.pipeline.launch import evaluate, train
 from roll.pipeline.prepare import check, prepare
 from roll.pipeline.prompts import fitting

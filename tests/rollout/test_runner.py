@@ -45,8 +45,8 @@ from roll.data.tokenlog import branches
 from roll.engine.request import Request, Sampling, seed_of
 from roll.env import EnvFailure, Opened, Step
 from roll.env.state_key import state_of
-from roll.model.character import character_tokenizer
 from roll.model.chat import ChatRenderer
+from roll.model.tiny import character_tokenizer
 from roll.reward import ScoreFailure
 from roll.rollout.early_stop import EarlyEnd, Running
 from roll.rollout.engine_assignments import Seats

@@ -27,7 +27,7 @@ from roll.data.task import EnvSpec
 from roll.engine.request import Completion, Finish, Progress, Request, Sampling
 from roll.env import Opened, Step
 from roll.ledger.log import Transition
-from roll.model.character import character_tokenizer
+from roll.model.tiny import character_tokenizer
 from roll.reward import ScoreFailure, Verdict
 from roll.rollout.messages import Report, Stop
 from roll.rollout.worker import RolloutWorker

@@ -14,7 +14,7 @@ from roll.algorithm import CorrectionSpec, LossSpec
 from roll.config.schema import TrainConfig
 from roll.data import Batch, Sample, Task
 from roll.model import attention
-from roll.model.character import character_tokenizer
+from roll.model.tiny import character_tokenizer
 from roll.strategy.infer.native import NativeStrategy
 from roll.strategy.shelf import Level, Shelf
 from roll.strategy.train.single import SingleStrategy

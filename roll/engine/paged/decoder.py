@@ -26,9 +26,9 @@ from roll.engine.attention_params import Reading, reading_of
 from roll.engine.paged.kv_cache import BLOCK, PagedPlan, Pages, RowPlan, SpanPlan
 from roll.engine.paged.step_inputs import HEADER, PLACE, POSITION, TOKEN, Rows, Sheet
 from roll.engine.routes import Recorder
-from roll.model.adjoin import adjoin
 from roll.model.attention import forward_rows
 from roll.model.experts import experts_of, with_experts
+from roll.model.fuse_params import adjoin
 from roll.model.shape import ModelShape
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")

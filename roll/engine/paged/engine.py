@@ -36,7 +36,7 @@ from roll.engine.request import Completion, Finish, Progress, Request
 from roll.engine.routes import RouteShape
 from roll.engine.slot_engine import EngineStats
 from roll.engine.stop_strings import hits_stop_string
-from roll.model.positions import longest_sequence
+from roll.model.rope import longest_sequence
 
 FILL_ROWS = 8192
 """Most rows of prompts in a pass of their own."""

@@ -27,7 +27,7 @@ from roll.engine.paged.step_inputs import HEADER, PLACE, POSITION, SLOT, TOKEN
 from roll.engine.request import Request
 from roll.engine.routes import RouteShape
 from roll.model.attention import logits_of
-from roll.model.positions import longest_sequence
+from roll.model.rope import longest_sequence
 from roll.model.shape import ModelShape
 
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from roll.engine.kv_sizing import Limit
 from roll.engine.paged.kv_cache import BLOCK, Pages
 from roll.engine.routes import RouteShape
-from roll.model.positions import longest_sequence
+from roll.model.rope import longest_sequence
 from roll.model.shape import ModelShape
 
 GROWTH_SHARE = 0.9

@@ -34,7 +34,7 @@ from roll.engine.request import Completion, Finish, Progress, Request
 from roll.engine.routes import ExpertLayers
 from roll.engine.slot_engine import EngineStats
 from roll.engine.stop_strings import hits_stop_string
-from roll.model.checkpoint_form import with_tied
+from roll.model.hf_state_dict import with_tied
 from roll.strategy.infer.vllm_args import LEAST_TEMPERATURE
 from roll.strategy.infer.vllm_engine import VllmSettings, drawing, environment_of, probing, recalling, start
 from roll.strategy.infer.vllm_process import Keeper, deaf_to_ctrl_c

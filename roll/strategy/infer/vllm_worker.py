@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from roll.model.checkpoint_form import checkpoint_form
+from roll.model.hf_state_dict import checkpoint_form
 from roll.weight_sync.host_copy import read
 
 

@@ -23,7 +23,7 @@ from roll.config.schema import TrainConfig
 from roll.data.batch import Batch
 from roll.data.tokenlog import FloatArray
 from roll.model.loading import quiet
-from roll.model.value import ValueModel
+from roll.model.value_head import ValueModel
 from roll.strategy.shelf import Level, Shelf
 from roll.strategy.train.base import NotFinite, UpdateStats
 from roll.strategy.train.microbatch import MicroBatch

@@ -66,7 +66,7 @@ def make_critic(config: Config, place: Place, group: RankGroup | None) -> ValueS
 
 def make_scorer(config: Config, place: Place, group: RankGroup | None) -> tuple[RewardStrategy, Tokenizer, int]:
     """The reward model's, its tokenizer, and the longest conversation it takes."""
-    from roll.model.positions import longest_sequence
+    from roll.model.rope import longest_sequence
 
     role = config.roles.reward_model
     source = find_model(role.model.path)

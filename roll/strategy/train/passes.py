@@ -24,7 +24,7 @@ from roll.config.schema import TrainConfig
 from roll.data.batch import Batch
 from roll.data.tokenlog import branches
 from roll.model.lora import adapted_layers
-from roll.model.positions import longest_sequence
+from roll.model.rope import longest_sequence
 from roll.model.shape import ModelShape
 from roll.strategy.train.budget import Budget, choose, spare_of
 from roll.strategy.train.footprint import Footprint

@@ -17,8 +17,8 @@ from roll.config.schema import TrainConfig
 from roll.data import Batch, Sample, Task
 from roll.engine.request import Completion, Request, Sampling
 from roll.model import attention
-from roll.model.character import character_tokenizer
 from roll.model.loading import in_precision
+from roll.model.tiny import character_tokenizer
 from roll.strategy.infer.base import InferStrategy
 from roll.strategy.train.single import SingleStrategy
 

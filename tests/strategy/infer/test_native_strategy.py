@@ -18,7 +18,7 @@ from roll.config.errors import RunError
 from roll.config.schema import TrainConfig
 from roll.engine.request import Completion, Request, Sampling
 from roll.model import attention
-from roll.model.character import character_tokenizer
+from roll.model.tiny import character_tokenizer
 from roll.strategy.infer.native import NativeStrategy
 from roll.strategy.train.single import SingleStrategy
 from roll.weight_sync.weights import Weights

@@ -28,8 +28,8 @@ from transformers import LlamaForCausalLM
 from roll.config.errors import RunError
 from roll.config.schema import LoraConfig, TrainConfig
 from roll.model import attention
-from roll.model.character import character_tokenizer
 from roll.model.lora import Adapters, Base, is_adapter
+from roll.model.tiny import character_tokenizer
 from roll.strategy.train.single import SingleStrategy
 
 __all__ = ["captured"]

@@ -18,9 +18,9 @@ from roll.config.errors import UserError
 from roll.config.schema import TrainConfig
 from roll.data import Batch
 from roll.engine.routes import Recorder
-from roll.model.character import character_tokenizer
 from roll.model.routing import RouterPass, Routers, weighing_of
 from roll.model.shard_loading import SafeFolder
+from roll.model.tiny import character_tokenizer
 from roll.strategy.train.mixture import BIAS, Mixture
 from roll.strategy.train.single import SingleStrategy
 from roll.weight_sync.merged_state_dict import published_tensors

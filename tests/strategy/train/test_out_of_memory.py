@@ -23,8 +23,8 @@ from roll.config.errors import RunError
 from roll.config.schema import LoraConfig, TrainConfig
 from roll.data import Batch
 from roll.model import attention
-from roll.model.character import character_tokenizer
 from roll.model.lora import Adapters
+from roll.model.tiny import character_tokenizer
 from roll.strategy.train.base import UpdateStats
 from roll.strategy.train.microbatch import largest_rows
 from roll.strategy.train.out_of_memory import free_memory, is_out_of_memory, said_first

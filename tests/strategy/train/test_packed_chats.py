@@ -18,9 +18,9 @@ from roll.config.schema import DataConfig, TrainConfig
 from roll.data import Batch, Chat
 from roll.data.chat_sources import ChatSet
 from roll.model import attention
-from roll.model.character import character_tokenizer
 from roll.model.chat import ChatRenderer
-from roll.model.corpus import make_corpus
+from roll.model.sft_dataset import make_corpus
+from roll.model.tiny import character_tokenizer
 from roll.strategy.train.single import SingleStrategy
 
 TEXTS = st.sampled_from(["", "a", "ab", "abc", "no", "yes", "2+2=", "4"])

@@ -102,7 +102,7 @@ def test_after_a_replay_the_model_chooses_for_itself() -> None:
 
 
 def test_a_frozen_model_chooses_for_itself() -> None:
-    from roll.model.character import character_tokenizer
+    from roll.model.tiny import character_tokenizer
     from roll.strategy.train.single import SingleStrategy
 
     batch = make_batch(Groups(seed=2, turns=1), "qwen3_moe")

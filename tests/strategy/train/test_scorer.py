@@ -13,9 +13,9 @@ from transformers import AutoModelForSequenceClassification
 from roll.config import UserError
 from roll.config.schema import TrainConfig
 from roll.data.tokenlog import IntArray
-from roll.model.character import character_tokenizer
 from roll.model.classifier import load_classifier
 from roll.model.find import find_model
+from roll.model.tiny import character_tokenizer
 from roll.strategy.train.scorer import ScoreStrategy
 
 TOKENIZER = character_tokenizer()
@@ -65,7 +65,7 @@ def test_laid_aside_and_back_it_scores_the_same(tmp_path: Path) -> None:
 
 
 def test_a_model_without_such_a_head_is_refused(tmp_path: Path) -> None:
-    from roll.model.character import tiny_model
+    from roll.model.tiny import tiny_model
 
     with pytest.raises(UserError, match="'tiny' has no head that scores: write a folder or hub id"):
         load_classifier(find_model("tiny"), torch.float32)

@@ -19,15 +19,15 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from roll.config.errors import UserError
 from roll.config.schema import LoraConfig
 from roll.model import attention
-from roll.model.character import tiny_model
 from roll.model.classifier import load_classifier_config
 from roll.model.find import ModelSource, first_line
 from roll.model.loading import in_precision, load_model_config, readable
 from roll.model.lora import Adapters
-from roll.model.positions import fix_angles
+from roll.model.rope import fix_angles
 from roll.model.shard_loading import load_shards
 from roll.model.shard_merging import merge_shards
-from roll.model.value import ValueModel
+from roll.model.tiny import tiny_model
+from roll.model.value_head import ValueModel
 from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.module import TrainModule, shard
 

@@ -20,11 +20,11 @@ from roll.cluster.mesh import MeshShape
 from roll.config.schema import LoraConfig, TrainConfig
 from roll.data import Batch
 from roll.data.tokenlog import IntArray
-from roll.model.character import character_tokenizer
 from roll.model.classifier import load_classifier
 from roll.model.find import ModelSource
 from roll.model.loading import load_model
 from roll.model.lora import Adapters, Base, is_adapter
+from roll.model.tiny import character_tokenizer
 from roll.strategy.train.critic import CriticStrategy
 from roll.strategy.train.scorer import ScoreStrategy
 from roll.strategy.train.sharded.build import build_sharded

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from roll.algorithm import LossSpec
 from roll.cluster.mesh import MeshShape
-from roll.model.character import character_tokenizer
+from roll.model.tiny import character_tokenizer
 from roll.strategy.train.optimizer import Step
 from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.single import SingleStrategy

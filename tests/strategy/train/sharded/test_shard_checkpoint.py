@@ -23,13 +23,13 @@ from roll.atomic_files import file_digest
 from roll.config.errors import RunError, UserError
 from roll.config.schema import LoraConfig, TrainConfig
 from roll.model import attention
-from roll.model.character import character_tokenizer
 from roll.model.lora import Adapters, Base
-from roll.model.safe_files import INDEX
+from roll.model.safetensors_writer import INDEX
 from roll.model.shard_box import local_box
 from roll.model.shard_export import export_shards
 from roll.model.shard_folder import ShardFolder
-from roll.model.value import ValueModel
+from roll.model.tiny import character_tokenizer
+from roll.model.value_head import ValueModel
 from roll.strategy.train.critic import CriticStrategy
 from roll.strategy.train.optimizer import MasterAdamW
 from roll.strategy.train.passes import FILE, Passes

@@ -21,11 +21,11 @@ from roll.config.errors import UserError
 from roll.config.schema import LoraConfig, TrainConfig
 from roll.data import Batch
 from roll.data.tokenlog import FloatArray
-from roll.model.character import character_tokenizer
 from roll.model.find import ModelSource
 from roll.model.loading import load_model
 from roll.model.lora import Adapters, inject, is_adapter
 from roll.model.shard_loading import _copy
+from roll.model.tiny import character_tokenizer
 from roll.strategy.train.sharded.build import build_sharded
 from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.strategy import ShardedStrategy

@@ -19,10 +19,10 @@ from roll.cluster.mesh import MeshShape
 from roll.config.schema import LoraConfig, TrainConfig
 from roll.data import Batch
 from roll.model import attention
-from roll.model.character import character_tokenizer
 from roll.model.find import find_model
 from roll.model.loading import load_model
 from roll.model.lora import Adapters
+from roll.model.tiny import character_tokenizer
 from roll.strategy.shelf import Level
 from roll.strategy.train.optimizer import Step
 from roll.strategy.train.policy import PolicyTrainer

@@ -30,11 +30,11 @@ from roll.config.schema import TrainConfig
 from roll.data import Batch, Sample, Task
 from roll.data.tokenlog import branches
 from roll.model import attention
-from roll.model.character import character_tokenizer
 from roll.model.experts import experts_of
 from roll.model.routing import Routers
 from roll.model.shape import ModelShape
-from roll.model.value import ValueModel
+from roll.model.tiny import character_tokenizer
+from roll.model.value_head import ValueModel
 from roll.strategy.train import policy
 from roll.strategy.train.base import UpdateStats
 from roll.strategy.train.critic import CriticStrategy, CriticTrainer

@@ -14,9 +14,9 @@ from roll.config.errors import UserError
 from roll.config.schema import DataConfig
 from roll.data import Chat, TokenLog
 from roll.data.chat_sources import ChatSet
-from roll.model.character import character_tokenizer
 from roll.model.chat import ChatRenderer
-from roll.model.corpus import Corpus, Order, make_corpus
+from roll.model.sft_dataset import Corpus, Order, make_corpus
+from roll.model.tiny import character_tokenizer
 
 
 @cache
