@@ -66,7 +66,7 @@ def measure(model: str, executor: str, offload: str, steps: int) -> dict[str, An
     import roll.pipeline.recorder as recorder
     from roll.config import load_config
     from roll.devices.plan import make_plan
-    from roll.pipeline.launch import train
+    from roll.pipeline.entrypoints import train
     from roll.pipeline.prepare import prepare
     from roll.pipeline.report import PlainReporter
     from roll.run import Metrics

@@ -133,7 +133,7 @@ def settings(args: Any, folder: Path, tasks: Path, seed: int) -> dict[str, Any]:
 def run_roll(config: dict[str, Any], stop_at: float | None = None) -> list[dict[str, float]]:
     """The metrics of every step; `stop_at`: a mean reward of a step that is enough."""
     from roll.config.schema import Config
-    from roll.pipeline.launch import train
+    from roll.pipeline.entrypoints import train
     from roll.pipeline.report import PlainReporter, StepReport
 
     steps: list[dict[str, float]] = []

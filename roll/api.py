@@ -19,14 +19,14 @@ from roll.config.schema import DataConfig, ModelConfig, TasksConfig
 from roll.data.in_memory import are_splits, given_chats, given_tasks
 from roll.pipeline.output import say
 from roll.pipeline.preflight import check_folder, check_model, check_plays, find
-from roll.pipeline.stopping import outside_loop
+from roll.pipeline.signals import outside_loop
 
 if TYPE_CHECKING:
     from roll.data.chat_sources import ChatSource
     from roll.data.sources import TaskSource
-    from roll.pipeline.held_out import HeldOut
     from roll.pipeline.report import Reporter
     from roll.pipeline.run_code import Code
+    from roll.pipeline.sft_eval import HeldOut
     from roll.reward import RewardFn
     from roll.rollout.transcript import Transcript
     from roll.scheduler.evaluate import Evaluation
@@ -88,7 +88,7 @@ def train(
     check_folder(given.config, resume=resume, restart=restart)
     found = None if resume else find(given.config, **given.objects)
     check_model(given.config)
-    from roll.pipeline.launch import train as run_training
+    from roll.pipeline.entrypoints import train as run_training
 
     chosen: dict[str, Any] = {"resume": resume, "restart": restart, "code": code, "reporter": reporter, "found": found}
     return outside_loop(lambda: run_training(given.config, **chosen, **given.objects))
@@ -116,7 +116,7 @@ def evaluate(
     given = arguments(_of_run(config, code), model, tasks, reward, chats, overrides, settings)
     found = find(given.config, **given.objects)
     check_model(given.config)
-    from roll.pipeline.launch import evaluate as run_evaluation
+    from roll.pipeline.entrypoints import evaluate as run_evaluation
 
     return outside_loop(lambda: run_evaluation(given.config, **given.objects, found=found))
 
@@ -145,7 +145,7 @@ def play(
     check_plays(given.config)
     found = find(given.config, **given.objects)
     check_model(given.config)
-    from roll.pipeline.launch import play as run_play
+    from roll.pipeline.entrypoints import play as run_play
 
     return outside_loop(lambda: run_play(given.config, episodes, **given.objects, found=found))
 

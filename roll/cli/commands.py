@@ -26,7 +26,7 @@ from typer.core import TyperGroup
 from roll.config.errors import RunError, UserError
 from roll.config.hints import command_line
 from roll.pipeline.output import tolerant_output
-from roll.pipeline.stopping import Stopped, exit_status
+from roll.pipeline.signals import Stopped, exit_status
 
 if TYPE_CHECKING:
     from roll.config import Config
@@ -119,7 +119,7 @@ def train(
     chosen = _check_code(settings, code) if resume else None
     found = _found(settings, read=not resume)
     from roll.cli.display import LiveReporter, print_summary
-    from roll.pipeline.launch import train as run_training
+    from roll.pipeline.entrypoints import train as run_training
     from roll.pipeline.report import held_out_lines
 
     with tolerant_output(every_error=True):
@@ -154,7 +154,7 @@ def evaluate(
     settings = _config_of(target, overrides or [], code)
     with redirect_stdout(sys.stderr) if as_json else nullcontext():  # users' code may print when it is loaded
         found = _found(settings)
-        from roll.pipeline.launch import evaluate as run_evaluation
+        from roll.pipeline.entrypoints import evaluate as run_evaluation
 
         result = run_evaluation(settings, found=found)
     if as_json:
@@ -180,7 +180,7 @@ def rollout(
     check_plays(settings)
     found = _found(settings)
     from roll.cli.transcripts import print_json, print_transcripts
-    from roll.pipeline.launch import play
+    from roll.pipeline.entrypoints import play
 
     transcripts = play(settings, episodes, found=found)
     if as_json:

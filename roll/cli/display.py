@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from roll.config.evaluation import HELD_OUT
-from roll.pipeline.held_out import HeldOut
 from roll.pipeline.report import Measured, StepReport, held_out_lines
+from roll.pipeline.sft_eval import HeldOut
 from roll.run.folder import RunFolder
 from roll.run.state_latency import StageTable
 from roll.scheduler.evaluate import Evaluation

@@ -26,19 +26,20 @@ from roll.model.loading import load_model_config, load_tokenizer, stop_ids_of
 from roll.model.lora import Base
 from roll.model.rope import longest_sequence
 from roll.model.sft_dataset import Corpus, Order, make_corpus
-from roll.pipeline import rollout_record, sft_record
-from roll.pipeline.held_out import HeldOut, measure
+from roll.pipeline import rlvr_metrics as rollout_record
+from roll.pipeline import sft_metrics as sft_record
 from roll.pipeline.preflight import Found, find, find_tasks, rules_of
-from roll.pipeline.prompts import fitting
+from roll.pipeline.prompt_filter import fitting
 from roll.pipeline.recorder import Recorder
-from roll.pipeline.remarks import remarks
+from roll.pipeline.residency_manager import Turns
+from roll.pipeline.reward_models import check_scorers
 from roll.pipeline.rlvr import RLVR, make_evaluator
 from roll.pipeline.roles import Roles, TrainRoles, start_roles, start_trainer
-from roll.pipeline.scoring import check_scorers
+from roll.pipeline.run_warnings import remarks
 from roll.pipeline.sft import SFT
+from roll.pipeline.sft_eval import HeldOut, measure
 from roll.pipeline.state import RunState, SFTState, State
 from roll.pipeline.supervision import supervised, supervised_trainer
-from roll.pipeline.turns import Turns
 from roll.reward import RewardFn, RewardSource
 from roll.reward.answers import check_answers
 from roll.rollout.transcript import Transcript

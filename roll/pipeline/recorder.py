@@ -19,10 +19,10 @@ from typing import Any
 from roll.config import dump_config
 from roll.config.schema import Config
 from roll.config.secrets import KNOWN
+from roll.pipeline.eta import seconds_left
 from roll.pipeline.report import Measured, Reporter, StepReport
 from roll.pipeline.resume import Change
 from roll.pipeline.state import State
-from roll.pipeline.time_left import seconds_left
 from roll.run import (
     Checkpoint,
     Checkpoints,

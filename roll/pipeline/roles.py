@@ -22,7 +22,7 @@ from roll.devices.residency import StageTable, residency
 from roll.devices.run_requirements import SFT_ROLES, rlvr_roles
 from roll.env.stats import EnvStats
 from roll.model.find import find_model
-from roll.pipeline.scoring import scorer_peaks, start_scorers
+from roll.pipeline.reward_models import scorer_peaks, start_scorers
 from roll.pipeline.start import LEAST_SILENT_S, aside, met, watched
 from roll.process.structured_gather import together
 from roll.reward import RewardSource

@@ -11,11 +11,11 @@ from pathlib import Path
 from roll.algorithm import LossSpec
 from roll.config.schema import Config
 from roll.model.sft_dataset import Corpus, Order
-from roll.pipeline.health import Health
-from roll.pipeline.held_out import measure
+from roll.pipeline.nan_guard import Health
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.roles import TrainRoles
-from roll.pipeline.sft_record import SFTRecord
+from roll.pipeline.sft_eval import measure
+from roll.pipeline.sft_metrics import SFTRecord
 from roll.pipeline.state import SFTState
 from roll.workers.train import TrainWorker
 

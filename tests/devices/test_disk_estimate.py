@@ -9,7 +9,7 @@ import pytest
 from roll.config import Config, UserError, load_config
 from roll.devices.disk_estimate import Writes, check_disk, disk_remark, free_bytes
 from roll.devices.plan import make_plan
-from roll.pipeline.launch import train
+from roll.pipeline.entrypoints import train
 from roll.pipeline.prepare import prepare
 from roll.pipeline.report import SilentReporter
 

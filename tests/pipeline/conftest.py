@@ -7,7 +7,7 @@ import pytest
 from small_runs import EXACT, ONE, RANKS, SMALL, TINY, Remains
 
 from roll import load_config
-from roll.pipeline.launch import train
+from roll.pipeline.entrypoints import train
 from roll.pipeline.report import SilentReporter
 
 

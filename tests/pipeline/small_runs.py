@@ -41,7 +41,7 @@ WAIT_S = 300.0
 
 # Children are forked off a process that has imported everything, so that each starts at once.
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["roll.cli.commands", "roll.cli.display", "roll.pipeline.launch", "roll.run.plot"])
+_processes.set_forkserver_preload(["roll.cli.commands", "roll.cli.display", "roll.pipeline.entrypoints", "roll.run.plot"])
 
 
 @dataclass

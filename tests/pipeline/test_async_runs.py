@@ -18,7 +18,7 @@ from roll import load_config
 from roll.cluster.ray_executor import RayExecutor
 from roll.config.schema import RayConfig
 from roll.ledger.index import LedgerIndex
-from roll.pipeline.launch import train
+from roll.pipeline.entrypoints import train
 from roll.pipeline.report import SilentReporter, StepReport
 
 pytestmark = pytest.mark.ray

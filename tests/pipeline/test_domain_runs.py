@@ -12,7 +12,7 @@ import pytest
 from small_runs import EXAMPLES, SMALL, Remains
 
 from roll import Config, UserError, load_config
-from roll.pipeline.launch import evaluate, train
+from roll.pipeline.entrypoints import evaluate, train
 from roll.pipeline.prepare import check
 from roll.pipeline.report import SilentReporter
 

@@ -12,7 +12,7 @@ from small_runs import EXAMPLES
 from roll.cli import main
 from roll.cli.transcripts import print_transcripts
 from roll.config import UserError, load_config
-from roll.pipeline.launch import play, train
+from roll.pipeline.entrypoints import play, train
 from roll.run import Metrics, RunFolder, read_samples
 
 TURNS = str(EXAMPLES / "turns.yaml")

@@ -12,7 +12,7 @@ from small_runs import SMALL, TINY, Remains, start_roll
 
 from roll.cli import main
 from roll.config import UserError, load_config
-from roll.pipeline.launch import evaluate, train
+from roll.pipeline.entrypoints import evaluate, train
 from roll.pipeline.report import SilentReporter
 
 MINE = """

@@ -12,7 +12,7 @@ from roll.config import UserError, load_config
 from roll.config.schema import DataConfig
 from roll.data.chat_sources import load_chats
 from roll.model.tiny import character_tokenizer
-from roll.pipeline.launch import train
+from roll.pipeline.entrypoints import train
 from roll.pipeline.report import SilentReporter
 
 GAME = {"name": "echo_turns", "turns": 2, "symbols": "0123"}

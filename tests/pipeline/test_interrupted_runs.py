@@ -16,7 +16,7 @@ from small_runs import EXACT, SMALL, TINY, WAIT_S, Remains, start_roll
 
 from roll.cli import main
 from roll.config import load_config
-from roll.pipeline.launch import train
+from roll.pipeline.entrypoints import train
 from roll.pipeline.report import PlainReporter
 
 
@@ -97,7 +97,7 @@ def test_a_signal_while_a_run_starts_leaves_nothing_and_no_traceback(
     script = tmp_path / "train.py"
     script.write_text(
         "import functools, os, signal, sys\n"
-        "import roll.pipeline.launch as launch\n"
+        "import roll.pipeline.entrypoints as launch\n"
         "import roll.pipeline.roles as roles\n"
         "import roll.run.folder as folder\n"
         "from roll.cli import main\n"

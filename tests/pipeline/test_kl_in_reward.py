@@ -13,7 +13,7 @@ from roll import load_config
 from roll.algorithm.credit import TokenCredit, token_credit
 from roll.algorithm.loss_inputs import CreditSpec
 from roll.data.batch import Batch
-from roll.pipeline.launch import train
+from roll.pipeline.entrypoints import train
 from roll.pipeline.report import SilentReporter
 from roll.strategy.train import critic, policy
 

@@ -10,7 +10,7 @@ from small_runs import SMALL, TINY, Remains
 
 from roll import load_config
 from roll.config.errors import UserError
-from roll.pipeline.launch import train
+from roll.pipeline.entrypoints import train
 from roll.pipeline.report import SilentReporter
 
 SAMPLES = 8

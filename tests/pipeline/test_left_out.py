@@ -8,7 +8,7 @@ from pathlib import Path
 from small_runs import SMALL, TINY, Remains
 
 from roll import load_config
-from roll.pipeline.launch import train
+from roll.pipeline.entrypoints import train
 from roll.pipeline.report import SilentReporter
 from roll.scheduler.rollout_result import LEFT_OUT
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from roll import load_config
 from roll.cli import main
 from roll.model.tiny import tiny_model
-from roll.pipeline.launch import train
+from roll.pipeline.entrypoints import train
 from roll.pipeline.report import SilentReporter
 
 LORA = ("model.lora.rank=4", "model.dtype=fp32", "train.lr=1e-2")

@@ -7,7 +7,7 @@ import pytest
 from roll.config import load_config
 from roll.data.sources import TaskSet
 from roll.data.task import Task
-from roll.pipeline.remarks import remarks
+from roll.pipeline.run_warnings import remarks
 
 ASKED = (Task.ask("a", "1+1=", 2),)
 

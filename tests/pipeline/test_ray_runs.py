@@ -23,7 +23,7 @@ from roll.cluster.executor import Executor, Handle, LocalExecutor, LocalHandle
 from roll.cluster.ray_executor import RayExecutor
 from roll.config import Config, RunError
 from roll.config.schema import RayConfig
-from roll.pipeline.launch import train
+from roll.pipeline.entrypoints import train
 from roll.pipeline.report import SilentReporter
 from roll.workers.infer import InferWorker
 from roll.workers.publish import publish

@@ -17,7 +17,7 @@ from roll.data.tokenlog import branches
 from roll.engine.request import Request
 from roll.engine.slot_engine import Engine
 from roll.model.tiny import character_tokenizer, tiny_config
-from roll.pipeline.launch import train
+from roll.pipeline.entrypoints import train
 from roll.pipeline.prepare import check
 from roll.pipeline.report import SilentReporter
 from roll.strategy.train import policy

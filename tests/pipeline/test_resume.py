@@ -13,7 +13,7 @@ from small_runs import SMALL, TINY, Remains
 
 from roll.config import Config, UserError, load_config
 from roll.config import schema_tree as shape
-from roll.pipeline.launch import train
+from roll.pipeline.entrypoints import train
 from roll.pipeline.report import PlainReporter, SilentReporter
 from roll.pipeline.resume import MAY_CHANGE, MUST_STAY, changes_since, refuse_changes
 from roll.run import RunFolder

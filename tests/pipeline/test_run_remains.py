@@ -18,7 +18,7 @@ from roll import Batch, load_config
 from roll.cli import main
 from roll.engine.request import Completion, Request
 from roll.model.tiny import tiny_model
-from roll.pipeline.launch import train
+from roll.pipeline.entrypoints import train
 from roll.pipeline.report import SilentReporter
 from roll.rollout.engine_client import EngineDoor
 from roll.run import read_samples

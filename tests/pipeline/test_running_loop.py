@@ -14,9 +14,9 @@ import pytest
 from small_runs import SMALL, TINY, Remains
 
 import roll
-from roll.pipeline import stopping
+from roll.pipeline import signals as stopping
 from roll.pipeline.report import SilentReporter, StepReport
-from roll.pipeline.stopping import Stopped, outside_loop, signals_to
+from roll.pipeline.signals import Stopped, outside_loop, signals_to
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from roll.algorithm import LossSpec
 from roll.cli import main
 from roll.config import UserError, load_config
 from roll.data import Batch, Chat
-from roll.pipeline.launch import evaluate, train
+from roll.pipeline.entrypoints import evaluate, train
 from roll.pipeline.report import SilentReporter
 from roll.run import LedgerIndex
 from roll.scheduler.rollout_result import NOT_FINITE

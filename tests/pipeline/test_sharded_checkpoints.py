@@ -24,10 +24,10 @@ from roll.config.errors import RunError
 from roll.model.find import find_model
 from roll.model.loading import load_model
 from roll.model.shard_folder import ShardFolder
-from roll.pipeline.launch import train
+from roll.pipeline.entrypoints import train
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.report import SilentReporter, StepReport
-from roll.pipeline.stopping import Stopped
+from roll.pipeline.signals import Stopped
 from roll.run import Checkpoints
 
 MIB = 2**20

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from roll.config import load_config
 from roll.model.shard_folder import ShardFolder
-from roll.pipeline.launch import train
+from roll.pipeline.entrypoints import train
 from roll.pipeline.report import SilentReporter
 
 FOUR = "roles.actor_train={strategy: sharded, replicas: 4, parallel: {replicate: 2}}"

@@ -14,9 +14,9 @@ from roll.cli import main
 from roll.data.sources import TaskSet
 from roll.model.chat import ChatRenderer
 from roll.model.tiny import character_tokenizer
-from roll.pipeline.launch import evaluate, train
+from roll.pipeline.entrypoints import evaluate, train
 from roll.pipeline.prepare import check, prepare
-from roll.pipeline.prompts import fitting
+from roll.pipeline.prompt_filter import fitting
 from roll.pipeline.report import SilentReporter, StepReport
 
 CODE = """

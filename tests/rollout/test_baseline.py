@@ -14,7 +14,7 @@ from toys import Moves, Party, ToyRunner, episode_of, go, party, spoken, tasks, 
 
 from roll.config.schema import RolloutConfig
 from roll.data import Group, Sample
-from roll.pipeline.rollout_record import rollout_metrics
+from roll.pipeline.rlvr_metrics import rollout_metrics
 from roll.scheduler.filters import make_filter, no_signal
 from roll.scheduler.lifecycle import Lifecycle
 from roll.scheduler.rollout_pool import RolloutPool

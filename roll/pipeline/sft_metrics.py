@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from roll.data.batch import Batch
 from roll.model.sft_dataset import LeftOut, Order
-from roll.pipeline.held_out import HeldOut
 from roll.pipeline.recorder import Recorder, update_metrics
 from roll.pipeline.report import Measured
 from roll.pipeline.roles import TrainRoles
+from roll.pipeline.sft_eval import HeldOut
 from roll.pipeline.state import SFTState
 from roll.run import Panel, Transition
 from roll.scheduler.rollout_result import NOT_FINITE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.pipeline.time_left import seconds_left
+from roll.pipeline.eta import seconds_left
 
 Everys = st.integers(0, 12)
 

@@ -15,8 +15,8 @@ from roll.algorithm import Algorithm
 from roll.config import load_config
 from roll.config.errors import RunError, UserError
 from roll.data import Batch
-from roll.pipeline.health import Health
-from roll.pipeline.launch import train
+from roll.pipeline.entrypoints import train
+from roll.pipeline.nan_guard import Health
 from roll.pipeline.report import SilentReporter
 from roll.strategy.train.base import NotFinite, UpdateStats
 from roll.strategy.train.critic import CriticStrategy

@@ -19,7 +19,6 @@ from roll.data.chat_sources import ChatSource
 from roll.data.sources import TaskSource
 from roll.devices.disk_estimate import disk_remark
 from roll.devices.plan import Plan, check_memory, make_plan
-from roll.pipeline.held_out import HeldOut
 from roll.pipeline.preflight import Found, check_folder, check_plays
 from roll.pipeline.prepare import Pipeline, RLVRPipeline, prepare
 from roll.pipeline.recorder import Recorder
@@ -27,8 +26,9 @@ from roll.pipeline.report import PlainReporter, Reporter
 from roll.pipeline.resume import Resumed, newest_checkpoint, resumed
 from roll.pipeline.roles import TrainRoles, executor_of, inventory_of
 from roll.pipeline.run_code import Chosen, Code, code_to_resume
+from roll.pipeline.sft_eval import HeldOut
+from roll.pipeline.signals import Stopped, cancelled_by_signals, signals_to
 from roll.pipeline.state import State
-from roll.pipeline.stopping import Stopped, cancelled_by_signals, signals_to
 from roll.process.gc_tuning import spare_collector
 from roll.reward import RewardFn
 from roll.rollout.transcript import Transcript

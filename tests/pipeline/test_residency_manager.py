@@ -12,8 +12,8 @@ from roll.config import load_config
 from roll.devices.inventory import Inventory, Node
 from roll.devices.map import make_map
 from roll.devices.residency import residency
+from roll.pipeline.residency_manager import Turns
 from roll.pipeline.roles import Roles
-from roll.pipeline.turns import Turns
 from roll.scheduler.router import Router
 from roll.strategy.shelf import Level
 
