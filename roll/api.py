@@ -293,7 +293,7 @@ def _sort_reward_settings(found: _Sorted, written: dict[str, Any]) -> None:
     if not functions:
         found.settings["reward"] = {**written, "parts": named}
         return
-    from roll.reward.given import compose_given, refuse_roles
+    from roll.reward.in_memory import compose_given, refuse_roles
 
     refuse_roles(named)
     load_config({"reward": {"parts": named}})  # refuses wrong weights and gates

@@ -143,7 +143,7 @@ HEAVY = {"torch", "transformers", "ray", "vllm", "matplotlib"}
     [
         ("roll", {*HEAVY, "numpy", "pydantic"}),
         ("roll.config.load", {*HEAVY, "numpy"}),
-        ("roll.reward.process", {*HEAVY, "numpy", "pydantic"}),
+        ("roll.reward.grader_main", {*HEAVY, "numpy", "pydantic"}),
         ("roll.env.env_server", {*HEAVY, "numpy", "pydantic"}),
         ("roll.cluster", HEAVY),
         ("roll.cluster.ray_actor", {*HEAVY, "pydantic"} - {"ray"}),

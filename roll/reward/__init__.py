@@ -12,7 +12,7 @@ a `ScoreFailure` that says why.
 
 from roll.reward.base import RewardFn, ScoreFailure, Verdict
 from roll.reward.compose import compose
-from roll.reward.make import make
-from roll.reward.resolve import RewardSource
+from roll.reward.factory import make
+from roll.reward.reward_spec import RewardSource
 
 __all__ = ["RewardFn", "RewardSource", "ScoreFailure", "Verdict", "compose", "make"]

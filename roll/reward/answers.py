@@ -21,7 +21,7 @@ from roll.data.task import Response, Task
 from roll.process.structured_gather import together
 from roll.reward.base import RewardFn, ScoreFailure, check_answer
 from roll.reward.pool import GraderPool
-from roll.reward.resolve import RewardSource
+from roll.reward.reward_spec import RewardSource
 
 MOST = 256
 """Tasks whose answers are tried by a verdict, of each reward."""

@@ -10,9 +10,9 @@ BUILTINS: Mapping[str, str] = MappingProxyType(
         "choice": "roll.reward.choice:Choice",
         "code": "roll.reward.code:Code",
         "exact": "roll.reward.match:Exact",
-        "format": "roll.reward.form:Format",
+        "format": "roll.reward.format:Format",
         "fuzzy": "roll.reward.match:Fuzzy",
-        "http": "roll.reward.service:Service",
+        "http": "roll.reward.http_reward:Service",
         "instructions": "roll.reward.instructions:Instructions",
         "judge": "roll.reward.judge:judge",
         "length": "roll.reward.length:Length",
@@ -20,7 +20,7 @@ BUILTINS: Mapping[str, str] = MappingProxyType(
         "number": "roll.reward.numbers:Number",
         "reasoning_gym": "roll.reward.reasoning_gym:ReasoningGym",
         "repetition": "roll.reward.repetition:Repetition",
-        "reward_model": "roll.reward.roles:ModelScore",
+        "reward_model": "roll.reward.model_reward:ModelScore",
     }
 )
 """What each name calls with the reward's options: a class whose instances are rewards, or a function that returns one."""

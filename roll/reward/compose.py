@@ -31,8 +31,8 @@ from roll.reward.base import (
     reads_answers,
 )
 from roll.reward.builtin import OF_ROLES
-from roll.reward.make import check_built_in, make
-from roll.reward.roles import AsksRole, asks_role, told
+from roll.reward.factory import check_built_in, make
+from roll.reward.model_reward import AsksRole, asks_role, told
 
 if TYPE_CHECKING:
     from roll.config.reward import RewardRule

@@ -18,7 +18,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from roll.reward.patience import patiently
+from roll.reward.time_limit import patiently
 
 Place: TypeAlias = Literal["stated", "text", "last_line", "boxed", "answer"]
 """The first of tag, box, `####` and final statement that there is, else all of the text; all of the text; its last line

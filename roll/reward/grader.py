@@ -10,10 +10,10 @@ from roll.config.errors import RunError, UserError
 from roll.process.bounded_log import LIMIT_BYTES
 from roll.process.framing import HEADER, frame
 from roll.process.managed_process import Child
-from roll.reward import wire
+from roll.reward import ipc as wire
 from roll.reward.base import ScoreFailure
-from roll.reward.process import COMMAND
-from roll.reward.resolve import RewardSource
+from roll.reward.grader_main import COMMAND
+from roll.reward.reward_spec import RewardSource
 
 _GRACE_S = 0.2
 _STATUS_S = 2.0

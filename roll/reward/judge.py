@@ -14,9 +14,9 @@ from typing import Literal, TypeAlias
 
 from roll.config.suggest import did_you_mean
 from roll.data.task import Message, Response, Task
-from roll.reward.chat_server import ChatServer, check_drawing
 from roll.reward.extract import visible
-from roll.reward.role_judge import RoleJudge
+from roll.reward.judge_role import RoleJudge
+from roll.reward.openai_client import ChatServer, check_drawing
 
 Ask: TypeAlias = Callable[[Sequence[Message]], str]
 """Answers a conversation."""

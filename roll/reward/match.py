@@ -12,7 +12,7 @@ from typing import Literal
 
 from roll.data.task import Response, Task
 from roll.reward.extract import Place, check_place, extract, plain
-from roll.reward.patience import patiently
+from roll.reward.time_limit import patiently
 
 
 @dataclass(frozen=True)

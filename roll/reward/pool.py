@@ -19,15 +19,15 @@ from roll.config.errors import RunError
 from roll.data.task import Response, Task
 from roll.process.bounded_log import LIMIT_BYTES
 from roll.process.structured_gather import together
-from roll.reward import wire
+from roll.reward import ipc as wire
 from roll.reward.base import ScoreFailure, Verdict
 from roll.reward.cache import VerdictCache
+from roll.reward.fair_queue import Turns
 from roll.reward.grader import Grader
-from roll.reward.process import judged
-from roll.reward.resolve import RewardSource
-from roll.reward.roles import Said
+from roll.reward.grader_main import judged
+from roll.reward.model_reward import Said
+from roll.reward.reward_spec import RewardSource
 from roll.reward.stats import GraderStats, Latency
-from roll.reward.turns import Turns
 from roll.sandbox.cgroups import sweep
 
 _log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Any
 from roll.data.reasoning_gym import make_puzzles
 from roll.data.task import Response, Task
 from roll.reward.extract import extract
-from roll.reward.patience import patiently
+from roll.reward.time_limit import patiently
 
 _LONGEST = 1 << 16
 """Characters of an answer."""

@@ -17,7 +17,7 @@ from roll.cluster import Dispatch, Place, parallel
 from roll.config.schema import Config
 from roll.data.task import Message
 from roll.engine.request import Completion, Request, Sampling, seed_of
-from roll.reward.roles import Drawing
+from roll.reward.model_reward import Drawing
 from roll.workers.device import DeviceWorker
 from roll.workers.turn import Turn
 

@@ -10,7 +10,7 @@ from roll.config.schema import RewardConfig
 from roll.data.task import Response, Task
 from roll.process.bounded_log import LIMIT_BYTES
 from roll.reward import RewardSource, ScoreFailure, Verdict
-from roll.reward.asking import Asking
+from roll.reward.model_score_client import Asking
 from roll.reward.pool import GraderPool
 from roll.reward.stats import GraderStats
 from roll.workers.scorers import ScorerModels, Scorers

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from roll.cluster import Cluster
 from roll.cluster.errors import RemoteError, WorkerError
 from roll.data.task import Message
-from roll.reward.roles import Drawing, Unanswered
+from roll.reward.model_reward import Drawing, Unanswered
 from roll.reward.stats import Latency, RoleStats
 from roll.workers.judge import JudgeWorker
 from roll.workers.reward_model import RewardModelWorker
@@ -107,7 +107,7 @@ class _Queue:
 
 
 class ScorerModels:
-    """What a reward worker asks its rewards' questions of: `roll.reward.roles.Models`."""
+    """What a reward worker asks its rewards' questions of: `roll.reward.model_reward.Models`."""
 
     def __init__(self, *, replies_at_once: int, askers: int, patience_s: float) -> None:
         """`replies_at_once` is what one judge generates at once; `askers` are the reward workers that share the roles."""

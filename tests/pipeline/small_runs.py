@@ -114,7 +114,7 @@ def commands() -> Iterator[tuple[int, list[str]]]:
 
 
 def _is_grader(arguments: list[str], of: int) -> bool:
-    code = next((i for i, argument in enumerate(arguments) if "roll.reward.process" in argument), None)
+    code = next((i for i, argument in enumerate(arguments) if "roll.reward.grader_main" in argument), None)
     return code is not None and arguments[code + 2] == str(of)
 
 

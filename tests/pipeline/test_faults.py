@@ -128,7 +128,7 @@ def test_a_run_in_one_process_survives_its_graders_and_environments(tmp_path: Pa
     )
     with running(tmp_path, *settings) as run:
         run.reach(2)
-        for process in ("roll.reward.process", "roll.env.env_server"):
+        for process in ("roll.reward.grader_main", "roll.env.env_server"):
             for how in (signal.SIGKILL, signal.SIGSTOP):
                 step = run.steps
                 os.kill(children_of(run.child.pid, process)[0], how)

@@ -12,7 +12,7 @@ import pytest
 from roll.env import ipc as wire
 from roll.env.base import Opened, Step
 from roll.process.framing import HEADER, Reader
-from roll.reward import wire as reward_wire
+from roll.reward import ipc as reward_wire
 from roll.reward.base import Verdict
 
 

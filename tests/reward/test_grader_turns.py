@@ -12,8 +12,8 @@ from test_grader_pool import DEADLINE_S, RESPONSE, with_pool
 
 from roll.data import Task
 from roll.reward import ScoreFailure
+from roll.reward.fair_queue import Turns
 from roll.reward.pool import GraderPool
-from roll.reward.turns import Turns
 
 moves = st.lists(
     st.tuples(st.just("wait"), st.sampled_from("abc"))

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.data.task import Response, Task
-from roll.reward import patience
+from roll.reward import time_limit as patience
 from roll.reward.base import RewardFn, normalise
 from roll.reward.compose import warm_up
+from roll.reward.factory import make
 from roll.reward.instructions import CONSTRAINTS
 from roll.reward.instructions.counting import sentences
-from roll.reward.make import make
-from roll.reward.patience import OutOfPatience, patiently
+from roll.reward.time_limit import OutOfPatience, patiently
 
 HANGS_S = 60.0
 """A text that takes longer has hung its reward."""

@@ -18,12 +18,13 @@ from servers import completion, serving
 from roll.config import UserError
 from roll.config.schema import RewardConfig
 from roll.data import Message, Response, Task
-from roll.reward import RewardSource, ScoreFailure, Verdict, make
-from roll.reward.chat_server import ChatServer
+from roll.reward import RewardSource, ScoreFailure, Verdict
+from roll.reward import factory as make
+from roll.reward.http_client import Post, PostFailure
+from roll.reward.http_reward import Service
 from roll.reward.judge import Judge
+from roll.reward.openai_client import ChatServer
 from roll.reward.pool import GraderPool
-from roll.reward.posting import Post, PostFailure
-from roll.reward.service import Service
 
 TASK = Task.ask("t1", "Capital of Italy?", "Rome", domain="places", level=3)
 RESPONSE = Response("It is Rome.", 4, "stop")

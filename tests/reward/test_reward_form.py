@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from roll.data import Response, Task
-from roll.reward.form import Format, read_json
-from roll.reward.json_shape import check_shape, fits
+from roll.reward.format import Format, read_json
+from roll.reward.json_schema import check_shape, fits
 
 jsonschema = pytest.importorskip("jsonschema")
 

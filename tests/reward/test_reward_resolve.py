@@ -12,7 +12,8 @@ import pytest
 
 from roll.config.errors import UserError
 from roll.data import Response, Task
-from roll.reward import RewardSource, make
+from roll.reward import RewardSource
+from roll.reward import factory as make
 from roll.reward.maths import Math
 from roll.reward.numbers import Number
 

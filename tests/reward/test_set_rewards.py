@@ -12,11 +12,11 @@ import pytest
 from roll.config.schema import RewardConfig, RewardRule
 from roll.data import Response, Task
 from roll.reward import RewardSource, ScoreFailure, Verdict
-from roll.reward.asking import Asking
 from roll.reward.base import answer_of, reads_answers
-from roll.reward.make import make
+from roll.reward.factory import make
+from roll.reward.model_reward import Models
+from roll.reward.model_score_client import Asking
 from roll.reward.pool import GraderPool
-from roll.reward.roles import Models
 
 JUDGES = """
 def seven(task, response):

@@ -20,7 +20,7 @@ from roll.data.task import Response, Task
 from roll.env.python_tool import PythonTool
 from roll.reward.code import Code
 from roll.reward.pool import GraderPool
-from roll.reward.resolve import RewardSource
+from roll.reward.reward_spec import RewardSource
 from roll.sandbox import Limits, Program, Sandbox, SandboxError, best, run_blocking
 from roll.sandbox.cgroups import groups_of, sweep
 

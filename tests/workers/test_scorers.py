@@ -15,7 +15,7 @@ from roll.cluster import Cluster, Dispatch, LocalExecutor, Place, Worker, parall
 from roll.cluster.errors import WorkerDied
 from roll.config.schema import Config
 from roll.data import Message
-from roll.reward.roles import Drawing, Unanswered
+from roll.reward.model_reward import Drawing, Unanswered
 from roll.strategy.infer.own import OwnEngine
 from roll.workers import turn
 from roll.workers.judge import JudgeWorker

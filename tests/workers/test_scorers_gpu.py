@@ -11,7 +11,7 @@ from classifiers import save_random
 from test_scorers import SAID, answered, config, models
 
 from roll.cluster import Cluster, LocalExecutor, Place
-from roll.reward.roles import Drawing
+from roll.reward.model_reward import Drawing
 from roll.workers.judge import JudgeWorker
 from roll.workers.reward_model import RewardModelWorker
 from roll.workers.scorers import Scorers

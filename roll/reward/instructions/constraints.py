@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from roll.config.suggest import did_you_mean
-from roll.reward.form import read_json
+from roll.reward.format import read_json
 from roll.reward.instructions.counting import capital_words, divided, paragraphs, sentences, words
 from roll.reward.instructions.languages import is_written_in
 

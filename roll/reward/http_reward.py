@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from roll.data.task import Response, Task
 from roll.reward.base import Verdict, normalise
-from roll.reward.posting import Post
+from roll.reward.http_client import Post
 
 
 @dataclass(frozen=True)

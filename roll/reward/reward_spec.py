@@ -13,8 +13,8 @@ from roll.reward.base import RewardFn, is_quick, reads_answers
 from roll.reward.builtin import BUILTINS
 from roll.reward.compose import Rule, asked_of_roles, check_rule, compose, warm_up
 from roll.reward.domains import ByDomain
-from roll.reward.make import callable_reward, make
-from roll.reward.roles import AsksRole
+from roll.reward.factory import callable_reward, make
+from roll.reward.model_reward import AsksRole
 
 if TYPE_CHECKING:
     from roll.config.reward import RewardRule

@@ -15,8 +15,8 @@ from roll.data.task import Response, Task
 from roll.process.child_main import reason
 from roll.process.structured_gather import together
 from roll.reward.base import ScoreFailure
+from roll.reward.model_reward import AsksRole, Models, Said, Unanswered
 from roll.reward.pool import pack
-from roll.reward.roles import AsksRole, Models, Said, Unanswered
 
 
 class Asking:

@@ -13,9 +13,9 @@ from roll.config import UserError
 from roll.config.schema import RewardConfig
 from roll.data import Message, Response, Task
 from roll.reward import RewardSource, ScoreFailure, Verdict
-from roll.reward.asking import Asking
+from roll.reward.model_reward import Drawing, Models, Unanswered
+from roll.reward.model_score_client import Asking
 from roll.reward.pool import GraderPool
-from roll.reward.roles import Drawing, Models, Unanswered
 
 TASK = Task.ask("t1", "Capital of Italy?", "Rome")
 RESPONSE = Response("It is Rome.", 4, "stop")

@@ -10,8 +10,8 @@ from typing import Any
 
 from roll.data.task import Response, Task
 from roll.reward.extract import compiled, visible
-from roll.reward.json_shape import check_shape, fits
-from roll.reward.patience import patiently
+from roll.reward.json_schema import check_shape, fits
+from roll.reward.time_limit import patiently
 
 _FENCE = re.compile(r"\s*```[\w-]*\n(.*?)\n?```\s*", re.DOTALL)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from roll.data.task import Message
-from roll.reward.posting import Post
+from roll.reward.http_client import Post
 
 
 @dataclass(frozen=True)

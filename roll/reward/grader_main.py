@@ -31,10 +31,10 @@ from roll.reward.base import (
     normalise,
 )
 from roll.reward.domains import ByDomain
-from roll.reward.roles import Said, said
-from roll.reward.wire import Answer, Entered, Failed, Ready, Refused, Scored, SetUp, write_answer
+from roll.reward.ipc import Answer, Entered, Failed, Ready, Refused, Scored, SetUp, write_answer
+from roll.reward.model_reward import Said, said
 
-COMMAND = command("roll.reward.process")
+COMMAND = command("roll.reward.grader_main")
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from roll.config.errors import UserError
 from roll.reward.base import RewardFn
 from roll.reward.builtin import OF_ROLES
 from roll.reward.compose import Composed, Part
-from roll.reward.make import callable_reward, check_built_in, make
+from roll.reward.factory import callable_reward, check_built_in, make
 
 
 def compose_given(parts: Mapping[str, Mapping[str, Any]], functions: Mapping[str, RewardFn]) -> Composed:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from roll.data.task import Message, Response, Task
-from roll.reward.roles import Drawing, Models
+from roll.reward.model_reward import Drawing, Models
 
 if TYPE_CHECKING:
     from roll.reward.judge import Judge

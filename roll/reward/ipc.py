@@ -14,7 +14,7 @@ from typing import BinaryIO, TypeAlias, get_args
 
 from roll.process.framing import Reader, frame
 from roll.reward.base import FailureKind, Verdict
-from roll.reward.resolve import RewardSource
+from roll.reward.reward_spec import RewardSource
 
 
 @dataclass(frozen=True)
