@@ -10,10 +10,10 @@ machine offers is found by trying (`survey`); docs/sandbox.md says what each lev
 
 from __future__ import annotations
 
+from roll.sandbox.capabilities import Missing, best, survey, try_level
 from roll.sandbox.execution import execute, execute_async
-from roll.sandbox.level import LEVELS, Level, Sandbox
+from roll.sandbox.isolation import LEVELS, Level, Sandbox
 from roll.sandbox.program import Limits, Outcome, Program, SandboxError
-from roll.sandbox.survey import Missing, best, survey, try_level
 
 __all__ = [
     "LEVELS",

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from roll.sandbox.execution import execute
-from roll.sandbox.inside import values
+from roll.sandbox.inside import codec as values
+from roll.sandbox.isolation import Sandbox
 from roll.sandbox.launch import inside, source_of
-from roll.sandbox.level import Sandbox
 from roll.sandbox.program import Limits, Outcome, Program, SandboxError
 
 _END_S = 60.0

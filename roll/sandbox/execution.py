@@ -24,10 +24,10 @@ from typing import IO
 from roll.sandbox.cgroups import Group, groups_of
 from roll.sandbox.inside.kernel import descendants
 from roll.sandbox.inside.program import BEGUN, ENDED, LEFT
+from roll.sandbox.isolation import Sandbox
 from roll.sandbox.launch import SCRATCH, call_filter, command, drops_user, payload, scratch_of, sealed
-from roll.sandbox.level import Sandbox
 from roll.sandbox.program import Kind, Limits, Outcome, Program, SandboxError
-from roll.sandbox.scratch import Scratch
+from roll.sandbox.scratch_usage import Scratch
 from roll.sandbox.usage import has_room, holds_more
 
 _log = logging.getLogger(__name__)

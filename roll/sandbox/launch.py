@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from typing import Any, cast
 
-from roll.sandbox import filter
+from roll.sandbox import seccomp_filter as filter
 from roll.sandbox.inside import kernel
 from roll.sandbox.inside.removal import FOLDER
-from roll.sandbox.level import FIRST_USER, LANDLOCK_SIGNALS, NOBODY, Level, Sandbox
+from roll.sandbox.isolation import FIRST_USER, LANDLOCK_SIGNALS, NOBODY, Level, Sandbox
 from roll.sandbox.program import Limits, Program, SandboxError
 
 SCRATCH = "/scratch"

@@ -22,8 +22,18 @@ from typing import Any, Literal, TypeAlias, cast
 from processes import eventually
 
 from roll.sandbox import Limits, Outcome, Program, Sandbox, run_blocking
-from roll.sandbox.filter import CLONE, CLONE3, HIDING, NO_ADDRESS, OF_ITSELF, REFUSED, ROUNDABOUT, SIGNALS, Machine
-from roll.sandbox.level import Guard
+from roll.sandbox.isolation import Guard
+from roll.sandbox.seccomp_filter import (
+    CLONE,
+    CLONE3,
+    HIDING,
+    NO_ADDRESS,
+    OF_ITSELF,
+    REFUSED,
+    ROUNDABOUT,
+    SIGNALS,
+    Machine,
+)
 
 Kind: TypeAlias = Literal["processes", "kernel", "limits", "files", "network", "scratch", "time and output", "memory"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attack import Attack, Kind
 
-from roll.sandbox.level import Guard
+from roll.sandbox.isolation import Guard
 
 
 def _probe(name: str, kind: Kind, source: str, *guards: Guard) -> Attack:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attack import PATIENT, SCRATCH, Attack, Kind
 
 from roll.sandbox import Limits
-from roll.sandbox.level import Guard
+from roll.sandbox.isolation import Guard
 
 QUICK = Limits(wall_s=1.5, cpu_s=1)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from attack import Attack, Kind
 
-from roll.sandbox.filter import Machine
-from roll.sandbox.level import Guard
+from roll.sandbox.isolation import Guard
+from roll.sandbox.seccomp_filter import Machine
 
 
 def _probe(

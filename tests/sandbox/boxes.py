@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from roll.sandbox import LEVELS, Level, Missing, Sandbox, try_level
-from roll.sandbox.level import Guard
+from roll.sandbox.isolation import Guard
 
 BARE = "plain, limits only"
 """The plain level as it is where the kernel has neither Landlock nor seccomp."""

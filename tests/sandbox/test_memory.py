@@ -24,7 +24,7 @@ from roll.reward.reward_spec import RewardSource
 from roll.sandbox import Limits, Program, Sandbox, SandboxError, best, run_blocking
 from roll.sandbox.cgroups import groups_of, sweep
 
-SURVEY = sys.modules["roll.sandbox.survey"]  # the package has a function of that name
+SURVEY = sys.modules["roll.sandbox.capabilities"]  # the package has a function of that name
 LIMITS = Limits(wall_s=10, cpu_s=10, memory_mb=LIMIT_MB)
 ENDED = ("memory", "disk", "failed", "timeout")
 """How attacks end: they take too much, are refused something, or their time is up before they hold much (file locks)."""

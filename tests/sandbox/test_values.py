@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.sandbox.inside import values
+from roll.sandbox.inside import codec as values
 
 NUMBERS = st.integers() | st.floats(allow_nan=False) | st.complex_numbers(allow_nan=False)
 EXACT = st.decimals(allow_nan=False) | st.fractions()

@@ -21,7 +21,7 @@ import builtins
 import os
 import sys
 
-from roll.sandbox.inside import values
+from roll.sandbox.inside import codec as values
 
 TYPE_CHECKING = False  # without importing typing, which takes a while
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from typing import get_args
 
 import pytest
 
-from roll.sandbox.filter import (
+from roll.sandbox.inside.kernel import OWN_PID, for_process
+from roll.sandbox.seccomp_filter import (
     ABSENT,
     ALLOW,
     ARCHITECTURES,
@@ -27,7 +28,6 @@ from roll.sandbox.filter import (
     Only,
     call_filter,
 )
-from roll.sandbox.inside.kernel import OWN_PID, for_process
 
 MACHINES: tuple[Machine, ...] = get_args(Machine)
 OWN = 4711

@@ -14,10 +14,10 @@ from typing import Any
 
 from roll.sandbox import cgroups
 from roll.sandbox.execution import execute
-from roll.sandbox.filter import can_filter_calls
 from roll.sandbox.inside import kernel
-from roll.sandbox.level import LANDLOCK_SIGNALS, LEVELS, NOBODY, Guard, Level, Python, Sandbox
+from roll.sandbox.isolation import LANDLOCK_SIGNALS, LEVELS, NOBODY, Guard, Level, Python, Sandbox
 from roll.sandbox.program import Limits, Program, SandboxError
+from roll.sandbox.seccomp_filter import can_filter_calls
 
 _log = logging.getLogger(__name__)
 

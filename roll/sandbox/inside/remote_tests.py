@@ -16,7 +16,7 @@ import os
 import sys
 from collections import deque
 
-from roll.sandbox.inside import values
+from roll.sandbox.inside import codec as values
 
 TYPE_CHECKING = False  # without importing typing, which takes a while
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import pytest
 
 from roll.sandbox.inside import removal
 from roll.sandbox.inside.removal import FOLDER, hold, left_behind, remove_later, remove_tree
-from roll.sandbox.scratch import Scratch
+from roll.sandbox.scratch_usage import Scratch
 
 
 def soon() -> float:
