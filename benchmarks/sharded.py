@@ -45,8 +45,8 @@ from roll.model.tiny import character_tokenizer
 from roll.strategy.train.optimizer import Step
 from roll.strategy.train.policy import PolicyTrainer
 from roll.strategy.train.sharded.build import ShardedModel
-from roll.strategy.train.sharded.group import RankGroup, Rendezvous, open_store
 from roll.strategy.train.sharded.module import TrainModule, shard
+from roll.strategy.train.sharded.process_group import RankGroup, Rendezvous, open_store
 from roll.strategy.train.sharded.strategy import ShardedStrategy
 from roll.strategy.train.single import SingleStrategy
 

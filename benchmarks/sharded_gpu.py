@@ -32,16 +32,16 @@ from roll.data import Batch, Sample, Task
 from roll.devices.memory import sharded_peak
 from roll.model import attention
 from roll.model.tiny import character_tokenizer
-from roll.strategy.train.footprint import PackedSize, Spans
+from roll.strategy.train.activation_memory import PackedSize, Spans
 from roll.strategy.train.packing import pack
 from roll.strategy.train.policy import PolicyTrainer
 from roll.strategy.train.sharded import experts
 from roll.strategy.train.sharded.build import ShardedModel
-from roll.strategy.train.sharded.group import Meshes, RankGroup, open_store
 from roll.strategy.train.sharded.module import TrainModule, shard
+from roll.strategy.train.sharded.process_group import Meshes, RankGroup, open_store
 from roll.strategy.train.sharded.strategy import ShardedStrategy
 from roll.strategy.train.single import SingleStrategy
-from roll.strategy.train.spread import Share
+from roll.strategy.train.work_split import Share
 
 T = TypeVar("T")
 GIB = 1 << 30

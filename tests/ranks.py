@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from roll.cluster.mesh import MeshShape
-from roll.strategy.train.sharded.group import RankGroup, Rendezvous, open_store
+from roll.strategy.train.sharded.process_group import RankGroup, Rendezvous, open_store
 
 DEADLINE_S = 60.0
 ANSWER_S = 240.0

@@ -18,7 +18,7 @@ from roll.config.schema import Config
 from roll.devices.map import DeviceMap
 from roll.devices.memory import Model
 from roll.devices.memory_inputs import Workload
-from roll.strategy.train.budget import MOMENT_BYTES
+from roll.strategy.train.microbatch_budget import MOMENT_BYTES
 
 LEDGER_BYTES = 600
 """Of a sample's records, where it is sampled."""

@@ -5,8 +5,8 @@ counts wherever it is resident; what it works in (gradients, activations, logits
 pool is the largest sum over stages. On a CPU there is nowhere to go: an offloaded worker gives up its cache and keeps the
 rest. What leaves a GPU lies in its node's memory meanwhile.
 
-What a pass keeps and works in is `roll.strategy.train.footprint`'s to say, and what the shards of a trainer over several
-devices add to it, `roll.devices.sharded_memory`'s.
+What a pass keeps and works in is `roll.strategy.train.activation_memory`'s to say, and what the shards of a trainer over
+several devices add to it, `roll.devices.sharded_memory`'s.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from roll.engine.slot_engine import EXACT_ROWS, PROMPT_ROWS
 from roll.model.rope import longest_sequence
 from roll.model.shape import ModelShape
 from roll.strategy.infer.vllm_args import cache_bytes as vllm_cache
-from roll.strategy.shelf import Level
-from roll.strategy.train.budget import MOMENT_BYTES, Budget, spare
-from roll.strategy.train.footprint import Footprint, PackedSize, Spans
-from roll.strategy.train.layers import compiles
+from roll.strategy.offload import Level
+from roll.strategy.train.activation_memory import Footprint, PackedSize, Spans
+from roll.strategy.train.layer_wrapping import compiles
+from roll.strategy.train.microbatch_budget import MOMENT_BYTES, Budget, spare
 from roll.strategy.train.sharded.sizes import ShardSizes, of_rank
 
 RUNTIME = "interpreter and libraries"

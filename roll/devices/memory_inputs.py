@@ -8,9 +8,9 @@ from math import ceil
 
 from roll.config.schema import Config
 from roll.config.workers import RoleConfig
-from roll.strategy.train.budget import Budget, Checkpointing, choose
-from roll.strategy.train.footprint import Footprint, PackedSize, Spans
-from roll.strategy.train.layers import Compiling
+from roll.strategy.train.activation_memory import Footprint, PackedSize, Spans
+from roll.strategy.train.layer_wrapping import Compiling
+from roll.strategy.train.microbatch_budget import Budget, Checkpointing, choose
 
 RUBRIC_TOKENS = 256
 """Of ROLL's own rubric."""

@@ -25,7 +25,7 @@ from roll.model.classifier import load_classifier_config
 from roll.model.find import find_model
 from roll.model.loading import choose_dtype, load_model_config
 from roll.model.shape import ModelShape
-from roll.strategy.train.budget import FEWEST_ROWS, Budget
+from roll.strategy.train.microbatch_budget import FEWEST_ROWS, Budget
 from roll.strategy.train.sharded.sizes import ShardSizes
 
 GIB = 2**30

@@ -14,7 +14,7 @@ from roll.devices.memory import FULL, RUNTIME, Pool, host
 from roll.devices.plan import Plan
 from roll.devices.residency import NEEDS, Stage
 from roll.devices.spec import format_devices, runs
-from roll.strategy.shelf import Level
+from roll.strategy.offload import Level
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from typing import Literal, get_args
 
 from roll.devices.inventory import Device
 from roll.devices.map import PROCESS_ROLES, SCORING_ROLES, DeviceMap
-from roll.strategy.shelf import Level
+from roll.strategy.offload import Level
 
 Stage = Literal["generate", "reference", "critic", "train", "publish"]
 LEVELS: tuple[Level, ...] = get_args(Level)

@@ -36,7 +36,7 @@ from roll.cluster.mesh import MeshShape
 from roll.config.schema import LoraConfig
 from roll.model.lora import inject
 from roll.model.value_head import ValueModel
-from roll.strategy.train.footprint import Footprint, PackedSize
+from roll.strategy.train.activation_memory import Footprint, PackedSize
 from roll.strategy.train.sharded.sizes import ShardSizes
 
 Purpose: TypeAlias = Literal["policy", "frozen", "critic", "scorer"]

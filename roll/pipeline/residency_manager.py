@@ -14,7 +14,7 @@ from roll.cluster.errors import CallTimedOut, WorkerDied
 from roll.devices.map import SCORING_ROLES
 from roll.devices.residency import LEVELS, Name, Stage
 from roll.pipeline.roles import Roles
-from roll.strategy.shelf import Level
+from roll.strategy.offload import Level
 from roll.workers.critic import CriticWorker
 from roll.workers.infer import InferWorker
 from roll.workers.judge import JudgeWorker

@@ -31,7 +31,7 @@ from roll.rollout.worker import RolloutWorker
 from roll.run.checkpoint import verify_model
 from roll.scheduler.rollout_pool import RolloutPool
 from roll.scheduler.router import Router
-from roll.strategy.shelf import Level
+from roll.strategy.offload import Level
 from roll.workers.critic import CriticWorker
 from roll.workers.env import EnvWorker
 from roll.workers.group import GroupWorker

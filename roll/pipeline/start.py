@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from roll.cluster import Cluster, RestartPolicy, Supervisor, Worker
 from roll.config.schema import SuperviseConfig
 from roll.devices.residency import StageTable
-from roll.strategy.shelf import Level
+from roll.strategy.offload import Level
 from roll.workers.group import GroupWorker, meet
 
 W = TypeVar("W", bound=Worker)

@@ -33,7 +33,7 @@ from roll.pipeline.publisher import Publisher
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.roles import Roles, TrainRoles
 from roll.pipeline.watchdog import Watchdog
-from roll.strategy.train.make import warm_up
+from roll.strategy.train.factory import warm_up
 from roll.workers.env import EnvWorker
 from roll.workers.group import meet
 from roll.workers.infer import InferWorker, Load

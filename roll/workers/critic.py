@@ -11,14 +11,14 @@ from roll.cluster import Dispatch, Place, parallel
 from roll.config.schema import Config
 from roll.data.batch import Batch
 from roll.data.remote_columns import TokenColumn
-from roll.strategy.shelf import Level
+from roll.strategy.offload import Level
 from roll.strategy.train.base import UpdateStats, ValueStrategy
-from roll.strategy.train.make import make_critic
+from roll.strategy.train.factory import make_critic
 from roll.workers.group import GroupWorker
 from roll.workers.train import join_tokens
 
 if TYPE_CHECKING:
-    from roll.strategy.train.sharded.group import RankGroup
+    from roll.strategy.train.sharded.process_group import RankGroup
 
 FOLDER = "critic"
 """Of a checkpoint."""

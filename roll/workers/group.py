@@ -16,7 +16,7 @@ from roll.workers.device import DeviceWorker
 if TYPE_CHECKING:  # those who only call such a worker do without torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    from roll.strategy.train.sharded.group import RankGroup, Rendezvous
+    from roll.strategy.train.sharded.process_group import RankGroup, Rendezvous
 
 
 class GroupWorker(DeviceWorker):
@@ -41,7 +41,7 @@ class GroupWorker(DeviceWorker):
     @parallel(Dispatch.ONE)
     def open_group(self, deadline_s: float) -> Rendezvous:
         """Where the ranks will meet, at this one."""
-        from roll.strategy.train.sharded.group import open_store
+        from roll.strategy.train.sharded.process_group import open_store
         from roll.weight_sync.broadcast import BroadcastGroup
 
         self._store, rendezvous = open_store(BroadcastGroup.host(), deadline_s)
@@ -52,7 +52,7 @@ class GroupWorker(DeviceWorker):
         """Meets the other ranks and builds this one's part of the model."""
         import torch
 
-        from roll.strategy.train.sharded.group import RankGroup
+        from roll.strategy.train.sharded.process_group import RankGroup
 
         assert self.place.mesh is not None, "only the ranks of a mesh meet"
         device = torch.device(self.place.device)

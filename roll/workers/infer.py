@@ -19,7 +19,7 @@ from roll.workers.member import GroupMember
 if TYPE_CHECKING:  # those who only call an engine do without torch
     from roll.engine.slot_engine import EngineStats
     from roll.strategy.infer.base import InferStrategy
-    from roll.strategy.shelf import Level
+    from roll.strategy.offload import Level
     from roll.weight_sync.rendezvous import Meeting, Offer
     from roll.weight_sync.stream import Manifest, Receiver
     from roll.weight_sync.weights import Weights
@@ -72,7 +72,7 @@ class InferWorker(DeviceWorker):
 
     def __init__(self, place: Place, config: Config, *, own_weights: bool | None = None) -> None:
         """By default an engine has weights of its own where it has a process of its own."""
-        from roll.strategy.infer.make import make_engine
+        from roll.strategy.infer.factory import make_engine
 
         super().__init__(place, config.deterministic)
         self._strategy: InferStrategy = make_engine(

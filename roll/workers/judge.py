@@ -22,7 +22,7 @@ from roll.workers.device import DeviceWorker
 from roll.workers.turn import Turn
 
 if TYPE_CHECKING:
-    from roll.strategy.shelf import Level
+    from roll.strategy.offload import Level
 
 _LEAVE_S = 60.0
 """How long the engine may take to let go of what it has."""
@@ -33,7 +33,7 @@ class JudgeWorker(DeviceWorker):
         from roll.model.chat import ChatRenderer
         from roll.model.find import find_model
         from roll.model.loading import context_of, load_tokenizer, stop_ids_of
-        from roll.strategy.infer.own import OwnEngine
+        from roll.strategy.infer.frozen_engine import OwnEngine
 
         super().__init__(place, config.deterministic)
         role = config.roles.judge.model

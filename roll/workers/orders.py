@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from roll.strategy.train.sharded.group import Rendezvous
+from roll.strategy.train.sharded.process_group import Rendezvous
 
 _LOOK = timedelta(seconds=5)
 

@@ -23,9 +23,9 @@ from roll.workers.group import GroupWorker
 from roll.workers.turn import Turn
 
 if TYPE_CHECKING:  # those who only ask it do without torch
-    from roll.strategy.shelf import Level
+    from roll.strategy.offload import Level
     from roll.strategy.train.base import RewardStrategy
-    from roll.strategy.train.sharded.group import RankGroup
+    from roll.strategy.train.sharded.process_group import RankGroup
     from roll.workers.orders import Orders
 
 _log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class RewardModelWorker(GroupWorker):
         super().__init__(place, config.deterministic)
 
     def build(self, group: RankGroup | None) -> None:
-        from roll.strategy.train.make import make_scorer
+        from roll.strategy.train.factory import make_scorer
 
         self._strategy, self._tokenizer, self._longest = make_scorer(self._config, self.place, group)
         if group is None:

@@ -17,9 +17,9 @@ from roll.cluster import Dispatch, Place, parallel
 from roll.config.schema import Config
 from roll.data.batch import Batch
 from roll.data.remote_columns import Array, Indices, TokenColumn
-from roll.strategy.shelf import Level
+from roll.strategy.offload import Level
 from roll.strategy.train.base import TrainStrategy, UpdateStats
-from roll.strategy.train.make import make_trainer
+from roll.strategy.train.factory import make_trainer
 from roll.strategy.train.single import SingleStrategy
 from roll.weight_sync.broadcast import BroadcastBackend, BroadcastGroup
 from roll.weight_sync.rendezvous import SLOTS, Meeting, Offer, Path
@@ -29,7 +29,7 @@ from roll.workers.group import GroupWorker
 from roll.workers.member import GroupMember
 
 if TYPE_CHECKING:
-    from roll.strategy.train.sharded.group import RankGroup
+    from roll.strategy.train.sharded.process_group import RankGroup
 
 
 def join_tokens(results: Sequence[TokenColumn], parts: Sequence[Indices], whole: Batch) -> TokenColumn:

@@ -28,7 +28,7 @@ class Reducer(Worker):
 
     @parallel(Dispatch.ONE)
     def open(self, deadline_s: float) -> Any:
-        from roll.strategy.train.sharded.group import open_store
+        from roll.strategy.train.sharded.process_group import open_store
 
         self._store, rendezvous = open_store("127.0.0.1", deadline_s)
         return rendezvous
@@ -37,7 +37,7 @@ class Reducer(Worker):
     def join(self, rendezvous: Any) -> None:
         import torch
 
-        from roll.strategy.train.sharded.group import RankGroup
+        from roll.strategy.train.sharded.process_group import RankGroup
 
         torch.set_num_threads(1)
         own = self._store if self.place.rank == 0 else None

@@ -51,9 +51,9 @@ from roll.engine.slot_engine import Engine
 from roll.model import attention
 from roll.model.shape import ModelShape
 from roll.model.tiny import character_tokenizer
-from roll.strategy.train.budget import FEWEST_ROWS, MOST_ROWS, Checkpointing
-from roll.strategy.train.footprint import Footprint, PackedSize, Spans
+from roll.strategy.train.activation_memory import Footprint, PackedSize, Spans
 from roll.strategy.train.logprobs import CHUNK_ELEMENTS
+from roll.strategy.train.microbatch_budget import FEWEST_ROWS, MOST_ROWS, Checkpointing
 from roll.strategy.train.packing import cut, pack
 from roll.strategy.train.single import SingleStrategy
 from roll.strategy.train.tree_attention import BucketPlan

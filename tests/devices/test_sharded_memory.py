@@ -23,8 +23,8 @@ from roll.devices.sharded_memory import GATHERED, shard_sizes
 from roll.model.find import find_model
 from roll.model.loading import load_model_config
 from roll.model.shape import ModelShape
-from roll.strategy.train.footprint import PackedSize, Spans
-from roll.strategy.train.layers import compiles
+from roll.strategy.train.activation_memory import PackedSize, Spans
+from roll.strategy.train.layer_wrapping import compiles
 from roll.strategy.train.sharded.sizes import cut_dim, local_numel
 
 GIB = 1 << 30

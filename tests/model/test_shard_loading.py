@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 from roll.cluster.mesh import MeshShape
 from roll.config.errors import UserError
 from roll.model.shard_loading import SafeFolder, load_shards
-from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.module import TrainModule, shard
+from roll.strategy.train.sharded.process_group import RankGroup
 from tests.ranks import Ranks, ranks_of
 
 SIZES: dict[str, Any] = {

@@ -15,7 +15,7 @@ from roll.devices.residency import residency
 from roll.pipeline.residency_manager import Turns
 from roll.pipeline.roles import Roles
 from roll.scheduler.router import Router
-from roll.strategy.shelf import Level
+from roll.strategy.offload import Level
 
 Moves = list[tuple[str, Level]]
 

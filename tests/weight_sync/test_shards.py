@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from roll.cluster.mesh import MeshShape
-from roll.strategy.train.sharded.group import RankGroup
+from roll.strategy.train.sharded.process_group import RankGroup
 from roll.weight_sync import shards
 from roll.weight_sync.digest import digest, digests, finish, partial_sum
 from roll.weight_sync.layout import Layout, TensorSpec, specs_of, unpack, used_bytes

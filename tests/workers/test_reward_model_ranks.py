@@ -17,7 +17,7 @@ from roll.cluster.errors import WorkerDied, WorkerError
 from roll.cluster.mesh import MeshShape
 from roll.data import Message
 from roll.data.tokenlog import IntArray
-from roll.strategy.train.sharded.group import RankGroup
+from roll.strategy.train.sharded.process_group import RankGroup
 from roll.workers.group import meet
 from roll.workers.reward_model import RewardModelWorker
 

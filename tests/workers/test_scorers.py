@@ -16,7 +16,7 @@ from roll.cluster.errors import WorkerDied
 from roll.config.schema import Config
 from roll.data import Message
 from roll.reward.model_reward import Drawing, Unanswered
-from roll.strategy.infer.own import OwnEngine
+from roll.strategy.infer.frozen_engine import OwnEngine
 from roll.workers import turn
 from roll.workers.judge import JudgeWorker
 from roll.workers.reward_model import RewardModelWorker
@@ -60,7 +60,7 @@ async def judge() -> Cluster[JudgeWorker]:
 
 
 def test_a_reward_model_scores_what_waits_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from roll.strategy.train.scorer import ScoreStrategy
+    from roll.strategy.train.reward_model import ScoreStrategy
 
     sizes: list[int] = []
     scores = ScoreStrategy.scores

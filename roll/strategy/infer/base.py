@@ -9,7 +9,7 @@ from torch import Tensor
 
 from roll.engine.request import Completion, Progress, Request
 from roll.engine.slot_engine import EngineStats
-from roll.strategy.shelf import Level
+from roll.strategy.offload import Level
 from roll.weight_sync.stream import Manifest
 from roll.weight_sync.weights import Weights
 

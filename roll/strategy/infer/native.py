@@ -19,7 +19,7 @@ from roll.engine.factory import make_engine
 from roll.engine.paged.engine import PagedEngine
 from roll.engine.request import Completion, Progress, Request
 from roll.engine.slot_engine import Engine, EngineStats
-from roll.strategy.shelf import Level, Shelf
+from roll.strategy.offload import Level, Shelf
 from roll.weight_sync.stream import Manifest
 from roll.weight_sync.weights import Weights, check_probe, check_shared, named_tensors
 

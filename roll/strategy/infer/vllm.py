@@ -35,10 +35,10 @@ from roll.engine.routes import ExpertLayers
 from roll.engine.slot_engine import EngineStats
 from roll.engine.stop_strings import hits_stop_string
 from roll.model.hf_state_dict import with_tied
+from roll.strategy.infer.orphan_reaper import Keeper, deaf_to_ctrl_c
 from roll.strategy.infer.vllm_args import LEAST_TEMPERATURE
 from roll.strategy.infer.vllm_engine import VllmSettings, drawing, environment_of, probing, recalling, start
-from roll.strategy.infer.vllm_process import Keeper, deaf_to_ctrl_c
-from roll.strategy.shelf import Level
+from roll.strategy.offload import Level
 from roll.weight_sync.digest import digests
 from roll.weight_sync.host_copy import HostCopy
 from roll.weight_sync.layout import TensorSpec

@@ -12,7 +12,7 @@ from torch import Tensor
 from roll.algorithm.loss_inputs import CreditSpec, LossSpec
 from roll.data.batch import Batch
 from roll.data.tokenlog import FloatArray, IntArray
-from roll.strategy.shelf import Level
+from roll.strategy.offload import Level
 from roll.weight_sync.stream import TensorSource
 
 

@@ -24,16 +24,16 @@ from roll.data.batch import Batch
 from roll.data.tokenlog import FloatArray
 from roll.model.loading import quiet
 from roll.model.value_head import ValueModel
-from roll.strategy.shelf import Level, Shelf
+from roll.strategy.offload import Level, Shelf
 from roll.strategy.train.base import NotFinite, UpdateStats
+from roll.strategy.train.forward import Passes
 from roll.strategy.train.microbatch import MicroBatch
+from roll.strategy.train.nonfinite import Suspects
 from roll.strategy.train.optimizer import MasterAdamW, learning_rate
-from roll.strategy.train.passes import Passes
 from roll.strategy.train.policy import guilty_of_all, whole_column
 from roll.strategy.train.saved_state import OPTIMIZER_FILE, load_state
-from roll.strategy.train.spread import OneProcess, Share, Spread
-from roll.strategy.train.suspects import Suspects
-from roll.strategy.train.updates import make_updates
+from roll.strategy.train.update_loop import make_updates
+from roll.strategy.train.work_split import OneProcess, Share, Spread
 
 
 class CriticTrainer:

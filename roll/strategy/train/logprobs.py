@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from roll.strategy.train.predictions import Chunk, Predictions
+from roll.strategy.train.target_index import Chunk, Predictions
 from roll.strategy.train.vocabulary import Kernels, computed_in, kernels_for
 
 CHUNK_ELEMENTS = {"cpu": 1 << 26, "cuda": 1 << 29}

@@ -29,7 +29,7 @@ from roll.data.tokenlog import branches
 from roll.model.attention import AttentionPlan, forward_rows
 from roll.model.routing import FREE
 from roll.strategy.train.packing import PrefixTree, cut, pack
-from roll.strategy.train.predictions import Predictions, on_device
+from roll.strategy.train.target_index import Predictions, on_device
 from roll.strategy.train.tree_attention import tree_plan
 
 

@@ -26,9 +26,9 @@ from roll.config.errors import UserError
 from roll.config.schema import TrainConfig
 from roll.data.batch import Batch
 from roll.model.routing import RouterPass, Routers
-from roll.strategy.train.layers import Within
+from roll.strategy.train.layer_wrapping import Within
 from roll.strategy.train.microbatch import MicroBatch, SampleRows
-from roll.strategy.train.spread import Rows, Spread
+from roll.strategy.train.work_split import Rows, Spread
 
 BIAS = "e_score_correction_bias"
 """A router's buffer, as `transformers` names it."""

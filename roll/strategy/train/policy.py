@@ -28,14 +28,14 @@ from roll.data.remote_columns import Array
 from roll.data.tokenlog import FloatArray
 from roll.model.lora import Adapters
 from roll.strategy.train.base import NotFinite, UpdateStats
+from roll.strategy.train.forward import Passes
 from roll.strategy.train.logprobs import token_log_probs
 from roll.strategy.train.microbatch import MicroBatch
 from roll.strategy.train.mixture import Mixture, RouterStats
+from roll.strategy.train.nonfinite import Suspects
 from roll.strategy.train.optimizer import MasterAdamW, learning_rate
-from roll.strategy.train.passes import Passes
-from roll.strategy.train.spread import Rows, Share, Spread
-from roll.strategy.train.suspects import Suspects
-from roll.strategy.train.updates import make_updates
+from roll.strategy.train.update_loop import make_updates
+from roll.strategy.train.work_split import Rows, Share, Spread
 
 
 class PolicyTrainer:

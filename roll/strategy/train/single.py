@@ -13,12 +13,12 @@ from roll.config.schema import TrainConfig
 from roll.model.loading import quiet
 from roll.model.lora import Adapters
 from roll.model.shard_loading import load_shards
-from roll.strategy.shelf import Level, Shelf
-from roll.strategy.train.passes import Passes
+from roll.strategy.offload import Level, Shelf
+from roll.strategy.train.forward import Passes
 from roll.strategy.train.policy import PolicyTrainer
 from roll.strategy.train.probe import Probe
 from roll.strategy.train.saved_state import OPTIMIZER_FILE, load_state
-from roll.strategy.train.spread import OneProcess
+from roll.strategy.train.work_split import OneProcess
 from roll.weight_sync.merged_state_dict import published_tensors
 from roll.weight_sync.weights import Weights
 

@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from roll.data.remote_columns import Indices
 from roll.model.attention import AttentionPlan
 from roll.strategy.train.packing import PrefixTree
-from roll.strategy.train.predictions import on_device
+from roll.strategy.train.target_index import on_device
 
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 """Before torch 2.13 heads that share keys need no asking for."""

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from roll.strategy.train import logprobs, vocabulary
 from roll.strategy.train.logprobs import token_log_probs
 from roll.strategy.train.microbatch import response_positions
-from roll.strategy.train.predictions import Predictions
+from roll.strategy.train.target_index import Predictions
 from roll.strategy.train.vocabulary import Kernels, TorchKernels
 
 CPU = torch.device("cpu")

@@ -27,7 +27,7 @@ from roll.data import Batch, Sample, Task
 from roll.data.tokenlog import branches
 from roll.model import attention
 from roll.model.tiny import character_tokenizer
-from roll.strategy.train import passes
+from roll.strategy.train import forward as passes
 from roll.strategy.train.base import NotFinite
 from roll.strategy.train.optimizer import MasterAdamW, Step
 from roll.strategy.train.single import SingleStrategy

@@ -28,8 +28,8 @@ from roll.model.shard_loading import load_shards
 from roll.model.shard_merging import merge_shards
 from roll.model.tiny import tiny_model
 from roll.model.value_head import ValueModel
-from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.module import TrainModule, shard
+from roll.strategy.train.sharded.process_group import RankGroup
 
 Purpose = Literal["policy", "frozen", "critic", "scorer"]
 

@@ -41,7 +41,7 @@ from roll.model.lora import Adapters
 from roll.model.shard_folder import FROZEN, MASTER
 from roll.run.disk import full_disk
 from roll.strategy.train.optimizer import MasterAdamW
-from roll.strategy.train.sharded.group import RankGroup
+from roll.strategy.train.sharded.process_group import RankGroup
 
 _WRITE_S = 3600.0
 """How long a rank waits for the slowest writer. Whoever waits for the checkpoint has a deadline of its own."""

@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from roll.model.attention import AttentionPlan
 from roll.model.routing import FREE
 from roll.strategy.train.microbatch import MicroBatch, SampleRows
-from roll.strategy.train.predictions import Predictions
+from roll.strategy.train.target_index import Predictions
 
 
 class ContextRows:

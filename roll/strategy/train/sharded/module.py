@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from roll.config.errors import UserError
 from roll.strategy.train.sharded.experts import split_experts
-from roll.strategy.train.sharded.group import Meshes
+from roll.strategy.train.sharded.process_group import Meshes
 from roll.strategy.train.sharded.sizes import cut_dim
 from roll.strategy.train.sharded.tensor import split_layers
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
-from roll.strategy.shelf import Level
+from roll.strategy.offload import Level
 
 BLOCK_BYTES = 1 << 30
 """PyTorch rounds each pinned allocation up to a power of two: whole blocks of one waste nothing."""

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from roll.model.lora import adapted_layers, adapter_weights, block_rows, delta_rows, scale_of
 from roll.model.shard_box import Box, local_box
-from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.module import TrainModule
+from roll.strategy.train.sharded.process_group import RankGroup
 from roll.weight_sync.layout import TensorSpec
 from roll.weight_sync.merged_state_dict import plain_tensors
 from roll.weight_sync.shards import Shard, ShardedTensors

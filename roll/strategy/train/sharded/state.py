@@ -7,14 +7,14 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from roll.model.shard_loading import load_shards
-from roll.strategy.shelf import Level
+from roll.strategy.offload import Level
+from roll.strategy.train.forward import Passes
 from roll.strategy.train.optimizer import MasterAdamW
-from roll.strategy.train.passes import Passes
 from roll.strategy.train.saved_state import load_state
 from roll.strategy.train.sharded.build import ShardedModel
 from roll.strategy.train.sharded.checkpoint import ShardWriter, save_adapters, save_settings, state_of
-from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.offload import ShardOffload, reshard
+from roll.strategy.train.sharded.process_group import RankGroup
 from roll.strategy.train.sharded.publish import sharded_source
 from roll.weight_sync.stream import TensorSource
 

@@ -10,16 +10,16 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from roll.config.schema import TrainConfig
-from roll.strategy.shelf import Level
+from roll.strategy.offload import Level
 from roll.strategy.train.critic import CriticTrainer
+from roll.strategy.train.forward import Passes
 from roll.strategy.train.microbatch import sequence
-from roll.strategy.train.passes import Passes
 from roll.strategy.train.policy import PolicyTrainer
-from roll.strategy.train.scorer import SETTING, Scorer
+from roll.strategy.train.reward_model import SETTING, Scorer
 from roll.strategy.train.sharded.build import ShardedModel
-from roll.strategy.train.sharded.group import RankGroup
-from roll.strategy.train.sharded.spread import OverRanks
+from roll.strategy.train.sharded.process_group import RankGroup
 from roll.strategy.train.sharded.state import ShardedState
+from roll.strategy.train.sharded.work_split import OverRanks
 from roll.weight_sync.stream import TensorSource
 from roll.weight_sync.weights import probe_ids
 

@@ -17,11 +17,12 @@ from torch.distributed.fsdp import FSDPModule
 from roll.algorithm.loss_inputs import Aggregation, token_weights
 from roll.data import Batch
 from roll.model.shape import ModelShape
-from roll.strategy.train import passes, policy
+from roll.strategy.train import forward as passes
+from roll.strategy.train import policy
 from roll.strategy.train.balance import balance
 from roll.strategy.train.microbatch import micro_batches
-from roll.strategy.train.sharded.group import RankGroup
-from roll.strategy.train.sharded.spread import OverRanks
+from roll.strategy.train.sharded.process_group import RankGroup
+from roll.strategy.train.sharded.work_split import OverRanks
 
 DEFECTS = (
     "mean_over_ranks",

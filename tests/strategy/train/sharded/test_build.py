@@ -26,9 +26,9 @@ from roll.model.loading import load_model
 from roll.model.lora import Adapters, Base, is_adapter
 from roll.model.tiny import character_tokenizer
 from roll.strategy.train.critic import CriticStrategy
-from roll.strategy.train.scorer import ScoreStrategy
+from roll.strategy.train.reward_model import ScoreStrategy
 from roll.strategy.train.sharded.build import build_sharded
-from roll.strategy.train.sharded.group import RankGroup
+from roll.strategy.train.sharded.process_group import RankGroup
 from roll.strategy.train.sharded.strategy import ShardedCritic, ShardedScorer, ShardedStrategy
 from roll.strategy.train.single import SingleStrategy
 from tests.ranks import Ranks, needs_account, ranks_of, within

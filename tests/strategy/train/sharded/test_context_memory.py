@@ -19,10 +19,10 @@ from roll.config.schema import TrainConfig
 from roll.data import Batch, Sample, Task
 from roll.devices.memory import MASTERS, MOMENTS, sharded_peak
 from roll.model import attention
-from roll.strategy.train.footprint import PackedSize, Spans
+from roll.strategy.train.activation_memory import PackedSize, Spans
 from roll.strategy.train.sharded.build import ShardedModel
-from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.module import TrainModule, shard
+from roll.strategy.train.sharded.process_group import RankGroup
 from roll.strategy.train.sharded.strategy import ShardedStrategy
 from tests.ranks import ranks_of
 

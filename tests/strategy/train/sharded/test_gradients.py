@@ -17,7 +17,7 @@ from roll.algorithm.loss_inputs import Aggregation, CreditSpec, Estimator, Level
 from roll.algorithm.losses import LOSSES
 from roll.config.errors import UserError
 from roll.data import Batch
-from roll.strategy.train.sharded.group import RankGroup
+from roll.strategy.train.sharded.process_group import RankGroup
 from tests.ranks import Ranks
 from tests.strategy.train.sharded.trainers import (
     KINDS,

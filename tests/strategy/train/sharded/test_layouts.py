@@ -23,9 +23,9 @@ from roll.cluster.mesh import MeshShape
 from roll.config.schema import TrainConfig
 from roll.model.classifier import load_classifier
 from roll.model.shard_loading import SafeFolder
-from roll.strategy.train.scorer import ScoreStrategy
+from roll.strategy.train.reward_model import ScoreStrategy
 from roll.strategy.train.sharded.build import build_sharded
-from roll.strategy.train.sharded.group import RankGroup
+from roll.strategy.train.sharded.process_group import RankGroup
 from roll.strategy.train.sharded.sizes import ShardSizes
 from roll.weight_sync.digest import digests
 from roll.weight_sync.stream import Sender

@@ -15,7 +15,7 @@ from roll.algorithm import LossSpec
 from roll.cluster.mesh import MeshShape
 from roll.model.tiny import character_tokenizer
 from roll.strategy.train.optimizer import Step
-from roll.strategy.train.sharded.group import RankGroup
+from roll.strategy.train.sharded.process_group import RankGroup
 from roll.strategy.train.single import SingleStrategy
 from roll.weight_sync.stream import Sender
 from tests.ranks import Ranks, ranks_of

@@ -16,9 +16,9 @@ from roll.cluster.mesh import MeshShape
 from roll.config.schema import LoraConfig, TrainConfig
 from roll.model.lora import Adapters, Base
 from roll.strategy.train.optimizer import MasterAdamW
-from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.module import TrainModule, shard
 from roll.strategy.train.sharded.offload import PinnedMemory, ShardOffload, replace_locals
+from roll.strategy.train.sharded.process_group import RankGroup
 from tests.ranks import ranks_of
 from tests.strategy.train.sharded.trainers import make_model
 

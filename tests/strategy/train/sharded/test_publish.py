@@ -21,8 +21,8 @@ from roll.config.errors import RunError
 from roll.config.schema import LoraConfig
 from roll.model import lora
 from roll.model.lora import Adapters, Base, is_adapter
-from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.module import TrainModule, shard
+from roll.strategy.train.sharded.process_group import RankGroup
 from roll.strategy.train.sharded.publish import served_dtype, sharded_source
 from roll.weight_sync import shards
 from roll.weight_sync.broadcast import BroadcastGroup

@@ -31,11 +31,11 @@ from roll.model.shard_folder import ShardFolder
 from roll.model.tiny import character_tokenizer
 from roll.model.value_head import ValueModel
 from roll.strategy.train.critic import CriticStrategy
+from roll.strategy.train.forward import FILE, Passes
 from roll.strategy.train.optimizer import MasterAdamW
-from roll.strategy.train.passes import FILE, Passes
 from roll.strategy.train.sharded.build import ShardedModel
-from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.module import TrainModule, shard
+from roll.strategy.train.sharded.process_group import RankGroup
 from roll.strategy.train.sharded.state import ShardedState
 from roll.strategy.train.single import SingleStrategy
 from tests.model.test_shard_loading import CONFIGS

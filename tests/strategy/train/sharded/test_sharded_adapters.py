@@ -27,7 +27,7 @@ from roll.model.lora import Adapters, inject, is_adapter
 from roll.model.shard_loading import _copy
 from roll.model.tiny import character_tokenizer
 from roll.strategy.train.sharded.build import build_sharded
-from roll.strategy.train.sharded.group import RankGroup
+from roll.strategy.train.sharded.process_group import RankGroup
 from roll.strategy.train.sharded.strategy import ShardedStrategy
 from roll.strategy.train.single import SingleStrategy
 from roll.weight_sync.digest import digests

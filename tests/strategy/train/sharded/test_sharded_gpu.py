@@ -23,12 +23,12 @@ from roll.model.find import find_model
 from roll.model.loading import load_model
 from roll.model.lora import Adapters
 from roll.model.tiny import character_tokenizer
-from roll.strategy.shelf import Level
+from roll.strategy.offload import Level
 from roll.strategy.train.optimizer import Step
 from roll.strategy.train.policy import PolicyTrainer
 from roll.strategy.train.sharded.build import ShardedModel, build_sharded
-from roll.strategy.train.sharded.group import RankGroup, open_store
 from roll.strategy.train.sharded.module import TrainModule, shard
+from roll.strategy.train.sharded.process_group import RankGroup, open_store
 from roll.strategy.train.sharded.strategy import ShardedStrategy
 from roll.strategy.train.single import SingleStrategy
 from tests.strategy.train.test_single_strategy import VOCAB, make_batch

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithm import LossSpec
-from roll.strategy.train.sharded.group import RankGroup
+from roll.strategy.train.sharded.process_group import RankGroup
 from roll.strategy.train.sharded.strategy import ShardedStrategy
 from roll.strategy.train.single import SingleStrategy
 from tests.ranks import Ranks

@@ -40,8 +40,8 @@ from roll.strategy.train.base import UpdateStats
 from roll.strategy.train.critic import CriticStrategy, CriticTrainer
 from roll.strategy.train.optimizer import MasterAdamW, Step, total_norm
 from roll.strategy.train.sharded.build import ShardedModel
-from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.module import TrainModule, shard
+from roll.strategy.train.sharded.process_group import RankGroup
 from roll.strategy.train.sharded.strategy import ShardedCritic, ShardedStrategy
 from roll.strategy.train.single import SingleStrategy
 from tests.strategy.train.sharded.mutants import with_defect

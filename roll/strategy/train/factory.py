@@ -15,11 +15,11 @@ from roll.model.loading import choose_dtype, load_model, load_tokenizer
 from roll.model.lora import Adapters
 from roll.strategy.train.base import RewardStrategy, TrainStrategy, ValueStrategy
 from roll.strategy.train.critic import CriticStrategy
-from roll.strategy.train.scorer import ScoreStrategy
+from roll.strategy.train.reward_model import ScoreStrategy
 from roll.strategy.train.single import SingleStrategy
 
 if TYPE_CHECKING:
-    from roll.strategy.train.sharded.group import RankGroup
+    from roll.strategy.train.sharded.process_group import RankGroup
 
 
 def warm_up(path: str, over_ranks: bool) -> None:

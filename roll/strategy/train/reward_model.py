@@ -18,10 +18,10 @@ from roll.config.schema import TrainConfig
 from roll.data.batch import Batch
 from roll.data.tokenlog import FloatArray, IntArray
 from roll.model.classifier import as_read
-from roll.strategy.shelf import Level, Shelf
+from roll.strategy.offload import Level, Shelf
+from roll.strategy.train.forward import Passes
 from roll.strategy.train.microbatch import MicroBatch
-from roll.strategy.train.passes import Passes
-from roll.strategy.train.spread import OneProcess, Spread
+from roll.strategy.train.work_split import OneProcess, Spread
 
 SETTING = "roles.reward_model.micro_batch_tokens"
 

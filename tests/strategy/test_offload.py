@@ -16,7 +16,7 @@ from roll.data import Batch, Sample, Task
 from roll.model import attention
 from roll.model.tiny import character_tokenizer
 from roll.strategy.infer.native import NativeStrategy
-from roll.strategy.shelf import Level, Shelf
+from roll.strategy.offload import Level, Shelf
 from roll.strategy.train.single import SingleStrategy
 from roll.weight_sync.stream import Manifest, Sender
 from roll.weight_sync.weights import named_tensors

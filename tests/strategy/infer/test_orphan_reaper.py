@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from roll.strategy.infer.vllm_process import Keeper, deaf_to_ctrl_c
+from roll.strategy.infer.orphan_reaper import Keeper, deaf_to_ctrl_c
 
 WAITS = "import sys, time; print('here', flush=True); time.sleep(600)"
 WAITS_NAMED = f"import setproctitle; setproctitle.setproctitle('VLLM::EngineCore'); {WAITS}"
@@ -19,7 +19,7 @@ BLOCKED = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.S
 STARTS_ANOTHER = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BLOCKED!r}], check=True)"
 HEARS = """
 import os, signal, threading, time
-from roll.strategy.infer.vllm_process import deaf_to_ctrl_c
+from roll.strategy.infer.orphan_reaper import deaf_to_ctrl_c
 heard = []
 signal.signal(signal.SIGINT, lambda *_: heard.append(threading.current_thread().name))
 try:
@@ -39,7 +39,7 @@ print(*heard)
 """
 HEARS_AT_THE_END = """
 import os, signal, time
-from roll.strategy.infer.vllm_process import deaf_to_ctrl_c
+from roll.strategy.infer.orphan_reaper import deaf_to_ctrl_c
 heard = []
 def hear(*_): heard.append(0)
 signal.signal(signal.SIGINT, hear)
@@ -58,7 +58,7 @@ print(len(heard))
 """
 OWNER = f"""
 import os, subprocess, sys, time
-from roll.strategy.infer.vllm_process import Keeper, deaf_to_ctrl_c
+from roll.strategy.infer.orphan_reaper import Keeper, deaf_to_ctrl_c
 keeper = Keeper()
 child = subprocess.Popen([sys.executable, "-c", {WAITS!r}], env={{**os.environ, **keeper.environment}})
 time.sleep(600)

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from roll.cluster.mesh import MeshShape
-from roll.strategy.train.footprint import Footprint
+from roll.strategy.train.activation_memory import Footprint
 from roll.strategy.train.sharded.sizes import ShardSizes
 
 CPU_ROWS = 4096

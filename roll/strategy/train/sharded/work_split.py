@@ -14,9 +14,9 @@ from roll.model.shape import ModelShape
 from roll.strategy.train.balance import balance
 from roll.strategy.train.microbatch import MicroBatch, sequence
 from roll.strategy.train.sharded.context import ContextRows
-from roll.strategy.train.sharded.group import RankGroup
 from roll.strategy.train.sharded.module import TrainModule
-from roll.strategy.train.spread import AllRows, Rows, Share
+from roll.strategy.train.sharded.process_group import RankGroup
+from roll.strategy.train.work_split import AllRows, Rows, Share
 from roll.weight_sync.weights import probe_ids
 
 T = TypeVar("T")

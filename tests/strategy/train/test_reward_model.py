@@ -16,7 +16,7 @@ from roll.data.tokenlog import IntArray
 from roll.model.classifier import load_classifier
 from roll.model.find import find_model
 from roll.model.tiny import character_tokenizer
-from roll.strategy.train.scorer import ScoreStrategy
+from roll.strategy.train.reward_model import ScoreStrategy
 
 TOKENIZER = character_tokenizer()
 

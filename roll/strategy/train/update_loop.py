@@ -12,7 +12,7 @@ from roll.config.schema import TrainConfig
 from roll.data.batch import Batch
 from roll.data.remote_columns import Indices
 from roll.strategy.train.base import NotFinite, UpdateStats
-from roll.strategy.train.suspects import sample_names
+from roll.strategy.train.nonfinite import sample_names
 
 
 def make_updates(batch: Batch, config: TrainConfig, lr: float, update: Callable[[Batch], UpdateStats]) -> UpdateStats:

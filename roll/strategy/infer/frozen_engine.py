@@ -13,9 +13,9 @@ from roll.config.schema import Config
 from roll.model.find import find_model
 from roll.model.loading import choose_dtype, load_model, load_tokenizer
 from roll.strategy.infer.base import InferStrategy
-from roll.strategy.infer.make import vllm_engine
+from roll.strategy.infer.factory import vllm_engine
 from roll.strategy.infer.native import NativeStrategy
-from roll.strategy.shelf import Level, Shelf
+from roll.strategy.offload import Level, Shelf
 from roll.strategy.train.probe import Probe
 from roll.weight_sync.weights import Weights
 

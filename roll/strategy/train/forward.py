@@ -26,13 +26,13 @@ from roll.data.tokenlog import branches
 from roll.model.lora import adapted_layers
 from roll.model.rope import longest_sequence
 from roll.model.shape import ModelShape
-from roll.strategy.train.budget import Budget, choose, spare_of
-from roll.strategy.train.footprint import Footprint
-from roll.strategy.train.layers import Layers, Within, compiles
+from roll.strategy.train.activation_memory import Footprint
+from roll.strategy.train.layer_wrapping import Layers, Within, compiles
 from roll.strategy.train.microbatch import MicroBatch, largest_rows, micro_batches
+from roll.strategy.train.microbatch_budget import Budget, choose, spare_of
+from roll.strategy.train.nonfinite import sample_name
 from roll.strategy.train.out_of_memory import free_memory, is_out_of_memory, kept_noise, said_first, shrunk
 from roll.strategy.train.sharded.sizes import of_rank
-from roll.strategy.train.suspects import sample_name
 
 _log = logging.getLogger(__name__)
 
