@@ -19,7 +19,7 @@ from roll.strategy.infer.vllm_args import check_vllm
 from roll.workers.device import DeviceWorker
 from roll.workers.judge import JudgeWorker
 from roll.workers.reward_model import RewardModelWorker
-from roll.workers.scorers import Scorers
+from roll.workers.reward_model_client import Scorers
 
 
 def check_scorers(config: Config) -> None:

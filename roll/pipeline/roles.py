@@ -34,10 +34,10 @@ from roll.scheduler.router import Router
 from roll.strategy.offload import Level
 from roll.workers.critic import CriticWorker
 from roll.workers.env import EnvWorker
-from roll.workers.group import GroupWorker
 from roll.workers.infer import InferWorker
+from roll.workers.rank_group import GroupWorker
 from roll.workers.reward import RewardWorker
-from roll.workers.scorers import NO_SCORERS, Scorers
+from roll.workers.reward_model_client import NO_SCORERS, Scorers
 from roll.workers.train import TrainWorker
 
 _PING_S = 5.0

@@ -11,7 +11,7 @@ from roll.cluster import Cluster, RestartPolicy, Supervisor, Worker
 from roll.config.schema import SuperviseConfig
 from roll.devices.residency import StageTable
 from roll.strategy.offload import Level
-from roll.workers.group import GroupWorker, meet
+from roll.workers.rank_group import GroupWorker, meet
 
 W = TypeVar("W", bound=Worker)
 G = TypeVar("G", bound=GroupWorker)

@@ -35,9 +35,9 @@ from roll.pipeline.roles import Roles, TrainRoles
 from roll.pipeline.watchdog import Watchdog
 from roll.strategy.train.factory import warm_up
 from roll.workers.env import EnvWorker
-from roll.workers.group import meet
 from roll.workers.infer import InferWorker, Load
 from roll.workers.judge import JudgeWorker
+from roll.workers.rank_group import meet
 from roll.workers.reward import RewardWorker
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from roll.data.remote_columns import TokenColumn
 from roll.strategy.offload import Level
 from roll.strategy.train.base import UpdateStats, ValueStrategy
 from roll.strategy.train.factory import make_critic
-from roll.workers.group import GroupWorker
+from roll.workers.rank_group import GroupWorker
 from roll.workers.train import join_tokens
 
 if TYPE_CHECKING:

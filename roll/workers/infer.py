@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from roll.cluster import Dispatch, Place, parallel
 from roll.config.schema import Config
 from roll.engine.request import Completion, Progress, Request
+from roll.workers.broadcast_membership import GroupMember
 from roll.workers.device import DeviceWorker
-from roll.workers.member import GroupMember
 
 if TYPE_CHECKING:  # those who only call an engine do without torch
     from roll.engine.slot_engine import EngineStats

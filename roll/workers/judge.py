@@ -19,7 +19,7 @@ from roll.data.task import Message
 from roll.engine.request import Completion, Request, Sampling, seed_of
 from roll.reward.model_reward import Drawing
 from roll.workers.device import DeviceWorker
-from roll.workers.turn import Turn
+from roll.workers.residency_gate import Turn
 
 if TYPE_CHECKING:
     from roll.strategy.offload import Level

@@ -13,7 +13,7 @@ from roll.reward import RewardSource, ScoreFailure, Verdict
 from roll.reward.model_score_client import Asking
 from roll.reward.pool import GraderPool
 from roll.reward.stats import GraderStats
-from roll.workers.scorers import ScorerModels, Scorers
+from roll.workers.reward_model_client import ScorerModels, Scorers
 
 
 class RewardWorker(Worker):

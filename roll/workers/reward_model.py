@@ -19,14 +19,14 @@ from roll.config.errors import UserError
 from roll.config.schema import Config
 from roll.data.task import Message
 from roll.data.tokenlog import IntArray
-from roll.workers.group import GroupWorker
-from roll.workers.turn import Turn
+from roll.workers.rank_group import GroupWorker
+from roll.workers.residency_gate import Turn
 
 if TYPE_CHECKING:  # those who only ask it do without torch
     from roll.strategy.offload import Level
     from roll.strategy.train.base import RewardStrategy
     from roll.strategy.train.sharded.process_group import RankGroup
-    from roll.workers.orders import Orders
+    from roll.workers.rank_commands import Orders
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class RewardModelWorker(GroupWorker):
         self._strategy, self._tokenizer, self._longest = make_scorer(self._config, self.place, group)
         if group is None:
             return
-        from roll.workers.orders import Orders
+        from roll.workers.rank_commands import Orders
 
         assert self.rendezvous is not None
         self._orders = Orders(self.rendezvous, group.ranks - 1)

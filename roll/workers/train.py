@@ -25,8 +25,8 @@ from roll.weight_sync.broadcast import BroadcastBackend, BroadcastGroup
 from roll.weight_sync.rendezvous import SLOTS, Meeting, Offer, Path
 from roll.weight_sync.stream import Sender
 from roll.weight_sync.weights import Weights
-from roll.workers.group import GroupWorker
-from roll.workers.member import GroupMember
+from roll.workers.broadcast_membership import GroupMember
+from roll.workers.rank_group import GroupWorker
 
 if TYPE_CHECKING:
     from roll.strategy.train.sharded.process_group import RankGroup

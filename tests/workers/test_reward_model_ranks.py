@@ -18,7 +18,7 @@ from roll.cluster.mesh import MeshShape
 from roll.data import Message
 from roll.data.tokenlog import IntArray
 from roll.strategy.train.sharded.process_group import RankGroup
-from roll.workers.group import meet
+from roll.workers.rank_group import meet
 from roll.workers.reward_model import RewardModelWorker
 
 SAID = [Message(role="user", content="Say it."), Message(role="assistant", content="7")]

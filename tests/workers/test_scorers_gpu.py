@@ -14,7 +14,7 @@ from roll.cluster import Cluster, LocalExecutor, Place
 from roll.reward.model_reward import Drawing
 from roll.workers.judge import JudgeWorker
 from roll.workers.reward_model import RewardModelWorker
-from roll.workers.scorers import Scorers
+from roll.workers.reward_model_client import Scorers
 
 pytestmark = pytest.mark.gpu
 

@@ -16,9 +16,9 @@ from roll.config import RunError, load_config
 from roll.config.schema import Config
 from roll.strategy.train.policy import PolicyTrainer
 from roll.weight_sync.rendezvous import Offer, Path
-from roll.workers.group import meet
 from roll.workers.infer import InferWorker
 from roll.workers.publish import publish
+from roll.workers.rank_group import meet
 from roll.workers.train import TrainWorker
 
 TINY = FilePath(__file__).parents[4] / "examples" / "tiny.yaml"

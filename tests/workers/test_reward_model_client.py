@@ -17,10 +17,10 @@ from roll.config.schema import Config
 from roll.data import Message
 from roll.reward.model_reward import Drawing, Unanswered
 from roll.strategy.infer.frozen_engine import OwnEngine
-from roll.workers import turn
+from roll.workers import residency_gate as turn
 from roll.workers.judge import JudgeWorker
 from roll.workers.reward_model import RewardModelWorker
-from roll.workers.scorers import ScorerModels, Scorers
+from roll.workers.reward_model_client import ScorerModels, Scorers
 
 SAID = [Message(role="user", content="Say it.")]
 GREEDY = Drawing((1,), 0.0, 8)
