@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from simulation.workload import Workload
 
 from roll.cluster import Cluster, Dispatch, Place, parallel
 from roll.cluster.ray_executor import RayExecutor
@@ -26,6 +25,7 @@ from roll.rollout.runner import SampleRunner
 from roll.rollout.worker import RolloutWorker
 from roll.scheduler.rollout_pool import RolloutPool
 from roll.scheduler.router import Router
+from roll.simulation.workload import Workload
 from roll.workers.infer import InferWorker
 from roll.workers.publish import publish
 from roll.workers.reward import RewardWorker

@@ -1,9 +1,9 @@
 """The scheduler beside a barrier with real processes, and what the simulation says of the same run beforehand.
 
 Two engines on CPU cores, one thread each, a small model with fresh weights. Lengths and rewards of the samples are those
-of a `simulation.workload.Workload`, so that the same samples go through real and simulated engines:
+of a `roll.simulation.workload.Workload`, so that the same samples go through real and simulated engines:
 
-1. The engines' steps are timed and a `simulation.spec.EngineSpec` fitted to them.
+1. The engines' steps are timed and a `roll.simulation.spec.EngineSpec` fitted to them.
 2. With it the simulation says how long every step will take, with the scheduler and with the barrier.
 3. Both are run with real engines, rollout workers and graders, a step of one, then the same step of the other:
 
@@ -36,20 +36,20 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 from common import parser, report
 from crew import Crew, TimedEngine, make_model, rollout_config
-from simulation.barrier import run_barrier
-from simulation.calibration import Timing, batches_to_time, error_of, fitted
-from simulation.clock import run
-from simulation.controller import simulate
-from simulation.lengths import Lengths
-from simulation.spec import EngineSpec
-from simulation.workload import RLVR, Workload
 
 from roll.data.sample import Group, Sample
 from roll.data.task import Task
+from roll.rollout.lifecycle import Lifecycle
 from roll.scheduler.filters import no_signal
-from roll.scheduler.lifecycle import Lifecycle
 from roll.scheduler.scheduler import RolloutScheduler
 from roll.scheduler.task_sampler import Epochs
+from roll.simulation.barrier import run_barrier
+from roll.simulation.calibration import Timing, batches_to_time, error_of, fitted
+from roll.simulation.clock import run
+from roll.simulation.controller import simulate
+from roll.simulation.lengths import Lengths
+from roll.simulation.spec import EngineSpec
+from roll.simulation.workload import RLVR, Workload
 
 PROMPT_TOKENS = 24
 FRAME_TOKENS = 3

@@ -5,7 +5,7 @@ log-normal lengths with long tails), environments (1 % stragglers of 50×) and g
 
 - **barrier**: the same samples on the same engines, a stage at a time: all generation, then all scoring, then filtering,
   then refills in whole rounds, then training;
-- **bound**: what no scheduler can beat (`simulation/bound.py`, which knows no scheduler).
+- **bound**: what no scheduler can beat (`roll/simulation/bound.py`, which knows no scheduler).
 
 `over_barrier` is the barrier's time over the scheduler's on-policy, `async_over_barrier` the same with
 `max_staleness: 1`: both from the end of the second step on, when the pipeline is full, to the end of the last.
@@ -29,23 +29,23 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import parser, report
-from simulation.barrier import run_barrier
-from simulation.bound import on_policy_bound_s, overlapping_bound_s
-from simulation.clock import run
-from simulation.controller import StepTimes, simulate
-from simulation.prompt_workers import PromptWorker
-from simulation.workload import AGENTIC, RLVR, Workload
 
 from roll.cluster import Cluster, LocalExecutor, Place
 from roll.config.schema import RolloutConfig
 from roll.data.task import Task
 from roll.ledger.log import Ledger, Transition
+from roll.rollout.lifecycle import Lifecycle
 from roll.scheduler.filters import no_signal
-from roll.scheduler.lifecycle import Lifecycle
 from roll.scheduler.rollout_pool import RolloutPool
 from roll.scheduler.router import Router
 from roll.scheduler.scheduler import RolloutScheduler
 from roll.scheduler.task_sampler import Epochs
+from roll.simulation.barrier import run_barrier
+from roll.simulation.bound import on_policy_bound_s, overlapping_bound_s
+from roll.simulation.clock import run
+from roll.simulation.controller import StepTimes, simulate
+from roll.simulation.prompt_workers import PromptWorker
+from roll.simulation.workload import AGENTIC, RLVR, Workload
 
 FIRST = 2
 """Steps before the figures begin."""

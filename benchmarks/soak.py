@@ -10,7 +10,7 @@ For each simulated day: steps, the mean seconds of a step (virtual, with what fa
 milliseconds a step and a restart (which checks the whole ledger), resident memory, the most records that were not on disk
 at a step's end, and at its last step what is open: leases, seats on engines, wants (samples without a seat), homes
 (samples whose tokens are kept) and the tokens' samples at the workers. At the end, whether the ledger balances
-(`simulation/balance.py`).
+(`roll/simulation/balance.py`).
 
 `rss_growth`, `step_time_growth` and `controller_time_growth` are the last day over the first. Nothing is asserted.
 """
@@ -32,18 +32,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import parser, report
-from simulation import balance
-from simulation.clock import run
-from simulation.lengths import Lengths, LogNormal, Solving
-from simulation.spec import EngineSpec
-from simulation.training import TrainerDied, Training
-from simulation.workload import Workload
-from simulation.world import World
 
 from roll.config.errors import RunError
 from roll.config.schema import RolloutConfig
 from roll.data.task import Task
 from roll.scheduler.task_sampler import BaseOrder, Epochs, SolveRate
+from roll.simulation import balance
+from roll.simulation.clock import run
+from roll.simulation.cluster import World
+from roll.simulation.lengths import Lengths, LogNormal, Solving
+from roll.simulation.spec import EngineSpec
+from roll.simulation.training import TrainerDied, Training
+from roll.simulation.workload import Workload
 
 DAY_S, HOUR_S = 86_400.0, 3_600.0
 CHECKPOINT_EVERY = 3

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from roll.pipeline.rlvr import make_scheduler
     from roll.pipeline.roles import Roles, TrainRoles, start_roles, start_trainer
     from roll.pipeline.state import RunState
-    from roll.scheduler.lifecycle import Lifecycle
+    from roll.rollout.lifecycle import Lifecycle
     from roll.scheduler.scheduler import RolloutScheduler
     from roll.workers.infer import InferWorker
     from roll.workers.publish import publish
@@ -43,7 +43,7 @@ _HOMES = {
     "roll.pipeline.rlvr": ("make_scheduler",),
     "roll.pipeline.roles": ("Roles", "TrainRoles", "start_roles", "start_trainer"),
     "roll.pipeline.state": ("RunState",),
-    "roll.scheduler.lifecycle": ("Lifecycle",),
+    "roll.rollout.lifecycle": ("Lifecycle",),
     "roll.scheduler.scheduler": ("RolloutScheduler",),
     "roll.workers.infer": ("InferWorker",),
     "roll.workers.publish": ("publish",),

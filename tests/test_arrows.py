@@ -1,7 +1,8 @@
 """Imports go one way: a folder of `roll` may import itself and lower tiers, nothing else.
 
-`cli → pipeline → {rollout, workers, devices} → {algorithm, strategy, env, reward, transfer} → {engine, model, cluster,
-run, child, sandbox} → data → config`. Imports inside functions count; those for type checkers only do not.
+`cli → simulation → pipeline → {scheduler, rollout, workers, devices} → {algorithm, strategy, env, reward, weight_sync} →
+{engine, model, cluster} → run → ledger → {process, sandbox, atomic_files} → data → config`. Imports inside functions
+count; those for type checkers only do not.
 """
 
 from __future__ import annotations
@@ -22,27 +23,26 @@ import roll
 ROOT = Path(roll.__file__).parent
 
 TIERS = [
-    {"__init__", "api", "cli", "display", "doctor", "ledger_view", "transcript_view"},
+    {"__init__", "api", "cli"},
+    {"simulation"},
     {"pipeline"},
-    {"rollout", "workers", "devices"},
-    {"algorithm", "strategy", "env", "reward", "transfer"},
-    {"engine", "model", "cluster", "run", "child", "sandbox"},
+    {"scheduler"},
+    {"rollout"},
+    {"workers", "devices"},
+    {"algorithm", "strategy", "env", "reward", "weight_sync"},
+    {"engine", "model", "cluster"},
+    {"run"},
+    {"ledger"},
+    {"atomic_files", "process", "sandbox"},
     {"data"},
     {"config"},
 ]
 TIER = {name: number for number, names in enumerate(TIERS) for name in names}
 
 WITHIN_A_TIER = {
-    ("cli", "display"): "the command line shows runs",
-    ("cli", "doctor"): "`roll doctor`",
-    ("cli", "ledger_view"): "`roll ledger`",
-    ("cli", "transcript_view"): "`roll rollout`",
-    ("rollout", "workers"): "the router and the runner call roles by their workers' methods",
     ("strategy", "algorithm"): "a trainer computes the loss it is sent",
-    ("strategy", "transfer"): "weights leave a trainer and enter an engine",
+    ("strategy", "weight_sync"): "weights leave a trainer and enter an engine",
     ("engine", "model"): "the engine's cache is one of the model's attention plans",
-    ("cluster", "child"): "the local executor starts the ranks of a mesh in processes of their own",
-    ("run", "model"): "adapters and shards become a model's files when a run is exported",
 }
 """Arrows between folders of one tier, and why they are there."""
 
@@ -121,7 +121,7 @@ def test_imports_within_a_tier_are_listed_with_a_reason() -> None:
 
 
 def test_the_cluster_knows_no_role() -> None:
-    assert {found.target for found in inside() if found.source == "cluster"} <= {"child", "data", "config"}
+    assert {found.target for found in inside() if found.source == "cluster"} <= {"process", "data", "config"}
 
 
 def test_ray_is_imported_in_the_cluster_only() -> None:

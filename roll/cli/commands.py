@@ -252,7 +252,7 @@ def export(
     adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapters of a run with model.lora.")] = False,
 ) -> None:
     """Write a run's newest weights as a folder that transformers loads; adapters are merged into their model."""
-    from roll.run.export import export_model
+    from roll.pipeline.export import export_model
 
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # which is imported only if there is something to merge
     step = export_model(run, folder, adapter=adapter)
@@ -267,8 +267,8 @@ def repair(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what is damaged.")] = False,
 ) -> None:
     """Find what is damaged in a run's folder and mend it; what is taken out is moved aside, never deleted."""
+    from roll.rollout.buffer_checkpoint import under_way
     from roll.run.repair import repair as mend
-    from roll.scheduler.buffer_checkpoint import under_way
 
     done = mend(run, under_way, dry_run=dry_run)
     for finding in done.findings:

@@ -99,8 +99,7 @@ def _devices() -> list[Finding]:
 
 
 def _sandbox() -> list[Finding]:
-    from roll.sandbox import Missing
-    from roll.sandbox import capabilities as survey
+    from roll.sandbox import Missing, survey
 
     levels = survey()
     missing = [level for level in levels if isinstance(level, Missing)]

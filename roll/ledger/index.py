@@ -16,11 +16,11 @@ from typing import Any
 
 from roll.config.errors import RunError, UserError
 from roll.config.suggest import did_you_mean
+from roll.ledger.histogram import quantile
 from roll.ledger.index_rows import Row
 from roll.ledger.index_tables import Progress, index_path, up_to_date
 from roll.ledger.log import Transition
 from roll.ledger.sample_history import Step, group_of, read_records, story
-from roll.run.histogram import quantile
 
 _LIFE = ("queued", "generating", "paused", "acting", "scoring", "scored", "kept", "trained", "dropped", "failed")
 

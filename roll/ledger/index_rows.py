@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from roll.config.errors import RunError
+from roll.ledger.histogram import buckets
 from roll.ledger.log import HEADER_BYTES, ROLLED_BACK
 from roll.ledger.sample_history import Step, group_of, read_records, story
-from roll.run.histogram import buckets
 
 _ENDS = ("trained", "dropped")
 _COLUMNS = "grp, sample, task, state, reason, reward, scored_s, ends, first_s, last_s, offsets"

@@ -41,7 +41,7 @@ from json.encoder import encode_basestring_ascii as quoted
 from math import isfinite
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, Self
 from zlib import crc32
 
 from roll.atomic_files import sync_folder, to_json
@@ -141,7 +141,7 @@ class Ledger:
         self._broken = ""
 
     @classmethod
-    def open(cls, path: Path) -> Ledger:
+    def open(cls, path: Path) -> Self:
         """The ledger at `path`, created if absent, checked from end to end and cut back to its last whole record."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:

@@ -27,8 +27,8 @@ from roll.pipeline.rlvr_metrics import RolloutRecord
 from roll.pipeline.roles import Roles
 from roll.pipeline.state import RunState
 from roll.pipeline.supervision import Supervision
+from roll.rollout.lifecycle import Lifecycle
 from roll.scheduler.evaluate import Evaluator
-from roll.scheduler.lifecycle import Lifecycle
 from roll.scheduler.policy import make_policy
 from roll.scheduler.rollout_result import LEFT_OUT, NOT_FINITE, Rollout
 from roll.scheduler.scheduler import RolloutScheduler

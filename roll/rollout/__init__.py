@@ -1,1 +1,1 @@
-"""The life of every sample: router, runner, scheduler, filters."""
+"""The rollout workers, which drive samples through engines, environments and graders."""

@@ -35,8 +35,8 @@ from roll.reward import ScoreFailure, Verdict
 from roll.rollout.early_stop import EarlyEnd, Running
 from roll.rollout.engine_assignments import Seats
 from roll.rollout.engine_client import Drawn, EngineDoor, EngineLost, RequestRefused, Watch
+from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.messages import Stop
-from roll.scheduler.lifecycle import Lifecycle
 from roll.workers.env import EnvWorker
 from roll.workers.reward import RewardWorker
 

@@ -27,15 +27,15 @@ from roll.model.chat import ChatRenderer
 from roll.model.find import find_model
 from roll.model.loading import context_of, load_tokenizer, stop_ids_of
 from roll.process.structured_gather import together
+from roll.rollout.buffer_checkpoint import read_part, write_part
 from roll.rollout.early_stop import make_early_end
 from roll.rollout.engine_assignments import Seats
 from roll.rollout.engine_client import EngineDoor
+from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.messages import Buffered, Fate, Lease, Order, Outcome, Report, Seat, Stop
 from roll.rollout.runner import Helpers, SampleRunner
 from roll.rollout.transcript import Transcript, transcript_of
 from roll.run import RunFolder, Transition, write_samples
-from roll.scheduler.buffer_checkpoint import read_part, write_part
-from roll.scheduler.lifecycle import Lifecycle
 from roll.workers.env import EnvWorker
 from roll.workers.infer import InferWorker
 from roll.workers.reward import RewardWorker

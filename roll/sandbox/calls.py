@@ -22,8 +22,8 @@ from roll.sandbox.program import Limits, Outcome, Program, SandboxError
 _END_S = 60.0
 _REASON_CHARS = 500
 
-_MODULES = {inside(name): source_of(name) for name in ("values", "solution")}
-_TEST_MODULES = {inside(name): source_of(name) for name in ("values", "asserts")}
+_MODULES = {inside(name): source_of(name) for name in ("codec", "solution")}
+_TEST_MODULES = {inside(name): source_of(name) for name in ("codec", "remote_tests")}
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def check_all(
 
     `names` are those that tests use and do not define.
     """
-    judge = f"from {inside('asserts')} import check\ncheck({setup!r}, {list(tests)!r}, {list(names)!r})"
+    judge = f"from {inside('remote_tests')} import check\ncheck({setup!r}, {list(tests)!r}, {list(names)!r})"
     with contextlib.ExitStack() as closing:
         asks, requests = os.pipe()
         answers, answered = os.pipe()

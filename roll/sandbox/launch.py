@@ -21,7 +21,7 @@ from roll.sandbox.program import Limits, Program, SandboxError
 
 SCRATCH = "/scratch"
 _INSIDE = "roll.sandbox.inside"
-_MODULES = ("kernel", "program", "removal", "supervisor", "values", "solution", "asserts")
+_MODULES = ("kernel", "program", "removal", "supervisor", "codec", "solution", "remote_tests")
 _PARTS: Mapping[Level, tuple[str, ...]] = {
     "bubblewrap": ("program",),
     "namespaces": ("kernel", "program", "removal", "supervisor"),

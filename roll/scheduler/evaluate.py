@@ -18,8 +18,8 @@ from roll.data.sample import Sample
 from roll.data.task import Task
 from roll.engine.request import seed_of
 from roll.process.structured_gather import together
+from roll.rollout.lifecycle import Lifecycle
 from roll.scheduler.estimate import Estimate, majority_at, mean_of, pass_at
-from roll.scheduler.lifecycle import Lifecycle
 from roll.scheduler.rollout_pool import RolloutPool
 
 PRIORITY = 1

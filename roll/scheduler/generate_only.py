@@ -7,8 +7,8 @@ from roll.data.sample import Sample
 from roll.data.task import Task
 from roll.engine.request import seed_of
 from roll.process.structured_gather import together
+from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.transcript import Transcript
-from roll.scheduler.lifecycle import Lifecycle
 from roll.scheduler.rollout_pool import RolloutPool
 
 

@@ -7,7 +7,7 @@ A move that is not in the table is not in the picture, and none that is in it is
 
 from __future__ import annotations
 
-from roll.scheduler.lifecycle import MOVES
+from roll.rollout.lifecycle import MOVES
 
 _PLACES = {
     "new": (60, 170),

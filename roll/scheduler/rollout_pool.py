@@ -18,9 +18,9 @@ from roll.cluster.batched_channel import Line
 from roll.cluster.errors import CallTimedOut, RemoteError, WorkerDied
 from roll.data.sample import Sample
 from roll.ledger.log import Transition
+from roll.rollout.lifecycle import ENDS, Lifecycle
 from roll.rollout.messages import Lease, Order, Outcome, Report, Seat, Stop
 from roll.rollout.worker import RolloutWorker
-from roll.scheduler.lifecycle import ENDS, Lifecycle
 from roll.scheduler.router import Router, Ticket
 from roll.scheduler.token_registry import Tokens
 

@@ -30,13 +30,13 @@ from roll.config.errors import RunError
 from roll.config.schema import RolloutConfig
 from roll.data.sample import Group, Sample
 from roll.data.task import Task
+from roll.rollout.buffer_checkpoint import groups_by_part, samples_by_part, saved, unfinished
+from roll.rollout.lifecycle import ENDS, Lifecycle
 from roll.rollout.messages import Stop
 from roll.scheduler.batch_selection import Closing
-from roll.scheduler.buffer_checkpoint import groups_by_part, samples_by_part, saved, unfinished
 from roll.scheduler.filters import Filter
 from roll.scheduler.group_table import Books
 from roll.scheduler.group_tasks import Carriers
-from roll.scheduler.lifecycle import ENDS, Lifecycle
 from roll.scheduler.policy import AskedPolicy, Control, Policy
 from roll.scheduler.rollout_pool import RolloutPool
 from roll.scheduler.rollout_result import BASELINE, Rollout, Tally, baselines, kind_of, refuse_total_failure, too_few

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from small_runs import EXACT, TINY, Child, Remains, start_roll
 
-from roll.scheduler.lifecycle import MOVES
+from roll.rollout.lifecycle import MOVES
 
 
 def assert_same_run(run: Remains, undisturbed: Remains) -> None:

@@ -21,9 +21,9 @@ from roll.model.tiny import tiny_model
 from roll.pipeline.entrypoints import train
 from roll.pipeline.report import SilentReporter
 from roll.rollout.engine_client import EngineDoor
+from roll.rollout.lifecycle import MOVES
 from roll.run import read_samples
 from roll.run.trace import trace_files
-from roll.scheduler.lifecycle import MOVES
 from roll.workers.train import TrainWorker
 
 STEPS = 3

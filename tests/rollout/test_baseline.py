@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from toys import Moves, Party, ToyRunner, episode_of, go, party, spoken, tasks, timings, until
+from rollout_toys import Moves, Party, ToyRunner, episode_of, go, party, spoken, tasks, timings, until
 
 from roll.config.schema import RolloutConfig
 from roll.data import Group, Sample
 from roll.pipeline.rlvr_metrics import rollout_metrics
+from roll.rollout.lifecycle import Lifecycle
 from roll.scheduler.filters import make_filter, no_signal
-from roll.scheduler.lifecycle import Lifecycle
 from roll.scheduler.rollout_pool import RolloutPool
 from roll.scheduler.scheduler import RolloutScheduler
 from roll.scheduler.task_sampler import Epochs

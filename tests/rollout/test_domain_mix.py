@@ -8,13 +8,13 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import Moves, ToyRunner, go
+from rollout_toys import Moves, ToyRunner, go
 
 from roll.config import load_config
 from roll.data import Sample
 from roll.data.domains import load_domains
+from roll.rollout.lifecycle import Lifecycle
 from roll.scheduler.filters import make_filter
-from roll.scheduler.lifecycle import Lifecycle
 from roll.scheduler.rollout_result import Rollout
 from roll.scheduler.scheduler import RolloutScheduler
 from roll.scheduler.task_sampler import Epochs

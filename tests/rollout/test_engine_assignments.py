@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import go, turns
+from rollout_toys import go, turns
 
 from roll.rollout.engine_assignments import Seats
 from roll.rollout.messages import Seat

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import Mortal, ToyEngine, engines, go, logprob_of, of, request, some_time, timings, turns, until
+from rollout_toys import Mortal, ToyEngine, engines, go, logprob_of, of, request, some_time, timings, turns, until
 
 from roll.cluster import Cluster
 from roll.cluster.errors import Failure, RemoteError, WorkerDied, WorkerError

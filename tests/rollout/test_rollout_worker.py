@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from toys import (
+from rollout_toys import (
     END,
     Moves,
     Party,
@@ -28,9 +28,9 @@ from toys import (
 
 from roll.data import Sample, Task
 from roll.data.batch import token_block
+from roll.rollout.lifecycle import MOVES, Lifecycle
 from roll.rollout.messages import Lease, Order, Report, Seat, Stop
 from roll.rollout.worker import GATHER_S, POLL_S, RolloutWorker
-from roll.scheduler.lifecycle import MOVES, Lifecycle
 
 TASK = Task.ask("t", "2+2", "4")
 

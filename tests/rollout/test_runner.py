@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from toys import (
+from rollout_toys import (
     END,
     TOKENIZER,
     Mortal,
@@ -51,9 +51,9 @@ from roll.reward import ScoreFailure
 from roll.rollout.early_stop import EarlyEnd, Running
 from roll.rollout.engine_assignments import Seats
 from roll.rollout.engine_client import EngineDoor
+from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.messages import Seat, Stop
 from roll.rollout.runner import Helpers, SampleRunner, training_sampling
-from roll.scheduler.lifecycle import Lifecycle
 from roll.workers.infer import PROGRESS_S
 
 PROMPT = TOKENIZER("<|user|>2+2<|end|><|assistant|>")["input_ids"]

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from toys import Moves, ToyRunner, go, some_time, tasks, timings, turns, until
+from rollout_toys import Moves, ToyRunner, go, some_time, tasks, timings, turns, until
 
 from roll.config.schema import RolloutConfig
 from roll.data import Group, Sample
 from roll.data.tokenlog import NO_VERSION
+from roll.rollout.lifecycle import ENDS, MOVES, Lifecycle
 from roll.scheduler.filters import make_filter
-from roll.scheduler.lifecycle import ENDS, MOVES, Lifecycle
 from roll.scheduler.rollout_pool import RolloutPool
 from roll.scheduler.rollout_result import Rollout
 from roll.scheduler.scheduler import RolloutScheduler

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roll.rollout.lifecycle import MOVES
 from roll.run import Transition
 from roll.run.state_latency import Spread, StageClock, StageRow, Waiting
-from roll.scheduler.lifecycle import MOVES
 
 ENDS = ("trained", "dropped", "failed")
 

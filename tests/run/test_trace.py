@@ -21,9 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.config.errors import RunError
+from roll.rollout.lifecycle import MOVES
 from roll.run import RunFolder, Transition
 from roll.run.trace import Trace, _Row, drop_traces, trace_files
-from roll.scheduler.lifecycle import MOVES
 
 Event = dict[str, Any]
 ENDS = ("trained", "dropped", "failed")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import ToyRunner, go, party, tasks, turns, until
+from rollout_toys import ToyRunner, go, party, tasks, turns, until
 
 from roll.config.errors import RunError
 from roll.config.schema import EvalConfig

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toys import Moves, ToyRunner, go, party, tasks, until
+from rollout_toys import Moves, ToyRunner, go, party, tasks, until
 
 from roll.config.errors import RunError, UserError
 from roll.config.schema import Config, RolloutConfig
 from roll.data import Sample, Task
+from roll.rollout.lifecycle import Lifecycle
 from roll.scheduler.filters import make_filter
-from roll.scheduler.lifecycle import Lifecycle
 from roll.scheduler.policy import Control, GroupView, Policy, Stragglers, make_policy
 from roll.scheduler.rollout_pool import RolloutPool
 from roll.scheduler.scheduler import RolloutScheduler

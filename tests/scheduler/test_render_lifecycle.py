@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from roll.scheduler.lifecycle import MOVES
+from roll.rollout.lifecycle import MOVES
 from roll.scheduler.render_lifecycle import draw
 
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "lifecycle.svg"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import (
+from rollout_toys import (
     END,
     Party,
     ToyRunner,
@@ -37,10 +37,10 @@ from roll.data import remote_columns as columns
 from roll.data.remote_columns import Block
 from roll.engine.request import Request, Sampling, seed_of
 from roll.env import EnvFailure
+from roll.rollout.lifecycle import MOVES, Lifecycle
 from roll.rollout.messages import Fate, Outcome, Report, Stop
 from roll.rollout.worker import GATHER_S, RolloutWorker
 from roll.run import RunFolder, Transition, read_samples
-from roll.scheduler.lifecycle import MOVES, Lifecycle
 from roll.scheduler.rollout_pool import RolloutPool
 from roll.scheduler.router import Router
 

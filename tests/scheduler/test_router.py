@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import go, turns
+from rollout_toys import go, turns
 
 from roll.config.errors import RunError
 from roll.scheduler.router import Router, Ticket

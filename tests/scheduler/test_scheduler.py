@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import END, Moves, Party, ToyRunner, go, party, some_time, tasks, timings, turns, until
+from rollout_toys import END, Moves, Party, ToyRunner, go, party, some_time, tasks, timings, turns, until
 
 from roll.config.errors import RunError
 from roll.config.schema import RolloutConfig
 from roll.data import Group, Sample, Task
 from roll.env import EnvFailure
+from roll.rollout.lifecycle import MOVES, Lifecycle
 from roll.scheduler.filters import FILTERS, keep_all, make_filter, no_signal
-from roll.scheduler.lifecycle import MOVES, Lifecycle
 from roll.scheduler.long_tail import TailRounds
 from roll.scheduler.rollout_pool import RolloutPool
 from roll.scheduler.rollout_result import Rollout

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from simulation.prefixes import Prefix
-from simulation.spec import EngineSpec
+from roll.simulation.prefixes import Prefix
+from roll.simulation.spec import EngineSpec
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from simulation.barrier import run_barrier
-from simulation.bound import StepBound, on_policy_bound_s, overlapping_bound_s, step_bounds
-from simulation.clock import run
-from simulation.controller import simulate
-from simulation.environments import EnvironmentSteps
-from simulation.lengths import Lengths, LogNormal, Solving
-from simulation.spec import EngineSpec
-from simulation.workload import StepGroups, Workload, needed
+
+from roll.simulation.barrier import run_barrier
+from roll.simulation.bound import StepBound, on_policy_bound_s, overlapping_bound_s, step_bounds
+from roll.simulation.clock import run
+from roll.simulation.controller import simulate
+from roll.simulation.environments import EnvironmentSteps
+from roll.simulation.lengths import Lengths, LogNormal, Solving
+from roll.simulation.spec import EngineSpec
+from roll.simulation.workload import StepGroups, Workload, needed
 
 
 def always(tokens: int) -> Lengths:

@@ -8,9 +8,10 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulation.calibration import Timing, batches_to_time, error_of, fitted
-from simulation.spec import EngineSpec
-from simulation.workload import RLVR
+
+from roll.simulation.calibration import Timing, batches_to_time, error_of, fitted
+from roll.simulation.spec import EngineSpec
+from roll.simulation.workload import RLVR
 
 BATCHES = batches_to_time(RLVR)
 

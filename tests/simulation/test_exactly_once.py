@@ -10,7 +10,8 @@ What must hold then, by the ledger's file and by which draw each group was issue
 - every sample's path is one of `MOVES`, none is trained on twice, and going back to a checkpoint brings back exactly the
   states it had;
 - every draw was trained on exactly once, or dropped for good with a reason, or is held by the order to come again, which
-  its last group says (`simulation/balance.py` defines which reasons mean what); no draw of an epoch is lost or doubled;
+  its last group says (`roll/simulation/balance.py` defines which reasons mean what); no draw of an epoch is lost or
+  doubled;
 - at most `groups_per_step` × (`max_staleness` + 1) groups, and what is oversampled, are under way at any time;
 - no sample is trained on more than `max_staleness` versions after the first of its tokens that count;
 - no place on an engine, no lease, no want and no tokens are left behind.
@@ -31,24 +32,24 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from simulation import balance
-from simulation.clock import VirtualLoop
-from simulation.environments import EnvironmentSteps
-from simulation.lengths import Lengths, LogNormal, Solving, uniforms
-from simulation.mortals import MortalLedger
-from simulation.spec import EngineSpec
-from simulation.training import TrainerDied, Training
-from simulation.workload import Workload
-from simulation.world import World
 
 from roll.config.errors import RunError
 from roll.config.schema import RolloutConfig
 from roll.data.sample import Group, Sample
 from roll.data.task import Task
 from roll.ledger.log import Ledger
-from roll.scheduler.lifecycle import ENDS
+from roll.rollout.lifecycle import ENDS
 from roll.scheduler.long_tail import make_order
 from roll.scheduler.task_sampler import BaseOrder, Draw, Wrapper
+from roll.simulation import balance
+from roll.simulation.clock import VirtualLoop
+from roll.simulation.cluster import World
+from roll.simulation.environments import EnvironmentSteps
+from roll.simulation.failures import MortalLedger
+from roll.simulation.lengths import Lengths, LogNormal, Solving, uniforms
+from roll.simulation.spec import EngineSpec
+from roll.simulation.training import TrainerDied, Training
+from roll.simulation.workload import Workload
 
 T = TypeVar("T")
 

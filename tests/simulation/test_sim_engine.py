@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive import Event, NaiveEngine, Result
-from simulation.clock import run
-from simulation.engine import EngineDead, SimEngine
-from simulation.prefixes import Prefix
-from simulation.spec import EngineSpec
+
+from roll.simulation.clock import run
+from roll.simulation.engine import EngineDead, SimEngine
+from roll.simulation.prefixes import Prefix
+from roll.simulation.spec import EngineSpec
 
 PLAIN = EngineSpec(
     base_s=1.0,

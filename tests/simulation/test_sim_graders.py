@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from simulation.clock import run
-from simulation.graders import GraderPool
+
+from roll.simulation.clock import run
+from roll.simulation.graders import GraderPool
 
 
 def graded(play: Callable[[GraderPool, Callable[[str], None]], None]) -> tuple[dict[str, float], GraderPool]:

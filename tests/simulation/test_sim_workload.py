@@ -9,9 +9,10 @@ from statistics import correlation, mean
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulation.environments import EnvironmentSteps
-from simulation.lengths import LogNormal, uniforms
-from simulation.workload import AGENTIC, RLVR, Workload, needed
+
+from roll.simulation.environments import EnvironmentSteps
+from roll.simulation.lengths import LogNormal, uniforms
+from roll.simulation.workload import AGENTIC, RLVR, Workload, needed
 
 BOTH = pytest.mark.parametrize("workload", [RLVR, AGENTIC], ids=lambda workload: workload.name)
 

@@ -8,7 +8,8 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulation.clock import Deadlock, VirtualLoop, run
+
+from roll.simulation.clock import Deadlock, VirtualLoop, run
 
 
 def now() -> float:

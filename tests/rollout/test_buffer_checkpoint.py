@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from toys import Moves, ToyRunner, go, tasks
+from rollout_toys import Moves, ToyRunner, go, tasks
 
 from roll.config.schema import RolloutConfig
 from roll.data import Response, Sample, Task
 from roll.data.batch import LOGGED
 from roll.data.tokenlog import TokenLog
-from roll.scheduler.buffer_checkpoint import read_part, write_part
+from roll.rollout.buffer_checkpoint import read_part, write_part
+from roll.rollout.lifecycle import Lifecycle
 from roll.scheduler.filters import make_filter
-from roll.scheduler.lifecycle import Lifecycle
 from roll.scheduler.rollout_pool import RolloutPool
 from roll.scheduler.scheduler import RolloutScheduler
 from roll.scheduler.task_sampler import Epochs

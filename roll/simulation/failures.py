@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from roll.cluster import Place
 from roll.data.remote_columns import Block
 from roll.ledger.log import Ledger
-from simulation.engine import SimEngine
-from simulation.graders import GraderPool
-from simulation.rollouts import SimRollouts
-from simulation.workload import Workload
+from roll.simulation.engine import SimEngine
+from roll.simulation.graders import GraderPool
+from roll.simulation.rollouts import SimRollouts
+from roll.simulation.workload import Workload
 
 Fate = Callable[[str, str, int], str]
 """Why a sample of a task, at its so-manyth try, fails and takes its grader along; empty if it does not."""

@@ -14,11 +14,11 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
-from simulation.clock import run
-from simulation.engine import SimEngine
-from simulation.graders import GraderPool
-from simulation.prefixes import Prefix
-from simulation.workload import Episode, StepGroups, Turn, Workload
+from roll.simulation.clock import run
+from roll.simulation.engine import SimEngine
+from roll.simulation.graders import GraderPool
+from roll.simulation.prefixes import Prefix
+from roll.simulation.workload import Episode, StepGroups, Turn, Workload
 
 
 @dataclass(frozen=True)

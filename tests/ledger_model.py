@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from roll.ledger.histogram import PRECISION
 from roll.ledger.index import Balance, Ends, Problem, ReasonCount
 from roll.run import ROLLED_BACK, Ledger, LedgerIndex, Transition
-from roll.run.histogram import PRECISION
 
 ENDED = ("trained", "dropped", "failed")
 

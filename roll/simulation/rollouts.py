@@ -17,9 +17,9 @@ from roll.cluster import Place, Worker
 from roll.data.remote_columns import Block, Elsewhere
 from roll.ledger.log import Transition
 from roll.rollout.messages import Buffered, Fate, Lease, Order, Outcome, Report, Seat, Stop
-from simulation.engine import SimEngine
-from simulation.graders import GraderPool
-from simulation.workload import Episode, Workload
+from roll.simulation.engine import SimEngine
+from roll.simulation.graders import GraderPool
+from roll.simulation.workload import Episode, Workload
 
 POLL_S = 5.0
 GATHER_S = 0.25

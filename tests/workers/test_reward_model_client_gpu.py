@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from classifiers import save_random
-from test_scorers import SAID, answered, config, models
+from test_reward_model_client import SAID, answered, config, models
 
 from roll.cluster import Cluster, LocalExecutor, Place
 from roll.reward.model_reward import Drawing

@@ -23,8 +23,8 @@ from roll.data.batch import LOGGED, token_block
 from roll.data.sample import Group, Sample
 from roll.data.task import Response, Task
 from roll.data.tokenlog import TokenLog
+from roll.rollout.lifecycle import ENDS
 from roll.scheduler.group_table import Books
-from roll.scheduler.lifecycle import ENDS
 
 _ELSEWHERE = ("task", "log", "response", "entered_s")
 _FIELDS = tuple(field.name for field in fields(Sample) if field.name not in _ELSEWHERE)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from simulation.spec import EngineSpec
-from simulation.workload import Workload
+from roll.simulation.spec import EngineSpec
+from roll.simulation.workload import Workload
 
 DRAWS = 3
 """Batches of each size."""

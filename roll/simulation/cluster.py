@@ -20,11 +20,11 @@ from typing import Any, Literal
 from roll.cluster import Cluster, Place
 from roll.scheduler.rollout_pool import RolloutPool
 from roll.scheduler.router import Router
-from simulation.engine import SimEngine
-from simulation.mortals import Fate, MortalGraders, MortalRollouts
-from simulation.remote import RemoteHandle
-from simulation.rollouts import POLL_S
-from simulation.workload import Workload
+from roll.simulation.engine import SimEngine
+from roll.simulation.failures import Fate, MortalGraders, MortalRollouts
+from roll.simulation.remote_workers import RemoteHandle
+from roll.simulation.rollouts import POLL_S
+from roll.simulation.workload import Workload
 
 PING_S = 2.0
 """Until the supervision notices a death by itself."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from simulation.lengths import LogNormal, normal
+from roll.simulation.lengths import LogNormal, normal
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from simulation.workload import Episode, StepGroups, Workload
+from roll.simulation.workload import Episode, StepGroups, Workload
 
 
 @dataclass(frozen=True)

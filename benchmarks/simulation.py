@@ -1,6 +1,6 @@
 """The barrier and the bound of the default workloads, and how fast the models themselves run.
 
-Run it as `python benchmarks/simulation`.
+Run it as `python benchmarks/simulation.py`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
 from common import parser, report
 
-from simulation.barrier import run_barrier
-from simulation.bound import on_policy_bound_s, overlapping_bound_s, step_bounds
-from simulation.clock import run
-from simulation.engine import SimEngine
-from simulation.workload import AGENTIC, RLVR, Workload, needed
+from roll.simulation.barrier import run_barrier
+from roll.simulation.bound import on_policy_bound_s, overlapping_bound_s, step_bounds
+from roll.simulation.clock import run
+from roll.simulation.engine import SimEngine
+from roll.simulation.workload import AGENTIC, RLVR, Workload, needed
 
 
 def main() -> None:

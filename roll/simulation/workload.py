@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from simulation.environments import EnvironmentSteps
-from simulation.lengths import Lengths, LogNormal, Solving, blend, normal, share_below, uniforms
-from simulation.prefixes import Prefix
-from simulation.spec import EngineSpec
+from roll.simulation.environments import EnvironmentSteps
+from roll.simulation.lengths import Lengths, LogNormal, Solving, blend, normal, share_below, uniforms
+from roll.simulation.prefixes import Prefix
+from roll.simulation.spec import EngineSpec
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from zlib import crc32
 
-from roll.scheduler.lifecycle import ENDS, MOVES
+from roll.rollout.lifecycle import ENDS, MOVES
 from roll.scheduler.rollout_result import NOT_FINITE
 
 AGAIN = ("cut:", "surplus:", "resumed:", "ended:")

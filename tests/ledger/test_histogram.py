@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.run.histogram import PRECISION, buckets, quantile
+from roll.ledger.histogram import PRECISION, buckets, quantile
 
 seconds = st.floats(-1.0, 1e6) | st.sampled_from([0.0, 1e-9, 1.0])
 

@@ -17,14 +17,14 @@ from pathlib import Path
 
 from roll.config.schema import RolloutConfig
 from roll.data.task import Task
+from roll.rollout.lifecycle import Lifecycle
 from roll.scheduler.filters import no_signal
-from roll.scheduler.lifecycle import Lifecycle
 from roll.scheduler.rollout_result import NOT_FINITE, Rollout
 from roll.scheduler.scheduler import RolloutScheduler
 from roll.scheduler.task_sampler import BaseOrder, Draw, Wrapper
-from simulation.balance import DrawKey
-from simulation.mortals import MortalLedger
-from simulation.world import World
+from roll.simulation.balance import DrawKey
+from roll.simulation.cluster import World
+from roll.simulation.failures import MortalLedger
 
 
 class TrainerDied(Exception):

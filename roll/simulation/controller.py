@@ -11,18 +11,18 @@ from roll.cluster import Cluster, LocalExecutor, Place
 from roll.config.schema import RolloutConfig
 from roll.data.task import Task
 from roll.ledger.log import Ledger
+from roll.rollout.lifecycle import Lifecycle
 from roll.scheduler.filters import no_signal
-from roll.scheduler.lifecycle import Lifecycle
 from roll.scheduler.long_tail import make_order
 from roll.scheduler.rollout_pool import RolloutPool
 from roll.scheduler.rollout_result import Rollout
 from roll.scheduler.router import Router
 from roll.scheduler.scheduler import RolloutScheduler
 from roll.scheduler.task_sampler import TaskOrder
-from simulation.engine import SimEngine
-from simulation.graders import GraderPool
-from simulation.rollouts import SimRollouts
-from simulation.workload import StepGroups, Workload
+from roll.simulation.engine import SimEngine
+from roll.simulation.graders import GraderPool
+from roll.simulation.rollouts import SimRollouts
+from roll.simulation.workload import StepGroups, Workload
 
 
 @dataclass

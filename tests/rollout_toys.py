@@ -29,9 +29,9 @@ from roll.env import Opened, Step
 from roll.ledger.log import Transition
 from roll.model.tiny import character_tokenizer
 from roll.reward import ScoreFailure, Verdict
+from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.messages import Report, Stop
 from roll.rollout.worker import RolloutWorker
-from roll.scheduler.lifecycle import Lifecycle
 from roll.scheduler.rollout_pool import RolloutPool
 from roll.scheduler.router import Router
 from roll.workers.env import EnvWorker

@@ -8,11 +8,11 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import Moves
+from rollout_toys import Moves
 
 from roll.data import Sample, Task
 from roll.ledger.log import Ledger
-from roll.scheduler.lifecycle import ENDS, MOVES, Lifecycle, State
+from roll.rollout.lifecycle import ENDS, MOVES, Lifecycle, State
 
 STATES = [state for state in MOVES if state != "new"]
 

@@ -28,9 +28,9 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from simulation.prefixes import Prefix, Prefixes
-from simulation.span import Span
-from simulation.spec import EngineSpec
+from roll.simulation.prefixes import Prefix, Prefixes
+from roll.simulation.spec import EngineSpec
+from roll.simulation.step_span import Span
 
 Done = Callable[[str, int], None]
 """Called with a request's id and the tokens it drew."""
