@@ -262,6 +262,8 @@ class RayExecutor:
         end_s = time.monotonic() + _CLOSE_S
         try:
             for handle in handles if self.failure is None else ():
+                if self._watch is not None and self._watch.lost(handle.place.node) is not None:
+                    continue  # Ray would wait for its node until the deadline
                 # One that is dead or hangs is killed below, which is all that closing is for then.
                 await asyncio.gather(handle.close(max(end_s - time.monotonic(), 0.1)), return_exceptions=True)
         finally:

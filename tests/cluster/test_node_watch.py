@@ -26,12 +26,19 @@ class Nodes:
     def __init__(self) -> None:
         self.dead: dict[str, str] = {}
         self.error: Exception | None = None
+        self.ports: dict[str, int] = {}
 
     def __call__(self) -> list[dict[str, Any]]:
         if self.error is not None:
             raise self.error
         return [
-            {"NodeID": id, "Alive": id not in self.dead, "DeathReasonMessage": self.dead.get(id, "")}
+            {
+                "NodeID": id,
+                "Alive": id not in self.dead,
+                "DeathReasonMessage": self.dead.get(id, ""),
+                "NodeManagerAddress": "127.0.0.1",
+                "NodeManagerPort": self.ports.get(id, 0),
+            }
             for id in (*NAMES, "another run's")
         ]
 
@@ -66,6 +73,34 @@ def test_a_node_that_ray_calls_dead_is_lost_and_stays_so(nodes: Nodes, head: soc
     nodes.error = ConnectionError("Ray is gone")
     watch.look()
     assert (watch.lost("b"), watch.failure) == (LOST, None)
+
+
+def test_a_node_whose_raylet_refuses_connections_is_lost_before_ray_says_so(nodes: Nodes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as raylet:
+        nodes.ports = {"b": raylet.getsockname()[1]}
+        watch, patient = (NodeWatch(NAMES, "a", "127.0.0.1:1", 60.0, refused_s) for refused_s in (0.0, 3600.0))
+        for each in (watch, patient):
+            each.look()
+            assert each.lost("b") is None
+    for each in (watch, patient):
+        each.look()
+    assert f"node1 (second, 10.0.0.2), whose raylet is gone (it refuses connections to its port {nodes.ports['b']})" == (
+        watch.lost("b")
+    )
+    assert patient.lost("b") is None  # it has not refused for an hour
+    with socket.create_server(("127.0.0.1", nodes.ports["b"])):
+        patient.look()
+    assert patient._refusing_since_s == {}
+
+
+def test_a_raylet_that_could_never_be_reached_is_left_to_ray(nodes: Nodes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    nodes.ports = {"b": port}
+    watch = NodeWatch(NAMES, "a", "127.0.0.1:1", 60.0, refused_s=0.0)
+    watch.look()
+    watch.look()
+    assert watch.lost("b") is None
 
 
 def test_the_node_of_this_program_is_the_end(nodes: Nodes, head: socket.socket) -> None:
