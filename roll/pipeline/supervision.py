@@ -35,7 +35,7 @@ from roll.pipeline.roles import Roles, TrainRoles
 from roll.pipeline.watchdog import Watchdog
 from roll.strategy.train.factory import warm_up
 from roll.workers.env import EnvWorker
-from roll.workers.infer import InferWorker, Load
+from roll.workers.infer import EngineLoad, InferWorker
 from roll.workers.judge import JudgeWorker
 from roll.workers.rank_group import meet
 from roll.workers.reward import RewardWorker
@@ -203,7 +203,7 @@ class Supervision(TrainSupervision):
             calls = (roles.engines.call_rank(rank, InferWorker.load) for rank in ranks)
             loads = await asyncio.gather(*calls, return_exceptions=True)
             for rank, load in zip(ranks, loads, strict=True):
-                if isinstance(load, Load) and rank in roles.alive:
+                if isinstance(load, EngineLoad) and rank in roles.alive:
                     roles.router.report(rank, load.cached_tokens)
 
     def _engine_trouble(self, engine: int, reason: str) -> None:

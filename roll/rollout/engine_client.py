@@ -19,15 +19,15 @@ from roll.cluster.errors import RemoteError
 from roll.data.routes import Routes
 from roll.data.tokenlog import FloatArray, IntArray
 from roll.engine.request import Completion, Progress, Request
-from roll.workers.infer import InferWorker, News, Refusal
+from roll.workers.infer import InferWorker, OutputBatch, Rejection
 
 
-class RequestRefused(ValueError):
+class RequestRejected(ValueError):
     """The engine can never run the request."""
 
 
 @dataclass
-class Drawn:
+class PartialResponse:
     """Tokens of a response, as far as it has come, in pieces."""
 
     pieces: list[Progress | Completion] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Drawn:
             self.pieces.append(piece)
             self.tokens += len(piece.ids)
 
-    def extend(self, other: Drawn) -> None:
+    def extend(self, other: PartialResponse) -> None:
         self.pieces.extend(other.pieces)
         self.tokens += other.tokens
         self.recorded.extend(other.recorded)
@@ -73,16 +73,16 @@ class Drawn:
         return _joined(self.recorded, np.uint8) if self.recorded else None
 
 
-class EngineLost(Exception):
+class EngineDied(Exception):
     """The engine of a request is gone. `drawn` is what it had said of it."""
 
-    def __init__(self, cause: RemoteError, drawn: Drawn) -> None:
+    def __init__(self, cause: RemoteError, drawn: PartialResponse) -> None:
         super().__init__(str(cause))
         self.cause = cause
         self.drawn = drawn
 
 
-Watch = Callable[[Drawn], bool]
+Watch = Callable[[PartialResponse], bool]
 """Sees what a request has drawn so far; True ends it."""
 
 
@@ -92,13 +92,13 @@ class _Waiting:
     answer: asyncio.Future[Completion]
     engine: int
     watch: Watch | None = None
-    drawn: Drawn = field(default_factory=Drawn)
+    drawn: PartialResponse = field(default_factory=PartialResponse)
     over: bool = False
     """The engine has said all it will of this request."""
     ending: bool = False
 
 
-class EngineDoor:
+class EngineClient:
     def __init__(self, engines: Cluster[InferWorker], client: str) -> None:
         """`client` tells this door's requests from those of others."""
         self._engines = engines
@@ -184,11 +184,11 @@ class EngineDoor:
         except RemoteError as error:  # nothing runs on an engine that is gone
             self._fail(engine, error)
 
-    def _line(self, engine: int) -> Line[Request, News]:
+    def _line(self, engine: int) -> Line[Request, OutputBatch]:
         async def send(requests: list[Request]) -> None:
             self._refused(engine, await self._engines.call_rank(engine, InferWorker.submit, self._client, requests))
 
-        async def ask() -> News:
+        async def ask() -> OutputBatch:
             return await self._engines.call_rank(engine, InferWorker.results, self._client)
 
         return Line(
@@ -202,7 +202,7 @@ class EngineDoor:
     def _busy(self, engine: int) -> bool:
         return self._count[engine] > 0
 
-    def _take(self, engine: int, news: News) -> None:
+    def _take(self, engine: int, news: OutputBatch) -> None:
         for progress in news.progress:
             self._heard(engine, progress)
         for completion in news.completions:
@@ -218,10 +218,10 @@ class EngineDoor:
             if waiting.watch is not None and not waiting.ending and waiting.watch(waiting.drawn):
                 self.end([progress.id])
 
-    def _refused(self, engine: int, refusals: Sequence[Refusal]) -> None:
+    def _refused(self, engine: int, refusals: Sequence[Rejection]) -> None:
         for refusal in refusals:
             if (answer := self._answer_to(engine, refusal.id)) is not None:
-                answer.set_exception(RequestRefused(refusal.reason))
+                answer.set_exception(RequestRejected(refusal.reason))
 
     def _answer_to(self, engine: int, id: str) -> asyncio.Future[Completion] | None:
         """Who waits for what an engine now says of a request; None if nobody does any more."""
@@ -241,7 +241,7 @@ class EngineDoor:
             if waiting.engine == engine and not waiting.over:
                 waiting.over = True
                 if not waiting.answer.done():
-                    lost = EngineLost(error, waiting.drawn) if isinstance(error, RemoteError) else error
+                    lost = EngineDied(error, waiting.drawn) if isinstance(error, RemoteError) else error
                     waiting.answer.set_exception(lost)
 
 

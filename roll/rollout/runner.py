@@ -34,7 +34,7 @@ from roll.model.chat import ChatRenderer, Conversation, Tools
 from roll.reward import ScoreFailure, Verdict
 from roll.rollout.early_stop import EarlyEnd, Running
 from roll.rollout.engine_assignments import Seats
-from roll.rollout.engine_client import Drawn, EngineDoor, EngineLost, RequestRefused, Watch
+from roll.rollout.engine_client import EngineClient, EngineDied, PartialResponse, RequestRejected, Watch
 from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.messages import Stop
 from roll.workers.env import EnvWorker
@@ -93,7 +93,7 @@ class SampleRunner:
 
     def __init__(
         self,
-        engines: EngineDoor,
+        engines: EngineClient,
         helpers: Helpers,
         renderer: ChatRenderer,
         lifecycle: Lifecycle,
@@ -181,7 +181,7 @@ class SampleRunner:
         """The next response, appended to the conversation."""
         try:
             drawn, finish = await self._draw(sample, siblings)
-        except RequestRefused as refused:
+        except RequestRejected as refused:
             raise _Over(str(refused)) from None
         finally:
             stop = self._stops.pop(sample.id, None)
@@ -198,10 +198,10 @@ class SampleRunner:
         sampling = self._domains.get(sample.task.domain, self._sampling)
         return replace(sampling, temperature=sample.temperature, seed=seed_of(self._config.seed, sample.id))
 
-    async def _draw(self, sample: Sample, siblings: Sequence[Sample]) -> tuple[Drawn, str]:
+    async def _draw(self, sample: Sample, siblings: Sequence[Sample]) -> tuple[PartialResponse, str]:
         """A whole response, from as many engines as it takes, and how it ended. Time between two engines is not its own:
         theirs may be with the trainer."""
-        prompt, drawn, left_s = sample.log.context, Drawn(), self._deadline_s
+        prompt, drawn, left_s = sample.log.context, PartialResponse(), self._deadline_s
         sampling = self.sampling_of(sample)
         if sample.task.environment is not None:  # a task's prompt that leaves no room for an answer is refused instead
             room = max(1, self._longest - len(prompt))
@@ -226,7 +226,7 @@ class SampleRunner:
                     completion = await self._engines.generate(request, seat.engine, self._watch(sample, siblings, drawn))
             except TimeoutError:
                 raise _Over(f"generation took more than {self._deadline_s:g} s") from None
-            except EngineLost as lost:
+            except EngineDied as lost:
                 drawn.extend(lost.drawn)
                 reason, said = f"engine died: {lost.cause.worker}", {"lost_engine": seat.engine}
             else:
@@ -243,12 +243,12 @@ class SampleRunner:
             self._seats.lose(sample.id)
             self._lifecycle.move(sample, "queued", reason, tokens=drawn.tokens, **said)
 
-    def _watch(self, sample: Sample, siblings: Sequence[Sample], before: Drawn) -> Watch | None:
+    def _watch(self, sample: Sample, siblings: Sequence[Sample], before: PartialResponse) -> Watch | None:
         if self._end_early is None:
             return None
         end_early = self._end_early
 
-        def watch(drawn: Drawn) -> bool:
+        def watch(drawn: PartialResponse) -> bool:
             ids = drawn.after(before.ids)
             finished = [s.response_tokens for s in siblings if s.finish is not None]
             reason = end_early(Running(sample.task, ids, lambda: self._renderer.text(ids), finished))

@@ -30,7 +30,7 @@ from roll.process.structured_gather import together
 from roll.rollout.buffer_checkpoint import read_part, write_part
 from roll.rollout.early_stop import make_early_end
 from roll.rollout.engine_assignments import Seats
-from roll.rollout.engine_client import EngineDoor
+from roll.rollout.engine_client import EngineClient
 from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.messages import Buffered, Fate, Lease, Order, Outcome, Report, Seat, Stop
 from roll.rollout.runner import Helpers, SampleRunner
@@ -100,7 +100,7 @@ class RolloutWorker(Worker):
         self._outbox = _Outbox()
         self._lifecycle = Lifecycle(self._outbox)
         self._seats = Seats()
-        self._door: EngineDoor | None = None
+        self._door: EngineClient | None = None
         self._runner: SampleRunner | None = None
         self._held: dict[str, _Held] = {}
         self._home: dict[str, Sample] = {}
@@ -124,7 +124,7 @@ class RolloutWorker(Worker):
             self._runner.reconnect(helpers)
             return
         # No earlier process of this worker is meant by what engines say.
-        self._door = EngineDoor(engines, client=f"{self.place.name}/{secrets.token_hex(4)}")
+        self._door = EngineClient(engines, client=f"{self.place.name}/{secrets.token_hex(4)}")
         self._runner = self.RUNNER(
             self._door,
             helpers,

@@ -33,7 +33,7 @@ PROGRESS_S = 0.5
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Rejection:
     """A request that can never run, and why."""
 
     id: str
@@ -41,7 +41,7 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class News:
+class OutputBatch:
     """What a client hears of its requests: how some have got on, and which have ended."""
 
     completions: list[Completion]
@@ -49,7 +49,7 @@ class News:
 
 
 @dataclass(frozen=True)
-class Load:
+class EngineLoad:
     """How full an engine is."""
 
     running: int
@@ -131,14 +131,14 @@ class InferWorker(DeviceWorker):
         return wrong
 
     @parallel(Dispatch.ONE)
-    def submit(self, client: str, requests: Sequence[Request]) -> list[Refusal]:
+    def submit(self, client: str, requests: Sequence[Request]) -> list[Rejection]:
         """Takes requests in; the refusals among them say why they can never run."""
-        refusals: list[Refusal] = []
+        refusals: list[Rejection] = []
         for request in requests:
             try:
                 self._take_in(request)
             except ValueError as refused:
-                refusals.append(Refusal(request.id, str(refused)))
+                refusals.append(Rejection(request.id, str(refused)))
             else:
                 self._clients_of.setdefault(request.id, []).append(client)
         if self._clients_of:
@@ -173,13 +173,13 @@ class InferWorker(DeviceWorker):
             self._strategy.abort(orphans)
 
     @parallel(Dispatch.ONE)
-    async def results(self, client: str) -> News:
+    async def results(self, client: str) -> OutputBatch:
         """What became of the client's requests; waits a while for something."""
         box = self._boxes[client]
         with suppress(TimeoutError):
             await asyncio.wait_for(box.news.wait(), POLL_S)
         box.news.clear()
-        news = News(box.completions, box.progress)
+        news = OutputBatch(box.completions, box.progress)
         box.completions, box.progress = [], []
         error, box.error = box.error, None
         if error is not None:
@@ -252,12 +252,12 @@ class InferWorker(DeviceWorker):
         return self._strategy.stats()
 
     @parallel(Dispatch.ALL)
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """How many requests and tokens the engine holds."""
         if not self._clients_of:  # also while it has no weights yet
-            return Load(0, 0, 0)
+            return EngineLoad(0, 0, 0)
         stats = self._strategy.stats()
-        return Load(stats.running, stats.waiting, stats.cached_tokens)
+        return EngineLoad(stats.running, stats.waiting, stats.cached_tokens)
 
     async def close(self) -> None:
         for task in self._tasks.values():

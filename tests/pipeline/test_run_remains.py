@@ -20,7 +20,7 @@ from roll.engine.request import Completion, Request
 from roll.model.tiny import tiny_model
 from roll.pipeline.entrypoints import train
 from roll.pipeline.report import SilentReporter
-from roll.rollout.engine_client import EngineDoor
+from roll.rollout.engine_client import EngineClient
 from roll.rollout.lifecycle import MOVES
 from roll.run import read_samples
 from roll.run.trace import trace_files
@@ -44,9 +44,9 @@ class Watched:
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     """A run with everything on: TensorBoard, evaluation and checkpoints in between, groups that are dropped."""
     seen = Watched(tmp_path_factory.mktemp("remains") / "run")
-    generate, update = EngineDoor.generate, TrainWorker.update
+    generate, update = EngineClient.generate, TrainWorker.update
 
-    async def watch_generate(door: EngineDoor, request: Request, engine: int, *watch: Any) -> Completion:
+    async def watch_generate(door: EngineClient, request: Request, engine: int, *watch: Any) -> Completion:
         completion = await generate(door, request, engine, *watch)
         seen.prompts[request.id] = list(request.ids)
         seen.drawn[request.id] = completion
@@ -63,7 +63,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
         "model.dtype=fp32",
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EngineDoor, "generate", watch_generate)
+        patch.setattr(EngineClient, "generate", watch_generate)
         patch.setattr(TrainWorker, "update", watch_update)
         seen.summary = train(load_config(TINY, overrides), reporter=SilentReporter())
     return seen

@@ -16,12 +16,12 @@ from roll.cluster import Cluster
 from roll.cluster.errors import Failure, RemoteError, WorkerDied, WorkerError
 from roll.config.errors import RunError
 from roll.engine.request import Completion, Progress, Request
-from roll.rollout.engine_client import Drawn, EngineDoor, EngineLost, RequestRefused, Watch
-from roll.workers.infer import PROGRESS_S, InferWorker, News
+from roll.rollout.engine_client import EngineClient, EngineDied, PartialResponse, RequestRejected, Watch
+from roll.workers.infer import PROGRESS_S, InferWorker, OutputBatch
 
 
 def start(
-    door: EngineDoor, id: str, engine: int = 0, new_tokens: int = 4, watch: Watch | None = None
+    door: EngineClient, id: str, engine: int = 0, new_tokens: int = 4, watch: Watch | None = None
 ) -> asyncio.Task[Completion]:
     return asyncio.create_task(door.generate(request(id, new_tokens=new_tokens), engine, watch))
 
@@ -32,7 +32,7 @@ async def cancel(task: asyncio.Task[Completion]) -> None:
         await task
 
 
-def assert_empty(door: EngineDoor) -> None:
+def assert_empty(door: EngineClient) -> None:
     assert not door._waiting
     assert not any(sum(forsaken.values()) for forsaken in door._forsaken)
 
@@ -68,7 +68,7 @@ def test_every_request_gets_its_own_completion_in_any_order(
 ) -> None:
     async def main() -> None:
         cluster, toys = await engines(count)
-        clients = [EngineDoor(cluster, f"client {number}") for number in range(doors)]
+        clients = [EngineClient(cluster, f"client {number}") for number in range(doors)]
         calls = []
         for number, pause in enumerate(arrivals):
             calls.append(start(clients[number % doors], str(number), number // 2 % count))
@@ -92,7 +92,7 @@ def test_requests_made_together_travel_together() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
         counted = Counted(cluster)
-        door = EngineDoor(cluster, "me")
+        door = EngineClient(cluster, "me")
         calls = [start(door, str(number)) for number in range(50)]
         await until(lambda: len(toy.running) == 50)
         assert [call for call in counted.calls if call[0] == "submit"] == [("submit", 50)]
@@ -107,7 +107,7 @@ def test_requests_made_together_travel_together() -> None:
 def test_clients_of_one_engine_get_nothing_of_each_others() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
-        mine, yours = EngineDoor(cluster, "me"), EngineDoor(cluster, "you")
+        mine, yours = EngineClient(cluster, "me"), EngineClient(cluster, "you")
         first, second = start(mine, "a"), start(yours, "b")
         await until(lambda: len(toy.running) == 2)
         toy.finish("b", [2])
@@ -128,8 +128,8 @@ def test_completions_wait_for_a_client_that_has_not_asked_yet() -> None:
         toy.finish("a")
         await turns()
         assert [c.id for c in (await cluster.call_rank(0, InferWorker.results, "me")).completions] == ["b", "a"]
-        assert await cluster.call_rank(0, InferWorker.results, "me") == News([], [])
-        assert await cluster.call_rank(0, InferWorker.results, "you") == News([], [])
+        assert await cluster.call_rank(0, InferWorker.results, "me") == OutputBatch([], [])
+        assert await cluster.call_rank(0, InferWorker.results, "you") == OutputBatch([], [])
 
     go(main())
 
@@ -137,7 +137,7 @@ def test_completions_wait_for_a_client_that_has_not_asked_yet() -> None:
 def test_an_id_can_wait_once_only() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
-        door = EngineDoor(cluster, "me")
+        door = EngineClient(cluster, "me")
         call = start(door, "a")
         await turns()
         with pytest.raises(ValueError, match="'a' is being generated already"):
@@ -151,7 +151,7 @@ def test_an_id_can_wait_once_only() -> None:
 def test_results_nobody_asked_for_are_ignored() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
-        door = EngineDoor(cluster, "me")
+        door = EngineClient(cluster, "me")
         call = start(door, "a")
         await turns()
         toy.finish("stranger")
@@ -176,9 +176,9 @@ def test_a_refused_request_is_refused_to_its_caller_alone() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
         toy.context = 10
-        door, other = EngineDoor(cluster, "me"), EngineDoor(cluster, "you")
+        door, other = EngineClient(cluster, "me"), EngineClient(cluster, "you")
         calls = [start(door, "short"), start(door, "long", new_tokens=20), start(door, "brief"), start(other, "own")]
-        with pytest.raises(RequestRefused, match="request 'long' is too long"):
+        with pytest.raises(RequestRejected, match="request 'long' is too long"):
             await calls.pop(1)
         await until(lambda: len(toy.running) == 3)
         for name in ("own", "brief", "short"):
@@ -193,8 +193,8 @@ def test_an_engine_that_refuses_everything_has_nothing_to_wait_for() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
         toy.context = 0
-        with pytest.raises(RequestRefused):
-            await EngineDoor(cluster, "me").generate(request("a"), 0)
+        with pytest.raises(RequestRejected):
+            await EngineClient(cluster, "me").generate(request("a"), 0)
 
     go(main())
 
@@ -206,7 +206,7 @@ def test_an_engine_that_refuses_everything_has_nothing_to_wait_for() -> None:
 def test_a_cancelled_request_is_on_no_engine_whenever_it_is_cancelled(after: int) -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
-        door = EngineDoor(cluster, "me")
+        door = EngineClient(cluster, "me")
         call, other = start(door, "a"), start(door, "b")
         await turns(after)
         await cancel(call)
@@ -228,7 +228,7 @@ def test_a_request_cancelled_on_its_way_is_aborted_when_it_has_arrived() -> None
     async def main() -> None:
         cluster, (toy,) = await engines(1)
         slow = Slow(cluster)
-        door = EngineDoor(cluster, "me")
+        door = EngineClient(cluster, "me")
         call = start(door, "a")
         await until(lambda: slow.held)
         call.cancel()
@@ -272,7 +272,7 @@ def test_a_deadline_ends_the_request_on_its_engine_too() -> None:
         cluster, (toy,) = await engines(1)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
-                await EngineDoor(cluster, "me").generate(request("a"), 0)
+                await EngineClient(cluster, "me").generate(request("a"), 0)
         assert toy.aborted == ["a"]
         assert not toy.running
 
@@ -282,7 +282,7 @@ def test_a_deadline_ends_the_request_on_its_engine_too() -> None:
 def test_a_request_tried_again_at_once_gets_its_own_answer() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
-        door = EngineDoor(cluster, "me")
+        door = EngineClient(cluster, "me")
 
         async def try_twice() -> Completion:
             try:
@@ -319,7 +319,7 @@ def test_a_second_try_that_arrives_before_the_first_ones_end_was_told_gets_its_o
 def test_a_completion_that_comes_with_the_cancellation_is_not_waited_for_again() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
-        door = EngineDoor(cluster, "me")
+        door = EngineClient(cluster, "me")
         for pause in range(8):
             call = start(door, "a")
             await until(lambda: toy.running)
@@ -349,7 +349,7 @@ def test_a_completion_that_comes_with_the_cancellation_is_not_waited_for_again()
 def test_any_asking_and_cancelling_gives_each_try_its_own_answer(steps: list[tuple[str, int, int]]) -> None:
     async def main() -> None:
         cluster, toys = await engines(2)
-        door = EngineDoor(cluster, "me")
+        door = EngineClient(cluster, "me")
         calls: dict[str, asyncio.Task[Completion]] = {}
         tries: dict[str, int] = {}
         number = 0
@@ -393,7 +393,7 @@ def test_any_asking_and_cancelling_gives_each_try_its_own_answer(steps: list[tup
 def test_an_engines_error_reaches_everyone_who_waits_for_it_and_nobody_else() -> None:
     async def main() -> None:
         cluster, toys = await engines(2)
-        mine, yours = EngineDoor(cluster, "me"), EngineDoor(cluster, "you")
+        mine, yours = EngineClient(cluster, "me"), EngineClient(cluster, "you")
         calls = {name: start(mine if name in "ab" else yours, name, "abcd".index(name) % 2) for name in "abcd"}
         await until(lambda: [sorted(toy.running) for toy in toys] == [["a", "c"], ["b", "d"]])
         toys[0].break_down(OSError("the engine died"))
@@ -431,7 +431,7 @@ def test_an_error_waits_for_every_client_whose_requests_it_took() -> None:
         toy.finish("a")  # what the error took is nobody's
         toy.finish("d")
         assert [c.id for c in (await cluster.call_rank(0, InferWorker.results, "me")).completions] == ["d"]
-        assert await cluster.call_rank(0, InferWorker.results, "you") == News([], [])
+        assert await cluster.call_rank(0, InferWorker.results, "you") == OutputBatch([], [])
 
     go(main())
 
@@ -443,7 +443,7 @@ def test_requests_that_do_not_arrive_fail_and_can_be_tried_again(cancelled: bool
         (handle,) = cluster._handles
         call = handle.call
         slow = Slow(cluster, OSError("the engine died"))
-        door = EngineDoor(cluster, "me")
+        door = EngineClient(cluster, "me")
         first, second = start(door, "a"), start(door, "b")
         await until(lambda: slow.held)
         third = start(door, "c")
@@ -468,7 +468,7 @@ def test_requests_that_do_not_arrive_fail_and_can_be_tried_again(cancelled: bool
 def test_a_request_cancelled_before_its_engine_died_can_be_tried_again() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
-        door = EngineDoor(cluster, "me")
+        door = EngineClient(cluster, "me")
         first, second = start(door, "a"), start(door, "b")
         await until(lambda: len(toy.running) == 2)
         toy.abort = lambda ids: None  # type: ignore[method-assign]
@@ -494,7 +494,7 @@ def test_what_an_engine_refuses_in_other_ways_is_its_error() -> None:
         cluster, _ = await engines(1)
         cluster._handles[0]._worker._strategy = Unready()  # type: ignore[attr-defined]
         with pytest.raises(LookupError, match="no weights yet"):
-            await EngineDoor(cluster, "me").generate(request("a"), 0)
+            await EngineClient(cluster, "me").generate(request("a"), 0)
 
     go(main())
 
@@ -502,11 +502,11 @@ def test_what_an_engine_refuses_in_other_ways_is_its_error() -> None:
 # what an engine says on the way, and its death
 
 
-async def mortal(count: int = 1) -> tuple[list[Mortal], list[ToyEngine], EngineDoor]:
+async def mortal(count: int = 1) -> tuple[list[Mortal], list[ToyEngine], EngineClient]:
     """Engines that can be killed."""
     cluster, toys = await engines(count)
     handles = [Mortal(handle) for handle in cluster._handles]
-    return handles, toys, EngineDoor(of("toys", handles), "me")
+    return handles, toys, EngineClient(of("toys", handles), "me")
 
 
 def kill(handle: Mortal) -> None:
@@ -515,8 +515,8 @@ def kill(handle: Mortal) -> None:
         task.cancel()
 
 
-async def lost(call: asyncio.Task[Completion]) -> EngineLost:
-    with pytest.raises(EngineLost) as caught:
+async def lost(call: asyncio.Task[Completion]) -> EngineDied:
+    with pytest.raises(EngineDied) as caught:
         await call
     return caught.value
 
@@ -549,9 +549,9 @@ def test_who_loses_an_engine_has_what_it_had_said_until_then() -> None:
 def test_an_error_of_a_remote_engine_is_its_loss_and_of_one_in_this_process_an_error() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
-        door = EngineDoor(cluster, "me")
+        door = EngineClient(cluster, "me")
         failure = Failure.of(ValueError("out of memory"), "toys[0]", "results", "process 3")
-        for error, kind in ((WorkerError(failure), EngineLost), (OSError("no"), OSError), (RunError("no"), RunError)):
+        for error, kind in ((WorkerError(failure), EngineDied), (OSError("no"), OSError), (RunError("no"), RunError)):
             call = start(door, "a")
             await until(lambda: toy.running)
             toy.break_down(error)
@@ -587,7 +587,7 @@ def test_what_is_heard_of_a_request_is_always_a_beginning_of_what_was_drawn(seed
             try:
                 whole = await call
                 assert (name in finished, whole.ids.tolist()) == (True, [*said[name], 99])
-            except EngineLost as end:
+            except EngineDied as end:
                 drawn = end.drawn
                 assert drawn.tokens == len(drawn.ids) == len(drawn.logprobs) == len(drawn.versions)
                 assert drawn.ids.tolist() == said[name][: drawn.tokens]
@@ -688,7 +688,7 @@ def test_a_request_that_is_here_already_is_a_leftover_and_gives_way() -> None:
         toy.finish("a", [5])
         news = await cluster.call_rank(0, InferWorker.results, "you")
         assert [(c.finish, c.ids.tolist()) for c in news.completions] == [("stop", [11, 5])]
-        assert await cluster.call_rank(0, InferWorker.results, "me") == News([], [])
+        assert await cluster.call_rank(0, InferWorker.results, "me") == OutputBatch([], [])
         assert toy.aborted == ["a", "a"]
 
     go(main())
@@ -706,7 +706,7 @@ def test_the_requests_of_clients_that_died_end_and_nobody_hears_of_them() -> Non
         news = await cluster.call_rank(0, InferWorker.results, "rollout[10]/ef")
         assert [c.id for c in news.completions] == ["c"]
         for client in ("rollout[1]/ab", "rollout[1]/cd"):
-            assert await cluster.call_rank(0, InferWorker.results, client) == News([], [])
+            assert await cluster.call_rank(0, InferWorker.results, client) == OutputBatch([], [])
 
     go(main())
 
@@ -718,7 +718,7 @@ def test_the_requests_of_clients_that_died_end_and_nobody_hears_of_them() -> Non
 def test_a_request_that_is_ended_gives_what_it_has_whenever_that_is(after: int) -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
-        door = EngineDoor(cluster, "me")
+        door = EngineClient(cluster, "me")
         call, other = start(door, "a"), start(door, "b")
         await turns(after)
         if "a" in toy.running:
@@ -746,7 +746,7 @@ def test_a_request_ended_on_its_way_is_ended_when_it_has_arrived() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
         slow = Slow(cluster)
-        door = EngineDoor(cluster, "me")
+        door = EngineClient(cluster, "me")
         call = start(door, "a")
         await until(lambda: slow.held)
         door.end(["a"])
@@ -763,7 +763,7 @@ def test_a_request_ended_on_its_way_is_ended_when_it_has_arrived() -> None:
 def test_a_response_that_ends_by_itself_in_time_is_whole() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
-        door = EngineDoor(cluster, "me")
+        door = EngineClient(cluster, "me")
         call = start(door, "a")
         await until(lambda: toy.running)
         toy.finish("a", [1, 2])
@@ -779,7 +779,7 @@ def test_a_response_that_ends_by_itself_in_time_is_whole() -> None:
 def test_a_request_cancelled_and_ended_at_once_is_cancelled(after: int) -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
-        door = EngineDoor(cluster, "me")
+        door = EngineClient(cluster, "me")
         call = start(door, "a")
         await turns(after)
         call.cancel()
@@ -807,7 +807,7 @@ def test_the_end_of_one_turn_does_not_end_the_next() -> None:
             return await call(method, args, kwargs)
 
         handle.call = slow  # type: ignore[method-assign]
-        door = EngineDoor(cluster, "me")
+        door = EngineClient(cluster, "me")
         first = start(door, "a")
         await until(lambda: toy.running)
         door.end(["a"])
@@ -830,10 +830,10 @@ def test_the_end_of_one_turn_does_not_end_the_next() -> None:
 def test_a_watch_sees_the_response_grow_and_may_end_it() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
-        door = EngineDoor(cluster, "me")
+        door = EngineClient(cluster, "me")
         seen: list[list[int]] = []
 
-        def watch(drawn: Drawn) -> bool:
+        def watch(drawn: PartialResponse) -> bool:
             seen.append(drawn.ids.tolist())
             return drawn.tokens >= 3
 
@@ -859,7 +859,7 @@ def test_a_response_that_is_being_ended_is_not_watched_any_more() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
         toy.abort = lambda ids: toy.aborted.extend(ids)  # type: ignore[method-assign]
-        door, seen = EngineDoor(cluster, "me"), []
+        door, seen = EngineClient(cluster, "me"), []
         call = start(door, "a", watch=lambda drawn: bool(seen.append(drawn.tokens)) or True)  # type: ignore[func-returns-value]
         await until(lambda: toy.running)
         for token in range(10, 14):
@@ -873,12 +873,12 @@ def test_a_response_that_is_being_ended_is_not_watched_any_more() -> None:
 
 
 def test_a_watch_that_fails_is_an_error_of_the_run() -> None:
-    def watch(drawn: Drawn) -> bool:
+    def watch(drawn: PartialResponse) -> bool:
         raise RunError("the early end failed")
 
     async def main() -> None:
         cluster, (toy,) = await engines(1)
-        call = start(EngineDoor(cluster, "me"), "a", watch=watch)
+        call = start(EngineClient(cluster, "me"), "a", watch=watch)
         await until(lambda: toy.running)
         toy.draw("a", 11)
         with pytest.raises(RunError, match="the early end failed"):
@@ -889,13 +889,13 @@ def test_a_watch_that_fails_is_an_error_of_the_run() -> None:
 
 
 def test_pieces_of_a_response_are_joined_in_order() -> None:
-    drawn = Drawn()
+    drawn = PartialResponse()
     assert (drawn.tokens, drawn.ids.dtype, drawn.logprobs.dtype) == (0, np.int32, np.float32)
     drawn.add(progress("a", 0, 11, 12))
     drawn.add(progress("a", 2))
-    other = Drawn()
+    other = PartialResponse()
     other.add(progress("a", 0, 13))
     drawn.extend(other)
     assert (drawn.tokens, drawn.ids.tolist(), len(drawn.pieces)) == (3, [11, 12, 13], 2)
     assert drawn.after(np.array([1, 2], np.int32)).tolist() == [1, 2, 11, 12, 13]
-    assert isinstance(EngineLost(WorkerDied("e", "x"), drawn).cause, RemoteError)
+    assert isinstance(EngineDied(WorkerDied("e", "x"), drawn).cause, RemoteError)

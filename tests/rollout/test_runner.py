@@ -50,7 +50,7 @@ from roll.model.tiny import character_tokenizer
 from roll.reward import ScoreFailure
 from roll.rollout.early_stop import EarlyEnd, Running
 from roll.rollout.engine_assignments import Seats
-from roll.rollout.engine_client import EngineDoor
+from roll.rollout.engine_client import EngineClient
 from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.messages import Seat, Stop
 from roll.rollout.runner import Helpers, SampleRunner, training_sampling
@@ -127,7 +127,7 @@ async def setting(
     judging, judges = await rewards(judge, graders)
     acting, playing, log = await environments(envs)
     runner = SampleRunner(
-        EngineDoor(of("toys", handles), "tests"),
+        EngineClient(of("toys", handles), "tests"),
         Helpers(judging, acting),
         renderer,
         life,
