@@ -538,7 +538,7 @@ class Party:
         self.toys[rank].says = old.says
         handle = cast(Mortal, self.engines._handles[rank])
         handle.replace(LocalHandle(engine_worker(handle.place, self.toys[rank])))
-        self.router.join(rank)
+        self.router.add_engine(rank)
 
     def kill_worker(self, rank: int) -> None:
         """Ends a rollout worker at once; the pool is told, as a supervisor would."""
@@ -621,7 +621,7 @@ async def party(
 
     def lost(engine: int, reason: str) -> None:
         whole.troubles.append((engine, reason))
-        router.lose(engine)
+        router.mark_dead(engine)
 
     pool.engine_trouble = lost
     return whole

@@ -76,7 +76,7 @@ class Publisher:
                     _log.warning("version %d goes to the engines that are left, in a new group: %s", version, said)
                 for rank in lost:
                     roles.engine_trouble(rank, str(error))
-                    roles.router.bar(rank)
+                    roles.router.close_engine(rank)
 
     async def _lost(self, ranks: set[int], error: RemoteError | GroupBroke) -> set[int]:
         """The engines that an error is about. Who lost a peer of its group cannot say which: then those without an answer
@@ -108,7 +108,7 @@ class Publisher:
         if not pool.busy:
             yield
             return
-        roles.router.hold(True)
+        roles.router.pause_admission(True)
         engines = roles.engines.subset(sorted(roles.alive)) if roles.alive else None
         try:
             if engines is not None:
@@ -122,4 +122,4 @@ class Publisher:
             if engines is not None:
                 await asyncio.gather(engines.call_each(InferWorker.resume), return_exceptions=True)
             await pool.resume()
-            roles.router.hold(False)
+            roles.router.pause_admission(False)

@@ -65,13 +65,13 @@ class Turns:
     async def _hold_engine(self, rank: int, level: Level) -> None:
         roles = self._roles
         if level != "all":
-            roles.router.bar(rank)
+            roles.router.close_engine(rank)
             if roles.pool.busy:
                 await roles.pool.displace("its engine's device is needed: it goes on from its prefix", rank)
-            await roles.router.leave(rank)
+            await roles.router.drain(rank)
         await roles.engines.call_rank(rank, InferWorker.hold, level)
         if level == "all":
-            roles.router.join(rank)
+            roles.router.add_engine(rank)
 
     async def _hold_scorer(self, role: str, rank: int, level: Level) -> None:
         scorers = self._roles.scorers

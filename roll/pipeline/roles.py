@@ -437,7 +437,7 @@ async def _start(
     )
     for place in engines.places:
         if stages.lowest("actor_infer", place.rank) != "all":
-            await router.leave(place.rank)
+            await router.drain(place.rank)
     pool = RolloutPool(
         rollouts, router, tries=rollout.tries, scoring_most=config.reward.queue, deadline_s=executor.deadline_s
     )

@@ -164,7 +164,7 @@ class Supervision(TrainSupervision):
         if engine not in self._roles.alive:
             return
         self._roles.alive.discard(engine)
-        self._roles.router.lose(engine)
+        self._roles.router.mark_dead(engine)
         said = f"executor local does not restart it: continue with {option('resume')}, or write executor=ray, which does"
         self.supervisor.fail(RunError(f"{reason.splitlines()[0]}; {said}"))
 
@@ -188,7 +188,7 @@ class Supervision(TrainSupervision):
     def _engine_retired(self, engine: int, why: str) -> None:
         self._retired("actor_infer")(engine, why)
         self._roles.alive.discard(engine)
-        self._roles.router.lose(engine)
+        self._roles.router.mark_dead(engine)
 
     def _rollout_retired(self, worker: int, why: str) -> None:
         self._retired("rollout")(worker, why)
@@ -214,7 +214,7 @@ class Supervision(TrainSupervision):
     def _engine_lost(self, engine: int, why: str) -> None:
         self._told(engine, why)
         self._roles.alive.discard(engine)
-        self._roles.router.lose(engine)
+        self._roles.router.mark_dead(engine)
 
     async def _engine_back(self, engine: int) -> None:
         roles = self._roles
@@ -225,7 +225,7 @@ class Supervision(TrainSupervision):
         self.restarts += 1
         roles.alive.add(engine)
         if its_turn:
-            roles.router.join(engine)
+            roles.router.add_engine(engine)
 
     async def _rewards_back(self, rank: int) -> None:
         await self._roles.rewards.call_rank(rank, RewardWorker.start)

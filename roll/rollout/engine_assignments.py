@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 
-from roll.rollout.messages import Seat
+from roll.rollout.messages import EngineAssignment
 
 
-class Seats:
+class EngineAssignments:
     """What always holds: a sample generates only on the seat it was given last; one that lost it waits for another."""
 
     def __init__(self) -> None:
-        self._given: dict[str, Seat] = {}
+        self._given: dict[str, EngineAssignment] = {}
         self._awaited: dict[str, asyncio.Future[None]] = {}
         self._taken_away: set[str] = set()
 
-    def give(self, seat: Seat) -> None:
+    def give(self, seat: EngineAssignment) -> None:
         self._taken_away.discard(seat.sample)
         self._given[seat.sample] = seat
         awaited = self._awaited.get(seat.sample)
@@ -43,7 +43,7 @@ class Seats:
         self._taken_away.discard(sample)
         return True
 
-    async def of(self, sample: str, deadline_s: float) -> Seat:
+    async def of(self, sample: str, deadline_s: float) -> EngineAssignment:
         """The sample's seat; waits for one at most so long, then raises `TimeoutError`."""
         if (seat := self._given.get(sample)) is not None:  # as in every turn but the first
             return seat

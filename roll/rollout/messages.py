@@ -31,7 +31,7 @@ class Lease:
 
 
 @dataclass(frozen=True)
-class Seat:
+class EngineAssignment:
     """An engine for a sample that lost its own, or was taken off it, and waits in `queued`."""
 
     sample: str
@@ -49,7 +49,7 @@ class Stop:
     reason: str
 
 
-Order: TypeAlias = Lease | Seat | Stop
+Order: TypeAlias = Lease | EngineAssignment | Stop
 
 
 @dataclass(frozen=True)

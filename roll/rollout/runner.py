@@ -33,7 +33,7 @@ from roll.env.state_key import state_of
 from roll.model.chat import ChatRenderer, Conversation, Tools
 from roll.reward import ScoreFailure, Verdict
 from roll.rollout.early_stop import EarlyEnd, Running
-from roll.rollout.engine_assignments import Seats
+from roll.rollout.engine_assignments import EngineAssignments
 from roll.rollout.engine_client import EngineClient, EngineDied, PartialResponse, RequestRejected, Watch
 from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.messages import Stop
@@ -97,7 +97,7 @@ class SampleRunner:
         helpers: Helpers,
         renderer: ChatRenderer,
         lifecycle: Lifecycle,
-        seats: Seats,
+        seats: EngineAssignments,
         config: Config,
         *,
         stop_ids: tuple[int, ...],

@@ -29,10 +29,10 @@ from roll.model.loading import context_of, load_tokenizer, stop_ids_of
 from roll.process.structured_gather import together
 from roll.rollout.buffer_checkpoint import read_part, write_part
 from roll.rollout.early_stop import make_early_end
-from roll.rollout.engine_assignments import Seats
+from roll.rollout.engine_assignments import EngineAssignments
 from roll.rollout.engine_client import EngineClient
 from roll.rollout.lifecycle import Lifecycle
-from roll.rollout.messages import Buffered, Fate, Lease, Order, Outcome, Report, Seat, Stop
+from roll.rollout.messages import Buffered, EngineAssignment, Fate, Lease, Order, Outcome, Report, Stop
 from roll.rollout.runner import Helpers, SampleRunner
 from roll.rollout.transcript import Transcript, transcript_of
 from roll.run import RunFolder, Transition, write_samples
@@ -99,7 +99,7 @@ class RolloutWorker(Worker):
         self._context = config.roles.actor_infer.context_within(context_of(source))
         self._outbox = _Outbox()
         self._lifecycle = Lifecycle(self._outbox)
-        self._seats = Seats()
+        self._seats = EngineAssignments()
         self._door: EngineClient | None = None
         self._runner: SampleRunner | None = None
         self._held: dict[str, _Held] = {}
@@ -145,7 +145,7 @@ class RolloutWorker(Worker):
             if isinstance(order, Lease):
                 self._begin(order)
             elif order.sample in self._home:
-                if isinstance(order, Seat):
+                if isinstance(order, EngineAssignment):
                     self._seats.give(order)
                 elif isinstance(order, Stop):
                     self._stop(order)
@@ -172,7 +172,7 @@ class RolloutWorker(Worker):
         held = self._held[lease.key] = _Held(lease.key, samples)
         for sample in samples:
             self._home[sample.id] = sample
-            self._seats.give(Seat(sample.id, lease.engine, lease.version))
+            self._seats.give(EngineAssignment(sample.id, lease.engine, lease.version))
         held.running = asyncio.create_task(self._carry(held))
 
     def _stop(self, stop: Stop) -> None:

@@ -19,9 +19,9 @@ from roll.cluster.errors import CallTimedOut, RemoteError, WorkerDied
 from roll.data.sample import Sample
 from roll.ledger.log import Transition
 from roll.rollout.lifecycle import ENDS, Lifecycle
-from roll.rollout.messages import Lease, Order, Outcome, Report, Seat, Stop
+from roll.rollout.messages import EngineAssignment, Lease, Order, Outcome, Report, Stop
 from roll.rollout.worker import RolloutWorker
-from roll.scheduler.router import Router, Ticket
+from roll.scheduler.router import Router, SlotReservation
 from roll.scheduler.token_registry import Tokens
 
 
@@ -37,9 +37,9 @@ class _Out:
     samples: dict[str, Sample]
     lifecycle: Lifecycle
     done: asyncio.Future[None]
-    ticket: Ticket
+    ticket: SlotReservation
     """Of the whole lease; samples that were moved have tickets of their own."""
-    moved: dict[str, Ticket] = field(default_factory=dict)
+    moved: dict[str, SlotReservation] = field(default_factory=dict)
     seatless: set[str] = field(default_factory=set)
     """Samples whose place was given back."""
     scoring: set[str] = field(default_factory=set)
@@ -95,7 +95,7 @@ class RolloutPool:
     ) -> None:
         """Carries queued samples of one task to their verdicts. Cancelling it ends them where they are."""
         while True:
-            ticket = await self._router.seat(len(samples), priority=priority, order=order)
+            ticket = await self._router.reserve(len(samples), priority=priority, order=order)
             try:
                 await self._lease(key, samples, lifecycle, ticket)
                 return
@@ -121,9 +121,9 @@ class RolloutPool:
             sample.tokens = sample.response_tokens = 0
         return again
 
-    async def _lease(self, key: str, samples: Sequence[Sample], lifecycle: Lifecycle, ticket: Ticket) -> None:
+    async def _lease(self, key: str, samples: Sequence[Sample], lifecycle: Lifecycle, ticket: SlotReservation) -> None:
         if key in self._out:
-            self._router.free(ticket)
+            self._router.release(ticket)
             raise ValueError(f"the lease {key!r} is out already")
         name = (
             key if samples[0].tries == 1 else f"{key}~{samples[0].tries}"
@@ -131,7 +131,7 @@ class RolloutPool:
         try:
             worker = await self._least_loaded()
         except BaseException:
-            self._router.free(ticket)
+            self._router.release(ticket)
             raise
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         out = self._out[key] = self._by_name[name] = _Out(
@@ -329,13 +329,13 @@ class RolloutPool:
             return
         out.seatless.add(sample)
         ticket = out.moved.pop(sample, None)
-        self._router.free(ticket or out.ticket, 1)
+        self._router.release(ticket or out.ticket, 1)
 
     def _settle(self, out: _Out) -> None:
         """The lease is over: its places are free."""
-        self._router.free(out.ticket)
+        self._router.release(out.ticket)
         for ticket in out.moved.values():
-            self._router.free(ticket)
+            self._router.release(ticket)
         out.seatless.update(out.samples)
         self._count_scoring(-len(out.scoring))
         for seating in out.seating.values():
@@ -350,17 +350,17 @@ class RolloutPool:
 
     async def _seat(self, out: _Out, sample: Sample) -> None:
         try:
-            ticket = await self._router.seat(1, priority=sample.priority, order=sample.group)
+            ticket = await self._router.reserve(1, priority=sample.priority, order=sample.group)
         except Exception as error:
             if not out.done.done():
                 out.done.set_exception(error)
             return
         if self._by_sample.get(sample.id) is not out or out.seating.pop(sample.id, None) is None:
-            self._router.free(ticket)
+            self._router.release(ticket)
             return
         out.moved[sample.id] = ticket
         out.seatless.discard(sample.id)
-        self._lines[out.worker].post(Seat(sample.id, ticket.engine, self.version))
+        self._lines[out.worker].post(EngineAssignment(sample.id, ticket.engine, self.version))
 
     def _count_scoring(self, change: int) -> None:
         self._scoring += change
@@ -369,11 +369,11 @@ class RolloutPool:
         full, now = self._scoring >= self._scoring_most, asyncio.get_running_loop().time()
         if full and self._full_since is None:
             self._full_since = now
-            self._router.hold(True, "verdicts")
+            self._router.pause_admission(True, "verdicts")
         elif not full and self._full_since is not None:
             self._full_s += now - self._full_since
             self._full_since = None
-            self._router.hold(False, "verdicts")
+            self._router.pause_admission(False, "verdicts")
 
     def _fail(self, worker: int, error: Exception) -> None:
         for out in self._out.values():

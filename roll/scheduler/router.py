@@ -6,7 +6,7 @@ full, groups wait here, the highest priority first, then the oldest: bound to an
 none is idle while another has a queue. Engines leave while their device is needed for something else, die, and join
 again.
 
-What always holds: an engine that has left has nothing to do when `leave` returns, and gets nothing before it joins; no
+What always holds: an engine that has left has nothing to do when `drain` returns, and gets nothing before it joins; no
 group waits while an engine that is in has room; an engine holds at most one group more than it has room for.
 """
 
@@ -26,7 +26,7 @@ _DRIFT = 0.1
 
 
 @dataclass(eq=False)
-class Ticket:
+class SlotReservation:
     """Places on an engine."""
 
     engine: int
@@ -38,7 +38,7 @@ class Ticket:
 class _Want:
     rank: tuple[int, int, int]
     samples: int = field(compare=False)
-    seat: asyncio.Future[Ticket] = field(compare=False)
+    seat: asyncio.Future[SlotReservation] = field(compare=False)
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Router:
         """Samples that have places on an engine."""
         return self._engines[engine].running
 
-    async def seat(self, samples: int, *, priority: int = 0, order: int | None = None) -> Ticket:
+    async def reserve(self, samples: int, *, priority: int = 0, order: int | None = None) -> SlotReservation:
         """Places for so many samples on one engine. A higher priority goes first, then a lower `order`."""
         self._order += 1
         rank = (-priority, self._order if order is None else order, self._order)
@@ -106,19 +106,19 @@ class Router:
             return await self._patiently(want)
         except asyncio.CancelledError:
             if want.seat.done() and not want.seat.cancelled():
-                self.free(want.seat.result())
+                self.release(want.seat.result())
             want.seat.cancel()
             raise
 
-    def take(self, engine: int) -> Ticket:
+    def take(self, engine: int) -> SlotReservation:
         """A place for a sample that goes on where its conversation is, at once, whether or not there is room."""
         there = self._engines[engine]
         there.running += 1
         there.since += 1
         self._push(engine)
-        return Ticket(engine, there.incarnation, 1)
+        return SlotReservation(engine, there.incarnation, 1)
 
-    def free(self, ticket: Ticket, samples: int | None = None) -> None:
+    def release(self, ticket: SlotReservation, samples: int | None = None) -> None:
         """Gives back places, all that are left by default. Those of an engine that was lost are gone already."""
         engine = self._engines[ticket.engine]
         count = ticket.samples if samples is None else min(samples, ticket.samples)
@@ -144,7 +144,7 @@ class Router:
         self._engines[engine].cached, self._engines[engine].since = cached_tokens, 0
         self._notice(engine)
 
-    def hold(self, held: bool, why: str = "weights") -> None:
+    def pause_admission(self, held: bool, why: str = "weights") -> None:
         """While held, for any reason, nobody gets a place."""
         if held:
             self._held.add(why)
@@ -152,26 +152,26 @@ class Router:
             self._held.discard(why)
             self._settle()
 
-    def bar(self, engine: int) -> None:
+    def close_engine(self, engine: int) -> None:
         """The engine gets nothing new from now on."""
         self._inside.discard(engine)
 
-    async def leave(self, engine: int) -> None:
+    async def drain(self, engine: int) -> None:
         """Returns once the engine has nothing to do; it gets nothing new from now on."""
-        self.bar(engine)
+        self.close_engine(engine)
         await self._until(lambda: self._engines[engine].running == 0, f"engine {engine} has not finished its samples")
 
-    def lose(self, engine: int) -> None:
+    def mark_dead(self, engine: int) -> None:
         """The engine is dead: it gets nothing until it joins, and what was on it needs other places."""
         self._inside.discard(engine)
         self._engines[engine] = _Engine(incarnation=self._engines[engine].incarnation + 1)
         self._notice(engine)
 
-    def join(self, engine: int) -> None:
+    def add_engine(self, engine: int) -> None:
         self._inside.add(engine)
         self._notice(engine)
 
-    async def _patiently(self, want: _Want) -> Ticket:
+    async def _patiently(self, want: _Want) -> SlotReservation:
         while True:
             moves = self._moves
             done, _ = await asyncio.wait([want.seat], timeout=self._deadline_s)
@@ -196,7 +196,7 @@ class Router:
             engine.running += want.samples
             engine.since += want.samples
             self._push(best)
-            want.seat.set_result(Ticket(best, engine.incarnation, want.samples))
+            want.seat.set_result(SlotReservation(best, engine.incarnation, want.samples))
 
     def _has_room(self, number: int, samples: int) -> bool:
         engine = self._engines[number]

@@ -40,7 +40,7 @@ class BarrierRun:
     steps: tuple[BarrierStep, ...]
     seconds: float
     utilisation: float
-    """Seats of the engines that were filled, over the whole time."""
+    """EngineAssignments of the engines that were filled, over the whole time."""
     decoded_tokens: int
     recomputed_tokens: int
     preemptions: int

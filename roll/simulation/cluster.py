@@ -117,7 +117,7 @@ class World:
         if not self.pool.busy:
             yield
             return
-        self.router.hold(True)
+        self.router.pause_admission(True)
         for engine in self.engines:
             if engine.alive:
                 engine.pause()
@@ -132,7 +132,7 @@ class World:
                 if engine.alive and number not in self._hung:
                     engine.resume()
             await self.pool.resume()
-            self.router.hold(False)
+            self.router.pause_admission(False)
 
     # Deaths
 
@@ -206,7 +206,7 @@ class World:
         if self.engines[engine].alive or engine in self._noticed_engines:
             return
         self._noticed_engines.add(engine)
-        self.router.lose(engine)
+        self.router.mark_dead(engine)
         self._spawn(self._engine_back(engine))
 
     async def _engine_back(self, engine: int) -> None:
@@ -215,7 +215,7 @@ class World:
             await asyncio.sleep(self.workload.publish_s)
         self.engines[engine].restore()
         self._noticed_engines.discard(engine)
-        self.router.join(engine)
+        self.router.add_engine(engine)
 
     def _notice_worker(self, worker: int) -> None:
         if self.handles[worker].alive or worker in self._noticed_workers:

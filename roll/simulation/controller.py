@@ -119,7 +119,7 @@ class SimRun:
 
     async def publish(self, version: int) -> None:
         self.scheduler.before_publish(version)
-        self.router.hold(True)
+        self.router.pause_admission(True)
         for engine in self.engines:
             engine.pause()
         if self.config.on_update == "abort":
@@ -133,7 +133,7 @@ class SimRun:
         for engine in self.engines:
             engine.resume()
         await self.pool.resume()
-        self.router.hold(False)
+        self.router.pause_admission(False)
         self.scheduler.published(version)
 
     def _times(self, rollout: Rollout, rolled_out_s: float) -> StepTimes:
@@ -143,7 +143,7 @@ class SimRun:
 
     @property
     def utilisation(self) -> float:
-        """Seats of the engines that were filled, over the whole time."""
+        """EngineAssignments of the engines that were filled, over the whole time."""
         filled = sum(engine.stats.running_s for engine in self.engines)
         return filled / (self.workload.engine.max_running * len(self.engines) * self.loop.time())
 

@@ -356,7 +356,7 @@ class SimEngine:
         return gone
 
     def _admit(self) -> int:
-        """Seats those who wait as far as they fit; the tokens to compute before they can draw."""
+        """EngineAssignments those who wait as far as they fit; the tokens to compute before they can draw."""
         computed = 0
         while (request := self._head()) is not None and self._fits(request, self._used_tokens):
             heapq.heappop(self._waiting)

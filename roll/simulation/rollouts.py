@@ -16,7 +16,7 @@ from pathlib import Path
 from roll.cluster import Place, Worker
 from roll.data.remote_columns import Block, Elsewhere
 from roll.ledger.log import Transition
-from roll.rollout.messages import Buffered, Fate, Lease, Order, Outcome, Report, Seat, Stop
+from roll.rollout.messages import Buffered, EngineAssignment, Fate, Lease, Order, Outcome, Report, Stop
 from roll.simulation.engine import SimEngine
 from roll.simulation.graders import GraderPool
 from roll.simulation.workload import Episode, Workload
@@ -97,7 +97,7 @@ class SimRollouts(Worker):
                     sample = self._running[id] = _Sample(id, held, self._workload.episode(id))
                     self._generate(sample)
             elif (found := self._running.get(order.sample)) is not None:
-                if not isinstance(order, Seat):
+                if not isinstance(order, EngineAssignment):
                     self._stop(found, order)
                 elif found.state == "queued":
                     found.engine, found.version = order.engine, order.version

@@ -91,7 +91,7 @@ class Stage:
         assert self.versions()[rank] is None
         await self.publisher.restore(rank)
         self.roles.alive.add(rank)
-        self.router.join(rank)
+        self.router.add_engine(rank)
 
     def versions(self) -> list[int | None]:
         """The version that each engine has received, and all of whose tensors are the trainer's."""

@@ -60,7 +60,7 @@ async def started(roles: dict[str, Any], *, offload: bool = True) -> tuple[Turns
     router = Router(len(clusters["actor_infer"]), deadline_s=20)
     for place in map.roles["actor_infer"].places:
         if stages.lowest("actor_infer", place.rank) != "all":
-            await router.leave(place.rank)
+            await router.drain(place.rank)
     unused: Any = None
     pool: Any = ToyPool()
     running = Roles(
@@ -120,7 +120,7 @@ def test_an_engine_on_shared_devices_drains_leaves_and_comes_back_while_others_g
         assert router.inside == {1}
         await turns.enter("generate")
         assert router.inside == {0, 1}
-        seats = [await router.seat(10), await router.seat(10)]
+        seats = [await router.reserve(10), await router.reserve(10)]
         assert [seat.engine for seat in seats] == [0, 1]
         moves.clear()
         training = asyncio.create_task(turns.enter("train"))
@@ -128,20 +128,20 @@ def test_an_engine_on_shared_devices_drains_leaves_and_comes_back_while_others_g
         assert not training.done()
         assert moves == []
         assert router.inside == {1}
-        other = await router.seat(1)
+        other = await router.reserve(1)
         assert other.engine == 1
-        router.free(other)
-        router.free(seats[0])
+        router.release(other)
+        router.release(seats[0])
         await training
         assert moves == [("actor_infer[0]", "none"), ("actor_train[0]", "all")]
-        other = await router.seat(1)  # the other one generates during training, and its first sample goes on
+        other = await router.reserve(1)  # the other one generates during training, and its first sample goes on
         assert other.engine == 1
-        router.free(other)
+        router.release(other)
         await turns.enter("publish")
         await turns.enter("generate")
         assert router.inside == {0, 1}
-        assert (await router.seat(1)).engine == 0
-        router.free(seats[1])
+        assert (await router.reserve(1)).engine == 0
+        router.release(seats[1])
 
     go(main())
 
@@ -154,7 +154,7 @@ def test_what_an_engine_is_at_is_taken_off_it_before_it_leaves() -> None:
         await turns.enter("train")
         assert pool.displaced == []  # nothing was with it
         await turns.enter("generate")
-        seat = await roles.router.seat(3)
+        seat = await roles.router.reserve(3)
         assert seat.engine == 0
         pool.busy = True
         moves.clear()
@@ -162,7 +162,7 @@ def test_what_an_engine_is_at_is_taken_off_it_before_it_leaves() -> None:
         await asyncio.sleep(0.02)
         assert [engine for _, engine in pool.displaced] == [0]
         assert moves == []
-        roles.router.free(seat)
+        roles.router.release(seat)
         await training
         assert moves == [("actor_infer[0]", "none"), ("actor_train[0]", "all")]
 
@@ -174,7 +174,7 @@ def test_an_engine_that_is_dead_is_not_asked_and_takes_its_part_when_it_is_back(
         turns, roles, moves = await started({"actor_train": 0, "actor_infer": "0-1", "reference": 3})
         await turns.enter("generate")
         roles.alive.discard(0)
-        roles.router.lose(0)
+        roles.router.mark_dead(0)
         moves.clear()
         await turns.enter("train")
         assert moves == [("actor_train[0]", "all")]

@@ -1,4 +1,4 @@
-"""Seats: a sample has one engine at a time, the last it was given, and waits while it has none."""
+"""EngineAssignments: a sample has one engine at a time, the last it was given, and waits while it has none."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_toys import go, turns
 
-from roll.rollout.engine_assignments import Seats
-from roll.rollout.messages import Seat
+from roll.rollout.engine_assignments import EngineAssignments
+from roll.rollout.messages import EngineAssignment
 
 
 def test_a_seat_that_was_given_before_is_there_and_stays() -> None:
     async def main() -> None:
-        seats = Seats()
+        seats = EngineAssignments()
         assert seats.engine("a") is None
-        seats.give(Seat("a", 3, 7))
+        seats.give(EngineAssignment("a", 3, 7))
         assert seats.engine("a") == 3
-        assert await seats.of("a", 1) == Seat("a", 3, 7)
-        assert await seats.of("a", 1) == Seat("a", 3, 7)
+        assert await seats.of("a", 1) == EngineAssignment("a", 3, 7)
+        assert await seats.of("a", 1) == EngineAssignment("a", 3, 7)
 
     go(main())
 
 
 def test_one_that_lost_its_seat_waits_for_the_next_and_for_its_own() -> None:
     async def main() -> None:
-        seats = Seats()
-        seats.give(Seat("a", 0))
+        seats = EngineAssignments()
+        seats.give(EngineAssignment("a", 0))
         seats.lose("a")
         seats.lose("never had one")
         waiting = asyncio.create_task(seats.of("a", 10))
         await turns()
         assert not waiting.done()
-        seats.give(Seat("b", 5))
+        seats.give(EngineAssignment("b", 5))
         await turns()
         assert not waiting.done()
-        seats.give(Seat("a", 1))
+        seats.give(EngineAssignment("a", 1))
         assert (await waiting).engine == 1
         assert seats.engine("a") == 1
 
@@ -46,12 +46,12 @@ def test_one_that_lost_its_seat_waits_for_the_next_and_for_its_own() -> None:
 
 def test_nobody_waits_longer_than_told() -> None:
     async def main() -> None:
-        seats = Seats()
+        seats = EngineAssignments()
         began = asyncio.get_running_loop().time()
         with pytest.raises(TimeoutError):
             await seats.of("a", 5)
         assert asyncio.get_running_loop().time() - began == pytest.approx(5)
-        seats.give(Seat("a", 2))  # too late for that one, not for the next
+        seats.give(EngineAssignment("a", 2))  # too late for that one, not for the next
         assert (await seats.of("a", 5)).engine == 2
 
     go(main())
@@ -60,16 +60,16 @@ def test_nobody_waits_longer_than_told() -> None:
 @pytest.mark.parametrize("given_too", [False, True])
 def test_one_that_is_cancelled_while_it_waits_leaves_nothing_behind(given_too: bool) -> None:
     async def main() -> None:
-        seats = Seats()
+        seats = EngineAssignments()
         waiting = asyncio.create_task(seats.of("a", 10))
         await turns()
         if given_too:
-            seats.give(Seat("a", 1))
+            seats.give(EngineAssignment("a", 1))
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
         assert not seats._awaited
-        seats.give(Seat("a", 4))
+        seats.give(EngineAssignment("a", 4))
         assert (await seats.of("a", 10)).engine == 4
 
     go(main())
@@ -79,13 +79,13 @@ def test_one_that_is_cancelled_while_it_waits_leaves_nothing_behind(given_too: b
 @settings(max_examples=200, derandomize=True, deadline=None)
 def test_a_sample_has_the_seat_it_was_given_last(steps: list[tuple[str, int]]) -> None:
     async def main() -> None:
-        seats = Seats()
+        seats = EngineAssignments()
         last: dict[str, int | None] = {"s0": None, "s1": None}
-        waiting: dict[str, asyncio.Task[Seat]] = {}
+        waiting: dict[str, asyncio.Task[EngineAssignment]] = {}
         for number, (what, which) in enumerate(steps):
             sample = f"s{which}"
             if what == "give":
-                seats.give(Seat(sample, number))
+                seats.give(EngineAssignment(sample, number))
                 last[sample] = number
             elif what == "lose" and sample not in waiting:
                 seats.lose(sample)
@@ -97,7 +97,7 @@ def test_a_sample_has_the_seat_it_was_given_last(steps: list[tuple[str, int]]) -
                 for name, engine in last.items():
                     task = waiting.pop(name, None) if engine is not None else None
                     assert seats.engine(name) == engine
-                    assert task is None or await task == Seat(name, engine or 0)
+                    assert task is None or await task == EngineAssignment(name, engine or 0)
                 assert not any(task.done() for task in waiting.values())
         for task in waiting.values():
             task.cancel()

@@ -29,7 +29,7 @@ from rollout_toys import (
 from roll.data import Sample, Task
 from roll.data.batch import token_block
 from roll.rollout.lifecycle import MOVES, Lifecycle
-from roll.rollout.messages import Lease, Order, Report, Seat, Stop
+from roll.rollout.messages import EngineAssignment, Lease, Order, Report, Stop
 from roll.rollout.worker import GATHER_S, POLL_S, RolloutWorker
 
 TASK = Task.ask("t", "2+2", "4")
@@ -262,7 +262,7 @@ def test_what_is_reported_makes_the_same_ledger_as_carrying_them_here() -> None:
         run.workers[0]._runner._lifecycle = life
         for sample in (Sample(s.id, s.task, 0, 0.5) for s in samples):
             life.move(sample, "queued")
-            run.workers[0]._seats.give(Seat(sample.id, 0, run.pool.version))
+            run.workers[0]._seats.give(EngineAssignment(sample.id, 0, run.pool.version))
             await run.workers[0]._runner.run(sample)
         for id in ("0.0", "0.1"):
             told = [(r.state, r.reason, r.info) for r in run.moves.records if r.sample == id]
@@ -345,7 +345,7 @@ def test_what_is_displaced_waits_for_a_seat_with_what_it_has(engine: int | None)
         off = {id for id, state in states(worker).items() if state == "queued"}
         assert off == ({"2.0", "2.1"} if engine == 1 else {"1.0", "1.1", "2.0", "2.1"})
         assert run.running == {"1.0", "1.1", "2.0", "2.1"} - off
-        worker.take([Seat(id, 0) for id in sorted(off)])
+        worker.take([EngineAssignment(id, 0) for id in sorted(off)])
         await until(lambda: len(run.running) == 4)
         assert run.toys[0].running["2.0"].ids.tolist()[-2:] == [11, 12]
         run.answer()
@@ -395,7 +395,7 @@ def test_a_sample_is_dropped_whatever_it_is_at_and_its_siblings_go_on(state: str
         run.envs[0].gate.set()
         for _ in range(4):
             if states(worker).get("1.1") == "queued":
-                worker.take([Seat("1.1", 0)])
+                worker.take([EngineAssignment("1.1", 0)])
             await asyncio.sleep(1)
             run.answer()
         found = await reports(worker, 1)
@@ -459,11 +459,14 @@ def test_orders_for_samples_that_are_not_here_are_ignored() -> None:
     async def main() -> None:
         run = await party(1, says="4")
         (worker,) = run.workers
-        strange: list[Order] = [Seat("9.9", 0), *(Stop("9.9", how, "?") for how in ("end", "requeue", "drop"))]  # type: ignore[arg-type]
+        strange: list[Order] = [
+            EngineAssignment("9.9", 0),
+            *(Stop("9.9", how, "?") for how in ("end", "requeue", "drop")),
+        ]  # type: ignore[arg-type]
         worker.take([*strange, lease("1")])
         await reports(worker, 1)
         worker.forget(["1"])
-        worker.take([Seat("1.0", 0), Stop("1.0", "drop", "?")])
+        worker.take([EngineAssignment("1.0", 0), Stop("1.0", "drop", "?")])
         assert not worker._seats._given
         assert not worker._home
 
@@ -536,7 +539,7 @@ def test_whatever_is_done_to_its_samples_a_lease_is_reported_done_once(seed: int
                     getattr(worker, what)()
             for name, state in states(worker).items():
                 if state == "queued" and worker._seats.engine(name) is None:
-                    worker.take([Seat(name, rng.randrange(2))])
+                    worker.take([EngineAssignment(name, rng.randrange(2))])
         await listening
         assert sorted(whole.done) == ["1", "2", "3"]
         assert sorted(outcome.sample for outcome in whole.outcomes) == names

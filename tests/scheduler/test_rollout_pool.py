@@ -168,10 +168,10 @@ def test_leases_issued_together_travel_together() -> None:
 def test_a_key_can_be_out_once_only_even_if_both_wait_for_an_engine() -> None:
     async def main() -> None:
         run = await party()
-        await run.router.leave(0)
+        await run.router.drain(0)
         first, second = run.start(run.group(0), "key"), run.start(run.group(1), "key")
         await turns()
-        run.router.join(0)
+        run.router.add_engine(0)
         with pytest.raises(ValueError, match="the lease 'key' is out already"):
             await second
         await until(lambda: run.running)
@@ -303,13 +303,13 @@ def test_a_group_stays_together_on_its_engine() -> None:
 def test_groups_wait_until_an_engine_joins() -> None:
     async def main() -> None:
         run = await party()
-        await run.router.leave(0)
+        await run.router.drain(0)
         call = run.start(run.group(0))
         await turns(30)
         assert not run.running
-        run.router.join(0)
+        run.router.add_engine(0)
         await until(lambda: len(run.running) == 2)
-        leaving = asyncio.create_task(run.router.leave(0))
+        leaving = asyncio.create_task(run.router.drain(0))
         await turns()
         assert not leaving.done()
         run.answer()
@@ -377,11 +377,11 @@ def test_a_lease_cancelled_when_it_is_done_but_not_reported_is_forgotten() -> No
 def test_a_lease_that_waits_for_an_engine_can_be_cancelled() -> None:
     async def main() -> None:
         run = await party()
-        await run.router.leave(0)
+        await run.router.drain(0)
         call = run.start(run.group(0))
         await turns()
         await cancel(call)
-        run.router.join(0)
+        run.router.add_engine(0)
         await turns()
         run.assert_empty()
 
@@ -753,7 +753,7 @@ def test_whenever_engines_die_nothing_is_lost_or_doubled(seed: int) -> None:
             if rng.random() < 0.4 and (alive := set(range(count)) - dead):
                 engine = rng.choice(sorted(alive))
                 run.kill_engine(engine)
-                run.router.lose(engine)
+                run.router.mark_dead(engine)
                 dead.add(engine)
         await asyncio.gather(*calls)
         samples = [sample for group in groups for sample in group]
@@ -1003,12 +1003,12 @@ def test_stopping_a_sample_frees_its_place_and_leaves_its_siblings_alone(how: An
         call = run.start(samples)
         await until(lambda: len(run.running) == 3)
         run.toys[0].draw("0.1", *spoken("4")[:1])
-        run.router.hold(True)
+        run.router.pause_admission(True)
         assert run.pool.stop(Stop("0.1", how, "by hand"))
         await until(lambda: "0.1" not in run.running)
         await asyncio.sleep(1)
         assert run.router.running(0) == 2
-        run.router.hold(False)
+        run.router.pause_admission(False)
         await asyncio.sleep(1)
         assert run.running == {"0.0", "0.2"} | ({"0.1"} if how == "requeue" else set())
         assert run.router.running(0) == len(run.running)
@@ -1070,9 +1070,9 @@ def test_what_is_displaced_gets_places_anew_and_goes_on_from_its_prefix(engine: 
         calls = [run.start(group) for group in groups]
         await asyncio.sleep(1.7)
         on = {id for toy in (run.toys if engine is None else run.toys[:1]) for id in toy.running}
-        run.router.bar(0)  # as when its device is needed
+        run.router.close_engine(0)  # as when its device is needed
         await run.pool.displace("its device is needed", engine)
-        await run.router.leave(0)
+        await run.router.drain(0)
         assert not run.toys[0].running
         await asyncio.gather(*calls)
         off = {s.id for group in groups for s in group if "queued" in run.moves.of(s.id)[1:]}
@@ -1081,7 +1081,7 @@ def test_what_is_displaced_gets_places_anew_and_goes_on_from_its_prefix(engine: 
         for group in groups:
             for sample in group:
                 assert_undisturbed(run, sample, 30)
-        run.router.join(0)
+        run.router.add_engine(0)
         run.assert_idle()
 
     go(main())
@@ -1141,16 +1141,16 @@ def test_a_router_held_by_two_is_held_until_both_let_go() -> None:
         run.judges[0].gate.clear()
         calls = [run.start(run.group(0, 1))]
         await until(lambda: run.pool._scoring == 1)
-        run.router.hold(True)
-        run.router.hold(False)
+        run.router.pause_admission(True)
+        run.router.pause_admission(False)
         calls.append(run.start(run.group(1, 1)))
         await asyncio.sleep(5)
         assert run.toys[0].submitted == ["0.0"]
-        run.router.hold(True)
+        run.router.pause_admission(True)
         run.judges[0].gate.set()
         await asyncio.sleep(5)
         assert run.toys[0].submitted == ["0.0"]
-        run.router.hold(False)
+        run.router.pause_admission(False)
         await asyncio.gather(*calls)
 
     go(main())
@@ -1229,7 +1229,7 @@ def test_a_sample_that_failed_waits_for_no_place() -> None:
         samples = run.group(0, task=episode_of(1.0))
         call = run.start(samples)
         await until(lambda: run.running == {"0.0", "0.1"})
-        run.router.hold(True)
+        run.router.pause_admission(True)
 
         def trouble(method: str, episode: str) -> None:
             if episode.startswith("0.0"):
@@ -1240,7 +1240,7 @@ def test_a_sample_that_failed_waits_for_no_place() -> None:
         await until(lambda: samples[0].state == "failed" and samples[0].tries == 2)
         await asyncio.sleep(5)
         assert run.router.waiting == 0
-        run.router.hold(False)
+        run.router.pause_admission(False)
         await asyncio.sleep(5)
         assert run.router.running(0) == 1
         run.answer()
@@ -1287,9 +1287,9 @@ def test_an_episode_whose_engine_was_taken_away_while_it_acted_goes_on_elsewhere
         run.envs[0].gate.clear()
         run.answer()
         await until(lambda: samples[0].state == "acting")
-        run.router.bar(0)
+        run.router.close_engine(0)
         await run.pool.displace("its device is needed", 0)
-        await run.router.leave(0)
+        await run.router.drain(0)
         run.envs[0].gate.set()
         await until(lambda: run.toys[1].running)
         assert not run.toys[0].running
@@ -1297,7 +1297,7 @@ def test_an_episode_whose_engine_was_taken_away_while_it_acted_goes_on_elsewhere
         run.answer()
         await call
         assert (samples[0].state, samples[0].turns, samples[0].tries) == ("scored", 2, 1)
-        run.router.join(0)
+        run.router.add_engine(0)
         run.assert_idle()
 
     go(main())
@@ -1322,9 +1322,9 @@ def test_an_engine_that_was_left_has_nothing_to_do_whatever_came_back_from_its_e
         handle.call = slow
         run.envs[0].gate.set()
         await asyncio.sleep(after_s)
-        run.router.bar(0)
+        run.router.close_engine(0)
         await run.pool.displace("its device is needed", 0)
-        await run.router.leave(0)
+        await run.router.drain(0)
         assert not run.toys[0].running
         await until(lambda: run.toys[1].running)
         run.answer()
@@ -1405,7 +1405,7 @@ def test_whatever_happens_every_sample_ends_and_nothing_is_left(seed: int) -> No
                     await run.revive_engine(engine)
                 else:
                     run.kill_engine(engine)
-                    run.router.lose(engine)
+                    run.router.mark_dead(engine)
                 dead_engines ^= {engine}
             elif what == "worker" and rng.random() < 0.3:
                 worker = rng.randrange(worker_count)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rollout_toys import go, turns
 
 from roll.config.errors import RunError
-from roll.scheduler.router import Router, Ticket
+from roll.scheduler.router import Router, SlotReservation
 
 
 class Guests:
@@ -19,7 +19,7 @@ class Guests:
 
     def __init__(self, router: Router) -> None:
         self.router = router
-        self.tickets: dict[str, Ticket] = {}
+        self.tickets: dict[str, SlotReservation] = {}
         self.order: list[str] = []
         """Those who got seats, in the order they did."""
         self.tasks: dict[str, asyncio.Task[None]] = {}
@@ -33,12 +33,12 @@ class Guests:
         await turns(3)
 
     async def _sit(self, name: str, samples: int, rank: dict[str, int]) -> None:
-        self.tickets[name] = await self.router.seat(samples, **rank)
+        self.tickets[name] = await self.router.reserve(samples, **rank)
         self.order.append(name)
 
     async def go(self, *names: str) -> None:
         for name in names:
-            self.router.free(self.tickets.pop(name))
+            self.router.release(self.tickets.pop(name))
             await self.tasks.pop(name)
         await turns(3)
 
@@ -76,7 +76,7 @@ def test_a_group_goes_to_the_engine_with_the_fewest_samples() -> None:
 def test_ties_go_to_the_first_engine() -> None:
     async def main() -> None:
         router = Router(3)
-        tickets = [await router.seat(4) for _ in range(6)]
+        tickets = [await router.reserve(4) for _ in range(6)]
         assert [ticket.engine for ticket in tickets] == [0, 1, 2, 0, 1, 2]
         assert [ticket.samples for ticket in tickets] == [4] * 6
 
@@ -86,13 +86,13 @@ def test_ties_go_to_the_first_engine() -> None:
 def test_the_engine_that_says_its_cache_is_emptier_is_preferred() -> None:
     async def main() -> None:
         router = Router(2, kv_tokens=10_000, expected_tokens=10)
-        first, second = await router.seat(4), await router.seat(4)
+        first, second = await router.reserve(4), await router.reserve(4)
         assert (first.engine, second.engine) == (0, 1)
         router.report(0, 4000)
         router.report(1, 100)
-        assert [(await router.seat(4)).engine for _ in range(3)] == [1, 1, 1]  # 80 tokens each, as far as is known
+        assert [(await router.reserve(4)).engine for _ in range(3)] == [1, 1, 1]  # 80 tokens each, as far as is known
         router.report(1, 5000)
-        assert (await router.seat(4)).engine == 0
+        assert (await router.reserve(4)).engine == 0
 
     go(main())
 
@@ -155,10 +155,10 @@ def test_a_place_is_free_again_whatever_becomes_of_the_group() -> None:
 def test_a_group_cancelled_in_the_moment_it_gets_its_place_gives_it_back() -> None:
     async def main() -> None:
         router = Router(1, max_running=1)
-        first = await router.seat(1)
-        waiting = asyncio.create_task(router.seat(1))
+        first = await router.reserve(1)
+        waiting = asyncio.create_task(router.reserve(1))
         await turns()
-        router.free(first)
+        router.release(first)
         assert router.running(0) == 1
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -171,11 +171,11 @@ def test_a_group_cancelled_in_the_moment_it_gets_its_place_gives_it_back() -> No
 def test_places_are_given_back_one_by_one_and_never_more_than_there_are() -> None:
     async def main() -> None:
         router = Router(1)
-        ticket, other = await router.seat(3), await router.seat(2)
-        router.free(ticket, 1)
+        ticket, other = await router.reserve(3), await router.reserve(2)
+        router.release(ticket, 1)
         assert router.running(0) == 4
-        router.free(ticket, 5)
-        router.free(ticket)
+        router.release(ticket, 5)
+        router.release(ticket)
         assert (router.running(0), ticket.samples, other.samples) == (2, 0, 2)
 
     go(main())
@@ -193,13 +193,13 @@ def test_who_goes_on_where_it_was_has_a_place_there_at_once() -> None:
         assert guests.seats == {"a": 0, "b": 1}
         await guests.go("a")
         assert router.waiting == 1  # there is still one on it
-        router.free(ticket)
+        router.release(ticket)
         await turns()
         assert guests.seats["c"] == 0
         await guests.leave_all()
         leaving = router.take(1)
-        router.lose(1)
-        router.free(leaving)
+        router.mark_dead(1)
+        router.release(leaving)
         assert running(router, 2) == [0, 0]
 
     go(main())
@@ -217,10 +217,10 @@ def test_groups_wait_while_engines_are_full_and_one_more_than_there_is_room_for_
         assert guests.seats == {"a": 0, "b": 1, "c": 0, "d": 1}
         assert running(router, 2) == [6, 6]
         assert router.waiting == 2
-        router.free(guests.tickets["a"], 2)
+        router.release(guests.tickets["a"], 2)
         await turns()
         assert router.waiting == 2  # still as many as may run
-        router.free(guests.tickets["a"], 1)
+        router.release(guests.tickets["a"], 1)
         await turns()
         assert guests.seats["e"] == 0
         await guests.leave_all()
@@ -264,13 +264,13 @@ def test_while_held_nobody_gets_a_place() -> None:
         router = Router(1)
         guests = Guests(router)
         await guests.come("a")
-        router.hold(True)
+        router.pause_admission(True)
         await guests.come("b")
         await guests.go("a")
-        router.join(0)
+        router.add_engine(0)
         await turns()
         assert guests.seats == {}
-        router.hold(False)
+        router.pause_admission(False)
         await turns()
         assert guests.seats == {"b": 0}
         await guests.leave_all()
@@ -281,15 +281,15 @@ def test_while_held_nobody_gets_a_place() -> None:
 def test_nobody_waits_for_ever() -> None:
     async def main() -> None:
         router = Router(2, deadline_s=0.02, max_running=1)
-        ticket = await router.seat(1)
+        ticket = await router.reserve(1)
         with pytest.raises(RunError, match=r"engine 0 has not finished its samples for 0\.02 s"):
-            await router.leave(ticket.engine)
-        await router.seat(1)
+            await router.drain(ticket.engine)
+        await router.reserve(1)
         with pytest.raises(RunError, match=r"engines are full and nothing ends for 0\.02 s"):
-            await router.seat(1)
-        router.bar(1)
+            await router.reserve(1)
+        router.close_engine(1)
         with pytest.raises(RunError, match=r"no engine has joined for 0\.02 s"):
-            await router.seat(1)
+            await router.reserve(1)
         assert router.waiting == 0
 
     go(main())
@@ -317,7 +317,7 @@ def test_an_engine_that_leaves_is_waited_for_and_gets_nothing() -> None:
         guests = Guests(router)
         await guests.come("a", 1)
         await guests.come("b", 10)
-        leaving = asyncio.create_task(router.leave(0))
+        leaving = asyncio.create_task(router.drain(0))
         await turns()
         assert not leaving.done()
         assert router.inside == {1}
@@ -330,7 +330,7 @@ def test_an_engine_that_leaves_is_waited_for_and_gets_nothing() -> None:
         await leaving
         await guests.come("d", 1)
         assert guests.seats["d"] == 1
-        router.join(0)
+        router.add_engine(0)
         assert router.inside == {0, 1}
         await guests.come("e", 1)
         assert guests.seats["e"] == 0
@@ -344,7 +344,7 @@ def test_a_barred_engine_gets_nothing_and_keeps_what_it_has() -> None:
         router = Router(2)
         guests = Guests(router)
         await guests.come("a")
-        router.bar(0)
+        router.close_engine(0)
         await guests.come("b")
         await guests.come("c")
         assert guests.seats == {"a": 0, "b": 1, "c": 1}
@@ -357,11 +357,11 @@ def test_a_barred_engine_gets_nothing_and_keeps_what_it_has() -> None:
 def test_leaving_and_joining_may_be_repeated() -> None:
     async def main() -> None:
         router = Router(1)
-        await router.leave(0)
-        await router.leave(0)
-        router.join(0)
-        router.join(0)
-        assert (await router.seat(3)).engine == 0
+        await router.drain(0)
+        await router.drain(0)
+        router.add_engine(0)
+        router.add_engine(0)
+        assert (await router.reserve(3)).engine == 0
 
     go(main())
 
@@ -370,12 +370,12 @@ def test_groups_wait_while_no_engine_is_in_and_all_go_on_when_one_joins() -> Non
     async def main() -> None:
         router = Router(2)
         guests = Guests(router)
-        await router.leave(0)
-        await router.leave(1)
+        await router.drain(0)
+        await router.drain(1)
         for name in "abc":
             await guests.come(name, 5)
         assert guests.seats == {}
-        router.join(1)
+        router.add_engine(1)
         await turns()
         assert guests.seats == dict.fromkeys("abc", 1)
         await guests.go("a", "b", "c")
@@ -387,12 +387,12 @@ def test_a_group_that_waits_for_an_engine_can_be_cancelled() -> None:
     async def main() -> None:
         router = Router(1)
         guests = Guests(router)
-        await router.leave(0)
+        await router.drain(0)
         await guests.come("a", 5)
         guests.tasks["a"].cancel()
         with pytest.raises(asyncio.CancelledError):
             await guests.tasks["a"]
-        router.join(0)
+        router.add_engine(0)
         await turns()
         assert guests.seats == {}
         assert running(router, 1) == [0]
@@ -406,13 +406,13 @@ def test_a_dead_engine_has_nothing_gets_nothing_and_forgets_its_places() -> None
         guests = Guests(router)
         await guests.come("a", 3)
         await guests.come("b", 9)
-        leaving = asyncio.create_task(router.leave(0))
-        router.lose(0)
+        leaving = asyncio.create_task(router.drain(0))
+        router.mark_dead(0)
         await leaving  # what it had is no longer its own
         assert (router.inside, running(router, 2)) == ({1}, [0, 9])
         await guests.come("c", 1)
         assert guests.seats["c"] == 1
-        router.join(0)
+        router.add_engine(0)
         await guests.come("d", 2)
         assert guests.seats["d"] == 0
         await guests.go("a")  # its place was that of the engine's earlier life
@@ -426,11 +426,11 @@ def test_a_dead_engine_has_nothing_gets_nothing_and_forgets_its_places() -> None
 def test_the_cache_of_a_dead_engine_is_forgotten() -> None:
     async def main() -> None:
         router = Router(2, kv_tokens=1000, expected_tokens=10)
-        await router.seat(2)
+        await router.reserve(2)
         router.report(0, 900)
-        router.lose(0)
-        router.join(0)
-        assert (await router.seat(2)).engine == 0
+        router.mark_dead(0)
+        router.add_engine(0)
+        assert (await router.reserve(2)).engine == 0
 
     go(main())
 
@@ -470,10 +470,10 @@ def test_who_waits_hears_that_samples_are_shorter_than_expected() -> None:
 def test_engines_are_compared_by_what_is_expected_now() -> None:
     async def main() -> None:
         router = Router(2, kv_tokens=1000, expected_tokens=100)
-        assert [(await router.seat(n)).engine for n in (2, 3)] == [0, 1]
+        assert [(await router.reserve(n)).engine for n in (2, 3)] == [0, 1]
         for _ in range(1000):
             router.learn(10)
-        assert [(await router.seat(1)).engine for _ in range(5)] == [0, 0, 1, 0, 1]
+        assert [(await router.reserve(1)).engine for _ in range(5)] == [0, 0, 1, 0, 1]
 
     go(main())
 
@@ -547,20 +547,20 @@ def test_any_coming_and_going_keeps_what_the_router_promises(
             elif what == "free" and guests.tickets:
                 await guests.go(sorted(guests.tickets)[value % len(guests.tickets)])
             elif what == "part" and guests.tickets:
-                router.free(guests.tickets[sorted(guests.tickets)[value % len(guests.tickets)]], 1)
+                router.release(guests.tickets[sorted(guests.tickets)[value % len(guests.tickets)]], 1)
             elif what == "leave" and engine not in leaving:
-                leaving[engine] = asyncio.create_task(router.leave(engine))
+                leaving[engine] = asyncio.create_task(router.drain(engine))
             elif what == "join" and (engine not in leaving or leaving[engine].done()):
                 leaving.pop(engine, None)
-                router.join(engine)
+                router.add_engine(engine)
             elif what == "lose":
-                router.lose(engine)
-                leaving.setdefault(engine, asyncio.create_task(router.leave(engine)))
+                router.mark_dead(engine)
+                leaving.setdefault(engine, asyncio.create_task(router.drain(engine)))
                 lives[engine] += 1
                 cached[engine] = None
             elif what in ("hold", "release"):
                 held = what == "hold"
-                router.hold(held)
+                router.pause_admission(held)
             elif what == "report":
                 cached[engine] = [value, 0]
                 router.report(engine, value)
@@ -593,9 +593,9 @@ def test_any_coming_and_going_keeps_what_the_router_promises(
             elif router.waiting:
                 first = min(set(guests.tasks) - set(guests.tickets), key=lambda n: (-(value_of(steps, n) % 2), int(n)))
                 assert not any(room(e, groups[first]) for e in router.inside)
-        router.hold(False)
+        router.pause_admission(False)
         for each in range(count):
-            router.join(each)
+            router.add_engine(each)
         await turns()
         await guests.leave_all()
         await asyncio.gather(*leaving.values())
