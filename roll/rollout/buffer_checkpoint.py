@@ -24,7 +24,7 @@ from roll.data.sample import Group, Sample
 from roll.data.task import Response, Task
 from roll.data.tokenlog import TokenLog
 from roll.rollout.lifecycle import ENDS
-from roll.scheduler.group_table import Books
+from roll.scheduler.group_table import GroupTable
 
 _ELSEWHERE = ("task", "log", "response", "entered_s")
 _FIELDS = tuple(field.name for field in fields(Sample) if field.name not in _ELSEWHERE)
@@ -39,7 +39,7 @@ class Unfinished:
     samples: list[str]
 
 
-def saved(books: Books, home_of: Callable[[Sample], int | None]) -> dict[str, Any]:
+def saved(books: GroupTable, home_of: Callable[[Sample], int | None]) -> dict[str, Any]:
     """The groups under way, as JSON: those that are `ready`, with the part that their tokens will be in, and those of
     which something is missing, `open`."""
     parts = {group.index: home_of(group.scored[0]) for group in books.ready.values()}

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 
 from roll.config.schema import RolloutConfig
 from roll.data.sample import Group
-from roll.scheduler.group_table import Books
+from roll.scheduler.group_table import GroupTable
 from roll.scheduler.task_sampler import StepShape
 
 
 @dataclass(frozen=True)
-class Closing:
+class BatchSelector:
     """A step as the books stand."""
 
-    books: Books
+    books: GroupTable
     config: RolloutConfig
     shape: StepShape
     version: int

@@ -17,7 +17,7 @@ from collections import Counter
 from roll.data.sample import Group
 
 
-class Books:
+class GroupTable:
     def __init__(self) -> None:
         self.open: dict[int, Group] = {}
         """Groups whose samples are not all judged."""
@@ -47,9 +47,9 @@ class Books:
     def finish(self, group: Group) -> None:
         del self.open[group.index]
         self._versions[group.version] -= 1
-        self.put_back(group)
+        self.requeue(group)
 
-    def put_back(self, group: Group) -> None:
+    def requeue(self, group: Group) -> None:
         """A group is ready that was so at a checkpoint."""
         self.ready[group.index] = group
         insort(self._ready_order, group.index)
@@ -71,7 +71,7 @@ class Books:
             self._unready(group)
             self.taken[group.index] = group
 
-    def give_back(self, group: Group) -> None:
+    def release(self, group: Group) -> None:
         """A group that was taken or ready runs again."""
         if self.taken.pop(group.index, None) is None:
             self._unready(group)

@@ -12,7 +12,7 @@ from typing import Any
 from roll.data.sample import Group
 
 
-class Carriers:
+class GroupTasks:
     def __init__(
         self,
         carry: Callable[[Group], Coroutine[Any, Any, None]],
@@ -34,7 +34,7 @@ class Carriers:
         if not self._halted:
             self._tasks[group.index] = asyncio.create_task(self._run(group, after))
 
-    def abandon(self, group: Group) -> asyncio.Task[None] | None:
+    def cancel(self, group: Group) -> asyncio.Task[None] | None:
         """Ends what runs of a group; the carrier that ends."""
         task = self._tasks.pop(group.index, None)
         if task is not None:
@@ -47,7 +47,7 @@ class Carriers:
         """Abandons these groups, and returns when all that were abandoned have ended."""
         self._halted = True
         for group in groups:
-            self.abandon(group)
+            self.cancel(group)
         # waits: they were cancelled
         await asyncio.gather(*self._leaving, return_exceptions=True)
 

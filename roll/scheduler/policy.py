@@ -21,7 +21,7 @@ from roll.config.errors import RunError, UserError
 from roll.config.user_code import load_user_code
 from roll.data.sample import Group, Sample
 from roll.data.task import Task
-from roll.scheduler.batch_selection import Closing
+from roll.scheduler.batch_selection import BatchSelector
 
 if TYPE_CHECKING:
     from roll.scheduler.scheduler import RolloutScheduler
@@ -65,7 +65,7 @@ class GroupView:
 class Control:
     """What a policy may see and do. Groups go by their index, samples by their id."""
 
-    def __init__(self, scheduler: RolloutScheduler, closing: Callable[[], Closing]) -> None:
+    def __init__(self, scheduler: RolloutScheduler, closing: Callable[[], BatchSelector]) -> None:
         self._scheduler = scheduler
         self._closing = closing
 

@@ -33,10 +33,10 @@ from roll.data.task import Task
 from roll.rollout.buffer_checkpoint import groups_by_part, samples_by_part, saved, unfinished
 from roll.rollout.lifecycle import ENDS, Lifecycle
 from roll.rollout.messages import Stop
-from roll.scheduler.batch_selection import Closing
+from roll.scheduler.batch_selection import BatchSelector
 from roll.scheduler.filters import Filter
-from roll.scheduler.group_table import Books
-from roll.scheduler.group_tasks import Carriers
+from roll.scheduler.group_table import GroupTable
+from roll.scheduler.group_tasks import GroupTasks
 from roll.scheduler.policy import AskedPolicy, Control, Policy
 from roll.scheduler.rollout_pool import RolloutPool
 from roll.scheduler.rollout_result import BASELINE, Rollout, Tally, baselines, kind_of, refuse_total_failure, too_few
@@ -75,12 +75,12 @@ class RolloutScheduler:
         self._greedy_baseline = greedy_baseline
         self._temperatures = temperatures or {}
         self._version = pool.version = version
-        self._books = Books()
+        self._books = GroupTable()
         self._tally = Tally()
         self._shape = StepShape()
         self._policy = AskedPolicy(policy, config.policy, Control(self, self._closing))
         self._stepping = False
-        self._carriers = Carriers(self._carry, self._judge, self._over)
+        self._carriers = GroupTasks(self._carry, self._judge, self._over)
         self._changed = asyncio.Event()
         self._error: Exception | None = None
         self._kills: dict[str, float] = {}
@@ -191,7 +191,7 @@ class RolloutScheduler:
         self._fill()
 
     def _drop(self, group: Group, reason: str) -> None:
-        self._carriers.abandon(group)
+        self._carriers.cancel(group)
         self._books.drop(group)
         self._record_end(group, reason)
         self._changed.set()
@@ -214,7 +214,7 @@ class RolloutScheduler:
         for sample in group.samples:
             sample.priority = priority
         if group.index in self._books.open and not self._pool.has(str(group.index)):
-            self._carriers.start(group, after=self._carriers.abandon(group))
+            self._carriers.start(group, after=self._carriers.cancel(group))
 
     @property
     def open_groups(self) -> list[Group]:
@@ -251,7 +251,7 @@ class RolloutScheduler:
             await self._pool.tokens.load(folder, parts)
         for group in (group for groups in parts.values() for group in groups):
             if all(self._pool.tokens.home_of(sample) is not None for sample in group.scored):
-                self._books.put_back(group)
+                self._books.requeue(group)
         for lost in unfinished(state, self._books.ready):
             self._lifecycle.close_unfinished(lost.samples, "resumed: its group is issued again")
             if lost.epoch >= 0:
@@ -329,7 +329,7 @@ class RolloutScheduler:
 
     def _run_again(self, group: Group, reason: str) -> None:
         group.version = self._version
-        self._books.give_back(group)
+        self._books.release(group)
         lost = [sample for sample in group.samples if sample.state != "dropped"]
         self._pool.let_go(lost)
         if self._pool.start_anew(lost, self._lifecycle, reason):
@@ -375,8 +375,8 @@ class RolloutScheduler:
 
     # Closing
 
-    def _closing(self) -> Closing:
-        return Closing(self._books, self._config, self._shape, self._version)
+    def _closing(self) -> BatchSelector:
+        return BatchSelector(self._books, self._config, self._shape, self._version)
 
     async def _chosen(self) -> list[Group]:
         """The groups of the step, once it can be closed."""

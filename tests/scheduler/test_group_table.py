@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.data import Group, Task
-from roll.scheduler.group_table import Books
+from roll.scheduler.group_table import GroupTable
 
 
 def group(index: int, version: int = 0) -> Group:
@@ -36,7 +36,7 @@ STEPS = st.tuples(
 @given(steps=st.lists(STEPS, max_size=80))
 @settings(max_examples=200, derandomize=True, deadline=None)
 def test_the_books_agree_with_plain_lists(steps: list[tuple[str, int]]) -> None:
-    books, model = Books(), Model()
+    books, model = GroupTable(), Model()
     groups: dict[int, Group] = {}
 
     def some(of: list[int], which: int) -> int | None:
@@ -62,7 +62,7 @@ def test_the_books_agree_with_plain_lists(steps: list[tuple[str, int]]) -> None:
             model.ready = [at for at in model.ready if at not in chosen]
         elif what == "give_back" and (at := some([*model.ready, *model.taken], which)) is not None:
             groups[at].version = which % 7  # it begins anew
-            books.give_back(groups[at])
+            books.release(groups[at])
             (model.ready if at in model.ready else model.taken).remove(at)
             model.open.append(at)
         elif what == "trained" and model.taken:
@@ -82,7 +82,7 @@ def test_the_books_agree_with_plain_lists(steps: list[tuple[str, int]]) -> None:
 
 
 def test_a_group_that_runs_again_counts_as_open_from_its_old_place() -> None:
-    books = Books()
+    books = GroupTable()
     groups = [group(index) for index in range(4)]
     for each in groups:
         books.issue(each)
@@ -90,7 +90,7 @@ def test_a_group_that_runs_again_counts_as_open_from_its_old_place() -> None:
         books.finish(each)
     books.take(groups[:1])
     assert books.ready_before_any_open() == 2
-    books.give_back(groups[0])
+    books.release(groups[0])
     assert books.ready_before_any_open() == 0
     assert books.first_open() is groups[0]
     books.finish(groups[0])
@@ -100,7 +100,7 @@ def test_a_group_that_runs_again_counts_as_open_from_its_old_place() -> None:
 
 @pytest.mark.parametrize("place", ["nowhere", "taken"])
 def test_what_is_not_under_way_cannot_be_dropped(place: str) -> None:
-    books, subject = Books(), group(0)
+    books, subject = GroupTable(), group(0)
     if place == "taken":
         books.issue(subject)
         books.finish(subject)
