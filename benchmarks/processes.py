@@ -42,7 +42,7 @@ from roll.data.task import Task
 from roll.rollout.lifecycle import Lifecycle
 from roll.scheduler.filters import no_signal
 from roll.scheduler.scheduler import RolloutScheduler
-from roll.scheduler.task_sampler import Epochs
+from roll.scheduler.task_sampler import EpochSampler
 from roll.simulation.barrier import run_barrier
 from roll.simulation.calibration import Timing, batches_to_time, error_of, fitted
 from roll.simulation.clock import run
@@ -162,7 +162,7 @@ class Scheduled:
     def __init__(self, crew: Crew, workload: Workload) -> None:
         self._pool = crew.for_scheduler
         self._workload = workload
-        order = Epochs(tasks_of(PROMPT_TOKENS), 0)
+        order = EpochSampler(tasks_of(PROMPT_TOKENS), 0)
         self._scheduler = RolloutScheduler(order, self._pool, Lifecycle(None), rollout_config(workload), no_signal)
         self._steps = 0
 
@@ -181,7 +181,7 @@ class Rounds:
     def __init__(self, crew: Crew, workload: Workload) -> None:
         self._pool = crew.for_barrier
         self._workload = workload
-        self._order = Epochs(tasks_of(PROMPT_TOKENS), 0)
+        self._order = EpochSampler(tasks_of(PROMPT_TOKENS), 0)
         self._lifecycle = Lifecycle(None)
         self._next_group = 0
 

@@ -39,7 +39,7 @@ from roll.scheduler.filters import no_signal
 from roll.scheduler.rollout_pool import RolloutPool
 from roll.scheduler.router import Router
 from roll.scheduler.scheduler import RolloutScheduler
-from roll.scheduler.task_sampler import Epochs
+from roll.scheduler.task_sampler import EpochSampler
 from roll.simulation.barrier import run_barrier
 from roll.simulation.bound import on_policy_bound_s, overlapping_bound_s
 from roll.simulation.clock import run
@@ -134,7 +134,7 @@ async def _carried(flying: int, samples: int, ledger: Path) -> float:
         )
         pool = RolloutPool(cluster, Router(128, FOREVER_S), deadline_s=FOREVER_S)
         config = RolloutConfig(groups_per_step=flying // size, group_size=size)
-        order = Epochs([Task(str(number), ()) for number in range(10_000)], 0)
+        order = EpochSampler([Task(str(number), ()) for number in range(10_000)], 0)
         scheduler = RolloutScheduler(order, pool, Lifecycle(record, clock.time), config, no_signal)
         began_s = time.process_time()
         steps = max(samples // flying, 2)

@@ -36,7 +36,7 @@ from common import parser, report
 from roll.config.errors import RunError
 from roll.config.schema import RolloutConfig
 from roll.data.task import Task
-from roll.scheduler.task_sampler import BaseOrder, Epochs, SolveRate
+from roll.scheduler.task_sampler import BaseSampler, EpochSampler, SolveRateSampler
 from roll.simulation import balance
 from roll.simulation.clock import run
 from roll.simulation.cluster import World
@@ -212,8 +212,8 @@ def make_training(path: Path, staleness: int) -> Training:
     )
     tasks = [Task(f"t{number}", ()) for number in range(TASKS)]
 
-    def make_order() -> BaseOrder:
-        return SolveRate(Epochs(tasks, 0), 0)
+    def make_order() -> BaseSampler:
+        return SolveRateSampler(EpochSampler(tasks, 0), 0)
 
     def make_world() -> World:
         return World(WORK, workers=2, tries=config.tries, scoring_most=16, way_s=0.002, report_s=60.0, poll_s=120.0)

@@ -30,7 +30,7 @@ from roll.ledger.log import Transition
 from roll.model.tiny import character_tokenizer
 from roll.reward import ScoreFailure, Verdict
 from roll.rollout.lifecycle import Lifecycle
-from roll.rollout.messages import Report, Stop
+from roll.rollout.messages import Report, SampleCommand
 from roll.rollout.worker import RolloutWorker
 from roll.scheduler.rollout_pool import RolloutPool
 from roll.scheduler.router import Router
@@ -648,7 +648,7 @@ class ToyRunner:
     """Seconds until the verdict."""
     started: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
-    ended: list[Stop] = field(default_factory=list)
+    ended: list[SampleCommand] = field(default_factory=list)
     crew: Any = None
 
     def of(self, worker: RolloutWorker) -> Any:
@@ -671,9 +671,9 @@ class ToyRunner:
 class _ToyRunnerOf:
     whole: ToyRunner
     moves: Lifecycle
-    _stops: dict[str, Stop] = field(default_factory=dict)
+    _stops: dict[str, SampleCommand] = field(default_factory=dict)
 
-    def stop(self, stop: Stop) -> None:
+    def stop(self, stop: SampleCommand) -> None:
         self.whole.ended.append(stop)
 
     async def run(self, sample: Sample, siblings: Sequence[Sample] = ()) -> None:

@@ -12,7 +12,7 @@ from roll.devices.memory_inputs import Workload
 from roll.model.chat import ChatRenderer
 from roll.model.find import find_model
 from roll.model.loading import load_tokenizer
-from roll.model.sft_dataset import Corpus, Order
+from roll.model.sft_dataset import EpochPermutation, SFTDataset
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def rlvr_roles(config: Config, environments: bool = False) -> frozenset[str]:
 SFT_ROLES = frozenset({"actor_train"})
 
 
-def sft_job(config: Config, corpus: Corpus, order: Order) -> Job:
+def sft_job(config: Config, corpus: SFTDataset, order: EpochPermutation) -> Job:
     train, held_out = corpus.train, corpus.held_out
     learned = int(train.loss_mask.sum())
     sizes = (

@@ -26,7 +26,7 @@ from roll.model.chat import ChatRenderer, NotImitable
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class SkippedExample:
     """A conversation that is not trained on, and why."""
 
     chat: str
@@ -34,10 +34,10 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class Corpus:
+class SFTDataset:
     train: Batch
     held_out: Batch | None
-    left_out: tuple[LeftOut, ...] = ()
+    left_out: tuple[SkippedExample, ...] = ()
 
     @property
     def longest_tokens(self) -> int:
@@ -50,7 +50,7 @@ class Corpus:
         return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()[:16]
 
 
-def make_corpus(chats: ChatSet, renderer: ChatRenderer, config: DataConfig, context: int) -> Corpus:
+def make_corpus(chats: ChatSet, renderer: ChatRenderer, config: DataConfig, context: int) -> SFTDataset:
     """All conversations in tokens; `context` is the most of them that the model takes."""
     limit = min(config.max_tokens or context, context)
     train, left_out = _batch(chats.train, renderer, config, limit)
@@ -60,21 +60,21 @@ def make_corpus(chats: ChatSet, renderer: ChatRenderer, config: DataConfig, cont
             f"data: none of the {len(chats.train)} conversations of {config.source!r} has {limit} tokens or fewer: "
             "write a larger data.max_tokens, or data.too_long=cut"
         )
-    return Corpus(train, held_out, tuple(left_out))
+    return SFTDataset(train, held_out, tuple(left_out))
 
 
 def _batch(
     chats: Sequence[Chat], renderer: ChatRenderer, config: DataConfig, limit: int
-) -> tuple[Batch | None, list[LeftOut]]:
+) -> tuple[Batch | None, list[SkippedExample]]:
     """The samples of some chats, None if there are none, and the chats without."""
     samples: list[Sample] = []
-    left_out: list[LeftOut] = []
+    left_out: list[SkippedExample] = []
     for chat in chats:
         task = Task(chat.id, chat.messages)
         for log in _logs(chat, renderer):
             fitting = _fitting(chat, log, limit, config)
             if fitting is None:
-                left_out.append(LeftOut(chat.id, f"too long: {len(log)} tokens"))
+                left_out.append(SkippedExample(chat.id, f"too long: {len(log)} tokens"))
             else:
                 samples.append(Sample(f"{len(samples)}.0", task, len(samples), temperature=1.0, log=fitting))
     if not samples:
@@ -122,7 +122,7 @@ def _fitting(chat: Chat, log: TokenLog, limit: int, config: DataConfig) -> Token
 
 
 @dataclass(frozen=True)
-class Order:
+class EpochPermutation:
     """Which samples make which step: epoch after epoch, each shuffled anew.
 
     Example: 5 samples, 2 a step, 2 epochs: 5 steps, the third with the last sample of the first epoch and the first of
@@ -136,7 +136,7 @@ class Order:
     seed: int
 
     @classmethod
-    def of(cls, samples: int, config: DataConfig, steps: int, seed: int) -> Order:
+    def of(cls, samples: int, config: DataConfig, steps: int, seed: int) -> EpochPermutation:
         """`data.epochs` says how many samples in all, or else `steps` does."""
         each = config.samples_per_step
         total = max(round(config.epochs * samples), 1) if config.epochs else steps * each

@@ -12,7 +12,7 @@ from roll.rollout.early_stop import make_early_end
 from roll.scheduler.filters import Filter, by_domain, make_filter
 from roll.scheduler.long_tail import make_order
 from roll.scheduler.policy import make_policy
-from roll.scheduler.task_sampler import TaskOrder
+from roll.scheduler.task_sampler import TaskSampler
 
 
 def check_policies(config: Config, tasks: TaskSet) -> None:
@@ -24,7 +24,7 @@ def check_policies(config: Config, tasks: TaskSet) -> None:
         load_user_code(config.algorithm.loss, what="algorithm.loss", root=config.root)
 
 
-def make_policies(config: Config, tasks: TaskSet) -> tuple[TaskOrder, Filter]:
+def make_policies(config: Config, tasks: TaskSet) -> tuple[TaskSampler, Filter]:
     """The order of the tasks, and the filter of finished groups."""
     rollout = config.rollout
     order = make_order(

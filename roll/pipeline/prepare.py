@@ -25,7 +25,7 @@ from roll.model.find import find_model, steps_of
 from roll.model.loading import load_model_config, load_tokenizer, stop_ids_of
 from roll.model.lora import Base
 from roll.model.rope import longest_sequence
-from roll.model.sft_dataset import Corpus, Order, make_corpus
+from roll.model.sft_dataset import EpochPermutation, SFTDataset, make_corpus
 from roll.pipeline import rlvr_metrics as rollout_record
 from roll.pipeline import sft_metrics as sft_record
 from roll.pipeline.preflight import Found, find, find_tasks, rules_of
@@ -156,9 +156,9 @@ def _models_beside(config: Config) -> dict[str, Base]:
 
 
 class SFTPipeline(Pipeline[TrainRoles, SFTState]):
-    def __init__(self, config: Config, corpus: Corpus) -> None:
+    def __init__(self, config: Config, corpus: SFTDataset) -> None:
         self._corpus = corpus
-        self._order = Order.of(len(corpus.train), config.data, config.train.steps, config.seed)
+        self._order = EpochPermutation.of(len(corpus.train), config.data, config.train.steps, config.seed)
         train = config.train.model_copy(update={"steps": self._order.steps})  # schedules of the learning rate end there
         self.config = config.model_copy(update={"train": train})
         self.job = sft_job(self.config, corpus, self._order)
@@ -235,7 +235,7 @@ def _check_tasks(config: Config, tasks: TaskSet, judge: RewardSource) -> tuple[T
     return replace(tasks, answers=str(answers or "")), judge
 
 
-def _check_chats(config: Config, chat_set: ChatSet) -> Corpus:
+def _check_chats(config: Config, chat_set: ChatSet) -> SFTDataset:
     """The conversations to imitate, in tokens, found good together with the model."""
     check_optimizer(config.train.optimizer)
     source = find_model(config.model.path)

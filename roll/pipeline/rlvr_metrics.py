@@ -14,7 +14,7 @@ from roll.pipeline.recorder import Recorder, update_metrics
 from roll.pipeline.report import Measured
 from roll.pipeline.roles import Roles
 from roll.pipeline.state import RunState, numbers
-from roll.rollout.messages import Fate
+from roll.rollout.messages import FinalState
 from roll.run import Panel, drop_samples_after
 from roll.scheduler.evaluate import (
     Evaluation,
@@ -50,7 +50,7 @@ class RolloutRecord:
         self._recorder = recorder
         self._bytes_before = roles.executor.controller_bytes
         self._told: set[tuple[str, str]] = set()
-        self._written: list[Fate] = []
+        self._written: list[FinalState] = []
         """How the samples of the present step end, by what was written of them."""
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:

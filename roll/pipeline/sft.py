@@ -10,7 +10,7 @@ from pathlib import Path
 
 from roll.algorithm import LossSpec
 from roll.config.schema import Config
-from roll.model.sft_dataset import Corpus, Order
+from roll.model.sft_dataset import EpochPermutation, SFTDataset
 from roll.pipeline.nan_guard import Health
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.roles import TrainRoles
@@ -27,7 +27,13 @@ class SFT:
     a checkpoint needs beside the weights to go on."""
 
     def __init__(
-        self, config: Config, roles: TrainRoles, corpus: Corpus, order: Order, recorder: Recorder, state: SFTState
+        self,
+        config: Config,
+        roles: TrainRoles,
+        corpus: SFTDataset,
+        order: EpochPermutation,
+        recorder: Recorder,
+        state: SFTState,
     ) -> None:
         self._config = config
         self._roles = roles

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from roll.data.batch import Batch
-from roll.model.sft_dataset import LeftOut, Order
+from roll.model.sft_dataset import EpochPermutation, SkippedExample
 from roll.pipeline.recorder import Recorder, update_metrics
 from roll.pipeline.report import Measured
 from roll.pipeline.roles import TrainRoles
@@ -24,12 +24,12 @@ OF_SAMPLING = ("train/mismatch", "train/correction")
 
 
 class SFTRecord:
-    def __init__(self, roles: TrainRoles, order: Order, recorder: Recorder) -> None:
+    def __init__(self, roles: TrainRoles, order: EpochPermutation, recorder: Recorder) -> None:
         self._roles = roles
         self._order = order
         self._recorder = recorder
 
-    def left_out(self, some: Sequence[LeftOut]) -> None:
+    def left_out(self, some: Sequence[SkippedExample]) -> None:
         """Conversations that are not trained on are on the ledger too."""
         for number, left in enumerate(some):
             self._life(f"left-out-{number}.0", left.chat, "dropped", left.reason)

@@ -40,7 +40,7 @@ class EngineAssignment:
 
 
 @dataclass(frozen=True)
-class Stop:
+class SampleCommand:
     """Interferes with a sample: `end` its response with what it has, take it off its engine (`requeue`: it goes on from
     its prefix when it has a seat again), or `drop` it, whatever it is at."""
 
@@ -49,11 +49,11 @@ class Stop:
     reason: str
 
 
-Order: TypeAlias = Lease | EngineAssignment | Stop
+WorkerCommand: TypeAlias = Lease | EngineAssignment | SampleCommand
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SampleResult:
     """What became of a sample, without its tokens."""
 
     sample: str
@@ -77,12 +77,12 @@ class Report:
     """What happened at a rollout worker since its last report: moves in order, outcomes, and leases that are done."""
 
     moves: list[Transition] = field(default_factory=list)
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[SampleResult] = field(default_factory=list)
     done: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Buffered:
+class BufferedGroup:
     """A finished group whose samples are in a checkpoint, those that are `scored` at least."""
 
     lease: str
@@ -92,7 +92,7 @@ class Buffered:
 
 
 @dataclass(frozen=True)
-class Fate:
+class FinalState:
     """How a sample ended on the controller's books, for the record of its tokens."""
 
     sample: str

@@ -36,7 +36,7 @@ from roll.rollout.early_stop import EarlyEnd, Running
 from roll.rollout.engine_assignments import EngineAssignments
 from roll.rollout.engine_client import EngineClient, EngineDied, PartialResponse, RequestRejected, Watch
 from roll.rollout.lifecycle import Lifecycle
-from roll.rollout.messages import Stop
+from roll.rollout.messages import SampleCommand
 from roll.workers.env import EnvWorker
 from roll.workers.reward import RewardWorker
 
@@ -122,12 +122,12 @@ class SampleRunner:
         self._worker = worker
         self._end_early = end_early
         self._turn = worker
-        self._stops: dict[str, Stop] = {}
+        self._stops: dict[str, SampleCommand] = {}
 
     def reconnect(self, helpers: Helpers) -> None:
         self._helpers = helpers
 
-    def stop(self, stop: Stop) -> None:
+    def stop(self, stop: SampleCommand) -> None:
         """Ends a response that is being generated, or takes it off its engine; any other sample is left alone."""
         if self._engines.has(stop.sample):
             self._stops[stop.sample] = stop

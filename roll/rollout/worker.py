@@ -32,7 +32,16 @@ from roll.rollout.early_stop import make_early_end
 from roll.rollout.engine_assignments import EngineAssignments
 from roll.rollout.engine_client import EngineClient
 from roll.rollout.lifecycle import Lifecycle
-from roll.rollout.messages import Buffered, EngineAssignment, Fate, Lease, Order, Outcome, Report, Stop
+from roll.rollout.messages import (
+    BufferedGroup,
+    EngineAssignment,
+    FinalState,
+    Lease,
+    Report,
+    SampleCommand,
+    SampleResult,
+    WorkerCommand,
+)
 from roll.rollout.runner import Helpers, SampleRunner
 from roll.rollout.transcript import Transcript, transcript_of
 from roll.run import RunFolder, Transition, write_samples
@@ -139,7 +148,7 @@ class RolloutWorker(Worker):
         )
 
     @parallel(Dispatch.ONE)
-    def take(self, orders: Sequence[Order]) -> None:
+    def take(self, orders: Sequence[WorkerCommand]) -> None:
         """Leases to carry, seats for samples that wait for one, and samples to interfere with, in this order."""
         for order in orders:
             if isinstance(order, Lease):
@@ -147,7 +156,7 @@ class RolloutWorker(Worker):
             elif order.sample in self._home:
                 if isinstance(order, EngineAssignment):
                     self._seats.give(order)
-                elif isinstance(order, Stop):
+                elif isinstance(order, SampleCommand):
                     self._stop(order)
 
     def _begin(self, lease: Lease) -> None:
@@ -175,7 +184,7 @@ class RolloutWorker(Worker):
             self._seats.give(EngineAssignment(sample.id, lease.engine, lease.version))
         held.running = asyncio.create_task(self._carry(held))
 
-    def _stop(self, stop: Stop) -> None:
+    def _stop(self, stop: SampleCommand) -> None:
         runner = self._runner
         assert runner is not None, "a rollout worker is connected before it is told anything"
         if stop.how != "drop":
@@ -210,7 +219,7 @@ class RolloutWorker(Worker):
                 continue
             if sample.state in ("generating", "paused"):
                 moved.append(sample)
-                self._runner.stop(Stop(sample.id, "requeue", reason))
+                self._runner.stop(SampleCommand(sample.id, "requeue", reason))
             elif sample.state == "acting":
                 self._seats.take_away(sample.id)
         with suppress(TimeoutError):
@@ -262,7 +271,7 @@ class RolloutWorker(Worker):
         return [transcript_of(self._home[sample], lambda ids: str(decode(ids.tolist()))) for sample in samples]
 
     @parallel(Dispatch.ONE)
-    def write(self, step: int, fates: Sequence[Fate]) -> None:
+    def write(self, step: int, fates: Sequence[FinalState]) -> None:
         """Writes the samples of a step, whole, into the run's folder: one part of them, where there are more workers."""
         assert self._run is not None, "a worker without a run's folder has nowhere to write samples"
         here = (fate for fate in fates if fate.sample in self._home)  # else it was lost with an earlier process
@@ -274,7 +283,7 @@ class RolloutWorker(Worker):
         write_part(folder, self.place.rank, [self._home[sample] for sample in samples if sample in self._home])
 
     @parallel(Dispatch.ONE)
-    def load(self, folder: Path, part: int, groups: Sequence[Buffered]) -> list[str]:
+    def load(self, folder: Path, part: int, groups: Sequence[BufferedGroup]) -> list[str]:
         """Takes finished groups from a part of a checkpoint; returns the leases of those that are there whole."""
         found: dict[int, list[Sample]] = {group.group: [] for group in groups}
         for sample in read_part(folder, part, {group.group: group.task for group in groups}):
@@ -327,8 +336,8 @@ class RolloutWorker(Worker):
                 self._outbox.urgent.set()
 
 
-def _outcome(sample: Sample) -> Outcome:
-    return Outcome(
+def _outcome(sample: Sample) -> SampleResult:
+    return SampleResult(
         sample.id,
         sample.reward,
         sample.parts,
@@ -346,7 +355,7 @@ def _outcome(sample: Sample) -> Outcome:
     )
 
 
-def _row(sample: Sample, fate: Fate) -> dict[str, Any]:
+def _row(sample: Sample, fate: FinalState) -> dict[str, Any]:
     return {
         "sample": sample.id,
         "task": sample.task.id,

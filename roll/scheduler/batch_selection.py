@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from roll.config.schema import RolloutConfig
 from roll.data.sample import Group
 from roll.scheduler.group_table import GroupTable
-from roll.scheduler.task_sampler import StepShape
+from roll.scheduler.task_sampler import BatchPolicy
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class BatchSelector:
 
     books: GroupTable
     config: RolloutConfig
-    shape: StepShape
+    shape: BatchPolicy
     version: int
     """Of the weights, which the step is trained at."""
 

@@ -1,8 +1,8 @@
 """Long tails: orders that keep a step from waiting for its longest responses.
 
-A step ends when its slowest group does. `Lookahead` begins the long ones first, so that the short ones fill in behind
-them; `TailRounds` closes steps early and gathers what ran long into rounds of its own. `make_order` builds the order that
-a config names.
+A step ends when its slowest group does. `LongestFirst` begins the long ones first, so that the short ones fill in behind
+them; `TailBatching` closes steps early and gathers what ran long into rounds of its own. `make_order` builds the order
+that a config names.
 """
 
 from __future__ import annotations
@@ -16,10 +16,18 @@ from typing import Any, Literal
 from roll.config.errors import UserError
 from roll.config.user_code import load_user_code
 from roll.data.task import Task
-from roll.scheduler.task_sampler import BaseOrder, Draw, Epochs, SolveRate, StepShape, TaskOrder, Wrapper
+from roll.scheduler.task_sampler import (
+    BaseSampler,
+    BatchPolicy,
+    EpochSampler,
+    SamplerWrapper,
+    SolveRateSampler,
+    TaskDraw,
+    TaskSampler,
+)
 
 
-class Lookahead(Wrapper):
+class LongestFirst(SamplerWrapper):
     """Of the next `window` draws the one expected longest goes first.
 
     A task is expected to take as many tokens as its last judged group did on average, an unknown one the mean of all.
@@ -32,25 +40,25 @@ class Lookahead(Wrapper):
     What is judged counts from the next step on: draws do not depend on the order in which groups of a step finish.
     """
 
-    def __init__(self, base: BaseOrder, window: int) -> None:
+    def __init__(self, base: BaseSampler, window: int) -> None:
         super().__init__(base)
         assert window >= 1, f"a window of {window} draws"
         self._window = window
-        self._waiting: deque[tuple[int, Draw]] = deque()  # place in the base's order, draw; oldest first
+        self._waiting: deque[tuple[int, TaskDraw]] = deque()  # place in the base's order, draw; oldest first
         self._taken = 0
         self._given = 0
         self._tokens: dict[str, int] = {}
         self._total = 0
         self._news: list[tuple[str, int]] = []
 
-    def begin_step(self) -> StepShape:
+    def begin_step(self) -> BatchPolicy:
         for id, tokens in sorted(self._news):
             self._total += tokens - self._tokens.get(id, 0)
             self._tokens[id] = tokens
         self._news.clear()
         return super().begin_step()
 
-    def next(self) -> Draw:
+    def next(self) -> TaskDraw:
         while len(self._waiting) < self._window:
             draw = self.base.next()
             if draw.again or draw.skip:
@@ -82,7 +90,7 @@ class Lookahead(Wrapper):
 
     def restore(self, state: dict[str, Any]) -> None:
         super().restore(state)
-        self._waiting = deque((place, Draw(self.drawn(id).task, epoch)) for place, id, epoch in state["waiting"])
+        self._waiting = deque((place, TaskDraw(self.drawn(id).task, epoch)) for place, id, epoch in state["waiting"])
         self._taken, self._given = state["taken"], state["given"]
         self._tokens = dict(state["tokens"])
         self._total = sum(self._tokens.values())
@@ -94,7 +102,7 @@ class Lookahead(Wrapper):
         return expected.index(max(expected))
 
 
-class TailRounds(Wrapper):
+class TailBatching(SamplerWrapper):
     """Short rounds, closed by the first groups to finish, and rounds of those that were cut.
 
     A short round issues `oversample` more than it needs; what still runs when enough have finished is cut and gathered.
@@ -105,26 +113,26 @@ class TailRounds(Wrapper):
     round cuts none. With 4 groups a step and 1 cut in each short one, every fifth step is a tail round.
     """
 
-    def __init__(self, base: BaseOrder, groups_per_step: int, oversample: float) -> None:
+    def __init__(self, base: BaseSampler, groups_per_step: int, oversample: float) -> None:
         super().__init__(base)
         self._groups = groups_per_step
         self._oversample = oversample
-        self._gathered: deque[Draw] = deque()
+        self._gathered: deque[TaskDraw] = deque()
         self._left = 0  # of the tail round that has begun
 
-    def begin_step(self) -> StepShape:
+    def begin_step(self) -> BatchPolicy:
         super().begin_step()
         self._left = self._groups if len(self._gathered) >= self._groups else 0
-        return StepShape() if self._left else StepShape(self._oversample, "first")
+        return BatchPolicy() if self._left else BatchPolicy(self._oversample, "first")
 
-    def next(self) -> Draw:
+    def next(self) -> TaskDraw:
         if not self._left:
             return super().next()
         self._left -= 1
         return self._gathered.popleft()
 
     def cut(self, task: Task, epoch: int | None = None) -> None:
-        self._gathered.append(Draw(task, self.drawn(task.id).epoch if epoch is None else epoch, again=True))
+        self._gathered.append(TaskDraw(task, self.drawn(task.id).epoch if epoch is None else epoch, again=True))
 
     def state(self) -> dict[str, Any]:
         return {
@@ -135,7 +143,7 @@ class TailRounds(Wrapper):
 
     def restore(self, state: dict[str, Any]) -> None:
         super().restore(state)
-        self._gathered = deque(Draw(self.drawn(id).task, epoch, again=True) for id, epoch in state["gathered"])
+        self._gathered = deque(TaskDraw(self.drawn(id).task, epoch, again=True) for id, epoch in state["gathered"])
         self._left = state["left"]
 
 
@@ -154,17 +162,17 @@ def make_order(
     window: int,
     groups_per_step: int,
     root: str | os.PathLike[str] | None = None,
-) -> TaskOrder:
+) -> TaskSampler:
     """The order a config names. A user's class is called with the order it is to be built on."""
-    base: Epochs | SolveRate = Epochs(tasks, seed, weights, StepShape(oversample, cut))
+    base: EpochSampler | SolveRateSampler = EpochSampler(tasks, seed, weights, BatchPolicy(oversample, cut))
     if sample_by == "solve_rate":
-        base = SolveRate(base, seed)
+        base = SolveRateSampler(base, seed)
     elif sample_by != "epochs":
         raise UserError(f"tasks.sample_by is {sample_by!r}: write 'epochs' or 'solve_rate'")
     if order == "in_order":
         return base
     if order == "lookahead":
-        return Lookahead(base, window)
+        return LongestFirst(base, window)
     if order == "tail_rounds":
         if oversample * groups_per_step < 1 - 1e-9:
             raise UserError(
@@ -172,7 +180,7 @@ def make_order(
                 f"{oversample:g} of {groups_per_step} groups, less than one: write {max(0.25, 1 / groups_per_step):g} or "
                 "more"
             )
-        return TailRounds(base, groups_per_step, oversample)
+        return TailBatching(base, groups_per_step, oversample)
     return _users_order(order, load_user_code(order, what="rollout.order", known=ORDERS, root=root), base)
 
 
@@ -187,9 +195,9 @@ _CALLS = {
 }
 
 
-def _users_order(name: str, make: Any, base: BaseOrder) -> TaskOrder:
+def _users_order(name: str, make: Any, base: BaseSampler) -> TaskSampler:
     try:
-        made: TaskOrder = make(base)
+        made: TaskSampler = make(base)
     except Exception as error:
         raise UserError(
             f"rollout.order: {name!r}, called with the order to build on, failed: {type(error).__name__}: {error}"

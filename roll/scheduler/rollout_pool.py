@@ -19,7 +19,7 @@ from roll.cluster.errors import CallTimedOut, RemoteError, WorkerDied
 from roll.data.sample import Sample
 from roll.ledger.log import Transition
 from roll.rollout.lifecycle import ENDS, Lifecycle
-from roll.rollout.messages import EngineAssignment, Lease, Order, Outcome, Report, Stop
+from roll.rollout.messages import EngineAssignment, Lease, Report, SampleCommand, SampleResult, WorkerCommand
 from roll.rollout.worker import RolloutWorker
 from roll.scheduler.router import Router, SlotReservation
 from roll.scheduler.token_registry import Tokens
@@ -190,7 +190,7 @@ class RolloutPool:
 
     # Interfering with samples
 
-    def stop(self, stop: Stop) -> bool:
+    def stop(self, stop: SampleCommand) -> bool:
         """Interferes with a sample that is out; False if it is not."""
         out = self._by_sample.get(stop.sample)
         if out is None:
@@ -254,8 +254,8 @@ class RolloutPool:
 
     # What workers say
 
-    def _line(self, worker: int) -> Line[Order, Report]:
-        async def send(orders: list[Order]) -> None:
+    def _line(self, worker: int) -> Line[WorkerCommand, Report]:
+        async def send(orders: list[WorkerCommand]) -> None:
             await self._workers.call_rank(worker, RolloutWorker.take, orders)
 
         async def ask() -> Report:
@@ -313,7 +313,7 @@ class RolloutPool:
         elif move.state != "paused":
             self._give_back(out, sample.id)
 
-    def _ended(self, sample: Sample, outcome: Outcome) -> None:
+    def _ended(self, sample: Sample, outcome: SampleResult) -> None:
         sample.reward, sample.parts, sample.answer = outcome.reward, outcome.parts, outcome.answer
         sample.tokens, sample.response_tokens = outcome.tokens, outcome.response_tokens
         sample.finish = outcome.finish

@@ -12,7 +12,7 @@ from roll.config.errors import RunError
 from roll.data.batch import Batch
 from roll.data.remote_columns import Array
 from roll.data.sample import Group, Sample
-from roll.rollout.messages import Fate
+from roll.rollout.messages import FinalState
 
 LEFT_OUT = "left out: the algorithm does not train on it"
 NOT_FINITE = "update not finite: the weights stayed as they were"
@@ -43,14 +43,16 @@ class Rollout:
         """The samples of the batch; once it was trained on, without those that were dropped then."""
         return [sample for group in self.kept for sample in group.samples if sample.state in ("kept", "trained")]
 
-    def fates(self) -> list[Fate]:
+    def fates(self) -> list[FinalState]:
         """How its samples have ended, and before it was trained on, how they are going to, unless the trainer leaves some
         out."""
-        ends = {sample.id: Fate(sample.id, sample.state, sample.reason) for sample in self.samples}
+        ends = {sample.id: FinalState(sample.id, sample.state, sample.reason) for sample in self.samples}
         for group in self.kept:
-            ends |= {sample.id: Fate(sample.id, "trained", "") for sample in group.samples if sample.state == "kept"}
+            ends |= {
+                sample.id: FinalState(sample.id, "trained", "") for sample in group.samples if sample.state == "kept"
+            }
             if group.baseline is not None:
-                ends[group.baseline.id] = Fate(group.baseline.id, "dropped", BASELINE)
+                ends[group.baseline.id] = FinalState(group.baseline.id, "dropped", BASELINE)
         return list(ends.values())
 
     @property

@@ -32,7 +32,7 @@ from roll.data.sample import Group, Sample
 from roll.data.task import Task
 from roll.rollout.buffer_checkpoint import groups_by_part, samples_by_part, saved, unfinished
 from roll.rollout.lifecycle import ENDS, Lifecycle
-from roll.rollout.messages import Stop
+from roll.rollout.messages import SampleCommand
 from roll.scheduler.batch_selection import BatchSelector
 from roll.scheduler.filters import Filter
 from roll.scheduler.group_table import GroupTable
@@ -40,7 +40,7 @@ from roll.scheduler.group_tasks import GroupTasks
 from roll.scheduler.policy import AskedPolicy, Control, Policy
 from roll.scheduler.rollout_pool import RolloutPool
 from roll.scheduler.rollout_result import BASELINE, Rollout, Tally, baselines, kind_of, refuse_total_failure, too_few
-from roll.scheduler.task_sampler import Draw, StepShape, TaskOrder
+from roll.scheduler.task_sampler import BatchPolicy, TaskDraw, TaskSampler
 
 MOST_SKIPS = 100_000
 """Draws in a row that may be skipped."""
@@ -51,7 +51,7 @@ class RolloutScheduler:
 
     def __init__(
         self,
-        order: TaskOrder,
+        order: TaskSampler,
         pool: RolloutPool,
         lifecycle: Lifecycle,
         config: RolloutConfig,
@@ -77,7 +77,7 @@ class RolloutScheduler:
         self._version = pool.version = version
         self._books = GroupTable()
         self._tally = Tally()
-        self._shape = StepShape()
+        self._shape = BatchPolicy()
         self._policy = AskedPolicy(policy, config.policy, Control(self, self._closing))
         self._stepping = False
         self._carriers = GroupTasks(self._carry, self._judge, self._over)
@@ -181,7 +181,7 @@ class RolloutScheduler:
 
     def add(self, task: Task, priority: int = 0) -> Group:
         """Issues a group of a task now, whatever the order says."""
-        return self._issue(Draw(task, -1), priority)
+        return self._issue(TaskDraw(task, -1), priority)
 
     def drop(self, group: Group, reason: str) -> None:
         """Ends a group that is under way, wherever it is."""
@@ -198,15 +198,15 @@ class RolloutScheduler:
 
     def stop(self, sample: Sample, reason: str) -> bool:
         """Drops one sample of a running group; False if it is not running."""
-        return self._pool.stop(Stop(sample.id, "drop", reason))
+        return self._pool.stop(SampleCommand(sample.id, "drop", reason))
 
     def end(self, sample: Sample, reason: str) -> bool:
         """Ends a response that is being generated, with what it has; False if it is not running."""
-        return self._pool.stop(Stop(sample.id, "end", reason))
+        return self._pool.stop(SampleCommand(sample.id, "end", reason))
 
     def requeue(self, sample: Sample, reason: str) -> bool:
         """Takes a response off its engine; it goes on from its prefix when it has a place again."""
-        return self._pool.stop(Stop(sample.id, "requeue", reason))
+        return self._pool.stop(SampleCommand(sample.id, "requeue", reason))
 
     def reprioritise(self, group: Group, priority: int) -> None:
         """Groups with a higher priority get their engine first."""
@@ -283,7 +283,7 @@ class RolloutScheduler:
         capacity = wanted * (self._config.max_staleness + 1) + int(wanted * self._shape.oversample + 1e-9)
         return capacity - max(0, self._tally.rejected - bound)
 
-    def _issue(self, draw: Draw, priority: int) -> Group:
+    def _issue(self, draw: TaskDraw, priority: int) -> Group:
         index = self.next_group
         self.next_group += 1
         config = self._config
@@ -303,7 +303,7 @@ class RolloutScheduler:
         self._carriers.start(group)
         return group
 
-    def _skip(self, draw: Draw, reason: str) -> None:
+    def _skip(self, draw: TaskDraw, reason: str) -> None:
         """Puts on record that a task is not tried this time."""
         index = self.next_group
         self.next_group += 1

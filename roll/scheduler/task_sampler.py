@@ -3,9 +3,9 @@
 An order is asked for draws (`next`), told what became of them (`give_back`, `cut`, `judged`) and saved with the run. It
 never waits, never looks at a clock and never rolls dice that its seed does not fix: the same calls give the same draws.
 
-`Epochs` is the ground: every task exactly once an epoch. Policies are wrappers around it, each one a class that changes
-a little and hands on the rest. What always holds, through every wrapper: no draw of the ground is lost or doubled. Each
-is given out once, and once more for every time it came back.
+`EpochSampler` is the ground: every task exactly once an epoch. Policies are wrappers around it, each one a class that
+changes a little and hands on the rest. What always holds, through every wrapper: no draw of the ground is lost or
+doubled. Each is given out once, and once more for every time it came back.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from roll.data.task import Task
 
 
 @dataclass(frozen=True)
-class Draw:
+class TaskDraw:
     """The next group's task. Task and epoch together name a draw."""
 
     task: Task
@@ -38,7 +38,7 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class StepShape:
+class BatchPolicy:
     """How a step is filled and closed."""
 
     oversample: float = 0.0
@@ -47,16 +47,16 @@ class StepShape:
     """Which groups make the batch: the oldest issued, or the first to finish."""
 
 
-class TaskOrder(Protocol):
+class TaskSampler(Protocol):
     """Which task is next. Draws never end.
 
     `epoch` says which draw of a task is meant; without it, it is the task's newest one that is not already waiting. With
     more groups in flight than there are tasks, a task has several, and only the epoch tells them apart.
     """
 
-    def begin_step(self) -> StepShape: ...
+    def begin_step(self) -> BatchPolicy: ...
 
-    def next(self) -> Draw: ...
+    def next(self) -> TaskDraw: ...
 
     def give_back(self, task: Task, epoch: int | None = None) -> None:
         """It was issued, and neither trained on nor dropped for good: it comes again before all new ones."""
@@ -73,14 +73,14 @@ class TaskOrder(Protocol):
     def restore(self, state: dict[str, Any]) -> None: ...
 
 
-class BaseOrder(TaskOrder, Protocol):
+class BaseSampler(TaskSampler, Protocol):
     """An order that others can be built on."""
 
-    def drawn(self, id: str) -> Draw:
+    def drawn(self, id: str) -> TaskDraw:
         """The newest draw of the task with that id that is not waiting to come again. It finds tasks of a saved state."""
 
 
-class Epochs:
+class EpochSampler:
     """Every task once an epoch, in a fresh order each time; by domain if they have weights.
 
     Without weights all tasks are one pool. With weights every domain is a pool with epochs of its own, and after n draws
@@ -95,26 +95,26 @@ class Epochs:
         tasks: Sequence[Task],
         seed: int,
         weights: Mapping[str, float] | None = None,
-        shape: StepShape | None = None,
+        shape: BatchPolicy | None = None,
     ) -> None:
-        self._shape = shape or StepShape()
+        self._shape = shape or BatchPolicy()
         self._weights = _whole(weights) if weights else {"": 1}
         members = _by_domain(tasks, weights) if weights else {"": tasks}
         self._pools = {name: _Pool(members[name], f"{seed}/tasks/{name}".rstrip("/")) for name in self._weights}
         self._at = {task.id: (pool, index) for pool in self._pools.values() for index, task in enumerate(pool.tasks)}
-        self._returned: OrderedDict[tuple[str, int], Draw] = OrderedDict()
+        self._returned: OrderedDict[tuple[str, int], TaskDraw] = OrderedDict()
         self._tasks = f"{len(tasks)} tasks, {hashlib.sha256(json.dumps(list(self._at)).encode()).hexdigest()[:16]}"
 
-    def begin_step(self) -> StepShape:
+    def begin_step(self) -> BatchPolicy:
         return self._shape
 
-    def next(self) -> Draw:
+    def next(self) -> TaskDraw:
         if self._returned:
             return self._returned.popitem(last=False)[1]
         return self._pools[self._turn()].next()
 
     def give_back(self, task: Task, epoch: int | None = None) -> None:
-        draw = self.drawn(task.id) if epoch is None else Draw(task, epoch)
+        draw = self.drawn(task.id) if epoch is None else TaskDraw(task, epoch)
         assert draw.epoch >= 0, f"{task.id} came back, but was not drawn"
         assert (task.id, draw.epoch) not in self._returned, f"{task.id} of epoch {draw.epoch} came back twice"
         self._returned[task.id, draw.epoch] = replace(draw, again=True)
@@ -125,12 +125,12 @@ class Epochs:
     def judged(self, task: Task, rewards: Sequence[float], tokens: Sequence[int]) -> None:
         """Of no consequence here."""
 
-    def drawn(self, id: str) -> Draw:
+    def drawn(self, id: str) -> TaskDraw:
         pool, index = self._at[id]
         epoch = pool.epoch_of(index)
         while (id, epoch) in self._returned:
             epoch -= 1
-        return Draw(pool.tasks[index], epoch)
+        return TaskDraw(pool.tasks[index], epoch)
 
     def state(self) -> dict[str, Any]:
         drawn = {name: pool.drawn for name, pool in self._pools.items()}
@@ -170,11 +170,11 @@ class _Pool:
         self._order: list[int] = []
         self._rank: list[int] = []
 
-    def next(self) -> Draw:
+    def next(self) -> TaskDraw:
         epoch, position = divmod(self.drawn, len(self.tasks))
         self._shuffle(epoch)
         self.drawn += 1
-        return Draw(self.tasks[self._order[position]], epoch)
+        return TaskDraw(self.tasks[self._order[position]], epoch)
 
     def epoch_of(self, index: int) -> int:
         """When the task with that index was drawn last; -1 if it was not."""
@@ -224,19 +224,19 @@ def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
     return ", ".join(repr(name) for name in names)
 
 
-class Wrapper:
+class SamplerWrapper:
     """An order around another. It hands everything on; a policy overrides what it changes.
 
     What comes back (`again`) and what is skipped (`skip`) passes through it as it is, and at once.
     """
 
-    def __init__(self, base: BaseOrder) -> None:
+    def __init__(self, base: BaseSampler) -> None:
         self.base = base
 
-    def begin_step(self) -> StepShape:
+    def begin_step(self) -> BatchPolicy:
         return self.base.begin_step()
 
-    def next(self) -> Draw:
+    def next(self) -> TaskDraw:
         return self.base.next()
 
     def give_back(self, task: Task, epoch: int | None = None) -> None:
@@ -248,7 +248,7 @@ class Wrapper:
     def judged(self, task: Task, rewards: Sequence[float], tokens: Sequence[int]) -> None:
         self.base.judged(task, rewards, tokens)
 
-    def drawn(self, id: str) -> Draw:
+    def drawn(self, id: str) -> TaskDraw:
         return self.base.drawn(id)
 
     def state(self) -> dict[str, Any]:
@@ -258,7 +258,7 @@ class Wrapper:
         self.base.restore(state["base"])
 
 
-class SolveRate(Wrapper):
+class SolveRateSampler(SamplerWrapper):
     """Skips most visits to tasks that were always, or never, solved of late.
 
     A visit counts as solved if its group's mean reward is `high` or more, as failed if it is `low` or less. After n such
@@ -270,7 +270,7 @@ class SolveRate(Wrapper):
     """
 
     def __init__(
-        self, base: BaseOrder, seed: int, low: float = 0.0, high: float = 1.0, most: float = 0.75, decay: float = 0.5
+        self, base: BaseSampler, seed: int, low: float = 0.0, high: float = 1.0, most: float = 0.75, decay: float = 0.5
     ) -> None:
         super().__init__(base)
         assert low < high, f"a group is failed at {low} and solved at {high}"
@@ -281,7 +281,7 @@ class SolveRate(Wrapper):
         self._seen: dict[str, tuple[float, int]] = {}  # rate, visits in a row: solved above 0, failed below
         self._news: list[tuple[str, float]] = []
 
-    def begin_step(self) -> StepShape:
+    def begin_step(self) -> BatchPolicy:
         for id, mean in sorted(self._news):
             share = min(max((mean - self._low) / (self._high - self._low), 0.0), 1.0)
             kind = int(share == 1) - int(share == 0)
@@ -291,7 +291,7 @@ class SolveRate(Wrapper):
         self._news.clear()
         return super().begin_step()
 
-    def next(self) -> Draw:
+    def next(self) -> TaskDraw:
         draw = self.base.next()
         _, streak = self._seen.get(draw.task.id, (0.0, 0))
         if draw.again or draw.skip or self._coin(draw) >= self._most * (1 - self._decay ** abs(streak)):
@@ -316,7 +316,7 @@ class SolveRate(Wrapper):
         self._seen = {id: (rate, streak) for id, (rate, streak) in state["seen"].items()}
         self._news = [(id, mean) for id, mean in state["news"]]
 
-    def _coin(self, draw: Draw) -> float:
+    def _coin(self, draw: TaskDraw) -> float:
         """Between 0 and 1, evenly."""
         text = f"{self._seed}/solve_rate/{draw.epoch}/{draw.task.id}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest()) / 2**56

@@ -19,7 +19,7 @@ from roll.cluster.errors import CallTimedOut, WorkerDied
 from roll.data.batch import Batch
 from roll.data.remote_columns import cut_into_blocks
 from roll.data.sample import Group, Sample
-from roll.rollout.messages import Buffered, Fate
+from roll.rollout.messages import BufferedGroup, FinalState
 from roll.rollout.transcript import Transcript
 from roll.rollout.worker import RolloutWorker
 
@@ -85,10 +85,10 @@ class Tokens:
         calls = (self._workers.call_rank(home, RolloutWorker.transcripts, [sample.id]) for home, sample in here)
         return [transcript for (transcript,) in await asyncio.gather(*calls)]
 
-    async def write(self, step: int, fates: Sequence[Fate], again: bool = False) -> None:
+    async def write(self, step: int, fates: Sequence[FinalState], again: bool = False) -> None:
         """Has the workers write the samples of a step into the run's folder. What is written `again` replaces what they
         wrote: what those that were lost meanwhile had written stays."""
-        parts: dict[int, list[Fate]] = {} if again else {worker: [] for worker in self._inside}
+        parts: dict[int, list[FinalState]] = {} if again else {worker: [] for worker in self._inside}
         for fate in fates:
             home = self._homes.get(fate.sample)
             if home is not None and home[0] in self._inside:
@@ -113,7 +113,7 @@ class Tokens:
     async def _load(self, worker: int, folder: Path, part: int, groups: Sequence[Group]) -> None:
         by_lease = {f"{group.index} of a checkpoint": group for group in groups}
         wanted = [
-            Buffered(lease, group.index, group.task, tuple(sample.id for sample in group.scored))
+            BufferedGroup(lease, group.index, group.task, tuple(sample.id for sample in group.scored))
             for lease, group in by_lease.items()
         ]
         for lease in await self._workers.call_rank(worker, RolloutWorker.load, folder, part, wanted):

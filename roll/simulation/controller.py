@@ -18,7 +18,7 @@ from roll.scheduler.rollout_pool import RolloutPool
 from roll.scheduler.rollout_result import Rollout
 from roll.scheduler.router import Router
 from roll.scheduler.scheduler import RolloutScheduler
-from roll.scheduler.task_sampler import TaskOrder
+from roll.scheduler.task_sampler import TaskSampler
 from roll.simulation.engine import SimEngine
 from roll.simulation.graders import GraderPool
 from roll.simulation.rollouts import SimRollouts
@@ -46,7 +46,7 @@ class SimRun:
         *,
         workers: int = 4,
         tasks: int = 100_000,
-        order: TaskOrder | None = None,
+        order: TaskSampler | None = None,
         **rollout: object,
     ) -> None:
         self.workload = workload

@@ -13,7 +13,7 @@ from contextlib import suppress
 from roll.cluster import Place, Worker
 from roll.data.remote_columns import Block, Elsewhere
 from roll.ledger.log import Transition
-from roll.rollout.messages import Lease, Order, Outcome, Report
+from roll.rollout.messages import Lease, Report, SampleResult, WorkerCommand
 
 GENERATE_S, SCORE_S = 60.0, 2.0
 
@@ -27,7 +27,7 @@ class PromptWorker(Worker):
         self._report = Report()
         self._news = asyncio.Event()
 
-    def take(self, orders: Sequence[Order]) -> None:
+    def take(self, orders: Sequence[WorkerCommand]) -> None:
         leases = [order for order in orders if isinstance(order, Lease)]
         self._say(leases, "generating", {"engine": 0, "worker": self.place.rank, "version": 0})
         self._loop.call_later(GENERATE_S, self._generated, leases)
@@ -40,7 +40,7 @@ class PromptWorker(Worker):
         self._say(leases, "scored", {"reward": 1.0})
         for lease in leases:
             for number, id in enumerate(lease.samples):
-                self._report.outcomes.append(Outcome(id, float(number % 2), {}, 1200, 1000, "stop", 0, 0, 1))
+                self._report.outcomes.append(SampleResult(id, float(number % 2), {}, 1200, 1000, "stop", 0, 0, 1))
             self._report.done.append(lease.key)
 
     def _say(self, leases: list[Lease], state: str, info: dict[str, object]) -> None:

@@ -16,7 +16,16 @@ from pathlib import Path
 from roll.cluster import Place, Worker
 from roll.data.remote_columns import Block, Elsewhere
 from roll.ledger.log import Transition
-from roll.rollout.messages import Buffered, EngineAssignment, Fate, Lease, Order, Outcome, Report, Stop
+from roll.rollout.messages import (
+    BufferedGroup,
+    EngineAssignment,
+    FinalState,
+    Lease,
+    Report,
+    SampleCommand,
+    SampleResult,
+    WorkerCommand,
+)
 from roll.simulation.engine import SimEngine
 from roll.simulation.graders import GraderPool
 from roll.simulation.workload import Episode, Workload
@@ -29,7 +38,7 @@ GATHER_S = 0.25
 class _Held:
     lease: Lease
     left: int
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[SampleResult] = field(default_factory=list)
 
 
 class _Sample:
@@ -88,7 +97,7 @@ class SimRollouts(Worker):
         self._report = Report()
         self._news, self._urgent = asyncio.Event(), asyncio.Event()
 
-    def take(self, orders: Sequence[Order]) -> None:
+    def take(self, orders: Sequence[WorkerCommand]) -> None:
         for order in orders:
             if isinstance(order, Lease):
                 held = self._held[order.key] = _Held(order, len(order.samples))
@@ -103,7 +112,7 @@ class SimRollouts(Worker):
                     found.engine, found.version = order.engine, order.version
                     self._generate(found)
 
-    def _stop(self, sample: _Sample, stop: Stop) -> None:
+    def _stop(self, sample: _Sample, stop: SampleCommand) -> None:
         if stop.how == "requeue":
             self._displace(sample, stop.reason)
         elif stop.how == "drop":
@@ -178,13 +187,15 @@ class SimRollouts(Worker):
             self._report.done.append(held.lease.key)
             self._urgent.set()
 
-    def _outcome(self, sample: _Sample, kills: int) -> Outcome:
+    def _outcome(self, sample: _Sample, kills: int) -> SampleResult:
         episode, turns, tries = sample.episode, sample.turn, sample.held.lease.tries
         if sample.state == "dropped":
-            return Outcome(sample.id, 0.0, {}, 0, 0, None, turns=turns, tries=tries)
+            return SampleResult(sample.id, 0.0, {}, 0, 0, None, turns=turns, tries=tries)
         reward = episode.reward if sample.state == "scored" else 0.0
         versions = sample.oldest, sample.newest
-        return Outcome(sample.id, reward, {}, episode.tokens, episode.new_tokens, "stop", *versions, turns, tries, kills)
+        return SampleResult(
+            sample.id, reward, {}, episode.tokens, episode.new_tokens, "stop", *versions, turns, tries, kills
+        )
 
     def _displace(self, sample: _Sample, reason: str, **info: int) -> None:
         if sample.state not in ("generating", "paused"):
@@ -285,14 +296,14 @@ class SimRollouts(Worker):
                 raise KeyError(id)
         return [Block(Elsewhere(None)) for _ in blocks]
 
-    def write(self, step: int, fates: Sequence[Fate]) -> None:
+    def write(self, step: int, fates: Sequence[FinalState]) -> None:
         """Nothing is kept."""
 
     def save(self, folder: Path, samples: Sequence[str]) -> None:
         here = [sample for sample in samples if sample in self._home]
         (folder / f"part-{self.place.rank}.json").write_text(json.dumps(here))
 
-    def load(self, folder: Path, part: int, groups: Sequence[Buffered]) -> list[str]:
+    def load(self, folder: Path, part: int, groups: Sequence[BufferedGroup]) -> list[str]:
         file = folder / f"part-{part}.json"
         saved = set(json.loads(file.read_text())) if file.is_file() else set()
         whole = [group for group in groups if saved.issuperset(group.scored)]

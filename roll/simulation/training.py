@@ -21,7 +21,7 @@ from roll.rollout.lifecycle import Lifecycle
 from roll.scheduler.filters import no_signal
 from roll.scheduler.rollout_result import NOT_FINITE, Rollout
 from roll.scheduler.scheduler import RolloutScheduler
-from roll.scheduler.task_sampler import BaseOrder, Draw, Wrapper
+from roll.scheduler.task_sampler import BaseSampler, SamplerWrapper, TaskDraw
 from roll.simulation.balance import DrawKey
 from roll.simulation.cluster import World
 from roll.simulation.failures import MortalLedger
@@ -44,14 +44,14 @@ class Saved:
     """Folder of the groups that were ready."""
 
 
-class Noted(Wrapper):
+class Noted(SamplerWrapper):
     """An order that notes which draw each group is issued for."""
 
-    def __init__(self, base: BaseOrder, note: Callable[[Draw], None]) -> None:
+    def __init__(self, base: BaseSampler, note: Callable[[TaskDraw], None]) -> None:
         super().__init__(base)
         self._note = note
 
-    def next(self) -> Draw:
+    def next(self) -> TaskDraw:
         draw = self.base.next()
         self._note(draw)
         return draw
@@ -65,7 +65,7 @@ class Training:
         path: Path,
         tasks: Sequence[Task],
         config: RolloutConfig,
-        make_order: Callable[[], BaseOrder],
+        make_order: Callable[[], BaseSampler],
         make_world: Callable[[], World],
         greedy_baseline: bool = False,
     ) -> None:
@@ -129,7 +129,7 @@ class Training:
             await self.scheduler.restore(json.loads(saved.scheduler), self.tasks, saved.buffer)
         self.draws = {group: draw for group, draw in self.draws.items() if group < self.scheduler.next_group}
 
-    def _note(self, draw: Draw) -> None:
+    def _note(self, draw: TaskDraw) -> None:
         self.draws[self.scheduler.next_group] = (draw.task.id, draw.epoch)
 
     async def make_step(self) -> None:

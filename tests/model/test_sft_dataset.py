@@ -15,7 +15,7 @@ from roll.config.schema import DataConfig
 from roll.data import Chat, TokenLog
 from roll.data.chat_sources import ChatSet
 from roll.model.chat import ChatRenderer
-from roll.model.sft_dataset import Corpus, Order, make_corpus
+from roll.model.sft_dataset import EpochPermutation, SFTDataset, make_corpus
 from roll.model.tiny import character_tokenizer
 
 
@@ -25,7 +25,7 @@ def renderer() -> ChatRenderer:
     return ChatRenderer(tokenizer, [tokenizer.eos_token_id])
 
 
-def corpus(*chats: Chat, held_out: tuple[Chat, ...] = (), context: int = 1024, **settings: object) -> Corpus:
+def corpus(*chats: Chat, held_out: tuple[Chat, ...] = (), context: int = 1024, **settings: object) -> SFTDataset:
     return make_corpus(ChatSet(chats, held_out), renderer(), DataConfig.model_validate(settings), context)
 
 
@@ -80,7 +80,7 @@ def test_tokens_the_model_does_not_have_are_refused() -> None:
 )  # fmt: skip
 def test_every_epoch_has_each_sample_once(samples: int, each: int, epochs: float, steps: int, seed: int) -> None:
     config = DataConfig(samples_per_step=each, epochs=epochs)
-    order = Order.of(samples, config, steps, seed)
+    order = EpochPermutation.of(samples, config, steps, seed)
     taken = [order.step(step).tolist() for step in range(order.steps)]
     assert all(len(step) == each for step in taken[:-1])
     assert 1 <= len(taken[-1]) <= each
@@ -95,7 +95,7 @@ def test_every_epoch_has_each_sample_once(samples: int, each: int, epochs: float
 
 def test_epochs_and_seeds_are_shuffled_anew() -> None:
     def first(seed: int, epoch: int) -> list[int]:
-        return Order(50, 50, 100, seed).step(epoch).tolist()
+        return EpochPermutation(50, 50, 100, seed).step(epoch).tolist()
 
     assert len({tuple(first(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
     assert np.array_equal(sorted(first(0, 1)), range(50))

@@ -19,7 +19,7 @@ from roll.rollout.lifecycle import Lifecycle
 from roll.scheduler.filters import make_filter, no_signal
 from roll.scheduler.rollout_pool import RolloutPool
 from roll.scheduler.scheduler import RolloutScheduler
-from roll.scheduler.task_sampler import Epochs
+from roll.scheduler.task_sampler import EpochSampler
 
 TASKS = tasks(7)
 NO_SIGNAL = "no signal: all rewards equal"
@@ -52,7 +52,7 @@ async def setting(
 def scheduler_over(pool: RolloutPool, life: Lifecycle, **config: Any) -> RolloutScheduler:
     settings = RolloutConfig(**config)
     keep = make_filter(settings.filter, *settings.filter_range)
-    order = Epochs(TASKS.train, 5)
+    order = EpochSampler(TASKS.train, 5)
     return RolloutScheduler(order, pool, life, settings, keep, siblings_needed=1, greedy_baseline=True)
 
 

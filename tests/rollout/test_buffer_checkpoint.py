@@ -22,7 +22,7 @@ from roll.rollout.lifecycle import Lifecycle
 from roll.scheduler.filters import make_filter
 from roll.scheduler.rollout_pool import RolloutPool
 from roll.scheduler.scheduler import RolloutScheduler
-from roll.scheduler.task_sampler import Epochs
+from roll.scheduler.task_sampler import EpochSampler
 
 TASKS = tasks(9)
 SEGMENT = st.tuples(st.sampled_from(["response", "observation"]), st.lists(st.integers(0, 99), max_size=4))
@@ -81,7 +81,7 @@ class Run:
         ledger: Any = Moves()
         self.moves: Moves = ledger
         self.pool, self.runner = pool, runner
-        order, keep = Epochs(TASKS.train, 5), make_filter(config.filter)
+        order, keep = EpochSampler(TASKS.train, 5), make_filter(config.filter)
         self.scheduler = RolloutScheduler(order, pool, Lifecycle(ledger), config, keep, version=version)
 
     @classmethod

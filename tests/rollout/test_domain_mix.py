@@ -17,7 +17,7 @@ from roll.rollout.lifecycle import Lifecycle
 from roll.scheduler.filters import make_filter
 from roll.scheduler.rollout_result import Rollout
 from roll.scheduler.scheduler import RolloutScheduler
-from roll.scheduler.task_sampler import Epochs
+from roll.scheduler.task_sampler import EpochSampler
 
 SYMBOLS = "abcdefg"
 
@@ -36,7 +36,7 @@ def test_the_mix_holds_exactly_over_time(weights: list[float], sizes: list[int],
         for i, (weight, size) in enumerate(zip(weights, sizes, strict=False))
     }
     config = load_config({"domains": domains})
-    order = Epochs(load_domains(config.domains).train, seed, config.mix)
+    order = EpochSampler(load_domains(config.domains).train, seed, config.mix)
     whole = sum(Fraction(str(weight)) for weight in weights)
     drawn: Counter[str] = Counter()
     visits: Counter[str] = Counter()
@@ -67,7 +67,7 @@ def run_steps(steps: int, outcome: Any) -> tuple[list[Rollout], list[Sample]]:
     async def main() -> list[Rollout]:
         moves: Any = Moves()
         pool = await ToyRunner(note).pool(1)
-        order = Epochs(load_domains(config.domains).train, 0, config.mix)
+        order = EpochSampler(load_domains(config.domains).train, 0, config.mix)
         scheduler = RolloutScheduler(
             order,
             pool,

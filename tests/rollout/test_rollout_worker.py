@@ -29,7 +29,7 @@ from rollout_toys import (
 from roll.data import Sample, Task
 from roll.data.batch import token_block
 from roll.rollout.lifecycle import MOVES, Lifecycle
-from roll.rollout.messages import EngineAssignment, Lease, Order, Report, Stop
+from roll.rollout.messages import EngineAssignment, Lease, Report, SampleCommand, WorkerCommand
 from roll.rollout.worker import GATHER_S, POLL_S, RolloutWorker
 
 TASK = Task.ask("t", "2+2", "4")
@@ -115,7 +115,7 @@ def test_a_sample_that_waits_for_a_seat_is_reported_at_once() -> None:
         await worker.report()
         began = now_s()
         run.toys[0].draw("1.0", 11)
-        worker.take([Stop("1.0", "requeue", "make room")])
+        worker.take([SampleCommand("1.0", "requeue", "make room")])
         found = await worker.report()
         assert [(m.sample, m.state, m.reason) for m in found.moves] == [("1.0", "queued", "make room")]
         assert now_s() - began < GATHER_S / 2
@@ -389,7 +389,7 @@ def test_a_sample_is_dropped_whatever_it_is_at_and_its_siblings_go_on(state: str
         run = await party(1)
         (worker,) = run.workers
         await at_state(run, worker, state)
-        worker.take([Stop("1.0", "drop", "not wanted")] * times)
+        worker.take([SampleCommand("1.0", "drop", "not wanted")] * times)
         await turns(60)
         run.judges[0].gate.set()
         run.envs[0].gate.set()
@@ -434,10 +434,10 @@ def test_a_sample_dropped_on_its_way_to_an_engine_is_taken_off_it_whatever_else_
         handle.call = slow
         worker.take([lease("1")])
         await asyncio.sleep(1)
-        worker.take([Stop("1.0", "drop", "not wanted")])
+        worker.take([SampleCommand("1.0", "drop", "not wanted")])
         await asyncio.sleep(1)
         if then == "dropped":
-            worker.take([Stop("1.0", "drop", "not wanted")])
+            worker.take([SampleCommand("1.0", "drop", "not wanted")])
         else:
             ending = asyncio.create_task(worker.cancel(["1"]))
         await asyncio.sleep(1)
@@ -459,14 +459,14 @@ def test_orders_for_samples_that_are_not_here_are_ignored() -> None:
     async def main() -> None:
         run = await party(1, says="4")
         (worker,) = run.workers
-        strange: list[Order] = [
+        strange: list[WorkerCommand] = [
             EngineAssignment("9.9", 0),
-            *(Stop("9.9", how, "?") for how in ("end", "requeue", "drop")),
+            *(SampleCommand("9.9", how, "?") for how in ("end", "requeue", "drop")),
         ]  # type: ignore[arg-type]
         worker.take([*strange, lease("1")])
         await reports(worker, 1)
         worker.forget(["1"])
-        worker.take([EngineAssignment("1.0", 0), Stop("1.0", "drop", "?")])
+        worker.take([EngineAssignment("1.0", 0), SampleCommand("1.0", "drop", "?")])
         assert not worker._seats._given
         assert not worker._home
 
@@ -534,7 +534,7 @@ def test_whatever_is_done_to_its_samples_a_lease_is_reported_done_once(seed: int
                     await run.pool.displace("off", rng.choice([None, 0, 1]))
                 elif what == "stop":
                     how: Any = rng.choice(["end", "requeue", "drop"])
-                    worker.take([Stop(rng.choice(names), how, how)])
+                    worker.take([SampleCommand(rng.choice(names), how, how)])
                 else:
                     getattr(worker, what)()
             for name, state in states(worker).items():

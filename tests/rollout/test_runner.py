@@ -52,7 +52,7 @@ from roll.rollout.early_stop import EarlyEnd, Running
 from roll.rollout.engine_assignments import EngineAssignments
 from roll.rollout.engine_client import EngineClient
 from roll.rollout.lifecycle import Lifecycle
-from roll.rollout.messages import EngineAssignment, Stop
+from roll.rollout.messages import EngineAssignment, SampleCommand
 from roll.rollout.runner import Helpers, SampleRunner, training_sampling
 from roll.workers.infer import PROGRESS_S
 
@@ -218,7 +218,7 @@ def test_what_engines_spent_on_a_response_counts_and_what_it_waited_for_them_doe
         call = run.start(sample)
         await asyncio.sleep(2.0)
         run.toy.draw("4.2", *spoken("4")[:1])
-        run.runner.stop(Stop("4.2", "requeue", "the trainer needs the device"))
+        run.runner.stop(SampleCommand("4.2", "requeue", "the trainer needs the device"))
         await until(lambda: sample.state == "queued")
         await asyncio.sleep(1000.0)
         run.seats.give(EngineAssignment("4.2", 0, 3))
@@ -591,7 +591,7 @@ def test_a_response_that_is_ended_is_judged_with_what_it_has() -> None:
         call = run.start(sample)
         await until(lambda: run.toy.running)
         run.toy.draw("4.2", *spoken("4")[:1])
-        run.runner.stop(Stop("4.2", "end", "by hand"))
+        run.runner.stop(SampleCommand("4.2", "end", "by hand"))
         await call
         assert (sample.state, sample.reward, sample.finish) == ("scored", 1.0, "ended")
         assert sample.response == Response("4", 1, "ended")
@@ -609,7 +609,7 @@ def test_a_response_that_is_requeued_goes_on_from_its_prefix() -> None:
         call = run.start(sample)
         await until(lambda: run.toys[0].running)
         run.toys[0].draw("4.2", 11, 12)
-        run.runner.stop(Stop("4.2", "requeue", "another is more urgent"))
+        run.runner.stop(SampleCommand("4.2", "requeue", "another is more urgent"))
         await until(lambda: sample.state == "queued")
         assert run.toys[0].aborted == ["4.2"]
         assert run.moves.reasons("4.2")[2] == ("queued", "another is more urgent")
@@ -634,7 +634,7 @@ def test_a_response_that_ends_by_itself_before_it_could_be_stopped_is_whole() ->
             call = run.start(sample)
             await until(lambda: run.toy.running)
             run.toy.finish(sample.id, spoken("4"))
-            run.runner.stop(Stop(sample.id, how, "too late"))  # type: ignore[arg-type]
+            run.runner.stop(SampleCommand(sample.id, how, "too late"))  # type: ignore[arg-type]
             await call
             assert (sample.state, sample.finish, sample.ended) == ("scored", "stop", "")
             assert run.moves.reasons(sample.id)[2] == ("scoring", "")
@@ -648,13 +648,13 @@ def test_only_what_is_being_generated_can_be_stopped(how: Any) -> None:
     async def main() -> None:
         run = await setting()
         run.judges[0].gate.clear()
-        run.runner.stop(Stop("9.9", how, "unknown"))
+        run.runner.stop(SampleCommand("9.9", how, "unknown"))
         waiting = run.sample(id="1.0", engine=None)
         judged = run.sample(id="2.0")
         calls = [run.start(waiting), run.start(judged)]
         await until(lambda: run.judges[0].judged)
         for id in ("1.0", "2.0"):
-            run.runner.stop(Stop(id, how, "why"))
+            run.runner.stop(SampleCommand(id, how, "why"))
         run.judges[0].gate.set()
         run.seats.give(EngineAssignment("1.0", 0))
         await asyncio.gather(*calls)
@@ -974,7 +974,7 @@ def test_a_turn_that_is_ended_goes_to_the_environment_as_it_is() -> None:
         call = run.start(sample)
         await until(lambda: run.toy.running)
         run.toy.draw("4.2", *spoken("47")[:2])
-        run.runner.stop(Stop("4.2", "end", "long enough"))
+        run.runner.stop(SampleCommand("4.2", "end", "long enough"))
         await until(lambda: "step 4.2.1 47" in run.env_log and run.toy.running)
         run.toy.finish("4.2", spoken("4"))
         await call
@@ -1094,7 +1094,7 @@ def test_a_new_try_starts_without_what_the_last_one_left() -> None:
         call = run.start(sample)
         await until(lambda: run.toy.running)
         run.toy.draw("4.2", 11)
-        run.runner.stop(Stop("4.2", "end", "of the first try"))
+        run.runner.stop(SampleCommand("4.2", "end", "of the first try"))
         await until(lambda: sample.tries == 2)
         run.seats.give(EngineAssignment("4.2", 0))
         await until(lambda: run.toy.running)

@@ -22,7 +22,7 @@ from roll.scheduler.filters import make_filter
 from roll.scheduler.rollout_pool import RolloutPool
 from roll.scheduler.rollout_result import Rollout
 from roll.scheduler.scheduler import RolloutScheduler
-from roll.scheduler.task_sampler import Epochs, StepShape
+from roll.scheduler.task_sampler import BatchPolicy, EpochSampler
 
 TASKS = tasks(11)
 
@@ -117,7 +117,7 @@ async def world(
     moves: Any = Moves()
     runner = ToyRunner(outcome, delay, length=lambda sample: 4)
     pool = await runner.pool(workers, 2, settings.tries, max_running=max_running)
-    order = Epochs(TASKS.train, 5, shape=StepShape(settings.oversample, settings.cut))
+    order = EpochSampler(TASKS.train, 5, shape=BatchPolicy(settings.oversample, settings.cut))
     keep = make_filter(settings.filter)
     made = World(settings, runner, pool, RolloutScheduler(order, pool, Lifecycle(moves), settings, keep), moves)
     runner.version = lambda: made.served

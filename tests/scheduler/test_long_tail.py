@@ -1,4 +1,4 @@
-"""Lookahead, tail rounds, and the order a config names."""
+"""LongestFirst, tail rounds, and the order a config names."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from roll.config.errors import UserError
 from roll.data import Sample, Task
 from roll.data.sample import Group
 from roll.rollout.early_stop import Running
-from roll.scheduler.long_tail import Lookahead, TailRounds, make_order
-from roll.scheduler.task_sampler import Draw, Epochs, SolveRate, StepShape, TaskOrder, Wrapper
+from roll.scheduler.long_tail import LongestFirst, TailBatching, make_order
+from roll.scheduler.task_sampler import BatchPolicy, EpochSampler, SamplerWrapper, SolveRateSampler, TaskDraw, TaskSampler
 
 
 @pytest.fixture(autouse=True)
@@ -28,27 +28,27 @@ def _path_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
-class InTurn(Wrapper):
+class InTurn(SamplerWrapper):
     """Tasks as they are given, epoch after epoch, without a shuffle."""
 
     def __init__(self, tasks: Sequence[Task], skip: Sequence[str] = ()) -> None:
-        super().__init__(Epochs(tasks, 0))
+        super().__init__(EpochSampler(tasks, 0))
         self._tasks = tasks
         self._skip = skip
         self._drawn = 0
 
-    def next(self) -> Draw:
+    def next(self) -> TaskDraw:
         epoch, place = divmod(self._drawn, len(self._tasks))
         self._drawn += 1
         task = self._tasks[place]
-        return Draw(task, epoch, skip="no" if task.id in self._skip else "")
+        return TaskDraw(task, epoch, skip="no" if task.id in self._skip else "")
 
 
 def tasks_of(count: int) -> list[Task]:
     return [Task.ask(str(n), "?") for n in range(count)]
 
 
-def told(order: Lookahead, lengths: Mapping[int, int]) -> Lookahead:
+def told(order: LongestFirst, lengths: Mapping[int, int]) -> LongestFirst:
     """An order that has seen these tasks, by number, at these lengths."""
     for number, length in lengths.items():
         order.judged(tasks_of(number + 1)[number], [0.0, 1.0], [length - 1, length + 1])
@@ -59,7 +59,7 @@ def told(order: Lookahead, lengths: Mapping[int, int]) -> Lookahead:
 def test_the_longest_of_the_window_goes_first_but_not_for_ever() -> None:
     lengths = [10, 80, 20, 50, 40, 30, 60, 5, 5]
     tasks = tasks_of(len(lengths))
-    order = told(Lookahead(InTurn(tasks), 3), dict(enumerate(lengths)))
+    order = told(LongestFirst(InTurn(tasks), 3), dict(enumerate(lengths)))
     assert [lengths[int(order.next().task.id)] for _ in range(6)] == [80, 50, 40, 10, 60, 20]
 
 
@@ -68,7 +68,7 @@ def test_the_longest_of_the_window_goes_first_but_not_for_ever() -> None:
 def test_no_draw_is_overtaken_more_often_than_the_window(lengths: list[int | None], window: int) -> None:
     tasks = tasks_of(len(lengths))
     known = {number: length for number, length in enumerate(lengths) if length is not None}
-    order = told(Lookahead(InTurn(tasks), window), known)
+    order = told(LongestFirst(InTurn(tasks), window), known)
     draws = [order.next() for _ in range(3 * len(tasks) + 20)]
     places = [draw.epoch * len(tasks) + int(draw.task.id) for draw in draws]
     assert len(set(places)) == len(places)
@@ -81,8 +81,8 @@ def test_no_draw_is_overtaken_more_often_than_the_window(lengths: list[int | Non
 @settings(deadline=None)
 def test_each_draw_is_the_longest_of_the_window_or_its_oldest(lengths: list[int], window: int) -> None:
     tasks = tasks_of(len(lengths))
-    order = told(Lookahead(InTurn(tasks), window), dict(enumerate(lengths)))
-    base = [Draw(task, epoch) for epoch in range(60) for task in tasks]
+    order = told(LongestFirst(InTurn(tasks), window), dict(enumerate(lengths)))
+    base = [TaskDraw(task, epoch) for epoch in range(60) for task in tasks]
     ahead, coming = base[:window], iter(base[window:])
     for _ in range(40):
         draw = order.next()
@@ -94,33 +94,33 @@ def test_each_draw_is_the_longest_of_the_window_or_its_oldest(lengths: list[int]
 
 def test_a_task_never_seen_is_expected_to_be_as_long_as_the_mean() -> None:
     tasks = tasks_of(3)
-    assert told(Lookahead(InTurn(tasks), 3), {1: 9, 2: 10}).next().task.id == "2"
-    assert told(Lookahead(InTurn(tasks), 3), {1: 9, 0: 3}).next().task.id == "1"
-    assert told(Lookahead(InTurn(tasks), 3), {0: 9, 1: 5}).next().task.id == "0"
+    assert told(LongestFirst(InTurn(tasks), 3), {1: 9, 2: 10}).next().task.id == "2"
+    assert told(LongestFirst(InTurn(tasks), 3), {1: 9, 0: 3}).next().task.id == "1"
+    assert told(LongestFirst(InTurn(tasks), 3), {0: 9, 1: 5}).next().task.id == "0"
     four = tasks_of(4)
-    order = told(Lookahead(InTurn(four), 3), {0: 2, 1: 4, 3: 30})
+    order = told(LongestFirst(InTurn(four), 3), {0: 2, 1: 4, 3: 30})
     assert order.next().task.id == "2", "12 on average"
-    assert Lookahead(InTurn(tasks), 3).next().task.id == "0", "nothing is known of anything"
+    assert LongestFirst(InTurn(tasks), 3).next().task.id == "0", "nothing is known of anything"
 
 
 def test_only_the_last_group_of_a_task_counts() -> None:
     tasks = tasks_of(2)
-    order = told(told(Lookahead(InTurn(tasks), 2), {0: 90, 1: 50}), {0: 10})
+    order = told(told(LongestFirst(InTurn(tasks), 2), {0: 90, 1: 50}), {0: 10})
     assert order.next().task.id == "1"
     third = tasks_of(3)
-    order = told(told(Lookahead(InTurn(third), 3), {1: 900, 2: 50}), {1: 40})
+    order = told(told(LongestFirst(InTurn(third), 3), {1: 900, 2: 50}), {1: 40})
     order.judged(third[0], [], [])
     assert order.next().task.id == "2", "the mean is 45, without the 900"
 
 
 def test_skipped_draws_take_no_place_in_the_window() -> None:
     tasks = tasks_of(4)
-    order = told(Lookahead(InTurn(tasks, skip=["1"]), 3), {0: 1, 2: 9, 3: 3})
+    order = told(LongestFirst(InTurn(tasks, skip=["1"]), 3), {0: 1, 2: 9, 3: 3})
     assert [(draw.task.id, draw.skip) for draw in (order.next() for _ in range(3))] == [("1", "no"), ("2", ""), ("3", "")]
 
 
 def test_what_comes_back_overtakes_the_window() -> None:
-    order = Lookahead(Epochs(tasks_of(10), 0), 4)
+    order = LongestFirst(EpochSampler(tasks_of(10), 0), 4)
     first = [order.next() for _ in range(3)]
     for draw in first[1:]:
         order.give_back(draw.task, draw.epoch)
@@ -129,27 +129,27 @@ def test_what_comes_back_overtakes_the_window() -> None:
 
 
 def test_a_lookahead_keeps_the_shape_of_its_base() -> None:
-    shape = StepShape(0.25, "first")
-    assert Lookahead(Epochs(tasks_of(2), 0, shape=shape), 2).begin_step() == shape
+    shape = BatchPolicy(0.25, "first")
+    assert LongestFirst(EpochSampler(tasks_of(2), 0, shape=shape), 2).begin_step() == shape
 
 
 def test_cut_tasks_make_a_round_of_their_own_that_is_waited_for() -> None:
-    order = TailRounds(Epochs(tasks_of(20), 0), groups_per_step=2, oversample=0.5)
-    cut: list[Draw] = []
+    order = TailBatching(EpochSampler(tasks_of(20), 0), groups_per_step=2, oversample=0.5)
+    cut: list[TaskDraw] = []
     for _ in range(2):
-        assert order.begin_step() == StepShape(0.5, "first")
+        assert order.begin_step() == BatchPolicy(0.5, "first")
         cut.append([order.next() for _ in range(3)][1])
         order.cut(cut[-1].task)
-    assert order.begin_step() == StepShape(0.0, "in_order")
+    assert order.begin_step() == BatchPolicy(0.0, "in_order")
     round_of_tails = [order.next() for _ in range(2)]
     assert [(draw.task, draw.epoch, draw.again) for draw in round_of_tails] == [(draw.task, 0, True) for draw in cut]
     fresh = order.next()
     assert not fresh.again, "a replacement in the tail round"
-    assert order.begin_step() == StepShape(0.5, "first")
+    assert order.begin_step() == BatchPolicy(0.5, "first")
 
 
 def test_a_cut_task_keeps_its_epoch_though_the_next_one_has_begun() -> None:
-    order = TailRounds(Epochs(tasks_of(2), 0), groups_per_step=2, oversample=0.5)
+    order = TailBatching(EpochSampler(tasks_of(2), 0), groups_per_step=2, oversample=0.5)
     order.begin_step()
     for draw in [order.next() for _ in range(2)]:
         order.cut(draw.task)
@@ -159,7 +159,7 @@ def test_a_cut_task_keeps_its_epoch_though_the_next_one_has_begun() -> None:
 
 
 def test_what_a_tail_round_did_not_take_waits_for_the_next() -> None:
-    order = TailRounds(Epochs(tasks_of(9), 0), groups_per_step=3, oversample=1.0)
+    order = TailBatching(EpochSampler(tasks_of(9), 0), groups_per_step=3, oversample=1.0)
     order.begin_step()
     draws = [order.next() for _ in range(6)]
     for draw in draws[:4]:
@@ -173,7 +173,7 @@ def test_what_a_tail_round_did_not_take_waits_for_the_next() -> None:
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 17), st.integers(0, 999))
 @settings(max_examples=60, deadline=None)
 def test_every_draw_is_given_in_a_round_where_it_is_waited_for(need: int, surplus: int, size: int, seed: int) -> None:
-    order = TailRounds(Epochs(tasks_of(size), 0), need, surplus / need)
+    order = TailBatching(EpochSampler(tasks_of(size), 0), need, surplus / need)
     dice = random.Random(seed)
     drawn: Counter[tuple[str, int]] = Counter()
     trained: Counter[tuple[str, int]] = Counter()
@@ -205,7 +205,7 @@ def test_every_draw_is_given_in_a_round_where_it_is_waited_for(need: int, surplu
     assert set(drawn) - set(trained) == {*cut, *back}
 
 
-def made(order: str = "in_order", **changes: Any) -> TaskOrder:
+def made(order: str = "in_order", **changes: Any) -> TaskSampler:
     settings: dict[str, Any] = {
         "sample_by": "epochs", "weights": {}, "oversample": 0.25, "cut": "first", "window": 3, "groups_per_step": 4
     }  # fmt: skip
@@ -214,17 +214,17 @@ def made(order: str = "in_order", **changes: Any) -> TaskOrder:
 
 def test_the_names_of_a_config_make_the_orders() -> None:
     plain, ahead, tails = made(), made("lookahead"), made("tail_rounds", sample_by="solve_rate")
-    assert isinstance(plain, Epochs)
-    assert plain.begin_step() == StepShape(0.25, "first")
-    assert isinstance(ahead, Lookahead)
-    assert isinstance(ahead.base, Epochs)
-    assert isinstance(tails, TailRounds)
-    assert isinstance(tails.base, SolveRate)
-    assert isinstance(made(sample_by="solve_rate"), SolveRate)
+    assert isinstance(plain, EpochSampler)
+    assert plain.begin_step() == BatchPolicy(0.25, "first")
+    assert isinstance(ahead, LongestFirst)
+    assert isinstance(ahead.base, EpochSampler)
+    assert isinstance(tails, TailBatching)
+    assert isinstance(tails.base, SolveRateSampler)
+    assert isinstance(made(sample_by="solve_rate"), SolveRateSampler)
     for cuts in range(4):
-        assert tails.begin_step() == StepShape(0.25, "first"), cuts
+        assert tails.begin_step() == BatchPolicy(0.25, "first"), cuts
         tails.cut(tails.next().task)
-    assert tails.begin_step() == StepShape(0.0, "in_order")
+    assert tails.begin_step() == BatchPolicy(0.0, "in_order")
     ahead.next()
     assert len(ahead.state()["waiting"]) == 2, "a window of three, one of them given out"
     weighted = made(weights={"default": 2})
@@ -285,7 +285,7 @@ def test_the_examples_of_the_docs_do_what_they_say() -> None:
         exec(block, names)
     assert round(float(names["kept"].mean() / names["lengths"].mean()), 2) == 0.86
     easy, hard = Task.ask("easy", "?", level=1), Task.ask("hard", "?", level=3)
-    order = names["EasyFirst"](Epochs([easy, hard], 0))
+    order = names["EasyFirst"](EpochSampler([easy, hard], 0))
     skipped = {(draw.task.id, draw.epoch) for draw in (order.next() for _ in range(6)) if draw.skip}
     assert skipped == {("hard", 0)}
     samples = [

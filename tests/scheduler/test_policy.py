@@ -20,7 +20,7 @@ from roll.scheduler.filters import make_filter
 from roll.scheduler.policy import Control, GroupView, Policy, Stragglers, make_policy
 from roll.scheduler.rollout_pool import RolloutPool
 from roll.scheduler.scheduler import RolloutScheduler
-from roll.scheduler.task_sampler import Epochs
+from roll.scheduler.task_sampler import EpochSampler
 
 TASKS = tasks(9)
 DOCS = Path(__file__).parents[2] / "docs" / "scheduling.md"
@@ -34,7 +34,7 @@ def _path_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
 def scheduler_of(pool: RolloutPool, policy: Policy | None, moves: Any, **config: Any) -> RolloutScheduler:
     settings = RolloutConfig(policy="mine", **config)
     keep = make_filter(settings.filter)
-    return RolloutScheduler(Epochs(TASKS.train, 5), pool, Lifecycle(moves), settings, keep, policy=policy)
+    return RolloutScheduler(EpochSampler(TASKS.train, 5), pool, Lifecycle(moves), settings, keep, policy=policy)
 
 
 def spread(sample: Sample) -> float:

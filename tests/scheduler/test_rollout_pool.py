@@ -38,7 +38,7 @@ from roll.data.remote_columns import Block
 from roll.engine.request import Request, Sampling, seed_of
 from roll.env import EnvFailure
 from roll.rollout.lifecycle import MOVES, Lifecycle
-from roll.rollout.messages import Fate, Outcome, Report, Stop
+from roll.rollout.messages import FinalState, Report, SampleCommand, SampleResult
 from roll.rollout.worker import GATHER_S, RolloutWorker
 from roll.run import RunFolder, Transition, read_samples
 from roll.scheduler.rollout_pool import RolloutPool
@@ -50,8 +50,8 @@ def drawn(run: Party, samples: list[Sample]) -> list[Sample]:
     return [run.drawn(sample) for sample in samples]
 
 
-def fates(samples: list[Sample]) -> list[Fate]:
-    return [Fate(sample.id, sample.state, sample.reason) for sample in samples]
+def fates(samples: list[Sample]) -> list[FinalState]:
+    return [FinalState(sample.id, sample.state, sample.reason) for sample in samples]
 
 
 def assert_valid(path: list[str]) -> None:
@@ -229,7 +229,7 @@ def test_outcomes_of_strangers_are_ignored() -> None:
         samples = run.group(0)
         call = run.start(samples)
         await until(lambda: len(run.running) == 2)
-        run.workers[0]._outbox.report.outcomes.append(Outcome("9.9", 1.0, {}, 1, 1, "stop"))
+        run.workers[0]._outbox.report.outcomes.append(SampleResult("9.9", 1.0, {}, 1, 1, "stop"))
         run.workers[0]._outbox.report.done.append("9")
         run.workers[0]._outbox.append(Transition("9.9", "scored"))
         run.answer()
@@ -601,7 +601,7 @@ def test_what_a_worker_wrote_of_a_step_stays_when_it_is_lost_and_the_others_writ
         run.pool.tokens.lost(1)
         here = [sample for sample in samples if run.pool.tokens.home_of(sample) == 0]
         assert 0 < len(here) < len(samples)
-        await run.pool.tokens.write(7, [Fate(sample.id, "dropped", "left out") for sample in samples], again=True)
+        await run.pool.tokens.write(7, [FinalState(sample.id, "dropped", "left out") for sample in samples], again=True)
         left_out = {row["sample"]: row["reason"] == "left out" for row in read_samples(folder, 7)}
         assert left_out == {sample.id: sample in here for sample in samples}
 
@@ -925,7 +925,7 @@ def test_a_sample_that_was_dropped_does_not_start_anew_with_its_group() -> None:
         samples = run.group(0, 3)
         call = run.start(samples)
         await until(lambda: len(run.running) == 3)
-        assert run.pool.stop(Stop("0.1", "drop", "not wanted"))
+        assert run.pool.stop(SampleCommand("0.1", "drop", "not wanted"))
         await until(lambda: samples[1].state == "dropped")
         run.kill_worker(0)
         await asyncio.sleep(1)
@@ -986,10 +986,10 @@ def test_whenever_workers_die_every_sample_ends_once(seed: int) -> None:
 def test_a_sample_that_is_not_out_cannot_be_stopped() -> None:
     async def main() -> None:
         run = await party(says="4")
-        assert not run.pool.stop(Stop("0.0", "drop", "?"))
+        assert not run.pool.stop(SampleCommand("0.0", "drop", "?"))
         samples = run.group(0)
         await run.start(samples)
-        assert not run.pool.stop(Stop("0.0", "drop", "?"))
+        assert not run.pool.stop(SampleCommand("0.0", "drop", "?"))
         assert samples[0].state == "scored"
 
     go(main())
@@ -1004,7 +1004,7 @@ def test_stopping_a_sample_frees_its_place_and_leaves_its_siblings_alone(how: An
         await until(lambda: len(run.running) == 3)
         run.toys[0].draw("0.1", *spoken("4")[:1])
         run.router.pause_admission(True)
-        assert run.pool.stop(Stop("0.1", how, "by hand"))
+        assert run.pool.stop(SampleCommand("0.1", how, "by hand"))
         await until(lambda: "0.1" not in run.running)
         await asyncio.sleep(1)
         assert run.router.running(0) == 2
@@ -1392,7 +1392,7 @@ def test_whatever_happens_every_sample_ends_and_nothing_is_left(seed: int) -> No
             what = rng.choice(["stop", "stop", "displace", "pause", "engine", "worker", "cancel", "hold", "grader"])
             if what == "stop":
                 how: Any = rng.choice(["end", "requeue", "requeue", "drop"])
-                run.pool.stop(Stop(rng.choice(samples).id, how, how))
+                run.pool.stop(SampleCommand(rng.choice(samples).id, how, how))
             elif what == "displace":
                 await run.pool.displace("off", rng.choice([None, *range(engine_count)]))
             elif what == "pause":

@@ -22,11 +22,11 @@ from roll.data import Group, Sample, Task
 from roll.env import EnvFailure
 from roll.rollout.lifecycle import MOVES, Lifecycle
 from roll.scheduler.filters import FILTERS, keep_all, make_filter, no_signal
-from roll.scheduler.long_tail import TailRounds
+from roll.scheduler.long_tail import TailBatching
 from roll.scheduler.rollout_pool import RolloutPool
 from roll.scheduler.rollout_result import Rollout
 from roll.scheduler.scheduler import RolloutScheduler
-from roll.scheduler.task_sampler import Draw, Epochs, StepShape, Wrapper
+from roll.scheduler.task_sampler import BatchPolicy, EpochSampler, SamplerWrapper, TaskDraw
 
 NO_SIGNAL = "no signal: all rewards equal"
 TOO_FEW = "fewer than two samples could be judged"
@@ -67,7 +67,7 @@ def scheduler_over(
 ) -> RolloutScheduler:
     """A scheduler of the toy tasks, in the order that the config shapes unless another is given."""
     settings = RolloutConfig(**config)
-    order = order or Epochs(TASKS.train, 5, shape=StepShape(settings.oversample, settings.cut))
+    order = order or EpochSampler(TASKS.train, 5, shape=BatchPolicy(settings.oversample, settings.cut))
     keep = make_filter(settings.filter, *settings.filter_range)
     return RolloutScheduler(order, pool, life, settings, keep, siblings_needed=siblings_needed)
 
@@ -517,7 +517,7 @@ def test_oversampling_in_order_does_not_take_a_younger_group_for_an_older_one() 
 
 def test_tail_rounds_gather_what_was_cut_and_wait_for_it() -> None:
     async def main() -> None:
-        order = TailRounds(Epochs(TASKS.train, 5), 2, 0.5)
+        order = TailBatching(EpochSampler(TASKS.train, 5), 2, 0.5)
         slow = {TASKS.train[0].id, TASKS.train[1].id}
         run = await setting(
             spread,
@@ -814,16 +814,16 @@ def test_a_run_that_stops_drops_what_is_under_way_on_record_and_it_comes_again()
 # what is not tried
 
 
-class Skipping(Wrapper):
+class Skipping(SamplerWrapper):
     """Skips some tasks."""
 
     def __init__(self, skip: set[str]) -> None:
-        super().__init__(Epochs(TASKS.train, 5))
+        super().__init__(EpochSampler(TASKS.train, 5))
         self._skip = skip
 
-    def next(self) -> Draw:
+    def next(self) -> TaskDraw:
         draw = super().next()
-        return Draw(draw.task, draw.epoch, "boring: of no use" if draw.task.id in self._skip else "", draw.again)
+        return TaskDraw(draw.task, draw.epoch, "boring: of no use" if draw.task.id in self._skip else "", draw.again)
 
 
 def test_what_is_skipped_is_on_record_and_costs_nothing() -> None:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from roll.config.errors import UserError
 from roll.data import Task
-from roll.scheduler.long_tail import Lookahead, TailRounds
-from roll.scheduler.task_sampler import Draw, Epochs, SolveRate, StepShape, TaskOrder, Wrapper
+from roll.scheduler.long_tail import LongestFirst, TailBatching
+from roll.scheduler.task_sampler import BatchPolicy, EpochSampler, SamplerWrapper, SolveRateSampler, TaskDraw, TaskSampler
 
 sizes = st.integers(1, 12)
 seeds = st.integers(0, 5)
@@ -33,11 +33,11 @@ def tasks_of(*counts: int) -> list[Task]:
     ]
 
 
-def names(draws: Sequence[Draw]) -> list[tuple[str, int]]:
+def names(draws: Sequence[TaskDraw]) -> list[tuple[str, int]]:
     return [(draw.task.id, draw.epoch) for draw in draws]
 
 
-def take(order: TaskOrder, count: int) -> list[Draw]:
+def take(order: TaskSampler, count: int) -> list[TaskDraw]:
     return [order.next() for _ in range(count)]
 
 
@@ -50,14 +50,14 @@ def test_without_weights_an_epoch_is_one_shuffle_of_all_tasks(size: int, seed: i
         order = list(range(len(tasks)))
         random.Random(f"{seed}/tasks/{epoch}").shuffle(order)
         expected += [(tasks[index].id, epoch) for index in order]
-    assert names(take(Epochs(tasks, seed), len(expected))) == expected
+    assert names(take(EpochSampler(tasks, seed), len(expected))) == expected
 
 
 @given(weights_of_domains, st.integers(1, 4), seeds)
 @settings(max_examples=30, deadline=None)
 def test_with_weights_the_mix_is_exact_after_every_draw(weights: list[float], size: int, seed: int) -> None:
     domains = [chr(97 + domain) for domain in range(len(weights))]
-    order = Epochs(tasks_of(*[size] * len(weights)), seed, dict(zip(domains, weights, strict=True)))
+    order = EpochSampler(tasks_of(*[size] * len(weights)), seed, dict(zip(domains, weights, strict=True)))
     exact = {domain: Fraction(str(weight)) for domain, weight in zip(domains, weights, strict=True)}
     had: Counter[str] = Counter()
     for n in range(1, 120):
@@ -69,7 +69,7 @@ def test_with_weights_the_mix_is_exact_after_every_draw(weights: list[float], si
 
 def test_a_mix_that_taking_the_furthest_behind_would_miss() -> None:
     weights = {chr(97 + n): float(w) for n, w in enumerate([11, 1, 7, 1, 23, 25, 1])}
-    order = Epochs(tasks_of(*[1] * 7), 0, weights)
+    order = EpochSampler(tasks_of(*[1] * 7), 0, weights)
     had: Counter[str] = Counter()
     for n in range(1, 139):
         had[order.next().task.domain] += 1
@@ -80,7 +80,7 @@ def test_a_mix_that_taking_the_furthest_behind_would_miss() -> None:
 @settings(deadline=None)
 def test_every_domain_has_epochs_of_its_own(domains: list[tuple[int, int]], seed: int) -> None:
     counts, weights = zip(*domains, strict=True)
-    order = Epochs(tasks_of(*counts), seed, {chr(97 + n): w for n, w in enumerate(weights)})
+    order = EpochSampler(tasks_of(*counts), seed, {chr(97 + n): w for n, w in enumerate(weights)})
     draws = take(order, 120)
     for n, count in enumerate(counts):
         of_domain = [draw for draw in draws if draw.task.domain == chr(97 + n)]
@@ -91,7 +91,7 @@ def test_every_domain_has_epochs_of_its_own(domains: list[tuple[int, int]], seed
 
 
 def test_domains_and_epochs_are_shuffled_each_on_its_own() -> None:
-    draws = take(Epochs(tasks_of(20, 20), 0, {"a": 1, "b": 1}), 80)
+    draws = take(EpochSampler(tasks_of(20, 20), 0, {"a": 1, "b": 1}), 80)
     orders = [
         [draw.task.id[1:] for draw in draws if (draw.task.domain, draw.epoch) == key]
         for key in (("a", 0), ("a", 1), ("b", 0), ("b", 1))
@@ -100,7 +100,7 @@ def test_domains_and_epochs_are_shuffled_each_on_its_own() -> None:
 
 
 def test_the_order_in_which_weights_are_written_does_not_matter() -> None:
-    one, other = (Epochs(tasks_of(3, 3), 0, weights) for weights in ({"a": 1, "b": 1}, {"b": 1, "a": 1}))
+    one, other = (EpochSampler(tasks_of(3, 3), 0, weights) for weights in ({"a": 1, "b": 1}, {"b": 1, "a": 1}))
     assert names(take(one, 20)) == names(take(other, 20))
 
 
@@ -116,7 +116,7 @@ def test_the_order_in_which_weights_are_written_does_not_matter() -> None:
 )
 def test_weights_that_do_not_fit_the_tasks_are_refused(weights: dict[str, float], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        Epochs(tasks_of(2, 3), 0, weights)
+        EpochSampler(tasks_of(2, 3), 0, weights)
 
 
 def test_a_shuffle_an_epoch_not_one_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_a_shuffle_an_epoch_not_one_a_draw(monkeypatch: pytest.MonkeyPatch) -> N
             made.append(seed)
             super().__init__(seed)
 
-    order = Epochs(tasks_of(50), 7)
+    order = EpochSampler(tasks_of(50), 7)
     monkeypatch.setattr(random, "Random", Counted)
     for draw in take(order, 125):
         order.give_back(draw.task)
@@ -136,7 +136,7 @@ def test_a_shuffle_an_epoch_not_one_a_draw(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_comes_back_goes_first_in_the_order_it_came_and_with_its_epoch() -> None:
-    order, undisturbed = Epochs(tasks_of(3), 0), names(take(Epochs(tasks_of(3), 0), 9))
+    order, undisturbed = EpochSampler(tasks_of(3), 0), names(take(EpochSampler(tasks_of(3), 0), 9))
     first = take(order, 4)  # three of epoch 0, one of epoch 1
     for draw in (first[3], first[1], first[2]):
         order.give_back(draw.task)
@@ -146,12 +146,12 @@ def test_what_comes_back_goes_first_in_the_order_it_came_and_with_its_epoch() ->
     assert names(take(order, 5)) == undisturbed[4:]
 
 
-def _newest(drawn: list[Draw], *draws: Draw) -> list[tuple[str, int]]:
+def _newest(drawn: list[TaskDraw], *draws: TaskDraw) -> list[tuple[str, int]]:
     return [(draw.task.id, max(d.epoch for d in drawn if d.task.id == draw.task.id)) for draw in draws]
 
 
 def test_several_draws_of_one_task_come_back_as_several_epochs() -> None:
-    order = Epochs(tasks_of(1), 0)
+    order = EpochSampler(tasks_of(1), 0)
     first = take(order, 3)
     for draw in first:
         order.give_back(draw.task)
@@ -162,7 +162,7 @@ def test_several_draws_of_one_task_come_back_as_several_epochs() -> None:
 
 
 def test_what_comes_back_takes_no_turn_of_its_domain() -> None:
-    order, undisturbed = (Epochs(tasks_of(3, 3), 0, {"a": 1, "b": 1}) for _ in range(2))
+    order, undisturbed = (EpochSampler(tasks_of(3, 3), 0, {"a": 1, "b": 1}) for _ in range(2))
     for _ in range(5):
         order.give_back(order.next().task)
         order.next()
@@ -171,7 +171,7 @@ def test_what_comes_back_takes_no_turn_of_its_domain() -> None:
 
 
 def test_a_task_that_was_not_drawn_cannot_come_back() -> None:
-    order = Epochs(tasks_of(2), 0)
+    order = EpochSampler(tasks_of(2), 0)
     drawn = order.next()
     other = next(task for task in tasks_of(2) if task.id != drawn.task.id)
     with pytest.raises(AssertionError, match="was not drawn"):
@@ -182,24 +182,24 @@ def test_a_task_that_was_not_drawn_cannot_come_back() -> None:
 
 
 def test_a_run_does_not_go_on_with_other_tasks() -> None:
-    state = Epochs(tasks_of(3), 0).state()
+    state = EpochSampler(tasks_of(3), 0).state()
     with pytest.raises(UserError, match=r"then 3 tasks, .* now 4 tasks, "):
-        Epochs(tasks_of(4), 0).restore(state)
+        EpochSampler(tasks_of(4), 0).restore(state)
 
 
 def test_the_ground_gives_the_shape_it_was_made_with() -> None:
-    shape = StepShape(0.5, "first")
-    assert Wrapper(Epochs(tasks_of(1), 0, shape=shape)).begin_step() == shape
-    assert Epochs(tasks_of(1), 0).begin_step() == StepShape(0.0, "in_order")
+    shape = BatchPolicy(0.5, "first")
+    assert SamplerWrapper(EpochSampler(tasks_of(1), 0, shape=shape)).begin_step() == shape
+    assert EpochSampler(tasks_of(1), 0).begin_step() == BatchPolicy(0.0, "in_order")
 
 
-def judge(order: TaskOrder, task: Task, reward: float, steps: int = 1) -> None:
+def judge(order: TaskSampler, task: Task, reward: float, steps: int = 1) -> None:
     for _ in range(steps):
         order.judged(task, [reward, reward], [1, 1])
         order.begin_step()
 
 
-def skipped_share(order: SolveRate, epochs: int = 400) -> float:
+def skipped_share(order: SolveRateSampler, epochs: int = 400) -> float:
     return sum(bool(draw.skip) for draw in take(order, epochs)) / epochs
 
 
@@ -219,15 +219,15 @@ def skipped_share(order: SolveRate, epochs: int = 400) -> float:
     ],
 )
 def test_certainty_makes_a_visit_likelier_to_be_skipped(rewards: list[float], share: float) -> None:
-    order = SolveRate(Epochs(tasks_of(1), 0), seed=0)
+    order = SolveRateSampler(EpochSampler(tasks_of(1), 0), seed=0)
     for reward in rewards:
         judge(order, tasks_of(1)[0], reward)
     assert skipped_share(order) == pytest.approx(share, abs=0.07 if share else 0)
 
 
 def test_a_skipped_visit_says_why_and_is_the_same_in_every_run() -> None:
-    def draws(seed: int) -> list[Draw]:
-        order = SolveRate(Epochs(tasks_of(2), 0), seed)
+    def draws(seed: int) -> list[TaskDraw]:
+        order = SolveRateSampler(EpochSampler(tasks_of(2), 0), seed)
         judge(order, tasks_of(2)[0], 1.0, steps=9)
         judge(order, tasks_of(2)[1], 0.0, steps=9)
         return take(order, 40)
@@ -243,11 +243,11 @@ def test_a_skipped_visit_says_why_and_is_the_same_in_every_run() -> None:
 
 
 def test_skipping_changes_no_draw_but_its_reason_and_spares_what_comes_back() -> None:
-    order = SolveRate(Epochs(tasks_of(4), 0), seed=0)
+    order = SolveRateSampler(EpochSampler(tasks_of(4), 0), seed=0)
     for task in tasks_of(4):
         judge(order, task, 1.0, steps=30)
     draws = take(order, 40)
-    assert names(draws) == names(take(Epochs(tasks_of(4), 0), 40))
+    assert names(draws) == names(take(EpochSampler(tasks_of(4), 0), 40))
     for draw in draws[-4:]:
         order.give_back(draw.task)
     assert [draw.skip for draw in take(order, 4)] == [""] * 4
@@ -255,7 +255,7 @@ def test_skipping_changes_no_draw_but_its_reason_and_spares_what_comes_back() ->
 
 def test_rates_forget_old_visits_and_are_of_the_steps_before() -> None:
     task = tasks_of(1)[0]
-    order = SolveRate(Epochs([task], 0), seed=0, low=0.0, high=2.0)
+    order = SolveRateSampler(EpochSampler([task], 0), seed=0, low=0.0, high=2.0)
     order.judged(task, [], [])
     order.judged(task, [1.0, 2.0], [5, 5])
     assert order.rates() == {}
@@ -270,8 +270,8 @@ def test_draws_of_a_step_do_not_depend_on_when_its_groups_finish() -> None:
     tasks = tasks_of(3)
     news = [(tasks[0], 1.0, 40), (tasks[1], 0.0, 10), (tasks[0], 0.5, 90), (tasks[2], 1.0, 70)]
 
-    def draws(news: list[tuple[Task, float, int]], early: int) -> list[Draw]:
-        order = Lookahead(SolveRate(Epochs(tasks, 0), seed=0), 3)
+    def draws(news: list[tuple[Task, float, int]], early: int) -> list[TaskDraw]:
+        order = LongestFirst(SolveRateSampler(EpochSampler(tasks, 0), seed=0), 3)
         found = []
         for _ in range(3):
             order.begin_step()
@@ -285,30 +285,30 @@ def test_draws_of_a_step_do_not_depend_on_when_its_groups_finish() -> None:
     assert draws(news, 0) == draws(news[::-1], 4) == draws(news, 2)
 
 
-def made(kind: str, seed: int = 0) -> TaskOrder:
-    epochs = Epochs(tasks_of(4, 2), seed, {"a": 1, "b": 2}, StepShape(0.5, "first"))
+def made(kind: str, seed: int = 0) -> TaskSampler:
+    epochs = EpochSampler(tasks_of(4, 2), seed, {"a": 1, "b": 2}, BatchPolicy(0.5, "first"))
     match kind:
         case "epochs":
             return epochs
         case "solve_rate":
-            return SolveRate(epochs, seed)
+            return SolveRateSampler(epochs, seed)
         case "lookahead":
-            return Lookahead(SolveRate(epochs, seed), 5)
+            return LongestFirst(SolveRateSampler(epochs, seed), 5)
         case _:
-            return TailRounds(SolveRate(epochs, seed), 3, 0.5)
+            return TailBatching(SolveRateSampler(epochs, seed), 3, 0.5)
 
 
 class Life:
     """Drives an order as a scheduler may, and counts what became of every draw."""
 
-    def __init__(self, order: TaskOrder) -> None:
+    def __init__(self, order: TaskSampler) -> None:
         self.order = order
-        self.running: list[Draw] = []
+        self.running: list[TaskDraw] = []
         self.issued: Counter[tuple[str, int]] = Counter()
         self.came_back: Counter[tuple[str, int]] = Counter()
         self.shape = order.begin_step()
 
-    def act(self, what: str, pick: int) -> Draw | None:
+    def act(self, what: str, pick: int) -> TaskDraw | None:
         if what == "step":
             self.shape = self.order.begin_step()
         elif what == "next" or not self.running:
@@ -321,7 +321,7 @@ class Life:
             self._end(what, self.running.pop(pick % len(self.running)), pick)
         return None
 
-    def _end(self, what: str, draw: Draw, pick: int) -> None:
+    def _end(self, what: str, draw: TaskDraw, pick: int) -> None:
         if what == "judged":
             self.order.judged(draw.task, [float(pick % 2)] * 2, [pick, pick + 1])
             return
@@ -380,17 +380,17 @@ def test_a_restored_order_goes_on_with_the_same_draws(
 @pytest.mark.parametrize("kind", ["solve_rate", "lookahead", "tail_rounds"])
 def test_wrappers_hand_on_what_they_are_told(kind: str) -> None:
     order = made(kind)
-    assert isinstance(order, Wrapper)
+    assert isinstance(order, SamplerWrapper)
     heard: list[str] = []
 
-    class Ear(Wrapper):
+    class Ear(SamplerWrapper):
         def give_back(self, task: Task, epoch: int | None = None) -> None:
             heard.append(f"give_back {task.id} {epoch}")
 
         def judged(self, task: Task, rewards: Sequence[float], tokens: Sequence[int]) -> None:
             heard.append(f"judged {task.id} {list(rewards)} {list(tokens)}")
 
-        def begin_step(self) -> StepShape:
+        def begin_step(self) -> BatchPolicy:
             heard.append("begin_step")
             return super().begin_step()
 

@@ -40,7 +40,7 @@ from roll.data.task import Task
 from roll.ledger.log import Ledger
 from roll.rollout.lifecycle import ENDS
 from roll.scheduler.long_tail import make_order
-from roll.scheduler.task_sampler import BaseOrder, Draw, Wrapper
+from roll.scheduler.task_sampler import BaseSampler, SamplerWrapper, TaskDraw
 from roll.simulation import balance
 from roll.simulation.clock import VirtualLoop
 from roll.simulation.cluster import World
@@ -129,14 +129,14 @@ EXTRA = [Task(f"x{number}", ()) for number in range(12)]
 """What is added beside the order's tasks."""
 
 
-class Watched(Wrapper):
+class Watched(SamplerWrapper):
     """An order whose draws come again if, and only if, they came before; and before anything new."""
 
-    def __init__(self, base: BaseOrder, machine: ExactlyOnce) -> None:
+    def __init__(self, base: BaseSampler, machine: ExactlyOnce) -> None:
         super().__init__(base)
         self._machine = machine
 
-    def next(self) -> Draw:
+    def next(self) -> TaskDraw:
         draw = self.base.next()
         came_before = (draw.task.id, draw.epoch) in self._machine.training.draws.values()
         assert draw.again == came_before, f"{draw} came before: {came_before}"
