@@ -172,7 +172,7 @@ class Scheduled:
         assert kept == {group.index for group in rollout.groups if self._workload.has_signal(group.index)}
         self._steps += 1
         self._scheduler.trained(rollout, self._steps)
-        await self._pool.tokens.forget(rollout.samples)
+        await self._pool.tokens.release(rollout.samples)
 
 
 class Rounds:
@@ -192,7 +192,7 @@ class Rounds:
             await asyncio.gather(*map(self._carry, groups))
             kept += sum(no_signal(group) is None for group in groups)
             tried += missing
-            await self._pool.tokens.forget([sample for group in groups for sample in group.samples])
+            await self._pool.tokens.release([sample for group in groups for sample in group.samples])
 
     def _group(self) -> Group:
         index, task = self._next_group, self._order.next().task

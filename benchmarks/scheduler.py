@@ -143,7 +143,7 @@ async def _carried(flying: int, samples: int, ledger: Path) -> float:
             scheduler.trained(rollout, step + 1)
             scheduler.published(step + 1)
             record.flush()
-            await pool.tokens.forget(rollout.samples)
+            await pool.tokens.release(rollout.samples)
         return steps * flying / (time.process_time() - began_s)
 
 

@@ -24,7 +24,7 @@ async def main() -> None:
             await roll.publish(roles.actor, roles.engines, version=step + 1)
             scheduler.published(step + 1)
             scheduler.trained(rollout, step + 1)  # its groups are done with
-            await roles.pool.tokens.forget(rollout.samples)
+            await roles.pool.tokens.release(rollout.samples)
 
 
 asyncio.run(main())

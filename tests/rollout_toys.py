@@ -519,7 +519,7 @@ class Party:
 
     def drawn(self, sample: Sample) -> Sample:
         """A sample as its worker has it, with its tokens."""
-        home = self.pool.tokens.home_of(sample)
+        home = self.pool.tokens.locate(sample)
         assert home is not None
         return self.workers[home]._home[sample.id]
 

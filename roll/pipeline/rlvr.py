@@ -30,7 +30,7 @@ from roll.pipeline.supervision import Supervision
 from roll.rollout.lifecycle import Lifecycle
 from roll.scheduler.evaluate import Evaluator
 from roll.scheduler.policy import make_policy
-from roll.scheduler.rollout_result import LEFT_OUT, NOT_FINITE, Rollout
+from roll.scheduler.rollout_result import LEFT_OUT, NOT_FINITE, RolloutBatch
 from roll.scheduler.scheduler import RolloutScheduler
 from roll.strategy.train.base import UpdateStats
 from roll.workers.critic import CriticWorker
@@ -121,7 +121,7 @@ class RLVR:
         times = (generated - started, time.monotonic() - generated)
         await self._record.step(state, rollout, stats, *times)
 
-    async def _train(self, rollout: Rollout) -> tuple[UpdateStats | None, dict[str, str]]:
+    async def _train(self, rollout: RolloutBatch) -> tuple[UpdateStats | None, dict[str, str]]:
         """What the update did, None if there was none, and why samples were not trained on."""
         if rollout.batch is None:
             return None, {}
@@ -212,7 +212,7 @@ class RLVR:
         await self._scheduler.save(folder, self.state.scheduler)
         await self._roles.save(folder)
 
-    def _count(self, rollout: Rollout, untrained: dict[str, str]) -> None:
+    def _count(self, rollout: RolloutBatch, untrained: dict[str, str]) -> None:
         self.state.step += 1
         self.state.idle_steps = 0 if rollout.batch is not None else self.state.idle_steps + 1
         self._scheduler.trained(rollout, self.state.step, untrained)

@@ -26,7 +26,7 @@ from roll.scheduler.evaluate import (
     part_means,
     told,
 )
-from roll.scheduler.rollout_result import Rollout
+from roll.scheduler.rollout_result import RolloutBatch
 from roll.strategy.train.base import UpdateStats
 
 
@@ -60,7 +60,7 @@ class RolloutRecord:
         self._recorder.evaluated(step, values, measured(evaluation))
         self._tell(f"step {step}, held-out tasks", evaluation.failures)
 
-    async def samples(self, step: int, rollout: Rollout) -> None:
+    async def samples(self, step: int, rollout: RolloutBatch) -> None:
         """Has the samples of a step written before it is trained on: what a rollout worker takes along when it dies later
         is on disk then. Those of an attempt at the step whose tokens were lost are forgotten."""
         if self._config.run.save_samples:
@@ -69,7 +69,7 @@ class RolloutRecord:
             await self._roles.pool.tokens.write(step, self._written)
 
     async def step(
-        self, state: RunState, rollout: Rollout, stats: UpdateStats | None, generating_s: float, training_s: float
+        self, state: RunState, rollout: RolloutBatch, stats: UpdateStats | None, generating_s: float, training_s: float
     ) -> None:
         """Puts a finished step on disk and tells the reporter. `state.step` counts it already."""
         roles, recorder = self._roles, self._recorder
@@ -108,7 +108,7 @@ class RolloutRecord:
         recorder.log(state.step, values)
         if self._config.run.save_samples and rollout.fates() != self._written:
             await roles.pool.tokens.write(state.step, rollout.fates(), again=True)
-        await roles.pool.tokens.forget(rollout.samples)
+        await roles.pool.tokens.release(rollout.samples)
         facts = [
             ("answer length", f"{values['response/tokens_mean']:.1f} tokens"),
             ("speed", f"{values['response/tokens_per_s']:.0f} tokens/s generating"),
@@ -150,7 +150,7 @@ def measured(evaluation: Evaluation) -> Measured:
     return Measured(evaluation.name, evaluation.reward, detail)
 
 
-def rollout_metrics(rollout: Rollout, samples: list[Sample], lengths: list[int]) -> dict[str, float]:
+def rollout_metrics(rollout: RolloutBatch, samples: list[Sample], lengths: list[int]) -> dict[str, float]:
     rewards = [s.reward for s in samples if s.state != "failed"]
     truncated = [s.finish == "length" for s in samples]
     values = {
@@ -166,7 +166,7 @@ def rollout_metrics(rollout: Rollout, samples: list[Sample], lengths: list[int])
     return values
 
 
-def domain_metrics(domain: str, rollout: Rollout, samples: Sequence[Sample]) -> dict[str, float]:
+def domain_metrics(domain: str, rollout: RolloutBatch, samples: Sequence[Sample]) -> dict[str, float]:
     """What the step was like in a domain. A mean is there where it is of something."""
     groups = [group for group in rollout.groups if group.task.domain == domain]
     own = [sample for sample in samples if sample.task.domain == domain]
@@ -186,7 +186,7 @@ def domain_metrics(domain: str, rollout: Rollout, samples: Sequence[Sample]) -> 
     return {f"domain/{domain}/{name}": value for name, value in values.items()}
 
 
-def staleness_metrics(rollout: Rollout) -> dict[str, float]:
+def staleness_metrics(rollout: RolloutBatch) -> dict[str, float]:
     """How old the batch is, and whether its lengths are those of all."""
     values = {"bias/length": rollout.length_bias}
     if ages := rollout.ages:

@@ -31,7 +31,7 @@ _FIELDS = tuple(field.name for field in fields(Sample) if field.name not in _ELS
 
 
 @dataclass(frozen=True)
-class Unfinished:
+class UnfinishedGroup:
     """A group that is issued again by whoever goes on from a checkpoint, and its samples that have not ended."""
 
     task: str
@@ -66,11 +66,11 @@ def groups_by_part(state: dict[str, Any], tasks: Mapping[str, Task]) -> dict[int
     return parts
 
 
-def unfinished(state: dict[str, Any], ready: Container[int]) -> list[Unfinished]:
+def unfinished(state: dict[str, Any], ready: Container[int]) -> list[UnfinishedGroup]:
     """All groups of a state that are not `ready` now, in the order they were issued."""
     groups = sorted([*state["ready"], *state["open"]], key=lambda group: int(group["index"]))
     return [
-        Unfinished(group["task"], group["epoch"], [s["id"] for s in group["samples"] if s["state"] not in ENDS])
+        UnfinishedGroup(group["task"], group["epoch"], [s["id"] for s in group["samples"] if s["state"] not in ENDS])
         for group in groups
         if group["index"] not in ready
     ]

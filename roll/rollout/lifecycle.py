@@ -34,7 +34,7 @@ MOVES: Mapping[str, frozenset[str]] = {
 ENDS = frozenset({"trained", "dropped", "failed"})
 
 
-class Record(Protocol):
+class TransitionSink(Protocol):
     """Where moves are written: the run's ledger, or a report to the one who keeps it."""
 
     def append(self, transition: Transition) -> None: ...
@@ -43,7 +43,7 @@ class Record(Protocol):
 class Lifecycle:
     """Moves samples from state to state and writes them down."""
 
-    def __init__(self, ledger: Record | None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, ledger: TransitionSink | None, clock: Callable[[], float] = time.time) -> None:
         """Without a ledger moves are checked and timed, but not recorded: evaluation is no part of a run's lineage.
         `clock` gives seconds since the epoch, which clocks of several machines agree on."""
         self._ledger = ledger

@@ -80,7 +80,7 @@ class _Patience:
 
 
 @dataclass
-class Helpers:
+class Backends:
     """The workers that samples go through beside the engines. Replaced as a whole when one was started again."""
 
     rewards: Cluster[RewardWorker]
@@ -94,7 +94,7 @@ class SampleRunner:
     def __init__(
         self,
         engines: EngineClient,
-        helpers: Helpers,
+        helpers: Backends,
         renderer: ChatRenderer,
         lifecycle: Lifecycle,
         seats: EngineAssignments,
@@ -124,7 +124,7 @@ class SampleRunner:
         self._turn = worker
         self._stops: dict[str, SampleCommand] = {}
 
-    def reconnect(self, helpers: Helpers) -> None:
+    def reconnect(self, helpers: Backends) -> None:
         self._helpers = helpers
 
     def stop(self, stop: SampleCommand) -> None:

@@ -42,7 +42,7 @@ from roll.rollout.messages import (
     SampleResult,
     WorkerCommand,
 )
-from roll.rollout.runner import Helpers, SampleRunner
+from roll.rollout.runner import Backends, SampleRunner
 from roll.rollout.transcript import Transcript, transcript_of
 from roll.run import RunFolder, Transition, write_samples
 from roll.workers.env import EnvWorker
@@ -127,7 +127,7 @@ class RolloutWorker(Worker):
         environments: Cluster[EnvWorker] | None = None,
     ) -> None:
         """Names the engines, graders and environments that samples go through; again after one was started again."""
-        helpers = Helpers(rewards, environments)
+        helpers = Backends(rewards, environments)
         if self._door is not None and self._runner is not None:
             self._door.reconnect(engines)
             self._runner.reconnect(helpers)

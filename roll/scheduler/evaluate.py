@@ -271,7 +271,7 @@ class Evaluator:
             await together(self._pool.run(s.id, [s], self._lifecycle, priority=PRIORITY) for s in samples)
             return Evaluation({name: await self._judged(name, asked) for name, asked in sets.items()}, step)
         finally:
-            await self._pool.tokens.forget(samples)
+            await self._pool.tokens.release(samples)
 
     def _samples(self, name: str, step: int) -> list[Sample]:
         settings = self._config.settings(name)
@@ -319,7 +319,7 @@ class Evaluator:
     async def _shown(self, name: str, samples: Sequence[Sample], attempts: int) -> list[Answer]:
         """The first answer to each of the first questions."""
         first = samples[:: attempts or 1][: self._config.show]
-        shown = [s for s in first if s.finish is not None and self._pool.tokens.home_of(s) is not None]
+        shown = [s for s in first if s.finish is not None and self._pool.tokens.locate(s) is not None]
         texts = await self._pool.tokens.texts(shown)
         return [Answer(s.task.question or s.task.id, text, s.reward, name) for s, text in zip(shown, texts, strict=True)]
 

@@ -27,4 +27,4 @@ async def play(tasks: tuple[Task, ...], pool: RolloutPool, config: Config, episo
         await together(pool.run(sample.id, [sample], lifecycle) for sample in samples)
         return await pool.tokens.transcripts(samples)
     finally:
-        await pool.tokens.forget(samples)
+        await pool.tokens.release(samples)

@@ -1,7 +1,7 @@
 """Policies: code that interferes with what is under way, through a narrow handle.
 
 A policy is told of every group that was judged, and looks around when a step begins and every few seconds while the step
-waits for groups. It sees copies; what it does goes through `Control`.
+waits for groups. It sees copies; what it does goes through `SchedulerControl`.
 
 What always holds: a verb does nothing to what has ended or is being trained on, and says so; whatever a policy does, each
 sample ends once, on record.
@@ -62,7 +62,7 @@ class GroupView:
     samples: tuple[SampleView, ...]
 
 
-class Control:
+class SchedulerControl:
     """What a policy may see and do. Groups go by their index, samples by their id."""
 
     def __init__(self, scheduler: RolloutScheduler, closing: Callable[[], BatchSelector]) -> None:
@@ -146,17 +146,17 @@ class Control:
 class Policy:
     """Does nothing; a policy overrides what it needs. It is made once a run, and anew when the run is resumed."""
 
-    def judged(self, control: Control, group: GroupView) -> None:
+    def judged(self, control: SchedulerControl, group: GroupView) -> None:
         """A group's last sample was judged: it is ready, or was dropped by the filter and has ended."""
 
-    def look(self, control: Control) -> None:
+    def look(self, control: SchedulerControl) -> None:
         """It is time to look around."""
 
 
-class AskedPolicy:
+class PolicyRunner:
     """A policy as a scheduler asks it, or none. One that raises ends the run."""
 
-    def __init__(self, policy: Policy | None, name: str, control: Control) -> None:
+    def __init__(self, policy: Policy | None, name: str, control: SchedulerControl) -> None:
         self._policy = policy
         self._name = name
         self.control = control
@@ -186,7 +186,7 @@ class AskedPolicy:
             raise RunError(f"the policy {self._name!r} failed in {method}: {type(error).__name__}: {error}") from error
 
 
-class Stragglers(Policy):
+class StragglerPolicy(Policy):
     """Ends the responses of the last groups that a step waits for.
 
     When no more than a tenth of a step's groups (at least one) are waited for, each of them has `seconds`; then those of
@@ -197,7 +197,7 @@ class Stragglers(Policy):
         self._seconds = seconds
         self._since: dict[int, float] = {}
 
-    def look(self, control: Control) -> None:
+    def look(self, control: SchedulerControl) -> None:
         now_s, last = control.now_s, [group for group in control.groups if group.waited_for]
         if len(last) > max(1, control.groups_per_step // 10):
             last = []
@@ -215,7 +215,7 @@ def make_policy(name: str, root: str | os.PathLike[str] | None = None) -> Policy
     if name == "none":
         return None
     if kind == "stragglers":
-        return Stragglers(_seconds(name, value)) if equals else Stragglers()
+        return StragglerPolicy(_seconds(name, value)) if equals else StragglerPolicy()
     make = load_user_code(name, what="rollout.policy", known=["none", "stragglers"], root=root)
     try:
         made = make()

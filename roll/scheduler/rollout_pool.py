@@ -22,7 +22,7 @@ from roll.rollout.lifecycle import ENDS, Lifecycle
 from roll.rollout.messages import EngineAssignment, Lease, Report, SampleCommand, SampleResult, WorkerCommand
 from roll.rollout.worker import RolloutWorker
 from roll.scheduler.router import Router, SlotReservation
-from roll.scheduler.token_registry import Tokens
+from roll.scheduler.token_registry import TokenRegistry
 
 
 class WorkerLost(Exception):
@@ -82,7 +82,7 @@ class RolloutPool:
         self._loads = [0] * len(workers)
         """Samples that are with each worker."""
         self._leases = [0] * len(workers)
-        self.tokens = Tokens(workers, self._inside)
+        self.tokens = TokenRegistry(workers, self._inside)
         self._lines = [self._line(worker) for worker in range(len(workers))]
         self._seating: set[asyncio.Task[None]] = set()
         self.engine_trouble: Callable[[int, str], None] = lambda engine, reason: None
@@ -140,7 +140,7 @@ class RolloutPool:
         for sample in samples:
             self._by_sample[sample.id] = out
             sample.oldest = self.version
-        self.tokens.at_home(samples, worker, name)
+        self.tokens.register(samples, worker, name)
         self._loads[worker] += len(samples)
         self._leases[worker] += 1
         first = samples[0]
@@ -162,13 +162,13 @@ class RolloutPool:
             # waits: every stage of a sample has a deadline, and a lost worker ends it
             await done
         except asyncio.CancelledError:
-            self.tokens.gone(samples)
+            self.tokens.unregister(samples)
             if not self._lines[worker].take_back(lease):
                 await self._lines[worker].arrived()
                 await self._tell(worker, [name])
             raise
         except BaseException:
-            self.tokens.gone(samples)
+            self.tokens.unregister(samples)
             raise
         finally:
             self._loads[worker] -= len(samples)
@@ -221,7 +221,7 @@ class RolloutPool:
         self._inside.discard(worker)
         if not self._inside:
             self._joined.clear()
-        self.tokens.lost(worker)
+        self.tokens.worker_died(worker)
         self._fail(worker, WorkerLost(reason))
 
     def joined(self, worker: int) -> None:
@@ -248,7 +248,7 @@ class RolloutPool:
 
     def let_go(self, samples: Sequence[Sample]) -> None:
         """The tokens of these samples are not needed: they start anew."""
-        task = asyncio.create_task(self.tokens.forget(samples))
+        task = asyncio.create_task(self.tokens.release(samples))
         self._seating.add(task)
         task.add_done_callback(self._seating.discard)
 

@@ -20,7 +20,7 @@ BASELINE = "baseline: not trained on"
 
 
 @dataclass(frozen=True)
-class Rollout:
+class RolloutBatch:
     """What one step's rollout gave: the batch (None if no group was kept), all groups that ended since the last one, and
     why some were dropped."""
 
@@ -62,7 +62,7 @@ class Rollout:
 
 
 @dataclass
-class Tally:
+class StepCounters:
     """What happened since the last step was closed."""
 
     ended: list[Group] = field(default_factory=list)

@@ -37,9 +37,17 @@ from roll.scheduler.batch_selection import BatchSelector
 from roll.scheduler.filters import Filter
 from roll.scheduler.group_table import GroupTable
 from roll.scheduler.group_tasks import GroupTasks
-from roll.scheduler.policy import AskedPolicy, Control, Policy
+from roll.scheduler.policy import Policy, PolicyRunner, SchedulerControl
 from roll.scheduler.rollout_pool import RolloutPool
-from roll.scheduler.rollout_result import BASELINE, Rollout, Tally, baselines, kind_of, refuse_total_failure, too_few
+from roll.scheduler.rollout_result import (
+    BASELINE,
+    RolloutBatch,
+    StepCounters,
+    baselines,
+    kind_of,
+    refuse_total_failure,
+    too_few,
+)
 from roll.scheduler.task_sampler import BatchPolicy, TaskDraw, TaskSampler
 
 MOST_SKIPS = 100_000
@@ -76,9 +84,9 @@ class RolloutScheduler:
         self._temperatures = temperatures or {}
         self._version = pool.version = version
         self._books = GroupTable()
-        self._tally = Tally()
+        self._tally = StepCounters()
         self._shape = BatchPolicy()
-        self._policy = AskedPolicy(policy, config.policy, Control(self, self._closing))
+        self._policy = PolicyRunner(policy, config.policy, SchedulerControl(self, self._closing))
         self._stepping = False
         self._carriers = GroupTasks(self._carry, self._judge, self._over)
         self._changed = asyncio.Event()
@@ -92,7 +100,7 @@ class RolloutScheduler:
 
     # A step
 
-    async def next_rollout(self) -> Rollout:
+    async def next_rollout(self) -> RolloutBatch:
         """Makes one step's batch. Raises when no sample at all could be judged."""
         self._shape = self._order.begin_step()
         self._stepping = True
@@ -122,13 +130,13 @@ class RolloutScheduler:
     async def close(self) -> None:
         """Ends everything that is under way, for good, and lets go of all tokens."""
         await self.halt()
-        await self._pool.tokens.forget()
+        await self._pool.tokens.release()
 
     async def halt(self) -> None:
         """Nothing is generated from now on, whatever dies: what is open stays as it is, what is ready can be saved."""
         await self._carriers.halt(self.open_groups)
 
-    def trained(self, rollout: Rollout, version: int, untrained: Mapping[str, str] | None = None) -> None:
+    def trained(self, rollout: RolloutBatch, version: int, untrained: Mapping[str, str] | None = None) -> None:
         """The weights of `version` have been trained on it, but for the samples that `untrained` has a reason for."""
         for sample in rollout.trained:
             if untrained and (reason := untrained.get(sample.id)):
@@ -141,7 +149,7 @@ class RolloutScheduler:
         self._books.trained(rollout.kept)
         self._fill()
 
-    def give_back(self, rollout: Rollout, reason: str) -> None:
+    def give_back(self, rollout: RolloutBatch, reason: str) -> None:
         """Its tokens were lost before it was trained on: its groups run again."""
         for group in rollout.kept:
             self._run_again(group, reason)
@@ -174,7 +182,7 @@ class RolloutScheduler:
     def worker_lost(self, worker: int, reason: str) -> None:
         """A rollout worker died: finished groups whose tokens it had run again. Running ones the pool starts anew."""
         for group in list(self._books.ready.values()):
-            if any(self._pool.tokens.home_of(sample) in (worker, None) for sample in group.scored):
+            if any(self._pool.tokens.locate(sample) in (worker, None) for sample in group.scored):
                 self._run_again(group, reason)
 
     # Interfering
@@ -231,7 +239,7 @@ class RolloutScheduler:
             "next_group": self.next_group,
             "kills": dict(self._kills),
             "lengths": list(self._lengths),
-            **saved(self._books, self._pool.tokens.home_of),
+            **saved(self._books, self._pool.tokens.locate),
         }
 
     async def save(self, folder: Path, state: dict[str, Any]) -> None:
@@ -250,7 +258,7 @@ class RolloutScheduler:
         if folder is not None:
             await self._pool.tokens.load(folder, parts)
         for group in (group for groups in parts.values() for group in groups):
-            if all(self._pool.tokens.home_of(sample) is not None for sample in group.scored):
+            if all(self._pool.tokens.locate(sample) is not None for sample in group.scored):
                 self._books.requeue(group)
         for lost in unfinished(state, self._books.ready):
             self._lifecycle.close_unfinished(lost.samples, "resumed: its group is issued again")
@@ -415,7 +423,7 @@ class RolloutScheduler:
             self._drop(group, f"stale: not finished {self._config.stale_wait_s:g} s after its step was due")
         self._fill()
 
-    async def _taken(self, chosen: list[Group]) -> Rollout | None:
+    async def _taken(self, chosen: list[Group]) -> RolloutBatch | None:
         """The step's rollout; None if tokens were lost meanwhile, so that some groups run again."""
         self._books.take(chosen)
         samples = [sample for group in chosen for sample in group.scored]
@@ -432,10 +440,12 @@ class RolloutScheduler:
             self._lifecycle.move(sample, "kept")
         if not self._config.max_staleness:
             self._cut_the_rest()
-        tally, self._tally = self._tally, Tally()
+        tally, self._tally = self._tally, StepCounters()
         ended = sorted([*tally.ended, *chosen], key=lambda group: group.index)
         refuse_total_failure(ended)
-        return Rollout(batch, chosen, ended, dict(tally.reasons), tally.by_domain, self._version, self._bias(samples))
+        return RolloutBatch(
+            batch, chosen, ended, dict(tally.reasons), tally.by_domain, self._version, self._bias(samples)
+        )
 
     def _cut_the_rest(self) -> None:
         """On-policy, what a full step does not need is of no use: its tasks come again."""

@@ -24,7 +24,7 @@ from roll.rollout.transcript import Transcript
 from roll.rollout.worker import RolloutWorker
 
 
-class Tokens:
+class TokenRegistry:
     def __init__(self, workers: Cluster[RolloutWorker], inside: AbstractSet[int]) -> None:
         """`inside` are the workers that are not lost, as the pool keeps them."""
         self._workers = workers
@@ -32,21 +32,21 @@ class Tokens:
         self._homes: dict[str, tuple[int, str]] = {}
         """Worker and lease of every sample whose tokens are kept."""
 
-    def at_home(self, samples: Sequence[Sample], worker: int, lease: str) -> None:
+    def register(self, samples: Sequence[Sample], worker: int, lease: str) -> None:
         """These samples are with a worker, by the name of a lease."""
         for sample in samples:
             self._homes[sample.id] = (worker, lease)
 
-    def gone(self, samples: Sequence[Sample]) -> None:
+    def unregister(self, samples: Sequence[Sample]) -> None:
         """The worker has forgotten these samples by itself."""
         for sample in samples:
             self._homes.pop(sample.id, None)
 
-    def lost(self, worker: int) -> None:
+    def worker_died(self, worker: int) -> None:
         """A worker is gone with all it had."""
         self._homes = {sample: home for sample, home in self._homes.items() if home[0] != worker}
 
-    def home_of(self, sample: Sample) -> int | None:
+    def locate(self, sample: Sample) -> int | None:
         """The worker that has a sample's tokens; None if they are lost, or nowhere yet."""
         home = self._homes.get(sample.id)
         return None if home is None else home[0]
@@ -81,7 +81,7 @@ class Tokens:
 
     async def transcripts(self, samples: Sequence[Sample]) -> list[Transcript]:
         """What happened in these samples, of a few: those whose worker is not lost."""
-        here = [(home, sample) for sample in samples if (home := self.home_of(sample)) is not None]
+        here = [(home, sample) for sample in samples if (home := self.locate(sample)) is not None]
         calls = (self._workers.call_rank(home, RolloutWorker.transcripts, [sample.id]) for home, sample in here)
         return [transcript for (transcript,) in await asyncio.gather(*calls)]
 
@@ -117,9 +117,9 @@ class Tokens:
             for lease, group in by_lease.items()
         ]
         for lease in await self._workers.call_rank(worker, RolloutWorker.load, folder, part, wanted):
-            self.at_home(by_lease[lease].samples, worker, lease)
+            self.register(by_lease[lease].samples, worker, lease)
 
-    async def forget(self, samples: Sequence[Sample] | None = None) -> None:
+    async def release(self, samples: Sequence[Sample] | None = None) -> None:
         """Lets the workers drop the tokens of these samples, or of all."""
         keys: dict[int, set[str]] = defaultdict(set)
         for sample in list(self._homes) if samples is None else [sample.id for sample in samples]:

@@ -15,7 +15,7 @@ from roll.rollout.lifecycle import Lifecycle
 from roll.scheduler.filters import no_signal
 from roll.scheduler.long_tail import make_order
 from roll.scheduler.rollout_pool import RolloutPool
-from roll.scheduler.rollout_result import Rollout
+from roll.scheduler.rollout_result import RolloutBatch
 from roll.scheduler.router import Router
 from roll.scheduler.scheduler import RolloutScheduler
 from roll.scheduler.task_sampler import TaskSampler
@@ -114,7 +114,7 @@ class SimRun:
         await self.publish(self.version + 1)
         self.scheduler.trained(rollout, self.version)
         self.ledger.flush()
-        await self.pool.tokens.forget(rollout.samples)
+        await self.pool.tokens.release(rollout.samples)
         return self._times(rollout, rolled_out_s)
 
     async def publish(self, version: int) -> None:
@@ -136,7 +136,7 @@ class SimRun:
         self.router.pause_admission(False)
         self.scheduler.published(version)
 
-    def _times(self, rollout: Rollout, rolled_out_s: float) -> StepTimes:
+    def _times(self, rollout: RolloutBatch, rolled_out_s: float) -> StepTimes:
         tried = tuple(group.index for group in rollout.groups)
         kept = tuple(group.index for group in rollout.kept)
         return StepTimes(rolled_out_s, self.loop.time(), StepGroups(tried, kept), rollout.ages, rollout.length_bias)

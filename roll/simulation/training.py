@@ -19,7 +19,7 @@ from roll.config.schema import RolloutConfig
 from roll.data.task import Task
 from roll.rollout.lifecycle import Lifecycle
 from roll.scheduler.filters import no_signal
-from roll.scheduler.rollout_result import NOT_FINITE, Rollout
+from roll.scheduler.rollout_result import NOT_FINITE, RolloutBatch
 from roll.scheduler.scheduler import RolloutScheduler
 from roll.scheduler.task_sampler import BaseSampler, SamplerWrapper, TaskDraw
 from roll.simulation.balance import DrawKey
@@ -153,11 +153,11 @@ class Training:
         self.lag = self.ledger.lag
         self.ledger.flush()
         await world.pool.tokens.write(self.step, rollout.fates())
-        await world.pool.tokens.forget(rollout.samples)
+        await world.pool.tokens.release(rollout.samples)
 
-    def _homes(self, rollout: Rollout) -> set[tuple[int, int, bool]]:
+    def _homes(self, rollout: RolloutBatch) -> set[tuple[int, int, bool]]:
         """The workers that have its tokens, and which of their lives it is."""
-        homes = {self.world.pool.tokens.home_of(sample) for sample in rollout.trained}
+        homes = {self.world.pool.tokens.locate(sample) for sample in rollout.trained}
         handles = self.world.handles
         return {(home, handles[home].incarnation, handles[home].alive) for home in homes if home is not None}
 

@@ -79,7 +79,7 @@ def test_a_greedy_answer_gives_its_siblings_their_baseline_and_is_not_trained_on
         assert run.moves.of("1.3") == ["queued", "generating", "scoring", "scored", "dropped"]
         assert run.moves.reasons("1.3")[-1] == NOT_TRAINED
         assert run.moves.of("1.2")[-1] == "trained"
-        await run.pool.tokens.forget(rollout.samples)
+        await run.pool.tokens.release(rollout.samples)
         assert not run.pool.tokens._homes
 
     go(main())
@@ -225,7 +225,7 @@ def test_whatever_becomes_of_samples_a_batch_has_a_baseline_for_each_and_no_gree
             run.scheduler.published(number + 1)
             run.scheduler.trained(rollout, number + 1)
             assert all((s.state, s.reason) == NOT_TRAINED for g in rollout.kept for s in g.samples if s.greedy)
-            await run.pool.tokens.forget(rollout.samples)
+            await run.pool.tokens.release(rollout.samples)
         assert set(run.moves.last().values()) <= {"trained", "dropped", "failed"}
         assert not run.pool.tokens._homes
         assert not any(r.state in ("kept", "trained") for r in run.moves.records if r.sample.endswith(f".{size}"))
@@ -256,7 +256,7 @@ def test_only_the_greedy_answer_is_drawn_at_temperature_0() -> None:
         assert [s.reward for s in samples] == [1.0, 1.0, 0.0]
         assert run.moves.infos("3.1")[-1] == ("scored", {"reward": 1.0})
         assert run.moves.infos("3.2")[-1] == ("scored", {"baseline": 0.0})
-        await run.pool.tokens.forget(samples)
+        await run.pool.tokens.release(samples)
         run.assert_empty()
 
     go(main())
@@ -268,7 +268,7 @@ def test_an_episode_can_be_greedy_and_is_so_again_when_its_worker_dies() -> None
         samples = with_greedy(run, 0, 1, episode_of(0.5, 0.5))
         call = run.start(samples)
         await until(lambda: len(run.running) == 2)
-        home = run.pool.tokens.home_of(samples[0])
+        home = run.pool.tokens.locate(samples[0])
         assert home is not None
         run.kill_worker(home)
         await until(lambda: {(s.state, s.tries) for s in samples} == {("generating", 2)})

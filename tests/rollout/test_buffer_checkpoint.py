@@ -100,7 +100,7 @@ class Run:
         self.scheduler.before_publish(version)
         self.scheduler.published(version)
         self.scheduler.trained(rollout, version)
-        await self.pool.tokens.forget(rollout.samples)
+        await self.pool.tokens.release(rollout.samples)
         return [group.index for group in rollout.kept]
 
     async def save(self, folder: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from roll.data import Sample
 from roll.data.domains import load_domains
 from roll.rollout.lifecycle import Lifecycle
 from roll.scheduler.filters import make_filter
-from roll.scheduler.rollout_result import Rollout
+from roll.scheduler.rollout_result import RolloutBatch
 from roll.scheduler.scheduler import RolloutScheduler
 from roll.scheduler.task_sampler import EpochSampler
 
@@ -52,7 +52,7 @@ def test_the_mix_holds_exactly_over_time(weights: list[float], sizes: list[int],
         assert max(counts) - min(counts) <= 1
 
 
-def run_steps(steps: int, outcome: Any) -> tuple[list[Rollout], list[Sample]]:
+def run_steps(steps: int, outcome: Any) -> tuple[list[RolloutBatch], list[Sample]]:
     domains = {
         "warm": {"tasks": "echo", "temperature": 2.0, "weight": 3},
         "plain": {"tasks": {"source": "echo", "options": {"symbols": "ab"}}},
@@ -64,7 +64,7 @@ def run_steps(steps: int, outcome: Any) -> tuple[list[Rollout], list[Sample]]:
         seen.append(sample)
         return outcome(sample)
 
-    async def main() -> list[Rollout]:
+    async def main() -> list[RolloutBatch]:
         moves: Any = Moves()
         pool = await ToyRunner(note).pool(1)
         order = EpochSampler(load_domains(config.domains).train, 0, config.mix)

@@ -53,7 +53,7 @@ from roll.rollout.engine_assignments import EngineAssignments
 from roll.rollout.engine_client import EngineClient
 from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.messages import EngineAssignment, SampleCommand
-from roll.rollout.runner import Helpers, SampleRunner, training_sampling
+from roll.rollout.runner import Backends, SampleRunner, training_sampling
 from roll.workers.infer import PROGRESS_S
 
 PROMPT = TOKENIZER("<|user|>2+2<|end|><|assistant|>")["input_ids"]
@@ -128,7 +128,7 @@ async def setting(
     acting, playing, log = await environments(envs)
     runner = SampleRunner(
         EngineClient(of("toys", handles), "tests"),
-        Helpers(judging, acting),
+        Backends(judging, acting),
         renderer,
         life,
         seats,
@@ -433,7 +433,7 @@ def test_the_only_grader_is_asked_again_when_it_is_back() -> None:
         await asyncio.sleep(10)
         assert sample.state == "scoring"
         judging, judges = await rewards(right)
-        run.runner.reconnect(Helpers(judging, None))
+        run.runner.reconnect(Backends(judging, None))
         await call
         assert (sample.state, judges[0].judged) == ("scored", 1)
 

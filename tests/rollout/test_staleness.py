@@ -20,7 +20,7 @@ from roll.data.tokenlog import NO_VERSION
 from roll.rollout.lifecycle import ENDS, MOVES, Lifecycle
 from roll.scheduler.filters import make_filter
 from roll.scheduler.rollout_pool import RolloutPool
-from roll.scheduler.rollout_result import Rollout
+from roll.scheduler.rollout_result import RolloutBatch
 from roll.scheduler.scheduler import RolloutScheduler
 from roll.scheduler.task_sampler import BatchPolicy, EpochSampler
 
@@ -67,7 +67,7 @@ class World:
 
         books.issue = watched  # type: ignore[method-assign]
 
-    def assert_young(self, rollout: Rollout) -> None:
+    def assert_young(self, rollout: RolloutBatch) -> None:
         """None of the tokens that count is older than allowed."""
         assert rollout.version == self.version
         limit = self.version - self.config.max_staleness
@@ -83,7 +83,7 @@ class World:
             assert max(rollout.ages, default=0) <= self.config.max_staleness
         assert min(rollout.ages, default=0) >= 0
 
-    async def publish(self, rollout: Rollout | None = None, rng: random.Random | None = None) -> None:
+    async def publish(self, rollout: RolloutBatch | None = None, rng: random.Random | None = None) -> None:
         """As a pipeline does after a step was trained on."""
         new = self.version + 1
         self.scheduler.before_publish(new)
@@ -96,9 +96,9 @@ class World:
         self.version = new
         if rollout is not None:
             self.scheduler.trained(rollout, new)
-            await self.pool.tokens.forget(rollout.samples)
+            await self.pool.tokens.release(rollout.samples)
 
-    async def step(self) -> Rollout:
+    async def step(self) -> RolloutBatch:
         rollout = await self.scheduler.next_rollout()
         self.assert_young(rollout)
         await self.publish(rollout)

@@ -17,7 +17,7 @@ from roll.config.schema import Config, RolloutConfig
 from roll.data import Sample, Task
 from roll.rollout.lifecycle import Lifecycle
 from roll.scheduler.filters import make_filter
-from roll.scheduler.policy import Control, GroupView, Policy, Stragglers, make_policy
+from roll.scheduler.policy import GroupView, Policy, SchedulerControl, StragglerPolicy, make_policy
 from roll.scheduler.rollout_pool import RolloutPool
 from roll.scheduler.scheduler import RolloutScheduler
 from roll.scheduler.task_sampler import EpochSampler
@@ -46,10 +46,10 @@ class Watching(Policy):
         self.looks: list[tuple[float, list[GroupView]]] = []
         self.ends: list[GroupView] = []
 
-    def look(self, control: Control) -> None:
+    def look(self, control: SchedulerControl) -> None:
         self.looks.append((control.now_s, control.groups))
 
-    def judged(self, control: Control, group: GroupView) -> None:
+    def judged(self, control: SchedulerControl, group: GroupView) -> None:
         self.ends.append(group)
 
 
@@ -101,10 +101,10 @@ def test_a_policy_sees_what_is_under_way_when_a_step_begins_and_while_it_waits()
 class Doing(Policy):
     """Does something once, when asked to look the second time."""
 
-    def __init__(self, what: Callable[[Control], Any]) -> None:
+    def __init__(self, what: Callable[[SchedulerControl], Any]) -> None:
         self.what, self.count, self.said = what, 0, None
 
-    def look(self, control: Control) -> None:
+    def look(self, control: SchedulerControl) -> None:
         self.count += 1
         if self.count == 2:
             self.said = self.what(control)
@@ -180,7 +180,7 @@ def test_the_last_responses_of_a_step_are_ended_after_a_while(staleness: int, al
     async def main() -> None:
         run = await party(1, judge=lambda task, response: float(response.tokens))
         config = {"groups_per_step": 4, "group_size": 2, "filter": "none", "max_staleness": staleness}
-        scheduler = scheduler_of(run.pool, Stragglers(30), run.moves, **config)
+        scheduler = scheduler_of(run.pool, StragglerPolicy(30), run.moves, **config)
         call = asyncio.create_task(scheduler.next_rollout())
         await until(lambda: len(run.running) == 8 * (staleness + 1))
         slow = {"3.0", "3.1"} if alone else {"2.0", "3.0"}
@@ -252,7 +252,7 @@ def test_what_is_no_policy_is_refused(name: str, says: str) -> None:
 def test_policies_go_by_their_names() -> None:
     assert make_policy("none") is None
     made = make_policy("stragglers=2.5")
-    assert isinstance(made, Stragglers)
+    assert isinstance(made, StragglerPolicy)
     assert made._seconds == 2.5
     with pytest.raises(ValueError, match=r"rollout\.policy make a batch depend on timing"):
         Config.model_validate({"model": {"path": "tiny"}, "deterministic": True, "rollout": {"policy": "stragglers"}})

@@ -93,7 +93,7 @@ def test_a_group_is_carried_to_its_verdicts() -> None:
         assert infos == [{}, {"engine": 0, "worker": 0, "version": 0}, told, {"reward": 0.0}]
         assert [(s.oldest, s.newest, s.turns, s.tries) for s in samples] == [(3, 3, 1, 1)] * 2
         run.assert_idle()
-        await run.pool.tokens.forget(samples)
+        await run.pool.tokens.release(samples)
         run.assert_empty()
 
     go(main())
@@ -121,7 +121,7 @@ def test_samples_that_fail_say_why_and_have_no_tokens_to_train_on() -> None:
         await call
         assert [(s.state, s.reason) for s in more] == [("failed", "reward raised: KeyError: 'answer'"), ("scored", "")]
         assert run.moves.of("1.0") == ["queued", "generating", "scoring", "failed"]
-        await run.pool.tokens.forget([*samples, *more])
+        await run.pool.tokens.release([*samples, *more])
         run.assert_empty()
 
     go(main())
@@ -217,7 +217,7 @@ def test_the_ledgers_moves_are_valid_and_in_order_whatever_comes_first(
                 assert path == ["queued", "generating", "scoring", sample.state]
                 assert sample.response_tokens == len(spoken(texts[sample.id]))
         run.assert_idle()
-        await run.pool.tokens.forget([sample for group in groups for sample in group])
+        await run.pool.tokens.release([sample for group in groups for sample in group])
         run.assert_empty()
 
     go(main())
@@ -340,7 +340,7 @@ def test_a_cancelled_lease_is_nowhere_whenever_it_is_cancelled_and_can_be_given_
         run.answer()
         await asyncio.gather(call, other)
         assert [sample.state for sample in again] == ["scored", "scored"]
-        await run.pool.tokens.forget([*again, *run.group(1)])
+        await run.pool.tokens.release([*again, *run.group(1)])
         run.assert_empty()
 
     go(main())
@@ -598,8 +598,8 @@ def test_what_a_worker_wrote_of_a_step_stays_when_it_is_lost_and_the_others_writ
         samples = [sample for group in map(run.group, range(4)) for sample in group]
         await asyncio.gather(*(run.start(samples[at : at + 2]) for at in range(0, 8, 2)))
         await run.pool.tokens.write(7, fates(samples))
-        run.pool.tokens.lost(1)
-        here = [sample for sample in samples if run.pool.tokens.home_of(sample) == 0]
+        run.pool.tokens.worker_died(1)
+        here = [sample for sample in samples if run.pool.tokens.locate(sample) == 0]
         assert 0 < len(here) < len(samples)
         await run.pool.tokens.write(7, [FinalState(sample.id, "dropped", "left out") for sample in samples], again=True)
         left_out = {row["sample"]: row["reason"] == "left out" for row in read_samples(folder, 7)}
@@ -613,11 +613,11 @@ def test_what_is_forgotten_is_gone_and_the_rest_stays() -> None:
         run = await party(1, 2, says="4")
         groups = [run.group(index) for index in range(4)]
         await asyncio.gather(*(run.start(group) for group in groups))
-        await run.pool.tokens.forget([*groups[1], *groups[2]])
+        await run.pool.tokens.release([*groups[1], *groups[2]])
         kept = {sample.id for group in (groups[0], groups[3]) for sample in group}
         assert {id for worker in run.workers for id in worker._home} == set(run.pool.tokens._homes) == kept
         assert len(await run.pool.tokens.texts(groups[3])) == 2
-        await run.pool.tokens.forget([*groups[0], *groups[3]])
+        await run.pool.tokens.release([*groups[0], *groups[3]])
         run.assert_empty()
 
     go(main())
@@ -659,7 +659,7 @@ def test_what_passes_through_the_controller_does_not_grow_with_responses(
         samples = [sample for group in groups for sample in group]
         batch = await run.pool.tokens.batch(samples)
         assert batch.tokens > 16 * tokens
-        await run.pool.tokens.forget(samples)
+        await run.pool.tokens.release(samples)
         return passed
 
     monkeypatch.setattr(LocalHandle, "call", counted)
@@ -728,7 +728,7 @@ def test_samples_of_a_dead_engine_wait_until_another_is_there() -> None:
         assert {sample.state for sample in samples} == {"scored"}
         for sample in samples:
             assert_undisturbed(run, sample)
-        await run.pool.tokens.forget(samples)
+        await run.pool.tokens.release(samples)
         run.assert_empty()
 
     go(main())
@@ -766,7 +766,7 @@ def test_whenever_engines_die_nothing_is_lost_or_doubled(seed: int) -> None:
         for engine in dead:
             await run.revive_engine(engine)
         run.assert_idle()
-        await run.pool.tokens.forget(samples)
+        await run.pool.tokens.release(samples)
         run.assert_empty()
 
     go(main())
@@ -892,7 +892,7 @@ def test_a_worker_that_does_not_answer_is_reported_and_does_not_get_leases(error
         groups = [run.group(index) for index in range(3)]
         await asyncio.gather(*(run.start(group) for group in groups))
         assert {s.state for group in groups for s in group} == {"scored"}
-        assert {run.pool.tokens.home_of(s) for group in groups for s in group} == {1}
+        assert {run.pool.tokens.locate(s) for group in groups for s in group} == {1}
         assert told
         assert {worker for worker, _ in told} == {0}
         assert ("killed" if error == "died" else "has not answered") in told[0][1]
@@ -973,7 +973,7 @@ def test_whenever_workers_die_every_sample_ends_once(seed: int) -> None:
                     assert_undisturbed(run, sample)
             else:
                 assert (sample.state, sample.reason[:19]) == ("failed", "rollout worker died")
-        await run.pool.tokens.forget(samples)
+        await run.pool.tokens.release(samples)
         await asyncio.sleep(100)  # what dead workers asked of engines ends by itself
         run.assert_empty()
 
@@ -1020,7 +1020,7 @@ def test_stopping_a_sample_frees_its_place_and_leaves_its_siblings_alone(how: An
         assert samples[1].reward == float(how != "drop")
         assert [(s.state, s.finish) for s in (samples[0], samples[2])] == [("scored", "stop")] * 2
         assert "by hand" in [reason for _, reason in run.moves.reasons("0.1")]
-        await run.pool.tokens.forget(samples)
+        await run.pool.tokens.release(samples)
         run.assert_empty()
 
     go(main())
@@ -1272,7 +1272,7 @@ def test_an_episode_gives_its_place_back_while_it_acts_and_goes_on_where_it_was(
         await call
         assert [(s.state, s.reward, s.turns) for s in samples] == [("scored", 1.0, 2)] * 2
         assert run.moves.of("0.0") == ["queued", "acting", *["generating", "acting"] * 2, "scoring", "scored"]
-        await run.pool.tokens.forget(samples)
+        await run.pool.tokens.release(samples)
         run.assert_empty()
 
     go(main())
@@ -1438,7 +1438,7 @@ def test_whatever_happens_every_sample_ends_and_nothing_is_left(seed: int) -> No
                 assert_undisturbed(run, sample)
         await asyncio.sleep(100)  # what dead workers asked of engines ends by itself
         run.assert_idle()
-        await run.pool.tokens.forget(samples)
+        await run.pool.tokens.release(samples)
         run.assert_empty()
 
     go(main())

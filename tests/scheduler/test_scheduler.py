@@ -24,7 +24,7 @@ from roll.rollout.lifecycle import MOVES, Lifecycle
 from roll.scheduler.filters import FILTERS, keep_all, make_filter, no_signal
 from roll.scheduler.long_tail import TailBatching
 from roll.scheduler.rollout_pool import RolloutPool
-from roll.scheduler.rollout_result import Rollout
+from roll.scheduler.rollout_result import RolloutBatch
 from roll.scheduler.scheduler import RolloutScheduler
 from roll.scheduler.task_sampler import BatchPolicy, EpochSampler, SamplerWrapper, TaskDraw
 
@@ -445,7 +445,7 @@ def test_every_sample_of_a_step_ends_on_the_ledger() -> None:
             assert run.moves.infos(sample.id)[-1] == ("trained", {"version": 7})
         said = {"task": samples[0].task.id, "group": samples[0].group, "domain": "default"}
         assert run.moves.infos(samples[0].id)[0] == ("queued", said)
-        await run.pool.tokens.forget(rollout.samples)
+        await run.pool.tokens.release(rollout.samples)
         run.assert_empty()
 
     go(main())
@@ -638,7 +638,7 @@ def test_groups_may_be_dropped_at_any_moment(seed: int) -> None:
         scheduler.trained(rollout, 1)
         await asyncio.sleep(1)
         run.assert_idle()
-        await run.pool.tokens.forget(rollout.samples)
+        await run.pool.tokens.release(rollout.samples)
         run.assert_empty()
 
     go(main())
@@ -718,7 +718,7 @@ def test_a_group_gets_its_engine_earlier_when_its_priority_is_raised_whenever_th
         if after == 60 and which:
             assert begun == ["0.0", "3.0", "1.0", "2.0"]
         scheduler.trained(rollout, 1)
-        await run.pool.tokens.forget(rollout.samples)
+        await run.pool.tokens.release(rollout.samples)
         run.assert_empty()
 
     go(main())
@@ -751,7 +751,7 @@ def test_a_group_whose_priority_changes_while_it_begins_is_whole(after_s: float)
         assert rollout.batch is not None
         assert rollout.batch["sample"].tolist() == ["0.0", "0.1", "0.2"]
         assert [s.state for s in group.samples] == ["kept"] * 3
-        await run.pool.tokens.forget(rollout.samples)
+        await run.pool.tokens.release(rollout.samples)
         run.assert_empty()
 
     go(main())
@@ -919,7 +919,7 @@ def test_finished_groups_whose_tokens_died_run_again() -> None:
         )
         call = asyncio.create_task(run.scheduler.next_rollout())
         await asyncio.sleep(5)
-        homes = {index: run.pool.tokens.home_of(g.samples[0]) for index, g in run.scheduler._books.ready.items()}
+        homes = {index: run.pool.tokens.locate(g.samples[0]) for index, g in run.scheduler._books.ready.items()}
         assert set(homes) == {0, 1, 2}
         lost = [index for index, home in homes.items() if home == 0]
         assert lost
@@ -1018,7 +1018,7 @@ def test_nothing_is_left_at_workers_of_what_was_made_again() -> None:
         run = await party(2, 2, lambda task, response: random.random(), says="4")
         scheduler = scheduler_of(run, groups_per_step=1, group_size=2)
         rollout = await scheduler.next_rollout()
-        assert run.pool.tokens.home_of(rollout.samples[0]) == 0
+        assert run.pool.tokens.locate(rollout.samples[0]) == 0
         run.judges[0].gate.clear()
         other = run.start(run.group(99))  # so that the other worker has less to do
         await asyncio.sleep(1)
@@ -1027,7 +1027,7 @@ def test_nothing_is_left_at_workers_of_what_was_made_again() -> None:
         rollout = await scheduler.next_rollout()
         await other
         scheduler.trained(rollout, 1)
-        await run.pool.tokens.forget([*rollout.samples, *run.group(99)])
+        await run.pool.tokens.release([*rollout.samples, *run.group(99)])
         await asyncio.sleep(1)
         run.assert_empty()
 
@@ -1037,7 +1037,7 @@ def test_nothing_is_left_at_workers_of_what_was_made_again() -> None:
 # what a checkpoint holds
 
 
-async def step(run: Setting, number: int) -> Rollout:
+async def step(run: Setting, number: int) -> RolloutBatch:
     rollout = await run.scheduler.next_rollout()
     run.scheduler.before_publish(number + 1)
     run.scheduler.published(number + 1)
@@ -1060,7 +1060,7 @@ def test_a_resumed_run_trains_drops_or_draws_again_every_task_once(seed: int) ->
     ends: Counter[tuple[str, int]] = Counter()
     """How often each draw, a task of an epoch, came to its end."""
 
-    def note(run: Setting, rollout: Rollout) -> None:
+    def note(run: Setting, rollout: RolloutBatch) -> None:
         for group in rollout.groups:
             again = any(s.reason.startswith(("cut", "surplus")) for s in group.samples)
             if not again:
