@@ -32,7 +32,7 @@ from roll.data.sources import Split, TaskSet, load_tasks
 from roll.data.task import EnvSpec, Message, Task
 from roll.data.tokenlog import TokenLog
 from roll.env.demonstrations import demonstration
-from roll.env.expert_play import Turn, check_expert, turns
+from roll.env.expert_play import ExpertTurn, check_expert, turns
 from roll.model.chat import ChatRenderer
 from roll.model.find import find_model
 from roll.model.loading import load_tokenizer, stop_ids_of
@@ -87,7 +87,7 @@ def labels(
     opening: tuple[Message, ...] = (),
     max_turns: int = 100,
     window: int = 0,
-) -> Iterator[Turn]:
+) -> Iterator[ExpertTurn]:
     """The states that a policy comes to in an episode and that the expert has advice for. The policy is given what was
     said so far, as far as the `window` shows it, and says something, or None to end there."""
     for turn in turns(spec, lambda turn: policy(turn.messages), opening, max_turns, window):

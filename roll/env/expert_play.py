@@ -19,7 +19,7 @@ from roll.env.resolve import resolve, with_files
 
 
 @dataclass(frozen=True)
-class Turn:
+class ExpertTurn:
     """What the agent answers now, and what the expert would say."""
 
     messages: tuple[Message, ...]
@@ -34,7 +34,7 @@ class Turn:
         return (*self.messages, Message(role="assistant", content=self.advice))
 
 
-Says: TypeAlias = Callable[[Turn], str | None]
+Says: TypeAlias = Callable[[ExpertTurn], str | None]
 """What is said at a turn; None ends the episode."""
 
 
@@ -48,7 +48,7 @@ def check_expert(spec: EnvSpec) -> None:
 
 def turns(
     spec: EnvSpec, says: Says, opening: tuple[Message, ...] = (), most: int = 100, window: int = 0
-) -> Iterator[Turn]:
+) -> Iterator[ExpertTurn]:
     """The turns of an episode in which `says` speaks: to its end, to a turn that nothing is said to, or to turn `most`.
     `opening` comes before what the environment begins with; with a `window`, the agent sees the beginning and only so
     many of the turns before the present one."""
@@ -62,7 +62,7 @@ def turns(
         past: list[tuple[Message, ...]] = []
         for _ in range(most):
             seen = (message for before in past[-window:] for message in before)
-            turn = Turn((*begun, *seen), _plain(spec, expert()), first.tools)
+            turn = ExpertTurn((*begun, *seen), _plain(spec, expert()), first.tools)
             yield turn
             said = says(turn)
             if said is None:

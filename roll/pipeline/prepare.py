@@ -31,7 +31,7 @@ from roll.pipeline import sft_metrics as sft_record
 from roll.pipeline.preflight import Found, find, find_tasks, rules_of
 from roll.pipeline.prompt_filter import fitting
 from roll.pipeline.recorder import Recorder
-from roll.pipeline.residency_manager import Turns
+from roll.pipeline.residency_manager import ResidencyManager
 from roll.pipeline.reward_models import check_scorers
 from roll.pipeline.rlvr import RLVR, make_evaluator
 from roll.pipeline.roles import Roles, TrainRoles, start_roles, start_trainer
@@ -134,7 +134,7 @@ class RLVRPipeline(Pipeline[Roles, RunState]):
 
     async def _with_weights(self, roles: Roles, work: Coroutine[Any, Any, T]) -> T:
         """What the work finds, with the engines serving the model as it is."""
-        turns = Turns(roles)
+        turns = ResidencyManager(roles)
         try:
             async with supervised(roles, self.config) as (supervision, publisher):
                 await turns.enter("publish")

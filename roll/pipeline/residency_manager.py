@@ -22,7 +22,7 @@ from roll.workers.reward_model import RewardModelWorker
 from roll.workers.train import TrainWorker
 
 
-class Turns:
+class ResidencyManager:
     def __init__(self, roles: Roles) -> None:
         self._roles = roles
         self._levels: dict[Name, Level] = {name: roles.stages.lowest(*name) for name in roles.stages.levels["generate"]}

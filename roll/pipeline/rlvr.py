@@ -22,7 +22,7 @@ from roll.pipeline.nan_guard import Health
 from roll.pipeline.policies import make_policies
 from roll.pipeline.publisher import Publisher
 from roll.pipeline.recorder import Recorder
-from roll.pipeline.residency_manager import Turns
+from roll.pipeline.residency_manager import ResidencyManager
 from roll.pipeline.rlvr_metrics import RolloutRecord
 from roll.pipeline.roles import Roles
 from roll.pipeline.state import RunState
@@ -68,7 +68,7 @@ class RLVR:
         self._algorithm = make_algorithm(config)
         if state.algorithm:
             self._algorithm.restore(state.algorithm)
-        self._turns = Turns(roles)
+        self._turns = ResidencyManager(roles)
         supervision.engine_restored = self._turns.engine_restored
         supervision.scorer_restored = self._turns.scorer_restored
         self._scheduler = make_scheduler(config, tasks, roles, Lifecycle(recorder), state)

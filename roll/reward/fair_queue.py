@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 G = TypeVar("G")
 
 
-class Turns(Generic[G]):
+class FairQueue(Generic[G]):
     def __init__(self) -> None:
         self._queues: dict[str, deque[asyncio.Future[G]]] = {}
         self._running: Counter[str] = Counter()

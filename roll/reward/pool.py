@@ -22,7 +22,7 @@ from roll.process.structured_gather import together
 from roll.reward import ipc as wire
 from roll.reward.base import ScoreFailure, Verdict
 from roll.reward.cache import VerdictCache
-from roll.reward.fair_queue import Turns
+from roll.reward.fair_queue import FairQueue
 from roll.reward.grader import Grader
 from roll.reward.grader_main import judged
 from roll.reward.model_reward import Said
@@ -79,7 +79,7 @@ class GraderPool:
         self._log_bytes = log_bytes
         self._graders: set[Grader] = set()
         self._idle: deque[Grader] = deque()
-        self._turns: Turns[Grader] = Turns()
+        self._turns: FairQueue[Grader] = FairQueue()
         self._replacing: set[asyncio.Task[None]] = set()
         self._starts = asyncio.Semaphore(os.cpu_count() or 1)  # more at once would only eat each other's deadline
         self._ended: RunError | None = RunError("the grader pool was not started")

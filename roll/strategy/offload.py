@@ -16,12 +16,12 @@ Level = Literal["none", "weights", "all"]
 """What of a role is on its device: nothing, the weights, or all that it works with."""
 
 
-class Shelf:
+class TensorOffloader:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[str, Tensor] = {}
 
-    def lay_aside(self, tensors: Mapping[str, Tensor]) -> None:
+    def offload(self, tensors: Mapping[str, Tensor]) -> None:
         """Moves the tensors' values to the host; the tensors themselves stay the same objects."""
         moving = {name: tensor for name, tensor in tensors.items() if tensor.device.type == "cuda"}
         for name, tensor in moving.items():
@@ -36,7 +36,7 @@ class Shelf:
         if moving:
             torch.cuda.empty_cache()  # for the other processes on this GPU
 
-    def bring_back(self, tensors: Mapping[str, Tensor]) -> None:
+    def onload(self, tensors: Mapping[str, Tensor]) -> None:
         """Moves the tensors' values to the device again."""
         if self._device.type != "cuda":
             return
@@ -49,5 +49,5 @@ class Shelf:
         """Keeps what the level says on the device; `own` is what is there beside the weights."""
         everything = {**weights, **own}
         kept: Mapping[str, Tensor] = {"all": everything, "weights": dict(weights), "none": {}}[level]
-        self.lay_aside({name: tensor for name, tensor in everything.items() if name not in kept})
-        self.bring_back(kept)
+        self.offload({name: tensor for name, tensor in everything.items() if name not in kept})
+        self.onload(kept)

@@ -19,7 +19,7 @@ from roll.data.task import Message
 from roll.engine.request import Completion, Request, Sampling, seed_of
 from roll.reward.model_reward import Drawing
 from roll.workers.device import DeviceWorker
-from roll.workers.residency_gate import Turn
+from roll.workers.residency_gate import ResidencyGate
 
 if TYPE_CHECKING:
     from roll.strategy.offload import Level
@@ -44,7 +44,7 @@ class JudgeWorker(DeviceWorker):
         self._context = config.roles.judge.context_within(context_of(source))
         self._seed = config.seed
         self._engine = OwnEngine(place, config)
-        self._turn = Turn()
+        self._turn = ResidencyGate()
         self._open: dict[str, asyncio.Future[Completion]] = {}
         """Replies that are being generated."""
         self._sorting: asyncio.Task[None] | None = None

@@ -9,7 +9,7 @@ POLL_S = 2.0
 """How long a question waits for the worker's turn before it is sent back."""
 
 
-class Turn:
+class ResidencyGate:
     """Whether the worker is on its devices. Questions of a worker that is not are sent back, to be asked again."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from roll.config.schema import Config
 from roll.data.task import Message
 from roll.data.tokenlog import IntArray
 from roll.workers.rank_group import GroupWorker
-from roll.workers.residency_gate import Turn
+from roll.workers.residency_gate import ResidencyGate
 
 if TYPE_CHECKING:  # those who only ask it do without torch
     from roll.strategy.offload import Level
@@ -38,7 +38,7 @@ class RewardModelWorker(GroupWorker):
     def __init__(self, place: Place, config: Config) -> None:
         self._config = config
         self._strategy: RewardStrategy | None = None
-        self._turn = Turn()
+        self._turn = ResidencyGate()
         self._waiting: list[tuple[IntArray, asyncio.Future[float | None]]] = []
         self._scoring: asyncio.Task[None] | None = None
         self._apart = False

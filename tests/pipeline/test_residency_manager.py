@@ -12,7 +12,7 @@ from roll.config import load_config
 from roll.devices.inventory import Inventory, Node
 from roll.devices.map import make_map
 from roll.devices.residency import residency
-from roll.pipeline.residency_manager import Turns
+from roll.pipeline.residency_manager import ResidencyManager
 from roll.pipeline.roles import Roles
 from roll.scheduler.router import Router
 from roll.strategy.offload import Level
@@ -42,7 +42,7 @@ class ToyPool:
         self.displaced.append((reason, engine))
 
 
-async def started(roles: dict[str, Any], *, offload: bool = True) -> tuple[Turns, Roles, Moves]:
+async def started(roles: dict[str, Any], *, offload: bool = True) -> tuple[ResidencyManager, Roles, Moves]:
     config = load_config({"executor": "ray", "roles": roles, "algorithm": {"kl_coef": 0.1}})
     inventory = Inventory((Node("node0", "", 8, 4, 1 << 40, 1 << 40),))
     map = make_map(config, inventory, roles_in_use={"actor_train", "actor_infer", "reference", "rollout", "reward"})
@@ -76,7 +76,7 @@ async def started(roles: dict[str, Any], *, offload: bool = True) -> tuple[Turns
         router=router,
         pool=pool,
     )
-    return Turns(running), running, moves
+    return ResidencyManager(running), running, moves
 
 
 def go(coroutine: Any) -> None:

@@ -12,7 +12,7 @@ from test_grader_pool import DEADLINE_S, RESPONSE, with_pool
 
 from roll.data import Task
 from roll.reward import ScoreFailure
-from roll.reward.fair_queue import Turns
+from roll.reward.fair_queue import FairQueue
 from roll.reward.pool import GraderPool
 
 moves = st.lists(
@@ -30,7 +30,7 @@ def test_turns_are_fair_between_domains_and_in_order_within_one(script: list[tup
     """Against a list that is searched each time: fewest running, then served least recently, then first in the queue."""
 
     async def main() -> None:
-        turns: Turns[int] = Turns()
+        turns: FairQueue[int] = FairQueue()
         waiting: dict[str, list[asyncio.Future[int]]] = {"a": [], "b": [], "c": []}
         running: list[str] = []
         served: list[str] = []

@@ -16,7 +16,7 @@ from roll.data import Batch, Sample, Task
 from roll.model import attention
 from roll.model.tiny import character_tokenizer
 from roll.strategy.infer.native import NativeStrategy
-from roll.strategy.offload import Level, Shelf
+from roll.strategy.offload import Level, TensorOffloader
 from roll.strategy.train.single import SingleStrategy
 from roll.weight_sync.stream import Manifest, Sender
 from roll.weight_sync.weights import named_tensors
@@ -77,14 +77,14 @@ def test_a_trainer_goes_on_as_if_it_had_stayed(device: str, dtype: torch.dtype) 
 @pytest.mark.gpu
 def test_what_is_laid_aside_frees_the_gpu_and_uses_its_host_memory_again() -> None:
     tensor = torch.randn(1 << 20, device="cuda")
-    before, values, shelf = torch.cuda.memory_allocated(), tensor.cpu(), Shelf(torch.device("cuda"))
-    shelf.lay_aside({"x": tensor})
+    before, values, shelf = torch.cuda.memory_allocated(), tensor.cpu(), TensorOffloader(torch.device("cuda"))
+    shelf.offload({"x": tensor})
     assert torch.cuda.memory_allocated() <= before - (4 << 20)
     place = tensor.data_ptr()
     assert tensor.is_pinned()
-    shelf.bring_back({"x": tensor})
+    shelf.onload({"x": tensor})
     assert torch.equal(tensor.cpu(), values)
-    shelf.lay_aside({"x": tensor})
+    shelf.offload({"x": tensor})
     assert tensor.data_ptr() == place
 
 

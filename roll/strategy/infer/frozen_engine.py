@@ -15,7 +15,7 @@ from roll.model.loading import choose_dtype, load_model, load_tokenizer
 from roll.strategy.infer.base import InferStrategy
 from roll.strategy.infer.factory import vllm_engine
 from roll.strategy.infer.native import NativeStrategy
-from roll.strategy.offload import Level, Shelf
+from roll.strategy.offload import Level, TensorOffloader
 from roll.strategy.train.probe import Probe
 from roll.weight_sync.weights import Weights
 
@@ -39,7 +39,7 @@ class OwnEngine:
         self._source = find_model(self._config.model.path)
         self._model: PreTrainedModel | None = None
         """The parameters that the embedded engine serves; vLLM has its own."""
-        self._shelf: Shelf | None = None
+        self._shelf: TensorOffloader | None = None
         self._native = config.roles.judge.strategy != "vllm"
         self.strategy: InferStrategy
         if self._native:
@@ -56,7 +56,7 @@ class OwnEngine:
         model = load_model(self._source, dtype, self._config.seed).to(device).requires_grad_(False)
         await self.strategy.load_weights(_weights(model))
         if self._native:
-            self._model, self._shelf = model, Shelf(model.device)
+            self._model, self._shelf = model, TensorOffloader(model.device)
 
     async def hold(self, level: Level) -> None:
         await self.strategy.hold(level)
@@ -64,9 +64,9 @@ class OwnEngine:
             return
         weights = dict(self._model.named_parameters())
         if level == "none":
-            self._shelf.lay_aside(weights)
+            self._shelf.offload(weights)
         else:
-            self._shelf.bring_back(weights)
+            self._shelf.onload(weights)
 
     async def close(self) -> None:
         await self.strategy.close()

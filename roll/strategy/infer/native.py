@@ -19,7 +19,7 @@ from roll.engine.factory import make_engine
 from roll.engine.paged.engine import PagedEngine
 from roll.engine.request import Completion, Progress, Request
 from roll.engine.slot_engine import Engine, EngineStats
-from roll.strategy.offload import Level, Shelf
+from roll.strategy.offload import Level, TensorOffloader
 from roll.weight_sync.stream import Manifest
 from roll.weight_sync.weights import Weights, check_probe, check_shared, named_tensors
 
@@ -46,7 +46,7 @@ class NativeStrategy:
         self._tokenizer = tokenizer
         self._own_model = model
         self._make_model = make_model
-        self._shelf = Shelf(next(model.parameters()).device) if model is not None else None
+        self._shelf = TensorOffloader(next(model.parameters()).device) if model is not None else None
         self._max_running = max_running
         self._exact = exact
         self._kv_tokens = kv_tokens
@@ -120,7 +120,7 @@ class NativeStrategy:
         if self._own_model is None:
             assert self._make_model is not None, "an engine without a model of its own uses the trainer's"
             self._own_model = self._make_model()
-            self._shelf = Shelf(self._own_model.device)
+            self._shelf = TensorOffloader(self._own_model.device)
         return named_tensors(self._own_model)
 
     async def end_loading(self, manifest: Manifest) -> None:
@@ -149,9 +149,9 @@ class NativeStrategy:
         if self._own_model is not None and self._shelf is not None:
             weights = dict(self._own_model.named_parameters())
             if level == "none":
-                self._shelf.lay_aside(weights)
+                self._shelf.offload(weights)
             else:
-                self._shelf.bring_back(weights)
+                self._shelf.onload(weights)
 
     def stats(self) -> EngineStats:
         return self.engine.stats()

@@ -24,7 +24,7 @@ from roll.data.batch import Batch
 from roll.data.tokenlog import FloatArray
 from roll.model.loading import quiet
 from roll.model.value_head import ValueModel
-from roll.strategy.offload import Level, Shelf
+from roll.strategy.offload import Level, TensorOffloader
 from roll.strategy.train.base import NotFinite, UpdateStats
 from roll.strategy.train.forward import Passes
 from roll.strategy.train.microbatch import MicroBatch
@@ -131,7 +131,7 @@ class CriticStrategy(CriticTrainer):
     def __init__(self, model: PreTrainedModel, config: TrainConfig, value_clip: float | None) -> None:
         model.requires_grad_(True)
         super().__init__(ValueModel(model), config, value_clip, OneProcess(model.device), Passes(model, config))
-        self._shelf = Shelf(model.device)
+        self._shelf = TensorOffloader(model.device)
 
     def hold(self, level: Level) -> None:
         self._shelf.hold(level, dict(self.model.named_parameters()), self._optimizer.tensors())

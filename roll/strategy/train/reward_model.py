@@ -18,7 +18,7 @@ from roll.config.schema import TrainConfig
 from roll.data.batch import Batch
 from roll.data.tokenlog import FloatArray, IntArray
 from roll.model.classifier import as_read
-from roll.strategy.offload import Level, Shelf
+from roll.strategy.offload import Level, TensorOffloader
 from roll.strategy.train.forward import Passes
 from roll.strategy.train.microbatch import MicroBatch
 from roll.strategy.train.work_split import OneProcess, Spread
@@ -72,7 +72,7 @@ class ScoreStrategy(Scorer):
     def __init__(self, model: PreTrainedModel, config: TrainConfig, *, exact: bool = False) -> None:
         passes = Passes(model, config, setting=SETTING)
         super().__init__(model, OneProcess(model.device), passes, exact=exact)
-        self._shelf = Shelf(model.device)
+        self._shelf = TensorOffloader(model.device)
 
     def hold(self, level: Level) -> None:
         """Keeps so much on the device and lays the rest aside in host memory."""

@@ -13,7 +13,7 @@ from roll.config.schema import TrainConfig
 from roll.model.loading import quiet
 from roll.model.lora import Adapters
 from roll.model.shard_loading import load_shards
-from roll.strategy.offload import Level, Shelf
+from roll.strategy.offload import Level, TensorOffloader
 from roll.strategy.train.forward import Passes
 from roll.strategy.train.policy import PolicyTrainer
 from roll.strategy.train.probe import Probe
@@ -38,7 +38,7 @@ class SingleStrategy(PolicyTrainer):
         super().__init__(model, config, OneProcess(device), Passes(model, config), trainable=trainable, adapters=adapters)
         self._tokenizer = tokenizer
         self._probe = Probe(model)
-        self._shelf = Shelf(device)
+        self._shelf = TensorOffloader(device)
 
     def weights(self, version: int) -> Weights:
         """The weights as they are now, for an engine in this process."""
