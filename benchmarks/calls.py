@@ -21,7 +21,7 @@ import ray
 sys.path.insert(0, str(Path(__file__).parent))
 from common import parser, report
 
-from roll.cluster import Cluster, Dispatch, Place, Worker, parallel
+from roll.cluster import Cluster, Dispatch, Worker, WorkerPlacement, parallel
 from roll.cluster.ray_executor import RayExecutor
 from roll.config.schema import RayConfig
 
@@ -68,7 +68,7 @@ def main() -> None:
 async def measure(callers: int, rounds: int, repeats: int) -> dict[str, Any]:
     executor = RayExecutor(RayConfig())
     executor.connect()
-    place = Place("echo", 0, 1, threads=1)
+    place = WorkerPlacement("echo", 0, 1, threads=1)
     executor.reserve([place])
     try:
         workers = await Cluster.start(executor, Echo, [place])

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from roll.cluster import Cluster, Dispatch, Place, parallel
+from roll.cluster import Cluster, Dispatch, WorkerPlacement, parallel
 from roll.cluster.ray_executor import RayExecutor
 from roll.config.schema import Config, RolloutConfig
 from roll.data.sample import Sample
@@ -35,7 +35,7 @@ from roll.workers.train import TrainWorker
 class TimedEngine(InferWorker):
     """An engine that can be timed where it is, while nobody has requests there."""
 
-    def __init__(self, place: Place, config: Config) -> None:
+    def __init__(self, place: WorkerPlacement, config: Config) -> None:
         import torch
 
         # On Arm oneDNN takes over at nine rows and doubles the time of a step this small: no line fits that.
@@ -121,7 +121,7 @@ class Crew:
         config, executor, engines = self.config, self.executor, self.workload.engines
         executor.connect()
         places = {
-            role: [Place(role, rank, count, threads=1) for rank in range(count)]
+            role: [WorkerPlacement(role, rank, count, threads=1) for rank in range(count)]
             for role, count in (("actor_train", 1), ("actor_infer", engines), ("reward", 1), ("rollout", 2))
         }
         executor.reserve([place for some in places.values() for place in some])
@@ -140,7 +140,7 @@ class Crew:
         self.for_scheduler = await self._pool(places["rollout"][0], bounded)
         self.for_barrier = await self._pool(places["rollout"][1], unbounded)
 
-    async def _pool(self, place: Place, router: Router) -> RolloutPool:
+    async def _pool(self, place: WorkerPlacement, router: Router) -> RolloutPool:
         make, config = forced(self.workload), self.config
         workers = await Cluster.start(self.executor, lambda place: make(place, config, None), [place])
         await workers.call(RolloutWorker.connect, self.engines, self.rewards)

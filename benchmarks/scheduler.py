@@ -30,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from common import parser, report
 
-from roll.cluster import Cluster, LocalExecutor, Place
+from roll.cluster import Cluster, LocalExecutor, WorkerPlacement
 from roll.config.schema import RolloutConfig
 from roll.data.task import Task
 from roll.ledger.log import Ledger, Transition
@@ -130,7 +130,7 @@ async def _carried(flying: int, samples: int, ledger: Path) -> float:
     size, clock = 8, asyncio.get_running_loop()
     with Ledger.open(ledger) as record:
         cluster: Any = await Cluster.start(
-            LocalExecutor(FOREVER_S), PromptWorker, [Place("rollout", r, 8) for r in range(8)]
+            LocalExecutor(FOREVER_S), PromptWorker, [WorkerPlacement("rollout", r, 8) for r in range(8)]
         )
         pool = RolloutPool(cluster, Router(128, FOREVER_S), deadline_s=FOREVER_S)
         config = RolloutConfig(groups_per_step=flying // size, group_size=size)

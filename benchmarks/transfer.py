@@ -35,7 +35,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 from common import parser, report
 
-from roll.cluster import Cluster, Dispatch, Place, Worker, parallel
+from roll.cluster import Cluster, Dispatch, Worker, WorkerPlacement, parallel
 from roll.config.schema import RayConfig
 from roll.data import Batch, Sample, Task
 from roll.data.batch import LOGGED, TOKEN_COLUMNS
@@ -115,7 +115,7 @@ FIRST_MOVES = 8
 class Maker(Worker):
     """Has made samples with so many bytes in all."""
 
-    def __init__(self, place: Place, size: int) -> None:
+    def __init__(self, place: WorkerPlacement, size: int) -> None:
         super().__init__(place)
         chance = np.random.default_rng(0)
         lengths = np.minimum(chance.lognormal(9, 0.7, size // TOKEN_BYTES // 5000).astype(np.int64) + 1, LONGEST)
@@ -149,7 +149,11 @@ async def batches(size: int, repeats: int) -> dict[str, float]:
     from roll.cluster.ray_executor import RayExecutor
 
     executor = RayExecutor(RayConfig(object_store_gb=max(2.5 * size / 1e9, 0.5)))
-    places = [Place("maker", threads=1), Place("reader", threads=1), *(Place("readers", r, 2, threads=1) for r in (0, 1))]
+    places = [
+        WorkerPlacement("maker", threads=1),
+        WorkerPlacement("reader", threads=1),
+        *(WorkerPlacement("readers", r, 2, threads=1) for r in (0, 1)),
+    ]
     try:
         executor.reserve(places)
         maker = await Cluster.start(executor, lambda place: Maker(place, size), places[:1])

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import numpy as np
 from hypothesis import Phase, settings
 
-from roll.cluster import Cluster, LocalExecutor, Place, Worker
+from roll.cluster import Cluster, LocalExecutor, Worker, WorkerPlacement
 from roll.cluster.errors import WorkerDied
 from roll.cluster.executor import Handle, LocalHandle
 from roll.config.schema import Config
@@ -168,7 +168,7 @@ class Mortal:
         self._death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
-    def place(self) -> Place:
+    def place(self) -> WorkerPlacement:
         return self.inner.place
 
     @property
@@ -339,7 +339,7 @@ def _columns(drawn: Sequence[tuple[int, int]]) -> tuple[Any, Any, Any]:
     return np.array(tokens, np.int32), logprobs, np.array(versions, np.int32)
 
 
-def engine_worker(place: Place, toy: ToyEngine) -> InferWorker:
+def engine_worker(place: WorkerPlacement, toy: ToyEngine) -> InferWorker:
     with patch("roll.strategy.infer.native.NativeStrategy", lambda *args, **settings: toy):
         return InferWorker(place, TINY)
 
@@ -347,7 +347,7 @@ def engine_worker(place: Place, toy: ToyEngine) -> InferWorker:
 async def engines(count: int) -> tuple[Cluster[InferWorker], list[ToyEngine]]:
     """Inference workers over toy engines."""
     toys = [ToyEngine() for _ in range(count)]
-    places = [Place("toys", rank, count, threads=1) for rank in range(count)]
+    places = [WorkerPlacement("toys", rank, count, threads=1) for rank in range(count)]
     return await Cluster.start(LocalExecutor(), lambda place: engine_worker(place, toys[place.rank]), places), toys
 
 
@@ -360,7 +360,7 @@ Judge = Callable[[Task, Response], float]
 class ToyRewards(Worker):
     """Judges by a function that returns a reward or raises; `gate` holds verdicts back while it is closed."""
 
-    def __init__(self, place: Place, judge: Judge) -> None:
+    def __init__(self, place: WorkerPlacement, judge: Judge) -> None:
         super().__init__(place)
         self.judge = judge
         self.judged = 0
@@ -375,7 +375,7 @@ class ToyRewards(Worker):
 
 
 async def rewards(judge: Judge, count: int = 1) -> tuple[Cluster[RewardWorker], list[ToyRewards]]:
-    made = [ToyRewards(Place("rewards", rank, count), judge) for rank in range(count)]
+    made = [ToyRewards(WorkerPlacement("rewards", rank, count), judge) for rank in range(count)]
     return of("rewards", [Mortal(LocalHandle(worker)) for worker in made]), made
 
 
@@ -387,7 +387,7 @@ class ToyEnvs(Worker):
     """Plays episodes of as many turns as the spec has rewards, from the beginning if one is reset again; the last step
     closes an episode. A spec may name the states they go through. `trouble` may raise at any call."""
 
-    def __init__(self, place: Place, log: list[str]) -> None:
+    def __init__(self, place: WorkerPlacement, log: list[str]) -> None:
         super().__init__(place)
         self.log = log
         self.episodes: dict[str, list[float]] = {}
@@ -431,7 +431,7 @@ class ToyEnvs(Worker):
 
 async def environments(count: int = 1) -> tuple[Cluster[EnvWorker], list[ToyEnvs], list[str]]:
     log: list[str] = []
-    made = [ToyEnvs(Place("env", rank, count), log) for rank in range(count)]
+    made = [ToyEnvs(WorkerPlacement("env", rank, count), log) for rank in range(count)]
     return of("env", [Mortal(LocalHandle(worker)) for worker in made]), made, log
 
 
@@ -446,8 +446,8 @@ def episode_of(*rewards: float, id: str = "e", states: Sequence[Any] = ()) -> Ta
 class Crew(Generic[W]):
     """Rollout workers that can be killed; `ready` makes a new one fit to work."""
 
-    def __init__(self, count: int, make: Callable[[Place], W], ready: Callable[[W], list[Mortal]]) -> None:
-        self.places = [Place("rollout", rank, count) for rank in range(count)]
+    def __init__(self, count: int, make: Callable[[WorkerPlacement], W], ready: Callable[[W], list[Mortal]]) -> None:
+        self.places = [WorkerPlacement("rollout", rank, count) for rank in range(count)]
         self._make, self._ready = make, ready
         self.workers: list[W] = []
         self._lines: list[list[Mortal]] = []

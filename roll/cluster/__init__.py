@@ -3,7 +3,7 @@
 from roll.cluster.cluster import Cluster, PendingCall
 from roll.cluster.executor import Executor, LocalExecutor
 from roll.cluster.supervisor import RestartPolicy, Supervisor, WorkerStatus
-from roll.cluster.worker import Dispatch, Place, Worker, parallel
+from roll.cluster.worker import Dispatch, Worker, WorkerPlacement, parallel
 
 __all__ = [
     "Cluster",
@@ -11,7 +11,7 @@ __all__ = [
     "Executor",
     "LocalExecutor",
     "PendingCall",
-    "Place",
+    "WorkerPlacement",
     "RestartPolicy",
     "Supervisor",
     "Worker",

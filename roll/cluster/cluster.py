@@ -22,7 +22,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from roll.cluster.errors import CallTimedOut, RemoteError, WorkerDied, first_of
 from roll.cluster.executor import Executor, Handle
-from roll.cluster.worker import Dispatch, Place, SharedArguments, Worker, parallel_of
+from roll.cluster.worker import Dispatch, SharedArguments, Worker, WorkerPlacement, parallel_of
 from roll.config.errors import RunError
 from roll.data.batch import Batch
 from roll.data.remote_columns import Indices
@@ -73,12 +73,14 @@ class Cluster(Generic[W]):
         return Cluster, (self.role, self._handles, self.deadline_s)
 
     @classmethod
-    async def start(cls, executor: Executor, make: Callable[[Place], W], places: Sequence[Place]) -> Cluster[W]:
+    async def start(
+        cls, executor: Executor, make: Callable[[WorkerPlacement], W], places: Sequence[WorkerPlacement]
+    ) -> Cluster[W]:
         """Starts a worker at each place; `make` runs where the worker is."""
         return cls(places[0].role, await executor.start(make, places), executor.deadline_s, executor)
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[WorkerPlacement]:
         """Where each worker is, by rank."""
         return [handle.place for handle in self._handles]
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from roll.cluster.errors import ClusterLost
 from roll.cluster.process_handle import ProcessHandle
-from roll.cluster.worker import Place, Worker
+from roll.cluster.worker import Worker, WorkerPlacement
 from roll.config.errors import RunError
 from roll.data.batch import Batch
 from roll.process.bounded_log import LIMIT_BYTES
@@ -27,7 +27,7 @@ class Handle(Protocol):
     """One worker, wherever it is."""
 
     @property
-    def place(self) -> Place: ...
+    def place(self) -> WorkerPlacement: ...
 
     @property
     def in_process(self) -> bool:
@@ -74,7 +74,7 @@ class Executor(Protocol):
         """Where workers in processes of their own write what they print, a log each of at most so many bytes."""
         ...
 
-    def reserve(self, places: Sequence[Place], spares: Sequence[Place] = ()) -> None:
+    def reserve(self, places: Sequence[WorkerPlacement], spares: Sequence[WorkerPlacement] = ()) -> None:
         """Takes the devices of all places a run will start workers at; at some of them also for a spare."""
         ...
 
@@ -83,7 +83,7 @@ class Executor(Protocol):
         """Why no worker can be reached any more; None while they can."""
         ...
 
-    async def lost_node(self, place: Place) -> str | None:
+    async def lost_node(self, place: WorkerPlacement) -> str | None:
         """Which node a place is on and why that is lost; None while it is there. Raises `ClusterLost`."""
         ...
 
@@ -95,7 +95,7 @@ class Executor(Protocol):
         """The batch with all its tokens in this process."""
         ...
 
-    async def start(self, make: Callable[[Place], W], places: Sequence[Place]) -> list[Handle]:
+    async def start(self, make: Callable[[WorkerPlacement], W], places: Sequence[WorkerPlacement]) -> list[Handle]:
         """Starts one worker a place, made there by `make`."""
         ...
 
@@ -136,7 +136,7 @@ class LocalHandle:
     async def ping(self, deadline_s: float) -> None:
         """A worker in this process is as well as this process."""
 
-    async def restart(self, make: Callable[[Place], Worker]) -> Worker:
+    async def restart(self, make: Callable[[WorkerPlacement], Worker]) -> Worker:
         """Closes the worker and makes another in its place, which it returns."""
         old = self.__dict__.pop("_worker")  # two of them may not fit into memory
         await old.close()
@@ -157,10 +157,10 @@ class LocalExecutor:
         self._start_s = start_deadline_s
         self._silent_s = silent_s
         self._workers: list[Worker] = []
-        self._makes: dict[LocalHandle, Callable[[Place], Worker]] = {}
+        self._makes: dict[LocalHandle, Callable[[WorkerPlacement], Worker]] = {}
         """How each worker of this process is made."""
         self._processes: list[ProcessHandle] = []
-        self._spare_places: set[Place] = set()
+        self._spare_places: set[WorkerPlacement] = set()
         self._log_dir: Path | None = None
         self._log_bytes = LIMIT_BYTES
 
@@ -175,7 +175,7 @@ class LocalExecutor:
         """What workers in this process print stays where it is; the others have a log each."""
         self._log_dir, self._log_bytes = folder, limit_bytes
 
-    def reserve(self, places: Sequence[Place], spares: Sequence[Place] = ()) -> None:
+    def reserve(self, places: Sequence[WorkerPlacement], spares: Sequence[WorkerPlacement] = ()) -> None:
         """This process has its devices already."""
         self._spare_places = set(spares)
 
@@ -184,7 +184,7 @@ class LocalExecutor:
         """Workers of this machine can be reached."""
         return None
 
-    async def lost_node(self, place: Place) -> str | None:
+    async def lost_node(self, place: WorkerPlacement) -> str | None:
         """This machine is there."""
         return None
 
@@ -194,7 +194,7 @@ class LocalExecutor:
     async def fetch(self, batch: Batch) -> Batch:
         return batch
 
-    async def start(self, make: Callable[[Place], W], places: Sequence[Place]) -> list[Handle]:
+    async def start(self, make: Callable[[WorkerPlacement], W], places: Sequence[WorkerPlacement]) -> list[Handle]:
         handles: list[Handle] = []
         processes: list[ProcessHandle] = []
         for place in places:
@@ -238,7 +238,7 @@ class LocalExecutor:
                 self._workers = []
                 self._makes.clear()
 
-    def _log_of(self, place: Place) -> Path | None:
+    def _log_of(self, place: WorkerPlacement) -> Path | None:
         return None if self._log_dir is None else self._log_dir / f"{place.role}-{place.rank}.log"
 
     async def _in_time(self, starts: Awaitable[Any], who: str) -> None:

@@ -17,7 +17,7 @@ import cloudpickle
 
 from roll.cluster.errors import CallTimedOut, Failure, WorkerDied, WorkerError
 from roll.cluster.process_main import NUMBER, Call, Close, Start, WarmUp
-from roll.cluster.worker import Place, SharedArguments, Worker
+from roll.cluster.worker import SharedArguments, Worker, WorkerPlacement
 from roll.cluster.worker_runtime import Answer, Started, unsent
 from roll.config.errors import RunError
 from roll.config.file_modes import like_its_folder
@@ -38,7 +38,11 @@ class ProcessHandle:
     in_process = False
 
     def __init__(
-        self, place: Place, make: Callable[[Place], Worker], log: Path | None, log_bytes: int = LIMIT_BYTES
+        self,
+        place: WorkerPlacement,
+        make: Callable[[WorkerPlacement], Worker],
+        log: Path | None,
+        log_bytes: int = LIMIT_BYTES,
     ) -> None:
         self.place = place
         self.incarnation = 0
@@ -260,7 +264,7 @@ class _Connection:
         return WorkerDied(self._worker, f"its process {self._child.obituary()}", self._log)
 
 
-def _environment(place: Place) -> dict[str, str]:
+def _environment(place: WorkerPlacement) -> dict[str, str]:
     """Libraries read these when they are imported."""
     threads = {"OMP_NUM_THREADS": str(place.threads)} if place.threads else {}
     return threads | ({"CUDA_VISIBLE_DEVICES": ""} if place.device == "cpu" else {})

@@ -26,7 +26,7 @@ from typing import Any
 import cloudpickle
 
 from roll.cluster.errors import Failure
-from roll.cluster.worker import Place, Worker
+from roll.cluster.worker import Worker, WorkerPlacement
 from roll.cluster.worker_runtime import Answer, Host, log_to_stderr, unsent, where
 from roll.config.errors import RunError
 from roll.data.remote_columns import Columns
@@ -41,16 +41,16 @@ NUMBER = struct.Struct("!Q")
 class Start:
     """Makes the worker."""
 
-    place: Place
+    place: WorkerPlacement
     log: Path | None
-    make: Callable[[Place], Worker]
+    make: Callable[[WorkerPlacement], Worker]
 
 
 @dataclass(frozen=True)
 class WarmUp:
     """Imports what the worker will need, by having it sent here, and does what else can be done before it is made."""
 
-    make: Callable[[Place], Worker]
+    make: Callable[[WorkerPlacement], Worker]
     warm: Callable[[], None]
 
 

@@ -25,7 +25,7 @@ from roll.cluster.batched_rpc import Crowd, Desk, Packed
 from roll.cluster.errors import CallTimedOut, Failure, TokensLost, WorkerDied, WorkerError
 from roll.cluster.pid_handle import Process
 from roll.cluster.ray_connection import this_node
-from roll.cluster.worker import Place, Worker
+from roll.cluster.worker import Worker, WorkerPlacement
 from roll.cluster.worker_runtime import Answer, Host, Started, unsent
 from roll.config.errors import RunError
 from roll.data.remote_columns import Columns
@@ -87,7 +87,9 @@ def _end(process: Process, deadline_s: float) -> bool:
 class _Actor:
     """What Ray runs: a host, and the object store as its shared memory."""
 
-    def __init__(self, place: Place, log: Path | None, deadline_s: float, gpus: str | None, log_bytes: int) -> None:
+    def __init__(
+        self, place: WorkerPlacement, log: Path | None, deadline_s: float, gpus: str | None, log_bytes: int
+    ) -> None:
         self._deadline_s = deadline_s
         if place.device == "cpu":
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides GPUs only from workers that have some of them
@@ -103,10 +105,10 @@ class _Actor:
     async def ping(self) -> Home:
         return Home(this_node(), Process.of(os.getpid()))
 
-    async def start(self, make: Callable[[Place], Worker]) -> Answer | Failure:
+    async def start(self, make: Callable[[WorkerPlacement], Worker]) -> Answer | Failure:
         return await self._host.start(make)
 
-    async def warm_up(self, make: Callable[[Place], Worker], warm: Callable[[], None]) -> None:
+    async def warm_up(self, make: Callable[[WorkerPlacement], Worker], warm: Callable[[], None]) -> None:
         """Imports what the worker will need, by having it sent here, and does what else can be done before."""
         warm()
 
@@ -124,7 +126,12 @@ class _Actor:
 
 
 def new_actor(
-    place: Place, log: Path | None, deadline_s: float, gpus: str | None, log_bytes: int = LIMIT_BYTES, **options: Any
+    place: WorkerPlacement,
+    log: Path | None,
+    deadline_s: float,
+    gpus: str | None,
+    log_bytes: int = LIMIT_BYTES,
+    **options: Any,
 ) -> Any:
     """An actor for the place, with Ray's `options`; Ray never restarts it by itself. `gpus` are those it sees, where they
     are others than Ray gives it."""
@@ -150,7 +157,7 @@ class RayHandle:
 
     def __init__(
         self,
-        place: Place,
+        place: WorkerPlacement,
         actor: Any,
         log: Path | None,
         deadline_s: float,
@@ -176,7 +183,7 @@ class RayHandle:
         told = (self.place, self._actor, self.log, self._deadline_s, self._where, self.incarnation, self._crowded)
         return RayHandle, told
 
-    async def start(self, make: Callable[[Place], Worker], silent_s: float | None = None) -> None:
+    async def start(self, make: Callable[[WorkerPlacement], Worker], silent_s: float | None = None) -> None:
         """Makes the worker; one that answers no ping for `silent_s` meanwhile is given up."""
         self._home = await self._ask(self._reached.ping.remote(), "its start")
         starting = asyncio.ensure_future(self._ask(self._reached.start.remote(make), "its start"))
@@ -272,7 +279,7 @@ class RayHandle:
     async def close(self, deadline_s: float) -> None:
         await asyncio.wait_for(self._reached.close.remote(), deadline_s)
 
-    async def warm_up(self, make: Callable[[Place], Worker], warm: Callable[[], None]) -> None:
+    async def warm_up(self, make: Callable[[WorkerPlacement], Worker], warm: Callable[[], None]) -> None:
         """Prepares the process to start the worker at once some day."""
         self._home = await self._ask(self._reached.ping.remote(), "its warm-up")
         await self._ask(self._reached.warm_up.remote(make, warm), "its warm-up")

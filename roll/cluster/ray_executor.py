@@ -26,7 +26,7 @@ from roll.cluster.executor import Handle, started_in_time
 from roll.cluster.ray_actor import RayHandle, Traffic, get_all, new_actor, reason
 from roll.cluster.ray_connection import NodeFacts, connect, head_address, node_facts, node_names, this_node
 from roll.cluster.ray_nodes import LOOK_S, NodeWatch
-from roll.cluster.worker import Place, Worker
+from roll.cluster.worker import Worker, WorkerPlacement
 from roll.config.errors import RunError
 from roll.config.schema import RayConfig
 from roll.data.batch import Batch
@@ -63,12 +63,12 @@ class RayExecutor:
         self._log_dir = log_dir
         self._log_bytes = LIMIT_BYTES
         self._traffic = Traffic()
-        self._workers: dict[RayHandle, Callable[[Place], Worker]] = {}
+        self._workers: dict[RayHandle, Callable[[WorkerPlacement], Worker]] = {}
         """What made each worker, the oldest first."""
         self._restarting: set[RayHandle] = set()
         self._spares: dict[RayHandle, RayHandle] = {}
         """A warm process for each worker that is to be restarted fast."""
-        self._spare_places: set[Place] = set()
+        self._spare_places: set[WorkerPlacement] = set()
         self._group: PlacementGroup | None = None
         self._bundles: dict[Seat, int] = {}
         """Bundle number by seat."""
@@ -102,7 +102,7 @@ class RayExecutor:
         self.connect()
         return node_facts()
 
-    def reserve(self, places: Sequence[Place], spares: Sequence[Place] = ()) -> None:
+    def reserve(self, places: Sequence[WorkerPlacement], spares: Sequence[WorkerPlacement] = ()) -> None:
         """Takes the devices of all places at once, or says what the cluster lacks."""
         self.connect()
         self._watch_nodes()
@@ -138,7 +138,7 @@ class RayExecutor:
     def failure(self) -> ClusterLost | None:
         return None if self._watch is None or self._watch.failure is None else ClusterLost(self._watch.failure)
 
-    async def lost_node(self, place: Place) -> str | None:
+    async def lost_node(self, place: WorkerPlacement) -> str | None:
         watch = self._watch
         if watch is None:
             return None
@@ -146,12 +146,12 @@ class RayExecutor:
             await watch.look_now(_ASK_S)
         return self._lost(place)
 
-    def _lost(self, place: Place) -> str | None:
+    def _lost(self, place: WorkerPlacement) -> str | None:
         if (failure := self.failure) is not None:
             raise failure
         return None if self._watch is None else self._watch.lost(place.node)
 
-    async def _unless_lost(self, place: Place, work: Awaitable[T]) -> T:
+    async def _unless_lost(self, place: WorkerPlacement, work: Awaitable[T]) -> T:
         """What comes of some work at a place, or `NodeLost` when its node is lost meanwhile: Ray would wait for it."""
         task = asyncio.ensure_future(work)
         try:
@@ -175,7 +175,7 @@ class RayExecutor:
         except RayError as error:
             raise RunError(f"a node of the cluster does not say which GPUs it gave the run: {reason(error)}") from error
 
-    async def start(self, make: Callable[[Place], W], places: Sequence[Place]) -> list[Handle]:
+    async def start(self, make: Callable[[WorkerPlacement], W], places: Sequence[WorkerPlacement]) -> list[Handle]:
         handles = [self._handle(place, self._log_of(place)) for place in places]
         self._workers.update((handle, make) for handle in handles)
         starts = together(self._unless_lost(handle.place, handle.start(make)) for handle in handles)
@@ -284,10 +284,10 @@ class RayExecutor:
             self._owner = False
             ray.shutdown()
 
-    def _log_of(self, place: Place) -> Path | None:
+    def _log_of(self, place: WorkerPlacement) -> Path | None:
         return None if self._log_dir is None else self._log_dir / f"{place.role}-{place.rank}.log"
 
-    def _handle(self, place: Place, log: Path | None) -> RayHandle:
+    def _handle(self, place: WorkerPlacement, log: Path | None) -> RayHandle:
         """A new actor at the place; its worker is not made yet."""
         seats = _seats(place)
         seat = seats[0]
@@ -312,7 +312,7 @@ class RayExecutor:
         return RayHandle(place, actor, log, self.deadline_s, traffic=self._traffic)
 
 
-def _seats(place: Place) -> list[Seat]:
+def _seats(place: WorkerPlacement) -> list[Seat]:
     """What a place takes of the cluster: each of its GPUs, or some cores of its node."""
     if not place.device.startswith("cuda"):
         return [(place.node, None)]

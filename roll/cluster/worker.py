@@ -85,7 +85,7 @@ class SharedArguments(tuple[Any, ...]):
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerPlacement:
     """Where a worker is: its role, its number in it, and the device it computes on."""
 
     role: str
@@ -113,7 +113,7 @@ class Place:
 class Worker:
     """Base of all roles' workers."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: WorkerPlacement) -> None:
         self.place = place
 
     async def close(self) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import cloudpickle
 
 from roll.cluster.errors import Failure
-from roll.cluster.worker import Dispatch, Parallel, Place, Worker, crowded_methods, parallel_of
+from roll.cluster.worker import Dispatch, Parallel, Worker, WorkerPlacement, crowded_methods, parallel_of
 from roll.config.errors import RunError, UserError
 from roll.config.file_modes import like_its_folder
 from roll.config.secrets import print_no_secrets
@@ -54,14 +54,16 @@ class Host:
     """One worker's process, without the executor that runs it: `get` and `put` are its way to shared memory. Without
     `put`, token columns of results travel whole."""
 
-    def __init__(self, place: Place, log: Path | None, get: Get, put: Put | None, log_bytes: int = LIMIT_BYTES) -> None:
+    def __init__(
+        self, place: WorkerPlacement, log: Path | None, get: Get, put: Put | None, log_bytes: int = LIMIT_BYTES
+    ) -> None:
         self._place = place
         self._log = log
         self._log_bytes = log_bytes
         self._get, self._put = get, put
         self._worker: Worker | None = None
 
-    async def start(self, make: Callable[[Place], Worker]) -> Answer | Failure:
+    async def start(self, make: Callable[[WorkerPlacement], Worker]) -> Answer | Failure:
         """Makes the worker, in the thread that its calls will run in: thread counts and cores are a thread's own."""
         try:
             if self._log is not None:
@@ -165,7 +167,7 @@ def where() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def _own_cores(place: Place) -> set[int]:
+def _own_cores(place: WorkerPlacement) -> set[int]:
     """The numbers of a place's cores count through those this process may use."""
     allowed = sorted(os.sched_getaffinity(0))
     return {allowed[core] for core in place.cores if core < len(allowed)} or set(allowed)

@@ -4,9 +4,9 @@ What always holds: a worker lies on one node; a GPU or core number exists on tha
 worker, and under `executor: local` exactly one, but for the ranks of a sharded trainer.
 
 Model roles take GPUs or cores. A worker on GPUs has one of them, or as many as hold its weights together; a worker on
-cores that were written by number is held to them (`Place.cores`); a worker on `cpu` may use every core of its node, so it
-shares all of them with whoever is there. The workers of a sharded role are the ranks of one trainer, one GPU or an equal
-part of the cores each, in the order of their devices; they may lie on several nodes.
+cores that were written by number is held to them (`WorkerPlacement.cores`); a worker on `cpu` may use every core of its
+node, so it shares all of them with whoever is there. The workers of a sharded role are the ranks of one trainer, one GPU
+or an equal part of the cores each, in the order of their devices; they may lie on several nodes.
 Process roles (`rollout`, `reward`, `env`) take cores only.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from roll.cluster.mesh import MeshShape
-from roll.cluster.worker import Place
+from roll.cluster.worker import WorkerPlacement
 from roll.config.errors import UserError
 from roll.config.schema import Config, RoleConfig, RolesConfig
 from roll.config.suggest import either
@@ -44,7 +44,7 @@ class RolePlacement:
     strategy: str
     """Empty for a role without a model."""
     workers: tuple[tuple[Device, ...], ...]
-    places: tuple[Place, ...]
+    places: tuple[WorkerPlacement, ...]
 
     @property
     def devices(self) -> frozenset[Device]:
@@ -163,7 +163,7 @@ def _place_role(role: str, wanted: RoleConfig, config: Config, inventory: Invent
         raise UserError(f"{got}, but executor local runs one worker a role: write executor=ray")
     threads = [_threads(role, wanted, config, inventory, workers, rank, pinned) for rank in range(len(workers))]
     places = tuple(
-        Place(
+        WorkerPlacement(
             role,
             rank,
             len(workers),

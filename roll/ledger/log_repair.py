@@ -31,7 +31,7 @@ _COPY_BYTES = 2**20
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckpointMark:
     """Where the newest checkpoint was taken."""
 
     position: int = 0
@@ -86,7 +86,7 @@ class Mended:
                     left -= len(chunk)
 
 
-def mend(path: Path, place: Place) -> Mended:
+def mend(path: Path, place: CheckpointMark) -> Mended:
     """What it takes to make the ledger at `path` whole, with `place` in it."""
     size = path.stat().st_size if path.exists() else 0
     if not size and not place.position:
@@ -99,7 +99,7 @@ def mend(path: Path, place: Place) -> Mended:
 
 
 class _Mending:
-    def __init__(self, content: mmap.mmap, place: Place) -> None:
+    def __init__(self, content: mmap.mmap, place: CheckpointMark) -> None:
         self._content = content
         self._place = place
         self._parts = list(_parts(content))

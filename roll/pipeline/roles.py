@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from roll.cluster import Cluster, Executor, LocalExecutor, Place, Worker
+from roll.cluster import Cluster, Executor, LocalExecutor, Worker, WorkerPlacement
 from roll.cluster.errors import CallTimedOut, NodeLost, RemoteError, WorkerDied
 from roll.cluster.supervisor import without_role
 from roll.config.errors import UserError
@@ -360,7 +360,7 @@ async def _start(
     await asyncio.to_thread(_verify_models, config, map)
     _reserve(config, executor, map, run)
 
-    async def start(role: str, make: Callable[[Place], W]) -> Cluster[W]:
+    async def start(role: str, make: Callable[[WorkerPlacement], W]) -> Cluster[W]:
         return await Cluster.start(executor, make, places[role])
 
     async def start_rewards() -> Cluster[RewardWorker]:

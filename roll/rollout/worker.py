@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from roll.cluster import Cluster, Dispatch, Place, Worker, parallel
+from roll.cluster import Cluster, Dispatch, Worker, WorkerPlacement, parallel
 from roll.config.schema import Config
 from roll.data.batch import token_block
 from roll.data.remote_columns import Block
@@ -98,7 +98,7 @@ class _Outbox:
 class RolloutWorker(Worker):
     RUNNER: ClassVar[type[SampleRunner]] = SampleRunner
 
-    def __init__(self, place: Place, config: Config, run: Path | None) -> None:
+    def __init__(self, place: WorkerPlacement, config: Config, run: Path | None) -> None:
         super().__init__(place)
         source = find_model(config.model.path)
         tokenizer = load_tokenizer(source, config.model)

@@ -22,7 +22,7 @@ from roll.config import load_config
 from roll.config.errors import UserError
 from roll.config.hints import option, resuming
 from roll.ledger.index_tables import index_path
-from roll.ledger.log_repair import Mended, Place, mend
+from roll.ledger.log_repair import CheckpointMark, Mended, mend
 from roll.run.checkpoint import Checkpoint, Checkpoints
 from roll.run.folder import RunFolder
 from roll.run.format import FORMAT_FILE, check_format
@@ -89,11 +89,13 @@ def repair(run: Path, under_way: UnderWay, *, dry_run: bool = False) -> Repair:
         return done
 
 
-def _place(checkpoint: Checkpoint | None, under_way: UnderWay) -> Place:
+def _place(checkpoint: Checkpoint | None, under_way: UnderWay) -> CheckpointMark:
     if checkpoint is None:
-        return Place()
+        return CheckpointMark()
     state = checkpoint.state
-    return Place(state.get("ledger_position", 0), state.get("ledger_mark"), under_way(state.get("scheduler") or {}))
+    return CheckpointMark(
+        state.get("ledger_position", 0), state.get("ledger_mark"), under_way(state.get("scheduler") or {})
+    )
 
 
 class _Repairing:
@@ -124,7 +126,7 @@ class _Repairing:
             remedy = f"put it back, or start over with {option('restart')}"
             self._found(self._folder.config_path, f"cannot be read: {remedy} ({error})")
 
-    def ledger(self, place: Place) -> None:
+    def ledger(self, place: CheckpointMark) -> None:
         path = self._folder.ledger_path
         mended = mend(path, place)
         if mended.nothing:

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
-from roll.cluster import Cluster, Place
+from roll.cluster import Cluster, WorkerPlacement
 from roll.scheduler.rollout_pool import RolloutPool
 from roll.scheduler.router import Router
 from roll.simulation.engine import SimEngine
@@ -60,7 +60,7 @@ class World:
         self._fate = fate
         self._poll_s = poll_s
         self.handles = [
-            RemoteHandle(self._make_rollouts, Place("rollout", rank, workers), way_s) for rank in range(workers)
+            RemoteHandle(self._make_rollouts, WorkerPlacement("rollout", rank, workers), way_s) for rank in range(workers)
         ]
         spec = workload.engine
         self.router = Router(
@@ -87,7 +87,7 @@ class World:
     def rollouts(self) -> list[MortalRollouts]:
         return [handle.worker for handle in self.handles]
 
-    def _make_rollouts(self, place: Place) -> MortalRollouts:
+    def _make_rollouts(self, place: WorkerPlacement) -> MortalRollouts:
         made = MortalRollouts(place, self.workload, self.engines, self.graders, self._fate)
         made.version, made.poll_s = self.version, self._poll_s
         return made

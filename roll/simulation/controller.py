@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from roll.cluster import Cluster, LocalExecutor, Place
+from roll.cluster import Cluster, LocalExecutor, WorkerPlacement
 from roll.config.schema import RolloutConfig
 from roll.data.task import Task
 from roll.ledger.log import Ledger
@@ -82,11 +82,11 @@ class SimRun:
         self.rollouts: list[SimRollouts] = []
 
     async def start(self) -> None:
-        def make(place: Place) -> SimRollouts:
+        def make(place: WorkerPlacement) -> SimRollouts:
             self.rollouts.append(SimRollouts(place, self.workload, self.engines, self.graders))
             return self.rollouts[-1]
 
-        places = [Place("rollout", rank, self._workers) for rank in range(self._workers)]
+        places = [WorkerPlacement("rollout", rank, self._workers) for rank in range(self._workers)]
         cluster: Cluster[SimRollouts] = await Cluster.start(LocalExecutor(1e9), make, places)
         spec = self.workload.engine
         self.router = Router(

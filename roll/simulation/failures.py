@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
-from roll.cluster import Place
+from roll.cluster import WorkerPlacement
 from roll.data.remote_columns import Block
 from roll.ledger.log import Ledger
 from roll.simulation.engine import SimEngine
@@ -55,7 +55,7 @@ class MortalRollouts(SimRollouts):
     """A rollout worker some of whose samples kill their grader; it remembers what was masked."""
 
     def __init__(
-        self, place: Place, workload: Workload, engines: Sequence[SimEngine], graders: GraderPool, fate: Fate
+        self, place: WorkerPlacement, workload: Workload, engines: Sequence[SimEngine], graders: GraderPool, fate: Fate
     ) -> None:
         super().__init__(place, workload, engines, graders)
         self._fate = fate

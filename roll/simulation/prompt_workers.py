@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 
-from roll.cluster import Place, Worker
+from roll.cluster import Worker, WorkerPlacement
 from roll.data.remote_columns import Block, Elsewhere
 from roll.ledger.log import Transition
 from roll.rollout.messages import Lease, Report, SampleResult, WorkerCommand
@@ -21,7 +21,7 @@ GENERATE_S, SCORE_S = 60.0, 2.0
 class PromptWorker(Worker):
     """Has the methods of `RolloutWorker` that a controller calls, by name."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: WorkerPlacement) -> None:
         super().__init__(place)
         self._loop = asyncio.get_running_loop()
         self._report = Report()

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from roll.cluster import Place, Worker
+from roll.cluster import Worker, WorkerPlacement
 from roll.cluster.errors import Failure, WorkerDied, WorkerError
 
 W = TypeVar("W", bound=Worker)
@@ -23,7 +23,7 @@ class RemoteHandle(Generic[W]):
 
     in_process = False
 
-    def __init__(self, make: Callable[[Place], W], place: Place, way_s: float) -> None:
+    def __init__(self, make: Callable[[WorkerPlacement], W], place: WorkerPlacement, way_s: float) -> None:
         self.place = place
         self.incarnation = 0
         self._make = make

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from roll.cluster import Place, Worker
+from roll.cluster import Worker, WorkerPlacement
 from roll.data.remote_columns import Block, Elsewhere
 from roll.ledger.log import Transition
 from roll.rollout.messages import (
@@ -83,7 +83,9 @@ class SimRollouts(Worker):
     poll_s = POLL_S
     """How long `report` waits before it says that nothing happened."""
 
-    def __init__(self, place: Place, workload: Workload, engines: Sequence[SimEngine], graders: GraderPool) -> None:
+    def __init__(
+        self, place: WorkerPlacement, workload: Workload, engines: Sequence[SimEngine], graders: GraderPool
+    ) -> None:
         super().__init__(place)
         self.version = 0
         self._loop = asyncio.get_running_loop()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll.algorithm.loss_inputs import CreditSpec
-from roll.cluster import Dispatch, Place, parallel
+from roll.cluster import Dispatch, WorkerPlacement, parallel
 from roll.config.schema import Config
 from roll.data.batch import Batch
 from roll.data.remote_columns import TokenColumn
@@ -25,7 +25,7 @@ FOLDER = "critic"
 
 
 class CriticWorker(GroupWorker):
-    def __init__(self, place: Place, config: Config) -> None:
+    def __init__(self, place: WorkerPlacement, config: Config) -> None:
         self._config = config
         self._strategy: ValueStrategy | None = None
         super().__init__(place, config.deterministic)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-from roll.cluster import Dispatch, Place, Worker, parallel
+from roll.cluster import Dispatch, Worker, WorkerPlacement, parallel
 
 
 class DeviceWorker(Worker):
-    def __init__(self, place: Place, deterministic: bool) -> None:
+    def __init__(self, place: WorkerPlacement, deterministic: bool) -> None:
         """Sets the process's threads, and fixed choices where bits must repeat."""
         import torch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from roll.cluster import Dispatch, Place, Worker, parallel
+from roll.cluster import Dispatch, Worker, WorkerPlacement, parallel
 from roll.config.schema import EnvConfig
 from roll.data.task import EnvSpec
 from roll.env import EnvFailure, Opened, Step
@@ -17,7 +17,7 @@ from roll.process.bounded_log import LIMIT_BYTES
 class EnvWorker(Worker):
     def __init__(
         self,
-        place: Place,
+        place: WorkerPlacement,
         config: EnvConfig,
         log: Path | None = None,
         root: str = "",

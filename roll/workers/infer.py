@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from roll.cluster import Dispatch, Place, parallel
+from roll.cluster import Dispatch, WorkerPlacement, parallel
 from roll.config.schema import Config
 from roll.engine.request import Completion, Progress, Request
 from roll.workers.broadcast_membership import GroupMember
@@ -70,7 +70,7 @@ class _Box:
 class InferWorker(DeviceWorker):
     """A worker with an inference engine: it takes requests and serves one version of the weights at a time."""
 
-    def __init__(self, place: Place, config: Config, *, own_weights: bool | None = None) -> None:
+    def __init__(self, place: WorkerPlacement, config: Config, *, own_weights: bool | None = None) -> None:
         """By default an engine has weights of its own where it has a process of its own."""
         from roll.strategy.infer.factory import make_engine
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jinja2 import TemplateError
 
-from roll.cluster import Dispatch, Place, parallel
+from roll.cluster import Dispatch, WorkerPlacement, parallel
 from roll.config.schema import Config
 from roll.data.task import Message
 from roll.engine.request import Completion, Request, Sampling, seed_of
@@ -29,7 +29,7 @@ _LEAVE_S = 60.0
 
 
 class JudgeWorker(DeviceWorker):
-    def __init__(self, place: Place, config: Config) -> None:
+    def __init__(self, place: WorkerPlacement, config: Config) -> None:
         from roll.model.chat import ChatRenderer
         from roll.model.find import find_model
         from roll.model.loading import context_of, load_tokenizer, stop_ids_of

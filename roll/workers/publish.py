@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
-from roll.cluster import Cluster, Place
+from roll.cluster import Cluster, WorkerPlacement
 from roll.cluster.errors import WorkerDied
 from roll.config.errors import RunError
 from roll.weight_sync.broadcast import BroadcastBackend
@@ -58,7 +58,7 @@ async def publish(
         _log.warning("version %d of the weights arrived damaged (%s): sending it again", version, said)
 
 
-def choose_path(sender: Place, engines: Sequence[Place]) -> Path:
+def choose_path(sender: WorkerPlacement, engines: Sequence[WorkerPlacement]) -> Path:
     """How the weights travel from the trainer's first rank, which alone sends, wherever the other ranks are: `cuda_ipc`
     if all engines are on its GPU, `shared_memory` if they are on its node, else `broadcast`."""
     if any(place.node != sender.node for place in engines):
@@ -67,7 +67,7 @@ def choose_path(sender: Place, engines: Sequence[Place]) -> Path:
     return "cuda_ipc" if one_gpu else "shared_memory"
 
 
-def choose_backend(sender: Place, engines: Sequence[Place]) -> BroadcastBackend:
+def choose_backend(sender: WorkerPlacement, engines: Sequence[WorkerPlacement]) -> BroadcastBackend:
     """`nccl` if the sender and every engine have a GPU of their own: NCCL refuses two ranks of a group on one GPU, such
     as a trainer and an engine that take turns on it. Else `gloo`, through host memory."""
     places = [sender, *engines]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from roll.cluster import Cluster, Dispatch, Place, parallel
+from roll.cluster import Cluster, Dispatch, WorkerPlacement, parallel
 from roll.workers.device import DeviceWorker
 
 if TYPE_CHECKING:  # those who only call such a worker do without torch
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # those who only call such a worker do without torch
 
 
 class GroupWorker(DeviceWorker):
-    def __init__(self, place: Place, deterministic: bool) -> None:
+    def __init__(self, place: WorkerPlacement, deterministic: bool) -> None:
         """A subclass sets what `build` needs first: a worker that is no rank of a mesh builds its strategy here."""
         super().__init__(place, deterministic)
         self._store: TCPStore | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from roll.cluster import Dispatch, Place, Worker, parallel
+from roll.cluster import Dispatch, Worker, WorkerPlacement, parallel
 from roll.config.schema import RewardConfig
 from roll.data.task import Response, Task
 from roll.process.bounded_log import LIMIT_BYTES
@@ -21,7 +21,7 @@ class RewardWorker(Worker):
 
     def __init__(
         self,
-        place: Place,
+        place: WorkerPlacement,
         config: RewardConfig,
         source: RewardSource,
         log: Path | None = None,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from jinja2 import TemplateError
 
-from roll.cluster import Dispatch, Place, parallel
+from roll.cluster import Dispatch, WorkerPlacement, parallel
 from roll.config.errors import UserError
 from roll.config.schema import Config
 from roll.data.task import Message
@@ -35,7 +35,7 @@ _APART_S = 5.0
 
 
 class RewardModelWorker(GroupWorker):
-    def __init__(self, place: Place, config: Config) -> None:
+    def __init__(self, place: WorkerPlacement, config: Config) -> None:
         self._config = config
         self._strategy: RewardStrategy | None = None
         self._turn = ResidencyGate()

@@ -13,7 +13,7 @@ import torch
 
 from roll.algorithm.credit import sample_kl
 from roll.algorithm.loss_inputs import Estimator, LossSpec
-from roll.cluster import Dispatch, Place, parallel
+from roll.cluster import Dispatch, WorkerPlacement, parallel
 from roll.config.schema import Config
 from roll.data.batch import Batch
 from roll.data.remote_columns import Array, Indices, TokenColumn
@@ -46,7 +46,7 @@ def _join_samples(results: Sequence[Array], parts: Sequence[Indices], whole: Bat
 class TrainWorker(GroupWorker):
     """A worker with a model and its optimizer: it computes log-probabilities and updates the weights."""
 
-    def __init__(self, place: Place, config: Config, *, trainable: bool = True) -> None:
+    def __init__(self, place: WorkerPlacement, config: Config, *, trainable: bool = True) -> None:
         self._config, self._trainable = config, trainable
         self._bucket_bytes = config.weights.bucket_mb << 20
         self._strategy: TrainStrategy | None = None

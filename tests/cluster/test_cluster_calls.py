@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.cluster import Cluster, Dispatch, LocalExecutor, Place, Worker, parallel
+from roll.cluster import Cluster, Dispatch, LocalExecutor, Worker, WorkerPlacement, parallel
 from roll.data import Batch
 from roll.data.batch import Indices
 from roll.data.tokenlog import FloatArray
@@ -29,7 +29,7 @@ def join_tokens(results: Sequence[FloatArray], parts: Sequence[Indices], whole: 
 class Toy(Worker):
     """A worker that notes what it was called with."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: WorkerPlacement) -> None:
         super().__init__(place)
         self.calls: list[Any] = []
 
@@ -62,15 +62,15 @@ class Toy(Worker):
     def private(self) -> None: ...
 
 
-def places(count: int) -> list[Place]:
-    return [Place("toy", rank, count) for rank in range(count)]
+def places(count: int) -> list[WorkerPlacement]:
+    return [WorkerPlacement("toy", rank, count) for rank in range(count)]
 
 
 def with_toys(count: int, use: Callable[[Cluster[Toy], list[Toy]], Coroutine[Any, Any, T]]) -> T:
     async def main() -> T:
         workers: list[Toy] = []
 
-        def make(place: Place) -> Toy:
+        def make(place: WorkerPlacement) -> Toy:
             workers.append(Toy(place))
             return workers[-1]
 
@@ -173,7 +173,7 @@ def test_a_crowd_is_of_calls_on_one_worker() -> None:
 
 
 def test_a_marked_method_stays_an_ordinary_method() -> None:
-    assert Toy(Place("toy")).name("hello") == "hello toy[0]!"
+    assert Toy(WorkerPlacement("toy")).name("hello") == "hello toy[0]!"
 
 
 def test_a_role_without_workers_is_refused() -> None:
@@ -198,7 +198,7 @@ def test_an_error_of_any_worker_reaches_the_caller(rank: int) -> None:
 class Mortal(Worker):
     """Notes that it was closed; some cannot be made, some cannot be closed."""
 
-    def __init__(self, place: Place, closed: list[str], broken: str = "") -> None:
+    def __init__(self, place: WorkerPlacement, closed: list[str], broken: str = "") -> None:
         super().__init__(place)
         if broken == "start":
             raise OSError(f"{place.name} does not start")
@@ -216,8 +216,10 @@ def test_workers_are_closed_once_the_youngest_first() -> None:
 
     async def main() -> None:
         executor = LocalExecutor()
-        await executor.start(lambda place: Mortal(place, closed), [Place("a", 0, 2), Place("a", 1, 2)])
-        await executor.start(lambda place: Mortal(place, closed), [Place("b")])
+        await executor.start(
+            lambda place: Mortal(place, closed), [WorkerPlacement("a", 0, 2), WorkerPlacement("a", 1, 2)]
+        )
+        await executor.start(lambda place: Mortal(place, closed), [WorkerPlacement("b")])
         await executor.close()
         await executor.close()
 
@@ -231,7 +233,7 @@ def test_an_error_in_one_close_leaves_no_worker_open() -> None:
     async def main() -> None:
         executor = LocalExecutor()
         for name, broken in (("a", ""), ("b", "close"), ("c", "")):
-            await executor.start(lambda place, broken=broken: Mortal(place, closed, broken), [Place(name)])
+            await executor.start(lambda place, broken=broken: Mortal(place, closed, broken), [WorkerPlacement(name)])
         with pytest.raises(OSError, match=r"b\[0\] does not close"):
             await executor.close()
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from toy_workers import ToyExecutor, run_virtually, toys
 
-from roll.cluster import Cluster, Dispatch, LocalExecutor, PendingCall, Place, Worker, parallel
+from roll.cluster import Cluster, Dispatch, LocalExecutor, PendingCall, Worker, WorkerPlacement, parallel
 from roll.cluster.errors import CallTimedOut, WorkerDied
 from roll.config.errors import RunError
 
@@ -27,7 +27,7 @@ class Waiter(Worker):
 
 
 async def waiters(count: int, deadline_s: float = 100) -> Cluster[Waiter]:
-    places = [Place("waiter", rank, count) for rank in range(count)]
+    places = [WorkerPlacement("waiter", rank, count) for rank in range(count)]
     return await Cluster.start(LocalExecutor(deadline_s), Waiter, places)
 
 

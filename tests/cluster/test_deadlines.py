@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import pytest
 
 import roll.cluster.cluster
-from roll.cluster import Cluster, Dispatch, LocalExecutor, Place, Worker, parallel
+from roll.cluster import Cluster, Dispatch, LocalExecutor, Worker, WorkerPlacement, parallel
 from roll.cluster.errors import CallTimedOut, Failure, WorkerDied, WorkerError, first_of
 from roll.config.errors import RunError
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 class Fellow(Worker):
     """Does what a test says: the coroutine function its rank is given."""
 
-    def __init__(self, place: Place, acts: dict[int, Callable[[], Coroutine[Any, Any, Any]]]) -> None:
+    def __init__(self, place: WorkerPlacement, acts: dict[int, Callable[[], Coroutine[Any, Any, Any]]]) -> None:
         super().__init__(place)
         self.acts = acts
         self.cancelled = False
@@ -43,11 +43,11 @@ async def fellows(
 ) -> tuple[Cluster[Fellow], list[Fellow]]:
     made: list[Fellow] = []
 
-    def make(place: Place) -> Fellow:
+    def make(place: WorkerPlacement) -> Fellow:
         made.append(Fellow(place, dict(enumerate(acts))))
         return made[-1]
 
-    places = [Place("fellow", rank, len(acts)) for rank in range(len(acts))]
+    places = [WorkerPlacement("fellow", rank, len(acts)) for rank in range(len(acts))]
     return await Cluster.start(LocalExecutor(deadline_s), make, places), made
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from processes import eventually, gone, state
 
-from roll.cluster import Cluster, Dispatch, LocalExecutor, Place, RestartPolicy, Supervisor, Worker, parallel
+from roll.cluster import Cluster, Dispatch, LocalExecutor, RestartPolicy, Supervisor, Worker, WorkerPlacement, parallel
 from roll.cluster.errors import CallTimedOut, RemoteError, WorkerDied
 from roll.cluster.mesh import MeshShape
 
@@ -66,7 +66,7 @@ def with_group(use: Callable[[Cluster[Reducer]], Coroutine[Any, Any, None]]) -> 
     async def main() -> None:
         executor = LocalExecutor(120)
         try:
-            places = [Place("rank", rank, 2, threads=1, mesh=SHAPE) for rank in range(2)]
+            places = [WorkerPlacement("rank", rank, 2, threads=1, mesh=SHAPE) for rank in range(2)]
             await asyncio.wait_for(use(await Cluster.start(executor, Reducer, places)), 200)
         finally:
             await executor.close()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from toy_workers import POLICY, ToyExecutor, ToyHandle, now_s, run_virtually
 
-from roll.cluster import Cluster, Dispatch, Place, Supervisor, Worker, parallel
+from roll.cluster import Cluster, Dispatch, Supervisor, Worker, WorkerPlacement, parallel
 from roll.cluster.errors import CallTimedOut, Failure, RemoteError, WorkerDied, WorkerError
 from roll.cluster.mesh import MeshShape
 from roll.config.errors import UserError
@@ -26,7 +26,7 @@ class Role(Worker):
 class RankHandle(ToyHandle):
     """Answers a call as a test says; when it is killed, whoever waits hears of it."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: WorkerPlacement) -> None:
         super().__init__(place)
         self.answer: Answer = self.at_once
         self.ended_s: float | None = None
@@ -82,7 +82,7 @@ class RankHandle(ToyHandle):
 def group(count: int = 3, deadline_s: float = 100) -> tuple[Cluster[Role], list[RankHandle], ToyExecutor]:
     executor = ToyExecutor()
     shape = MeshShape(shard=count)
-    handles = [RankHandle(Place("rank", rank, count, mesh=shape)) for rank in range(count)]
+    handles = [RankHandle(WorkerPlacement("rank", rank, count, mesh=shape)) for rank in range(count)]
     return Cluster("rank", handles, deadline_s, executor), handles, executor  # type: ignore[arg-type]
 
 
@@ -230,7 +230,7 @@ def test_a_cluster_that_was_sent_leaves_the_group_to_its_owner_and_stays_with_it
 
 def test_workers_that_are_no_ranks_of_a_mesh_die_alone() -> None:
     async def main() -> None:
-        handles = [RankHandle(Place("rank", rank, 3)) for rank in range(3)]
+        handles = [RankHandle(WorkerPlacement("rank", rank, 3)) for rank in range(3)]
         cluster: Cluster[Role] = Cluster("rank", handles, 100)
         handles[1].answer = handles[1].dies(0)
         assert isinstance(await error_of(cluster), WorkerDied)

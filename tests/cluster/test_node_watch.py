@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from roll.cluster import Place
+from roll.cluster import WorkerPlacement
 from roll.cluster.errors import ClusterLost, NodeLost
 from roll.cluster.ray_executor import RayExecutor
 from roll.cluster.ray_nodes import NodeWatch
@@ -141,7 +141,7 @@ def test_work_at_a_place_ends_with_its_node(nodes: Nodes, head: socket.socket) -
     async def main() -> None:
         executor = RayExecutor(RayConfig(address="10.0.0.1:6379"))
         watch = executor._watch = watch_of(head)
-        here, there = Place("engine", 0, 2, node="a"), Place("engine", 1, 2, node="b")
+        here, there = WorkerPlacement("engine", 0, 2, node="a"), WorkerPlacement("engine", 1, 2, node="b")
         assert await executor._unless_lost(there, asyncio.sleep(0, "done")) == "done"
         assert await executor.lost_node(there) is None
         hanging = asyncio.ensure_future(executor._unless_lost(there, asyncio.Event().wait()))

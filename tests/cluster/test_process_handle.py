@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from processes import alive, eventually, gone, printed_pids, state
 
-from roll.cluster import Cluster, Dispatch, LocalExecutor, Place, Worker, parallel
+from roll.cluster import Cluster, Dispatch, LocalExecutor, Worker, WorkerPlacement, parallel
 from roll.cluster.errors import CallTimedOut, WorkerDied, WorkerError
 from roll.cluster.mesh import MeshShape
 from roll.config.errors import RunError, UserError
@@ -57,7 +57,7 @@ class Counted:
 
 
 class Rank(Worker):
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: WorkerPlacement) -> None:
         super().__init__(place)
         self.seen: list[Any] = []
         self.let_go = asyncio.Event()
@@ -163,15 +163,15 @@ class FailsToClose(Rank):
         raise OSError("no way to close")
 
 
-def places(count: int, threads: int = 0) -> list[Place]:
-    return [Place("rank", rank, count, mesh=MeshShape(shard=count), threads=threads) for rank in range(count)]
+def places(count: int, threads: int = 0) -> list[WorkerPlacement]:
+    return [WorkerPlacement("rank", rank, count, mesh=MeshShape(shard=count), threads=threads) for rank in range(count)]
 
 
 def with_ranks(
     use: Callable[[Cluster[Rank]], Coroutine[Any, Any, T]],
     *,
     count: int = 1,
-    make: Callable[[Place], Rank] = Rank,
+    make: Callable[[WorkerPlacement], Rank] = Rank,
     log: Path | None = None,
     deadline_s: float = 60,
     threads: int = 0,
@@ -338,7 +338,7 @@ def test_what_cannot_be_sent_is_said_and_the_worker_works_on() -> None:
 def test_a_start_that_fails_says_why_and_leaves_no_process(
     tmp_path: Path, error: Exception, kind: type[Exception]
 ) -> None:
-    def make(place: Place) -> Rank:
+    def make(place: WorkerPlacement) -> Rank:
         (tmp_path / str(place.rank)).write_text(str(os.getpid()))
         if place.rank == 1:
             raise error
@@ -353,7 +353,7 @@ def test_a_start_that_fails_says_why_and_leaves_no_process(
 
 
 def test_a_start_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
-    def make(place: Place) -> Rank:
+    def make(place: WorkerPlacement) -> Rank:
         (tmp_path / "pid").write_text(str(os.getpid()))
         time.sleep(3600)
         return Rank(place)
@@ -466,7 +466,7 @@ def test_a_restart_makes_the_worker_again_in_a_new_process(tmp_path: Path) -> No
 def test_a_restart_that_failed_can_be_tried_again(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
 
-    def make(place: Place) -> Rank:
+    def make(place: WorkerPlacement) -> Rank:
         if broken.exists():
             raise UserError("not now")
         return Rank(place)

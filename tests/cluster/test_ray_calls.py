@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import eventually
 
-from roll.cluster import Cluster, Dispatch, LocalExecutor, Place, Worker, parallel
+from roll.cluster import Cluster, Dispatch, LocalExecutor, Worker, WorkerPlacement, parallel
 from roll.cluster.errors import CallTimedOut, WorkerError
 from roll.cluster.ray_executor import RayExecutor
 from roll.config.errors import RunError, UserError
@@ -76,12 +76,12 @@ class Brittle:
 class Toy(Worker):
     """A worker that can do what workers do, and what they should not."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: WorkerPlacement) -> None:
         super().__init__(place)
         self.calls: list[Any] = []
 
     @parallel(Dispatch.ALL)
-    def self_portrait(self) -> tuple[Place, int, int, str | None, str]:
+    def self_portrait(self) -> tuple[WorkerPlacement, int, int, str | None, str]:
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
         return self.place, os.getpid(), len(os.sched_getaffinity(0)), gpus, ray.get_runtime_context().get_node_id()
 
@@ -217,8 +217,8 @@ def roles() -> Iterator[Roles]:
     executor.connect()
     with asyncio.Runner() as runner:
         node = executor.nodes()[0].id
-        places = [Place("toy", rank, 2, threads=1, node=node) for rank in range(2)]
-        alone = [Place("other", threads=1, node=node, cores=(0,))]
+        places = [WorkerPlacement("toy", rank, 2, threads=1, node=node) for rank in range(2)]
+        alone = [WorkerPlacement("other", threads=1, node=node, cores=(0,))]
 
         async def start() -> list[Cluster[Toy]]:
             executor.reserve(places + alone)
@@ -496,12 +496,12 @@ def test_devices_that_are_taken_are_refused_in_time_with_what_was_asked_and_what
     second = RayExecutor(RayConfig(start_deadline_s=0.3))
     began = time.monotonic()
     with pytest.raises(RunError) as caught:
-        second.reserve([Place("more", threads=cores)])
+        second.reserve([WorkerPlacement("more", threads=cores)])
     assert str(caught.value) == (
         f"the cluster did not give the run its devices within 0.3 s: it asked for {cores} CPU, and free are nothing"
     )
     with pytest.raises(RunError, match=r"asked for 1 GPU \+ 1 CPU, and free"):
-        second.reserve([Place("more", device="cuda:0"), Place("more")])
+        second.reserve([WorkerPlacement("more", device="cuda:0"), WorkerPlacement("more")])
     assert time.monotonic() - began < 5
     roles.run(second.close())
     assert ray.is_initialized(), "it is not the second's"

@@ -17,7 +17,7 @@ import pytest
 import ray
 from processes import alive, eventually
 
-from roll.cluster import Cluster, Dispatch, Place, Worker, parallel, ray_connection
+from roll.cluster import Cluster, Dispatch, Worker, WorkerPlacement, parallel, ray_connection
 from roll.cluster import ray_executor as module
 from roll.cluster.errors import CallTimedOut, WorkerDied, WorkerError
 from roll.cluster.ray_executor import RayExecutor
@@ -32,7 +32,7 @@ Use = Callable[[RayExecutor], Coroutine[Any, Any, Any]]
 class Mortal(Worker):
     """Notes in a folder which process it is and when it was closed; some cannot be made, some cannot be closed."""
 
-    def __init__(self, place: Place, notes: Path, broken: str = "") -> None:
+    def __init__(self, place: WorkerPlacement, notes: Path, broken: str = "") -> None:
         super().__init__(place)
         self._notes, self._broken = notes, broken
         note = notes / f"{place.name}.pid"
@@ -118,7 +118,7 @@ async def start(
 ) -> list[Cluster[Mortal]]:
     """One role a name, each of one worker; or of as many as `name*3` says."""
     counts = [(name.partition("*")[0], int(name.partition("*")[2] or 1)) for name in names]
-    places = [[Place(name, rank, count, threads=1) for rank in range(count)] for name, count in counts]
+    places = [[WorkerPlacement(name, rank, count, threads=1) for rank in range(count)] for name, count in counts]
     executor.reserve([place for some in places for place in some])
     states = broken or {}
     return [

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import ray
 
-from roll.cluster import Cluster, Dispatch, Place, Worker, parallel
+from roll.cluster import Cluster, Dispatch, Worker, WorkerPlacement, parallel
 from roll.cluster.mesh import MeshShape
 from roll.cluster.ray_executor import RayExecutor
 from roll.config.schema import RayConfig
@@ -36,9 +36,9 @@ def three_gpus() -> Iterator[None]:
     cloudpickle.unregister_pickle_by_value(here)
 
 
-def on(role: str, *gpus: tuple[int, ...], mesh: MeshShape | None = None) -> list[Place]:
+def on(role: str, *gpus: tuple[int, ...], mesh: MeshShape | None = None) -> list[WorkerPlacement]:
     places = enumerate(gpus)
-    return [Place(role, rank, len(gpus), device=f"cuda:{own[0]}", gpus=own, mesh=mesh) for rank, own in places]
+    return [WorkerPlacement(role, rank, len(gpus), device=f"cuda:{own[0]}", gpus=own, mesh=mesh) for rank, own in places]
 
 
 def test_an_engine_of_two_gpus_sees_those_of_the_two_ranks_beside_it(three_gpus: None) -> None:

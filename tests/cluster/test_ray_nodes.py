@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import ray
 
-from roll.cluster import Cluster, Dispatch, Place, Worker, parallel
+from roll.cluster import Cluster, Dispatch, Worker, WorkerPlacement, parallel
 from roll.cluster.ray_executor import RayExecutor
 from roll.config.schema import RayConfig
 from roll.data import Batch
@@ -67,7 +67,9 @@ def test_workers_lie_on_their_nodes_and_read_what_is_on_the_other(
         try:
             nodes = [node.id for node in executor.nodes()]
             assert len(set(nodes)) == 2
-            places = [Place("settler", rank, 2, threads=1, node=node) for rank, node in enumerate(reversed(nodes))]
+            places = [
+                WorkerPlacement("settler", rank, 2, threads=1, node=node) for rank, node in enumerate(reversed(nodes))
+            ]
             executor.reserve(places)
             settlers = await Cluster.start(executor, Settler, places)
             assert await settlers.call_each(Settler.node) == nodes[::-1]

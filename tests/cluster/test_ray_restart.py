@@ -19,7 +19,17 @@ import pytest
 import ray
 from processes import alive, eventually
 
-from roll.cluster import Cluster, Dispatch, Place, RestartPolicy, Supervisor, Worker, parallel, ray_actor, ray_executor
+from roll.cluster import (
+    Cluster,
+    Dispatch,
+    RestartPolicy,
+    Supervisor,
+    Worker,
+    WorkerPlacement,
+    parallel,
+    ray_actor,
+    ray_executor,
+)
 from roll.cluster.errors import CallTimedOut, TokensLost, WorkerDied, WorkerError
 from roll.cluster.pid_handle import Process
 from roll.cluster.ray_actor import Home
@@ -37,7 +47,7 @@ T = TypeVar("T")
 class Mortal(Worker):
     """Says in which process it is; some cannot be made a second time."""
 
-    def __init__(self, place: Place, notes: Path) -> None:
+    def __init__(self, place: WorkerPlacement, notes: Path) -> None:
         super().__init__(place)
         self.notes = notes
         self.memory: list[str] = []
@@ -116,8 +126,8 @@ def roles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Roles]:
     executor = RayExecutor(RayConfig(object_store_gb=0.1, start_deadline_s=60, call_deadline_s=20), notes / "logs")
     executor.connect()
     with asyncio.Runner() as runner:
-        places = [Place("mortal", rank, 2, threads=1, cores=(0,)) for rank in range(2)]
-        alone = [Place("other", threads=1)]
+        places = [WorkerPlacement("mortal", rank, 2, threads=1, cores=(0,)) for rank in range(2)]
+        alone = [WorkerPlacement("other", threads=1)]
 
         async def start() -> list[Cluster[Mortal]]:
             executor.reserve(places + alone)

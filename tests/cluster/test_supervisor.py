@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from toy_workers import POLICY, SOON_S, Watched, now_s, run_virtually
 
-from roll.cluster import LocalExecutor, Place, RestartPolicy, Supervisor, Worker
+from roll.cluster import LocalExecutor, RestartPolicy, Supervisor, Worker, WorkerPlacement
 from roll.cluster.cluster import Cluster
 from roll.cluster.errors import CallTimedOut, ClusterLost, NodeLost, WorkerDied
 from roll.config.errors import RunError, UserError
@@ -177,7 +177,7 @@ def test_workers_that_die_together_come_back_together() -> None:
 
 def test_local_workers_are_well() -> None:
     async def main() -> None:
-        cluster = await Cluster.start(LocalExecutor(), Worker, [Place("toy")])
+        cluster = await Cluster.start(LocalExecutor(), Worker, [WorkerPlacement("toy")])
         supervisor = Supervisor(POLICY)
         lost: list[int] = []
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll.cluster import Dispatch, Place, Worker, parallel
+from roll.cluster import Dispatch, Worker, WorkerPlacement, parallel
 from roll.cluster.errors import Failure, TokensLost
 from roll.cluster.worker_runtime import Answer, Host, Started, where
 from roll.config.errors import RunError, UserError
@@ -20,7 +20,7 @@ from roll.data import Batch, Sample, Task
 from roll.data.batch import token_block
 from roll.data.remote_columns import Block, Columns, Elsewhere, TokenColumn, away
 
-PLACE = Place("role", 3, 4)
+PLACE = WorkerPlacement("role", 3, 4)
 
 
 class Declined(ValueError):
@@ -28,7 +28,7 @@ class Declined(ValueError):
 
 
 class Guest(Worker):
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: WorkerPlacement) -> None:
         super().__init__(place)
         self.seen: list[Any] = []
         self.closed = 0
@@ -188,7 +188,7 @@ def test_a_cancelled_call_is_cancelled() -> None:
 
 @pytest.mark.parametrize("error", [UserError("no such model"), RunError("no memory")])
 def test_a_start_the_user_can_mend_is_an_answer(error: Exception) -> None:
-    def make(place: Place) -> Worker:
+    def make(place: WorkerPlacement) -> Worker:
         raise error
 
     async def main() -> None:
@@ -199,7 +199,7 @@ def test_a_start_the_user_can_mend_is_an_answer(error: Exception) -> None:
 
 
 def test_a_start_that_breaks_is_a_failure_that_says_so() -> None:
-    def make(place: Place) -> Worker:
+    def make(place: WorkerPlacement) -> Worker:
         raise ZeroDivisionError("oops")
 
     async def main() -> None:

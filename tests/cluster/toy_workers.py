@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Literal, TypeVar, cast
 
-from roll.cluster import Cluster, Place, RestartPolicy, Supervisor
+from roll.cluster import Cluster, RestartPolicy, Supervisor, WorkerPlacement
 from roll.cluster.errors import CallTimedOut, ClusterLost, WorkerDied
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class ToyHandle:
     in_process = False
     answer_s = 0.01
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: WorkerPlacement) -> None:
         self.place = place
         self.incarnation = 0
         self.state: Literal["well", "dead", "hung"] = "well"
@@ -100,7 +100,7 @@ class ToyExecutor:
         """What became of the node of each worker."""
         self.cluster_lost: ClusterLost | None = None
 
-    async def lost_node(self, place: Place) -> str | None:
+    async def lost_node(self, place: WorkerPlacement) -> str | None:
         if self.cluster_lost is not None:
             raise self.cluster_lost
         return self.lost_nodes.get(place.name)
@@ -116,7 +116,7 @@ class ToyExecutor:
 
 
 def toys(count: int, executor: ToyExecutor, role: str = "toy") -> tuple[Cluster[Any], list[ToyHandle]]:
-    handles = [ToyHandle(Place(role, rank, count)) for rank in range(count)]
+    handles = [ToyHandle(WorkerPlacement(role, rank, count)) for rank in range(count)]
     return Cluster(role, handles, executor.deadline_s, cast(Any, executor)), handles
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.cluster import Cluster, LocalExecutor, Place
+from roll.cluster import Cluster, LocalExecutor, WorkerPlacement
 from roll.cluster.worker_runtime import Answer, Host
 from roll.config import load_config
 from roll.config.errors import RunError, UserError
@@ -40,7 +40,7 @@ def test_the_role_plays_episodes() -> None:
     async def main() -> None:
         config = EnvConfig(processes=1, per_process=2, step_deadline_s=0.5, memory_mb=500)
         executor = LocalExecutor()
-        role = await Cluster.start(executor, lambda place: EnvWorker(place, config), [Place("env")])
+        role = await Cluster.start(executor, lambda place: EnvWorker(place, config), [WorkerPlacement("env")])
         await role.call(EnvWorker.start)
         for name in "ab":
             assert (await role.call(EnvWorker.reset, name, EnvSpec("echo_turns", 1, {"turns": 1}))).messages
@@ -61,7 +61,7 @@ def test_the_role_plays_episodes() -> None:
 def test_the_role_keeps_the_limits_of_the_config() -> None:
     async def main() -> None:
         executor, config = LocalExecutor(), EnvConfig(limits={"guess": 1})
-        role = await Cluster.start(executor, lambda place: EnvWorker(place, config), [Place("env")])
+        role = await Cluster.start(executor, lambda place: EnvWorker(place, config), [WorkerPlacement("env")])
         await role.call(EnvWorker.start)
         await role.call(EnvWorker.reset, "a", EnvSpec("guess"))
         second = asyncio.create_task(role.call(EnvWorker.reset, "b", EnvSpec("guess")))
@@ -91,7 +91,7 @@ def test_a_limit_for_what_nobody_plays_is_refused(tasks: dict[str, object], says
 
 def test_a_failure_reaches_the_caller_from_another_process_as_itself() -> None:
     async def main() -> None:
-        host = Host(Place("env"), None, get=None, put=None)  # type: ignore[arg-type]
+        host = Host(WorkerPlacement("env"), None, get=None, put=None)  # type: ignore[arg-type]
         await host.start(lambda place: EnvWorker(place, EnvConfig()))
         await host.call("start", (), {})
         opened = await host.call("reset", ("a", EnvSpec("guess")), {})

@@ -15,7 +15,7 @@ from roll.env.pool import EnvPool
 from roll.env.resolve import resolve
 from roll.env.tasks import environment_tasks
 from roll.env.webshop.env import WebShop
-from roll.env.webshop.navigation import BACK, NEXT, PREV, Place, Store
+from roll.env.webshop.navigation import BACK, NEXT, PREV, Page, Store
 
 SMALL: dict[str, Any] = {"products": 400, "catalogue_seed": 1}
 
@@ -36,7 +36,7 @@ def store(page_size: int = 5) -> Store:
 
 def test_pages_lead_on_and_back() -> None:
     shop = store()
-    first = shop.search(Place(), "machine washable")
+    first = shop.search(Page(), "machine washable")
     assert first is not None
     assert shop.buttons(first) == [NEXT, BACK]
     second = shop.click(first, "next >")
@@ -52,12 +52,12 @@ def test_pages_lead_on_and_back() -> None:
     assert shop.click(tab, "prev") == item
     assert shop.click(item, "< Prev") == second
     for place in (first, second, item, tab):
-        assert shop.click(place, "Back to Search") == Place()
+        assert shop.click(place, "Back to Search") == Page()
 
 
 def test_the_last_page_holds_the_rest_and_leads_no_further() -> None:
     shop, seen = store(page_size=7), []
-    place = shop.search(Place(), "color black resistant free")
+    place = shop.search(Page(), "color black resistant free")
     while place is not None:
         seen += [product.id for product in shop.shown(place)]
         last, place = place, shop.click(place, NEXT)
@@ -68,7 +68,7 @@ def test_the_last_page_holds_the_rest_and_leads_no_further() -> None:
 
 def test_options_replace_each_other_stay_on_tabs_and_are_gone_with_the_product() -> None:
     shop = store()
-    place = shop.search(Place(), "hoodie")
+    place = shop.search(Page(), "hoodie")
     assert place is not None
     item = shop.click(place, shop.shown(place)[0].id)
     assert item is not None
@@ -87,9 +87,9 @@ def test_options_replace_each_other_stay_on_tabs_and_are_gone_with_the_product()
 
 
 def test_places_are_the_same_whatever_the_order_of_choices() -> None:
-    one = Place("x", 1, "P1", (("color", "red"), ("size", "large")))
-    other = Place("x", 1, "P1", (("size", "large"), ("color", "red")))
-    assert str(one) == str(other) != str(Place("x", 1, "P1", (("color", "red"),)))
+    one = Page("x", 1, "P1", (("color", "red"), ("size", "large")))
+    other = Page("x", 1, "P1", (("size", "large"), ("color", "red")))
+    assert str(one) == str(other) != str(Page("x", 1, "P1", (("color", "red"),)))
 
 
 def test_a_search_that_finds_nothing_leads_back() -> None:
@@ -119,7 +119,7 @@ def test_what_cannot_be_done_is_said_costs_a_little_and_changes_nothing(said: st
     assert reason in str(step.observation)
     assert str(step.observation).endswith(world.view())
     assert len(str(step.observation)) < 300
-    assert step.info["state"] == str(Place())
+    assert step.info["state"] == str(Page())
 
 
 def test_one_searches_on_the_search_page_only() -> None:
@@ -131,7 +131,7 @@ def test_one_searches_on_the_search_page_only() -> None:
 def test_the_last_action_counts_wherever_it_stands() -> None:
     world = begun()
     step = world.step("I could click[this], or search[hoodie]; let me\nSEARCH[Yoga mat] now. search[")
-    assert step.info["state"] == str(Place("Yoga mat"))
+    assert step.info["state"] == str(Page("Yoga mat"))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_the_last_action_counts_wherever_it_stands() -> None:
 )
 def test_actions_come_in_other_formats_too(format: str, said: str) -> None:
     world = begun(format=format)
-    assert world.step(said).info["state"] == str(Place("yoga mat"))
+    assert world.step(said).info["state"] == str(Page("yoga mat"))
     assert world.step("search[yoga mat]").info["invalid"] == 1.0
 
 

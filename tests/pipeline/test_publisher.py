@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from small_runs import EXACT, TINY
 
-from roll.cluster import Cluster, LocalExecutor, Place
+from roll.cluster import Cluster, LocalExecutor, WorkerPlacement
 from roll.cluster.errors import WorkerDied
 from roll.cluster.executor import Handle, LocalHandle
 from roll.config import load_config
@@ -48,7 +48,7 @@ class MortalHandle(LocalHandle):
 class Nodes(LocalExecutor):
     """All workers in this process, as if each was on a node of its own."""
 
-    async def start(self, make: Callable[[Place], Any], places: Sequence[Place]) -> list[Handle]:
+    async def start(self, make: Callable[[WorkerPlacement], Any], places: Sequence[WorkerPlacement]) -> list[Handle]:
         await super().start(make, places)
         return [MortalHandle(worker) for worker in self._workers[-len(places) :]]
 
@@ -63,8 +63,8 @@ class Stage:
 
     async def start(self) -> None:
         config = self.config
-        places = [Place("actor_infer", rank, 3, threads=1, node=f"node {rank}") for rank in range(3)]
-        trainer = Place("actor_train", threads=1, node="node 3")
+        places = [WorkerPlacement("actor_infer", rank, 3, threads=1, node=f"node {rank}") for rank in range(3)]
+        trainer = WorkerPlacement("actor_train", threads=1, node="node 3")
         actor = await Cluster.start(self.executor, lambda place: TrainWorker(place, config), [trainer])
         engines = await Cluster.start(self.executor, lambda place: InferWorker(place, config, own_weights=True), places)
         self.handles = cast(list[MortalHandle], engines._handles)

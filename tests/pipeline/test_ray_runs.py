@@ -18,7 +18,7 @@ from long_runs import LongRun, left_in_shared_memory, long_run
 from small_runs import EXACT, SMALL, TINY, Remains
 
 from roll import load_config
-from roll.cluster import Cluster, Dispatch, Place, parallel
+from roll.cluster import Cluster, Dispatch, WorkerPlacement, parallel
 from roll.cluster.executor import Executor, Handle, LocalExecutor, LocalHandle
 from roll.cluster.ray_executor import RayExecutor
 from roll.config import Config, RunError
@@ -117,7 +117,7 @@ FLIPS = {1: 1, 3: 2, 4: 2}
 class Flipping(InferWorker):
     """An engine; the memory of the one with rank 1 flips a byte of some versions on their way."""
 
-    def __init__(self, place: Place, config: Config) -> None:
+    def __init__(self, place: WorkerPlacement, config: Config) -> None:
         super().__init__(place, config)
         self.left = dict(FLIPS) if place.rank == 1 else {}
 
@@ -151,7 +151,7 @@ class ApartHandle(LocalHandle):
 
 
 class Apart(LocalExecutor):
-    async def start(self, make: Callable[[Place], Any], places: Sequence[Place]) -> list[Handle]:
+    async def start(self, make: Callable[[WorkerPlacement], Any], places: Sequence[WorkerPlacement]) -> list[Handle]:
         await super().start(make, places)
         return [ApartHandle(worker) for worker in self._workers[-len(places) :]]
 
@@ -167,8 +167,8 @@ def test_a_byte_flipped_on_the_way_is_caught_sent_again_and_then_named(
     async def main() -> None:
         workers: Executor = RayExecutor(config.ray) if executor == "ray" else Apart(60)
         try:
-            places = [Place("actor_infer", rank, 2, threads=1) for rank in range(2)]
-            trainer = Place("actor_train", threads=1)
+            places = [WorkerPlacement("actor_infer", rank, 2, threads=1) for rank in range(2)]
+            trainer = WorkerPlacement("actor_train", threads=1)
             workers.reserve([trainer, *places])
             actor, engines = await asyncio.gather(
                 Cluster.start(workers, lambda place: TrainWorker(place, config), [trainer]),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roll.cluster import Cluster, Dispatch, LocalExecutor, Place, Worker, parallel
+from roll.cluster import Cluster, Dispatch, LocalExecutor, Worker, WorkerPlacement, parallel
 from roll.config import load_config
 from roll.devices.inventory import Inventory, Node
 from roll.devices.map import make_map
@@ -48,7 +48,7 @@ async def started(roles: dict[str, Any], *, offload: bool = True) -> tuple[Resid
     map = make_map(config, inventory, roles_in_use={"actor_train", "actor_infer", "reference", "rollout", "reward"})
     stages, moves, executor = residency(map, offload), [], LocalExecutor()
 
-    def make(place: Place) -> Any:
+    def make(place: WorkerPlacement) -> Any:
         toy = Toy(place)
         toy.moves = moves
         return toy

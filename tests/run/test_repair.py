@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from roll.config.errors import RunError, UserError
 from roll.ledger.log import gap, is_gap
-from roll.ledger.log_repair import Place, mend
+from roll.ledger.log_repair import CheckpointMark, mend
 from roll.run import Checkpoints, Ledger, LedgerIndex, Metrics, RunFolder, Transition, read_samples, write_samples
 from roll.run.history import History
 from roll.run.repair import Repair, repair
@@ -30,7 +30,7 @@ def _life(sample: str, task: str, end: str) -> list[Transition]:
     return [Transition(sample, state, reason if state == end else "", 1.5, infos.get(state, {})) for state in way]
 
 
-def write_run(path: Path) -> Place:
+def write_run(path: Path) -> CheckpointMark:
     """A run that was killed once, went back to its checkpoint, saved again and was killed again: the newest place, with
     two samples under way."""
     with Ledger.open(path) as ledger:
@@ -46,14 +46,14 @@ def write_run(path: Path) -> Place:
                 ledger.append_many(_life(f"{group}.{number}", f"task-{group}", "trained"))
         for sample in ("8.0", "8.1"):
             ledger.append_many(_life(sample, "task-8", "trained")[:4])
-        place = Place(mark=ledger.mark(), position=ledger.position, under_way={"8.0": "task-8", "8.1": "task-8"})
+        place = CheckpointMark(mark=ledger.mark(), position=ledger.position, under_way={"8.0": "task-8", "8.1": "task-8"})
         for number in range(2):
             ledger.append_many(_life(f"8.{number}", "task-8", "trained")[4:])
             ledger.append_many(_life(f"9.{number}", "task-9", "trained")[: 2 + number])
     return place
 
 
-def finish(path: Path, place: Place) -> None:
+def finish(path: Path, place: CheckpointMark) -> None:
     """What a run does that continues from the place, and ends."""
     with Ledger.open(path) as ledger:
         assert ledger.cut_bytes == 0
@@ -72,7 +72,7 @@ def assert_balances(path: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, Place]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, CheckpointMark]:
     path = tmp_path_factory.mktemp("whole") / "ledger.log"
     place = write_run(path)
     return path.read_bytes(), place
@@ -124,7 +124,7 @@ def damaged(content: bytes, some: list[Damage]) -> bytes:
 @example([("delete", 0.92578125, 0.5)])  # across the place of the checkpoint
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_is_done_to_a_ledger_the_run_continues_and_it_balances(
-    tmp_path: Path, whole: tuple[bytes, Place], some: list[Damage]
+    tmp_path: Path, whole: tuple[bytes, CheckpointMark], some: list[Damage]
 ) -> None:
     content, place = whole
     path = tmp_path / "ledger.log"
@@ -140,7 +140,7 @@ def test_whatever_is_done_to_a_ledger_the_run_continues_and_it_balances(
     assert {sample: state for sample, state in before.items() if sample in expected} == expected
 
 
-def test_every_flipped_bit_costs_no_more_than_its_sample(tmp_path: Path, whole: tuple[bytes, Place]) -> None:
+def test_every_flipped_bit_costs_no_more_than_its_sample(tmp_path: Path, whole: tuple[bytes, CheckpointMark]) -> None:
     content, place = whole
     path = tmp_path / "ledger.log"
     path.write_bytes(content)
@@ -160,7 +160,7 @@ def test_every_flipped_bit_costs_no_more_than_its_sample(tmp_path: Path, whole: 
         assert (undamaged.keys() - found.keys()) <= set(mended.samples)
 
 
-def test_damage_after_the_checkpoint_costs_nothing(tmp_path: Path, whole: tuple[bytes, Place]) -> None:
+def test_damage_after_the_checkpoint_costs_nothing(tmp_path: Path, whole: tuple[bytes, CheckpointMark]) -> None:
     content, place = whole
     path = tmp_path / "ledger.log"
     path.write_bytes(content)
@@ -176,7 +176,7 @@ def test_damage_after_the_checkpoint_costs_nothing(tmp_path: Path, whole: tuple[
             assert assert_balances(path) == undamaged
 
 
-def test_a_whole_ledger_is_left_alone(tmp_path: Path, whole: tuple[bytes, Place]) -> None:
+def test_a_whole_ledger_is_left_alone(tmp_path: Path, whole: tuple[bytes, CheckpointMark]) -> None:
     path = tmp_path / "ledger.log"
     path.write_bytes(whole[0])
     assert mend(path, whole[1]).nothing

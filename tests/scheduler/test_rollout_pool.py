@@ -29,7 +29,7 @@ from rollout_toys import (
     until,
 )
 
-from roll.cluster import Place, Worker
+from roll.cluster import Worker, WorkerPlacement
 from roll.cluster.executor import LocalHandle
 from roll.config.errors import RunError
 from roll.data import Response, Sample, Task
@@ -470,7 +470,7 @@ def test_an_unexpected_error_reaches_every_waiting_lease_of_its_worker() -> None
 class Dead(Worker):
     """A rollout worker that raises in some call."""
 
-    def __init__(self, place: Place, dies_in: str) -> None:
+    def __init__(self, place: WorkerPlacement, dies_in: str) -> None:
         super().__init__(place)
         self._dies_in = dies_in
 
@@ -491,7 +491,7 @@ class Dead(Worker):
 def test_an_error_of_a_worker_itself_reaches_all_its_leases(method: str) -> None:
     async def main() -> None:
         crew = rollouts(1)
-        crew.handles[0].replace(LocalHandle(Dead(Place("rollout"), method)))
+        crew.handles[0].replace(LocalHandle(Dead(WorkerPlacement("rollout"), method)))
         pool = RolloutPool(crew.cluster, Router(1, 10), tries=3)
         samples = [Sample(f"{i}.0", Task.ask("t", "?"), i, 1.0, state="queued") for i in range(3)]
         calls = [pool.run(str(s.group), [s], Lifecycle(None)) for s in samples]

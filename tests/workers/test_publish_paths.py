@@ -9,25 +9,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.cluster import Place
+from roll.cluster import WorkerPlacement
 from roll.cluster.mesh import MeshShape
 from roll.workers.publish import choose_backend, choose_path
 
 
-def trainer(*devices: str) -> list[Place]:
+def trainer(*devices: str) -> list[WorkerPlacement]:
     """The ranks of a sharded trainer; `b:3` is GPU 3 of node b, `b:` its CPU."""
     mesh = MeshShape(shard=len(devices))
     return [place("actor_train", rank, device, mesh) for rank, device in enumerate(devices)]
 
 
-def engines(*devices: str, tensor_parallel: int = 1) -> list[Place]:
+def engines(*devices: str, tensor_parallel: int = 1) -> list[WorkerPlacement]:
     return [place("actor_infer", rank, device, None, tensor_parallel) for rank, device in enumerate(devices)]
 
 
-def place(role: str, rank: int, device: str, mesh: MeshShape | None, gpus: int = 1) -> Place:
+def place(role: str, rank: int, device: str, mesh: MeshShape | None, gpus: int = 1) -> WorkerPlacement:
     node, _, number = device.partition(":")
     own = tuple(range(int(number), int(number) + gpus)) if number else ()
-    return Place(role, rank, device=f"cuda:{number}" if number else "cpu", node=node, gpus=own, mesh=mesh)
+    return WorkerPlacement(role, rank, device=f"cuda:{number}" if number else "cpu", node=node, gpus=own, mesh=mesh)
 
 
 def on(node: str, count: int, step: int = 1) -> list[str]:
@@ -36,8 +36,8 @@ def on(node: str, count: int, step: int = 1) -> list[str]:
 
 @dataclass(frozen=True)
 class Case:
-    trainer: list[Place]
-    engines: list[Place]
+    trainer: list[WorkerPlacement]
+    engines: list[WorkerPlacement]
     path: str
     backend: str
 

@@ -11,7 +11,7 @@ import pytest
 from classifiers import save_liking, save_random
 
 from roll import load_config
-from roll.cluster import Cluster, Dispatch, LocalExecutor, Place, Worker, parallel
+from roll.cluster import Cluster, Dispatch, LocalExecutor, Worker, WorkerPlacement, parallel
 from roll.cluster.errors import WorkerDied
 from roll.config.schema import Config
 from roll.data import Message
@@ -48,13 +48,15 @@ def models(scorers: Scorers, *, at_once: int = 4, patience_s: float = 20.0) -> S
 
 async def reward_model(folder: Path) -> Cluster[RewardModelWorker]:
     settings = config(reward_model={"model": str(folder)})
-    place = Place("reward_model", threads=1)
+    place = WorkerPlacement("reward_model", threads=1)
     return await Cluster.start(LocalExecutor(), lambda place: RewardModelWorker(place, settings), [place])
 
 
 async def judge() -> Cluster[JudgeWorker]:
     settings = config(judge={"model": "tiny", "max_running": 4})
-    cluster = await Cluster.start(LocalExecutor(), lambda p: JudgeWorker(p, settings), [Place("judge", threads=1)])
+    cluster = await Cluster.start(
+        LocalExecutor(), lambda p: JudgeWorker(p, settings), [WorkerPlacement("judge", threads=1)]
+    )
     await cluster.call(JudgeWorker.start)
     return cluster
 
@@ -159,7 +161,7 @@ def test_an_engine_whose_weights_do_not_agree_with_the_probe_serves_nothing(monk
     monkeypatch.setattr(Probe, "log_probs", lambda self: log_probs(self) - 1)
 
     async def main() -> None:
-        engine = OwnEngine(Place("judge", threads=1), config(judge={"model": "tiny"}))
+        engine = OwnEngine(WorkerPlacement("judge", threads=1), config(judge={"model": "tiny"}))
         with pytest.raises(RunError, match="the engine's weights are not"):
             await engine.start()
         with pytest.raises(RunError, match="no weights yet"):
@@ -186,12 +188,12 @@ class Frail(Worker):
 async def frail(deaths: int) -> tuple[Scorers, Frail]:
     made: list[Frail] = []
 
-    def make(place: Place) -> Any:
+    def make(place: WorkerPlacement) -> Any:
         made.append(Frail(place))
         made[0].deaths = deaths
         return made[0]
 
-    cluster: Any = await Cluster.start(LocalExecutor(), make, [Place("reward_model")])
+    cluster: Any = await Cluster.start(LocalExecutor(), make, [WorkerPlacement("reward_model")])
     return Scorers(reward_model=cluster), made[0]
 
 

@@ -10,7 +10,7 @@ import torch
 from classifiers import save_random
 from test_reward_model_client import SAID, answered, config, models
 
-from roll.cluster import Cluster, LocalExecutor, Place
+from roll.cluster import Cluster, LocalExecutor, WorkerPlacement
 from roll.reward.model_reward import Drawing
 from roll.workers.judge import JudgeWorker
 from roll.workers.reward_model import RewardModelWorker
@@ -25,9 +25,11 @@ def test_both_leave_the_gpu_and_say_the_same_when_they_are_back(tmp_path: Path) 
     async def main() -> None:
         judged = {"model": {"path": "tiny", "dtype": "fp32"}}  # in bf16 a batch of another size may draw another token
         settings, executor = config(judge=judged, reward_model={"model": str(folder)}), LocalExecutor()
-        place = Place("reward_model", device="cuda:0")
+        place = WorkerPlacement("reward_model", device="cuda:0")
         scorer = await Cluster.start(executor, lambda place: RewardModelWorker(place, settings), [place])
-        judge = await Cluster.start(executor, lambda p: JudgeWorker(p, settings), [Place("judge", device="cuda:0")])
+        judge = await Cluster.start(
+            executor, lambda p: JudgeWorker(p, settings), [WorkerPlacement("judge", device="cuda:0")]
+        )
         await judge.call(JudgeWorker.start)
         asked = models(Scorers(scorer, judge), at_once=16)
         drawing = Drawing(tuple(range(8)), 1.0, 40)

@@ -12,7 +12,7 @@ import pytest
 from classifiers import save_liking
 
 from roll import load_config
-from roll.cluster import Cluster, LocalExecutor, Place
+from roll.cluster import Cluster, LocalExecutor, WorkerPlacement
 from roll.cluster.errors import WorkerDied, WorkerError
 from roll.cluster.mesh import MeshShape
 from roll.data import Message
@@ -50,7 +50,7 @@ async def asked(folder: Path, worker: type[OneFails]) -> list[BaseException | No
         {"model": "tiny", "threads": 1, "reward": "reward_model", "roles": {"reward_model": {"model": str(folder)}}}
     )
     executor = LocalExecutor(DEADLINE_S)
-    places = [Place("reward_model", rank, 2, threads=1, mesh=MeshShape(shard=2)) for rank in range(2)]
+    places = [WorkerPlacement("reward_model", rank, 2, threads=1, mesh=MeshShape(shard=2)) for rank in range(2)]
     try:
         cluster = await meet(await Cluster.start(executor, lambda place: worker(place, settings), places))
         await cluster.call(RewardModelWorker.hold, "all")

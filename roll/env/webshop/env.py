@@ -14,7 +14,7 @@ from roll.env.resolve import register
 from roll.env.webshop.catalogue import Catalogue
 from roll.env.webshop.generate import ROUNDS, generate
 from roll.env.webshop.loader import check_folder, is_small, read
-from roll.env.webshop.navigation import Place, Store, is_buy
+from roll.env.webshop.navigation import Page, Store, is_buy
 from roll.env.webshop.oracle import Expert
 from roll.env.webshop.reward import score
 from roll.env.webshop.views import PAGE_SIZES, VIEWS, View
@@ -56,7 +56,7 @@ class WebShop(ActingEnvironment):
         self._catalogue = (products, catalogue_seed, data)
         self._page_size = page_size or PAGE_SIZES[view]
         self._view = VIEWS[view]
-        self._place = Place()
+        self._place = Page()
         self._bought, self._score = False, 0.0
 
     @property
@@ -74,7 +74,7 @@ class WebShop(ActingEnvironment):
             raise ValueError(f"webshop: the seed is {seed}, but the goals of this catalogue are 0 to {len(goals) - 1}")
         self._goal = goals[seed]
         self._expert = Expert(self._store, self._goal)
-        self._place, self._bought, self._score = Place(), False, 0.0
+        self._place, self._bought, self._score = Page(), False, 0.0
         return (
             "You are shopping in a web store. Find what is asked for, choose its options, then buy it.\n"
             f"Each turn, write only one action: {self.says('search[keywords]')} on the search page, or "

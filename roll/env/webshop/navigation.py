@@ -19,7 +19,7 @@ TABS = ("Description", "Features", "Attributes")
 
 
 @dataclass(frozen=True)
-class Place:
+class Page:
     """Where an agent is: the search page, until there are keywords; a page of results, until there is a product; a
     product with the options chosen so far; or one of its tabs."""
 
@@ -47,18 +47,18 @@ class Store:
         self.catalogue = catalogue
         self.page_size = page_size
 
-    def results(self, place: Place) -> tuple[Product, ...]:
+    def results(self, place: Page) -> tuple[Product, ...]:
         """All that the search found, best first."""
         return self.catalogue.search(place.keywords)
 
-    def shown(self, place: Place) -> tuple[Product, ...]:
+    def shown(self, place: Page) -> tuple[Product, ...]:
         """The results on the place's page."""
         return self.results(place)[(place.page - 1) * self.page_size : place.page * self.page_size]
 
-    def product(self, place: Place) -> Product:
+    def product(self, place: Page) -> Product:
         return self.catalogue[place.product]
 
-    def buttons(self, place: Place) -> list[str]:
+    def buttons(self, place: Page) -> list[str]:
         """What can be clicked, besides results and options."""
         if not place.keywords:
             return []
@@ -69,7 +69,7 @@ class Store:
         more = place.page * self.page_size < len(self.results(place))
         return [NEXT] * more + [PREV] * (place.page > 1) + [BACK]
 
-    def elements(self, place: Place) -> list[str]:
+    def elements(self, place: Page) -> list[str]:
         """All that can be clicked, as it is written."""
         elements: list[str] = []
         if place.product and not place.tab:
@@ -78,12 +78,12 @@ class Store:
             elements = [product.id for product in self.shown(place)]
         return elements + self.buttons(place)
 
-    def search(self, place: Place, keywords: str) -> Place | None:
+    def search(self, place: Page, keywords: str) -> Page | None:
         """The first page of results; None where there is no search bar, or nothing to search for."""
         keywords = " ".join(keywords.split())
-        return None if place.keywords or not keywords else Place(keywords)
+        return None if place.keywords or not keywords else Page(keywords)
 
-    def click(self, place: Place, element: str) -> Place | None:
+    def click(self, place: Page, element: str) -> Page | None:
         """Where a click leads, which is no `BUY`; None where there is no such element. Case and spaces do not matter, and
         an option may be called by its axis too: `color: red`."""
         named = {_key(button): button for button in self.buttons(place)}
@@ -96,9 +96,9 @@ class Store:
             return self._choose(place, key)
         return next((replace(place, product=found.id) for found in self.shown(place) if _key(found.id) == key), None)
 
-    def _press(self, place: Place, button: str) -> Place | None:
+    def _press(self, place: Page, button: str) -> Page | None:
         if button == BACK:
-            return Place()
+            return Page()
         if button in TABS:
             return replace(place, tab=button)
         if button == NEXT:
@@ -109,7 +109,7 @@ class Store:
             return replace(place, tab="")
         return replace(place, product="", chosen=()) if place.product else replace(place, page=place.page - 1)
 
-    def _choose(self, place: Place, key: str) -> Place | None:
+    def _choose(self, place: Page, key: str) -> Page | None:
         for axis, values in self.product(place).options.items():
             for value in values:
                 if key in (_key(value), _key(f"{axis}: {value}")):

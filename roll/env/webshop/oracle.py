@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from roll.env.webshop.catalogue import Goal, Product
-from roll.env.webshop.navigation import BACK, BUY, NEXT, PREV, Place, Store
+from roll.env.webshop.navigation import BACK, BUY, NEXT, PREV, Page, Store
 from roll.env.webshop.reward import option_fits, score
 from roll.env.webshop.text import words
 
@@ -23,7 +23,7 @@ class Expert:
         self._goal = goal
         self._fitting: dict[str, bool] = {}
 
-    def action(self, place: Place) -> str:
+    def action(self, place: Page) -> str:
         """What to do there."""
         return f"click[{self._click(place)}]" if place.keywords else f"search[{self._keywords()}]"
 
@@ -36,7 +36,7 @@ class Expert:
                 return query
         return goal.product.title
 
-    def _click(self, place: Place) -> str:
+    def _click(self, place: Page) -> str:
         if place.tab:
             return PREV
         if not place.product:
@@ -51,7 +51,7 @@ class Expert:
         harm = score(self._goal, product, place.options).reward < score(self._goal, product, plan).reward
         return PREV if harm else BUY  # going back takes back a choice that nobody asked for and that costs too much
 
-    def _among_results(self, place: Place) -> str:
+    def _among_results(self, place: Page) -> str:
         results = self._store.results(place)
         number = next((number for number, product in enumerate(results) if self._fits(product)), None)
         if number is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from roll.cluster.worker import Place
+from roll.cluster.worker import WorkerPlacement
 from roll.config.schema import Config
 from roll.config.secrets import resolved
 from roll.model.find import find_model
@@ -12,14 +12,14 @@ from roll.model.loading import choose_dtype, load_model, load_model_config, load
 from roll.strategy.infer.base import InferStrategy
 
 
-def make_engine(place: Place, config: Config, *, own_weights: bool) -> InferStrategy:
+def make_engine(place: WorkerPlacement, config: Config, *, own_weights: bool) -> InferStrategy:
     """Without `own_weights` an embedded engine uses the parameters of the trainer, which is in its process."""
     if config.roles.actor_infer.strategy == "vllm":
         return vllm_engine(place, config)
     return _native(place, config, own_weights)
 
 
-def _native(place: Place, config: Config, own_weights: bool) -> InferStrategy:
+def _native(place: WorkerPlacement, config: Config, own_weights: bool) -> InferStrategy:
     from roll.strategy.infer.native import NativeStrategy
 
     source = find_model(config.model.path)
@@ -38,7 +38,7 @@ def _native(place: Place, config: Config, own_weights: bool) -> InferStrategy:
     )
 
 
-def vllm_engine(place: Place, config: Config, role: str = "actor_infer") -> InferStrategy:
+def vllm_engine(place: WorkerPlacement, config: Config, role: str = "actor_infer") -> InferStrategy:
     """An engine of vLLM as `roles.actor_infer` describes it; `role` is whose settings those are."""
     from roll.engine.routes import ExpertLayers
     from roll.strategy.infer.vllm import VllmStrategy

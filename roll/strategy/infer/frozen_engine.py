@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from roll.cluster.worker import Place
+from roll.cluster.worker import WorkerPlacement
 from roll.config.schema import Config
 from roll.model.find import find_model
 from roll.model.loading import choose_dtype, load_model, load_tokenizer
@@ -34,7 +34,7 @@ def as_judged(config: Config) -> Config:
 class OwnEngine:
     """The judge's engine."""
 
-    def __init__(self, place: Place, config: Config) -> None:
+    def __init__(self, place: WorkerPlacement, config: Config) -> None:
         self._place, self._config = place, as_judged(config)
         self._source = find_model(self._config.model.path)
         self._model: PreTrainedModel | None = None

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from roll.cluster.worker import Place
+from roll.cluster.worker import WorkerPlacement
 from roll.config.errors import UserError
 from roll.config.schema import Config, RoleConfig
 from roll.config.suggest import did_you_mean
@@ -139,7 +139,7 @@ def argument_names() -> frozenset[str]:
     return frozenset(names)
 
 
-def memory_args(shape: PretrainedConfig, itemsize: int, config: Config, place: Place) -> dict[str, Any]:
+def memory_args(shape: PretrainedConfig, itemsize: int, config: Config, place: WorkerPlacement) -> dict[str, Any]:
     """A cache that is large enough for what may run, where the user has not said how much memory an engine takes: vLLM
     takes nearly all there is by itself, and others may be on the same device."""
     given = config.roles.actor_infer.engine_args
@@ -171,14 +171,14 @@ def length_args(shape: PretrainedConfig, wanted: RoleConfig, role: str) -> dict[
     return {}
 
 
-def process_args(place: Place, tensor_parallel: int) -> dict[str, Any]:
+def process_args(place: WorkerPlacement, tensor_parallel: int) -> dict[str, Any]:
     """On a CPU compiling takes minutes and is not repaid by a run of minutes. The devices are the worker's own already:
     where that is Ray's, vLLM would ask Ray for others."""
     eager = {"enforce_eager": True} if place.device == "cpu" else {}
     return {**eager, "distributed_executor_backend": "mp"} if tensor_parallel > 1 else eager
 
 
-def environment(place: Place, config: Config) -> dict[str, str]:
+def environment(place: WorkerPlacement, config: Config) -> dict[str, str]:
     """Variables of an engine's processes: their threads, and the devices they see."""
     threads = {"OMP_NUM_THREADS": str(place.threads)} if place.threads else {}
     if config.executor != "local" or place.device == "cpu":  # a worker in a process of its own sees its devices alone

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from roll.cluster.worker import Place
+from roll.cluster.worker import WorkerPlacement
 from roll.config.schema import Config, TrainConfig
 from roll.model import loading
 from roll.model.classifier import load_classifier
@@ -29,7 +29,7 @@ def warm_up(path: str, over_ranks: bool) -> None:
         from roll.strategy.train.sharded import build, checkpoint, strategy  # noqa: F401
 
 
-def make_trainer(config: Config, place: Place, group: RankGroup | None, *, trainable: bool) -> TrainStrategy:
+def make_trainer(config: Config, place: WorkerPlacement, group: RankGroup | None, *, trainable: bool) -> TrainStrategy:
     """The actor's; without `trainable` the reference's. `group` is this rank's part in the mesh of the place."""
     source = find_model(config.model.path)
     dtype, tokenizer = choose_dtype(config.model.dtype, place.device), load_tokenizer(source, config.model)
@@ -49,7 +49,7 @@ def make_trainer(config: Config, place: Place, group: RankGroup | None, *, train
     return SingleStrategy(model, tokenizer, train, trainable=trainable, adapters=adapters)
 
 
-def make_critic(config: Config, place: Place, group: RankGroup | None) -> ValueStrategy:
+def make_critic(config: Config, place: WorkerPlacement, group: RankGroup | None) -> ValueStrategy:
     source = find_model(config.model.path)
     dtype = choose_dtype(config.model.dtype, place.device)
     train = config.train.model_copy(update={"lr": config.algorithm.critic_lr})
@@ -64,7 +64,7 @@ def make_critic(config: Config, place: Place, group: RankGroup | None) -> ValueS
     return CriticStrategy(model, train, config.algorithm.value_clip)
 
 
-def make_scorer(config: Config, place: Place, group: RankGroup | None) -> tuple[RewardStrategy, Tokenizer, int]:
+def make_scorer(config: Config, place: WorkerPlacement, group: RankGroup | None) -> tuple[RewardStrategy, Tokenizer, int]:
     """The reward model's, its tokenizer, and the longest conversation it takes."""
     from roll.model.rope import longest_sequence
 

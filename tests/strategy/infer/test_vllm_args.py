@@ -12,7 +12,7 @@ import pytest
 from transformers import LlamaConfig, Qwen3MoeConfig
 
 from roll.cli import main
-from roll.cluster import Place
+from roll.cluster import WorkerPlacement
 from roll.config import Config
 from roll.config.errors import UserError
 from roll.config.schema import RoleConfig
@@ -114,7 +114,7 @@ def test_the_same_bits_every_time_are_not_vllms_to_give(pretended: None) -> None
 def test_the_cache_holds_what_may_run_unless_the_user_says_how_much() -> None:
     shape = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=64)
     shape.max_position_embeddings = 4096
-    place = Place("actor_infer")
+    place = WorkerPlacement("actor_infer")
     few = memory_args(shape, 2, config(rollout={"max_running": 1, "max_new_tokens": 10}), place)
     many = memory_args(shape, 2, config(rollout={"max_running": 64, "max_new_tokens": 88}), place)
     token = 2 * 2 * 2 * 16 * 2
@@ -126,7 +126,7 @@ def test_the_cache_holds_what_may_run_unless_the_user_says_how_much() -> None:
     assert least == {"kv_cache_memory_bytes": int(1.25 * 1024 * token)}  # some blocks
     assert memory_args(shape, 2, config({"kv_cache_memory_bytes": 1}), place) == {}
     assert memory_args(shape, 2, config({"gpu_memory_utilization": 0.5}), place) == {}
-    assert "gpu_memory_utilization" in memory_args(shape, 2, config(), Place("actor_infer", device="cuda:0"))
+    assert "gpu_memory_utilization" in memory_args(shape, 2, config(), WorkerPlacement("actor_infer", device="cuda:0"))
 
 
 def test_the_cache_of_an_engine_on_several_devices_is_that_of_one() -> None:
@@ -168,7 +168,7 @@ def test_lengths_and_sizes_are_whole_numbers(pretended: None, value: Any) -> Non
 
 
 def test_an_engine_started_from_the_controllers_process_sees_its_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Place("actor_infer", device="cuda:1", gpus=(1, 2), threads=3)
+    place = WorkerPlacement("actor_infer", device="cuda:1", gpus=(1, 2), threads=3)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert environment(place, config()) == {"OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "1,2"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")

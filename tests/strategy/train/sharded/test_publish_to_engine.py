@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from roll.cluster import Cluster, Dispatch, LocalExecutor, Place, parallel
+from roll.cluster import Cluster, Dispatch, LocalExecutor, WorkerPlacement, parallel
 from roll.cluster.mesh import MeshShape
 from roll.config import RunError, load_config
 from roll.config.schema import Config
@@ -53,10 +53,10 @@ def test_every_path_brings_the_weights_of_ranks_to_an_engine_and_names_a_damaged
 async def published(config: Config) -> None:
     workers = LocalExecutor(120)
     try:
-        ranks = [Place("actor_train", rank, 2, threads=1, mesh=MeshShape(shard=2)) for rank in range(2)]
+        ranks = [WorkerPlacement("actor_train", rank, 2, threads=1, mesh=MeshShape(shard=2)) for rank in range(2)]
         actor = await meet(await Cluster.start(workers, partial(Damaged, config=config), ranks))
         engines = await Cluster.start(
-            workers, partial(InferWorker, config=config, own_weights=True), [Place("actor_infer", threads=1)]
+            workers, partial(InferWorker, config=config, own_weights=True), [WorkerPlacement("actor_infer", threads=1)]
         )
         paths: tuple[Path, ...] = ("shared_memory", "broadcast")
         for number, path in enumerate(paths):
