@@ -20,7 +20,7 @@ from roll.config.evaluation import HELD_OUT
 from roll.pipeline.report import Measured, StepReport, held_out_lines
 from roll.pipeline.sft_eval import HeldOut
 from roll.run.folder import RunFolder
-from roll.run.state_latency import StageTable
+from roll.run.state_latency import StateTable
 from roll.scheduler.evaluate import Evaluation
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -37,7 +37,7 @@ class LiveReporter:
         self._report: StepReport | None = None
         self._values: list[float] = []
         self._measured: list[tuple[int, Measured]] = []
-        self._stages = StageTable()
+        self._stages = StateTable()
         # Last, because it draws once at once.
         self._live = Live(console=console, refresh_per_second=4, transient=False, get_renderable=self._draw)
 
@@ -69,7 +69,7 @@ class LiveReporter:
         self._values.append(report.value)
         self._phase = "training"
 
-    def stages(self, table: StageTable) -> None:
+    def stages(self, table: StateTable) -> None:
         self._stages = table
 
     def warned(self, text: str) -> None:
@@ -110,7 +110,7 @@ class LiveReporter:
         )
 
 
-def stage_grid(stages: StageTable) -> Table:
+def stage_grid(stages: StateTable) -> Table:
     """A column a stage: how many samples are in it, and how long those before them stayed."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
@@ -123,7 +123,7 @@ def stage_grid(stages: StageTable) -> Table:
     return grid
 
 
-def share_texts(stages: StageTable) -> list[str]:
+def share_texts(stages: StateTable) -> list[str]:
     """What is known of how well the rollout goes."""
     texts = []
     if stages.waste_share is not None:

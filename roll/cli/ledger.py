@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from roll.ledger.index import Attempt, Balance, Ends, LedgerIndex, ReasonCount, SolveRate, Stage
+from roll.ledger.index import Attempt, Balance, Ends, LedgerIndex, ReasonCount, SolveRate, StateLatency
 from roll.ledger.log import ROLLED_BACK
 from roll.ledger.sample_history import Step
 
@@ -45,7 +45,7 @@ class Summary:
     last_s: float
     balance: Balance
     reasons: list[ReasonCount]
-    stages: list[Stage]
+    stages: list[StateLatency]
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _reasons(counts: list[ReasonCount]) -> Iterator[RenderableType]:
     yield from _left_out(len(counts) - _ROWS)
 
 
-def _stages(stages: list[Stage]) -> Iterator[RenderableType]:
+def _stages(stages: list[StateLatency]) -> Iterator[RenderableType]:
     whole_s = sum(stage.total_s for stage in stages) or 1.0
     yield _table(
         ["seconds in", ">times", ">mean", ">p50", ">p99", ">max", ">of all"],

@@ -25,7 +25,7 @@ from roll.config.workers import RoleConfig
 from roll.devices.inventory import Inventory, Kind
 from roll.devices.map import DeviceMap
 from roll.devices.memory_inputs import Workload
-from roll.devices.residency import Stage, StageTable
+from roll.devices.residency import ResidencyTable, Stage
 from roll.devices.sharded_memory import Peak, Purpose, Sizes, gathered_parts, shard_sizes, update_parts
 from roll.engine.cache import SlotCache
 from roll.engine.kv_sizing import Shape, SlotSizing, rounded
@@ -301,7 +301,7 @@ class _Worker:
     """The mesh of its role, if this is one of the role's ranks."""
 
 
-def estimate(map: DeviceMap, table: StageTable, model: Model, work: Workload) -> Estimate:
+def estimate(map: DeviceMap, table: ResidencyTable, model: Model, work: Workload) -> Estimate:
     """The memory of a mapped run whose workers are resident as the table says."""
     hosts = {number: host(map.inventory, number) for number in range(len(map.inventory.nodes))}
     workers = _workers(map, hosts)

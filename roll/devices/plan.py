@@ -17,7 +17,7 @@ from roll.devices.map import SCORING_ROLES, DeviceMap, RolePlacement, make_map
 from roll.devices.memory import CACHE, FULL, PURPOSES, Estimate, Model, Part, estimate, largest
 from roll.devices.memory_inputs import Workload
 from roll.devices.mesh_division import check_divides
-from roll.devices.residency import StageTable, residency
+from roll.devices.residency import ResidencyTable, residency
 from roll.devices.run_requirements import Job
 from roll.devices.sharded_memory import shard_sizes
 from roll.devices.strategies import TRAIN_ROLES
@@ -45,7 +45,7 @@ class Plan:
     offload: bool
     why: str
     """A sentence on why roles leave their devices between turns, or do not."""
-    stages: StageTable
+    stages: ResidencyTable
     memory: Estimate
     roles: list[tuple[str, str]]
     """Role, and how it computes in words."""
@@ -158,7 +158,7 @@ def _unhurried(work: Workload, trainer: RolePlacement) -> Workload:
 
 
 def _problem(
-    config: Config, map: DeviceMap, stages: StageTable, model: Model, memory: Estimate, work: Workload
+    config: Config, map: DeviceMap, stages: ResidencyTable, model: Model, memory: Estimate, work: Workload
 ) -> str | None:
     """What does not fit, and what to write instead."""
     full = memory.too_full()
@@ -175,7 +175,7 @@ def _problem(
     )
 
 
-def _remedy(config: Config, map: DeviceMap, stages: StageTable, model: Model, work: Workload, part: Part) -> str:
+def _remedy(config: Config, map: DeviceMap, stages: ResidencyTable, model: Model, work: Workload, part: Part) -> str:
     """A setting that makes the run fit: offloading, fewer sequences or shorter micro-batches, whichever helps alone;
     else where to look."""
     if config.offload == "never" and not estimate(map, residency(map, True), model, work).too_full():
@@ -203,7 +203,7 @@ def _remedy(config: Config, map: DeviceMap, stages: StageTable, model: Model, wo
 
 
 def _fewer_copies(
-    config: Config, map: DeviceMap, stages: StageTable, model: Model, work: Workload, part: Part
+    config: Config, map: DeviceMap, stages: ResidencyTable, model: Model, work: Workload, part: Part
 ) -> str | None:
     """Fewer copies of a sharded role's parameters, so that each is cut over more ranks."""
     mesh = map.roles[part.role].mesh if part.role in map.roles else None
@@ -217,7 +217,7 @@ def _fewer_copies(
 
 
 def _more_ranks(
-    config: Config, map: DeviceMap, stages: StageTable, model: Model, work: Workload, part: Part
+    config: Config, map: DeviceMap, stages: ResidencyTable, model: Model, work: Workload, part: Part
 ) -> str | None:
     """How many GPUs would hold a sharded role, if any number does."""
     placed = map.roles.get(part.role)
@@ -236,7 +236,7 @@ def _over(config: Config, model: Model, role: str, mesh: MeshShape) -> Model:
     return replace(model, shards={**model.shards, role: sizes})
 
 
-def _fewer_workers(config: Config, map: DeviceMap, stages: StageTable, model: Model, work: Workload) -> str | None:
+def _fewer_workers(config: Config, map: DeviceMap, stages: ResidencyTable, model: Model, work: Workload) -> str | None:
     """A role of which fewer workers would fit, the one with the most first."""
     for role, placement in sorted(map.roles.items(), key=lambda item: -len(item[1].workers)):
         if placement.on_gpus:

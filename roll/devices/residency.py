@@ -42,7 +42,7 @@ Name = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class StageTable:
+class ResidencyTable:
     """The level of every worker of a model role in every stage of a step."""
 
     stages: tuple[Stage, ...]
@@ -61,7 +61,7 @@ class StageTable:
         return any(level != "all" for stage in self.stages for level in self.levels[stage].values())
 
 
-def residency(map: DeviceMap, offload: bool) -> StageTable:
+def residency(map: DeviceMap, offload: bool) -> ResidencyTable:
     """The table of a map, once a step has gone round."""
     workers = {
         # the ranks of a reward model leave and come together: the first gives the others their orders
@@ -74,7 +74,7 @@ def residency(map: DeviceMap, offload: bool) -> StageTable:
     stages = tuple(stage for stage in get_args(Stage) if present >= NEEDS[stage].keys())
     if not offload:
         everything: dict[Name, Level] = dict.fromkeys(workers, "all")
-        return StageTable(stages, dict.fromkeys(stages, everything))
+        return ResidencyTable(stages, dict.fromkeys(stages, everything))
     floor: dict[Name, Level] = dict.fromkeys(workers, "none")
     if map.one_copy:
         floor["actor_train", 0] = "weights"
@@ -83,7 +83,7 @@ def residency(map: DeviceMap, offload: bool) -> StageTable:
     for _ in range(2):  # the second time round every worker begins as the step before left it
         for stage in stages:
             state = levels[stage] = _enter(stage, state, floor, workers)
-    return StageTable(stages, levels)
+    return ResidencyTable(stages, levels)
 
 
 def _enter(

@@ -75,7 +75,7 @@ class ReasonCount:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StateLatency:
     """Seconds that samples were in a state until they left it."""
 
     state: str
@@ -177,7 +177,7 @@ class LedgerIndex:
             counts.append(ReasonCount(state, kind, samples, tasks, times, example))
         return sorted(counts, key=lambda count: (-count.samples, -count.times, count.state, count.reason))
 
-    def stages(self) -> list[Stage]:
+    def stages(self) -> list[StateLatency]:
         """Seconds in each state, in the order of a sample's life."""
         rows = self._ask("SELECT state, bucket, times, total_s, longest_s FROM stages ORDER BY state, bucket")
         stages = [_stage(state, list(buckets)) for state, buckets in groupby(rows, key=lambda row: row[0])]
@@ -234,9 +234,9 @@ def _attempt(sample: str, records: list[tuple[int, Transition]], task: str | Non
     return Attempt(row.grp, sample, tuple(steps), row.state, row.reason, row.reward)
 
 
-def _stage(state: str, rows: list[tuple[Any, ...]]) -> Stage:
+def _stage(state: str, rows: list[tuple[Any, ...]]) -> StateLatency:
     """From rows of (state, bucket, times, total_s, longest_s) in the buckets' order."""
     counts = [(bucket, times) for _, bucket, times, _, _ in rows]
     times, total_s, max_s = sum(row[2] for row in rows), sum(row[3] for row in rows), max(row[4] for row in rows)
     p50_s, p99_s = (min(max_s, quantile(counts, part)) for part in (0.5, 0.99))
-    return Stage(state, times, total_s / times, p50_s, p99_s, max_s, total_s)
+    return StateLatency(state, times, total_s / times, p50_s, p99_s, max_s, total_s)

@@ -40,7 +40,7 @@ from roll.run.code import Recording, RunCode, reward_of
 from roll.run.disk import Closing
 from roll.run.history import History
 from roll.run.samples import check_samples
-from roll.run.state_latency import StageClock
+from roll.run.state_latency import StateClock
 from roll.run.trace import MAX_BYTES, Trace
 from roll.strategy.train.base import UpdateStats
 
@@ -60,7 +60,7 @@ class Recorder:
     ) -> None:
         self.folder = folder
         self.ledger = ledger
-        self.clock = StageClock()
+        self.clock = StateClock()
         self.begun = False
         """Whether all that the run needs has been started."""
         self.steps = 0
@@ -139,7 +139,7 @@ class Recorder:
 
     def begin(self) -> None:
         """Starts from nothing: what a process that died before its first checkpoint left is rolled back and forgotten."""
-        self.clock = StageClock()
+        self.clock = StateClock()
         self.ledger.roll_back(0, 0)
         self._metrics.truncate_after(-1)
         drop_samples_after(self.folder, -1)
@@ -149,7 +149,7 @@ class Recorder:
         """Goes back to a checkpoint: what came after it is rolled back on the ledger and forgotten by the metrics.
         Returns the state that was saved. Samples that are not what was written are refused."""
         check_samples(self.folder, checkpoint.step)
-        self.clock = StageClock()
+        self.clock = StateClock()
         state = dict(checkpoint.state)
         self._took_s = {**state.pop("took_s", {}), **self._took_s}
         position, mark, _ = state.pop("ledger_position"), state.pop("ledger_mark", None), state.pop(SCORE, None)

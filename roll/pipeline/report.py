@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from roll.config.evaluation import HELD_OUT
 from roll.pipeline.output import say
-from roll.run.state_latency import StageTable
+from roll.run.state_latency import StateTable
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Reporter(Protocol):
 
     def stepped(self, report: StepReport) -> None: ...
 
-    def stages(self, table: StageTable) -> None:
+    def stages(self, table: StateTable) -> None:
         """How the samples stand now; may be told at any time, as often as wanted."""
         ...
 
@@ -79,7 +79,7 @@ class PlainReporter:
             f"{report.seconds:.1f} s  left {report.seconds_left:.0f} s"
         )
 
-    def stages(self, table: StageTable) -> None:
+    def stages(self, table: StateTable) -> None:
         """Nothing: the lines are for steps."""
 
     def warned(self, text: str) -> None:

@@ -10,7 +10,7 @@ from roll.cluster import Cluster, Executor
 from roll.config.errors import UserError
 from roll.config.schema import Config
 from roll.devices.map import DeviceMap
-from roll.devices.residency import StageTable
+from roll.devices.residency import ResidencyTable
 from roll.model.classifier import load_classifier_config
 from roll.model.find import find_model
 from roll.model.loading import load_model_config, load_tokenizer
@@ -38,7 +38,7 @@ def check_scorers(config: Config) -> None:
         check_vllm(config, getattr(config.roles, role), role)
 
 
-async def start_scorers(config: Config, executor: Executor, map: DeviceMap, stages: StageTable) -> Scorers:
+async def start_scorers(config: Config, executor: Executor, map: DeviceMap, stages: ResidencyTable) -> Scorers:
     """The models of a map that give rewards; one after the other where they may not fit together."""
     if stages.takes_turns:
         return Scorers(await _reward_model(config, executor, map, stages), await _judge(config, executor, map, stages))
@@ -47,7 +47,7 @@ async def start_scorers(config: Config, executor: Executor, map: DeviceMap, stag
 
 
 async def _reward_model(
-    config: Config, executor: Executor, map: DeviceMap, stages: StageTable
+    config: Config, executor: Executor, map: DeviceMap, stages: ResidencyTable
 ) -> Cluster[RewardModelWorker] | None:
     if "reward_model" not in map.roles:
         return None
@@ -56,7 +56,9 @@ async def _reward_model(
     return await met(cluster, RewardModelWorker.hold, stages, config.supervise)
 
 
-async def _judge(config: Config, executor: Executor, map: DeviceMap, stages: StageTable) -> Cluster[JudgeWorker] | None:
+async def _judge(
+    config: Config, executor: Executor, map: DeviceMap, stages: ResidencyTable
+) -> Cluster[JudgeWorker] | None:
     if "judge" not in map.roles:
         return None
     cluster = await Cluster.start(executor, lambda place: JudgeWorker(place, config), map.roles["judge"].places)

@@ -18,7 +18,7 @@ from roll.config.root import located, root_of
 from roll.config.schema import Config, SuperviseConfig
 from roll.devices.inventory import Inventory, Node, this_machine
 from roll.devices.map import SCORING_ROLES, DeviceMap, make_map
-from roll.devices.residency import StageTable, residency
+from roll.devices.residency import ResidencyTable, residency
 from roll.devices.run_requirements import SFT_ROLES, rlvr_roles
 from roll.env.stats import EnvStats
 from roll.model.find import find_model
@@ -59,7 +59,7 @@ class TrainRoles:
     """The running roles that hold a model to train, or one to compare with: all that some pipelines have."""
 
     executor: Executor
-    stages: StageTable
+    stages: ResidencyTable
     """What of each worker is on its devices in which stage."""
     actor: Cluster[TrainWorker]
     reference: Cluster[TrainWorker] | None
@@ -285,7 +285,7 @@ async def start_roles(
     *,
     executor: Executor | None = None,
     map: DeviceMap | None = None,
-    stages: StageTable | None = None,
+    stages: ResidencyTable | None = None,
     run: Path | None = None,
     environments: bool = False,
 ) -> AsyncIterator[Roles]:
@@ -309,7 +309,7 @@ async def start_trainer(
     *,
     executor: Executor | None = None,
     map: DeviceMap | None = None,
-    stages: StageTable | None = None,
+    stages: ResidencyTable | None = None,
     run: Path | None = None,
 ) -> AsyncIterator[TrainRoles]:
     """The trainer alone, running; closed at the end, whatever happens."""
@@ -344,14 +344,16 @@ def _reserve(config: Config, executor: Executor, map: DeviceMap, run: Path | Non
     executor.reserve([place for placement in map.roles.values() for place in placement.places], spares)
 
 
-async def _start_actor(config: Config, executor: Executor, map: DeviceMap, stages: StageTable) -> Cluster[TrainWorker]:
+async def _start_actor(
+    config: Config, executor: Executor, map: DeviceMap, stages: ResidencyTable
+) -> Cluster[TrainWorker]:
     places = map.roles["actor_train"].places
     actor = await Cluster.start(executor, lambda place: TrainWorker(place, config), places)
     return await met(actor, TrainWorker.hold, stages, config.supervise)
 
 
 async def _start(
-    config: Config, reward: RewardSource, executor: Executor, map: DeviceMap, stages: StageTable, run: Path | None
+    config: Config, reward: RewardSource, executor: Executor, map: DeviceMap, stages: ResidencyTable, run: Path | None
 ) -> Roles:
     graders = None if run is None else run / "graders.log"
     environments_log = None if run is None else run / "environments.log"
@@ -448,7 +450,7 @@ async def _start(
 
 
 async def _restart(
-    cluster: Cluster[G], hold: Callable[[G, Level], Any], stages: StageTable, supervise: SuperviseConfig
+    cluster: Cluster[G], hold: Callable[[G, Level], Any], stages: ResidencyTable, supervise: SuperviseConfig
 ) -> None:
     """Restarts all workers of a role, which then are as they were when the run began."""
     for ranks in cluster.units:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from roll.cluster import Cluster, RestartPolicy, Supervisor, Worker
 from roll.config.schema import SuperviseConfig
-from roll.devices.residency import StageTable
+from roll.devices.residency import ResidencyTable
 from roll.strategy.offload import Level
 from roll.workers.rank_group import GroupWorker, meet
 
@@ -20,7 +20,7 @@ LEAST_SILENT_S = 20.0
 """Importing libraries and loading a model may keep a worker that starts from answering for some seconds."""
 
 
-async def aside(cluster: Cluster[W], hold: Callable[[W, Level], Any], stages: StageTable) -> Cluster[W]:
+async def aside(cluster: Cluster[W], hold: Callable[[W, Level], Any], stages: ResidencyTable) -> Cluster[W]:
     """Makes room for the others that are to start on the same devices."""
     levels = [stages.lowest(cluster.role, place.rank) for place in cluster.places]
     moves = [(rank, level) for rank, level in enumerate(levels) if level != "all"]
@@ -29,7 +29,7 @@ async def aside(cluster: Cluster[W], hold: Callable[[W, Level], Any], stages: St
 
 
 async def met(
-    cluster: Cluster[G], hold: Callable[[G, Level], Any], stages: StageTable, supervise: SuperviseConfig
+    cluster: Cluster[G], hold: Callable[[G, Level], Any], stages: ResidencyTable, supervise: SuperviseConfig
 ) -> Cluster[G]:
     """The ranks have met and loaded their model, if it is one over ranks, and have made room for others."""
     async with watched(supervise, cluster):

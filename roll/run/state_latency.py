@@ -1,6 +1,6 @@
 """How long samples stay in each stage of their life, how many are in it now, and what was generated for nothing.
 
-`StageClock` hears every transition and answers three questions: what came of an interval (`take`, for metrics), how
+`StateClock` hears every transition and answers three questions: what came of an interval (`take`, for metrics), how
 things stand (`table`, for a display), and who waits longest (`open`, for a watchdog).
 
 What always holds: a stay is counted once, in the interval in which it ends. Only samples that have not ended are held,
@@ -32,7 +32,7 @@ _SHORTEST_S = 5e-7
 
 
 @dataclass(frozen=True)
-class StageRow:
+class StateRow:
     """A stage as it stands: samples now in it, and how long those that left it lately had stayed (None: none left)."""
 
     state: str
@@ -42,10 +42,10 @@ class StageRow:
 
 
 @dataclass(frozen=True)
-class StageTable:
+class StateTable:
     """All stages that a run has seen, in the order of a sample's life, and what else says how well the rollout goes."""
 
-    rows: tuple[StageRow, ...] = ()
+    rows: tuple[StateRow, ...] = ()
     waste_share: float | None = None
     """Tokens of samples that were dropped, failed or sent back to the queue, over the tokens that were generated."""
     staleness_mean: float | None = None
@@ -116,7 +116,7 @@ class Spread:
         raise AssertionError("the buckets hold every time that was counted")
 
 
-class StageClock:
+class StateClock:
     """Hears transitions in the order they arrive; those of one sample in the order they happened."""
 
     def __init__(self) -> None:
@@ -175,12 +175,12 @@ class StageClock:
         self._generated = self._wasted = 0
         return values
 
-    def table(self) -> StageTable:
+    def table(self) -> StateTable:
         """How things stand. Times are of this interval so far, or of the one before while nothing has left a stage."""
         states = [state for state in _ORDER if state in self._depth]
         states += [state for state in self._depth if state not in _ORDER]
         share = self._waste_share
-        return StageTable(tuple(map(self._row, states)), share if share is not None else self._waste_before)
+        return StateTable(tuple(map(self._row, states)), share if share is not None else self._waste_before)
 
     def open(self, now_s: float | None = None) -> list[Waiting]:
         """The sample that has waited longest in each state, longest first. `now_s` is the time where that is virtual."""
@@ -203,7 +203,7 @@ class StageClock:
             spread = self._spent[stay.state] = Spread()
         spread.add(max(now_s - stay.since_s, 0.0))  # hosts' clocks may differ by more than a short stay
 
-    def _row(self, state: str) -> StageRow:
+    def _row(self, state: str) -> StateRow:
         spread = self._spent.get(state) or self._before.get(state)
         now = self._depth[state]
-        return StageRow(state, now) if spread is None else StageRow(state, now, spread.mean, spread.p99)
+        return StateRow(state, now) if spread is None else StateRow(state, now, spread.mean, spread.p99)

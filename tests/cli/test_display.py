@@ -10,21 +10,21 @@ from rich.console import Console
 
 from roll.cli.display import LiveReporter, print_summary, short
 from roll.pipeline.report import Measured, PlainReporter, Reporter, StepReport
-from roll.run.state_latency import StageRow, StageTable
+from roll.run.state_latency import StateRow, StateTable
 
 REPORT = StepReport(
     step=7, steps=50, seconds=12.5, seconds_left=3800, measure="reward", value=0.625,
     facts=(("answer length", "812.5 tokens"), ("speed", "15321 tokens/s"), ("groups", "12 kept of 16")),
 )  # fmt: skip
-STAGES = StageTable(
+STAGES = StateTable(
     (
-        StageRow("queued", 1234, 0.41, 2.1),
-        StageRow("generating", 2048, 31.25, 14321.0),
-        StageRow("paused", 0, 0.0012, 0.0049),
-        StageRow("acting", 17, 999.96, 12345.6),
-        StageRow("scoring", 3),
-        StageRow("scored", 8, 9.999, 4.0),
-        StageRow("kept", 40, 2.5, 3.1),
+        StateRow("queued", 1234, 0.41, 2.1),
+        StateRow("generating", 2048, 31.25, 14321.0),
+        StateRow("paused", 0, 0.0012, 0.0049),
+        StateRow("acting", 17, 999.96, 12345.6),
+        StateRow("scoring", 3),
+        StateRow("scored", 8, 9.999, 4.0),
+        StateRow("kept", 40, 2.5, 3.1),
     ),
     waste_share=0.041,
     staleness_mean=0.4,
@@ -32,7 +32,7 @@ STAGES = StageTable(
 )
 
 
-def shown(*tables: StageTable, steps: int = 50) -> list[str]:
+def shown(*tables: StateTable, steps: int = 50) -> list[str]:
     console = Console(record=True, file=io.StringIO(), width=120)
     with LiveReporter(console) as reporter:
         reporter.started(Path("runs/x"), 50, 0)
@@ -51,7 +51,7 @@ def cells(lines: list[str], name: str) -> list[str]:
 
 
 def test_the_stages_of_samples_are_a_table() -> None:
-    lines = shown(StageTable(), STAGES)
+    lines = shown(StateTable(), STAGES)
     assert cells(lines, "stage") == ["queued", "generating", "paused", "acting", "scoring", "scored", "kept"]
     assert cells(lines, "samples") == ["1234", "2048", "0", "17", "3", "8", "40"]
     assert cells(lines, "mean s") == ["0.41", "31.2", "0", "1000", "·", "10.0", "2.50"]
@@ -71,8 +71,8 @@ def test_what_is_not_known_is_not_shown() -> None:
     text = "\n".join(shown())
     assert "rollout" not in text
     assert "mean s" not in text
-    assert cells(shown(StageTable(waste_share=0.5)), "rollout")[:4] == ["50.0%", "of", "generated", "tokens"]
-    assert cells(shown(StageTable(staleness_mean=1.0)), "rollout") == ["staleness", "1.00"]
+    assert cells(shown(StateTable(waste_share=0.5)), "rollout")[:4] == ["50.0%", "of", "generated", "tokens"]
+    assert cells(shown(StateTable(staleness_mean=1.0)), "rollout") == ["staleness", "1.00"]
 
 
 def test_columns_of_the_table_stand_under_their_names() -> None:

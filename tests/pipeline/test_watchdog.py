@@ -10,7 +10,7 @@ from roll.cluster.cluster import PendingCall
 from roll.cluster.supervisor import WorkerStatus
 from roll.ledger.log import Transition
 from roll.pipeline.watchdog import Watchdog
-from roll.run.state_latency import StageClock
+from roll.run.state_latency import StateClock
 
 
 class Cluster:
@@ -22,7 +22,7 @@ class Cluster:
 
 
 def watchdog(said: list[str], silent_s: float) -> tuple[Watchdog, Any]:
-    clock = StageClock()
+    clock = StateClock()
     clock.append(Transition("7.1", "generating", "", 0.0, {"engine": 1, "worker": 0}))
     roles: Any = SimpleNamespace(
         moves=0,

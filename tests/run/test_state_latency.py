@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from roll.rollout.lifecycle import MOVES
 from roll.run import Transition
-from roll.run.state_latency import Spread, StageClock, StageRow, Waiting
+from roll.run.state_latency import Spread, StateClock, StateRow, Waiting
 
 ENDS = ("trained", "dropped", "failed")
 
@@ -89,7 +89,7 @@ def random_moves(samples: int, number: int, chance: random.Random) -> list[Trans
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 80), st.integers(1, 30), st.integers(0, 2**32))
 def test_the_clock_equals_a_plain_count(samples: int, number: int, interval: int, seed: int) -> None:
-    clock, plain = StageClock(), Plain()
+    clock, plain = StateClock(), Plain()
     for count, transition in enumerate(random_moves(samples, number, random.Random(seed)), start=1):
         clock.append(transition)
         plain.append(transition)
@@ -143,13 +143,13 @@ def test_percentiles_of_many_times_take_little_memory() -> None:
     assert spread.count == 20_000
 
 
-def moved(clock: StageClock, sample: str, *steps: tuple[float, str], **info: int) -> None:
+def moved(clock: StateClock, sample: str, *steps: tuple[float, str], **info: int) -> None:
     for time_s, state in steps:
         clock.append(Transition(sample, state, "", time_s, info))
 
 
 def test_a_stay_counts_in_the_interval_in_which_it_ends() -> None:
-    clock = StageClock()
+    clock = StateClock()
     moved(clock, "a", (0, "queued"), (1, "generating"))
     first = clock.take()
     assert {name: first[name] for name in first if name.startswith("stage")} == {
@@ -171,7 +171,7 @@ def test_a_stay_counts_in_the_interval_in_which_it_ends() -> None:
     ("end", "wasted"), [("dropped", 90), ("failed", 90), ("queued", 90), ("rolled_back", 90), ("trained", 0)]
 )
 def test_tokens_are_wasted_when_nobody_trains_on_them(end: str, wasted: int) -> None:
-    clock = StageClock()
+    clock = StateClock()
     moved(clock, "a", (0, "generating"), (1, "scoring"), (2, "scored"), tokens=90)
     moved(clock, "b", (0, "generating"), (1, "scoring"), (2, "scored"), tokens=30)
     moved(clock, "a", (3, end))
@@ -180,7 +180,7 @@ def test_tokens_are_wasted_when_nobody_trains_on_them(end: str, wasted: int) -> 
 
 
 def test_what_is_thrown_away_later_counts_then() -> None:
-    clock = StageClock()
+    clock = StateClock()
     moved(clock, "a", (0, "scoring"), tokens=90)
     moved(clock, "b", (0, "scoring"), tokens=10)
     assert clock.take()["waste/share"] == 0
@@ -195,7 +195,7 @@ def test_what_is_thrown_away_later_counts_then() -> None:
 
 
 def test_the_longest_waiting_of_each_state_are_named_with_their_place() -> None:
-    clock = StageClock()
+    clock = StateClock()
     clock.append(Transition("1.0", "queued", time_s=5))
     clock.append(Transition("1.1", "queued", time_s=4))
     for sample, time_s in (("2.0", 7), ("2.1", 6)):
@@ -216,30 +216,30 @@ def test_the_longest_waiting_of_each_state_are_named_with_their_place() -> None:
 
 
 def test_who_waits_is_told_by_the_real_time() -> None:
-    clock = StageClock()
+    clock = StateClock()
     clock.append(Transition("1.0", "queued", time_s=time.time() - 60))
     (waiting,) = clock.open()
     assert 60 <= waiting.seconds < 70
 
 
 def test_the_table_is_in_the_order_of_a_life_and_remembers_one_interval() -> None:
-    clock = StageClock()
+    clock = StateClock()
     assert clock.table().rows == ()
     moved(clock, "a", (0, "scoring"), (1, "anew"))
     moved(clock, "b", (0, "queued"), (2, "generating"))
-    rows = (StageRow("queued", 0, 2, 2), StageRow("generating", 1), StageRow("scoring", 0, 1, 1), StageRow("anew", 1))
+    rows = (StateRow("queued", 0, 2, 2), StateRow("generating", 1), StateRow("scoring", 0, 1, 1), StateRow("anew", 1))
     assert clock.table().rows == rows
     clock.take()
     assert clock.table().rows == rows, "nothing has left a stage yet"
     moved(clock, "c", (0, "queued"), (5, "generating"))
-    assert clock.table().rows[0] == StageRow("queued", 0, 5, 5)
+    assert clock.table().rows[0] == StateRow("queued", 0, 5, 5)
     clock.take()
     clock.take()
-    assert clock.table().rows[0] == StageRow("queued", 0)
+    assert clock.table().rows[0] == StateRow("queued", 0)
 
 
 def test_only_open_samples_are_held() -> None:
-    clock = StageClock()
+    clock = StateClock()
     for number in range(100):
         moved(clock, f"{number}.0", (number, "queued"), (number + 1, "generating"), (number + 2, "scoring"))
         end = ("trained", "dropped", "failed", "rolled_back")[number % 4]
