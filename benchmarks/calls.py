@@ -21,7 +21,7 @@ import ray
 sys.path.insert(0, str(Path(__file__).parent))
 from common import parser, report
 
-from roll.cluster import Cluster, Dispatch, Worker, WorkerPlacement, parallel
+from roll.cluster import Cluster, Dispatch, Worker, WorkerPlacement, dispatch
 from roll.cluster.ray_executor import RayExecutor
 from roll.config.schema import RayConfig
 
@@ -29,15 +29,15 @@ Call = Callable[[int], Awaitable[Any]]
 
 
 class Echo(Worker):
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def cpu_s(self) -> float:
         return _cpu_s()
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     async def single(self, number: int) -> int:
         return number
 
-    @parallel(Dispatch.ONE, crowded=True)
+    @dispatch(Dispatch.ONE, crowded=True)
     async def crowded(self, number: int) -> int:
         return number
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from roll.cluster import Cluster, Dispatch, WorkerPlacement, parallel
+from roll.cluster import Cluster, Dispatch, WorkerPlacement, dispatch
 from roll.cluster.ray_executor import RayExecutor
 from roll.config.schema import Config, RolloutConfig
 from roll.data.sample import Sample
@@ -42,7 +42,7 @@ class TimedEngine(InferWorker):
         torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
         super().__init__(place, config)
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     async def seconds_of(self, contexts: Sequence[int], new_tokens: int) -> float:
         """Until requests with prompts of so many tokens each have all drawn so many new ones."""
         chance = np.random.default_rng(0)

@@ -35,7 +35,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 from common import parser, report
 
-from roll.cluster import Cluster, Dispatch, Worker, WorkerPlacement, parallel
+from roll.cluster import Cluster, Dispatch, Worker, WorkerPlacement, dispatch
 from roll.config.schema import RayConfig
 from roll.data import Batch, Sample, Task
 from roll.data.batch import LOGGED, TOKEN_COLUMNS
@@ -123,22 +123,22 @@ class Maker(Worker):
         sizes = [self._lengths[block].sum() for block in cut_into_blocks(self._lengths)]
         self._blocks = [Block({name: np.ones(n, TOKEN_COLUMNS[name]) for name in LOGGED}) for n in sizes]
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def lengths(self) -> Indices:
         return self._lengths
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def blocks(self) -> list[Block]:
         return list(self._blocks)
 
 
 class Reader(Worker):
-    @parallel(Dispatch.DATA, join=lambda results, parts, whole: sum(results))
+    @dispatch(Dispatch.DATA, join=lambda results, parts, whole: sum(results))
     def look(self, batch: Batch) -> int:
         """Every row of every column, without reading them."""
         return sum(row.nbytes for name in LOGGED for row in batch.rows(name))
 
-    @parallel(Dispatch.DATA, join=lambda results, parts, whole: sum(results))
+    @dispatch(Dispatch.DATA, join=lambda results, parts, whole: sum(results))
     def join(self, batch: Batch) -> int:
         """Every column in one array."""
         return sum(batch[name].nbytes for name in LOGGED)

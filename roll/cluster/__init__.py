@@ -3,7 +3,7 @@
 from roll.cluster.cluster import Cluster, PendingCall
 from roll.cluster.executor import Executor, LocalExecutor
 from roll.cluster.supervisor import RestartPolicy, Supervisor, WorkerStatus
-from roll.cluster.worker import Dispatch, Worker, WorkerPlacement, parallel
+from roll.cluster.worker import Dispatch, Worker, WorkerPlacement, dispatch
 
 __all__ = [
     "Cluster",
@@ -16,5 +16,5 @@ __all__ = [
     "Supervisor",
     "Worker",
     "WorkerStatus",
-    "parallel",
+    "dispatch",
 ]

@@ -19,7 +19,7 @@ Q = TypeVar("Q")
 A = TypeVar("A")
 
 
-class Line(Generic[Q, A]):
+class BatchedChannel(Generic[Q, A]):
     def __init__(
         self,
         send: Callable[[list[Q]], Awaitable[None]],

@@ -19,19 +19,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from roll.cluster.batched_channel import Line
+from roll.cluster.batched_channel import BatchedChannel
 from roll.cluster.errors import CallTimedOut
 
 T = TypeVar("T")
 
 POLL_S = 5.0
-"""How long `Desk.answers` waits before it says that there are none yet."""
+"""How long `BatchedServer.answers` waits before it says that there are none yet."""
 
 Packed = tuple[int, bytes]
 """A call or its answer: the number of the call, and what is in it."""
 
 
-class Crowd:
+class BatchedClient:
     """The side of those who call."""
 
     def __init__(
@@ -47,7 +47,7 @@ class Crowd:
         self._worker = worker
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self._number = 0
-        self._line: Line[Packed, list[Packed]] = Line(
+        self._line: BatchedChannel[Packed, list[Packed]] = BatchedChannel(
             lambda calls: self._in_time(post(client, calls), "a crowd of calls", deadline_s),
             lambda: self._in_time(answers(client), "whether there are answers", POLL_S + deadline_s),
             take=self._take,
@@ -97,7 +97,7 @@ class _Box:
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Desk:
+class BatchedServer:
     """The worker's side."""
 
     def __init__(self, do: Callable[[bytes], Awaitable[bytes]]) -> None:

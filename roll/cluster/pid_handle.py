@@ -13,7 +13,7 @@ _LOOK_S = 0.01
 
 
 @dataclass(frozen=True)
-class Process:
+class PidHandle:
     """A process, told apart from a later one with the same number by the moment it began.
 
     Where the system does not tell (no /proc), a process counts as gone.
@@ -24,7 +24,7 @@ class Process:
     """The kernel's clock when it began."""
 
     @classmethod
-    def of(cls, pid: int) -> Process:
+    def of(cls, pid: int) -> PidHandle:
         return cls(pid, _began(pid) or "")
 
     @property

@@ -18,7 +18,7 @@ import cloudpickle
 from roll.cluster.errors import CallTimedOut, Failure, WorkerDied, WorkerError
 from roll.cluster.process_main import NUMBER, Call, Close, Start, WarmUp
 from roll.cluster.worker import SharedArguments, Worker, WorkerPlacement
-from roll.cluster.worker_runtime import Answer, Started, unsent
+from roll.cluster.worker_runtime import CallResult, StartInfo, unsent
 from roll.config.errors import RunError
 from roll.config.file_modes import like_its_folder
 from roll.process.bounded_log import LIMIT_BYTES
@@ -98,9 +98,9 @@ class ProcessHandle:
             process.kill()
             raise
 
-    async def _made(self, silent_s: float) -> Started:
+    async def _made(self, silent_s: float) -> StartInfo:
         asking = self._ask(cloudpickle.dumps(Start(self.place, self._log, self._make)), "its start")
-        starting: asyncio.Future[Started] = asyncio.ensure_future(asking)
+        starting: asyncio.Future[StartInfo] = asyncio.ensure_future(asking)
         try:
             # waits: the executor bounds every start; how long an interpreter takes to begin says nothing
             await self._reached.ask(b"")
@@ -169,7 +169,7 @@ class ProcessHandle:
         said = await process.ask(packed)
         self.bytes += len(packed) + len(said)
         try:
-            answer: Answer | Failure = cloudpickle.loads(said)
+            answer: CallResult | Failure = cloudpickle.loads(said)
         except Exception as error:
             answer = unsent(Failure.of(error, self.place.name, method, self._where))
         if isinstance(answer, Failure):

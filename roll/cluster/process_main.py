@@ -27,7 +27,7 @@ import cloudpickle
 
 from roll.cluster.errors import Failure
 from roll.cluster.worker import Worker, WorkerPlacement
-from roll.cluster.worker_runtime import Answer, Host, log_to_stderr, unsent, where
+from roll.cluster.worker_runtime import CallResult, WorkerRuntime, log_to_stderr, unsent, where
 from roll.config.errors import RunError
 from roll.data.remote_columns import Columns
 from roll.process.child_main import connect
@@ -73,7 +73,7 @@ class _Server:
         self._connection = connection
         self._loop = loop
         self._writing = threading.Lock()
-        self._host: Host | None = None
+        self._host: WorkerRuntime | None = None
         self._name = "a worker"
         self._tasks: set[asyncio.Task[None]] = set()
         self.closed = asyncio.Event()
@@ -104,12 +104,12 @@ class _Server:
         if isinstance(request, Close):
             self.closed.set()
 
-    async def _done(self, request: Start | WarmUp | Call | Close) -> Answer | Failure:
+    async def _done(self, request: Start | WarmUp | Call | Close) -> CallResult | Failure:
         if isinstance(request, Start):
             self._name = request.place.name
             if request.log is not None:  # where this process's keeper writes what it prints
                 log_to_stderr()
-            self._host = Host(request.place, None, _get, None)
+            self._host = WorkerRuntime(request.place, None, _get, None)
             return await self._host.start(request.make)
         if isinstance(request, WarmUp):
             return self._warmed(request)
@@ -120,16 +120,16 @@ class _Server:
             await self._host.close()
         except Exception as error:
             return Failure.of(error, self._name, "close", where())
-        return Answer()
+        return CallResult()
 
-    def _warmed(self, request: WarmUp) -> Answer | Failure:
+    def _warmed(self, request: WarmUp) -> CallResult | Failure:
         try:
             request.warm()
         except Exception as error:
             return Failure.of(error, self._name, "its warm-up", where())
-        return Answer()
+        return CallResult()
 
-    def _answer(self, number: int, answer: Answer | Failure) -> None:
+    def _answer(self, number: int, answer: CallResult | Failure) -> None:
         try:
             packed = cloudpickle.dumps(answer)
         except Exception as error:

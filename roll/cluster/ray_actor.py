@@ -21,12 +21,12 @@ from ray.actor import ActorHandle
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RaySystemError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from roll.cluster.batched_rpc import Crowd, Desk, Packed
+from roll.cluster.batched_rpc import BatchedClient, BatchedServer, Packed
 from roll.cluster.errors import CallTimedOut, Failure, TokensLost, WorkerDied, WorkerError
-from roll.cluster.pid_handle import Process
+from roll.cluster.pid_handle import PidHandle
 from roll.cluster.ray_connection import this_node
 from roll.cluster.worker import Worker, WorkerPlacement
-from roll.cluster.worker_runtime import Answer, Host, Started, unsent
+from roll.cluster.worker_runtime import CallResult, StartInfo, WorkerRuntime, unsent
 from roll.config.errors import RunError
 from roll.data.remote_columns import Columns
 from roll.process.bounded_log import LIMIT_BYTES
@@ -38,7 +38,7 @@ _TASK_S = 30.0
 """For a task to start on another node."""
 
 
-class Traffic:
+class ByteCounter:
     """Bytes of calls and results that went through this process, references not counted with what they stand for."""
 
     def __init__(self) -> None:
@@ -58,11 +58,11 @@ class _SizePickler(cloudpickle.CloudPickler):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class Home:
+class ActorLocation:
     """The process of an actor, and the node it is on."""
 
     node: str
-    process: Process
+    process: PidHandle
 
     async def clear(self, deadline_s: float) -> bool:
         """Ends the process on its node, also if it is stopped; whether it was gone in time."""
@@ -80,7 +80,7 @@ class Home:
         return gone
 
 
-def _end(process: Process, deadline_s: float) -> bool:
+def _end(process: PidHandle, deadline_s: float) -> bool:
     return process.end(deadline_s)
 
 
@@ -95,24 +95,24 @@ class _Actor:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides GPUs only from workers that have some of them
         elif gpus is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus
-        self._host = Host(place, log, self._get, ray.put, log_bytes)
-        self._desk = Desk(self._host.call_packed)
+        self._host = WorkerRuntime(place, log, self._get, ray.put, log_bytes)
+        self._desk = BatchedServer(self._host.call_packed)
 
     async def _get(self, refs: Sequence[Any]) -> Sequence[Columns]:
         return await asyncio.to_thread(get_all, refs, self._deadline_s)
 
     @ray.method(concurrency_group=_HEALTH)  # type: ignore[untyped-decorator]
-    async def ping(self) -> Home:
-        return Home(this_node(), Process.of(os.getpid()))
+    async def ping(self) -> ActorLocation:
+        return ActorLocation(this_node(), PidHandle.of(os.getpid()))
 
-    async def start(self, make: Callable[[WorkerPlacement], Worker]) -> Answer | Failure:
+    async def start(self, make: Callable[[WorkerPlacement], Worker]) -> CallResult | Failure:
         return await self._host.start(make)
 
     async def warm_up(self, make: Callable[[WorkerPlacement], Worker], warm: Callable[[], None]) -> None:
         """Imports what the worker will need, by having it sent here, and does what else can be done before."""
         warm()
 
-    async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Answer | Failure:
+    async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> CallResult | Failure:
         return await self._host.call(method, args, kwargs)
 
     async def post(self, client: str, calls: list[Packed]) -> None:
@@ -164,7 +164,7 @@ class RayHandle:
         where: str = "not started yet",
         incarnation: int = 0,
         crowded: frozenset[str] = frozenset(),
-        traffic: Traffic | None = None,
+        traffic: ByteCounter | None = None,
     ) -> None:
         """`crowded` names the worker's methods whose calls travel together, and `deadline_s` bounds each of their trips:
         `Cluster` bounds calls, but what travels for many of them is no one's call."""
@@ -175,9 +175,9 @@ class RayHandle:
         self._deadline_s = deadline_s
         self._where = where
         self._crowded = crowded
-        self._crowd: Crowd | None = None
+        self._crowd: BatchedClient | None = None
         self._traffic = traffic
-        self._home: Home | None = None
+        self._home: ActorLocation | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         told = (self.place, self._actor, self.log, self._deadline_s, self._where, self.incarnation, self._crowded)
@@ -192,7 +192,7 @@ class RayHandle:
                 await asyncio.wait({starting}, timeout=silent_s / 2)
                 await self.ping(silent_s / 2)
             # waits: the executor bounds every start
-            started: Started = self._open(await starting)
+            started: StartInfo = self._open(await starting)
             self._where, self._crowded = started.where, started.crowded
         finally:
             starting.cancel()
@@ -224,12 +224,12 @@ class RayHandle:
         if self._traffic is not None:
             self._traffic.bytes += len(packed) + len(answer)
         try:
-            opened: Answer | Failure = cloudpickle.loads(answer)
+            opened: CallResult | Failure = cloudpickle.loads(answer)
         except Exception as error:
             opened = unsent(Failure.of(error, self.place.name, method, self._where))
         return self._open(opened)
 
-    def _new_crowd(self) -> Crowd:
+    def _new_crowd(self) -> BatchedClient:
         actor = self._reached
 
         async def post(client: str, calls: list[Packed]) -> None:
@@ -239,7 +239,7 @@ class RayHandle:
             found: list[Packed] = _raised(await self._ask(actor.answers.remote(client), "answers"))
             return found
 
-        return Crowd(self.place.name, post, answers, self._deadline_s)
+        return BatchedClient(self.place.name, post, answers, self._deadline_s)
 
     def _unsendable(self, method: str, error: Exception) -> TypeError:
         return TypeError(f"{self.place.name}.{method} cannot be called with what cannot be sent: {error}")
@@ -270,8 +270,8 @@ class RayHandle:
         except RayError as error:
             raise WorkerDied(self.place.name, reason(error), self.log) from error
 
-    def _open(self, answer: Answer | Failure) -> Any:
-        opened: Answer = _raised(answer)
+    def _open(self, answer: CallResult | Failure) -> Any:
+        opened: CallResult = _raised(answer)
         if opened.error is not None:
             raise opened.error
         return opened.value

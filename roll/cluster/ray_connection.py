@@ -30,7 +30,7 @@ _TOO_LARGE = re.compile(r"Package size \(.*?\) exceeds the maximum size of [\d.]
 
 
 @dataclass(frozen=True)
-class NodeFacts:
+class NodeResources:
     """A node of the cluster as Ray counts it."""
 
     id: str
@@ -78,10 +78,10 @@ def this_node() -> str:
     return here
 
 
-def node_facts() -> list[NodeFacts]:
+def node_facts() -> list[NodeResources]:
     """The cluster's nodes: this one first, then by address and id."""
     return [
-        NodeFacts(
+        NodeResources(
             id=node["NodeID"],
             host=node["NodeManagerHostname"],
             address=node["NodeManagerAddress"],

@@ -23,8 +23,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from roll.cluster.errors import CallTimedOut, ClusterLost, NodeLost, WorkerDied
 from roll.cluster.executor import Handle, started_in_time
-from roll.cluster.ray_actor import RayHandle, Traffic, get_all, new_actor, reason
-from roll.cluster.ray_connection import NodeFacts, connect, head_address, node_facts, node_names, this_node
+from roll.cluster.ray_actor import ByteCounter, RayHandle, get_all, new_actor, reason
+from roll.cluster.ray_connection import NodeResources, connect, head_address, node_facts, node_names, this_node
 from roll.cluster.ray_nodes import LOOK_S, NodeWatch
 from roll.cluster.worker import Worker, WorkerPlacement
 from roll.config.errors import RunError
@@ -62,7 +62,7 @@ class RayExecutor:
         self._silent_s = silent_s
         self._log_dir = log_dir
         self._log_bytes = LIMIT_BYTES
-        self._traffic = Traffic()
+        self._traffic = ByteCounter()
         self._workers: dict[RayHandle, Callable[[WorkerPlacement], Worker]] = {}
         """What made each worker, the oldest first."""
         self._restarting: set[RayHandle] = set()
@@ -97,7 +97,7 @@ class RayExecutor:
             connect(self._config, self._root)
             self._owner = True
 
-    def nodes(self) -> list[NodeFacts]:
+    def nodes(self) -> list[NodeResources]:
         """The cluster's nodes: this one first, then by address and id."""
         self.connect()
         return node_facts()

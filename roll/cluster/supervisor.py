@@ -125,12 +125,12 @@ class Supervisor:
         for key in [key for key in self._watches if key[0] == role]:
             self._watches.pop(key).task.cancel()
 
-    def suspect(self, role: str, rank: int) -> None:
+    def probe_now(self, role: str, rank: int) -> None:
         """Has a worker pinged at once; one that is not watched is ignored."""
         if (watch := self._watches.get((role, rank))) is not None:
             watch.suspected.set()
 
-    def condemn(self, role: str, rank: int, why: str) -> None:
+    def mark_unhealthy(self, role: str, rank: int, why: str) -> None:
         """Treats a worker as lost though it answers pings: whoever uses it says that it does not work."""
         if (watch := self._watches.get((role, rank))) is not None:
             watch.condemned = WorkerDied(f"{role}[{rank}]", (why or "it does not work").splitlines()[0])

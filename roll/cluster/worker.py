@@ -34,7 +34,7 @@ Join = Callable[[Sequence[Any], Sequence[Any], Any], Any]
 
 
 @dataclass(frozen=True)
-class Parallel:
+class DispatchSpec:
     """What `@parallel` says of a method."""
 
     dispatch: Dispatch
@@ -43,7 +43,7 @@ class Parallel:
     crowded: bool = False
 
 
-def parallel(
+def dispatch(
     dispatch: Dispatch,
     join: Join | None = None,
     *,
@@ -59,15 +59,15 @@ def parallel(
         raise TypeError("only calls on one worker travel in a crowd")
 
     def mark(method: F) -> F:
-        setattr(method, _MARK, Parallel(dispatch, join, raises, crowded))
+        setattr(method, _MARK, DispatchSpec(dispatch, join, raises, crowded))
         return method
 
     return mark
 
 
-def parallel_of(method: Callable[..., Any]) -> Parallel:
+def parallel_of(method: Callable[..., Any]) -> DispatchSpec:
     found = getattr(method, _MARK, None)
-    if not isinstance(found, Parallel):
+    if not isinstance(found, DispatchSpec):
         raise TypeError(f"{method.__qualname__} is not a @parallel method: the controller cannot call it on a role")
     return found
 
@@ -75,7 +75,7 @@ def parallel_of(method: Callable[..., Any]) -> Parallel:
 def crowded_methods(worker: type) -> frozenset[str]:
     """Names of a worker's methods whose calls travel together."""
     marks = ((name, getattr(getattr(worker, name), _MARK, None)) for name in dir(worker))
-    return frozenset(name for name, mark in marks if isinstance(mark, Parallel) and mark.crowded)
+    return frozenset(name for name, mark in marks if isinstance(mark, DispatchSpec) and mark.crowded)
 
 
 class SharedArguments(tuple[Any, ...]):

@@ -21,7 +21,7 @@ from typing import Any
 import cloudpickle
 
 from roll.cluster.errors import Failure
-from roll.cluster.worker import Dispatch, Parallel, Worker, WorkerPlacement, crowded_methods, parallel_of
+from roll.cluster.worker import Dispatch, DispatchSpec, Worker, WorkerPlacement, crowded_methods, parallel_of
 from roll.config.errors import RunError, UserError
 from roll.config.file_modes import like_its_folder
 from roll.config.secrets import print_no_secrets
@@ -34,7 +34,7 @@ Put = Callable[[Columns], Any]
 
 
 @dataclass(frozen=True)
-class Answer:
+class CallResult:
     """What a call came to: a value, or a declared error."""
 
     value: Any = None
@@ -42,7 +42,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Started:
+class StartInfo:
     """What a process says of itself once its worker is made."""
 
     where: str
@@ -50,7 +50,7 @@ class Started:
     """The worker's methods whose calls travel together."""
 
 
-class Host:
+class WorkerRuntime:
     """One worker's process, without the executor that runs it: `get` and `put` are its way to shared memory. Without
     `put`, token columns of results travel whole."""
 
@@ -63,7 +63,7 @@ class Host:
         self._get, self._put = get, put
         self._worker: Worker | None = None
 
-    async def start(self, make: Callable[[WorkerPlacement], Worker]) -> Answer | Failure:
+    async def start(self, make: Callable[[WorkerPlacement], Worker]) -> CallResult | Failure:
         """Makes the worker, in the thread that its calls will run in: thread counts and cores are a thread's own."""
         try:
             if self._log is not None:
@@ -77,9 +77,9 @@ class Host:
             return self._answer(error, "start")
         except Exception as error:
             return self._failure(error, "its start")
-        return Answer(Started(where(), crowded_methods(type(self._worker))))
+        return CallResult(StartInfo(where(), crowded_methods(type(self._worker))))
 
-    async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Answer | Failure:
+    async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> CallResult | Failure:
         assert self._worker is not None, "a worker is started before it is called"
         function = getattr(self._worker, method)
         how = parallel_of(function)
@@ -91,7 +91,7 @@ class Host:
             if inspect.isawaitable(result):
                 # waits: the caller has a deadline
                 result = await result
-            return Answer() if self._is_repeated(how) else Answer(self._left_here(result))
+            return CallResult() if self._is_repeated(how) else CallResult(self._left_here(result))
         except answers as error:
             return self._answer(error, method)
         except asyncio.CancelledError:
@@ -122,7 +122,7 @@ class Host:
         fetched = dict(zip(map(id, refs), await self._get(refs), strict=True)) if refs else {}
         return arg.resolved(lambda wanted: [fetched[id(ref)] for ref in wanted])
 
-    def _is_repeated(self, how: Parallel) -> bool:
+    def _is_repeated(self, how: DispatchSpec) -> bool:
         """Whether the result is the first rank's too, from whom the caller takes it: all ranks of a mesh compute a call
         together, and only a method for all workers has something to say on each."""
         return self._place.mesh is not None and self._place.rank > 0 and how.dispatch is not Dispatch.ALL
@@ -143,14 +143,14 @@ class Host:
             return [self._left_here(each) for each in result]
         return result
 
-    def _answer(self, error: Exception, method: str) -> Answer | Failure:
+    def _answer(self, error: Exception, method: str) -> CallResult | Failure:
         """The error as itself, with a note where it comes from, if it can be sent."""
         error.add_note(f"in {self._place.name}.{method} ({where()})")
         try:
             cloudpickle.loads(cloudpickle.dumps(error))
         except Exception:
             return self._failure(error, method)
-        return Answer(error=error)
+        return CallResult(error=error)
 
     def _failure(self, error: Exception, method: str) -> Failure:
         failure = Failure.of(error, self._place.name, method, where())

@@ -150,7 +150,7 @@ class Supervision(TrainSupervision):
             watch(roles.scorers.judge, self._told, self._judge_back, retired=self._retired("judge"))
         roles.pool.engine_trouble = self._engine_trouble
         self.supervisor.spawn(self._tell_loads(), endless=True)
-        roles.pool.worker_trouble = lambda worker, reason: self.supervisor.condemn("rollout", worker, reason)
+        roles.pool.worker_trouble = lambda worker, reason: self.supervisor.mark_unhealthy("rollout", worker, reason)
 
     def stand_by(self) -> None:
         """Engines may have processes of their own too, but nobody starts one again: with it the run ends."""
@@ -209,7 +209,7 @@ class Supervision(TrainSupervision):
     def _engine_trouble(self, engine: int, reason: str) -> None:
         """What an engine had is elsewhere by now; whatever is wrong with it, it is started again."""
         if engine in self._roles.alive:
-            self.supervisor.condemn(self._roles.engines.role, engine, reason)
+            self.supervisor.mark_unhealthy(self._roles.engines.role, engine, reason)
 
     def _engine_lost(self, engine: int, why: str) -> None:
         self._told(engine, why)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from roll.cluster import Cluster
-from roll.cluster.batched_channel import Line
+from roll.cluster.batched_channel import BatchedChannel
 from roll.cluster.errors import RemoteError
 from roll.data.routes import Routes
 from roll.data.tokenlog import FloatArray, IntArray
@@ -184,14 +184,14 @@ class EngineClient:
         except RemoteError as error:  # nothing runs on an engine that is gone
             self._fail(engine, error)
 
-    def _line(self, engine: int) -> Line[Request, OutputBatch]:
+    def _line(self, engine: int) -> BatchedChannel[Request, OutputBatch]:
         async def send(requests: list[Request]) -> None:
             self._refused(engine, await self._engines.call_rank(engine, InferWorker.submit, self._client, requests))
 
         async def ask() -> OutputBatch:
             return await self._engines.call_rank(engine, InferWorker.results, self._client)
 
-        return Line(
+        return BatchedChannel(
             send,
             ask,
             take=lambda news: self._take(engine, news),

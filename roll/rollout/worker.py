@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from roll.cluster import Cluster, Dispatch, Worker, WorkerPlacement, parallel
+from roll.cluster import Cluster, Dispatch, Worker, WorkerPlacement, dispatch
 from roll.config.schema import Config
 from roll.data.batch import token_block
 from roll.data.remote_columns import Block
@@ -119,7 +119,7 @@ class RolloutWorker(Worker):
         self._part = None if place.world_size == 1 else place.rank
         self._error: Exception | None = None
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def connect(
         self,
         engines: Cluster[InferWorker],
@@ -147,7 +147,7 @@ class RolloutWorker(Worker):
             end_early=make_early_end(self._config.rollout.end_early, self._config.root),
         )
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def take(self, orders: Sequence[WorkerCommand]) -> None:
         """Leases to carry, seats for samples that wait for one, and samples to interfere with, in this order."""
         for order in orders:
@@ -195,20 +195,20 @@ class RolloutWorker(Worker):
                 held.dropped[stop.sample] = stop.reason
                 task.cancel()
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def pause(self) -> None:
         """New weights are coming: what is being generated stands still until `resume`."""
         for sample in self._home.values():
             if sample.state == "generating":
                 self._lifecycle.move(sample, "paused")
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def resume(self) -> None:
         for sample in self._home.values():
             if sample.state == "paused":
                 self._lifecycle.move(sample, "generating")
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     async def displace(self, reason: str, engine: int | None = None) -> None:
         """Takes what is being generated off its engine, or off all of them: it waits for seats with what it has. Returns
         once it is off, or could not be taken off in time."""
@@ -227,7 +227,7 @@ class RolloutWorker(Worker):
                 while any(self._runner.is_drawing(sample) for sample in moved):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     async def report(self) -> Report:
         """What happened since the last call; waits a while for something."""
         box = self._outbox
@@ -243,7 +243,7 @@ class RolloutWorker(Worker):
             raise error
         return report
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     async def cancel(self, keys: Sequence[str]) -> None:
         """Ends leases and forgets them; what is not here is none of this worker's."""
         for held in [self._held[key] for key in keys if key in self._held]:
@@ -253,36 +253,36 @@ class RolloutWorker(Worker):
                 await asyncio.gather(held.running, return_exceptions=True)
         self.forget(keys)
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def columns(self, blocks: Sequence[Sequence[str]], mask_below: int = 0) -> list[Block]:
         """The tokens of samples, a block for each list; those of versions before `mask_below` are not trained on."""
         return [token_block([self._home[sample] for sample in samples], mask_below) for samples in blocks]
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def texts(self, samples: Sequence[str]) -> list[str]:
         """What the samples' responses say."""
         responses = [self._home[sample].response for sample in samples]
         return [response.text if response is not None else "" for response in responses]
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def transcripts(self, samples: Sequence[str]) -> list[Transcript]:
         """What happened in these samples, as text."""
         decode = self._renderer.tokenizer.decode
         return [transcript_of(self._home[sample], lambda ids: str(decode(ids.tolist()))) for sample in samples]
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def write(self, step: int, fates: Sequence[FinalState]) -> None:
         """Writes the samples of a step, whole, into the run's folder: one part of them, where there are more workers."""
         assert self._run is not None, "a worker without a run's folder has nowhere to write samples"
         here = (fate for fate in fates if fate.sample in self._home)  # else it was lost with an earlier process
         write_samples(self._run, step, (_row(self._home[fate.sample], fate) for fate in here), part=self._part)
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def save(self, folder: Path, samples: Sequence[str]) -> None:
         """Writes samples with their tokens into a checkpoint's folder; this worker's number names the part."""
         write_part(folder, self.place.rank, [self._home[sample] for sample in samples if sample in self._home])
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def load(self, folder: Path, part: int, groups: Sequence[BufferedGroup]) -> list[str]:
         """Takes finished groups from a part of a checkpoint; returns the leases of those that are there whole."""
         found: dict[int, list[Sample]] = {group.group: [] for group in groups}
@@ -294,7 +294,7 @@ class RolloutWorker(Worker):
             self._home.update((sample.id, sample) for sample in found[group.group])
         return [group.lease for group in whole]
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def forget(self, keys: Sequence[str]) -> None:
         gone = {key: held for key in keys if (held := self._held.pop(key, None)) is not None}
         samples = {sample.id for held in gone.values() for sample in held.samples}

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from roll.cluster import Cluster
-from roll.cluster.batched_channel import Line
+from roll.cluster.batched_channel import BatchedChannel
 from roll.cluster.errors import CallTimedOut, RemoteError, WorkerDied
 from roll.data.sample import Sample
 from roll.ledger.log import Transition
@@ -254,7 +254,7 @@ class RolloutPool:
 
     # What workers say
 
-    def _line(self, worker: int) -> Line[WorkerCommand, Report]:
+    def _line(self, worker: int) -> BatchedChannel[WorkerCommand, Report]:
         async def send(orders: list[WorkerCommand]) -> None:
             await self._workers.call_rank(worker, RolloutWorker.take, orders)
 
@@ -268,7 +268,7 @@ class RolloutPool:
             else:
                 self._fail(worker, error)
 
-        return Line(
+        return BatchedChannel(
             send,
             ask,
             take=self._take,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll.algorithm.loss_inputs import CreditSpec
-from roll.cluster import Dispatch, WorkerPlacement, parallel
+from roll.cluster import Dispatch, WorkerPlacement, dispatch
 from roll.config.schema import Config
 from roll.data.batch import Batch
 from roll.data.remote_columns import TokenColumn
@@ -39,30 +39,30 @@ class CriticWorker(GroupWorker):
         assert self._strategy is not None, "the ranks of a role meet before they compute"
         return self._strategy
 
-    @parallel(Dispatch.DATA, join=join_tokens)
+    @dispatch(Dispatch.DATA, join=join_tokens)
     def values(self, batch: Batch) -> TokenColumn:
         """One value a token: what is predicted from the state before each sampled token, 0 elsewhere."""
         return TokenColumn.flat(self.strategy.values(batch), batch.offsets)
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def update(self, batch: Batch, credit: CreditSpec, step: int) -> UpdateStats:
         """Trains on the returns of a batch whose column `values` is what was predicted, at training step `step`."""
         return self.strategy.update(batch, credit, step)
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def hold(self, level: Level) -> None:
         """Keeps so much on the device and lays the rest aside in host memory."""
         self.strategy.hold(level)
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def save(self, folder: Path) -> None:
         self.strategy.save(folder / FOLDER)
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def load(self, folder: Path) -> None:
         self.strategy.load(folder / FOLDER)
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     async def saved(self) -> dict[str, str]:
         """Returns once this worker has written what `save` began, with the digests of its files."""
         written = await asyncio.to_thread(self.strategy.saved)

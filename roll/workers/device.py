@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from roll.cluster import Dispatch, Worker, WorkerPlacement, parallel
+from roll.cluster import Dispatch, Worker, WorkerPlacement, dispatch
 
 
 class DeviceWorker(Worker):
@@ -16,7 +16,7 @@ class DeviceWorker(Worker):
         torch.set_num_threads(place.threads or os.cpu_count() or 1)
         torch.use_deterministic_algorithms(deterministic, warn_only=False)
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def take_peak_bytes(self) -> int:
         """The most GPU memory the worker's process has had allocated since it was asked last; 0 on a CPU."""
         if not self.place.device.startswith("cuda"):

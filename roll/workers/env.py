@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from roll.cluster import Dispatch, Worker, WorkerPlacement, parallel
+from roll.cluster import Dispatch, Worker, WorkerPlacement, dispatch
 from roll.config.schema import EnvConfig
 from roll.data.task import EnvSpec
 from roll.env import EnvFailure, Opened, Step
@@ -28,28 +28,28 @@ class EnvWorker(Worker):
         memory_mb, limits = config.memory_mb, config.limits
         self._pool = EnvPool(config.processes, config.per_process, deadlines, memory_mb, log, limits, root, log_bytes)
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     async def start(self) -> None:
         """Starts the environment processes."""
         await self._pool.start()
 
-    @parallel(Dispatch.ONE, raises=(EnvFailure,), crowded=True)
+    @dispatch(Dispatch.ONE, raises=(EnvFailure,), crowded=True)
     async def reset(self, episode: str, spec: EnvSpec, alone: bool = False) -> Opened:
         """Begins an episode, in a process of its own if it is to be alone, or says in an `EnvFailure` why it cannot."""
         return await self._pool.reset(episode, spec, alone)
 
-    @parallel(Dispatch.ONE, raises=(EnvFailure,), crowded=True)
+    @dispatch(Dispatch.ONE, raises=(EnvFailure,), crowded=True)
     async def step(self, episode: str, action: str) -> Step:
         """What the action led to, or an `EnvFailure`, which ends the episode. So does a step that is the last."""
         return await self._pool.step(episode, action)
 
-    @parallel(Dispatch.ONE, crowded=True)
+    @dispatch(Dispatch.ONE, crowded=True)
     async def close_episodes(self, episodes: Sequence[str]) -> None:
         """Leaves episodes; those that are not open here are none of this worker's."""
         for episode in episodes:
             await self._pool.close_episode(episode)
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def take_stats(self) -> EnvStats:
         """What the environments did since this was asked last."""
         return self._pool.take_stats()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from roll.cluster import Dispatch, WorkerPlacement, parallel
+from roll.cluster import Dispatch, WorkerPlacement, dispatch
 from roll.config.schema import Config
 from roll.engine.request import Completion, Progress, Request
 from roll.workers.broadcast_membership import GroupMember
@@ -87,12 +87,12 @@ class InferWorker(DeviceWorker):
         """Tokens of each running request that its client was told of."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     async def load_weights(self, weights: Weights) -> None:
         """Loads weights that are here whole, and verifies their digests."""
         await self._strategy.load_weights(weights)
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def begin_weights(self, offer: Offer) -> None:
         """Prepares to receive a version; nothing is served until `end_weights`."""
         from roll.weight_sync.stream import Receiver
@@ -103,25 +103,25 @@ class InferWorker(DeviceWorker):
         self._receiver.rebind(tensors)  # a turn elsewhere moves their storage
         self._receiver.begin(offer.manifest, offer.handle)
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def load_bucket(self, bucket: int) -> None:
         """Takes over the bucket of weights that the trainer has written."""
         assert self._receiver is not None
         self._receiver.load(bucket)
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     async def receive_weights(self, meeting: Meeting) -> None:
         """Receives all buckets from the trainer, which must be sending."""
         assert self._receiver is not None
         join = partial(meeting.join, meeting.ranks[self.place.rank], self.place.device)
         await self._member.broadcast(join, self._receiver.receive)
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     async def leave_group(self) -> None:
         """Ends a broadcast that is under way; the next one is in a new group."""
         await self._member.leave()
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     async def end_weights(self, manifest: Manifest) -> list[str]:
         """Serves the version if every tensor is the trainer's; else the names of those that are not."""
         assert self._receiver is not None
@@ -130,7 +130,7 @@ class InferWorker(DeviceWorker):
             await self._strategy.end_loading(manifest)
         return wrong
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def submit(self, client: str, requests: Sequence[Request]) -> list[Rejection]:
         """Takes requests in; the refusals among them say why they can never run."""
         refusals: list[Rejection] = []
@@ -161,7 +161,7 @@ class InferWorker(DeviceWorker):
             self._clients_of[request.id][-1] = NOBODY
             self._strategy.submit([request])
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def forget_clients(self, beginning: str) -> None:
         """Clients whose names begin so have died: their requests end, and nobody hears of them."""
         for client in [client for client in self._boxes if client.startswith(beginning)]:
@@ -172,7 +172,7 @@ class InferWorker(DeviceWorker):
         if orphans:
             self._strategy.abort(orphans)
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     async def results(self, client: str) -> OutputBatch:
         """What became of the client's requests; waits a while for something."""
         box = self._boxes[client]
@@ -224,34 +224,34 @@ class InferWorker(DeviceWorker):
             self._clients_of[id] = clients[1:]
         return clients[0] if clients else None
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def abort(self, ids: Sequence[str]) -> None:
         """Ends requests; what they have sampled so far is returned as their result."""
         self._strategy.abort(ids)
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     async def pause(self) -> None:
         """Holds all running requests where they are, until `resume`."""
         await self._strategy.pause()
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     async def resume(self) -> None:
         """Continues the requests that `pause` held."""
         await self._strategy.resume()
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     async def hold(self, level: Level) -> None:
         """Keeps so much on the device; below `all` nothing may be running."""
         if self._receiver is not None:
             self._receiver.let_go()
         await self._strategy.hold(level)
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def stats(self) -> EngineStats:
         """What the engine has done so far."""
         return self._strategy.stats()
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def load(self) -> EngineLoad:
         """How many requests and tokens the engine holds."""
         if not self._clients_of:  # also while it has no weights yet

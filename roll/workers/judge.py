@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jinja2 import TemplateError
 
-from roll.cluster import Dispatch, WorkerPlacement, parallel
+from roll.cluster import Dispatch, WorkerPlacement, dispatch
 from roll.config.schema import Config
 from roll.data.task import Message
 from roll.engine.request import Completion, Request, Sampling, seed_of
@@ -49,12 +49,12 @@ class JudgeWorker(DeviceWorker):
         """Replies that are being generated."""
         self._sorting: asyncio.Task[None] | None = None
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     async def start(self) -> None:
         """Loads the weights, and serves them once they are verified."""
         await self._engine.start()
 
-    @parallel(Dispatch.ONE, raises=(ValueError,))
+    @dispatch(Dispatch.ONE, raises=(ValueError,))
     async def replies(self, question: str, messages: Sequence[Message], drawing: Drawing) -> list[str] | None:
         """An answer for each seed; None while it is not this worker's turn. `ValueError` if there can be none."""
         prompt = self._prompt(messages)
@@ -74,12 +74,12 @@ class JudgeWorker(DeviceWorker):
             return None
         return [self._renderer.text(completion.ids) for completion in found]
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def forget(self, question: str) -> None:
         """Ends the replies to a question that nobody waits for any more."""
         self._engine.strategy.abort([id for id in self._open if id.rpartition(".")[0] == question])
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     async def hold(self, level: Level) -> None:
         """Keeps so much on the device; below `all` nothing is answered: what was being generated is asked for again."""
         if level != "all":

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from roll.cluster import Cluster, Dispatch, WorkerPlacement, parallel
+from roll.cluster import Cluster, Dispatch, WorkerPlacement, dispatch
 from roll.workers.device import DeviceWorker
 
 if TYPE_CHECKING:  # those who only call such a worker do without torch
@@ -38,7 +38,7 @@ class GroupWorker(DeviceWorker):
         """Whether this worker speaks for its role: the only one, or the first rank of a mesh."""
         return self.place.mesh is None or self.place.rank == 0
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def open_group(self, deadline_s: float) -> Rendezvous:
         """Where the ranks will meet, at this one."""
         from roll.strategy.train.sharded.process_group import open_store
@@ -47,7 +47,7 @@ class GroupWorker(DeviceWorker):
         self._store, rendezvous = open_store(BroadcastGroup.host(), deadline_s)
         return rendezvous
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def join_group(self, rendezvous: Rendezvous) -> None:
         """Meets the other ranks and builds this one's part of the model."""
         import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from roll.cluster import Dispatch, Worker, WorkerPlacement, parallel
+from roll.cluster import Dispatch, Worker, WorkerPlacement, dispatch
 from roll.config.schema import RewardConfig
 from roll.data.task import Response, Task
 from roll.process.bounded_log import LIMIT_BYTES
@@ -45,17 +45,17 @@ class RewardWorker(Worker):
             log_bytes=log_bytes,
         )
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     async def start(self) -> None:
         """Starts the grader processes."""
         await self._pool.start()
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def connect(self, scorers: Scorers) -> None:
         """Names the roles that are asked for parts of rewards; again after one of their workers was started again."""
         self._models.connect(scorers)
 
-    @parallel(Dispatch.ONE, raises=(ScoreFailure,), crowded=True)
+    @dispatch(Dispatch.ONE, raises=(ScoreFailure,), crowded=True)
     async def score(self, task: Task, response: Response, votes: bool = False) -> Verdict:
         """A verdict, with the response's answer if it `votes`, or a `ScoreFailure` that says why there is none."""
         try:
@@ -65,7 +65,7 @@ class RewardWorker(Worker):
             raise
         return await self._pool.score(task, response, said, votes=votes)
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def take_stats(self) -> GraderStats:
         """What the graders did since this was asked last, and the roles they build on."""
         return replace(self._pool.take_stats(), roles=self._models.take_stats())

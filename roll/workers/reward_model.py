@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from jinja2 import TemplateError
 
-from roll.cluster import Dispatch, WorkerPlacement, parallel
+from roll.cluster import Dispatch, WorkerPlacement, dispatch
 from roll.config.errors import UserError
 from roll.config.schema import Config
 from roll.data.task import Message
@@ -68,7 +68,7 @@ class RewardModelWorker(GroupWorker):
         assert self._strategy is not None, "the ranks of a role meet before they compute"
         return self._strategy
 
-    @parallel(Dispatch.ONE, raises=(ValueError,))
+    @dispatch(Dispatch.ONE, raises=(ValueError,))
     async def score(self, messages: Sequence[Message]) -> float | None:
         """The score of a conversation; None while it is not this worker's turn. `ValueError` if it can have none."""
         ids = self._tokens(messages)
@@ -81,7 +81,7 @@ class RewardModelWorker(GroupWorker):
         # waits: who asks has a deadline
         return await answer
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     async def hold(self, level: Level) -> None:
         """Keeps so much on the device and lays the rest aside in host memory; below `all` nothing is scored."""
         if not self.is_first:

@@ -13,7 +13,7 @@ import torch
 
 from roll.algorithm.credit import sample_kl
 from roll.algorithm.loss_inputs import Estimator, LossSpec
-from roll.cluster import Dispatch, WorkerPlacement, parallel
+from roll.cluster import Dispatch, WorkerPlacement, dispatch
 from roll.config.schema import Config
 from roll.data.batch import Batch
 from roll.data.remote_columns import Array, Indices, TokenColumn
@@ -57,33 +57,33 @@ class TrainWorker(GroupWorker):
     def build(self, group: RankGroup | None) -> None:
         self._strategy = make_trainer(self._config, self.place, group, trainable=self._trainable)
 
-    @parallel(Dispatch.DATA, join=join_tokens)
+    @dispatch(Dispatch.DATA, join=join_tokens)
     def log_probs(self, batch: Batch) -> TokenColumn:
         """One value a token: the log-prob of each sampled token under the current weights, 0 elsewhere."""
         return TokenColumn.flat(self.strategy.log_probs(batch), batch.offsets)
 
-    @parallel(Dispatch.DATA, join=join_tokens)
+    @dispatch(Dispatch.DATA, join=join_tokens)
     def base_log_probs(self, batch: Batch) -> TokenColumn:
         """The same under the weights that the adapters began with: they are off meanwhile."""
         return TokenColumn.flat(self.strategy.log_probs(batch, base=True), batch.offsets)
 
-    @parallel(Dispatch.DATA, join=_join_samples)
+    @dispatch(Dispatch.DATA, join=_join_samples)
     def sample_kl(self, batch: Batch, estimator: Estimator) -> Array:
         """One value a sample: the KL of its sampled tokens against column `ref`, summed."""
         return sample_kl(batch, estimator)
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def update(self, batch: Batch, loss: LossSpec, step: int) -> UpdateStats:
         """Trains on the batch at training step `step`, counted from 0."""
         return self.strategy.update(batch, loss, step)
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def weights(self, version: int) -> Weights:
         """The weights as a version that engines in this process can load and verify."""
         assert isinstance(self._strategy, SingleStrategy), "only a model that is here whole is shared within a process"
         return self._strategy.weights(version)
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def offer(self, version: int, path: Path) -> Offer:
         """Announces the weights as they are now; they must stay so until they were sent."""
         prompt, log_probs = self.strategy.probe()
@@ -92,7 +92,7 @@ class TrainWorker(GroupWorker):
         manifest = sender.manifest(version, prompt, log_probs)
         return Offer(manifest, sender.open(path, SLOTS) if path != "broadcast" and self.is_first else None)
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def write_bucket(self, bucket: int) -> None:
         """Writes one bucket of the weights to where the engines read it."""
         if self.is_first:
@@ -100,18 +100,18 @@ class TrainWorker(GroupWorker):
         else:
             self._sending().contribute(bucket)
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def meeting(self, engines: Sequence[int], backend: BroadcastBackend, deadline_s: float) -> Meeting:
         """Where this trainer can be met by the engines of these ranks."""
         ranks = {engine: number + 1 for number, engine in enumerate(engines)}
         return Meeting(BroadcastGroup.host(), BroadcastGroup.free_port(), ranks, backend, deadline_s)
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     async def leave_group(self) -> None:
         """Ends a broadcast that is under way; the next one is in a new group."""
         await self._member.leave()
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     async def send_weights(self, meeting: Meeting) -> None:
         """Sends all buckets to the engines, which must be receiving. Whatever is lost, all ranks stay in step."""
         sender = self._sending()
@@ -121,24 +121,24 @@ class TrainWorker(GroupWorker):
         else:
             await self._member.contribute(sender.contribute_all)
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def hold(self, level: Level) -> None:
         """Keeps so much on the device and lays the rest aside in host memory."""
         if self._sender is not None:
             self._sender.let_go()
         self.strategy.hold(level)
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def save(self, folder: FilePath) -> None:
         """Begins to write the model and the optimizer, as they are now, into the folder of a checkpoint."""
         self.strategy.save(folder)
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     async def saved(self) -> dict[str, str]:
         """Returns once this worker has written what `save` began, with the digests of its files."""
         return await asyncio.to_thread(self.strategy.saved)
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def load(self, folder: FilePath) -> None:
         """Reads the model and the optimizer from the folder of a checkpoint."""
         self.strategy.load(folder)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.cluster.batched_channel import Line
+from roll.cluster.batched_channel import BatchedChannel
 
 
 async def turns(count: int = 10) -> None:
@@ -33,7 +33,7 @@ class Far:
     """The other end: a test says when a call arrives, and what news there is. Waits for every item it was told of."""
 
     def __init__(self) -> None:
-        self.line: Line[int, list[int]] = Line(
+        self.line: BatchedChannel[int, list[int]] = BatchedChannel(
             self._send, self._ask, take=self._take, fail=self._fail, busy=lambda: bool(self.waited)
         )
         self.waited: set[int] = set()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_workers import now_s, run_virtually
 
-from roll.cluster.batched_rpc import POLL_S, Crowd, Desk, Packed
+from roll.cluster.batched_rpc import POLL_S, BatchedClient, BatchedServer, Packed
 from roll.cluster.errors import CallTimedOut, WorkerDied
 
 DEADLINE_S = 100.0
@@ -29,11 +29,11 @@ class Wire:
         self.asked = 0
         self.trip_s = trip_s
         self.broken_s = float("inf")
-        self.desk = Desk(self._do)
+        self.desk = BatchedServer(self._do)
         self._work_s = work_s
 
-    def crowd(self) -> Crowd:
-        return Crowd("toy[0]", self._post, self._answers, DEADLINE_S)
+    def crowd(self) -> BatchedClient:
+        return BatchedClient("toy[0]", self._post, self._answers, DEADLINE_S)
 
     async def _do(self, packed: bytes) -> bytes:
         self.began.append(packed)

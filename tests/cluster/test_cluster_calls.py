@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.cluster import Cluster, Dispatch, LocalExecutor, Worker, WorkerPlacement, parallel
+from roll.cluster import Cluster, Dispatch, LocalExecutor, Worker, WorkerPlacement, dispatch
 from roll.data import Batch
 from roll.data.batch import Indices
 from roll.data.tokenlog import FloatArray
@@ -33,26 +33,26 @@ class Toy(Worker):
         super().__init__(place)
         self.calls: list[Any] = []
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def name(self, greeting: str, *, mark: str = "!") -> str:
         self.calls.append(greeting)
         return f"{greeting} {self.place.name}{mark}"
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     async def slow_name(self) -> str:
         await asyncio.sleep(0)
         self.calls.append("slow")
         return self.place.name
 
-    @parallel(Dispatch.DATA, join=join_tokens)
+    @dispatch(Dispatch.DATA, join=join_tokens)
     def scale(self, batch: Batch, factor: float) -> FloatArray:
         self.calls.append(batch["sample"].tolist())
         return (batch.ids * factor).astype(np.float32)
 
-    @parallel(Dispatch.DATA, join=lambda results, parts, whole: [str(part.tolist()) for part in parts])
+    @dispatch(Dispatch.DATA, join=lambda results, parts, whole: [str(part.tolist()) for part in parts])
     def either(self, first: Batch | int, second: Batch | int) -> None: ...
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     async def fail(self, rank: int) -> None:
         self.calls.append("fail")
         await asyncio.sleep(0)
@@ -162,14 +162,14 @@ def test_only_parallel_methods_may_be_called() -> None:
 
 def test_a_join_belongs_to_dispatch_by_data() -> None:
     with pytest.raises(TypeError, match="needs a join"):
-        parallel(Dispatch.DATA)
+        dispatch(Dispatch.DATA)
     with pytest.raises(TypeError, match="only such a method"):
-        parallel(Dispatch.ALL, join=join_tokens)
+        dispatch(Dispatch.ALL, join=join_tokens)
 
 
 def test_a_crowd_is_of_calls_on_one_worker() -> None:
     with pytest.raises(TypeError, match="one worker"):
-        parallel(Dispatch.ALL, crowded=True)
+        dispatch(Dispatch.ALL, crowded=True)
 
 
 def test_a_marked_method_stays_an_ordinary_method() -> None:

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 from toy_workers import ToyExecutor, run_virtually, toys
 
-from roll.cluster import Cluster, Dispatch, LocalExecutor, PendingCall, Worker, WorkerPlacement, parallel
+from roll.cluster import Cluster, Dispatch, LocalExecutor, PendingCall, Worker, WorkerPlacement, dispatch
 from roll.cluster.errors import CallTimedOut, WorkerDied
 from roll.config.errors import RunError
 
 
 class Waiter(Worker):
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     async def wait(self, seconds: float) -> str:
         await asyncio.sleep(seconds)
         return self.place.name
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     async def fail(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
         raise OSError("broken")

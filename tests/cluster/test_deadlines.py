@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import pytest
 
 import roll.cluster.cluster
-from roll.cluster import Cluster, Dispatch, LocalExecutor, Worker, WorkerPlacement, parallel
+from roll.cluster import Cluster, Dispatch, LocalExecutor, Worker, WorkerPlacement, dispatch
 from roll.cluster.errors import CallTimedOut, Failure, WorkerDied, WorkerError, first_of
 from roll.config.errors import RunError
 
@@ -25,7 +25,7 @@ class Fellow(Worker):
         self.acts = acts
         self.cancelled = False
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     async def act(self) -> Any:
         try:
             return await self.acts[self.place.rank]()
@@ -33,7 +33,7 @@ class Fellow(Worker):
             self.cancelled = True
             raise
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     async def first(self) -> Any:
         return await self.act()
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from processes import eventually, gone, state
 
-from roll.cluster import Cluster, Dispatch, LocalExecutor, RestartPolicy, Supervisor, Worker, WorkerPlacement, parallel
+from roll.cluster import Cluster, Dispatch, LocalExecutor, RestartPolicy, Supervisor, Worker, WorkerPlacement, dispatch
 from roll.cluster.errors import CallTimedOut, RemoteError, WorkerDied
 from roll.cluster.mesh import MeshShape
 
@@ -22,18 +22,18 @@ SHAPE = MeshShape(shard=2)
 class Reducer(Worker):
     """A rank of a gloo group."""
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def pid(self) -> int:
         return os.getpid()
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def open(self, deadline_s: float) -> Any:
         from roll.strategy.train.sharded.process_group import open_store
 
         self._store, rendezvous = open_store("127.0.0.1", deadline_s)
         return rendezvous
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def join(self, rendezvous: Any) -> None:
         import torch
 
@@ -43,13 +43,13 @@ class Reducer(Worker):
         own = self._store if self.place.rank == 0 else None
         self._group = RankGroup(self.place.rank, SHAPE, rendezvous, torch.device("cpu"), own)
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def total(self) -> float:
         import torch
 
         return float(self._group.sum(torch.tensor([self.place.rank + 1.0])))
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def reduce_for_ever(self) -> None:
         while True:
             self.total()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from toy_workers import POLICY, ToyExecutor, ToyHandle, now_s, run_virtually
 
-from roll.cluster import Cluster, Dispatch, Supervisor, Worker, WorkerPlacement, parallel
+from roll.cluster import Cluster, Dispatch, Supervisor, Worker, WorkerPlacement, dispatch
 from roll.cluster.errors import CallTimedOut, Failure, RemoteError, WorkerDied, WorkerError
 from roll.cluster.mesh import MeshShape
 from roll.config.errors import UserError
@@ -18,7 +18,7 @@ Answer = Callable[[], Awaitable[Any]]
 
 
 class Role(Worker):
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def work(self) -> str:
         raise AssertionError("toys answer instead")
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from processes import alive, eventually, gone, printed_pids, state
 
-from roll.cluster import Cluster, Dispatch, LocalExecutor, Worker, WorkerPlacement, parallel
+from roll.cluster import Cluster, Dispatch, LocalExecutor, Worker, WorkerPlacement, dispatch
 from roll.cluster.errors import CallTimedOut, WorkerDied, WorkerError
 from roll.cluster.mesh import MeshShape
 from roll.config.errors import RunError, UserError
@@ -62,90 +62,90 @@ class Rank(Worker):
         self.seen: list[Any] = []
         self.let_go = asyncio.Event()
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def pid(self) -> int:
         return os.getpid()
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def environment(self, name: str) -> str | None:
         return os.environ.get(name)
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def group(self) -> int:
         return os.getpgid(0)
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def echo(self, value: Any) -> Any:
         self.seen.append(value)
         return value
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def heard(self) -> list[Any]:
         return self.seen
 
-    @parallel(Dispatch.DATA, join=lambda results, parts, whole: "joined")
+    @dispatch(Dispatch.DATA, join=lambda results, parts, whole: "joined")
     def total(self, batch: Batch) -> int:
         self.seen.append(int(batch.ids.sum()))
         return self.seen[-1]
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def column(self, batch: Batch) -> TokenColumn:
         return TokenColumn.flat(batch.ids.astype(np.float32), batch.offsets)
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def size(self, array: Any) -> tuple[int, int]:
         return array.nbytes, int(array[-1])
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def zeros(self, count: int) -> Any:
         return np.zeros(count, np.uint8)
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     async def wait(self) -> str:
         await self.let_go.wait()
         return "went on"
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def release(self) -> None:
         self.let_go.set()
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def block(self) -> None:
         while True:
             time.sleep(1)
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def spin(self, seconds: float) -> None:
         until_s = time.monotonic() + seconds
         while time.monotonic() < until_s:
             pass
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def die(self, number: int) -> None:
         os.kill(os.getpid(), number)
         time.sleep(60)
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def leave(self, status: int) -> None:
         os._exit(status)
 
-    @parallel(Dispatch.ONE, raises=(Declined,))
+    @dispatch(Dispatch.ONE, raises=(Declined,))
     def decline(self, error: Exception) -> None:
         raise error
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def unsendable(self) -> Any:
         return Unsendable()
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def unreadable(self) -> Any:
         return Unreadable()
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def say(self, text: str) -> None:
         print(text)
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def child(self) -> int:
         return subprocess.Popen(["sleep", "60"]).pid
 

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import eventually
 
-from roll.cluster import Cluster, Dispatch, LocalExecutor, Worker, WorkerPlacement, parallel
+from roll.cluster import Cluster, Dispatch, LocalExecutor, Worker, WorkerPlacement, dispatch
 from roll.cluster.errors import CallTimedOut, WorkerError
 from roll.cluster.ray_executor import RayExecutor
 from roll.config.errors import RunError, UserError
@@ -80,93 +80,93 @@ class Toy(Worker):
         super().__init__(place)
         self.calls: list[Any] = []
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def self_portrait(self) -> tuple[WorkerPlacement, int, int, str | None, str]:
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
         return self.place, os.getpid(), len(os.sched_getaffinity(0)), gpus, ray.get_runtime_context().get_node_id()
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def name(self, greeting: str, *, mark: str = "!") -> str:
         self.calls.append(greeting)
         return f"{greeting} {self.place.name}{mark}"
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     async def first(self, value: Any) -> Any:
         await asyncio.sleep(0)
         self.calls.append(value)
         return self.place.name, value
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def taken(self) -> list[Any]:
         calls, self.calls = self.calls, []
         return calls
 
-    @parallel(Dispatch.DATA, join=join_lists)
+    @dispatch(Dispatch.DATA, join=join_lists)
     def sums(self, batch: Batch, factor: int) -> list[tuple[str, int]]:
         self.calls.append(batch["sample"].tolist())
         return [
             (str(name), factor * int(row.sum())) for name, row in zip(batch["sample"], batch.rows("ids"), strict=True)
         ]
 
-    @parallel(Dispatch.DATA, join=join_columns)
+    @dispatch(Dispatch.DATA, join=join_columns)
     def halves(self, batch: Batch) -> TokenColumn:
         self.calls.append(batch["sample"].tolist())
         return TokenColumn.flat(batch.ids.astype(np.float32) / 2, batch.offsets)
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def added(self, batch: Batch) -> float:
         return float(batch["ref"].sum(dtype=np.float64))
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def blocks(self, count: int, tokens: int) -> list[Block]:
         return [Block({"ids": np.full(tokens, number, np.int32)}) for number in range(count)]
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     async def through(self, others: Cluster[Toy], rank: int | None, value: Any) -> Any:
         """Calls another role from this worker."""
         return await (others.call(Toy.first, value) if rank is None else others.call_rank(rank, Toy.first, value))
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     async def fail_through(self, others: Cluster[Toy]) -> None:
         await others.call(Toy.fail)
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     async def hang(self, rank: int) -> str:
         if self.place.rank == rank:
             await asyncio.sleep(60)
         return self.place.name
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def fail(self) -> None:
         try:
             _open_weights()
         except OSError as error:
             raise ValueError("the weights cannot be read") from error
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     async def fail_in_turn(self) -> None:
         await asyncio.sleep(0.2 * (1 - self.place.rank))
         raise OSError(f"{self.place.name} fell")
 
-    @parallel(Dispatch.ONE, raises=(Declined,))
+    @dispatch(Dispatch.ONE, raises=(Declined,))
     def decline(self, make: Callable[[], Exception]) -> None:
         raise make()
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def raises(self, make: Callable[[], BaseException]) -> None:
         raise make()
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def gives(self, make: Callable[[], Any]) -> Any:
         return make()
 
-    @parallel(Dispatch.ONE, crowded=True, raises=(Declined,))
+    @dispatch(Dispatch.ONE, crowded=True, raises=(Declined,))
     async def in_a_crowd(self, number: int, make: Callable[[], Any] = lambda: None, *, wait_s: float = 0.0) -> Any:
         self.calls.append(number)
         await asyncio.sleep(wait_s)
         return number, make()
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     async def crowd_through(self, others: Cluster[Toy], count: int) -> list[Any]:
         return await asyncio.gather(*(others.call_rank(0, Toy.in_a_crowd, number) for number in range(count)))
 

@@ -17,7 +17,7 @@ import pytest
 import ray
 from processes import alive, eventually
 
-from roll.cluster import Cluster, Dispatch, Worker, WorkerPlacement, parallel, ray_connection
+from roll.cluster import Cluster, Dispatch, Worker, WorkerPlacement, dispatch, ray_connection
 from roll.cluster import ray_executor as module
 from roll.cluster.errors import CallTimedOut, WorkerDied, WorkerError
 from roll.cluster.ray_executor import RayExecutor
@@ -46,23 +46,23 @@ class Mortal(Worker):
         if broken == "start hangs":
             time.sleep(60)
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def pid(self) -> int:
         return os.getpid()
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def say(self, word: str) -> None:
         print(f"{self.place.name} prints {word}", flush=True)
         print(f"{self.place.name} complains {word}", file=sys.stderr, flush=True)
         logging.getLogger("toy").warning("%s logs %s", self.place.name, word)
         os.system(f"echo {self.place.role}-{self.place.rank} shouts {word}")
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     async def wait(self) -> None:
         print(f"{self.place.name} waits", flush=True)
         await asyncio.sleep(60)
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def block(self) -> None:
         time.sleep(60)
 

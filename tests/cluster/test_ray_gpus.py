@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import ray
 
-from roll.cluster import Cluster, Dispatch, Worker, WorkerPlacement, parallel
+from roll.cluster import Cluster, Dispatch, Worker, WorkerPlacement, dispatch
 from roll.cluster.mesh import MeshShape
 from roll.cluster.ray_executor import RayExecutor
 from roll.config.schema import RayConfig
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.ray
 
 
 class Looker(Worker):
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def sees(self) -> tuple[str, tuple[int, ...], list[str]]:
         return self.place.device, self.place.gpus, os.environ["CUDA_VISIBLE_DEVICES"].split(",")
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import ray
 
-from roll.cluster import Cluster, Dispatch, Worker, WorkerPlacement, parallel
+from roll.cluster import Cluster, Dispatch, Worker, WorkerPlacement, dispatch
 from roll.cluster.ray_executor import RayExecutor
 from roll.config.schema import RayConfig
 from roll.data import Batch
@@ -26,15 +26,15 @@ def join(results: Sequence[TokenColumn], parts: Sequence[Indices], whole: Batch)
 
 
 class Settler(Worker):
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def node(self) -> str:
         return str(ray.get_runtime_context().get_node_id())
 
-    @parallel(Dispatch.DATA, join=join)
+    @dispatch(Dispatch.DATA, join=join)
     def halves(self, batch: Batch) -> TokenColumn:
         return TokenColumn.flat(batch.ids.astype(np.float32) / 2, batch.offsets)
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def total(self, batch: Batch) -> float:
         return float(batch["ref"].sum(dtype=np.float64))
 

@@ -26,13 +26,13 @@ from roll.cluster import (
     Supervisor,
     Worker,
     WorkerPlacement,
-    parallel,
+    dispatch,
     ray_actor,
     ray_executor,
 )
 from roll.cluster.errors import CallTimedOut, TokensLost, WorkerDied, WorkerError
-from roll.cluster.pid_handle import Process
-from roll.cluster.ray_actor import Home
+from roll.cluster.pid_handle import PidHandle
+from roll.cluster.ray_actor import ActorLocation
 from roll.cluster.ray_executor import RayExecutor
 from roll.config.errors import RunError
 from roll.config.schema import RayConfig
@@ -61,44 +61,44 @@ class Mortal(Worker):
             time.sleep(float(broken.read_text()))
             raise OSError(f"{place.name} does not start")
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     def pid(self) -> int:
         return os.getpid()
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def cores(self) -> set[int]:
         return os.sched_getaffinity(0)
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def remember(self, word: str) -> list[str]:
         self.memory.append(word)
         return self.memory
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     async def wait(self) -> None:
         await asyncio.sleep(60)
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def block(self, seconds: float) -> str:
         time.sleep(seconds)
         return "awake"
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def spin(self, seconds: float) -> None:
         """Keeps the interpreter busy."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             pass
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def tokens(self, count: int) -> Block:
         return Block({"ids": np.arange(count, dtype=np.int32)})
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def added(self, batch: Batch) -> int:
         return int(batch.ids.sum())
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     async def ask(self, others: Cluster[Mortal]) -> list[int]:
         return await others.call_each(Mortal.pid)
 
@@ -251,12 +251,12 @@ def test_a_stopped_process_is_ended_on_its_node(roles: Roles, monkeypatch: pytes
     if elsewhere:
         monkeypatch.setattr(ray_actor, "this_node", lambda: "another node")
     with subprocess.Popen(["sleep", "60"]) as sleeper:
-        process = Process.of(sleeper.pid)
+        process = PidHandle.of(sleeper.pid)
         os.kill(sleeper.pid, signal.SIGSTOP)
-        assert roles.run(Home(home.node, process).clear(10))
+        assert roles.run(ActorLocation(home.node, process).clear(10))
         assert sleeper.wait(10) == -signal.SIGKILL
-    assert roles.run(Home(home.node, process).clear(10)), "and again"
-    assert roles.run(Home("0a" * 28, process).clear(10)), "its node is gone"
+    assert roles.run(ActorLocation(home.node, process).clear(10)), "and again"
+    assert roles.run(ActorLocation("0a" * 28, process).clear(10)), "its node is gone"
 
 
 def test_a_worker_that_falls_silent_while_it_starts_again_is_given_up_and_ended(
@@ -284,7 +284,7 @@ def test_a_restart_that_fails_leaves_a_dead_worker_that_may_be_restarted_again(
         mortals, before = roles.mortals, roles.mortals.incarnation(1)
         pid = await mortals.call_rank(1, Mortal.pid)
         with monkeypatch.context() as patch:
-            patch.setattr(Process, "end", lambda process, deadline_s: False)
+            patch.setattr(PidHandle, "end", lambda process, deadline_s: False)
             with pytest.raises(RunError, match=rf"^mortal\[1\] \(process {pid} on .*\) could not be ended within 60 s$"):
                 await mortals.restart(1)
         broken = roles.notes / "mortal[1].broken"
@@ -388,11 +388,11 @@ def batch_of(block: Block, count: int) -> Batch:
 
 
 def test_a_process_is_told_from_a_later_one_of_its_number() -> None:
-    this = Process.of(os.getpid())
+    this = PidHandle.of(os.getpid())
     assert this.is_there
-    assert this == Process.of(os.getpid())
-    assert not Process(this.pid, "0").is_there
-    assert Process(this.pid, "0").end(0), "nobody is killed"
+    assert this == PidHandle.of(os.getpid())
+    assert not PidHandle(this.pid, "0").is_there
+    assert PidHandle(this.pid, "0").end(0), "nobody is killed"
 
 
 def test_a_process_that_has_left_only_its_exit_status_is_gone() -> None:
@@ -401,7 +401,7 @@ def test_a_process_that_has_left_only_its_exit_status_is_gone() -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
         os._exit(0)
     os.waitpid(pid, os.WUNTRACED)
-    process = Process.of(pid)
+    process = PidHandle.of(pid)
     assert process.is_there
     assert process.end(5)
     assert b"State:\tZ" in Path(f"/proc/{pid}/status").read_bytes()

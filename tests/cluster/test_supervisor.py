@@ -113,14 +113,14 @@ def test_a_suspected_worker_is_pinged_at_once() -> None:
     async def use(watched: Watched) -> None:
         await asyncio.sleep(10.5)
         before = [len(handle.pings) for handle in watched.handles]
-        watched.supervisor.suspect("toy", 1)
-        watched.supervisor.suspect("toy", 7)
-        watched.supervisor.suspect("other", 0)
+        watched.supervisor.probe_now("toy", 1)
+        watched.supervisor.probe_now("toy", 7)
+        watched.supervisor.probe_now("other", 0)
         await asyncio.sleep(0.02)
         assert [len(handle.pings) - n for handle, n in zip(watched.handles, before, strict=True)] == [0, 1, 0]
         assert watched.handles[1].pings[-1] == 10.5
         watched.handles[2].become("dead")
-        watched.supervisor.suspect("toy", 2)
+        watched.supervisor.probe_now("toy", 2)
         await asyncio.sleep(0)
         await asyncio.sleep(0.001)
         assert [(at, rank) for at, rank, _ in watched.lost] == [(10.52, 2)]
@@ -131,16 +131,16 @@ def test_a_suspected_worker_is_pinged_at_once() -> None:
 def test_a_condemned_worker_is_restarted_though_it_answers() -> None:
     async def use(watched: Watched) -> None:
         await asyncio.sleep(10.5)
-        watched.supervisor.condemn("toy", 1, "it answers nonsense\nand more")
-        watched.supervisor.condemn("toy", 7, "nobody")
-        watched.supervisor.condemn("other", 0, "nobody")
+        watched.supervisor.mark_unhealthy("toy", 1, "it answers nonsense\nand more")
+        watched.supervisor.mark_unhealthy("toy", 7, "nobody")
+        watched.supervisor.mark_unhealthy("other", 0, "nobody")
         await asyncio.sleep(0.1)
         assert watched.lost == [(10.51, 1, "toy[1] died: it answers nonsense")]
-        watched.supervisor.condemn("toy", 1, "it is lost already")
+        watched.supervisor.mark_unhealthy("toy", 1, "it is lost already")
         await asyncio.sleep(30)
         assert watched.cluster.incarnation(1) == len(watched.restored) == len(watched.lost) == 1
         assert watched.states == ["well"] * 3
-        watched.supervisor.condemn("toy", 0, "")
+        watched.supervisor.mark_unhealthy("toy", 0, "")
         await asyncio.sleep(10)
         assert watched.lost[1][1:] == (0, "toy[0] died: it does not work")
         assert [rank for _, rank in watched.restored] == [1, 0]
@@ -152,7 +152,7 @@ def test_a_worker_condemned_while_it_is_restored_is_restarted_again() -> None:
     async def use(watched: Watched) -> None:
         async def restore(rank: int) -> None:
             if len(watched.restored) == 1:
-                watched.supervisor.condemn("toy", rank, "its weights are wrong")
+                watched.supervisor.mark_unhealthy("toy", rank, "its weights are wrong")
                 await asyncio.sleep(50)
 
         watched.restore = restore
@@ -493,7 +493,7 @@ def test_without_restart_a_loss_is_reported_once_and_nothing_else_done(caplog: p
     async def use(watched: Watched) -> None:
         for _ in range(2):
             await watched.kill(1, until_well_s=30)
-            watched.supervisor.suspect("toy", 1)
+            watched.supervisor.probe_now("toy", 1)
         await asyncio.sleep(5)
         assert [rank for _, rank, _ in watched.lost] == [1]
         assert watched.states == ["well", "gone", "well"]
@@ -566,7 +566,7 @@ def test_status_says_what_is_being_done_and_since_when() -> None:
         await asyncio.sleep(3.5)
         assert first() == ("well", 3.5, 0.46, 0, "")
         watched.handles[0].become("dead")
-        watched.supervisor.suspect("toy", 0)
+        watched.supervisor.probe_now("toy", 0)
         why = "toy[0] died: killed, as number 0"
         await asyncio.sleep(0.2)
         assert first() == ("lost", 0.2, 0.66, 0, why)

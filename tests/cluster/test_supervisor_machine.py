@@ -94,11 +94,11 @@ class Life(RuleBasedStateMachine):
 
     @rule(rank=RANKS)
     def suspected(self, rank: int) -> None:
-        self.at_once(lambda: self.watched.supervisor.suspect("toy", rank))
+        self.at_once(lambda: self.watched.supervisor.probe_now("toy", rank))
 
     @rule(rank=RANKS)
     def condemned(self, rank: int) -> None:
-        self.at_once(lambda: self.watched.supervisor.condemn("toy", rank, "it answers nonsense"))
+        self.at_once(lambda: self.watched.supervisor.mark_unhealthy("toy", rank, "it answers nonsense"))
 
     @rule(seconds=st.sampled_from([0.05, 0.5, 1.5, 5, 12, 40]))
     def time_passes(self, seconds: float) -> None:

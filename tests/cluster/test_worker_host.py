@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll.cluster import Dispatch, Worker, WorkerPlacement, parallel
+from roll.cluster import Dispatch, Worker, WorkerPlacement, dispatch
 from roll.cluster.errors import Failure, TokensLost
-from roll.cluster.worker_runtime import Answer, Host, Started, where
+from roll.cluster.worker_runtime import CallResult, StartInfo, WorkerRuntime, where
 from roll.config.errors import RunError, UserError
 from roll.data import Batch, Sample, Task
 from roll.data.batch import token_block
@@ -33,21 +33,21 @@ class Guest(Worker):
         self.seen: list[Any] = []
         self.closed = 0
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def echo(self, *args: Any, **kwargs: Any) -> Any:
         self.seen.append((args, kwargs))
         return args[0] if args else None
 
-    @parallel(Dispatch.ONE, crowded=True)
+    @dispatch(Dispatch.ONE, crowded=True)
     async def later(self, value: Any) -> Any:
         await asyncio.sleep(0)
         return value
 
-    @parallel(Dispatch.ONE, raises=(Declined,))
+    @dispatch(Dispatch.ONE, raises=(Declined,))
     def decline(self, error: Exception) -> None:
         raise error
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     async def fail(self, error: BaseException) -> None:
         await asyncio.sleep(0)
         try:
@@ -55,16 +55,16 @@ class Guest(Worker):
         except KeyError as cause:
             raise error from cause
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     async def wait(self) -> None:
         await asyncio.Event().wait()
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def total(self, batch: Batch) -> int:
         self.seen.append(batch)
         return int(batch.ids.sum())
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def column(self, batch: Batch) -> TokenColumn:
         return TokenColumn.flat(batch.ids.astype(np.float32), batch.offsets)
 
@@ -91,17 +91,17 @@ class Memory:
         return [self.kept[ref] for ref in refs]
 
 
-def hosting(use: Callable[[Host, Memory], Coroutine[Any, Any, None]]) -> None:
+def hosting(use: Callable[[WorkerRuntime, Memory], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
         memory = Memory()
-        host = Host(PLACE, None, memory.get, memory.put)
-        assert await host.start(Guest) == Answer(Started(where(), frozenset({"later"})))
+        host = WorkerRuntime(PLACE, None, memory.get, memory.put)
+        assert await host.start(Guest) == CallResult(StartInfo(where(), frozenset({"later"})))
         await asyncio.wait_for(use(host, memory), 20)
 
     asyncio.run(main())
 
 
-def guest(host: Host) -> Guest:
+def guest(host: WorkerRuntime) -> Guest:
     assert isinstance(host._worker, Guest)
     return host._worker
 
@@ -126,9 +126,9 @@ def batch_elsewhere(memory: Memory, *lengths: int) -> Batch:
 
 
 def test_a_call_gives_its_value() -> None:
-    async def use(host: Host, memory: Memory) -> None:
-        assert await host.call("echo", [1, "two"], {"three": 3}) == Answer(value=1)
-        assert await host.call("later", ["soon"], {}) == Answer(value="soon")
+    async def use(host: WorkerRuntime, memory: Memory) -> None:
+        assert await host.call("echo", [1, "two"], {"three": 3}) == CallResult(value=1)
+        assert await host.call("later", ["soon"], {}) == CallResult(value="soon")
         assert guest(host).seen == [((1, "two"), {"three": 3})]
 
     hosting(use)
@@ -136,9 +136,9 @@ def test_a_call_gives_its_value() -> None:
 
 @pytest.mark.parametrize("error", [Declined("no"), UserError("write this"), RunError("it died")])
 def test_declared_errors_and_those_of_user_and_run_are_answers(error: Exception) -> None:
-    async def use(host: Host, memory: Memory) -> None:
+    async def use(host: WorkerRuntime, memory: Memory) -> None:
         answer = await host.call("decline", [error], {})
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, CallResult)
         assert answer.error is error
         assert error.__notes__ == [f"in role[3].decline ({where()})"]
 
@@ -147,7 +147,7 @@ def test_declared_errors_and_those_of_user_and_run_are_answers(error: Exception)
 
 @pytest.mark.parametrize("error", [ValueError("a base of the declared one"), OSError("disk"), TimeoutError()])
 def test_other_errors_leave_as_a_description(error: Exception) -> None:
-    async def use(host: Host, memory: Memory) -> None:
+    async def use(host: WorkerRuntime, memory: Memory) -> None:
         answer = await host.call("decline", [error], {})
         assert isinstance(answer, Failure)
         assert (answer.worker, answer.method, answer.where) == ("role[3]", "decline", where())
@@ -157,18 +157,18 @@ def test_other_errors_leave_as_a_description(error: Exception) -> None:
 
 
 def test_an_error_declared_by_one_method_is_not_an_answer_of_another() -> None:
-    async def use(host: Host, memory: Memory) -> None:
+    async def use(host: WorkerRuntime, memory: Memory) -> None:
         answer = await host.call("fail", [Declined("no")], {})
         assert isinstance(answer, Failure)
         assert answer.causes == ("KeyError: 'the cause'", "Declined: no")
         assert "in fail" in answer.trace
-        assert await host.call("later", [1], {}) == Answer(value=1)  # it goes on
+        assert await host.call("later", [1], {}) == CallResult(value=1)  # it goes on
 
     hosting(use)
 
 
 def test_a_failure_is_logged_at_its_worker(caplog: pytest.LogCaptureFixture) -> None:
-    async def use(host: Host, memory: Memory) -> None:
+    async def use(host: WorkerRuntime, memory: Memory) -> None:
         await host.call("fail", [OSError("disk")], {})
 
     hosting(use)
@@ -176,7 +176,7 @@ def test_a_failure_is_logged_at_its_worker(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_a_cancelled_call_is_cancelled() -> None:
-    async def use(host: Host, memory: Memory) -> None:
+    async def use(host: WorkerRuntime, memory: Memory) -> None:
         call = asyncio.create_task(host.call("wait", [], {}))
         await asyncio.sleep(0)
         call.cancel()
@@ -193,7 +193,7 @@ def test_a_start_the_user_can_mend_is_an_answer(error: Exception) -> None:
 
     async def main() -> None:
         memory = Memory()
-        assert await Host(PLACE, None, memory.get, memory.put).start(make) == Answer(error=error)
+        assert await WorkerRuntime(PLACE, None, memory.get, memory.put).start(make) == CallResult(error=error)
 
     asyncio.run(main())
 
@@ -204,7 +204,7 @@ def test_a_start_that_breaks_is_a_failure_that_says_so() -> None:
 
     async def main() -> None:
         memory = Memory()
-        answer = await Host(PLACE, None, memory.get, memory.put).start(make)
+        answer = await WorkerRuntime(PLACE, None, memory.get, memory.put).start(make)
         assert isinstance(answer, Failure)
         assert (answer.method, answer.causes) == ("its start", ("ZeroDivisionError: oops",))
 
@@ -212,7 +212,7 @@ def test_a_start_that_breaks_is_a_failure_that_says_so() -> None:
 
 
 def test_a_worker_is_closed_once() -> None:
-    async def use(host: Host, memory: Memory) -> None:
+    async def use(host: WorkerRuntime, memory: Memory) -> None:
         worker = guest(host)
         await host.close()
         await host.close()
@@ -229,9 +229,9 @@ def test_where_names_the_process_and_its_node() -> None:
 
 
 def test_a_batch_is_all_here_before_the_method_sees_it() -> None:
-    async def use(host: Host, memory: Memory) -> None:
+    async def use(host: WorkerRuntime, memory: Memory) -> None:
         batch = batch_elsewhere(memory, 3, 2)
-        assert await host.call("total", [batch], {}) == Answer(value=0 + 1 + 2 + 10 + 11)
+        assert await host.call("total", [batch], {}) == CallResult(value=0 + 1 + 2 + 10 + 11)
         assert memory.asked == [[0, 1]]  # four columns, each reference once, all at once
         (seen,) = guest(host).seen
         assert all(not isinstance(block.columns, Elsewhere) for block in seen.blocks)
@@ -241,7 +241,7 @@ def test_a_batch_is_all_here_before_the_method_sees_it() -> None:
 
 
 def test_only_what_is_elsewhere_is_fetched_and_other_arguments_are_left_alone() -> None:
-    async def use(host: Host, memory: Memory) -> None:
+    async def use(host: WorkerRuntime, memory: Memory) -> None:
         batch = Batch.from_samples(samples(2))
         await host.call("echo", [batch, [1], "x"], {"key": 5})
         assert memory.asked == []
@@ -253,9 +253,9 @@ def test_only_what_is_elsewhere_is_fetched_and_other_arguments_are_left_alone() 
 
 
 def test_a_selected_batch_fetches_no_more_than_it_has() -> None:
-    async def use(host: Host, memory: Memory) -> None:
+    async def use(host: WorkerRuntime, memory: Memory) -> None:
         batch = batch_elsewhere(memory, 3, 2, 4)
-        assert await host.call("total", [batch.select([1])], {}) == Answer(value=21)
+        assert await host.call("total", [batch.select([1])], {}) == CallResult(value=21)
         assert memory.asked == [[1]]
 
     hosting(use)
@@ -267,7 +267,7 @@ def test_tokens_that_cannot_be_fetched_are_a_failure() -> None:
 
     async def main() -> None:
         memory = Memory()
-        host = Host(PLACE, None, lost, memory.put)
+        host = WorkerRuntime(PLACE, None, lost, memory.put)
         await host.start(Guest)
         answer = await host.call("total", [batch_elsewhere(memory, 2)], {})
         assert isinstance(answer, Failure)
@@ -282,10 +282,10 @@ def test_tokens_that_are_lost_are_said_to_be_lost() -> None:
 
     async def main() -> None:
         memory = Memory()
-        host = Host(PLACE, None, lost, memory.put)
+        host = WorkerRuntime(PLACE, None, lost, memory.put)
         await host.start(Guest)
         answer = await host.call("total", [batch_elsewhere(memory, 2)], {})
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, CallResult)
         assert isinstance(answer.error, TokensLost)
         assert isinstance(pickle.loads(pickle.dumps(answer)).error, TokensLost)
 
@@ -293,10 +293,10 @@ def test_tokens_that_are_lost_are_said_to_be_lost() -> None:
 
 
 def test_token_columns_of_a_result_stay_and_a_reference_travels() -> None:
-    async def use(host: Host, memory: Memory) -> None:
+    async def use(host: WorkerRuntime, memory: Memory) -> None:
         batch = Batch.from_samples(samples(3, 2))
         answer = await host.call("column", [batch], {})
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, CallResult)
         column = answer.value
         assert not column.is_here
         assert [block.columns for block in column.blocks] == [Elsewhere(0)]
@@ -309,27 +309,27 @@ def test_token_columns_of_a_result_stay_and_a_reference_travels() -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_blocks_of_a_result_stay_also_in_lists(nested: bool) -> None:
-    async def use(host: Host, memory: Memory) -> None:
+    async def use(host: WorkerRuntime, memory: Memory) -> None:
         gone = Block(Elsewhere("there"))
         blocks: Any = [token_block(samples(2)), gone, token_block(samples(1))]
         answer = await host.call("later", [[blocks, 5] if nested else blocks], {})
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, CallResult)
         found = answer.value[0] if nested else answer.value
         assert [block.columns for block in found] == [Elsewhere(0), Elsewhere("there"), Elsewhere(1)]
         assert found[1] is gone
         assert memory.kept[0]["ids"].tolist() == [0, 1]
         single = await host.call("later", [token_block(samples(1))], {})
-        assert isinstance(single, Answer)
+        assert isinstance(single, CallResult)
         assert single.value.columns == Elsewhere(2)
 
     hosting(use)
 
 
 def test_other_results_travel_as_they_are() -> None:
-    async def use(host: Host, memory: Memory) -> None:
+    async def use(host: WorkerRuntime, memory: Memory) -> None:
         for value in (None, {"a": 1}, (1, 2), [3, "x"], np.arange(3)):
             answer = await host.call("later", [value], {})
-            assert isinstance(answer, Answer)
+            assert isinstance(answer, CallResult)
             assert np.array_equal(answer.value, value) if isinstance(value, np.ndarray) else answer.value == value
         assert memory.kept == []
 

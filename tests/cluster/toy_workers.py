@@ -167,7 +167,7 @@ class Watched:
     async def kill(self, rank: int, until_well_s: float = 10) -> None:
         """Kills a worker and waits until it is back."""
         self.handles[rank].become("dead")
-        self.supervisor.suspect(self.cluster.role, rank)
+        self.supervisor.probe_now(self.cluster.role, rank)
         await asyncio.sleep(until_well_s)
 
     async def error(self) -> Exception:

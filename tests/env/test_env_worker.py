@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from roll.cluster import Cluster, LocalExecutor, WorkerPlacement
-from roll.cluster.worker_runtime import Answer, Host
+from roll.cluster.worker_runtime import CallResult, WorkerRuntime
 from roll.config import load_config
 from roll.config.errors import RunError, UserError
 from roll.config.schema import EnvConfig
@@ -91,14 +91,14 @@ def test_a_limit_for_what_nobody_plays_is_refused(tasks: dict[str, object], says
 
 def test_a_failure_reaches_the_caller_from_another_process_as_itself() -> None:
     async def main() -> None:
-        host = Host(WorkerPlacement("env"), None, get=None, put=None)  # type: ignore[arg-type]
+        host = WorkerRuntime(WorkerPlacement("env"), None, get=None, put=None)  # type: ignore[arg-type]
         await host.start(lambda place: EnvWorker(place, EnvConfig()))
         await host.call("start", (), {})
         opened = await host.call("reset", ("a", EnvSpec("guess")), {})
-        assert isinstance(opened, Answer)
+        assert isinstance(opened, CallResult)
         assert isinstance(opened.value, Opened)
         refused = await host.call("reset", ("a", EnvSpec("gess")), {})
-        assert isinstance(refused, Answer)
+        assert isinstance(refused, CallResult)
         assert isinstance(refused.error, EnvFailure)
         assert refused.error.kind == "invalid"
         await host.close()

@@ -18,7 +18,7 @@ from long_runs import LongRun, left_in_shared_memory, long_run
 from small_runs import EXACT, SMALL, TINY, Remains
 
 from roll import load_config
-from roll.cluster import Cluster, Dispatch, WorkerPlacement, parallel
+from roll.cluster import Cluster, Dispatch, WorkerPlacement, dispatch
 from roll.cluster.executor import Executor, Handle, LocalExecutor, LocalHandle
 from roll.cluster.ray_executor import RayExecutor
 from roll.config import Config, RunError
@@ -121,13 +121,13 @@ class Flipping(InferWorker):
         super().__init__(place, config)
         self.left = dict(FLIPS) if place.rank == 1 else {}
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def load_bucket(self, bucket: int) -> None:
         super().load_bucket(bucket)
         if bucket == 0:
             self._flip()
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     async def receive_weights(self, meeting: Any) -> None:
         await super().receive_weights(meeting)
         self._flip()

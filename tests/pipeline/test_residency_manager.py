@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roll.cluster import Cluster, Dispatch, LocalExecutor, Worker, WorkerPlacement, parallel
+from roll.cluster import Cluster, Dispatch, LocalExecutor, Worker, WorkerPlacement, dispatch
 from roll.config import load_config
 from roll.devices.inventory import Inventory, Node
 from roll.devices.map import make_map
@@ -25,7 +25,7 @@ class Toy(Worker):
 
     moves: Moves
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     async def hold(self, level: Level) -> None:
         await asyncio.sleep(0)
         self.moves.append((self.place.name, level))

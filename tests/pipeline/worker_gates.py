@@ -60,18 +60,18 @@ class Gates:
 
 def install() -> None:
     """Makes this process, which is to be a worker, stop at gates."""
-    from roll.cluster.worker_runtime import Host
+    from roll.cluster.worker_runtime import WorkerRuntime
 
-    folder, call = Path(os.environ[FOLDER]), Host.call
+    folder, call = Path(os.environ[FOLDER]), WorkerRuntime.call
 
-    async def gated(self: Host, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    async def gated(self: WorkerRuntime, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         closed = _closed(folder, f"{self._place.name}.{method}")
         await _pass([gate for gate, after in closed if not after])
         answer = await call(self, method, args, kwargs)
         await _pass([gate for gate, after in closed if after])
         return answer
 
-    Host.call = gated  # type: ignore[method-assign]
+    WorkerRuntime.call = gated  # type: ignore[method-assign]
 
 
 def _closed(folder: Path, call: str) -> list[tuple[Path, bool]]:

@@ -11,7 +11,7 @@ import pytest
 from classifiers import save_liking, save_random
 
 from roll import load_config
-from roll.cluster import Cluster, Dispatch, LocalExecutor, Worker, WorkerPlacement, parallel
+from roll.cluster import Cluster, Dispatch, LocalExecutor, Worker, WorkerPlacement, dispatch
 from roll.cluster.errors import WorkerDied
 from roll.config.schema import Config
 from roll.data import Message
@@ -176,7 +176,7 @@ class Frail(Worker):
     deaths = 0
     asked = 0
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     async def score(self, messages: Sequence[Message]) -> float | None:
         self.asked += 1
         if self.asked <= self.deaths:

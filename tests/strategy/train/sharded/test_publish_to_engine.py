@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from roll.cluster import Cluster, Dispatch, LocalExecutor, WorkerPlacement, parallel
+from roll.cluster import Cluster, Dispatch, LocalExecutor, WorkerPlacement, dispatch
 from roll.cluster.mesh import MeshShape
 from roll.config import RunError, load_config
 from roll.config.schema import Config
@@ -32,7 +32,7 @@ class Damaged(TrainWorker):
 
     _offered = -1
 
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def offer(self, version: int, path: Path) -> Offer:
         again, self._offered = self._offered == version, version
         made = super().offer(version, path)
