@@ -24,7 +24,7 @@ from roll.config.file_modes import like_its_folder
 from roll.process.bounded_log import LIMIT_BYTES
 from roll.process.child_main import command
 from roll.process.framing import HEADER
-from roll.process.managed_process import Child
+from roll.process.managed_process import ManagedProcess
 
 _COMMAND = command("roll.cluster.process_main")
 _CHUNK_BYTES = 1 << 20
@@ -86,7 +86,7 @@ class ProcessHandle:
         if self._log is not None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             like_its_folder(self._log.parent)
-        child = await Child.start(_COMMAND, self._log, _environment(self.place), self._log_bytes)
+        child = await ManagedProcess.start(_COMMAND, self._log, _environment(self.place), self._log_bytes)
         return _Connection(child, self.place.name, self._log)
 
     async def _start_in(self, process: _Connection, silent_s: float) -> None:
@@ -182,7 +182,7 @@ class ProcessHandle:
 class _Connection:
     """Requests to one process and their answers. A request that was given up is still sent, and its answer ignored."""
 
-    def __init__(self, child: Child, worker: str, log: Path | None) -> None:
+    def __init__(self, child: ManagedProcess, worker: str, log: Path | None) -> None:
         self._child = child
         self._worker = worker
         self._log = log
@@ -261,7 +261,7 @@ class _Connection:
                     answer.set_exception(self._death())
 
     def _death(self) -> WorkerDied:
-        return WorkerDied(self._worker, f"its process {self._child.obituary()}", self._log)
+        return WorkerDied(self._worker, f"its process {self._child.exit_reason()}", self._log)
 
 
 def _environment(place: WorkerPlacement) -> dict[str, str]:

@@ -19,7 +19,7 @@ from roll.env.crash_report import FAULT, MAIN, faulty_line, faulty_part, faulty_
 from roll.env.env_server import COMMAND, EXIT_FULL
 from roll.process.bounded_log import LIMIT_BYTES, BoundedLog, is_bounded
 from roll.process.framing import HEADER
-from roll.process.managed_process import Child
+from roll.process.managed_process import ManagedProcess
 
 _AT_ONCE = 256  # enough for environments that wait, few enough that one which computes is done before its deadline
 _GRACE_S = 1.0
@@ -63,7 +63,7 @@ class Host:
     `lost`.
     """
 
-    def __init__(self, child: Child, on_end: Callable[[Host], None], log: BoundedLog | None = None) -> None:
+    def __init__(self, child: ManagedProcess, on_end: Callable[[Host], None], log: BoundedLog | None = None) -> None:
         self._child = child
         self._on_end = on_end
         self._numbers = itertools.count()
@@ -96,7 +96,7 @@ class Host:
         process that was ready has ended."""
         same_order = {"PYTHONHASHSEED": "0"}  # of a set, in every process
         words = None if log is None or not is_bounded(log) else BoundedLog(log, log_bytes)
-        host = cls(await Child.start(COMMAND, log, same_order, log_bytes), lambda host: None, words)
+        host = cls(await ManagedProcess.start(COMMAND, log, same_order, log_bytes), lambda host: None, words)
         try:
             await host.ask(wire.SetUp(root, memory_mb), deadline_s, "starting")
         except EnvFailure as failure:
@@ -275,7 +275,7 @@ class Host:
     def _obituary(self) -> str:
         if self._exited_full():
             return "its process ended, because the environments in it had taken too much memory"
-        ended = f"its process {self._child.obituary()}"
+        ended = f"its process {self._child.exit_reason()}"
         return ended if self._ending is None else f"{self._ending.how}: {ended}"
 
     def _exited_full(self) -> bool:

@@ -26,7 +26,7 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-class Child:
+class ManagedProcess:
     """A process and the connection to it.
 
     It leads a process group and has a keeper (`roll.process.subreaper`): when it is killed or ends by itself, all that
@@ -52,7 +52,7 @@ class Child:
         log: Path | None,
         environment: Mapping[str, str] | None = None,
         log_bytes: int = LIMIT_BYTES,
-    ) -> Child:
+    ) -> ManagedProcess:
         """Runs a command of `inside.command`. What it prints goes to the file `log`, which takes at most `log_bytes`, or
         to standard error."""
         ours, theirs = socket.socketpair()
@@ -102,7 +102,7 @@ class Child:
             self.exit.cancel()
         self.writer.transport.abort()
 
-    def obituary(self) -> str:
+    def exit_reason(self) -> str:
         """What became of it, after `the process`."""
         if not self.exit.done():
             return "broke its connection"

@@ -9,7 +9,7 @@ from pathlib import Path
 from roll.config.errors import RunError, UserError
 from roll.process.bounded_log import LIMIT_BYTES
 from roll.process.framing import HEADER, frame
-from roll.process.managed_process import Child
+from roll.process.managed_process import ManagedProcess
 from roll.reward import ipc as wire
 from roll.reward.base import ScoreFailure
 from roll.reward.grader_main import COMMAND
@@ -27,7 +27,7 @@ class Grader:
     it unusable for good, and its owner kills it.
     """
 
-    def __init__(self, child: Child) -> None:
+    def __init__(self, child: ManagedProcess) -> None:
         self._child = child
         self._owes_answer = False
         self._part = ""
@@ -42,7 +42,7 @@ class Grader:
         log_bytes: int = LIMIT_BYTES,
     ) -> Grader:
         """A process that is ready for jobs. `UserError` or `RunError` says why there is none."""
-        grader = cls(await Child.start(COMMAND, log, log_bytes=log_bytes))
+        grader = cls(await ManagedProcess.start(COMMAND, log, log_bytes=log_bytes))
         try:
             await grader._load(source, memory_mb, deadline_s)
         except BaseException:
@@ -137,4 +137,4 @@ class Grader:
 
     async def _obituary(self) -> str:
         await asyncio.wait({self._child.exit}, timeout=_STATUS_S)
-        return f"the grader process {self._child.obituary()}{self._where()}"
+        return f"the grader process {self._child.exit_reason()}{self._where()}"

@@ -13,7 +13,7 @@ from processes import eventually
 from test_child import said, with_child
 
 from roll.process.bounded_log import SMALLEST_BYTES, BoundedLog, start_writer
-from roll.process.managed_process import Child
+from roll.process.managed_process import ManagedProcess
 
 LIMIT = 3 << 16
 
@@ -83,9 +83,9 @@ def test_what_could_not_be_written_is_said_later(tmp_path: Path) -> None:
 
 def test_a_child_that_prints_without_end_fills_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("roll.process.managed_process.LIMIT_BYTES", SMALLEST_BYTES)
-    monkeypatch.setattr(Child.start.__func__, "__defaults__", (None, SMALLEST_BYTES))
+    monkeypatch.setattr(ManagedProcess.start.__func__, "__defaults__", (None, SMALLEST_BYTES))
 
-    async def use(child: Child) -> None:
+    async def use(child: ManagedProcess) -> None:
         await said(child, "import os; [os.write(1, b'x' * 65536) for _ in range(200)]; print('the end'); say(1)")
         child.kill()
         await child.exit

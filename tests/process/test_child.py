@@ -19,7 +19,7 @@ from processes import eventually, gone
 
 from roll.process.child_main import command, detail, reason, tell
 from roll.process.framing import HEADER, frame, read_payload
-from roll.process.managed_process import Child
+from roll.process.managed_process import ManagedProcess
 
 ECHO = """
 from roll.process.framing import frame, read_payload
@@ -33,12 +33,12 @@ def main():
 """
 
 
-def with_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[Child], Awaitable[None]]) -> None:
+def with_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[ManagedProcess], Awaitable[None]]) -> None:
     (tmp_path / "echo_child.py").write_text(ECHO)
     monkeypatch.syspath_prepend(tmp_path)
 
     async def run() -> None:
-        child = await Child.start(command("echo_child"), tmp_path / "log", {"GREETING": "hello"})
+        child = await ManagedProcess.start(command("echo_child"), tmp_path / "log", {"GREETING": "hello"})
         try:
             await asyncio.wait_for(use(child), 30)
         finally:
@@ -48,17 +48,17 @@ def with_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[C
     asyncio.run(run())
 
 
-async def said(child: Child, code: str) -> str:
+async def said(child: ManagedProcess, code: str) -> str:
     child.writer.write(frame(code.encode()))
     (size,) = HEADER.unpack(await child.reader.readexactly(HEADER.size))
     return (await child.reader.readexactly(size)).decode()
 
 
 def test_it_answers_in_its_environment_and_prints_to_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def use(child: Child) -> None:
+    async def use(child: ManagedProcess) -> None:
         assert await said(child, "import os; say(os.environ['GREETING'])") == "hello"
         assert await said(child, "import os; say(os.getpid())") == str(child.pid)
-        assert child.obituary() == "broke its connection"
+        assert child.exit_reason() == "broke its connection"
         assert await asyncio.to_thread(eventually, lambda: "in the log" in (tmp_path / "log").read_text())
 
     with_child(tmp_path, monkeypatch, use)
@@ -75,11 +75,11 @@ def test_it_answers_in_its_environment_and_prints_to_the_log(tmp_path: Path, mon
 def test_how_it_ended_is_told_and_what_it_started_ends_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, says: str
 ) -> None:
-    async def use(child: Child) -> None:
+    async def use(child: ManagedProcess) -> None:
         grandchild = int(await said(child, "import subprocess; say(subprocess.Popen(['sleep', '60']).pid)"))
         child.writer.write(frame(f"import os; {code}".encode()))
         await child.exit
-        assert child.obituary() == says
+        assert child.exit_reason() == says
         assert await asyncio.to_thread(gone, grandchild)
 
     with_child(tmp_path, monkeypatch, use)

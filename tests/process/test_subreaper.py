@@ -14,7 +14,7 @@ from processes import alive, eventually, gone, printed_pids
 from test_child import said, with_child
 
 from roll.process import subreaper as keeper
-from roll.process.managed_process import Child
+from roll.process.managed_process import ManagedProcess
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere daemons cannot be found")
 
@@ -42,7 +42,7 @@ def daemons(notes: Path) -> list[int]:
     return [int(line) for line in notes.read_text().split()]
 
 
-def keepers(child: Child) -> tuple[int, int]:
+def keepers(child: ManagedProcess) -> tuple[int, int]:
     """The outer one and the inner one."""
     inner = _parent(child.pid)
     return _parent(inner), inner
@@ -56,7 +56,7 @@ def _parent(pid: int) -> int:
     "how", ["kill", "exit", "outer keeper killed", "inner keeper killed", "inner keeper killed, outer one stopped"]
 )
 def test_daemons_end_with_the_child_however_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    async def use(child: Child) -> None:
+    async def use(child: ManagedProcess) -> None:
         await said(child, start_daemons(tmp_path / "pids") + "say(1)")
         started = daemons(tmp_path / "pids")
         assert all(map(alive, started))
@@ -102,7 +102,7 @@ asyncio.run(main())
 
 
 def test_signals_for_all_processes_of_a_job_leave_a_keeper_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def use(child: Child) -> None:
+    async def use(child: ManagedProcess) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             for pid in keepers(child):
                 os.kill(pid, number)
@@ -115,7 +115,7 @@ def test_processes_that_start_others_all_the_time_end_too(tmp_path: Path, monkey
     mark = f"roll-test-{os.getpid()}"
     restless = f"import os, time\nwhile True:\n    if os.fork():\n        os._exit(0)\n    time.sleep(0.001)  # {mark}\n"
 
-    async def use(child: Child) -> None:
+    async def use(child: ManagedProcess) -> None:
         await said(child, f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {restless!r}]); say(1)")
         child.kill()
         await asyncio.wait({child.exit}, timeout=20)
