@@ -11,14 +11,14 @@ from roll.config.lazy import lazily
 
 if TYPE_CHECKING:
     from roll.algorithm.base import Algorithm, make_algorithm
-    from roll.algorithm.loss_inputs import CorrectionSpec, CreditSpec, LossSpec, Streams, TokenLoss
+    from roll.algorithm.loss_inputs import CorrectionSpec, CreditSpec, LossInputs, LossSpec, TokenLoss
 
-__all__ = ["Algorithm", "CorrectionSpec", "CreditSpec", "LossSpec", "Streams", "TokenLoss", "make_algorithm"]
+__all__ = ["Algorithm", "CorrectionSpec", "CreditSpec", "LossSpec", "LossInputs", "TokenLoss", "make_algorithm"]
 
 __getattr__ = lazily(
     __name__,
     {
         "roll.algorithm.base": ("Algorithm", "make_algorithm"),
-        "roll.algorithm.loss_inputs": ("CorrectionSpec", "CreditSpec", "LossSpec", "Streams", "TokenLoss"),
+        "roll.algorithm.loss_inputs": ("CorrectionSpec", "CreditSpec", "LossSpec", "LossInputs", "TokenLoss"),
     },
 )

@@ -20,7 +20,7 @@ from roll.algorithm.advantages import (
 )
 from roll.algorithm.loss_inputs import CorrectionSpec, CreditSpec, LossSpec
 from roll.algorithm.reward_shaping import Floats, overlong, shaped, too_easy_or_hard, turn_factors
-from roll.algorithm.running_stats import KLWeight, RunningScores
+from roll.algorithm.running_stats import AdaptiveKLController, RunningScores
 from roll.config.algorithm import AlgorithmConfig
 from roll.config.errors import RunError, UserError
 from roll.config.schema import Config
@@ -47,7 +47,7 @@ class Algorithm:
         """The longest responses of domains that have a limit of their own."""
         self.root = ""
         """The folder that the config's names of user code are found from."""
-        self._kl = KLWeight(config.kl_coef, config.kl_target, config.kl_horizon)
+        self._kl = AdaptiveKLController(config.kl_coef, config.kl_target, config.kl_horizon)
         self._running = RunningScores()
 
     @property

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from roll.algorithm.kl import bounded_exp
-from roll.algorithm.loss_inputs import CorrectionSpec, Streams, sum_within
+from roll.algorithm.loss_inputs import CorrectionSpec, LossInputs, sum_within
 
 
-def correction_weight(streams: Streams, spec: CorrectionSpec) -> Tensor:
+def correction_weight(streams: LossInputs, spec: CorrectionSpec) -> Tensor:
     """proximal / behaviour of each token, or the product over its turn or sample: cut at the cap (truncated importance
     sampling), or 0 outside [low, cap] (masked)."""
     log_ratio, segments = streams.proximal - streams.behaviour, streams.segments(spec.level)
@@ -52,7 +52,7 @@ class Mismatch:
     _sums: dict[str, Tensor | float] = field(default_factory=lambda: defaultdict(float))
 
     @torch.no_grad()
-    def add(self, streams: Streams, correction: CorrectionSpec | None) -> None:
+    def add(self, streams: LossInputs, correction: CorrectionSpec | None) -> None:
         if not len(streams.current):
             return
         gap = streams.proximal - streams.behaviour

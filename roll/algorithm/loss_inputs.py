@@ -73,7 +73,7 @@ class LossSpec:
 
 
 @dataclass(frozen=True)
-class Streams:
+class LossInputs:
     """Sampled tokens of a micro-batch, one value each, sample after sample. Whole samples only."""
 
     current: Tensor

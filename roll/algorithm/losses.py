@@ -16,7 +16,7 @@ from torch import Tensor
 
 from roll.algorithm.correction import correction_weight
 from roll.algorithm.kl import bounded_exp, kl_estimate
-from roll.algorithm.loss_inputs import Level, LossSpec, Streams, TokenLoss, mean_within, sum_within
+from roll.algorithm.loss_inputs import Level, LossInputs, LossSpec, TokenLoss, mean_within, sum_within
 from roll.algorithm.metric_names import OF_ALGORITHM, OF_TRAINER, refuse_taken
 from roll.config.errors import UserError
 from roll.config.suggest import did_you_mean
@@ -26,7 +26,7 @@ Loss = Callable[..., TokenLoss]
 
 
 def clipped(
-    streams: Streams, *, clip_low: float, clip_high: float, dual_clip: float | None = None, ratio: Level = "token"
+    streams: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None, ratio: Level = "token"
 ) -> TokenLoss:
     """-min(r A, clip(r, 1 - low, 1 + high) A) with r = current / proximal (Schulman et al., 2017, arXiv 1707.06347).
 
@@ -40,7 +40,7 @@ def clipped(
     return TokenLoss(-gain, {"clipped": (gain != free).float()})
 
 
-def cispo(streams: Streams, *, clip_low: float, clip_high: float, ratio: Level = "token") -> TokenLoss:
+def cispo(streams: LossInputs, *, clip_low: float, clip_high: float, ratio: Level = "token") -> TokenLoss:
     """-clip(r, 1 - low, 1 + high) A log current, the clipped ratio a constant (MiniMax, 2025, arXiv 2506.13585).
 
     A clipped token's gradient is bounded, not lost.
@@ -50,7 +50,7 @@ def cispo(streams: Streams, *, clip_low: float, clip_high: float, ratio: Level =
     return TokenLoss(-weight * streams.advantage * streams.current, {"clipped": (weight != r).float()})
 
 
-def topr(streams: Streams) -> TokenLoss:
+def topr(streams: LossInputs) -> TokenLoss:
     """-w A log current (Le Roux et al., 2025, arXiv 2503.14286): w is 1 where A ≥ 0, else the likelihood ratio of the
     whole sample to the sampler's, at most 1. What the policy has left behind is not pushed down further."""
     log_ratio = sum_within((streams.current - streams.behaviour).detach(), streams.sample)
@@ -59,7 +59,7 @@ def topr(streams: Streams) -> TokenLoss:
     return TokenLoss(-weight * streams.advantage * streams.current, {"taper": weight})
 
 
-def sapo(streams: Streams, *, tau_positive: float, tau_negative: float, ratio: Level = "token") -> TokenLoss:
+def sapo(streams: LossInputs, *, tau_positive: float, tau_negative: float, ratio: Level = "token") -> TokenLoss:
     """-(4 / τ) sigmoid(τ (r - 1)) A (Qwen, 2025, arXiv 2511.20347): a soft gate in place of the clip, whose slope is 1
     at r = 1 and falls on both sides; τ is `tau_positive` where A > 0, else `tau_negative`."""
     r = policy_ratio(streams, ratio)
@@ -68,12 +68,12 @@ def sapo(streams: Streams, *, tau_positive: float, tau_negative: float, ratio: L
     return TokenLoss(-4 / tau * gate * streams.advantage, {"gate": (4 * gate * (1 - gate)).detach()})
 
 
-def reinforce(streams: Streams) -> TokenLoss:
+def reinforce(streams: LossInputs) -> TokenLoss:
     """-A log current (Williams, 1992)."""
     return TokenLoss(-streams.advantage * streams.current)
 
 
-def nll(streams: Streams) -> TokenLoss:
+def nll(streams: LossInputs) -> TokenLoss:
     """-log current: imitation."""
     return TokenLoss(-streams.current)
 
@@ -88,18 +88,18 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-def policy_ratio(streams: Streams, level: Level) -> Tensor:
+def policy_ratio(streams: LossInputs, level: Level) -> Tensor:
     """current / proximal of each token, or the geometric mean over its turn or its sample (Zheng et al., 2025, GSPO,
     arXiv 2507.18071), whose gradient goes to all of them."""
     log_ratio, segments = streams.current - streams.proximal, streams.segments(level)
     return bounded_exp(log_ratio if segments is None else mean_within(log_ratio, segments))
 
 
-def resolve_loss(spec: LossSpec) -> Callable[[Streams], TokenLoss]:
+def resolve_loss(spec: LossSpec) -> Callable[[LossInputs], TokenLoss]:
     """The whole loss of a spec."""
     policy: Loss = LOSSES.get(spec.name) or _users_loss(spec.name, spec.params, spec.root)
 
-    def loss_of(streams: Streams) -> TokenLoss:
+    def loss_of(streams: LossInputs) -> TokenLoss:
         token_loss = policy(streams, **spec.params)
         values, metrics = token_loss.values, dict(token_loss.metrics)
         if spec.correction is not None:
@@ -126,7 +126,7 @@ def _users_loss(name: str, options: Mapping[str, Any], root: str) -> Loss:
     users = load_user_code(name, what="algorithm.loss", known=LOSSES, root=root)
     _check_options(name, users, options)
 
-    def loss_of(streams: Streams, **given: Any) -> TokenLoss:
+    def loss_of(streams: LossInputs, **given: Any) -> TokenLoss:
         made = users(streams, **given)
         if not isinstance(made, TokenLoss):
             kind = type(made).__name__
@@ -142,7 +142,7 @@ def _users_loss(name: str, options: Mapping[str, Any], root: str) -> Loss:
     return loss_of
 
 
-def _check_values(what: str, values: Any, streams: Streams) -> None:
+def _check_values(what: str, values: Any, streams: LossInputs) -> None:
     """A single number would go through as if it were every token's."""
     if not isinstance(values, Tensor) or values.shape != streams.current.shape:
         got = f"has shape {list(values.shape)}" if isinstance(values, Tensor) else f"is a {type(values).__name__}"

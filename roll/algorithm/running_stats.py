@@ -50,7 +50,7 @@ class RunningScores:
         self._by_domain = {domain: Moments(int(n), mean, squares) for domain, (n, mean, squares) in state.items()}
 
 
-class KLWeight:
+class AdaptiveKLController:
     """The weight of the KL penalty: fixed, or steered towards a target (Ziegler et al., 2019, arXiv 1909.08593)."""
 
     def __init__(self, start: float, target: float | None, horizon: float) -> None:

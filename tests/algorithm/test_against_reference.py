@@ -20,14 +20,14 @@ from reference.divergence import Estimator, adapted_coefficient, kl, mismatch
 from reference.losses import RefLoss, corrected, entropy_gradient, step_gradient, step_loss
 from reference.samples import RefSample, Rows
 
-from roll.algorithm import Algorithm, CorrectionSpec, CreditSpec, LossSpec, Streams
+from roll.algorithm import Algorithm, CorrectionSpec, CreditSpec, LossInputs, LossSpec
 from roll.algorithm.correction import Mismatch
 from roll.algorithm.credit import sample_kl, token_credit
 from roll.algorithm.kl import kl_estimate
 from roll.algorithm.loss_inputs import token_weights
 from roll.algorithm.losses import resolve_loss
 from roll.algorithm.reward_shaping import overlong, shaped, turn_factors
-from roll.algorithm.running_stats import KLWeight
+from roll.algorithm.running_stats import AdaptiveKLController
 from roll.algorithm.value import value_loss
 from roll.config.algorithm import AlgorithmConfig
 from roll.data import Batch
@@ -75,7 +75,7 @@ def flat(rows: Rows) -> np.ndarray[Any, Any]:
     return np.array([value for row in rows for value in row], np.float64)
 
 
-def streams_of(samples: Sequence[RefSample], advantages: Rows) -> Streams:
+def streams_of(samples: Sequence[RefSample], advantages: Rows) -> LossInputs:
     tokens = [token for sample in samples for token in sample.response_tokens]
     where = [i for i, sample in enumerate(samples) for _ in sample.response_tokens]
     turns = [(i, t.turn) for i, sample in enumerate(samples) for t in sample.response_tokens]
@@ -85,7 +85,7 @@ def streams_of(samples: Sequence[RefSample], advantages: Rows) -> Streams:
         name: torch.tensor([getattr(t, name) for t in tokens], dtype=torch.float64)
         for name in ("cur", "prox", "beh", "ref", "entropy")
     }
-    return Streams(
+    return LossInputs(
         current=column["cur"].requires_grad_(),
         proximal=column["prox"],
         behaviour=column["beh"],
@@ -286,7 +286,7 @@ def test_estimators_of_divergence(p: float, q: float, estimator: Estimator) -> N
 @quick
 @given(st.floats(0, 1), st.integers(1, 512))
 def test_the_weight_of_a_penalty_follows_its_target(observed: float, samples: int) -> None:
-    weight = KLWeight(0.1, 0.05, 1000.0)
+    weight = AdaptiveKLController(0.1, 0.05, 1000.0)
     weight.observe(observed, samples)
     wanted = adapted_coefficient(0.1, observed, target=0.05, samples=samples, horizon=1000.0)
     assert weight.value == pytest.approx(wanted, rel=1e-12)

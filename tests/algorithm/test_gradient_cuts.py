@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from roll.algorithm import CorrectionSpec, LossSpec, Streams
+from roll.algorithm import CorrectionSpec, LossInputs, LossSpec
 from roll.algorithm.loss_inputs import Aggregation, Level, token_weights
 from roll.algorithm.losses import LOSSES, resolve_loss
 from roll.config.errors import UserError
@@ -91,7 +91,7 @@ def step_gradient(
             mask = torch.from_numpy(piece.loss_mask)
             stream = lambda values, keep=mask: torch.from_numpy(np.asarray(values))[keep]  # noqa: E731
             current = torch.nn.functional.logsigmoid(features[spots] @ theta)[mask]
-            streams = Streams(
+            streams = LossInputs(
                 current=current,
                 proximal=stream(piece["proximal"]),
                 behaviour=stream(piece["behaviour"]),
@@ -179,9 +179,9 @@ def test_each_sample_has_its_share(counts: list[tuple[int, int]], aggregation: A
         assert len(set(row[mask])) <= 1
 
 
-def streams_of(count: int) -> Streams:
+def streams_of(count: int) -> LossInputs:
     zeros = torch.zeros(count)
-    return Streams(zeros, zeros, zeros, zeros, zeros.long(), zeros.long())
+    return LossInputs(zeros, zeros, zeros, zeros, zeros.long(), zeros.long())
 
 
 def test_a_loss_may_be_user_code_and_a_wrong_one_is_named() -> None:

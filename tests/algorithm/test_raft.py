@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from roll.algorithm import Algorithm
-from roll.algorithm.loss_inputs import Streams, token_weights
+from roll.algorithm.loss_inputs import LossInputs, token_weights
 from roll.algorithm.losses import resolve_loss
 from roll.config.algorithm import AlgorithmConfig
 from roll.data import Batch
@@ -46,7 +46,7 @@ def test_the_recipe_averages_within_each_answer_first() -> None:
     current = torch.from_numpy(batch["returns"][here])
     sample = torch.from_numpy(np.repeat(np.arange(len(batch)), np.diff(batch.offsets) - 1))
     zeros, ones = torch.zeros_like(current), torch.ones_like(current)
-    streams = Streams(current, zeros, zeros, ones, sample, sample, entropy=zeros)
+    streams = LossInputs(current, zeros, zeros, ones, sample, sample, entropy=zeros)
     weights = torch.from_numpy(token_weights(batch, spec.aggregation, spec.length)[here])
     got = float((resolve_loss(spec)(streams).values * weights).sum())
     assert got == pytest.approx(paper(LOG_RATIOS, REWARDS), rel=1e-5)

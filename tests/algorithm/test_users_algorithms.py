@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from roll.algorithm import Algorithm, Streams, TokenLoss, make_algorithm
+from roll.algorithm import Algorithm, LossInputs, TokenLoss, make_algorithm
 from roll.algorithm.base import check_advantages
 from roll.algorithm.loss_inputs import LossSpec
 from roll.algorithm.losses import resolve_loss
@@ -17,43 +17,43 @@ from roll.config import RunError, UserError, load_config
 from roll.data import Batch
 
 
-def sound(streams: Streams, *, factor: float = 1.0) -> TokenLoss:
+def sound(streams: LossInputs, *, factor: float = 1.0) -> TokenLoss:
     return TokenLoss(-factor * streams.current * streams.advantage, {"moved": streams.current.detach()})
 
 
-def no_token_loss(streams: Streams) -> torch.Tensor:
+def no_token_loss(streams: LossInputs) -> torch.Tensor:
     return streams.current * 2
 
 
-def already_a_mean(streams: Streams) -> TokenLoss:
+def already_a_mean(streams: LossInputs) -> TokenLoss:
     return TokenLoss((-streams.current * streams.advantage).mean())
 
 
-def too_few(streams: Streams) -> TokenLoss:
+def too_few(streams: LossInputs) -> TokenLoss:
     return TokenLoss(streams.current[:1])
 
 
-def a_column_too_many(streams: Streams) -> TokenLoss:
+def a_column_too_many(streams: LossInputs) -> TokenLoss:
     return TokenLoss(streams.current[:, None])
 
 
-def without_gradient(streams: Streams) -> TokenLoss:
+def without_gradient(streams: LossInputs) -> TokenLoss:
     return TokenLoss(-streams.proximal * streams.advantage)
 
 
-def a_number_for_a_metric(streams: Streams) -> TokenLoss:
+def a_number_for_a_metric(streams: LossInputs) -> TokenLoss:
     return TokenLoss(streams.current, {"moved": 3})  # type: ignore[dict-item]
 
 
-def a_mean_for_a_metric(streams: Streams) -> TokenLoss:
+def a_mean_for_a_metric(streams: LossInputs) -> TokenLoss:
     return TokenLoss(streams.current, {"moved": streams.current.detach().mean()})
 
 
-def named(streams: Streams, *, metric: str) -> TokenLoss:
+def named(streams: LossInputs, *, metric: str) -> TokenLoss:
     return TokenLoss(streams.current, {"moved": streams.current.detach(), metric: streams.current.detach()})
 
 
-def given_something(streams: Streams, *, needed: float) -> TokenLoss:
+def given_something(streams: LossInputs, *, needed: float) -> TokenLoss:
     return TokenLoss(needed * streams.current)
 
 
@@ -80,12 +80,12 @@ def no_class(config: Any, longest: int) -> Any:
     return Algorithm(config, longest)
 
 
-def streams() -> Streams:
+def streams() -> LossInputs:
     def column() -> torch.Tensor:
         return torch.tensor([-1.0, -2.0, -0.5])
 
     number = torch.tensor([0, 0, 1])
-    return Streams(column().requires_grad_(), column(), column(), column(), sample=number, turn=number)
+    return LossInputs(column().requires_grad_(), column(), column(), column(), sample=number, turn=number)
 
 
 def users_loss(name: str, **options: Any) -> TokenLoss:

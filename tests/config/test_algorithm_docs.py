@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from roll.algorithm import Algorithm, Streams, make_algorithm
+from roll.algorithm import Algorithm, LossInputs, make_algorithm
 from roll.algorithm.correction import Mismatch
 from roll.algorithm.losses import resolve_loss
 from roll.config import UserError, load_config
@@ -157,7 +157,7 @@ def own_algorithm(mentioned: str) -> Algorithm:
 def test_a_loss_of_your_own() -> None:
     assert load_user_code("my_loss.py:leashed", what="algorithm.loss").__name__ == "leashed"
     current = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
-    streams = Streams(
+    streams = LossInputs(
         current=current,
         proximal=torch.tensor([-1.0, -1.5, -0.5]),
         behaviour=torch.tensor([-1.0, -1.5, -0.5]),

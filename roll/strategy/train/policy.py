@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from roll.algorithm.correction import Mismatch
 from roll.algorithm.credit import token_credit
-from roll.algorithm.loss_inputs import LossSpec, Streams, TokenLoss, token_weights
+from roll.algorithm.loss_inputs import LossInputs, LossSpec, TokenLoss, token_weights
 from roll.algorithm.losses import resolve_loss
 from roll.config.schema import TrainConfig
 from roll.data.batch import Batch
@@ -117,7 +117,7 @@ class PolicyTrainer:
         return UpdateStats(total, norm, 0.0, seen.rows, batch.tokens, 1, int(not done.applied), sick, metrics)
 
     def _gradients(
-        self, batch: Batch, share: Share, spec: LossSpec, loss_of: Callable[[Streams], TokenLoss]
+        self, batch: Batch, share: Share, spec: LossSpec, loss_of: Callable[[LossInputs], TokenLoss]
     ) -> tuple[Seen, Suspects, RouterStats | None]:
         """Sums the gradients of an update, and says what was seen on the way."""
         weights = token_weights(batch, spec.aggregation, spec.length)[share.tokens]
@@ -200,7 +200,7 @@ class Seen:
         self.rows = 0
         """Tokens computed, a shared prefix once."""
 
-    def add(self, loss: Tensor, streams: Streams, token_loss: TokenLoss, spec: LossSpec) -> None:
+    def add(self, loss: Tensor, streams: LossInputs, token_loss: TokenLoss, spec: LossSpec) -> None:
         assert streams.entropy is not None
         self.loss = self.loss.to(loss.device) + loss
         for name, values in {**token_loss.metrics, "entropy": streams.entropy}.items():
@@ -226,9 +226,9 @@ class Seen:
         return float(self.loss), {**metrics, **self._mismatch.metrics()}
 
 
-def loss_streams(micro: MicroBatch, current: Tensor, entropy: Tensor, columns: Mapping[str, Array]) -> Streams:
+def loss_streams(micro: MicroBatch, current: Tensor, entropy: Tensor, columns: Mapping[str, Array]) -> LossInputs:
     known = {name: micro.column(values) for name, values in columns.items()}
-    return Streams(
+    return LossInputs(
         current=current,
         proximal=known.get("proximal", current.detach()),
         behaviour=known["behaviour"],

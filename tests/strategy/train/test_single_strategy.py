@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from roll.algorithm import CorrectionSpec, LossSpec, Streams, TokenLoss
+from roll.algorithm import CorrectionSpec, LossInputs, LossSpec, TokenLoss
 from roll.algorithm.loss_inputs import Aggregation
 from roll.algorithm.losses import resolve_loss
 from roll.config.errors import RunError, UserError
@@ -113,7 +113,7 @@ def plain_gradients(model: LlamaForCausalLM, batch: Batch, spec: LossSpec) -> tu
     counts = [int(mask.sum()) for mask in batch.rows("loss_mask")]
     for i, count in enumerate(counts):
         spots = torch.from_numpy(batch.offsets[i] + np.flatnonzero(batch.rows("loss_mask")[i]))
-        streams = Streams(
+        streams = LossInputs(
             current=current[spots],
             proximal=proximal[spots],
             behaviour=torch.from_numpy(batch.behaviour)[spots],
@@ -312,7 +312,7 @@ def test_a_second_epoch_of_the_whole_batch_is_held_to_the_policy_before_the_firs
     assert make_strategy(lr=1e-2).update(batch, LOSS, 3).metrics["clipped"] == 0
 
 
-def sick_loss(streams: Streams) -> TokenLoss:
+def sick_loss(streams: LossInputs) -> TokenLoss:
     """A finite loss with a gradient that is not."""
     return TokenLoss(torch.sqrt(streams.current * 0.0))
 
@@ -396,7 +396,7 @@ def test_a_sample_that_is_too_long_is_named_before_anything_is_computed(limit: i
             compute()
 
 
-def changing_loss(streams: Streams) -> TokenLoss:
+def changing_loss(streams: LossInputs) -> TokenLoss:
     """Its metrics are named after how many tokens it was given."""
     return TokenLoss(streams.current * 0.0, {f"of_{len(streams.current)}": streams.current.detach()})
 
