@@ -25,7 +25,7 @@ from roll.data import Response, Sample, Task
 from roll.data.sources import TaskSet
 from roll.data.task import EnvSpec
 from roll.engine.request import Completion, Finish, Progress, Request, Sampling
-from roll.env import Opened, Step
+from roll.env import ResetResult, Step
 from roll.ledger.log import Transition
 from roll.model.tiny import character_tokenizer
 from roll.reward import ScoreFailure, Verdict
@@ -397,13 +397,13 @@ class ToyEnvs(Worker):
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def reset(self, episode: str, spec: EnvSpec, alone: bool = False) -> Opened:
+    async def reset(self, episode: str, spec: EnvSpec, alone: bool = False) -> ResetResult:
         self.alone[episode] = alone
         self.episodes[episode] = list(spec.options["rewards"])
         self.states[episode] = list(spec.options.get("states", ()))
         self.log.append(f"reset {episode}")
         await self._at("reset", episode)
-        return Opened(({"role": "user", "content": "begin"},), self._info(episode), spec.options.get("tools", ()))
+        return ResetResult(({"role": "user", "content": "begin"},), self._info(episode), spec.options.get("tools", ()))
 
     async def step(self, episode: str, action: str) -> Step:
         self.log.append(f"step {episode} {action}")

@@ -11,8 +11,8 @@ environment said or in an `EnvFailure` that says why there is nothing.
 `EnvPool` is imported from `roll.env.pool`: environment processes import this package too, and start faster without it.
 """
 
-from roll.env.base import EnvFailure, Environment, Observation, Opened, Step
+from roll.env.base import EnvFailure, Environment, Observation, ResetResult, Step
 from roll.env.preflight import check
 from roll.env.resolve import register, resolve
 
-__all__ = ["EnvFailure", "Environment", "Observation", "Opened", "Step", "check", "register", "resolve"]
+__all__ = ["EnvFailure", "Environment", "Observation", "ResetResult", "Step", "check", "register", "resolve"]

@@ -28,7 +28,7 @@ class Waiter(Protocol):
 W = TypeVar("W", bound=Waiter)
 
 
-class Waiting(Generic[W]):
+class AdmissionQueue(Generic[W]):
     """Those that wait, and how many of each kind are inside. `limits` is the most of a kind that may be; kinds without
     have no limit of their own."""
 

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from roll.env.env_instance import Answer, Tenant
+from roll.env.env_instance import Answer, EnvInstance
 from roll.env.ipc import Close, Result, Visit
 
 R = TypeVar("R")
@@ -51,10 +51,10 @@ class Loop:
                 traceback.print_exc()
 
 
-class LoopHome:
+class AsyncRunner:
     """An environment on the event loop."""
 
-    def __init__(self, tenant: Tenant, answer: Answer, loop: Loop, left: Callable[[], None]) -> None:
+    def __init__(self, tenant: EnvInstance, answer: Answer, loop: Loop, left: Callable[[], None]) -> None:
         """`left` is called when the environment has been closed."""
         self._tenant = tenant
         self._answer = answer

@@ -46,7 +46,7 @@ class EnvFailure(Exception):
 
 
 @dataclass(frozen=True)
-class Opened:
+class ResetResult:
     """How an episode begins: the messages that the agent answers first."""
 
     messages: tuple[Message, ...]
@@ -115,7 +115,7 @@ def as_messages(observation: Observation) -> tuple[Message, ...]:
     return ({"role": "user", "content": observation},) if isinstance(observation, str) else tuple(observation)
 
 
-def opened(result: Any, tools: Any = ()) -> Opened:
+def opened(result: Any, tools: Any = ()) -> ResetResult:
     """What `reset` returned, and the environment's tools; `ValueError` says what is wrong with it."""
     info: object = {}
     if isinstance(result, tuple) and len(result) == 2 and not isinstance(result[0], Mapping):
@@ -123,7 +123,7 @@ def opened(result: Any, tools: Any = ()) -> Opened:
     observation = _observation(result, "reset returned")
     if observation == ():
         raise ValueError("reset returned no messages: the agent needs something to answer")
-    return Opened(as_messages(observation), _info(info, "reset"), _tools(tools))
+    return ResetResult(as_messages(observation), _info(info, "reset"), _tools(tools))
 
 
 def stepped(result: Any) -> Step:

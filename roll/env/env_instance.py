@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from roll.env.base import opened, stepped, tools_of
 from roll.env.crash_report import current
 from roll.env.ipc import Act, Close, Failed, Ready, Reset, Result, Visit
-from roll.env.resolve import Factory, Unfit, check_options, with_files
+from roll.env.resolve import EnvSpecError, Factory, check_options, with_files
 from roll.process.child_main import REASON_CHARS, detail, reason, tell
 
 if TYPE_CHECKING:
@@ -24,14 +24,14 @@ Answer: TypeAlias = Callable[[int, Result, float], None]
 """Tells the pool what a request came to, and the seconds it took."""
 
 
-class Home(Protocol):
+class EnvRunner(Protocol):
     """Where an environment's calls run, one after the other."""
 
     def take(self, number: int, request: Visit) -> None:
         """Has the request done, and answered. Returns at once."""
 
 
-class Tenant:
+class EnvInstance:
     """An environment, from its making in `Reset` to its `Close`."""
 
     def __init__(self, factory: Factory, root: str = "", place: int | None = None) -> None:
@@ -75,7 +75,7 @@ class Tenant:
 
     def fail(self, error: BaseException) -> Failed:
         """What the environment raised; SystemExit too: one that calls sys.exit() has raised."""
-        if isinstance(error, Unfit):
+        if isinstance(error, EnvSpecError):
             return Failed("invalid", str(error)[:REASON_CHARS])
         if isinstance(error, MemoryError):
             self.ran_out = True
@@ -91,7 +91,7 @@ class Tenant:
         try:
             options: dict[str, Any] = pickle.loads(request.options)
         except Exception as error:
-            raise Unfit(f"the options cannot be read in the environment process: {reason(error)}") from error
+            raise EnvSpecError(f"the options cannot be read in the environment process: {reason(error)}") from error
         try:
             environment = self._factory(**with_files(request.name, options, self._root))
         except TypeError:
@@ -100,14 +100,14 @@ class Tenant:
         for method in ("reset", "step"):
             if not callable(getattr(environment, method, None)):
                 kind = type(environment).__name__
-                raise Unfit(f"environment {request.name!r} was made as a {kind}, which has no method {method}")
+                raise EnvSpecError(f"environment {request.name!r} was made as a {kind}, which has no method {method}")
         return environment
 
 
-class ThreadHome:
+class ThreadRunner:
     """A thread of its own for one environment, from beginning to end: some libraries insist on that."""
 
-    def __init__(self, tenant: Tenant, answer: Answer, loop: Callable[[], Loop], left: Callable[[], None]) -> None:
+    def __init__(self, tenant: EnvInstance, answer: Answer, loop: Callable[[], Loop], left: Callable[[], None]) -> None:
         """`left` is called when the thread is about to end."""
         self._tenant = tenant
         self._answer = answer

@@ -51,7 +51,7 @@ class _Call:
             self.reply.set_result(result)
 
 
-class Host:
+class EnvProcess:
     """A process in which environments live. Up to `_AT_ONCE` calls are under way; more wait, first come, first served.
 
     What always holds: a call under way ends, in a reply or an `EnvFailure`, when its deadline has passed and at most
@@ -63,7 +63,9 @@ class Host:
     `lost`.
     """
 
-    def __init__(self, child: ManagedProcess, on_end: Callable[[Host], None], log: BoundedLog | None = None) -> None:
+    def __init__(
+        self, child: ManagedProcess, on_end: Callable[[EnvProcess], None], log: BoundedLog | None = None
+    ) -> None:
         self._child = child
         self._on_end = on_end
         self._numbers = itertools.count()
@@ -89,9 +91,9 @@ class Host:
         memory_mb: int,
         deadline_s: float,
         log: Path | None,
-        on_end: Callable[[Host], None],
+        on_end: Callable[[EnvProcess], None],
         log_bytes: int = LIMIT_BYTES,
-    ) -> Host:
+    ) -> EnvProcess:
         """A process that is ready for environments. `RunError` says why there is none. `on_end` is called once, when a
         process that was ready has ended."""
         same_order = {"PYTHONHASHSEED": "0"}  # of a set, in every process

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, BinaryIO, NoReturn, cast
 
 from roll.config.errors import UserError
 from roll.env.crash_report import MAIN, confess_by, current
-from roll.env.env_instance import Home, Tenant, ThreadHome
+from roll.env.env_instance import EnvInstance, EnvRunner, ThreadRunner
 from roll.env.ipc import (
     BY_ITSELF,
     LIMIT_BYTES,
@@ -78,7 +78,7 @@ class Server:
         self._root = ""
         self._memory = MemoryLimit(0)
         self._factories: dict[str, Factory] = {}
-        self._homes: dict[int, Home] = {}
+        self._homes: dict[int, EnvRunner] = {}
         self._shared_loop: Loop | None = None
         self._making_loop = threading.Lock()
 
@@ -139,24 +139,24 @@ class Server:
 
     def _admit(self, number: int, request: Reset) -> None:
         """Give a new environment its home."""
-        tenant = Tenant(self._factories[request.name], self._root, request.place)
+        tenant = EnvInstance(self._factories[request.name], self._root, request.place)
         try:
             home = self._home(tenant)
         except RuntimeError as error:
             self._answer(number, Failed("lost", f"its process cannot host more environments: {error}"), 0.0)
             return
         self._homes[request.place] = home
-        if isinstance(home, ThreadHome):
+        if isinstance(home, ThreadRunner):
             self._answer(BY_ITSELF, Settled(request.place, home.thread), 0.0)
         home.take(number, request)
 
-    def _home(self, tenant: Tenant) -> Home:
+    def _home(self, tenant: EnvInstance) -> EnvRunner:
         if tenant.is_async:
-            from roll.env.async_runner import LoopHome
+            from roll.env.async_runner import AsyncRunner
 
-            return LoopHome(tenant, self._answer, self._loop(), lambda: self._look_after(tenant))
+            return AsyncRunner(tenant, self._answer, self._loop(), lambda: self._look_after(tenant))
         self._memory.thread_comes()
-        return ThreadHome(tenant, self._answer, self._loop, lambda: self._leave_thread(tenant))
+        return ThreadRunner(tenant, self._answer, self._loop, lambda: self._leave_thread(tenant))
 
     def _loop(self) -> Loop:
         from roll.env.async_runner import Loop
@@ -165,11 +165,11 @@ class Server:
             self._shared_loop = self._shared_loop or Loop()
             return self._shared_loop
 
-    def _leave_thread(self, tenant: Tenant) -> None:
+    def _leave_thread(self, tenant: EnvInstance) -> None:
         self._look_after(tenant)
         self._memory.thread_goes()
 
-    def _look_after(self, tenant: Tenant) -> None:
+    def _look_after(self, tenant: EnvInstance) -> None:
         """What an environment that met the memory limit has left behind decides whether its neighbours can go on."""
         if tenant.ran_out and self._memory.is_short():
             _exit(EXIT_FULL)

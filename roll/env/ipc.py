@@ -12,7 +12,7 @@ import pickle
 from dataclasses import dataclass
 from typing import TypeAlias, get_args
 
-from roll.env.base import FailureKind, Opened, Step
+from roll.env.base import FailureKind, ResetResult, Step
 from roll.process import framing as frames
 
 LIMIT_BYTES = 64 << 20
@@ -97,7 +97,7 @@ BY_ITSELF = -1
 Visit: TypeAlias = Reset | Act | Close
 """A request for one environment."""
 Request: TypeAlias = SetUp | Ping | Load | Visit
-Result: TypeAlias = Ready | Opened | Step | Failed
+Result: TypeAlias = Ready | ResetResult | Step | Failed
 News: TypeAlias = Settled | Ending
 RESULTS = frames.Reader(get_args(Result | News))
 """Reads what a process says."""

@@ -28,9 +28,9 @@ from typing import Any, Self, TypeVar
 from roll.config.errors import RunError, UserError
 from roll.data.task import EnvSpec
 from roll.env import ipc as wire
-from roll.env.admission import Waiting
-from roll.env.base import EnvFailure, Opened, Step
-from roll.env.env_process import Host, Reply
+from roll.env.admission import AdmissionQueue
+from roll.env.base import EnvFailure, ResetResult, Step
+from roll.env.env_process import EnvProcess, Reply
 from roll.env.resolve import located
 from roll.env.stats import EnvStats
 from roll.process.bounded_log import LIMIT_BYTES
@@ -67,9 +67,9 @@ class _Episode:
     place: int
     """Names its environment to the process: an id may be used again while an environment of it is being closed."""
     busy: bool = False
-    host: Host | None = None
+    host: EnvProcess | None = None
     """Where it has its part of the room."""
-    apart: Host | None = None
+    apart: EnvProcess | None = None
     """The process that it has for itself, if it is to be alone."""
     call: asyncio.Future[Reply] | None = None
     """The last one that was sent to the process."""
@@ -77,7 +77,7 @@ class _Episode:
     """Done when it need not wait for room any more."""
 
     @property
-    def home(self) -> Host | None:
+    def home(self) -> EnvProcess | None:
         """The process that it is played in."""
         return self.apart or self.host
 
@@ -109,11 +109,11 @@ class EnvPool:
         self._log = log
         self._log_bytes = log_bytes
         self._root = root or os.getcwd()
-        self._hosts: set[Host] = set()
-        self._rooms: dict[Host, set[_Episode]] = {}
+        self._hosts: set[EnvProcess] = set()
+        self._rooms: dict[EnvProcess, set[_Episode]] = {}
         self._episodes: dict[str, _Episode] = {}
         self._places = itertools.count()
-        self._waiting: Waiting[_Episode] = Waiting(limits or {})
+        self._waiting: AdmissionQueue[_Episode] = AdmissionQueue(limits or {})
         self._closing: dict[asyncio.Task[None], _Episode] = {}
         self._replacing: set[asyncio.Task[None]] = set()
         self._starts = asyncio.Semaphore(os.cpu_count() or 1)  # more at once would only eat each other's deadline
@@ -140,14 +140,14 @@ class EnvPool:
             await self.close()
             raise
 
-    async def reset(self, episode_id: str, spec: EnvSpec, alone: bool = False) -> Opened:
+    async def reset(self, episode_id: str, spec: EnvSpec, alone: bool = False) -> ResetResult:
         """Begin an episode; `alone`: in a process of its own, where nothing that goes wrong is another's doing. One that
         is still open under that id is closed."""
         self._raise_if_ended()
         await self.close_episode(episode_id)
         episode = self._episodes[episode_id] = _Episode(episode_id, spec.name, next(self._places))
         opened = await self._ended_by_failure(episode, self._open(episode, spec, alone))
-        assert isinstance(opened, Opened)
+        assert isinstance(opened, ResetResult)
         return opened
 
     async def step(self, episode_id: str, action: str) -> Step:
@@ -262,7 +262,7 @@ class EnvPool:
             self._closing[task] = episode
             task.add_done_callback(self._closing.pop)
 
-    async def _vacate(self, episode: _Episode, host: Host) -> None:
+    async def _vacate(self, episode: _Episode, host: EnvProcess) -> None:
         if episode.call is not None:
             # waits: it was asked with a deadline
             await asyncio.wait({episode.call})
@@ -271,7 +271,7 @@ class EnvPool:
             await self._retire(episode.apart)
         self._free(episode, host)
 
-    async def _close_environment(self, episode: _Episode, host: Host) -> None:
+    async def _close_environment(self, episode: _Episode, host: EnvProcess) -> None:
         if not host.usable:
             return
         close = host.ask(wire.Close(episode.place), self._deadlines.step_s, f"close of episode {episode.id!r}")
@@ -284,7 +284,7 @@ class EnvPool:
         if isinstance(result, wire.Failed):
             _log.warning("closing the environment of episode %r failed: %s\n%s", episode.id, result.reason, result.detail)
 
-    async def _room(self, episode: _Episode) -> Host:
+    async def _room(self, episode: _Episode) -> EnvProcess:
         """The process in which the episode has its part of the room, waited for if all are full."""
         self._waiting.join(episode)
         episode.turn = asyncio.get_running_loop().create_future()
@@ -315,17 +315,17 @@ class EnvPool:
             return f"all {limit} places for {kind!r} are taken"
         return f"all {places} places are taken"
 
-    def _emptiest(self) -> Host | None:
+    def _emptiest(self) -> EnvProcess | None:
         free = [host for host, inside in self._rooms.items() if host.usable and len(inside) < self._per_process]
         return min(free, key=lambda host: len(self._rooms[host]), default=None)
 
-    def _free(self, episode: _Episode, host: Host) -> None:
+    def _free(self, episode: _Episode, host: EnvProcess) -> None:
         if host in self._rooms:
             self._rooms[host].remove(episode)
             self._waiting.leave(episode)
             self._hand_out()
 
-    def _host_ended(self, host: Host) -> None:
+    def _host_ended(self, host: EnvProcess) -> None:
         """Start another in its place, in the background."""
         for episode in self._rooms.pop(host, ()):
             self._waiting.leave(episode)
@@ -334,7 +334,7 @@ class EnvPool:
             self._replacing.add(task)
             task.add_done_callback(self._replacing.discard)
 
-    async def _replace(self, host: Host) -> None:
+    async def _replace(self, host: EnvProcess) -> None:
         await self._retire(host)
         for tries_left in reversed(range(_START_TRIES)):
             try:
@@ -352,9 +352,9 @@ class EnvPool:
         self._rooms[host] = set()
         self._hand_out()
 
-    async def _started(self, on_end: Callable[[Host], None]) -> Host:
+    async def _started(self, on_end: Callable[[EnvProcess], None]) -> EnvProcess:
         async with self._starts:
-            host = await Host.start(
+            host = await EnvProcess.start(
                 root=self._root,
                 memory_mb=self._memory_mb,
                 deadline_s=self._deadlines.start_s,
@@ -365,7 +365,7 @@ class EnvPool:
         self._hosts.add(host)
         return host
 
-    async def _retire(self, host: Host) -> None:
+    async def _retire(self, host: EnvProcess) -> None:
         await host.end("the environment pool was closed")
         self._hosts.discard(host)
 

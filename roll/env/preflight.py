@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from roll.config.errors import UserError
 from roll.config.option_types import check_types
-from roll.env.resolve import BUILT_IN, Factory, Unfit, check_options, resolve, with_files
+from roll.env.resolve import BUILT_IN, EnvSpecError, Factory, check_options, resolve, with_files
 
 if TYPE_CHECKING:
     from roll.data.task import EnvSpec
@@ -24,9 +24,9 @@ def check(spec: EnvSpec) -> None:
 
 
 def check_seed(spec: EnvSpec, most: int | None) -> None:
-    """`Unfit` if the spec's environment, which has at most so many episodes, has not this one."""
+    """`EnvSpecError` if the spec's environment, which has at most so many episodes, has not this one."""
     if most is not None and not 0 <= spec.seed < most:
-        raise Unfit(f"environment {spec.name!r}: the seed is {spec.seed}, but its episodes are 0 to {most - 1}")
+        raise EnvSpecError(f"environment {spec.name!r}: the seed is {spec.seed}, but its episodes are 0 to {most - 1}")
 
 
 def episodes(spec: EnvSpec) -> int | None:
@@ -51,9 +51,9 @@ def _made(spec: EnvSpec, factory: Factory) -> int | None:
         environment = factory(**with_files(name, spec.options, spec.root))
     except (UserError, ValueError) as error:
         said = str(error).removeprefix(f"{name}: ").removeprefix(f"{_called(factory).__name__}: ")
-        raise Unfit(f"environment {name!r}: {said}") from error
+        raise EnvSpecError(f"environment {name!r}: {said}") from error
     except Exception as error:
-        raise Unfit(f"environment {name!r}: making one raised {type(error).__name__}: {error}") from error
+        raise EnvSpecError(f"environment {name!r}: making one raised {type(error).__name__}: {error}") from error
     most: int | None = getattr(environment, "episodes", None)
     environment.close()
     return most

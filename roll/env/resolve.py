@@ -65,7 +65,7 @@ def register(name: str) -> Callable[[F], F]:
     return mark
 
 
-class Unfit(UserError):
+class EnvSpecError(UserError):
     """There is such an environment, but it cannot be made that way."""
 
 
@@ -115,7 +115,7 @@ def with_files(name: str, options: Mapping[str, Any], root: str) -> dict[str, An
 
 
 def check_options(name: str, factory: Factory, options: Mapping[str, Any]) -> None:
-    """`Unfit` if the environment cannot be made with these options."""
+    """`EnvSpecError` if the environment cannot be made with these options."""
     try:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):  # some callables written in C have none
@@ -126,7 +126,9 @@ def check_options(name: str, factory: Factory, options: Mapping[str, Any]) -> No
         known = list(signature.parameters)
         takes = ", ".join(known) or "none"
         odd = next((option for option in options if option not in known), "")
-        raise Unfit(f"environment {name!r}: {error}; its options are: {takes}{did_you_mean(odd, known)}") from error
+        raise EnvSpecError(
+            f"environment {name!r}: {error}; its options are: {takes}{did_you_mean(odd, known)}"
+        ) from error
 
 
 def _module(name: str, module: str) -> Any:
@@ -149,7 +151,9 @@ def _offered() -> dict[str, str]:
 
 def _checked(name: str, factory: Factory) -> Factory:
     if inspect.iscoroutinefunction(factory):
-        raise Unfit(f"environment {name!r} is made by an `async def`: make it in a plain function, begin it in `reset`")
+        raise EnvSpecError(
+            f"environment {name!r} is made by an `async def`: make it in a plain function, begin it in `reset`"
+        )
     if inspect.isclass(factory):
         _check_methods(name, factory)
     return factory
@@ -159,12 +163,14 @@ def _check_methods(name: str, kind: type) -> None:
     for method, call, arguments in (("reset", "reset(seed=…)", {"seed": 0}), ("step", "step(action)", {})):
         function = getattr(kind, method, None)
         if not callable(function) or method in getattr(kind, "__abstractmethods__", ()):
-            raise Unfit(f"environment {name!r}: the class {kind.__name__} has no method {method}")
+            raise EnvSpecError(f"environment {name!r}: the class {kind.__name__} has no method {method}")
         signature = inspect.signature(function)
         try:
             signature.bind(*((None,) if arguments else (None, "")), **arguments)
         except TypeError as error:
-            raise Unfit(f"environment {name!r}: {method} takes {signature}, but is called as {call}: {error}") from error
+            raise EnvSpecError(
+                f"environment {name!r}: {method} takes {signature}, but is called as {call}: {error}"
+            ) from error
 
 
 def _described(factory: Factory) -> str:

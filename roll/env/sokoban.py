@@ -13,7 +13,7 @@ from __future__ import annotations
 from roll.env.actions import Format
 from roll.env.grid import Cell, GridEnvironment, drawn
 from roll.env.resolve import register
-from roll.env.sokoban_levels import Room, check_shape, make_room, solve
+from roll.env.sokoban_levels import Level, check_shape, make_room, solve
 
 
 @register("sokoban")
@@ -41,11 +41,11 @@ class Sokoban(GridEnvironment):
         check_shape(height, width, boxes, min_pushes, max_pushes)
         self._shape = (height, width, boxes, min_pushes, max_pushes)
         self._step_cost, self._box_reward, self._done_reward = step_cost, box_reward, done_reward
-        self._room: Room | None = None
+        self._room: Level | None = None
         self._plan: list[str] | None = None
 
     @property
-    def room(self) -> Room:
+    def room(self) -> Level:
         """The room as it is now."""
         assert self._room is not None, "an environment is reset first"
         return self._room

@@ -25,7 +25,7 @@ _STRAIGHT_ON = 0.65
 
 
 @dataclass(frozen=True)
-class Room:
+class Level:
     """A room at a moment. All that is not floor is wall."""
 
     height: int
@@ -39,7 +39,7 @@ class Room:
     def solved(self) -> bool:
         return self.boxes == self.targets
 
-    def moved(self, direction: str) -> Room | None:
+    def moved(self, direction: str) -> Level | None:
         """The room after a move, which pushes a box that is in the way; None where something stands in the way."""
         there = beside(self.player, direction)
         if there not in self.floor:
@@ -73,7 +73,7 @@ def check_shape(height: int, width: int, boxes: int, min_pushes: int, max_pushes
 @lru_cache(maxsize=256)
 def make_room(
     seed: int, height: int = 6, width: int = 6, boxes: int = 1, min_pushes: int = 2, max_pushes: int = 0
-) -> Room:
+) -> Level:
     """The room of that seed, with every box off its target. Solving it takes `min_pushes` or more and, unless that is 0,
     no more than `max_pushes`: any such number is as likely as another, if there are rooms of it."""
     check_shape(height, width, boxes, min_pushes, max_pushes)
@@ -88,7 +88,7 @@ def make_room(
     )
 
 
-def solve(room: Room, most_states: int = 100_000) -> list[str] | None:
+def solve(room: Level, most_states: int = 100_000) -> list[str] | None:
     """A shortest way to solve the room, in moves; None if there is none, or none was found within `most_states`."""
 
     def pushes(state: tuple[Cells, Cell]) -> Iterator[tuple[list[str], int, tuple[Cells, Cell]]]:
@@ -131,7 +131,7 @@ def _floor(noise: random.Random, height: int, width: int) -> Cells:
 
 def _played_back(
     noise: random.Random, height: int, width: int, floor: Cells, boxes: int, min_pushes: int, max_pushes: int
-) -> Room | None:
+) -> Level | None:
     if len(floor) < 2 * boxes + 1:
         return None
     targets = frozenset(noise.sample(sorted(floor), boxes))
@@ -145,7 +145,7 @@ def _played_back(
     if not chosen:
         return None
     placed, region = noise.choice(by_pushes[noise.choice(chosen)])
-    return Room(height, width, floor, targets, placed, noise.choice(sorted(region)))
+    return Level(height, width, floor, targets, placed, noise.choice(sorted(region)))
 
 
 def _pulled(floor: Cells, targets: Cells) -> Iterator[tuple[int, Cells, Cells]]:

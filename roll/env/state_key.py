@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 
-from roll.env.base import STATE, Opened, Step
+from roll.env.base import STATE, ResetResult, Step
 
 
-def state_of(seen: Opened | Step) -> int:
+def state_of(seen: ResetResult | Step) -> int:
     """A 64-bit number for the state after what was seen: the same in any process, for the same state.
 
     An environment may name its states itself, in `info["state"]`; else what the agent was shown last is the state.

@@ -27,7 +27,7 @@ from roll.data.sample import Sample
 from roll.data.task import Message, Response
 from roll.data.tokenlog import NO_VERSION, TokenLog
 from roll.engine.request import Request, Sampling, seed_of
-from roll.env import EnvFailure, Opened, Step
+from roll.env import EnvFailure, ResetResult, Step
 from roll.env.base import STATE
 from roll.env.state_key import state_of
 from roll.model.chat import ChatRenderer, Conversation, Tools
@@ -295,7 +295,7 @@ class SampleRunner:
             self._lifecycle.move(sample, "acting", turn=0)
             opened = await self._acting(environments.call_rank(rank, EnvWorker.reset, episode, spec, *alone))
             conversation = self._open(sample, [*sample.task.messages, *opened.messages], opened.tools)
-            seen: Opened | Step = opened
+            seen: ResetResult | Step = opened
             sample.reward = 0.0
             while True:
                 response = await self._respond(sample, conversation, siblings)

@@ -8,7 +8,7 @@ from pathlib import Path
 from roll.cluster import Dispatch, Worker, WorkerPlacement, dispatch
 from roll.config.schema import EnvConfig
 from roll.data.task import EnvSpec
-from roll.env import EnvFailure, Opened, Step
+from roll.env import EnvFailure, ResetResult, Step
 from roll.env.pool import Deadlines, EnvPool
 from roll.env.stats import EnvStats
 from roll.process.bounded_log import LIMIT_BYTES
@@ -34,7 +34,7 @@ class EnvWorker(Worker):
         await self._pool.start()
 
     @dispatch(Dispatch.ONE, raises=(EnvFailure,), crowded=True)
-    async def reset(self, episode: str, spec: EnvSpec, alone: bool = False) -> Opened:
+    async def reset(self, episode: str, spec: EnvSpec, alone: bool = False) -> ResetResult:
         """Begins an episode, in a process of its own if it is to be alone, or says in an `EnvFailure` why it cannot."""
         return await self._pool.reset(episode, spec, alone)
 

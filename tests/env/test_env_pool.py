@@ -22,7 +22,7 @@ from processes import alive, eventually, gone, printed_pids, state
 
 from roll.config.errors import RunError
 from roll.data.task import EnvSpec
-from roll.env import EnvFailure, Opened, Step
+from roll.env import EnvFailure, ResetResult, Step
 from roll.env import ipc as wire
 from roll.env.builtin import Guess
 from roll.env.env_server import Server
@@ -83,7 +83,7 @@ async def settled(pool: EnvPool) -> None:
         await asyncio.wait(background)
 
 
-async def outcome(call: Awaitable[Opened | Step]) -> tuple[str, str]:
+async def outcome(call: Awaitable[ResetResult | Step]) -> tuple[str, str]:
     try:
         result = await call
     except EnvFailure as failure:
@@ -220,7 +220,7 @@ def test_kinds_of_environments_live_side_by_side(monkeypatch: pytest.MonkeyPatch
         too_much = "the environment returned 65 MB; at most 64 MB are taken"
         assert await told(pool, "World", "huge", 65) == ("invalid", too_much)
         gym = EnvSpec("worlds.py:GymLike", 3)
-        assert await pool.reset("gym", gym) == Opened(({"role": "user", "content": "go"},), {"difficulty": 2.0})
+        assert await pool.reset("gym", gym) == ResetResult(({"role": "user", "content": "go"},), {"difficulty": 2.0})
         step = await pool.step("gym", "stop")
         assert (step.observation, step.reward, step.terminated, step.truncated) == ("STOP", 1.0, False, True)
         assert step.info == {"draw": random.Random(3).random(), "note": "ok"}
@@ -819,7 +819,7 @@ def test_a_process_without_threads_left_says_so_and_goes_on(monkeypatch: pytest.
 
     reset, act, close = wire.Reset(5, "guess", 0, pickle.dumps({"high": 1})), wire.Act(5, "1"), wire.Close(5)
     assert served(reset, act, close)[1:] == [Step("Right.", 1.0, terminated=True, info={"success": 1.0}), wire.Ready()]
-    monkeypatch.setattr("roll.env.env_server.ThreadHome", full)
+    monkeypatch.setattr("roll.env.env_server.ThreadRunner", full)
     reason = "its process cannot host more environments: can't start new thread"
     assert served(reset, close) == [wire.Failed("lost", reason), wire.Ready()]
 

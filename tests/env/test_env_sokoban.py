@@ -9,12 +9,12 @@ import pytest
 from roll.env.base import opened, stepped
 from roll.env.grid import DIRECTIONS
 from roll.env.sokoban import Sokoban
-from roll.env.sokoban_levels import Cells, Room, make_room, solve
+from roll.env.sokoban_levels import Cells, Level, make_room, solve
 
 SIZES = [(6, 6, 1, 250), (5, 7, 1, 60), (6, 6, 2, 100), (8, 8, 2, 30), (10, 10, 3, 4)]
 
 
-def room(text: str) -> Room:
+def room(text: str) -> Level:
     cells = {(r, c): symbol for r, row in enumerate(text.split("\n")) for c, symbol in enumerate(row.split())}
 
     def where(symbols: str) -> Cells:
@@ -22,7 +22,7 @@ def room(text: str) -> Room:
 
     (player,) = where("P+")
     height, width = max(r for r, _ in cells) + 1, max(c for _, c in cells) + 1
-    return Room(height, width, where(".TB*P+"), where("T*+"), where("B*"), player)
+    return Level(height, width, where(".TB*P+"), where("T*+"), where("B*"), player)
 
 
 def world(text: str, **options: object) -> Sokoban:
@@ -32,7 +32,7 @@ def world(text: str, **options: object) -> Sokoban:
     return made
 
 
-def plain_search(start: Room) -> int | None:
+def plain_search(start: Level) -> int | None:
     """The fewest moves, found without any cleverness."""
     queue, seen = deque([(start, 0)]), {(start.player, start.boxes)}
     while queue:
@@ -84,7 +84,7 @@ def test_the_solver_finds_the_shortest_way_or_that_there_is_none() -> None:
 
 
 def test_no_room_takes_more_pushes_than_asked_for() -> None:
-    def fewest_pushes(start: Room) -> int:
+    def fewest_pushes(start: Level) -> int:
         best, queue = {(start.player, start.boxes): 0}, deque([(start, 0)])
         while queue:
             now, pushes = queue.popleft()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.data.task import Message
-from roll.env import Opened, Step
+from roll.env import ResetResult, Step
 from roll.env.state_key import state_of
 
 SAID = st.lists(st.builds(Message, role=st.sampled_from(["user", "system"]), content=st.text(max_size=5)), max_size=3)
@@ -23,7 +23,7 @@ NAMES = st.text(max_size=5) | st.floats(allow_nan=False, allow_infinity=False)
 def test_without_a_name_the_state_is_what_was_shown(
     first: list[Message], second: list[Message], reward: float, done: bool
 ) -> None:
-    same = state_of(Opened(tuple(first))) == state_of(Step(second, reward, done, info={"level": 3.0}))
+    same = state_of(ResetResult(tuple(first))) == state_of(Step(second, reward, done, info={"level": 3.0}))
     assert same == (first == second)
 
 
@@ -43,7 +43,7 @@ def test_numbers_are_compared_as_numbers_and_are_no_texts(one: str | float, othe
 
 
 def test_a_text_is_the_users_message_that_it_stands_for() -> None:
-    assert state_of(Step("hi")) == state_of(Opened((Message(role="user", content="hi"),)))
+    assert state_of(Step("hi")) == state_of(ResetResult((Message(role="user", content="hi"),)))
 
 
 def test_a_state_is_the_same_number_in_another_process() -> None:

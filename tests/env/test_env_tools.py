@@ -11,7 +11,7 @@ import pytest
 from roll.config.schema import DataConfig
 from roll.data.chat_sources import load_chats
 from roll.data.task import EnvSpec, Message
-from roll.env import EnvFailure, Opened
+from roll.env import EnvFailure, ResetResult
 from roll.env.base import opened
 from roll.env.pool import EnvPool
 from roll.model.chat import ChatRenderer
@@ -28,8 +28,8 @@ MOVE = {
 }
 
 
-def begun(name: str, **options: Any) -> Opened:
-    async def main() -> Opened:
+def begun(name: str, **options: Any) -> ResetResult:
+    async def main() -> ResetResult:
         async with EnvPool() as pool:
             return await pool.reset("episode", EnvSpec(name, 3, options))
 

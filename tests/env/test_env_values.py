@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from roll.data.task import EnvSpec, Message, Task
-from roll.env import EnvFailure, Environment, Opened, Step
+from roll.env import EnvFailure, Environment, ResetResult, Step
 from roll.env.base import opened, stepped
 
 HI = Message(role="user", content="hi")
@@ -29,7 +29,7 @@ RULES = Message(role="system", content="be brief")
     ],
 )
 def test_a_beginning_is_text_or_messages_with_or_without_info(returned: Any, messages: Any, info: Any) -> None:
-    assert opened(returned) == Opened(messages, info)
+    assert opened(returned) == ResetResult(messages, info)
 
 
 @pytest.mark.parametrize(

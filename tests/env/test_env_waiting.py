@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.env.admission import Waiting
+from roll.env.admission import AdmissionQueue
 
 
 @dataclass(eq=False)
@@ -25,7 +25,7 @@ MOVES = st.lists(st.sampled_from(["join a", "join b", "join c", "enter", "leave"
 @given(MOVES, st.dictionaries(st.sampled_from("ab"), st.integers(1, 3)))
 def test_the_first_whose_kind_has_room_is_next(moves: list[str], limits: dict[str, int]) -> None:
     loop = asyncio.new_event_loop()
-    waiting: Waiting[Guest] = Waiting(limits)
+    waiting: AdmissionQueue[Guest] = AdmissionQueue(limits)
     outside: list[Guest] = []
     inside: list[Guest] = []
     for number, move in enumerate(moves):

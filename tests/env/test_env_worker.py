@@ -23,7 +23,7 @@ from roll.config.yaml_document import parse
 from roll.data.chat_sources import load_chats
 from roll.data.sources import load_tasks
 from roll.data.task import EnvSpec
-from roll.env import EnvFailure, Opened, resolve
+from roll.env import EnvFailure, ResetResult, resolve
 from roll.env.resolve import BUILT_IN
 from roll.pipeline.prepare import prepare
 from roll.workers.env import EnvWorker
@@ -96,7 +96,7 @@ def test_a_failure_reaches_the_caller_from_another_process_as_itself() -> None:
         await host.call("start", (), {})
         opened = await host.call("reset", ("a", EnvSpec("guess")), {})
         assert isinstance(opened, CallResult)
-        assert isinstance(opened.value, Opened)
+        assert isinstance(opened.value, ResetResult)
         refused = await host.call("reset", ("a", EnvSpec("gess")), {})
         assert isinstance(refused, CallResult)
         assert isinstance(refused.error, EnvFailure)

@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 
 from roll.data.task import Message
 from roll.data.tokenlog import TokenLog
-from roll.env.base import Opened, Step, opened, stepped
+from roll.env.base import ResetResult, Step, opened, stepped
 from roll.model.chat import ChatRenderer, Conversation
 from roll.model.tiny import character_tokenizer
 
@@ -41,7 +41,7 @@ PLAIN = (str, float, int)
 ANSWER = np.array([5, TOKENIZER.eos_token_id])
 
 
-def messages_of(said: Opened | Step) -> list[Message]:
+def messages_of(said: ResetResult | Step) -> list[Message]:
     for message in said.messages:
         assert set(message) == {"role", "content"}
         for text in (message["role"], message["content"]):

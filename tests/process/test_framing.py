@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from roll.env import ipc as wire
-from roll.env.base import Opened, Step
+from roll.env.base import ResetResult, Step
 from roll.process.framing import HEADER, Reader
 from roll.reward import ipc as reward_wire
 from roll.reward.base import Verdict
@@ -41,7 +41,7 @@ def test_a_payload_that_is_none_is_refused(payload: bytes) -> None:
 def test_all_that_processes_say_is_read() -> None:
     said = [
         (1, wire.Ready(), 0.5),
-        (2, Opened(({"role": "user", "content": "hi"},), {"a": 1.0}, ({"type": "function"},)), 0.5),
+        (2, ResetResult(({"role": "user", "content": "hi"},), {"a": 1.0}, ({"type": "function"},)), 0.5),
         (3, Step("hi", 1.0, True, False, {"a": 1.0}), 0.5),
         (4, wire.Failed("raised", "why", "where"), 0.5),
         (-1, wire.Settled(3, 7), 0.0),

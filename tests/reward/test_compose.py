@@ -196,7 +196,7 @@ def test_users_functions_take_options_and_users_classes_are_made_with_them(tmp_p
         "    deterministic = True\n"
         "    def __init__(self, letter): self.letter = letter\n"
         "    def __call__(self, task, response): return response.text.count(self.letter)\n"
-        "class Unfit:\n    def __call__(self, task): return 1\n"
+        "class EnvSpecError:\n    def __call__(self, task): return 1\n"
     )
 
     def made(name: str, **options: Any) -> Any:
@@ -214,7 +214,7 @@ def test_users_functions_take_options_and_users_classes_are_made_with_them(tmp_p
     with pytest.raises(UserError, match="missing a required argument: 'letter'"):
         made("Counts")
     with pytest.raises(UserError, match="called as"):
-        made("Unfit")
+        made("EnvSpecError")
 
 
 def test_a_part_that_fails_is_named(tmp_path: Path) -> None:

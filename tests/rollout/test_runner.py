@@ -43,7 +43,7 @@ from roll.data import Message, Response, Sample, Task
 from roll.data.task import EnvSpec
 from roll.data.tokenlog import branches
 from roll.engine.request import Request, Sampling, seed_of
-from roll.env import EnvFailure, Opened, Step
+from roll.env import EnvFailure, ResetResult, Step
 from roll.env.state_key import state_of
 from roll.model.chat import ChatRenderer
 from roll.model.tiny import character_tokenizer
@@ -800,7 +800,7 @@ def test_an_episode_says_what_each_turn_earned_and_in_which_state_it_began() -> 
             await run.runner.run(sample)
         assert [sample.turn_rewards for sample in samples] == [[0.25, 0.5, 1.0]] * 3
         begin, said = ({"role": "user", "content": text} for text in ("begin", "you said 4"))
-        assert samples[0].turn_states == [state_of(Opened((begin,))), *[state_of(Opened((said,)))] * 2]
+        assert samples[0].turn_states == [state_of(ResetResult((begin,))), *[state_of(ResetResult((said,)))] * 2]
         hall, two = state_of(Step("", info={"state": "hall"})), state_of(Step("", info={"state": 2.0}))
         assert samples[1].turn_states == samples[2].turn_states == [hall, two, hall]
 
