@@ -18,7 +18,7 @@ from roll.cluster.ray_executor import RayExecutor
 from roll.config.schema import Config, RolloutConfig
 from roll.data.sample import Sample
 from roll.data.task import Response
-from roll.engine.request import Request, Sampling
+from roll.engine.request import Request, SamplingParams
 from roll.model.chat import Conversation
 from roll.reward import RewardSource
 from roll.rollout.runner import SampleRunner
@@ -46,7 +46,7 @@ class TimedEngine(InferWorker):
     async def seconds_of(self, contexts: Sequence[int], new_tokens: int) -> float:
         """Until requests with prompts of so many tokens each have all drawn so many new ones."""
         chance = np.random.default_rng(0)
-        sampling = Sampling(new_tokens)
+        sampling = SamplingParams(new_tokens)
         requests = [
             Request(f"timed/{number}", chance.integers(4, 90, tokens).astype(np.int32), replace(sampling, seed=number))
             for number, tokens in enumerate(contexts)
@@ -63,7 +63,7 @@ def forced(workload: Workload) -> type[RolloutWorker]:
     """Rollout workers whose responses end at the workload's lengths and nowhere else, and say whether they are right."""
 
     class ForcedRunner(SampleRunner):
-        def sampling_of(self, sample: Sample) -> Sampling:
+        def sampling_of(self, sample: Sample) -> SamplingParams:
             tokens = workload.episode(sample.id).new_tokens
             return replace(super().sampling_of(sample), max_new_tokens=tokens, stop_ids=())
 

@@ -36,7 +36,7 @@ from engine_peers import Generate, Vllm, vllm_python
 from engine_work import Floor, Outcome, Sizes, Workload, make_workload, read_clock
 
 from roll.engine.factory import make_engine
-from roll.engine.request import Request, Sampling, seed_of
+from roll.engine.request import Request, SamplingParams, seed_of
 from roll.model import attention
 from roll.model.find import find_model
 from roll.model.loading import choose_dtype, in_precision, load_model
@@ -228,7 +228,7 @@ class Native:
         for prompt, new in zip(work.prompts, work.new_tokens, strict=True):
             self._served += 1
             ids.add(str(self._served))
-            sampling = Sampling(new, seed=seed_of(self._served))
+            sampling = SamplingParams(new, seed=seed_of(self._served))
             self._engine.add(Request(str(self._served), np.array(prompt, np.int32), sampling))
         return ids
 

@@ -24,7 +24,7 @@ from roll.config.schema import Config
 from roll.data import Response, Sample, Task
 from roll.data.sources import TaskSet
 from roll.data.task import EnvSpec
-from roll.engine.request import Completion, Finish, Progress, Request, Sampling
+from roll.engine.request import Completion, Finish, Progress, Request, SamplingParams
 from roll.env import ResetResult, Step
 from roll.ledger.log import Transition
 from roll.model.tiny import character_tokenizer
@@ -214,7 +214,7 @@ def of(role: str, handles: Sequence[Any]) -> Cluster[Any]:
 
 
 def request(id: str, prompt: int = 3, new_tokens: int = 4) -> Request:
-    return Request(id, np.arange(1, prompt + 1, dtype=np.int32), Sampling(new_tokens))
+    return Request(id, np.arange(1, prompt + 1, dtype=np.int32), SamplingParams(new_tokens))
 
 
 def token_at(seed: int, position: int) -> int:

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 
 @dataclass(frozen=True)
-class Reading:
+class AttentionParams:
     """How a layer reads: its scale, how far back it looks, and the cap of its scores."""
 
     scale: float
@@ -17,14 +17,14 @@ class Reading:
     cap: float | None = None
 
 
-def reading_of(module: nn.Module, scale: float) -> Reading:
+def reading_of(module: nn.Module, scale: float) -> AttentionParams:
     """As the layer's own code has it."""
     config = module.config
     window = getattr(module, "sliding_window", None)
     if getattr(config, "model_type", "") in ("mistral", "mixtral"):  # their layers do not have it themselves
         window = getattr(config, "sliding_window", None)
     cap = getattr(module, "attn_logit_softcapping", None)
-    return Reading(scale, int(window) if window else None, float(cap) if cap else None)
+    return AttentionParams(scale, int(window) if window else None, float(cap) if cap else None)
 
 
 def widened(heads: Tensor, dim: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PretrainedConfig
 
 from roll.data.routes import Routes
-from roll.engine.attention_params import Reading, reading_of, widened
+from roll.engine.attention_params import AttentionParams, reading_of, widened
 from roll.engine.kv_sizing import Shape
 from roll.engine.routes import RouteShape
 from roll.model.shape import head_dim_of
@@ -250,7 +250,7 @@ def _seen(lengths: Tensor, longest: int, window: int | None) -> Tensor:
     return seen if window is None else seen & (at >= lengths[:, None] - window)
 
 
-def _decoded(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, reading: Reading) -> Tensor:
+def _decoded(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, reading: AttentionParams) -> Tensor:
     """One row a slot, all at once: query [heads, slots, dim], keys and values [slots, kv_heads, positions, dim]. The
     heads that share keys are the query rows of one attention: nothing is copied."""
     heads, slots, dim = query.shape
@@ -259,14 +259,14 @@ def _decoded(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, r
     return _attended(grouped, keys, values, mask, reading).reshape(slots, heads, dim)
 
 
-def _alone(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, reading: Reading) -> Tensor:
+def _alone(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, reading: AttentionParams) -> Tensor:
     """One sequence. query [heads, rows, dim], key and value [kv_heads, positions, dim] → [heads, rows, dim]."""
     repeats = query.shape[0] // key.shape[0]
     key, value = key.repeat_interleave(repeats, 0), value.repeat_interleave(repeats, 0)
     return _attended(query[None], key[None], value[None], mask, reading)[0]
 
 
-def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, reading: Reading) -> Tensor:
+def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, reading: AttentionParams) -> Tensor:
     if reading.cap is None:
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=reading.scale)
     scores = torch.tanh(query @ key.transpose(-2, -1) * (reading.scale / reading.cap)) * reading.cap

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from roll.engine.paged.engine import PagedEngine
-from roll.engine.slot_engine import Engine
+from roll.engine.slot_engine import SlotEngine
 
 
 def make_engine(
@@ -18,7 +18,7 @@ def make_engine(
     kv_tokens: int = 0,
     version: int = 0,
     records_routes: bool = False,
-) -> Engine | PagedEngine:
+) -> SlotEngine | PagedEngine:
     """On a GPU a paged cache and captured steps; on a CPU, and where bits must not depend on neighbours, slots.
     `kv_tokens`: what its cache holds at most; 0 for what requests need, as far as memory goes. `records_routes`:
     completions say which experts tokens were sent to, if the model has any."""
@@ -31,7 +31,7 @@ def make_engine(
             version=version,
             records_routes=records_routes,
         )
-    return Engine(
+    return SlotEngine(
         model,
         tokenizer,
         max_running=max_running,

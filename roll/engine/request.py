@@ -17,7 +17,7 @@ LEAST_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """How tokens are drawn. `stop_ids` end a response, as do `stop` strings; both stay in it."""
 
     max_new_tokens: int
@@ -51,7 +51,7 @@ class Request:
 
     id: str
     ids: IntArray
-    sampling: Sampling
+    sampling: SamplingParams
     drawn: int = 0
     """How many of the last `ids` are of the response it goes on with, which it has from another engine, say."""
     routes_from: int | None = 0

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from roll.config.errors import RunError
-from roll.engine.request import Sampling
+from roll.engine.request import SamplingParams
 
 _BLOCK = 256
 
@@ -27,7 +27,7 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float
 
 
 def draw(
-    logits: Tensor, rows: Sequence[int], samplings: Sequence[Sampling], positions: Sequence[int]
+    logits: Tensor, rows: Sequence[int], samplings: Sequence[SamplingParams], positions: Sequence[int]
 ) -> tuple[list[int], list[float]]:
     """One token a request, drawn from its row of fp32 logits [rows, vocab], and its log-prob under
     softmax(logits / temperature).

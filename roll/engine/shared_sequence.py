@@ -21,7 +21,7 @@ class Member:
 
 
 @dataclass(eq=False)
-class Sequence:
+class SharedSequence:
     """Tokens in a slot and the requests that have exactly these tokens so far.
 
     Requests with the same prompt start as one sequence; when they draw different tokens, it splits.

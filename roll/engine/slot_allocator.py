@@ -16,23 +16,23 @@ from dataclasses import dataclass
 from roll.data.tokenlog import IntArray, begin_alike, common_prefix
 from roll.engine.cache import SlotCache
 from roll.engine.kv_sizing import Shape
-from roll.engine.shared_sequence import Sequence
+from roll.engine.shared_sequence import SharedSequence
 
 
 @dataclass(eq=False)
 class _Kept:
     slot: int
-    sequence: Sequence
+    sequence: SharedSequence
     tokens: IntArray
     """Those whose keys and values another sequence may begin with."""
 
 
-class Slots:
+class SlotAllocator:
     """`tile` > 1: only beginnings that are multiples of it are shared, and only of prompts, because what is computed
     token by token has other bits than what is computed in tiles."""
 
     def __init__(self, cache: SlotCache, tile: int = 1) -> None:
-        self.running: list[Sequence] = []
+        self.running: list[SharedSequence] = []
         self._cache = cache
         self._tile = tile
         self._kept: list[_Kept] = []  # the one unused for longest first
@@ -46,7 +46,7 @@ class Slots:
         """Slots with something of sequences that ended."""
         return len(self._kept)
 
-    def place(self, fresh: list[Sequence], shape: Shape) -> int:
+    def place(self, fresh: list[SharedSequence], shape: Shape) -> int:
         """Gives new sequences slots after the running ones, with what is kept of their beginnings, in a cache of this
         shape. Tokens shared."""
         donors = [self._best_kept(sequence.prompt) for sequence in fresh]
@@ -69,7 +69,7 @@ class Slots:
         for slot, kept in enumerate(self._kept, len(self.running)):
             kept.slot = slot
 
-    def _place(self, sequence: Sequence, donor: _Kept | None, shared: int) -> int:
+    def _place(self, sequence: SharedSequence, donor: _Kept | None, shared: int) -> int:
         slot = len(self.running)
         if donor is None or donor not in self._kept:
             self._clear(slot)
@@ -84,7 +84,7 @@ class Slots:
         self.running.append(sequence)
         return shared
 
-    def fork(self, slot: int, copied: Sequence) -> None:
+    def fork(self, slot: int, copied: SharedSequence) -> None:
         """Puts a copy of a running sequence into a slot of its own."""
         self._clear(len(self.running))
         self._cache.copy(slot, len(self.running), copied.cached)
@@ -127,7 +127,7 @@ class Slots:
                 best, most = kept, shared
         return best, most
 
-    def _shareable(self, donor: Sequence, tokens: IntArray, prompt: IntArray, above: int) -> int:
+    def _shareable(self, donor: SharedSequence, tokens: IntArray, prompt: IntArray, above: int) -> int:
         """How many positions of the donor a sequence with this prompt may begin with; 0 where it is not more than
         `above`. Of its own prompt the last token must be computed, for its hidden state, unless the donor has that."""
         if not begin_alike(tokens, prompt, above + 1):
@@ -162,7 +162,7 @@ class Slots:
         self._kept.remove(donor)
 
 
-def _begin(sequence: Sequence, donor: Sequence, shared: int) -> None:
+def _begin(sequence: SharedSequence, donor: SharedSequence, shared: int) -> None:
     """Notes that the sequence's slot holds so many positions of the donor."""
     sequence.cached = shared
     if shared == len(sequence.prompt):

@@ -35,8 +35,8 @@ from roll.engine.memory import free_bytes
 from roll.engine.request import Completion, Finish, Progress, Request
 from roll.engine.routes import Recorder, RouteShape
 from roll.engine.sampling import draw
-from roll.engine.shared_sequence import Member, Sequence
-from roll.engine.slot_allocator import Slots
+from roll.engine.shared_sequence import Member, SharedSequence
+from roll.engine.slot_allocator import SlotAllocator
 from roll.engine.stop_strings import hits_stop_string
 from roll.model.attention import forward_rows, logits_of
 from roll.model.experts import with_experts
@@ -63,7 +63,7 @@ class EngineStats:
     steps: int
 
 
-class Engine:
+class SlotEngine:
     def __init__(
         self,
         model: PreTrainedModel,
@@ -94,11 +94,11 @@ class Engine:
         self._cache = SlotCache(model.config, next(model.parameters()).dtype, self._device, recorded)
         self._limit = Limit(kv_tokens, self._cache.bytes_a_token, self._device, free_bytes)
         self._sizing = SlotSizing(max_running, self.context, len(self._cache.layers))
-        self._slots = Slots(self._cache, EXACT_ROWS if exact else 1)
+        self._slots = SlotAllocator(self._cache, EXACT_ROWS if exact else 1)
         self._waiting: deque[Request] = deque()
         self._stuck: tuple[str, int] | None = None
         """The first that waits and how many run, where that is too many for it to have a slot."""
-        self._beginning: list[Sequence] = []  # those whose prompts are not all computed, oldest first
+        self._beginning: list[SharedSequence] = []  # those whose prompts are not all computed, oldest first
         self._ids: set[str] = set()
         self._generated = self._computed = self._shared = self._decoded = self._steps = 0
 
@@ -136,7 +136,7 @@ class Engine:
             if request.id == id:
                 self._waiting.remove(request)
                 self._ids.remove(id)
-                return Sequence(request.ids, [], self.version).completion(Member(request), "abort")
+                return SharedSequence(request.ids, [], self.version).completion(Member(request), "abort")
         for slot, sequence in enumerate(self._slots.running):
             for member in sequence.members:
                 if member.request.id == id:
@@ -203,14 +203,14 @@ class Engine:
     def _admit(self) -> None:
         """Gives as many waiting requests slots as there are or can be; those with equal prompts become one sequence."""
         shape, count = self._room() if self._waiting else (self._cache.shape, 0)
-        fresh: dict[tuple[bytes, tuple[int, ...]], Sequence] = {}
+        fresh: dict[tuple[bytes, tuple[int, ...]], SharedSequence] = {}
         for _ in range(count):
             request = self._waiting.popleft()
             prompt, said = (request.prompt, tuple(request.said.tolist())) if self._exact else (request.ids, ())
             key = prompt.astype(np.int64).tobytes(), said
             sequence = fresh.get(key)
             if sequence is None:
-                sequence = fresh[key] = Sequence(prompt, [], self.version, said=said)
+                sequence = fresh[key] = SharedSequence(prompt, [], self.version, said=said)
             else:
                 self._shared += len(request.ids)
             sequence.members.append(Member(request))
@@ -257,7 +257,7 @@ class Engine:
         another one waits for the pass after it, and copies it then."""
         slots = {id(sequence): slot for slot, sequence in enumerate(self._slots.running)}
         chunks: list[Chunk] = []
-        begun: list[Sequence] = []
+        begun: list[SharedSequence] = []
         for sequence in self._beginning:
             if not room or sequence.hidden is not None:
                 continue
@@ -364,7 +364,7 @@ class Engine:
         sequence.members = members
         self._append(sequence, token)
 
-    def _append(self, sequence: Sequence, token: int) -> None:
+    def _append(self, sequence: SharedSequence, token: int) -> None:
         sequence.hidden = None
         sequence.ids.append(token)
         sequence.versions.append(self.version)
@@ -385,7 +385,7 @@ class Engine:
         routes = None if start is None else self._cache.routes_of(slot, min(start, sequence.cached), sequence.cached)
         return sequence.completion(member, finish, routes)
 
-    def _finish_of(self, sequence: Sequence, member: Member) -> Finish | None:
+    def _finish_of(self, sequence: SharedSequence, member: Member) -> Finish | None:
         sampling, said = member.request.sampling, () if sequence.said else member.request.said
         if sequence.ids[-1] in sampling.stop_ids or hits_stop_string(self._tokenizer, sequence.ids, sampling.stop, said):
             return "stop"

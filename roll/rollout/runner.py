@@ -26,7 +26,7 @@ from roll.data.finite import check_reward
 from roll.data.sample import Sample
 from roll.data.task import Message, Response
 from roll.data.tokenlog import NO_VERSION, TokenLog
-from roll.engine.request import Request, Sampling, seed_of
+from roll.engine.request import Request, SamplingParams, seed_of
 from roll.env import EnvFailure, ResetResult, Step
 from roll.env.base import STATE
 from roll.env.state_key import state_of
@@ -193,7 +193,7 @@ class SampleRunner:
         sample.turns += 1
         return Response(text, drawn.tokens, finish)
 
-    def sampling_of(self, sample: Sample) -> Sampling:
+    def sampling_of(self, sample: Sample) -> SamplingParams:
         """How a sample's tokens are drawn: as its domain has it, with noise of its own."""
         sampling = self._domains.get(sample.task.domain, self._sampling)
         return replace(sampling, temperature=sample.temperature, seed=seed_of(self._config.seed, sample.id))
@@ -373,9 +373,9 @@ class SampleRunner:
         return (self._turn - 1) % len(cluster)
 
 
-def training_sampling(config: RolloutConfig, stop_ids: tuple[int, ...]) -> Sampling:
+def training_sampling(config: RolloutConfig, stop_ids: tuple[int, ...]) -> SamplingParams:
     """How training samples are drawn."""
-    return Sampling(
+    return SamplingParams(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
         top_p=config.top_p,

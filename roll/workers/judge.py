@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from roll.cluster import Dispatch, WorkerPlacement, dispatch
 from roll.config.schema import Config
 from roll.data.task import Message
-from roll.engine.request import Completion, Request, Sampling, seed_of
+from roll.engine.request import Completion, Request, SamplingParams, seed_of
 from roll.reward.model_reward import Drawing
 from roll.workers.device import DeviceWorker
 from roll.workers.residency_gate import ResidencyGate
@@ -65,7 +65,7 @@ class JudgeWorker(DeviceWorker):
             return None
         for number, seed in enumerate(drawing.seeds):
             noise = seed_of(self._seed, seed)
-            sampling = Sampling(room, drawing.temperature, stop_ids=self._stop_ids, seed=noise)
+            sampling = SamplingParams(room, drawing.temperature, stop_ids=self._stop_ids, seed=noise)
             self._submit(Request(f"{question}.{number}", np.array(prompt, np.int32), sampling))
         answers = [self._open[f"{question}.{number}"] for number in range(len(drawing.seeds))]
         # waits: who asks has a deadline, and says so when it has passed

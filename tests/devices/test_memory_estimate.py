@@ -45,9 +45,9 @@ from roll.engine.cache import SlotCache
 from roll.engine.kv_sizing import Shape
 from roll.engine.paged.kv_cache import BLOCK
 from roll.engine.paged.sizing import Sizing
-from roll.engine.request import Request, Sampling
+from roll.engine.request import Request, SamplingParams
 from roll.engine.routes import RouteShape
-from roll.engine.slot_engine import Engine
+from roll.engine.slot_engine import SlotEngine
 from roll.model import attention
 from roll.model.shape import ModelShape
 from roll.model.tiny import character_tokenizer
@@ -300,13 +300,13 @@ def test_a_forward_pass_peaks_where_the_plan_says(shape: PretrainedConfig) -> No
 def test_an_engine_peaks_where_the_plan_says() -> None:
     shape = llama(64, 160, 3, 4, 2, 4096)
     model = trainer(shape, torch.float32).model
-    engine = Engine(model, character_tokenizer(), max_running=32)
+    engine = SlotEngine(model, character_tokenizer(), max_running=32)
     rng = np.random.default_rng(0)
 
     def generate() -> None:
         for n in range(32):
             ids = rng.integers(0, 4096, 40).astype(np.int32)
-            engine.add(Request(f"{n}", ids, Sampling(max_new_tokens=20, temperature=1.0, seed=n)))
+            engine.add(Request(f"{n}", ids, SamplingParams(max_new_tokens=20, temperature=1.0, seed=n)))
         while engine.has_work:
             engine.step()
 

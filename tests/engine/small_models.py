@@ -26,8 +26,8 @@ from roll.data.tokenlog import IntArray
 from roll.engine.kv_sizing import FreeBytes
 from roll.engine.memory import free_bytes
 from roll.engine.paged.engine import PagedEngine
-from roll.engine.request import Completion, Request, Sampling
-from roll.engine.slot_engine import Engine
+from roll.engine.request import Completion, Request, SamplingParams
+from roll.engine.slot_engine import SlotEngine
 from roll.model import attention
 from roll.model.rope import fix_angles
 from roll.model.tiny import character_tokenizer
@@ -125,8 +125,8 @@ def engine(
     kv_tokens: int = 0,
     version: int = 0,
     free_bytes: FreeBytes = free_bytes,
-) -> Engine:
-    return Engine(
+) -> SlotEngine:
+    return SlotEngine(
         model or llama(),
         tokenizer(),
         max_running=max_running,
@@ -146,10 +146,10 @@ def random_ids(rng: np.random.Generator, length: int, vocab: int = 120) -> IntAr
 
 
 def request(id: str, prompt: Sequence[int] | IntArray, max_new_tokens: int = 8, **sampling: object) -> Request:
-    return Request(id, np.asarray(prompt, np.int32), Sampling(max_new_tokens, **sampling))  # type: ignore[arg-type]
+    return Request(id, np.asarray(prompt, np.int32), SamplingParams(max_new_tokens, **sampling))  # type: ignore[arg-type]
 
 
-def run(engine: Engine | PagedEngine, requests: Iterable[Request] = ()) -> dict[str, Completion]:
+def run(engine: SlotEngine | PagedEngine, requests: Iterable[Request] = ()) -> dict[str, Completion]:
     """Adds the requests and steps until nothing is left. Every request may finish once only."""
     for each in requests:
         engine.add(each)

@@ -20,7 +20,7 @@ from roll.engine.cache import SlotCache
 from roll.engine.factory import make_engine
 from roll.engine.kv_sizing import MEMORY_SHARE, Limit, Shape, SlotSizing
 from roll.engine.request import Completion
-from roll.engine.slot_engine import Engine
+from roll.engine.slot_engine import SlotEngine
 
 TOKEN_BYTES = SlotCache(llama().config, torch.float32, torch.device("cpu")).bytes_a_token
 
@@ -91,7 +91,7 @@ def prompts_of(asked: list[Asked]) -> list[IntArray]:
 
 
 def served_all(
-    served: Engine, asked: list[Asked], prompts: list[IntArray], temperature: float = 0.0
+    served: SlotEngine, asked: list[Asked], prompts: list[IntArray], temperature: float = 0.0
 ) -> dict[str, Completion]:
     """What becomes of the requests, each submitted before its step."""
     finished: dict[str, Completion] = {}

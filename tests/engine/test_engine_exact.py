@@ -28,7 +28,7 @@ from small_models import (
 
 from roll.data.tokenlog import IntArray
 from roll.engine.request import Completion, Request
-from roll.engine.slot_engine import EXACT_ROWS, Engine
+from roll.engine.slot_engine import EXACT_ROWS, SlotEngine
 
 MODELS = {"even sizes": llama, "odd sizes": awkward_llama, "wide": wide_llama}
 MODELS |= {name: partial(lambda name: under_plans(mixture(name)), name) for name in MIXTURES}
@@ -94,7 +94,7 @@ SCENE = st.builds(
 )
 
 
-def play(served: Engine, watched: Request, enters: int, others: list[tuple[Neighbour, Request]]) -> Completion:
+def play(served: SlotEngine, watched: Request, enters: int, others: list[tuple[Neighbour, Request]]) -> Completion:
     """The watched request's completion, among the others as they come, go and are aborted."""
     step = 0
     while True:

@@ -10,10 +10,10 @@ from small_models import build, engine, plain_llama, random_ids, request, run, s
 
 from roll.data.tokenlog import IntArray
 from roll.engine.request import Completion
-from roll.engine.slot_engine import Engine
+from roll.engine.slot_engine import SlotEngine
 
 
-def computed(served: Engine) -> int:
+def computed(served: SlotEngine) -> int:
     return served.stats().computed_prompt_tokens
 
 

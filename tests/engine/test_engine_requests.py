@@ -20,8 +20,8 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from roll.config.errors import RunError
 from roll.engine.paged.engine import PagedEngine
-from roll.engine.request import Completion, Request, Sampling
-from roll.engine.slot_engine import Engine
+from roll.engine.request import Completion, Request, SamplingParams
+from roll.engine.slot_engine import SlotEngine
 from roll.engine.stop_strings import hits_stop_string
 from roll.model.tiny import character_tokenizer
 
@@ -82,9 +82,9 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("kind", [Engine, PagedEngine])
+@pytest.mark.parametrize("kind", [SlotEngine, PagedEngine])
 @pytest.mark.parametrize("says", ODD)
-def test_what_cannot_be_drawn_by_is_refused_by_name(kind: type[Engine | PagedEngine], says: str) -> None:
+def test_what_cannot_be_drawn_by_is_refused_by_name(kind: type[SlotEngine | PagedEngine], says: str) -> None:
     served = kind(under_plans(plain_llama()), character_tokenizer(), max_running=2)
     with pytest.raises(ValueError, match=re.escape(f"request 'odd' asks for {says}")):
         served.add(request("odd", [1, 2], 5, **ODD[says]))
@@ -92,7 +92,7 @@ def test_what_cannot_be_drawn_by_is_refused_by_name(kind: type[Engine | PagedEng
         with pytest.raises(ValueError, match=r"'odd' has tokens .* the model knows 0 to 119"):
             served.add(request("odd", [1, token], 5))
     with pytest.raises(ValueError, match="of which 2 cannot be drawn ones"):
-        served.add(Request("odd", ids(1, 2), Sampling(5), drawn=2))
+        served.add(Request("odd", ids(1, 2), SamplingParams(5), drawn=2))
     assert not served.has_work
 
 
@@ -158,7 +158,7 @@ def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
 
 def recite(tokenizer: PreTrainedTokenizerFast, tokens: list[int], stop: tuple[str, ...]) -> Completion:
     reciter = Recital([0, *tokens], len(tokenizer))
-    served = Engine(reciter, tokenizer, max_running=2)  # type: ignore[arg-type]
+    served = SlotEngine(reciter, tokenizer, max_running=2)  # type: ignore[arg-type]
     return run(served, [request("a", [0], len(tokens), temperature=0.0, stop=stop)])["a"]
 
 
@@ -232,7 +232,7 @@ def test_a_stop_string_is_seen_across_a_cut(exact: bool) -> None:
     text = character_tokenizer().decode(free[5:8])
     end = next(n for n in range(1, 21) if text in character_tokenizer().decode(free[:n]))
     for cut in range(end - 3, end):
-        sampling = Sampling(20 - cut, temperature=0.0, stop=(text,))
+        sampling = SamplingParams(20 - cut, temperature=0.0, stop=(text,))
         rest = run(engine(2, exact=exact), [Request("a", np.concatenate([whole.ids, free[:cut]]), sampling, cut)])["a"]
         assert (rest.ids.tolist(), rest.finish) == (free[cut:end].tolist(), "stop")
 
@@ -492,7 +492,7 @@ def test_a_request_goes_on_exactly_where_another_engine_stopped(exact: bool, aft
         first.step()
     (told,) = first.progress({})
     assert told.ids.tolist() == whole.ids[:after].tolist()
-    going_on = Request("a", np.concatenate([prompt, told.ids]), Sampling(12 - after, seed=3), after)
+    going_on = Request("a", np.concatenate([prompt, told.ids]), SamplingParams(12 - after, seed=3), after)
     rest = run(second, [going_on])["a"]
     assert [*told.ids.tolist(), *rest.ids.tolist()] == whole.ids.tolist()
     np.testing.assert_allclose([*told.logprobs, *rest.logprobs], whole.logprobs, atol=0 if exact else 1e-4)

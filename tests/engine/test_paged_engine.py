@@ -26,7 +26,7 @@ from roll.engine.paged import model_runner as steps
 from roll.engine.paged.engine import PagedEngine
 from roll.engine.paged.kv_cache import BLOCK
 from roll.engine.request import Completion, Request
-from roll.engine.slot_engine import Engine
+from roll.engine.slot_engine import SlotEngine
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
@@ -122,7 +122,7 @@ MIXED = 30
 
 @cache
 def drawn_by_slots(seed: int) -> dict[str, Completion]:
-    return run(Engine(model_on("cpu"), tokenizer(), max_running=6), mixed_requests(seed, MIXED))
+    return run(SlotEngine(model_on("cpu"), tokenizer(), max_running=6), mixed_requests(seed, MIXED))
 
 
 @devices
@@ -307,7 +307,7 @@ def test_the_cache_grows_under_running_requests(device: str, monkeypatch: pytest
     found = run(served, long)
     assert served._room.pool.count == 2 * (before - 1) + 1
     assert served._given_up == 0
-    expected = run(Engine(model_on("cpu"), tokenizer(), max_running=8), [*short, *long])
+    expected = run(SlotEngine(model_on("cpu"), tokenizer(), max_running=8), [*short, *long])
     assert {id: done.ids.tolist() for id, done in found.items()} == {id: d.ids.tolist() for id, d in expected.items()}
 
 
@@ -352,7 +352,7 @@ def test_after_a_pass_that_failed_requests_begin_anew(failing: str, device: str,
         served.add(asked[1])
         for _ in range(after):
             served.step()
-        compute = getattr(steps.Steps, failing)
+        compute = getattr(steps.ModelRunner, failing)
         left = iter([torch.OutOfMemoryError("no room")])
 
         def fails_once(*args: object, compute: Any = compute, left: Any = left) -> object:
@@ -361,7 +361,7 @@ def test_after_a_pass_that_failed_requests_begin_anew(failing: str, device: str,
             return compute(*args)
 
         with monkeypatch.context() as patched:
-            patched.setattr(steps.Steps, failing, fails_once)
+            patched.setattr(steps.ModelRunner, failing, fails_once)
             served.add(asked[2])
             with pytest.raises(torch.OutOfMemoryError):
                 run(served)

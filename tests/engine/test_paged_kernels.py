@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
-from roll.engine.attention_params import Reading
+from roll.engine.attention_params import AttentionParams
 from roll.engine.paged.kv_cache import BLOCK, _attend, _positions
 from roll.engine.paged.step_inputs import (
     DRAWS,
@@ -22,9 +22,9 @@ from roll.engine.paged.step_inputs import (
     SLOT,
     TEMPERATURE,
     TOKEN,
-    Rows,
+    StepInputs,
 )
-from roll.engine.request import Sampling
+from roll.engine.request import SamplingParams
 from roll.engine.sampling import draw
 
 pytest.importorskip("triton")
@@ -48,7 +48,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
-def rows_at(positions: list[int], seed: int = 0) -> tuple[Rows, int]:
+def rows_at(positions: list[int], seed: int = 0) -> tuple[StepInputs, int]:
     """One row a sequence, at these positions, in blocks that lie anywhere; and how many blocks there are."""
     rng = np.random.default_rng(seed)
     lines = max(positions) // BLOCK + 1
@@ -62,7 +62,7 @@ def rows_at(positions: list[int], seed: int = 0) -> tuple[Rows, int]:
     sheet[DRAWS] = 1
     sheet[SEED_LOW], sheet[SEED_HIGH] = rng.integers(-(2**31), 2**31, (2, count))
     sheet[TEMPERATURE] = np.ones(count, np.float32).view(np.int32)
-    return Rows(torch.from_numpy(sheet).to(DEVICE)), lines * count + 1
+    return StepInputs(torch.from_numpy(sheet).to(DEVICE)), lines * count + 1
 
 
 @kinds
@@ -147,7 +147,7 @@ def test_attention_reads_all_positions_and_no_others(
     rows, blocks = rows_at(positions)
     keys, values = (random(blocks, kv_heads, BLOCK, dim, dtype=dtype, seed=seed) for seed in (1, 2))
     query = random(len(positions), (heads + 2) * dim, dtype=dtype, seed=3)  # the queries are the first of a line
-    reading = Reading(dim**-0.5, window, cap)
+    reading = AttentionParams(dim**-0.5, window, cap)
     found = query.new_empty(len(positions), heads * dim)
     how = {"heads": heads, "window": window, "cap": cap}
     attention_kernels.attend(found, query, rows, keys, values, reading.scale, splits=splits, **how)
@@ -175,10 +175,12 @@ def test_tiles_of_rows_read_what_each_row_would(
         sheet[POSITION, here] = 0
         sheet[POSITION, here][:count] = torch.arange(place, place + count, dtype=torch.int32)
         sheet[HEADER:, here][:, count:] = 0  # nobody's
-    rows = Rows(torch.cat([sheet[:, :3], sheet], dim=1)).part(3, 3 + sheet.shape[1])  # after some that are not in tiles
+    rows = StepInputs(torch.cat([sheet[:, :3], sheet], dim=1)).part(
+        3, 3 + sheet.shape[1]
+    )  # after some that are not in tiles
     keys, values = (random(blocks, kv_heads, BLOCK, dim, dtype=dtype, seed=seed) for seed in (1, 2))
     query = random(rows.count, (heads + 2) * dim, dtype=dtype, seed=3)
-    reading, found = Reading(dim**-0.5, window, cap), query.new_empty(rows.count, heads * dim)
+    reading, found = AttentionParams(dim**-0.5, window, cap), query.new_empty(rows.count, heads * dim)
     attention_kernels.attend_tiles(found, query, rows, keys, values, reading.scale, heads=heads, window=window, cap=cap)
     assert torch.isfinite(found).all()
     for number, (place, count) in enumerate(zip(beginnings, counts, strict=True)):
@@ -211,7 +213,7 @@ def test_draws_are_those_of_the_plain_sampler(dtype: torch.dtype, vocab: int, ca
     sampling_kernels.sample(logits, rows, last, out, cap)
     low, high = (line[:count].cpu().numpy().view(np.uint32).astype(int) for line in (rows.seeds_low, rows.seeds_high))
     samplings = [
-        Sampling(1, temperature=float(t), seed=int(h) << 32 | int(lo))
+        SamplingParams(1, temperature=float(t), seed=int(h) << 32 | int(lo))
         for t, h, lo in zip(temperatures, high, low, strict=True)
     ]
     wide = logits.float() if cap is None else torch.tanh(logits.float() / cap) * cap

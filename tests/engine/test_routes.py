@@ -21,10 +21,10 @@ from roll.engine.factory import make_engine
 from roll.engine.paged.decoder import PlainDecoder
 from roll.engine.paged.engine import PagedEngine
 from roll.engine.paged.kv_cache import PagedPlan
-from roll.engine.paged.step_inputs import Rows
-from roll.engine.request import Completion, Request, Sampling
+from roll.engine.paged.step_inputs import StepInputs
+from roll.engine.request import Completion, Request, SamplingParams
 from roll.engine.routes import ExpertLayers, RouteShape
-from roll.engine.slot_engine import Engine
+from roll.engine.slot_engine import SlotEngine
 
 EXPERTS, CHOSEN = 8, 3
 MANY = "more experts than a byte has numbers"
@@ -72,16 +72,16 @@ def assert_recorded(name: str, request: Request, done: Completion) -> None:
 
 
 def ask(id: str, prompt: IntArray, new: int = 6, *, routes_from: int | None = 0, **sampling: Any) -> Request:
-    return Request(id, prompt, Sampling(new, **sampling), routes_from=routes_from)
+    return Request(id, prompt, SamplingParams(new, **sampling), routes_from=routes_from)
 
 
-def slots(name: str, max_running: int = 4, *, exact: bool = False, kv_tokens: int = 0) -> Engine:
-    return Engine(
+def slots(name: str, max_running: int = 4, *, exact: bool = False, kv_tokens: int = 0) -> SlotEngine:
+    return SlotEngine(
         served(name), tokenizer(), max_running=max_running, exact=exact, kv_tokens=kv_tokens, records_routes=True
     )
 
 
-def engine_of(kind: str, name: str, max_running: int = 4, kv_tokens: int = 0) -> Engine | PagedEngine:
+def engine_of(kind: str, name: str, max_running: int = 4, kv_tokens: int = 0) -> SlotEngine | PagedEngine:
     if kind not in ("paged", "cuda"):
         return slots(name, max_running, exact=kind == "exact", kv_tokens=kv_tokens)
     model = served(name) if kind == "paged" else on_gpu(name)
@@ -154,7 +154,9 @@ def test_what_is_taken_off_an_engine_says_as_much_as_it_has(kind: str) -> None:
     assert 0 < len(part.ids) < 9
     known = len(part.routes)
     assert known == len(prompt) + len(part.ids) - 1
-    rest = Request("a", np.concatenate([prompt, part.ids]), Sampling(9 - len(part.ids), seed=4), len(part.ids), known)
+    rest = Request(
+        "a", np.concatenate([prompt, part.ids]), SamplingParams(9 - len(part.ids), seed=4), len(part.ids), known
+    )
     done = run(other, [rest])["a"]
     assert [*part.ids, *done.ids] == whole.ids.tolist()
     assert_recorded("qwen3_moe", rest, done)
@@ -235,7 +237,7 @@ def test_rows_beyond_what_a_decoder_records_are_told_as_unknown() -> None:
     prompt, short = random_ids(np.random.default_rng(4), 30), torch.zeros(20, 9, dtype=torch.int32)
 
     class Short(PlainDecoder):
-        def hidden(self, rows: Rows, last: torch.Tensor, plan: PagedPlan) -> torch.Tensor:
+        def hidden(self, rows: StepInputs, last: torch.Tensor, plan: PagedPlan) -> torch.Tensor:
             hidden = super().hidden(rows, last, plan)
             self.routes = short
             return hidden
@@ -278,7 +280,7 @@ def test_routes_of_what_older_weights_computed_stay_what_they_were(kind: str) ->
     engine = (
         PagedEngine(model, tokenizer(), **how)
         if kind == "paged"
-        else Engine(model, tokenizer(), exact=kind == "exact", **how)
+        else SlotEngine(model, tokenizer(), exact=kind == "exact", **how)
     )
     request = ask("a", random_ids(np.random.default_rng(8), 20), 12, seed=2)
     engine.add(request)

@@ -15,7 +15,7 @@ from roll.config import UserError, load_config
 from roll.data import Batch
 from roll.data.tokenlog import branches
 from roll.engine.request import Request
-from roll.engine.slot_engine import Engine
+from roll.engine.slot_engine import SlotEngine
 from roll.model.tiny import character_tokenizer, tiny_config
 from roll.pipeline.entrypoints import train
 from roll.pipeline.prepare import check
@@ -88,13 +88,13 @@ def test_the_rows_before_sampled_tokens_are_recorded(
     mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: tuple[str, ...]
 ) -> None:
     asked: dict[str, int | None] = {}
-    add = Engine.add
+    add = SlotEngine.add
 
-    def noted(engine: Engine, request: Request) -> None:
+    def noted(engine: SlotEngine, request: Request) -> None:
         asked[request.id] = request.routes_from
         add(engine, request)
 
-    monkeypatch.setattr(Engine, "add", noted)
+    monkeypatch.setattr(SlotEngine, "add", noted)
     found = batches_of(mixture, tmp_path / "run", monkeypatch, *settings)
     assert {id.startswith("eval.") for id, start in asked.items() if start is None} == {True}
     assert {id.startswith("eval.") for id, start in asked.items() if start is not None} == {False}

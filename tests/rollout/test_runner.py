@@ -42,7 +42,7 @@ from roll.config.schema import Config, RolloutConfig
 from roll.data import Message, Response, Sample, Task
 from roll.data.task import EnvSpec
 from roll.data.tokenlog import branches
-from roll.engine.request import Request, Sampling, seed_of
+from roll.engine.request import Request, SamplingParams, seed_of
 from roll.env import EnvFailure, ResetResult, Step
 from roll.env.state_key import state_of
 from roll.model.chat import ChatRenderer
@@ -328,7 +328,7 @@ def test_a_task_the_chat_template_refuses_fails_its_samples() -> None:
 
 def test_training_samples_are_drawn_as_the_config_says() -> None:
     config = RolloutConfig(max_new_tokens=9, temperature=0.8, top_p=0.9, top_k=4, stop=("\n\n",))
-    expected = Sampling(9, 0.8, top_p=0.9, top_k=4, stop=("\n\n",), stop_ids=(1, 2))
+    expected = SamplingParams(9, 0.8, top_p=0.9, top_k=4, stop=("\n\n",), stop_ids=(1, 2))
     assert training_sampling(config, (1, 2)) == expected
 
 
@@ -562,7 +562,7 @@ def test_whenever_engines_die_a_response_is_what_it_would_have_been(seed: int, n
             run.toys[at].version = version
             run.seats.give(EngineAssignment(sample.id, at, version))
         await call
-        asked = Request(sample.id, np.array(PROMPT, np.int32), Sampling(new_tokens, seed=seed_of(11, sample.id)))
+        asked = Request(sample.id, np.array(PROMPT, np.int32), SamplingParams(new_tokens, seed=seed_of(11, sample.id)))
         response = undisturbed(asked)
         assert sample.log.ids.tolist() == [*PROMPT, *response]
         assert sample.log.behaviour[len(PROMPT) :].tolist() == [logprob_of(token) for token in response]

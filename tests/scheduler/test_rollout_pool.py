@@ -35,7 +35,7 @@ from roll.config.errors import RunError
 from roll.data import Response, Sample, Task
 from roll.data import remote_columns as columns
 from roll.data.remote_columns import Block
-from roll.engine.request import Request, Sampling, seed_of
+from roll.engine.request import Request, SamplingParams, seed_of
 from roll.env import EnvFailure
 from roll.rollout.lifecycle import MOVES, Lifecycle
 from roll.rollout.messages import FinalState, Report, SampleCommand, SampleResult
@@ -674,7 +674,7 @@ def test_what_passes_through_the_controller_does_not_grow_with_responses(
 def response_of(sample: Sample, prompt: list[int], new_tokens: int = 8) -> list[int]:
     """What nobody interfered with would have said."""
     seed = seed_of(11, sample.id)
-    return undisturbed(Request(sample.id, np.array(prompt, np.int32), Sampling(new_tokens, seed=seed)))
+    return undisturbed(Request(sample.id, np.array(prompt, np.int32), SamplingParams(new_tokens, seed=seed)))
 
 
 def assert_undisturbed(run: Party, sample: Sample, new_tokens: int = 8) -> None:

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from roll.engine.paged.layer_kernels import power
-from roll.engine.paged.step_inputs import Rows
+from roll.engine.paged.step_inputs import StepInputs
 
 SPLIT_TILE = 64
 """Positions an attention kernel reads at once."""
@@ -188,7 +188,7 @@ def _join(parts, highest, total, out, DIM: tl.constexpr, PAD: tl.constexpr, SPLI
 def attend(
     out: Tensor,
     query: Tensor,
-    rows: Rows,
+    rows: StepInputs,
     keys: Tensor,
     values: Tensor,
     scale: float,
@@ -237,7 +237,7 @@ def tile_rows(heads: int, kv_heads: int) -> int:
 def attend_tiles(
     out: Tensor,
     query: Tensor,
-    rows: Rows,
+    rows: StepInputs,
     keys: Tensor,
     values: Tensor,
     scale: float,

@@ -86,16 +86,16 @@ class Sequence:
         return Progress(self.request.id, start, self.tokens[start:], self.log_probs[start:], versions[start:])
 
 
-class Slots:
-    """One line a slot. Every sequence that enters begins a new `reign`, so that what a step drew for the one before it is
-    known as such."""
+class BatchState:
+    """One line a slot. Every sequence that enters begins a new `slot_epoch`, so that what a step drew for the one before
+    it is known as such."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.sequences: list[Sequence | None] = [None] * count
         self._free = list(reversed(range(count)))
         self._reigns = 0
-        self.reign = np.full(count, _NOBODY, np.int64)
+        self.slot_epoch = np.full(count, _NOBODY, np.int64)
         self.draws = np.zeros(count, bool)
         """Whether its prompt is in the cache, so that it draws a token a step."""
         self.prompt = np.zeros(count, np.int64)
@@ -133,7 +133,7 @@ class Slots:
         self.sequences[slot] = sequence
         drawn = len(sequence.tokens)
         self._reigns += 1
-        self.reign[slot] = self._reigns
+        self.slot_epoch[slot] = self._reigns
         self.draws[slot] = False
         self.prompt[slot] = len(sequence.request.ids)
         self.launched[slot] = self.drawn[slot] = drawn
@@ -168,7 +168,7 @@ class Slots:
         slot = sequence.slot
         self.bring_up(sequence)
         self.sequences[slot] = None
-        self.reign[slot] = _NOBODY
+        self.slot_epoch[slot] = _NOBODY
         self.draws[slot] = False
         self.held[slot] = 0
         self._free.append(slot)
@@ -207,7 +207,7 @@ class Slots:
             self.log_probs = _wider(self.log_probs, 2 * drawn, 0)
 
 
-def prompt_sheet(slots: Slots, sequence: Sequence, count: int, lines: int) -> Sheet:
+def prompt_sheet(slots: BatchState, sequence: Sequence, count: int, lines: int) -> Sheet:
     """The next `count` rows of a sequence's prompt, with so many lines of blocks."""
     positions = np.arange(sequence.filled, sequence.filled + count)
     own = np.full(count, sequence.slot)
@@ -220,7 +220,7 @@ def prompt_sheet(slots: Slots, sequence: Sequence, count: int, lines: int) -> Sh
     return sheet
 
 
-def drawing_sheet(slots: Slots, drawing: NDArray[np.int64], lines: int) -> Sheet:
+def drawing_sheet(slots: BatchState, drawing: NDArray[np.int64], lines: int) -> Sheet:
     """The next row of each of these slots, after which it draws."""
     positions = slots.positions[drawing]
     sheet = np.zeros((HEADER + lines, len(drawing)), np.int32)

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from roll.engine.attention_params import Reading, reading_of
-from roll.engine.paged.kv_cache import BLOCK, PagedPlan, Pages, RowPlan, SpanPlan
-from roll.engine.paged.step_inputs import HEADER, PLACE, POSITION, TOKEN, Rows, Sheet
+from roll.engine.attention_params import AttentionParams, reading_of
+from roll.engine.paged.kv_cache import BLOCK, DecodeMetadata, PagedKVCache, PagedPlan, PrefillMetadata
+from roll.engine.paged.step_inputs import HEADER, PLACE, POSITION, TOKEN, Sheet, StepInputs
 from roll.engine.routes import Recorder
 from roll.model.attention import forward_rows
 from roll.model.experts import experts_of, with_experts
@@ -47,7 +47,7 @@ class Decoder(Protocol):
     """Where it records routes: the experts of row i of the last pass, layer by layer of those that have experts.
     [rows or more, layers, chosen] or [rows, layers · chosen]"""
 
-    def hidden(self, rows: Rows, last: Tensor, plan: PagedPlan) -> Tensor:
+    def hidden(self, rows: StepInputs, last: Tensor, plan: PagedPlan) -> Tensor:
         """The last hidden state of every row, normed. [rows, hidden]"""
         ...
 
@@ -61,17 +61,17 @@ class PlainDecoder:
         self._recorder = Recorder(self._model)
         self._records = record_routes
 
-    def hidden(self, rows: Rows, last: Tensor, plan: PagedPlan) -> Tensor:
+    def hidden(self, rows: StepInputs, last: Tensor, plan: PagedPlan) -> Tensor:
         if not self._records:
             return self._forward(rows, last, plan)
         hidden, self.routes = self.recorded(rows, last, plan)
         return hidden
 
-    def recorded(self, rows: Rows, last: Tensor, plan: PagedPlan) -> tuple[Tensor, Tensor]:
+    def recorded(self, rows: StepInputs, last: Tensor, plan: PagedPlan) -> tuple[Tensor, Tensor]:
         """The same, and where the rows went, [rows, layers · chosen]."""
         return self._recorder.record(lambda: self._forward(rows, last, plan))
 
-    def _forward(self, rows: Rows, last: Tensor, plan: PagedPlan) -> Tensor:
+    def _forward(self, rows: StepInputs, last: Tensor, plan: PagedPlan) -> Tensor:
         return forward_rows(self._model, rows.ids(last), rows.positions.long(), plan)
 
 
@@ -130,7 +130,7 @@ class _Layer:
     after: Tensor
     """Weight of the norm before the inner layer."""
     inner: _Dense | _Mixture
-    reading: Reading
+    reading: AttentionParams
 
 
 class FusedDecoder:
@@ -166,7 +166,7 @@ class FusedDecoder:
         """Layers that have experts."""
         return len(self._mixtures)
 
-    def hidden(self, rows: Rows, last: Tensor, plan: PagedPlan) -> Tensor:
+    def hidden(self, rows: StepInputs, last: Tensor, plan: PagedPlan) -> Tensor:
         from roll.engine.paged import layer_kernels as kernels
 
         _, stream = kernels.embed(rows, last, self._embeddings)
@@ -281,7 +281,7 @@ def _probes(
     kernels with the experts that it chose."""
     shape = ModelShape.of_model(model)
     dtype = next(model.parameters()).dtype
-    own, others = (Pages(shape, _PROBE // BLOCK + 2, dtype, device) for _ in range(2))
+    own, others = (PagedKVCache(shape, _PROBE // BLOCK + 2, dtype, device) for _ in range(2))
     last = torch.zeros(1, dtype=torch.int32, device=device)
     tokens = np.arange(1, _PROBE + 1) * 7919 % shape.vocab
     expected: list[Tensor] = []
@@ -290,8 +290,8 @@ def _probes(
     for start, end in ((0, cut), (cut, _PROBE)):
         rows = _sheet_rows(tokens, start, end, device)
 
-        def plan(pages: Pages, rows: Rows = rows, whole: bool = start == 0) -> PagedPlan:
-            return _span(pages, rows, cut, cut, device) if whole else RowPlan(pages, rows)
+        def plan(pages: PagedKVCache, rows: StepInputs = rows, whole: bool = start == 0) -> PagedPlan:
+            return _span(pages, rows, cut, cut, device) if whole else DecodeMetadata(pages, rows)
 
         if fused.mixtures:
             hidden, routes = plain.recorded(rows, last, plan(own))
@@ -304,7 +304,7 @@ def _probes(
     return torch.cat(expected), torch.cat(found)
 
 
-def _sheet_rows(tokens: Any, start: int, end: int, device: torch.device) -> Rows:
+def _sheet_rows(tokens: Any, start: int, end: int, device: torch.device) -> StepInputs:
     """Rows of one sequence alone in its cache, in blocks 1 and on."""
     blocks = -(-len(tokens) // BLOCK)
     sheet: Sheet = np.zeros((HEADER + blocks, end - start), np.int32)
@@ -312,11 +312,11 @@ def _sheet_rows(tokens: Any, start: int, end: int, device: torch.device) -> Rows
     sheet[PLACE] = BLOCK + sheet[POSITION]
     sheet[TOKEN] = tokens[start:end]
     sheet[HEADER:] = np.arange(1, blocks + 1)[:, None]
-    return Rows(torch.from_numpy(sheet).to(device))
+    return StepInputs(torch.from_numpy(sheet).to(device))
 
 
-def _span(pages: Pages, rows: Rows, count: int, keys: int, device: torch.device) -> SpanPlan:
-    return SpanPlan(pages, rows, [(count, keys)], torch.arange(BLOCK, BLOCK + keys, device=device))
+def _span(pages: PagedKVCache, rows: StepInputs, count: int, keys: int, device: torch.device) -> PrefillMetadata:
+    return PrefillMetadata(pages, rows, [(count, keys)], torch.arange(BLOCK, BLOCK + keys, device=device))
 
 
 @torch.inference_mode()
@@ -324,7 +324,7 @@ def log_probs_of(
     decoder: Decoder, logits_of: Callable[[Tensor], Tensor], shape: ModelShape, ids: Any, like: Tensor
 ) -> Tensor:
     """fp32 log-probs of a sequence's tokens after the first, in a cache of its own."""
-    pages = Pages(shape, -(-len(ids) // BLOCK) + 1, like.dtype, like.device)
+    pages = PagedKVCache(shape, -(-len(ids) // BLOCK) + 1, like.dtype, like.device)
     last = torch.zeros(1, dtype=torch.int32, device=like.device)
     rows = _sheet_rows(ids, 0, len(ids), like.device)
     hidden = decoder.hidden(rows, last, _span(pages, rows, len(ids), len(ids), like.device))

@@ -26,11 +26,11 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from roll.config.errors import RunError
 from roll.data.routes import Routes
 from roll.data.tokenlog import IntArray, begin_alike
-from roll.engine.paged.batch_state import Sequence, Slots, drawing_sheet, prompt_sheet
+from roll.engine.paged.batch_state import BatchState, Sequence, drawing_sheet, prompt_sheet
 from roll.engine.paged.blocks import Key, keys_of
 from roll.engine.paged.kv_cache import BLOCK, RoutesRead
-from roll.engine.paged.kv_manager import Room
-from roll.engine.paged.model_runner import Drawn
+from roll.engine.paged.kv_manager import KVManager
+from roll.engine.paged.model_runner import AsyncOutput
 from roll.engine.paged.step_inputs import LAST_DRAWN, Sheet
 from roll.engine.request import Completion, Finish, Progress, Request
 from roll.engine.routes import RouteShape
@@ -58,7 +58,7 @@ _NOTHING = np.empty(0, np.int32)
 class _Flight:
     """A launched step: the rows that draw, and whose they were."""
 
-    drawn: Drawn
+    drawn: AsyncOutput
     rows: NDArray[np.int64]
     slots: NDArray[np.int64]
     reigns: NDArray[np.int64]
@@ -93,8 +93,8 @@ class PagedEngine:
         self.model = model
         self.version = version
         self._tokenizer = tokenizer
-        self._room = Room(model, max_running, kv_tokens, RouteShape.of(model) if records_routes else None)
-        self._slots = Slots(max_running)
+        self._room = KVManager(model, max_running, kv_tokens, RouteShape.of(model) if records_routes else None)
+        self._slots = BatchState(max_running)
         self._waiting: deque[Sequence] = deque()
         self._filling: list[Sequence] = []
         """Running, with a prompt that is not all in the cache; oldest first."""
@@ -308,7 +308,7 @@ class PagedEngine:
         truncating = np.flatnonzero(slots.truncates[drawing]).tolist()
         truncated = {row: self._sequence(drawing[row]).request.sampling for row in truncating}
         drawn = self._room.steps.draw(drawing_sheet(slots, drawing, lines), parts, truncated)
-        self._flights.append(_Flight(drawn, np.arange(len(drawing)), drawing, slots.reign[drawing]))
+        self._flights.append(_Flight(drawn, np.arange(len(drawing)), drawing, slots.slot_epoch[drawing]))
         slots.launched[drawing] += 1
         slots.given[drawing] = LAST_DRAWN
         self._decoded += len(drawing)
@@ -333,7 +333,7 @@ class PagedEngine:
         """The youngest running sequence goes back to wait, first in line. `keeps_routes`: those that its tokens were
         drawn with, because they may be others when it is computed again."""
         running = [sequence for sequence in self._slots.sequences if sequence is not None]
-        youngest = max(running, key=lambda sequence: self._slots.reign[sequence.slot])
+        youngest = max(running, key=lambda sequence: self._slots.slot_epoch[sequence.slot])
         if keeps_routes and (routes := self._read_routes(youngest)) is not None:
             youngest.routes.append(self._on_host(routes))
         self._let_go(youngest)
@@ -362,7 +362,7 @@ class PagedEngine:
         flight = self._flights.popleft()
         tokens, log_probs = flight.drawn.read()
         slots = self._slots
-        here = slots.reign[flight.slots] == flight.reigns
+        here = slots.slot_epoch[flight.slots] == flight.reigns
         rows, where = flight.rows[here], flight.slots[here]
         if not len(where):
             return
@@ -374,7 +374,7 @@ class PagedEngine:
             request, drawn = self._sequence(slot).request, int(slots.drawn[slot])
             if hits_stop_string(self._tokenizer, slots.tokens[slot, :drawn], request.sampling.stop, request.said):
                 self._finish(self._sequence(slot), "stop")
-        for slot in where[ended & (slots.reign[where] == flight.reigns[here])]:
+        for slot in where[ended & (slots.slot_epoch[where] == flight.reigns[here])]:
             self._finish(self._sequence(slot), slots.finish_of(int(slot)))
 
     def _finish(self, sequence: Sequence, finish: Finish) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from roll.engine.attention_params import Reading, reading_of, widened
-from roll.engine.paged.step_inputs import Rows
+from roll.engine.attention_params import AttentionParams, reading_of, widened
+from roll.engine.paged.step_inputs import StepInputs
 from roll.engine.routes import RouteShape
 from roll.model.shape import ModelShape
 
@@ -29,7 +29,7 @@ _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signa
 """Before torch 2.13 heads that share keys need no asking for."""
 
 
-class Pages:
+class PagedKVCache:
     """Keys and values: [layers, blocks, kv_heads, BLOCK, dim] each; where they are recorded, routes: [places, width]."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Pages:
     def blocks(self) -> int:
         return self.keys.shape[1]
 
-    def take_over(self, other: Pages) -> None:
+    def take_over(self, other: PagedKVCache) -> None:
         """Becomes what another one is, block by block."""
         self.keys[:, : other.blocks] = other.keys
         self.values[:, : other.blocks] = other.values
@@ -98,7 +98,7 @@ class RoutesRead:
 class PagedPlan:
     """What both kinds of passes share. As an `AttentionPlan` it serves any decoder's own code."""
 
-    def __init__(self, pages: Pages, rows: Rows) -> None:
+    def __init__(self, pages: PagedKVCache, rows: StepInputs) -> None:
         self.pages = pages
         self.rows = rows
 
@@ -118,7 +118,7 @@ class PagedPlan:
         if held is not None:
             held[self.rows.places.long()] = routes.flatten(1).to(held.dtype)
 
-    def read(self, layer: int, query: Tensor, heads: int, reading: Reading) -> Tensor:
+    def read(self, layer: int, query: Tensor, heads: int, reading: AttentionParams) -> Tensor:
         """Every row's heads, the first of its line in `query`, over the positions up to its own. → [rows, heads · dim]"""
         raise NotImplementedError
 
@@ -134,15 +134,15 @@ class PagedPlan:
         self.pages.values[layer][places // BLOCK, :, places % BLOCK] = value
 
 
-class RowPlan(PagedPlan):
+class DecodeMetadata(PagedPlan):
     """Every row by itself, one or few of a sequence; from row `alone` on, on a GPU, in tiles: rows of one sequence that
     follow each other read its keys once, as all such rows do on a CPU."""
 
-    def __init__(self, pages: Pages, rows: Rows, alone: int | None = None) -> None:
+    def __init__(self, pages: PagedKVCache, rows: StepInputs, alone: int | None = None) -> None:
         super().__init__(pages, rows)
         self._alone = rows.count if alone is None else alone
 
-    def read(self, layer: int, query: Tensor, heads: int, reading: Reading) -> Tensor:
+    def read(self, layer: int, query: Tensor, heads: int, reading: AttentionParams) -> Tensor:
         keys, values = self.pages.keys[layer], self.pages.values[layer]
         dim = keys.shape[-1]
         if query.is_cuda:
@@ -164,11 +164,11 @@ class RowPlan(PagedPlan):
         return out.view(self.rows.count, heads * dim)
 
 
-class SpanPlan(PagedPlan):
+class PrefillMetadata(PagedPlan):
     """Many rows of few sequences: prompts. A sequence's rows follow each other; the keys of each are all its positions so
     far, gathered from its blocks."""
 
-    def __init__(self, pages: Pages, rows: Rows, spans: list[tuple[int, int]], key_places: Tensor) -> None:
+    def __init__(self, pages: PagedKVCache, rows: StepInputs, spans: list[tuple[int, int]], key_places: Tensor) -> None:
         """`spans`: rows and keys of each sequence; `key_places`: where all these keys are, in order."""
         super().__init__(pages, rows)
         self._spans = spans
@@ -177,7 +177,7 @@ class SpanPlan(PagedPlan):
         self._query_ends, self._key_ends = (_ends(sizes, rows.data.device) for sizes in (queries, keys))
         self._most = (max(queries), max(keys))
 
-    def read(self, layer: int, query: Tensor, heads: int, reading: Reading) -> Tensor:
+    def read(self, layer: int, query: Tensor, heads: int, reading: AttentionParams) -> Tensor:
         dim = self.pages.keys.shape[-1]
         asked = query[:, : heads * dim].reshape(-1, heads, dim)
         key = self.pages.keys[layer][self._blocks, :, self._offsets]
@@ -229,7 +229,7 @@ def _ends(sizes: list[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, reading: Reading) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, reading: AttentionParams) -> Tensor:
     """The last rows of one sequence over all its positions. query [rows, heads, dim], key [keys, kv_heads, dim]"""
     rows, keys = query.shape[0], key.shape[0]
     repeats = query.shape[1] // key.shape[1]

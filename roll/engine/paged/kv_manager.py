@@ -20,8 +20,8 @@ from roll.config.errors import RunError
 from roll.data.tokenlog import IntArray
 from roll.engine.paged.blocks import BlockPool
 from roll.engine.paged.decoder import Decoder, log_probs_of, make_decoder
-from roll.engine.paged.kv_cache import BLOCK, Pages, RoutesRead
-from roll.engine.paged.model_runner import Steps
+from roll.engine.paged.kv_cache import BLOCK, PagedKVCache, RoutesRead
+from roll.engine.paged.model_runner import ModelRunner
 from roll.engine.paged.sizing import Sizing
 from roll.engine.paged.step_inputs import HEADER, PLACE, POSITION, SLOT, TOKEN
 from roll.engine.request import Request
@@ -34,11 +34,11 @@ from roll.model.shape import ModelShape
 @dataclass
 class _Inside:
     pool: BlockPool
-    pages: Pages
-    steps: Steps
+    pages: PagedKVCache
+    steps: ModelRunner
 
 
-class Room:
+class KVManager:
     def __init__(self, model: PreTrainedModel, slots: int, kv_tokens: int, recorded: RouteShape | None = None) -> None:
         """For `slots` sequences. `kv_tokens`: what it holds; 0 for what the longest request so far needs in every slot,
         as far as memory goes. `recorded`: the routes that it holds beside keys and values."""
@@ -58,7 +58,7 @@ class Room:
         return self._open.pool
 
     @property
-    def steps(self) -> Steps:
+    def steps(self) -> ModelRunner:
         return self._open.steps
 
     def read_routes(self, places: NDArray[np.int64]) -> RoutesRead:
@@ -107,7 +107,7 @@ class Room:
 
     def _make(self, blocks: int) -> _Inside:
         pages, width = self._sizing.pages(blocks), self._sizing.width(blocks)
-        steps = Steps(self._model, self._decoder, pages, self._slots, width, self._capturing)
+        steps = ModelRunner(self._model, self._decoder, pages, self._slots, width, self._capturing)
         return _Inside(BlockPool(blocks, BLOCK), pages, steps)
 
     def _grow(self, here: _Inside, wanted: int) -> None:

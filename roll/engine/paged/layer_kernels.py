@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from roll.engine.paged.step_inputs import Rows
+from roll.engine.paged.step_inputs import StepInputs
 
 
 @triton.jit
@@ -164,7 +164,7 @@ def _gate(both, out, INNER: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + row * INNER + spots, (opened * up).to(gate.dtype), mask=inside)
 
 
-def embed(rows: Rows, last: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def embed(rows: StepInputs, last: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """The rows' tokens and their embeddings. [rows], [rows, hidden]"""
     hidden = weight.shape[1]
     ids = torch.empty(rows.count, dtype=torch.int64, device=weight.device)
@@ -203,7 +203,7 @@ def rotate_and_keep(
     eps: float,
     cosines: Tensor,
     sines: Tensor,
-    rows: Rows,
+    rows: StepInputs,
     keys: Tensor,
     values: Tensor,
     heads: int,
@@ -233,7 +233,7 @@ def rotate_and_keep(
     )
 
 
-def keep(key: Tensor, value: Tensor, rows: Rows, keys: Tensor, values: Tensor) -> None:
+def keep(key: Tensor, value: Tensor, rows: StepInputs, keys: Tensor, values: Tensor) -> None:
     """Puts keys and values [rows, kv_heads, dim] into one layer's cache."""
     _, kv_heads, block, dim = keys.shape
     launch: Any = _keep[(rows.count, kv_heads)]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from roll.engine.paged.decoder import Decoder
-from roll.engine.paged.kv_cache import PagedPlan, Pages, RowPlan, SpanPlan
+from roll.engine.paged.kv_cache import DecodeMetadata, PagedKVCache, PagedPlan, PrefillMetadata
 from roll.engine.paged.step_inputs import (
     DRAWS,
     HEADER,
@@ -28,11 +28,11 @@ from roll.engine.paged.step_inputs import (
     SEED_LOW,
     SLOT,
     TEMPERATURE,
-    Rows,
     Sheet,
+    StepInputs,
     padding,
 )
-from roll.engine.request import Sampling
+from roll.engine.request import SamplingParams
 from roll.engine.sampling import draw
 from roll.model.attention import logits_of
 
@@ -46,7 +46,7 @@ _STAGES = 4
 
 
 @dataclass
-class Drawn:
+class AsyncOutput:
     """What a step will have drawn: a token and a log-prob a row."""
 
     results: Tensor
@@ -73,16 +73,16 @@ class _Stage:
 class _Graph:
     """One number of rows, captured."""
 
-    def __init__(self, rows: Rows, compute: Mapping[str, Tensor], graph: torch.cuda.CUDAGraph) -> None:
+    def __init__(self, rows: StepInputs, compute: Mapping[str, Tensor], graph: torch.cuda.CUDAGraph) -> None:
         self.rows, self.results, self.logits, self.graph = rows, compute["results"], compute["logits"], graph
 
 
-class Steps:
+class ModelRunner:
     def __init__(
         self,
         model: PreTrainedModel,
         decoder: Decoder,
-        pages: Pages,
+        pages: PagedKVCache,
         slots: int,
         width: int,
         stream: torch.cuda.Stream | None,
@@ -103,7 +103,7 @@ class Steps:
         self._stages: deque[_Stage] = deque()
         self._logits: Tensor | None = None
 
-    def move(self, pages: Pages, width: int) -> None:
+    def move(self, pages: PagedKVCache, width: int) -> None:
         """Goes on in another cache, which holds the same. No step may be in flight."""
         self._graphs.clear()
         self._pages, self._width = pages, width
@@ -125,13 +125,13 @@ class Steps:
     @torch.inference_mode()
     def fill(self, sheet: Sheet, spans: list[tuple[int, int]], key_places: NDArray[np.int64]) -> None:
         """Computes prompts' rows, drawing nothing."""
-        rows = Rows(self._to_device(sheet))
+        rows = StepInputs(self._to_device(sheet))
         places = torch.from_numpy(key_places)
         if self._device.type == "cuda":
             places = places.pin_memory().to(self._device, non_blocking=True)
-        self._hidden(rows, SpanPlan(self._pages, rows, spans, places))
+        self._hidden(rows, PrefillMetadata(self._pages, rows, spans, places))
 
-    def _hidden(self, rows: Rows, plan: PagedPlan) -> Tensor:
+    def _hidden(self, rows: StepInputs, plan: PagedPlan) -> Tensor:
         hidden = self._decoder.hidden(rows, self._last, plan)
         if self._pages.routes is not None:
             routes = self._decoder.routes
@@ -142,7 +142,7 @@ class Steps:
         return hidden
 
     @torch.inference_mode()
-    def draw(self, drawing: Sheet, prompts: Sequence[Sheet], truncated: Mapping[int, Sampling]) -> Drawn:
+    def draw(self, drawing: Sheet, prompts: Sequence[Sheet], truncated: Mapping[int, SamplingParams]) -> AsyncOutput:
         """Launches a step of rows that draw, one a slot, and rows of prompts, which follow each other. `truncated`: rows
         that draw from a truncated distribution, which takes a wait."""
         count, filling = drawing.shape[1], sum(sheet.shape[1] for sheet in prompts)
@@ -159,7 +159,7 @@ class Steps:
         results.copy_(graph.results, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        return Drawn(results, min(count, results.shape[1]), done)
+        return AsyncOutput(results, min(count, results.shape[1]), done)
 
     @torch.inference_mode()
     def logits(self, sheet: Sheet) -> Tensor:
@@ -196,7 +196,7 @@ class Steps:
         return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
 
     def _capture(self, size: int) -> _Graph:
-        rows = Rows(torch.zeros(HEADER + self._width, size, dtype=torch.int32, device=self._device))
+        rows = StepInputs(torch.zeros(HEADER + self._width, size, dtype=torch.int32, device=self._device))
         rows.slots.fill_(self._slots)
         stream = self._stream
         assert stream is not None
@@ -209,11 +209,11 @@ class Steps:
             computed = self._compute(rows)
         return _Graph(rows, computed, graph)
 
-    def _compute(self, rows: Rows) -> dict[str, Tensor]:
+    def _compute(self, rows: StepInputs) -> dict[str, Tensor]:
         from roll.engine.paged import sampling_kernels as kernels
 
         drawing = min(rows.count, self._slots)
-        hidden = self._hidden(rows, RowPlan(self._pages, rows, drawing))[:drawing]
+        hidden = self._hidden(rows, DecodeMetadata(self._pages, rows, drawing))[:drawing]
         logits = self._logits_of(hidden)
         results = torch.empty(2, drawing, dtype=torch.int32, device=self._device)
         kernels.sample(logits, rows, self._last, results, self._cap)
@@ -229,7 +229,7 @@ class Steps:
             self._logits = hidden.new_empty(self._slots, output.out_features)
         return torch.mm(hidden, output.weight.t(), out=self._logits[: len(hidden)])
 
-    def _redraw(self, logits: Tensor, results: Tensor, sheet: Sheet, truncated: Mapping[int, Sampling]) -> None:
+    def _redraw(self, logits: Tensor, results: Tensor, sheet: Sheet, truncated: Mapping[int, SamplingParams]) -> None:
         rows = sorted(truncated)
         wide = logits[rows].float()
         if self._cap:
@@ -241,9 +241,9 @@ class Steps:
         results[1, rows] = torch.tensor(log_probs, device=self._device).view(torch.int32)
         self._last[torch.from_numpy(sheet[SLOT, rows].astype(np.int64)).to(self._device)] = drawn
 
-    def _draw_at_once(self, sheet: Sheet, truncated: Mapping[int, Sampling]) -> Drawn:
-        rows = Rows(self._to_device(sheet))
-        logits = logits_of(self._model, self._hidden(rows, RowPlan(self._pages, rows)))
+    def _draw_at_once(self, sheet: Sheet, truncated: Mapping[int, SamplingParams]) -> AsyncOutput:
+        rows = StepInputs(self._to_device(sheet))
+        logits = logits_of(self._model, self._hidden(rows, DecodeMetadata(self._pages, rows)))
         wanted = np.flatnonzero(sheet[DRAWS])
         samplings = [truncated.get(int(row)) or _sampling(sheet[:, row]) for row in wanted]
         tokens, log_probs = draw(logits, wanted.tolist(), samplings, (sheet[POSITION, wanted] + 1).tolist())
@@ -251,12 +251,12 @@ class Steps:
         results[0, wanted] = torch.tensor(tokens, dtype=torch.int32)
         results[1, wanted] = torch.tensor(log_probs, dtype=torch.float32).view(torch.int32)
         self._last[torch.from_numpy(sheet[SLOT, wanted].astype(np.int64))] = results[0, wanted]
-        return Drawn(results, rows.count, None)
+        return AsyncOutput(results, rows.count, None)
 
 
-def _sampling(column: NDArray[np.int32]) -> Sampling:
+def _sampling(column: NDArray[np.int32]) -> SamplingParams:
     low, high = (int(column[line]) & 0xFFFFFFFF for line in (SEED_LOW, SEED_HIGH))
-    return Sampling(
+    return SamplingParams(
         1, temperature=float(column[TEMPERATURE : TEMPERATURE + 1].view(np.float32)[0]), seed=high << 32 | low
     )
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from roll.engine.paged.layer_kernels import power
-from roll.engine.paged.step_inputs import Rows
+from roll.engine.paged.step_inputs import StepInputs
 
 VOCAB_BLOCK = 4096
 
@@ -117,7 +117,7 @@ def _choose(
         tl.store(last + tl.load(slots + row), tl.maximum(token, 0))
 
 
-def sample(logits: Tensor, rows: Rows, last: Tensor, out: Tensor, cap: float | None) -> None:
+def sample(logits: Tensor, rows: StepInputs, last: Tensor, out: Tensor, cap: float | None) -> None:
     """Draws a token for each of the first rows from logits [those rows, vocab]: `out` [2, those rows] gets the tokens and
     the bits of their log-probs, and `last` the tokens of the slots whose rows draw."""
     count, vocab = logits.shape

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from roll.engine.kv_sizing import Limit
-from roll.engine.paged.kv_cache import BLOCK, Pages
+from roll.engine.paged.kv_cache import BLOCK, PagedKVCache
 from roll.engine.routes import RouteShape
 from roll.model.rope import longest_sequence
 from roll.model.shape import ModelShape
@@ -29,7 +29,7 @@ class Sizing:
         self._recorded = recorded
         parameter = next(model.parameters())
         self._shape, self._dtype, self._device = ModelShape.of_model(model), parameter.dtype, parameter.device
-        self._block_bytes = Pages.bytes_a_block(self._shape, self._dtype, recorded)
+        self._block_bytes = PagedKVCache.bytes_a_block(self._shape, self._dtype, recorded)
         self._context = longest_sequence(model.config)
         self._slots = slots
         self.limit = Limit(kv_tokens, self._block_bytes // BLOCK, self._device)
@@ -61,8 +61,8 @@ class Sizing:
         free, _ = torch.cuda.mem_get_info(self._device)
         return min(most, int(GROWTH_SHARE * free) // self._block_bytes)
 
-    def pages(self, blocks: int) -> Pages:
-        return Pages(self._shape, blocks, self._dtype, self._device, self._recorded)
+    def pages(self, blocks: int) -> PagedKVCache:
+        return PagedKVCache(self._shape, blocks, self._dtype, self._device, self._recorded)
 
     def width(self, blocks: int) -> int:
         """Blocks of the longest sequence."""

@@ -26,7 +26,7 @@ Sheet = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class Rows:
+class StepInputs:
     """The table on its device."""
 
     data: Tensor
@@ -35,8 +35,8 @@ class Rows:
     def count(self) -> int:
         return self.data.shape[1]
 
-    def part(self, start: int, end: int) -> Rows:
-        return Rows(self.data[:, start:end])
+    def part(self, start: int, end: int) -> StepInputs:
+        return StepInputs(self.data[:, start:end])
 
     @property
     def slots(self) -> Tensor:

@@ -18,7 +18,7 @@ from roll.config.errors import RunError
 from roll.engine.factory import make_engine
 from roll.engine.paged.engine import PagedEngine
 from roll.engine.request import Completion, Progress, Request
-from roll.engine.slot_engine import Engine, EngineStats
+from roll.engine.slot_engine import EngineStats, SlotEngine
 from roll.strategy.offload import Level, TensorOffloader
 from roll.weight_sync.stream import Manifest
 from roll.weight_sync.weights import Weights, check_probe, check_shared, named_tensors
@@ -51,14 +51,14 @@ class NativeStrategy:
         self._exact = exact
         self._kv_tokens = kv_tokens
         self._records_routes = records_routes
-        self._engine: Engine | PagedEngine | None = None
+        self._engine: SlotEngine | PagedEngine | None = None
         self._verified = False
         self._finished: list[Completion] = []
         self._running = asyncio.Event()
         self._running.set()
 
     @property
-    def engine(self) -> Engine | PagedEngine:
+    def engine(self) -> SlotEngine | PagedEngine:
         if self._engine is None:
             raise RunError("the engine has no weights yet: publish a version before generating")
         if not self._verified:
@@ -104,7 +104,7 @@ class NativeStrategy:
     async def resume(self) -> None:
         self._running.set()
 
-    def _present(self) -> Engine | PagedEngine:
+    def _present(self) -> SlotEngine | PagedEngine:
         """The engine, whether or not its weights are verified."""
         return self.engine if self._engine is None else self._engine
 
@@ -127,12 +127,12 @@ class NativeStrategy:
         assert self._own_model is not None
         self._serve(self._engine or self._make_engine(self._own_model, manifest.version), manifest)
 
-    def _serve(self, engine: Engine | PagedEngine, weights: Weights | Manifest) -> None:
+    def _serve(self, engine: SlotEngine | PagedEngine, weights: Weights | Manifest) -> None:
         check_probe(weights, engine.log_probs_of(weights.probe.numpy()))
         engine.set_version(weights.version)
         self._engine, self._verified = engine, True
 
-    def _make_engine(self, model: PreTrainedModel, version: int) -> Engine | PagedEngine:
+    def _make_engine(self, model: PreTrainedModel, version: int) -> SlotEngine | PagedEngine:
         return make_engine(
             model,
             self._tokenizer,

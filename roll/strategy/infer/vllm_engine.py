@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from roll.config.errors import RunError, UserError
-from roll.engine.request import Sampling, seed_of
+from roll.engine.request import SamplingParams, seed_of
 from roll.engine.routes import ExpertLayers
 
 
@@ -50,7 +50,7 @@ class VllmSettings:
         return self.device == "cpu" and bool(self.shape.tie_word_embeddings)
 
 
-def drawing(sampling: Sampling, prompt_tokens: int, routes_from: int | None = None) -> Any:
+def drawing(sampling: SamplingParams, prompt_tokens: int, routes_from: int | None = None) -> Any:
     """How tokens are drawn, for vLLM; it tells their experts from this one on, if at all."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

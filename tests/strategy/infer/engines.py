@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from roll.config.schema import TrainConfig
 from roll.data import Batch, Sample, Task
-from roll.engine.request import Completion, Request, Sampling
+from roll.engine.request import Completion, Request, SamplingParams
 from roll.model import attention
 from roll.model.loading import in_precision
 from roll.model.tiny import character_tokenizer
@@ -217,14 +217,14 @@ class Served:
 
 
 def request(id: str, new_tokens: int = 8, ids: Sequence[int] = PROMPT, **sampling: Any) -> Request:
-    return Request(id, np.array(ids, np.int32), Sampling(new_tokens, **sampling))
+    return Request(id, np.array(ids, np.int32), SamplingParams(new_tokens, **sampling))
 
 
 def resumed(request: Request, drawn: Completion, id: str = "") -> Request:
     """The request that goes on from what was drawn."""
     ids = np.concatenate([request.ids, drawn.ids])
     left = request.sampling.max_new_tokens - len(drawn.ids)
-    sampling = Sampling(**{**request.sampling.__dict__, "max_new_tokens": left})
+    sampling = SamplingParams(**{**request.sampling.__dict__, "max_new_tokens": left})
     return Request(id or request.id, ids, sampling, request.drawn + len(drawn.ids))
 
 

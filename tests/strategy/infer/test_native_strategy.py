@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from roll.config.errors import RunError
 from roll.config.schema import TrainConfig
-from roll.engine.request import Completion, Request, Sampling
+from roll.engine.request import Completion, Request, SamplingParams
 from roll.model import attention
 from roll.model.tiny import character_tokenizer
 from roll.strategy.infer.native import NativeStrategy
@@ -47,7 +47,7 @@ def strategy(max_running: int = 3, weights: Weights | None = None) -> NativeStra
 
 
 def request(id: str, new_tokens: int = 5, seed: int = 0) -> Request:
-    return Request(id, np.array([5, 9, 40], np.int32), Sampling(new_tokens, seed=seed))
+    return Request(id, np.array([5, 9, 40], np.int32), SamplingParams(new_tokens, seed=seed))
 
 
 def at_once(coroutine: Coroutine[Any, Any, None]) -> None:

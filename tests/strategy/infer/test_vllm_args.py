@@ -16,7 +16,7 @@ from roll.cluster import WorkerPlacement
 from roll.config import Config
 from roll.config.errors import UserError
 from roll.config.schema import RoleConfig
-from roll.engine.request import Request, Sampling
+from roll.engine.request import Request, SamplingParams
 from roll.engine.routes import ExpertLayers
 from roll.strategy.infer.vllm import _Running
 from roll.strategy.infer.vllm_args import (
@@ -216,7 +216,7 @@ def test_what_vllm_tells_of_all_layers_is_cut_to_those_with_experts_and_to_what_
     """A prompt of 5 tokens and 3 drawn: vLLM tells of all but the last, from a token of the prompt on."""
     layers = ExpertLayers.of(MIXTURE)
     assert layers is not None
-    running = _Running(Request("a", np.arange(5, dtype=np.int32), Sampling(3), routes_from=start))
+    running = _Running(Request("a", np.arange(5, dtype=np.int32), SamplingParams(3), routes_from=start))
     running.ids, running.logprobs, running.versions, running.known = [1, 2, 3], [0.0] * 3, [0] * 3, 3
     assert running.completion("stop", layers).routes is None, "it was not told"
     whole = np.arange(8 * 4 * 2, dtype=np.uint8).reshape(8, 4, 2)
