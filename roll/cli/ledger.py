@@ -25,7 +25,7 @@ _EPOCH_S = 1e8
 
 
 @dataclass(frozen=True)
-class Questions:
+class LedgerQuery:
     """What was asked; nothing asked is the summary."""
 
     task: str | None = None
@@ -36,7 +36,7 @@ class Questions:
 
 
 @dataclass(frozen=True)
-class Summary:
+class LedgerSummary:
     """A run on one screen. Times are of the first sample's beginning and of the last transition."""
 
     samples: dict[str, int]
@@ -49,7 +49,7 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Answer:
+class LedgerResult:
     """An answer by its name in JSON, and how people see it."""
 
     name: str
@@ -57,23 +57,23 @@ class Answer:
     show: Callable[[Any], Iterator[RenderableType]]
 
 
-def answers(index: LedgerIndex, questions: Questions) -> list[Answer]:
+def answers(index: LedgerIndex, questions: LedgerQuery) -> list[LedgerResult]:
     """The answers, in a fixed order."""
     found = []
     if questions.task is not None:
-        found.append(Answer("task", index.task(questions.task), partial(_task, questions.task)))
+        found.append(LedgerResult("task", index.task(questions.task), partial(_task, questions.task)))
     if questions.sample is not None:
-        found.append(Answer("sample", index.sample(questions.sample), _sample))
+        found.append(LedgerResult("sample", index.sample(questions.sample), _sample))
     if questions.dropped:
-        found.append(Answer("dropped", index.reasons(), _reasons))
+        found.append(LedgerResult("dropped", index.reasons(), _reasons))
     if questions.stages:
-        found.append(Answer("stages", index.stages(), _stages))
+        found.append(LedgerResult("stages", index.stages(), _stages))
     if questions.solve_rates:
-        found.append(Answer("solve_rates", index.solve_rates(), _solve_rates))
-    return found or [Answer("summary", _summary_of(index), _summary)]
+        found.append(LedgerResult("solve_rates", index.solve_rates(), _solve_rates))
+    return found or [LedgerResult("summary", _summary_of(index), _summary)]
 
 
-def print_answers(console: Console, found: list[Answer], as_json: bool) -> None:
+def print_answers(console: Console, found: list[LedgerResult], as_json: bool) -> None:
     if as_json:
         print(json.dumps({answer.name: _plain(answer.value) for answer in found}, indent=2))
         return
@@ -88,12 +88,14 @@ def _plain(value: Any) -> Any:
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
-def _summary_of(index: LedgerIndex) -> Summary:
+def _summary_of(index: LedgerIndex) -> LedgerSummary:
     first_s, last_s = index.span()
-    return Summary(index.states(), index.undone(), first_s, last_s, index.balance(), index.reasons(), index.stages())
+    return LedgerSummary(
+        index.states(), index.undone(), first_s, last_s, index.balance(), index.reasons(), index.stages()
+    )
 
 
-def _summary(summary: Summary) -> Iterator[RenderableType]:
+def _summary(summary: LedgerSummary) -> Iterator[RenderableType]:
     total = sum(summary.samples.values())
     began, ended = when(summary.first_s), when(summary.last_s)
     if not total and not summary.undone:

@@ -11,10 +11,10 @@ __all__ = [
     "Executor",
     "LocalExecutor",
     "PendingCall",
-    "WorkerPlacement",
     "RestartPolicy",
     "Supervisor",
     "Worker",
+    "WorkerPlacement",
     "WorkerStatus",
     "dispatch",
 ]
