@@ -17,8 +17,8 @@ from roll.pipeline.state import RunState, numbers
 from roll.rollout.messages import FinalState
 from roll.run import Panel, drop_samples_after
 from roll.scheduler.evaluate import (
+    EvalFailure,
     Evaluation,
-    Failure,
     SetEvaluation,
     failures_of,
     is_binary,
@@ -120,7 +120,7 @@ class RolloutRecord:
         recorder.report(state.step, "reward", values["reward/mean"], facts, values, worked_s=worked_s)
         self._tell(f"step {state.step}", failures_of(rollout.samples))
 
-    def _tell(self, where: str, failures: Sequence[Failure]) -> None:
+    def _tell(self, where: str, failures: Sequence[EvalFailure]) -> None:
         """Warns of what was not warned of yet: a run goes on without samples that fail, and whoever watches must know."""
         for failure in failures:
             if (failure.domain, failure.kind) not in self._told:

@@ -17,7 +17,7 @@ CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
-class Estimate:
+class MeanEstimate:
     """A mean over tasks, and the bounds of its 95 % interval, which need two tasks or more."""
 
     value: float
@@ -90,7 +90,7 @@ def _with_answer(
     return more_ways, more_right
 
 
-def mean_of(strata: Sequence[Sequence[Sequence[float]]], *, shares: bool, answers: int = 0) -> Estimate:
+def mean_of(strata: Sequence[Sequence[Sequence[float]]], *, shares: bool, answers: int = 0) -> MeanEstimate:
     """The mean over strata of the mean of all values in each, with a 95 % interval.
 
     A stratum is a list of tasks, a task a list of values. `shares`: every value is a share of right answers, from 0 to 1;
@@ -109,16 +109,16 @@ def mean_of(strata: Sequence[Sequence[Sequence[float]]], *, shares: bool, answer
         values += count
     value = fmean(means)
     if any(len(stratum) < 2 for stratum in strata):
-        return Estimate(value, None, None, tasks)
+        return MeanEstimate(value, None, None, tasks)
     variance = math.fsum(variances) / len(strata) ** 2
     quantile = student_quantile(0.5 + CONFIDENCE / 2, tasks - len(strata))
     if not shares:
         reach = quantile * math.sqrt(variance)
-        return Estimate(value, value - reach, value + reach, tasks)
+        return MeanEstimate(value, value - reach, value + reach, tasks)
     independent = len(strata) ** 2 / math.fsum(1 / len(stratum) for stratum in strata)
     if 0 < value < 1:
         independent = min(value * (1 - value) / variance, answers or values) if variance else answers or values
-    return Estimate(value, *wilson(value, independent, quantile), tasks)
+    return MeanEstimate(value, *wilson(value, independent, quantile), tasks)
 
 
 def _variance(stratum: Sequence[Sequence[float]], mean: float, count: int) -> float:

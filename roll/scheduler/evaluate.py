@@ -19,7 +19,7 @@ from roll.data.task import Task
 from roll.engine.request import seed_of
 from roll.process.structured_gather import together
 from roll.rollout.lifecycle import Lifecycle
-from roll.scheduler.estimate import Estimate, majority_at, mean_of, pass_at
+from roll.scheduler.estimate import MeanEstimate, majority_at, mean_of, pass_at
 from roll.scheduler.rollout_pool import RolloutPool
 
 PRIORITY = 1
@@ -29,7 +29,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
-class Answer:
+class EvalAnswer:
     """A question, what the model said and what that was worth."""
 
     question: str
@@ -40,7 +40,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Score:
+class EvalScore:
     """What answers to some tasks were worth."""
 
     reward: float
@@ -54,7 +54,7 @@ class Score:
     """Whether every reward was 0 or 1, so that their mean is an accuracy."""
 
     @classmethod
-    def of(cls, samples: Sequence[Sample]) -> Score | None:
+    def of(cls, samples: Sequence[Sample]) -> EvalScore | None:
         """None if not one of them could be judged."""
         scored = [sample for sample in samples if sample.state == "scored"]
         if not scored:
@@ -65,7 +65,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Failure:
+class EvalFailure:
     """Samples of a domain that could not be judged, for reasons of one kind."""
 
     domain: str
@@ -98,19 +98,19 @@ class SetEvaluation:
     temperature: float
     solved_at: float
     """The reward from which on an attempt has solved its task."""
-    reward: Estimate
+    reward: MeanEstimate
     """The mean reward; of a run with domains, the mean over its domains."""
     binary: bool
     """Whether every reward was 0 or 1."""
-    pass_at: dict[int, Estimate]
+    pass_at: dict[int, MeanEstimate]
     """By k, over the tasks that were judged k times or more."""
-    majority_at: dict[int, Estimate]
+    majority_at: dict[int, MeanEstimate]
     tokens_mean: float
     parts: dict[str, float] = field(default_factory=dict)
-    domains: dict[str, Score] = field(default_factory=dict)
+    domains: dict[str, EvalScore] = field(default_factory=dict)
     """Where there are several, and for each that could be judged."""
-    failures: list[Failure] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
+    failures: list[EvalFailure] = field(default_factory=list)
+    answers: list[EvalAnswer] = field(default_factory=list)
     """Some of them, to show."""
 
     @property
@@ -119,7 +119,7 @@ class SetEvaluation:
         return measure_of(self.binary)
 
     @property
-    def estimates(self) -> dict[str, Estimate]:
+    def estimates(self) -> dict[str, MeanEstimate]:
         """All of them by name: `reward`, `pass@4`, `maj@8`."""
         passed = {f"pass@{k}": estimate for k, estimate in self.pass_at.items()}
         return {"reward": self.reward} | passed | {f"maj@{k}": estimate for k, estimate in self.majority_at.items()}
@@ -196,11 +196,11 @@ class Evaluation:
         return sum(count * mean for count, mean in judged) / sum(count for count, _ in judged)
 
     @property
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[EvalAnswer]:
         return [answer for found in self.sets.values() for answer in found.answers]
 
     @property
-    def failures(self) -> list[Failure]:
+    def failures(self) -> list[EvalFailure]:
         return [failure for found in self.sets.values() for failure in found.failures]
 
     @property
@@ -209,7 +209,7 @@ class Evaluation:
         return self._only.parts if self._only is not None else {}
 
     @property
-    def domains(self) -> dict[str, Score]:
+    def domains(self) -> dict[str, EvalScore]:
         """Of the only set; empty where there are several."""
         return self._only.domains if self._only is not None else {}
 
@@ -284,7 +284,7 @@ class Evaluator:
         ]
 
     async def _judged(self, name: str, samples: list[Sample]) -> SetEvaluation:
-        whole, settings = Score.of(samples), self._config.settings(name)
+        whole, settings = EvalScore.of(samples), self._config.settings(name)
         if whole is None:
             where = "" if name == HELD_OUT else f" of eval.sets.{name}"
             raise RunError(f"no held-out answer{where} could be judged; the first reason: {samples[0].reason}")
@@ -316,19 +316,21 @@ class Evaluator:
             answers=await self._shown(name, samples, settings.attempts),
         )
 
-    async def _shown(self, name: str, samples: Sequence[Sample], attempts: int) -> list[Answer]:
+    async def _shown(self, name: str, samples: Sequence[Sample], attempts: int) -> list[EvalAnswer]:
         """The first answer to each of the first questions."""
         first = samples[:: attempts or 1][: self._config.show]
         shown = [s for s in first if s.finish is not None and self._pool.tokens.locate(s) is not None]
         texts = await self._pool.tokens.texts(shown)
-        return [Answer(s.task.question or s.task.id, text, s.reward, name) for s, text in zip(shown, texts, strict=True)]
+        return [
+            EvalAnswer(s.task.question or s.task.id, text, s.reward, name) for s, text in zip(shown, texts, strict=True)
+        ]
 
-    def _scores(self, samples: Sequence[Sample]) -> dict[str, Score]:
+    def _scores(self, samples: Sequence[Sample]) -> dict[str, EvalScore]:
         """By domain, those of which something could be judged."""
         domains: dict[str, list[Sample]] = {}
         for sample in samples:
             domains.setdefault(self._labels.get(sample.task.id, sample.task.domain), []).append(sample)
-        scores = {name: Score.of(domains[name]) for name in sorted(domains)}
+        scores = {name: EvalScore.of(domains[name]) for name in sorted(domains)}
         return {name: score for name, score in scores.items() if score is not None}
 
 
@@ -353,9 +355,9 @@ def _by_task(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
 
 def _of_tasks(
     strata: Sequence[Sequence[Sequence[Sample]]], ks: Sequence[int], of: Callable[[Sequence[Sample], int], float]
-) -> dict[int, Estimate]:
+) -> dict[int, MeanEstimate]:
     """What each task that was judged k times or more makes of a k, in the mean; a k is left out if no task was."""
-    found: dict[int, Estimate] = {}
+    found: dict[int, MeanEstimate] = {}
     for k in sorted(set(ks)):
         values = [[[of(task, k)] for task in tasks if len(task) >= k] for tasks in strata]
         if values := [stratum for stratum in values if stratum]:
@@ -386,14 +388,14 @@ def is_binary(samples: Iterable[Sample]) -> bool:
     return all(sample.reward in (0.0, 1.0) for sample in samples)
 
 
-def failures_of(samples: Sequence[Sample]) -> list[Failure]:
+def failures_of(samples: Sequence[Sample]) -> list[EvalFailure]:
     """What went wrong, by domain and kind."""
     sizes = Counter(sample.task.domain for sample in samples)
     reasons: dict[tuple[str, str], list[str]] = {}
     for sample in samples:
         if sample.state == "failed":
             reasons.setdefault((sample.task.domain, sample.reason.partition(":")[0]), []).append(sample.reason)
-    return [Failure(domain, kind, len(said), sizes[domain], said[0]) for (domain, kind), said in reasons.items()]
+    return [EvalFailure(domain, kind, len(said), sizes[domain], said[0]) for (domain, kind), said in reasons.items()]
 
 
 def part_means(samples: Sequence[Sample]) -> dict[str, float]:

@@ -9,7 +9,7 @@ import pytest
 from roll.config.errors import UserError
 from roll.pipeline.report import PlainReporter, held_out_lines
 from roll.pipeline.state import RunState, SFTState
-from roll.scheduler.estimate import Estimate
+from roll.scheduler.estimate import MeanEstimate
 from roll.scheduler.evaluate import Evaluation, SetEvaluation
 
 
@@ -18,8 +18,8 @@ def found(reward: float, binary: bool = True, name: str = "held_out", **more: fl
 
 
 def of_set(reward: float, binary: bool = True, name: str = "held_out", **more: float) -> SetEvaluation:
-    passed = {int(of.removeprefix("pass_")): Estimate(value, 0.0, 1.0, 4) for of, value in more.items()}
-    mean = Estimate(reward, None, None, 4)
+    passed = {int(of.removeprefix("pass_")): MeanEstimate(value, 0.0, 1.0, 4) for of, value in more.items()}
+    mean = MeanEstimate(reward, None, None, 4)
     return SetEvaluation(name, 4, 1, 4, 0, 1.0, 1.0, mean, binary, passed, {}, tokens_mean=3.0)
 
 

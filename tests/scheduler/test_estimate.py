@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.scheduler.estimate import Estimate, majority_at, mean_of, pass_at, student_quantile, wilson
+from roll.scheduler.estimate import MeanEstimate, majority_at, mean_of, pass_at, student_quantile, wilson
 
 # pass@k
 
@@ -124,9 +124,9 @@ def test_attempts_at_one_task_do_not_count_as_tasks() -> None:
 
 
 def test_one_task_has_no_interval() -> None:
-    assert mean_of([[[1.0, 0.0]]], shares=True) == Estimate(0.5, None, None, 1)
-    assert str(Estimate(0.5, None, None, 1)) == "0.500"
-    assert str(Estimate(0.5, 0.25, 0.75, 9)) == "0.500 (95 % interval 0.250 to 0.750)"
+    assert mean_of([[[1.0, 0.0]]], shares=True) == MeanEstimate(0.5, None, None, 1)
+    assert str(MeanEstimate(0.5, None, None, 1)) == "0.500"
+    assert str(MeanEstimate(0.5, 0.25, 0.75, 9)) == "0.500 (95 % interval 0.250 to 0.750)"
 
 
 def test_strata_count_the_same_whatever_their_size() -> None:
