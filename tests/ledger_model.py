@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from roll.ledger.histogram import PRECISION
-from roll.ledger.index import Balance, Ends, Problem, ReasonCount
+from roll.ledger.index import Ends, LedgerBalance, Problem, ReasonCount
 from roll.run import ROLLED_BACK, Ledger, LedgerIndex, Transition
 
 ENDED = ("trained", "dropped", "failed")
@@ -54,8 +54,8 @@ class Model:
     def states(self) -> dict[str, int]:
         return Counter(way[-1].state for way in self.finals.values())
 
-    def balance(self) -> Balance:
-        return Balance(self._ends(group), self._ends(self.task_of), tuple(self.problems()))
+    def balance(self) -> LedgerBalance:
+        return LedgerBalance(self._ends(group), self._ends(self.task_of), tuple(self.problems()))
 
     def problems(self) -> Iterator[Problem]:
         for sample, way in sorted(self.finals.items(), key=lambda item: (group(item[0]), item[0])):

@@ -14,9 +14,9 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from roll.ledger.index import Attempt, Balance, Ends, LedgerIndex, ReasonCount, SolveRate, StateLatency
+from roll.ledger.index import Attempt, Ends, LedgerBalance, LedgerIndex, ReasonCount, StateLatency, TaskSolveRate
 from roll.ledger.log import ROLLED_BACK
-from roll.ledger.sample_history import Step
+from roll.ledger.sample_history import HistoryEntry
 
 _TOP = 5
 _ROWS = 40
@@ -43,7 +43,7 @@ class LedgerSummary:
     undone: int
     first_s: float
     last_s: float
-    balance: Balance
+    balance: LedgerBalance
     reasons: list[ReasonCount]
     stages: list[StateLatency]
 
@@ -120,7 +120,7 @@ def _ended(ends: Ends) -> str:
     return f"{ends.trained:,} trained, {ends.dropped:,} dropped, {ends.failed:,} failed, {ends.open:,} open"
 
 
-def _verdict(balance: Balance) -> Iterator[RenderableType]:
+def _verdict(balance: LedgerBalance) -> Iterator[RenderableType]:
     if not balance.problems:
         yield Text("It balances: every group ended or is open, and nothing ended twice.", style="green")
         return
@@ -158,7 +158,7 @@ def _stages(stages: list[StateLatency]) -> Iterator[RenderableType]:
     )
 
 
-def _solve_rates(rates: list[SolveRate]) -> Iterator[RenderableType]:
+def _solve_rates(rates: list[TaskSolveRate]) -> Iterator[RenderableType]:
     if not rates:
         yield Text("No sample was scored.")
         return
@@ -210,7 +210,7 @@ def _listed(info: Mapping[str, Any]) -> str:
     return " ".join(f"{key}={value}" for key, value in info.items())
 
 
-def _path(steps: Sequence[Step]) -> Text:
+def _path(steps: Sequence[HistoryEntry]) -> Text:
     """`queued 0.01 → generating 2.1 → dropped (stale: two versions old)`; what does not count is dim."""
     path = Text()
     for step, spent in zip(steps, _spent(steps), strict=True):
@@ -221,7 +221,7 @@ def _path(steps: Sequence[Step]) -> Text:
     return path
 
 
-def _spent(steps: Sequence[Step]) -> list[str]:
+def _spent(steps: Sequence[HistoryEntry]) -> list[str]:
     """Seconds from each step to the next; nothing for the last, and where the run went back in between."""
     spent = []
     for move, after in pairwise(step.transition for step in steps):

@@ -17,10 +17,10 @@ from typing import Any
 from roll.config.errors import RunError, UserError
 from roll.config.suggest import did_you_mean
 from roll.ledger.histogram import quantile
-from roll.ledger.index_rows import Row
+from roll.ledger.index_rows import IndexRow
 from roll.ledger.index_tables import Progress, index_path, up_to_date
 from roll.ledger.log import Transition
-from roll.ledger.sample_history import Step, group_of, read_records, story
+from roll.ledger.sample_history import HistoryEntry, group_of, read_records, story
 
 _LIFE = ("queued", "generating", "paused", "acting", "scoring", "scored", "kept", "trained", "dropped", "failed")
 
@@ -31,7 +31,7 @@ class Attempt:
 
     group: str
     sample: str
-    steps: tuple[Step, ...]
+    steps: tuple[HistoryEntry, ...]
     state: str | None
     reason: str
     reward: float | None
@@ -56,7 +56,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Balance:
+class LedgerBalance:
     groups: Ends
     tasks: Ends
     problems: tuple[Problem, ...]
@@ -88,7 +88,7 @@ class StateLatency:
 
 
 @dataclass(frozen=True)
-class SolveRate:
+class TaskSolveRate:
     """A task's rewards: over scored samples, in `visits` groups that have one, the last scored at `last_visit_s`."""
 
     task: str
@@ -145,14 +145,14 @@ class LedgerIndex:
         first, last = self._ask("SELECT min(first_s), max(last_s) FROM samples")[0]
         return first or 0.0, last or 0.0
 
-    def balance(self) -> Balance:
+    def balance(self) -> LedgerBalance:
         """Whether every group ended or goes on, and nothing ended twice."""
         problems = self._ask(
             "SELECT sample, CASE WHEN ends > 1 THEN 'ended ' || ends || ' times' WHEN task IS NULL THEN 'is of no task' "
             "WHEN state IN ('dropped', 'failed') AND reason = '' THEN state || ' without a reason' END AS what "
             "FROM samples WHERE state IS NOT NULL AND what IS NOT NULL ORDER BY grp, sample"
         )
-        return Balance(self._ends("grp"), self._ends("task"), tuple(Problem(*found) for found in problems))
+        return LedgerBalance(self._ends("grp"), self._ends("task"), tuple(Problem(*found) for found in problems))
 
     def _ends(self, key: str) -> Ends:
         counts = self._ask(
@@ -183,13 +183,13 @@ class LedgerIndex:
         stages = [_stage(state, list(buckets)) for state, buckets in groupby(rows, key=lambda row: row[0])]
         return sorted(stages, key=lambda stage: life_order(stage.state))
 
-    def solve_rates(self) -> list[SolveRate]:
+    def solve_rates(self) -> list[TaskSolveRate]:
         """The mean reward of each task that has one, the hardest first."""
         rows = self._ask(
             "SELECT task, avg(reward) AS rate, count(*), count(DISTINCT grp), max(scored_s) FROM samples "
             "WHERE reward IS NOT NULL AND task IS NOT NULL GROUP BY task ORDER BY rate, task"
         )
-        return [SolveRate(*row) for row in rows]
+        return [TaskSolveRate(*row) for row in rows]
 
     def task(self, task: str) -> list[Attempt]:
         """What became of a task: every sample that was an attempt at it, in the order they began."""
@@ -230,7 +230,7 @@ def _first(row: tuple[str, bytes]) -> int:
 def _attempt(sample: str, records: list[tuple[int, Transition]], task: str | None = None) -> Attempt:
     """A sample's story, or the part of it that is of the task."""
     steps = [step for step in story(records) if task is None or step.task == task]
-    row = Row(group_of(sample), sample).of_story(steps)
+    row = IndexRow(group_of(sample), sample).of_story(steps)
     return Attempt(row.grp, sample, tuple(steps), row.state, row.reason, row.reward)
 
 

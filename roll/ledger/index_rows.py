@@ -20,7 +20,7 @@ from typing import Any
 from roll.config.errors import RunError
 from roll.ledger.histogram import buckets
 from roll.ledger.log import HEADER_BYTES, ROLLED_BACK
-from roll.ledger.sample_history import Step, group_of, read_records, story
+from roll.ledger.sample_history import HistoryEntry, group_of, read_records, story
 
 _ENDS = ("trained", "dropped")
 _COLUMNS = "grp, sample, task, state, reason, reward, scored_s, ends, first_s, last_s, offsets"
@@ -36,7 +36,7 @@ _Found = tuple[str, str, str, str, str, str, str]
 
 
 @dataclass(slots=True)
-class Row:
+class IndexRow:
     """A sample as the table has it. `last_s` is when it entered its state; None where it was put back into it."""
 
     grp: str
@@ -51,9 +51,9 @@ class Row:
     last_s: float | None = None
     offsets: bytes = b""
 
-    def of_story(self, steps: list[Step]) -> Row:
+    def of_story(self, steps: list[HistoryEntry]) -> IndexRow:
         """The row with what counts of the sample's whole story."""
-        row = Row(self.grp, self.sample, last_s=self.last_s, offsets=self.offsets)
+        row = IndexRow(self.grp, self.sample, last_s=self.last_s, offsets=self.offsets)
         for step in steps:
             if step.counts:
                 transition = step.transition
@@ -66,7 +66,7 @@ class Row:
         return row
 
 
-class Block:
+class RecordBlock:
     """Records on their way into the tables."""
 
     def __init__(self, database: sqlite3.Connection, record: Path) -> None:
@@ -94,7 +94,7 @@ class Block:
                 undone.append(row.sample)
         self._store(self._relived(rows, undone))
 
-    def _load(self, written: list[str]) -> list[Row]:
+    def _load(self, written: list[str]) -> list[IndexRow]:
         """The samples' rows, new ones for those that have none."""
         samples = list(map(_plain, written))
         keys = list(zip(map(group_of, samples), samples, strict=True))
@@ -102,10 +102,10 @@ class Block:
         self._database.execute("DELETE FROM wanted")
         self._database.executemany("INSERT INTO wanted VALUES (?, ?)", keys)
         question = f"SELECT {_COLUMNS} FROM wanted CROSS JOIN samples USING (grp, sample)"
-        known = {row[1]: Row(*row) for row in self._database.execute(question)}
-        return [known.get(key[1]) or Row(*key) for key in keys]
+        known = {row[1]: IndexRow(*row) for row in self._database.execute(question)}
+        return [known.get(key[1]) or IndexRow(*key) for key in keys]
 
-    def _follow(self, row: Row, records: list[_Found]) -> bool:
+    def _follow(self, row: IndexRow, records: list[_Found]) -> bool:
         """Move a sample on by its records, in their order; whether one undoes: then its whole story must be read."""
         undone = False
         state, last_s = row.state or "", row.last_s
@@ -131,13 +131,13 @@ class Block:
         row.state, row.reason, row.last_s = state, _plain(reason), last_s
         return undone
 
-    def _queue(self, row: Row, written: str, info: str) -> None:
+    def _queue(self, row: IndexRow, written: str, info: str) -> None:
         task = _plain(written) if written else _in(info, "task")
         if task is not None:
             row.task = str(task)
             self._attempts.add((row.task, row.grp))
 
-    def _relived(self, rows: list[Row], undone: list[str]) -> list[Row]:
+    def _relived(self, rows: list[IndexRow], undone: list[str]) -> list[IndexRow]:
         if not undone:
             return rows
         again = set(undone)
@@ -147,7 +147,7 @@ class Block:
                 for row in rows
             ]
 
-    def _store(self, rows: list[Row]) -> None:
+    def _store(self, rows: list[IndexRow]) -> None:
         values = sorted(map(attrgetter(*_COLUMNS.split(", ")), rows), key=itemgetter(0, 1))
         self._database.executemany(f"INSERT OR REPLACE INTO samples VALUES ({','.join('?' * 11)})", values)
         self._database.executemany("INSERT OR IGNORE INTO attempts VALUES (?, ?)", sorted(self._attempts))

@@ -20,7 +20,7 @@ from pathlib import Path
 from zlib import crc32
 
 from roll.config.errors import UserError
-from roll.ledger.index_rows import Block
+from roll.ledger.index_rows import RecordBlock
 from roll.ledger.log import record_blocks
 
 VERSION = 1
@@ -99,7 +99,7 @@ def _take_block(database: sqlite3.Connection, record: Path, end: int) -> int:
         position = _trusted_position(database, record)
         for start, lines in record_blocks(record, position, end, BLOCK_BYTES):
             position = start + sum(map(len, lines)) + len(lines)
-            Block(database, record).take(start, lines)
+            RecordBlock(database, record).take(start, lines)
             fingerprint = _fingerprint(record, position)
             database.execute("UPDATE progress SET position = ?, fingerprint = ?", (position, fingerprint))
             break

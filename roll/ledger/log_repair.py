@@ -55,7 +55,7 @@ class _Piece:
 
 
 @dataclass(frozen=True)
-class Mended:
+class RepairedLog:
     """What a repair does to a ledger, or would do."""
 
     pieces: tuple[_Piece, ...]
@@ -86,14 +86,14 @@ class Mended:
                     left -= len(chunk)
 
 
-def mend(path: Path, place: CheckpointMark) -> Mended:
+def mend(path: Path, place: CheckpointMark) -> RepairedLog:
     """What it takes to make the ledger at `path` whole, with `place` in it."""
     size = path.stat().st_size if path.exists() else 0
     if not size and not place.position:
-        return Mended((), (), (), 0)
+        return RepairedLog((), (), (), 0)
     if not size:
         lost, _ = _with_tasks([_Piece(0, 0, gap(place.position))], place.under_way)
-        return Mended(tuple(lost), ((0, place.position),), (), 0)
+        return RepairedLog(tuple(lost), ((0, place.position),), (), 0)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         return _Mending(content, place).mended()
 
@@ -105,7 +105,7 @@ class _Mending:
         self._parts = list(_parts(content))
         """Start, end, and whether whole: runs of whole lines and runs of damaged ones, in turns."""
 
-    def mended(self) -> Mended:
+    def mended(self) -> RepairedLog:
         size, position = len(self._content), self._place.position
         before = self._before_checkpoint()
         damaged = [(start, end) for start, end, whole in self._parts if not whole]
@@ -128,7 +128,7 @@ class _Mending:
         if shift or any(piece.made is not None for piece in head):
             head, samples = self._sensible(self._fitted(head, position))
         pieces = (*_joined(head), *_joined(tail))  # by the end of a line the place of the checkpoint is known
-        return Mended(pieces, tuple(gaps), tuple(samples), cut)
+        return RepairedLog(pieces, tuple(gaps), tuple(samples), cut)
 
     def _before_checkpoint(self) -> int | None:
         """Where the checkpoint was taken, as the file is now; None if nothing tells."""

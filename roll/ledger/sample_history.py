@@ -17,7 +17,7 @@ from roll.ledger.log import HEADER_BYTES, ROLLED_BACK, Transition, is_whole
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class HistoryEntry:
     """A transition of a sample's story: for which task, and whether it counts in the lineage of the final weights."""
 
     transition: Transition
@@ -49,7 +49,7 @@ def _decode(line: bytes) -> Transition:
     return Transition(**fields)
 
 
-def story(records: list[tuple[int, Transition]]) -> list[Step]:
+def story(records: list[tuple[int, Transition]]) -> list[HistoryEntry]:
     """A sample's records with what counts of them.
 
     Each transition follows the one that was current; going back makes current what was so at that position. What counts
@@ -71,4 +71,4 @@ def story(records: list[tuple[int, Transition]]) -> list[Step]:
     while current >= 0:
         counting.add(current)
         current = follows[current]
-    return [Step(transition, tasks[number], number in counting) for number, (_, transition) in enumerate(records)]
+    return [HistoryEntry(transition, tasks[number], number in counting) for number, (_, transition) in enumerate(records)]

@@ -37,7 +37,7 @@ from roll.run import (
 )
 from roll.run.checkpoint import SCORE, Saving
 from roll.run.code import Recording, RunCode, reward_of
-from roll.run.disk import Closing
+from roll.run.disk import ClosingOnFullDisk
 from roll.run.history import History
 from roll.run.samples import check_samples
 from roll.run.state_latency import StateClock
@@ -92,12 +92,12 @@ class Recorder:
     def open(cls, config: Config, folder: RunFolder, reporter: Reporter) -> Iterator[Recorder]:
         with ExitStack() as stack:
             ledger = Ledger.open(folder.ledger_path)
-            stack.enter_context(Closing(ledger))
+            stack.enter_context(ClosingOnFullDisk(ledger))
             metrics = Metrics(folder, tensorboard=config.run.tensorboard)
-            stack.enter_context(Closing(metrics))
+            stack.enter_context(ClosingOnFullDisk(metrics))
             trace = _open_trace(config, folder) if config.run.trace else None
             recorder = cls(config, folder, ledger, metrics, reporter, trace)
-            stack.enter_context(Closing(recorder))
+            stack.enter_context(ClosingOnFullDisk(recorder))
             yield recorder
 
     def close(self) -> None:

@@ -115,7 +115,7 @@ class DataFile:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CodeManifest:
     root: str
     """The configuration's folder when the run was started."""
     base: str
@@ -155,7 +155,7 @@ class Difference:
 class Recording:
     """The code of a run, ready to be written."""
 
-    manifest: Manifest
+    manifest: CodeManifest
     sources: Mapping[str, Path]
     """Files to copy, by their path in `files/`."""
     pickles: Mapping[str, bytes]
@@ -188,7 +188,7 @@ class Recording:
                 f"the run keeps no copy of {', '.join(too_large)}: its code may have {MOST_BYTES >> 20} MB, so they are "
                 "recorded by digest only"
             )
-        manifest = Manifest(
+        manifest = CodeManifest(
             root=str(root),
             base=os.path.relpath(base, root),
             root_from_run=os.path.relpath(root, run.resolve()),
@@ -221,7 +221,7 @@ class Recording:
             there.rename(aside / name)
         aside.rename(there)
 
-    def _write_to(self, folder: Path, manifest: Manifest) -> None:
+    def _write_to(self, folder: Path, manifest: CodeManifest) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         (folder / FILES / manifest.root_in_base).mkdir(parents=True)
         for path, source in self.sources.items():
@@ -244,7 +244,7 @@ class RunCode:
     """The code in a run's folder."""
 
     folder: Path
-    manifest: Manifest
+    manifest: CodeManifest
 
     @classmethod
     def open(cls, run: Path) -> RunCode | None:
@@ -533,11 +533,11 @@ def _versions(files: Sequence[Path]) -> dict[str, str]:
     return found | packages_of(files)
 
 
-def _manifest(found: dict[str, Any]) -> Manifest:
+def _manifest(found: dict[str, Any]) -> CodeManifest:
     fields = dict(found)
     fields["pieces"] = tuple(Piece(**piece) for piece in found["pieces"])
     fields["files"] = tuple(CodeFile(**{**file, "serves": tuple(file["serves"])}) for file in found["files"])
     fields["data"] = tuple(DataFile(**data) for data in found["data"])
     for key in ("folders", "before"):
         fields[key] = tuple(found[key])
-    return Manifest(**fields)
+    return CodeManifest(**fields)

@@ -69,7 +69,7 @@ def human_bytes(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
-class Closing(AbstractContextManager[None]):
+class ClosingOnFullDisk(AbstractContextManager[None]):
     """Closes a file's writer. Where the disk is full already, that closing it fails too is no news."""
 
     def __init__(self, writer: Any) -> None:

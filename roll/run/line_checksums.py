@@ -34,7 +34,7 @@ def sums_path(run: Path, file: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Sums:
+class Checksums:
     """What a file of checksums says."""
 
     lines: tuple[int | None, ...] = ()
@@ -86,7 +86,7 @@ def audit(run: Path, file: Path) -> Audit:
     return compared(_name(run, file), lines, torn, after, least)
 
 
-def compared(name: str, lines: Sequence[bytes], torn: bytes, sums: Sums, least: int) -> Audit:
+def compared(name: str, lines: Sequence[bytes], torn: bytes, sums: Checksums, least: int) -> Audit:
     """Which lines are what was written under that name; at least so many must be there."""
     found = Audit(list(lines), torn, sums_damaged=sums.damaged)
     places: dict[int, list[int]] = {}
@@ -114,7 +114,7 @@ def compared(name: str, lines: Sequence[bytes], torn: bytes, sums: Sums, least: 
     return found
 
 
-def read_sums(run: Path, file: Path) -> Sums | None:
+def read_sums(run: Path, file: Path) -> Checksums | None:
     """The checksums of a file; None if it has none."""
     try:
         content = sums_path(run, file).read_bytes()
@@ -148,7 +148,7 @@ def line_summer(run: Path, file: Path) -> Callable[[bytes | memoryview], int]:
     return lambda line: crc32(line, start)
 
 
-class SumWriter:
+class ChecksumWriter:
     """The checksums of a file that grows line by line."""
 
     def __init__(self, run: Path, file: Path) -> None:
@@ -185,7 +185,7 @@ def _make_folder(run: Path, folder: Path) -> None:
         like_its_folder(folder)
 
 
-def _parse(name: str, content: bytes) -> Sums:
+def _parse(name: str, content: bytes) -> Checksums:
     lines: list[int | None] = []
     settled, damaged = 0, False
     for begin in range(0, len(content) - _RECORD_BYTES + 1, _RECORD_BYTES):
@@ -197,7 +197,7 @@ def _parse(name: str, content: bytes) -> Sums:
             settled = len(lines)
         else:
             lines.append(int(value, 16) if whole else None)
-    return Sums(tuple(lines), settled, damaged)
+    return Checksums(tuple(lines), settled, damaged)
 
 
 def _record(name: str, number: int, value: bytes) -> bytes:

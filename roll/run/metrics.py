@@ -21,7 +21,7 @@ from roll.config.errors import RunError, UserError
 from roll.config.file_modes import like_its_folder
 from roll.config.secrets import KNOWN
 from roll.run.folder import RunFolder
-from roll.run.line_checksums import SumWriter, audit, drop_sums
+from roll.run.line_checksums import ChecksumWriter, audit, drop_sums
 
 
 class Metrics:
@@ -108,7 +108,7 @@ class Metrics:
 
     def _open(self) -> None:
         self._path.touch()
-        self._sums = SumWriter(self._folder.path, self._path)
+        self._sums = ChecksumWriter(self._folder.path, self._path)
         self._file = _open_at_whole_line(self._path)
 
     def _event_writer(self) -> Any:

@@ -22,7 +22,7 @@ from roll.config import load_config
 from roll.config.errors import UserError
 from roll.config.hints import option, resuming
 from roll.ledger.index_tables import index_path
-from roll.ledger.log_repair import CheckpointMark, Mended, mend
+from roll.ledger.log_repair import CheckpointMark, RepairedLog, mend
 from roll.run.checkpoint import Checkpoint, Checkpoints
 from roll.run.folder import RunFolder
 from roll.run.format import FORMAT_FILE, check_format
@@ -263,7 +263,7 @@ class _Repairing:
         return target
 
 
-def _ledger_words(mended: Mended) -> str:
+def _ledger_words(mended: RepairedLog) -> str:
     said = []
     if mended.gaps:
         lost = sum(size for _, size in mended.gaps)

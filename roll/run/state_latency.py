@@ -54,7 +54,7 @@ class StateTable:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class WaitTimes:
     """A sample that waits: in which state, for how long, and where (empty if nobody said)."""
 
     state: str
@@ -79,7 +79,7 @@ class _Stay:
         return ", ".join(f"{kind} {number}" for kind, number in places if number is not None)
 
 
-class Spread:
+class LatencySpread:
     """How many times were added, their mean and maximum, and their 99th percentile within 1 % or a microsecond."""
 
     __slots__ = ("_buckets", "count", "longest", "total")
@@ -122,8 +122,8 @@ class StateClock:
     def __init__(self) -> None:
         self._open: dict[str, _Stay] = {}
         self._depth: dict[str, int] = {}
-        self._spent: dict[str, Spread] = {}
-        self._before: dict[str, Spread] = {}
+        self._spent: dict[str, LatencySpread] = {}
+        self._before: dict[str, LatencySpread] = {}
         self._generated = 0
         self._wasted = 0
         self._waste_before: float | None = None
@@ -182,14 +182,14 @@ class StateClock:
         share = self._waste_share
         return StateTable(tuple(map(self._row, states)), share if share is not None else self._waste_before)
 
-    def open(self, now_s: float | None = None) -> list[Waiting]:
+    def open(self, now_s: float | None = None) -> list[WaitTimes]:
         """The sample that has waited longest in each state, longest first. `now_s` is the time where that is virtual."""
         now_s = time.time() if now_s is None else now_s
         oldest: dict[str, tuple[str, _Stay]] = {}
         for sample, stay in self._open.items():
             if stay.state not in oldest or stay.since_s < oldest[stay.state][1].since_s:
                 oldest[stay.state] = sample, stay
-        found = [Waiting(stay.state, sample, now_s - stay.since_s, stay.where) for sample, stay in oldest.values()]
+        found = [WaitTimes(stay.state, sample, now_s - stay.since_s, stay.where) for sample, stay in oldest.values()]
         return sorted(found, key=lambda waiting: -waiting.seconds)
 
     @property
@@ -200,7 +200,7 @@ class StateClock:
         self._depth[stay.state] -= 1
         spread = self._spent.get(stay.state)
         if spread is None:
-            spread = self._spent[stay.state] = Spread()
+            spread = self._spent[stay.state] = LatencySpread()
         spread.add(max(now_s - stay.since_s, 0.0))  # hosts' clocks may differ by more than a short stay
 
     def _row(self, state: str) -> StateRow:

@@ -19,7 +19,7 @@ from ledger_model import check, write
 
 from roll.config.errors import UserError
 from roll.ledger import index_tables as ledger_tables
-from roll.ledger.index import Balance, Ends, Problem
+from roll.ledger.index import Ends, LedgerBalance, Problem
 from roll.run import ROLLED_BACK, Ledger, LedgerIndex, Transition
 
 STATES = ("queued", "generating", "scored", "kept", "trained", "dropped", "failed", 'o"dd\\')
@@ -116,7 +116,7 @@ def test_an_empty_record_has_empty_answers(tmp_path: Path) -> None:
     with LedgerIndex.open(path, progress=lambda done, size: pytest.fail("nothing to read")) as index:
         assert index.states() == {}
         assert index.span() == (0.0, 0.0)
-        assert index.balance() == Balance(Ends(0, 0, 0, 0), Ends(0, 0, 0, 0), ())
+        assert index.balance() == LedgerBalance(Ends(0, 0, 0, 0), Ends(0, 0, 0, 0), ())
         assert index.reasons() == index.stages() == index.solve_rates() == []
 
 
@@ -172,7 +172,7 @@ def test_a_sample_that_is_done_again_for_another_task_is_an_attempt_at_both(tmp_
         assert [step.transition.state for step in first.steps] == ["queued", "trained", ROLLED_BACK]
         assert first.state is None
         assert [step.counts for step in second.steps] == [True, True]
-        assert index.balance() == Balance(Ends(1, 0, 0, 0), Ends(1, 0, 0, 0), ())
+        assert index.balance() == LedgerBalance(Ends(1, 0, 0, 0), Ends(1, 0, 0, 0), ())
 
 
 def test_trained_twice_is_a_problem_unless_it_was_undone(tmp_path: Path) -> None:

@@ -44,13 +44,13 @@ def test_only_what_is_new_is_read(path: Path) -> None:
     size = path.stat().st_size
     write(path, lives(10, start=500))
     taken = []
-    real = ledger_tables.Block.take
+    real = ledger_tables.RecordBlock.take
 
     def take(block: Any, start: int, lines: list[bytes]) -> None:
         taken.append((start, len(lines)))
         real(block, start, lines)
 
-    with patch.object(ledger_tables.Block, "take", take):
+    with patch.object(ledger_tables.RecordBlock, "take", take):
         asked(path)
     assert taken == [(size, 40)]
 

@@ -16,7 +16,7 @@ from small_runs import EXACT, TINY, Remains, start_roll
 from test_killed_runs import assert_same_run
 
 from roll.config.errors import RunError
-from roll.run.disk import Closing, explain, file_of, full_disk, human_bytes
+from roll.run.disk import ClosingOnFullDisk, explain, file_of, full_disk, human_bytes
 
 MIB = 2**20
 CHECKPOINT_BYTES = 12_003_263
@@ -51,9 +51,9 @@ def test_closing_says_nothing_new() -> None:
         def close(self) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(RunError, match="first"), Closing(Writer()):
+    with pytest.raises(RunError, match="first"), ClosingOnFullDisk(Writer()):
         raise RunError("the first message")
-    with pytest.raises(OSError, match="No space"), Closing(Writer()):
+    with pytest.raises(OSError, match="No space"), ClosingOnFullDisk(Writer()):
         pass
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from roll.rollout.lifecycle import MOVES
 from roll.run import Transition
-from roll.run.state_latency import Spread, StateClock, StateRow, Waiting
+from roll.run.state_latency import LatencySpread, StateClock, StateRow, WaitTimes
 
 ENDS = ("trained", "dropped", "failed")
 
@@ -109,7 +109,7 @@ def test_the_clock_equals_a_plain_count(samples: int, number: int, interval: int
 def test_the_99th_percentile_is_within_a_hundredth(number: int, middle: float, width: float, seed: int) -> None:
     chance = random.Random(seed)
     times = [middle * chance.lognormvariate(0, width) * (chance.random() > 0.05) for _ in range(number)]
-    spread = Spread()
+    spread = LatencySpread()
     for seconds in times:
         spread.add(seconds)
     assert spread.p99 == pytest.approx(nearest_rank(times), rel=0.01, abs=1e-6)
@@ -128,7 +128,7 @@ def test_the_99th_percentile_is_within_a_hundredth(number: int, middle: float, w
     ],
 )
 def test_the_99th_percentile_of_few_times(times: list[float], p99: float) -> None:
-    spread = Spread()
+    spread = LatencySpread()
     for seconds in times:
         spread.add(seconds)
     assert spread.p99 == pytest.approx(p99, rel=0.01, abs=1e-6)
@@ -136,7 +136,7 @@ def test_the_99th_percentile_of_few_times(times: list[float], p99: float) -> Non
 
 def test_percentiles_of_many_times_take_little_memory() -> None:
     chance = random.Random(0)
-    spread = Spread()
+    spread = LatencySpread()
     for _ in range(20_000):
         spread.add(chance.lognormvariate(0, 3))
     assert len(spread._buckets) < 1200
@@ -206,13 +206,13 @@ def test_the_longest_waiting_of_each_state_are_named_with_their_place() -> None:
     clock.append(Transition("4.0", "scored", time_s=0))
     clock.append(Transition("4.0", "dropped", time_s=1))
     assert clock.open(10) == [
-        Waiting("queued", "1.1", 6, ""),
-        Waiting("generating", "2.0", 3, "engine 3, worker 0"),
-        Waiting("acting", "2.1", 1, "engine 3, worker 0"),
+        WaitTimes("queued", "1.1", 6, ""),
+        WaitTimes("generating", "2.0", 3, "engine 3, worker 0"),
+        WaitTimes("acting", "2.1", 1, "engine 3, worker 0"),
     ]
     clock.append(Transition("1.1", "dropped", time_s=9))
     clock.append(Transition("1.0", "dropped", time_s=9))
-    assert [waiting for waiting in clock.open(10) if waiting.state == "queued"] == [Waiting("queued", "3.0", 1, "")]
+    assert [waiting for waiting in clock.open(10) if waiting.state == "queued"] == [WaitTimes("queued", "3.0", 1, "")]
 
 
 def test_who_waits_is_told_by_the_real_time() -> None:
