@@ -40,7 +40,7 @@ from roll.cluster.mesh import MeshShape
 from roll.config.schema import LoraConfig, TrainConfig
 from roll.data import Batch
 from roll.model import attention
-from roll.model.lora import Adapters, Base
+from roll.model.lora import Adapters, BaseModelRef
 from roll.model.tiny import character_tokenizer
 from roll.strategy.train.optimizer import Step
 from roll.strategy.train.policy import PolicyTrainer
@@ -181,7 +181,7 @@ class Trainer:
         self._batch = batch
         config = TrainConfig(lr=1e-6, micro_batch_tokens=micro_batch_tokens, compile="off")
         model = small_model(SHAPES[kind])
-        adapters = Adapters(model, LoraConfig(rank=4), Base(kind), 0) if adapted else None
+        adapters = Adapters(model, LoraConfig(rank=4), BaseModelRef(kind), 0) if adapted else None
         if adapters is not None:
             stir(model)
         self._strategy: PolicyTrainer

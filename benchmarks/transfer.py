@@ -39,7 +39,7 @@ from roll.cluster import Cluster, Dispatch, Worker, WorkerPlacement, dispatch
 from roll.config.schema import RayConfig
 from roll.data import Batch, Sample, Task
 from roll.data.batch import LOGGED, TOKEN_COLUMNS
-from roll.data.remote_columns import Block, Indices, cut_into_blocks
+from roll.data.remote_columns import ColumnBlock, Indices, cut_into_blocks
 from roll.weight_sync.broadcast import BroadcastGroup
 from roll.weight_sync.channel import ChannelKind
 from roll.weight_sync.digest import digests
@@ -121,14 +121,14 @@ class Maker(Worker):
         lengths = np.minimum(chance.lognormal(9, 0.7, size // TOKEN_BYTES // 5000).astype(np.int64) + 1, LONGEST)
         self._lengths = lengths[np.cumsum(lengths) * TOKEN_BYTES <= size]
         sizes = [self._lengths[block].sum() for block in cut_into_blocks(self._lengths)]
-        self._blocks = [Block({name: np.ones(n, TOKEN_COLUMNS[name]) for name in LOGGED}) for n in sizes]
+        self._blocks = [ColumnBlock({name: np.ones(n, TOKEN_COLUMNS[name]) for name in LOGGED}) for n in sizes]
 
     @dispatch(Dispatch.ONE)
     def lengths(self) -> Indices:
         return self._lengths
 
     @dispatch(Dispatch.ONE)
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[ColumnBlock]:
         return list(self._blocks)
 
 

@@ -30,7 +30,7 @@ from roll.cluster.worker import Worker, WorkerPlacement
 from roll.config.errors import RunError
 from roll.config.schema import RayConfig
 from roll.data.batch import Batch
-from roll.data.remote_columns import Elsewhere
+from roll.data.remote_columns import RemoteRef
 from roll.process.bounded_log import LIMIT_BYTES
 from roll.process.structured_gather import together
 
@@ -246,7 +246,7 @@ class RayExecutor:
         await started_in_time(starts, self._config.start_deadline_s, who)
 
     async def fetch(self, batch: Batch) -> Batch:
-        refs = [block.columns.ref for block in batch.blocks if isinstance(block.columns, Elsewhere)]
+        refs = [block.columns.ref for block in batch.blocks if isinstance(block.columns, RemoteRef)]
         try:
             fetched = await asyncio.to_thread(get_all, refs, self.deadline_s)
         except RayError as error:

@@ -26,7 +26,7 @@ from roll.config.errors import RunError, UserError
 from roll.config.file_modes import like_its_folder
 from roll.config.secrets import print_no_secrets
 from roll.data.batch import Batch
-from roll.data.remote_columns import Block, Columns, Elsewhere, TokenColumn, away, put_away
+from roll.data.remote_columns import ColumnBlock, Columns, RemoteRef, TokenColumn, away, put_away
 from roll.process.bounded_log import LIMIT_BYTES, start_writer
 
 Get = Callable[[Sequence[Any]], Awaitable[Sequence[Columns]]]
@@ -118,7 +118,7 @@ class WorkerRuntime:
         """A batch with all its tokens in this process; anything else as it is."""
         if not isinstance(arg, Batch):
             return arg
-        refs = [block.columns.ref for block in arg.blocks if isinstance(block.columns, Elsewhere)]
+        refs = [block.columns.ref for block in arg.blocks if isinstance(block.columns, RemoteRef)]
         fetched = dict(zip(map(id, refs), await self._get(refs), strict=True)) if refs else {}
         return arg.resolved(lambda wanted: [fetched[id(ref)] for ref in wanted])
 
@@ -134,7 +134,7 @@ class WorkerRuntime:
             return result
         if isinstance(result, TokenColumn):
             return put_away(result, put)
-        if isinstance(result, Block):
+        if isinstance(result, ColumnBlock):
             return away(result, put)
         if isinstance(result, Batch):
             tokens = {n: put_away(c, put) for n, c in result.columns.items() if isinstance(c, TokenColumn)}

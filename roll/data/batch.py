@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from roll.data.remote_columns import Array, Block, Fetch, Indices, TokenColumn, blocks_of, resolve
+from roll.data.remote_columns import Array, ColumnBlock, Fetch, Indices, TokenColumn, blocks_of, resolve
 from roll.data.routes import NO_ROUTES, alike
 from roll.data.sample import Sample
 from roll.data.tokenlog import BoolArray, FloatArray, IntArray
@@ -125,7 +125,7 @@ class Batch:
         cls,
         samples: Sequence[Sample],
         lengths: Sequence[int] | Indices,
-        blocks: Sequence[Block],
+        blocks: Sequence[ColumnBlock],
         which: Indices,
         starts: Indices,
     ) -> Batch:
@@ -235,7 +235,7 @@ class Batch:
         return Batch(self.offsets, {**self.columns, **resolve(tokens, fetch)})
 
     @property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[ColumnBlock]:
         """Every block of its token columns once."""
         return blocks_of(column for column in self.columns.values() if isinstance(column, TokenColumn))
 
@@ -272,7 +272,7 @@ def balanced_split(lengths: Sequence[int] | Indices, parts: int) -> list[Indices
     return [np.array(sorted(m), dtype=np.int64) for m in members]
 
 
-def token_block(samples: Sequence[Sample], mask_below: int = 0) -> Block:
+def token_block(samples: Sequence[Sample], mask_below: int = 0) -> ColumnBlock:
     """The token logs of samples, one after the other; tokens of versions before `mask_below` are not to be trained on."""
     columns: dict[str, Array] = {}
     for name in LOGGED:
@@ -280,7 +280,7 @@ def token_block(samples: Sequence[Sample], mask_below: int = 0) -> Block:
         columns[name] = np.concatenate(alike(parts) if name == "routes" else parts) if parts else _none(name)
     if mask_below > 0:
         columns["loss_mask"] = columns["loss_mask"] & (columns["versions"] >= mask_below)
-    return Block(columns)
+    return ColumnBlock(columns)
 
 
 def _turn_columns(samples: Sequence[Sample]) -> dict[str, Column]:

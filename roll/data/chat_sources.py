@@ -20,7 +20,7 @@ from roll.config.schema import DataConfig
 from roll.config.secrets import resolved
 from roll.config.user_code import load_user_code
 from roll.data.chat import Chat
-from roll.data.file_layout import ROW_MB, Layout
+from roll.data.file_layout import ROW_MB, FileLayout
 from roll.data.row_task import name_in
 from roll.data.rows import TABLES, GivenRows, is_table, read_rows
 from roll.data.sources import SOURCES, Split, call_source, check_options, find_generator, name_of
@@ -82,7 +82,7 @@ def chat_file(
     `rows`, `delimiter`, `quotes` and `row_mb` say how a file is laid out, as for tasks."""
     if not 0 <= held_out < 1:
         raise UserError(f"data.options: held_out is {held_out}: write a share from 0 to below 1")
-    layout = Layout(tuple(columns), rows, delimiter, quotes, row_mb=row_mb)
+    layout = FileLayout(tuple(columns), rows, delimiter, quotes, row_mb=row_mb)
     found = read_rows(path, "data.source", subset=subset, part=part, layout=layout, root=root)
     for position, (place, row) in enumerate((row.place, row.values) for row in found):
         if (int((position + 1) * held_out) > int(position * held_out)) != (split == "held_out"):

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from roll.config.errors import UserError
-from roll.data.file_layout import Layout, text_lines
+from roll.data.file_layout import FileLayout, text_lines
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 """The character between two fields, by the ending of a file's name."""
 
 
-def csv_rows(path: Path, layout: Layout) -> Iterator[tuple[int, dict[str, Any]]]:
+def csv_rows(path: Path, layout: FileLayout) -> Iterator[tuple[int, dict[str, Any]]]:
     """The rows with the numbers of the lines that they begin on."""
     records = _records(path, layout)
     if not records:
@@ -38,7 +38,7 @@ def csv_rows(path: Path, layout: Layout) -> Iterator[tuple[int, dict[str, Any]]]
         yield line, {name: field if field.strip() else None for name, field in zip(names, fields, strict=True)}
 
 
-def _records(path: Path, layout: Layout) -> list[tuple[int, list[str]]]:
+def _records(path: Path, layout: FileLayout) -> list[tuple[int, list[str]]]:
     """The fields of every record but empty lines, with the line that it begins on."""
     delimiter = layout.delimiter or DELIMITERS[path.suffix]
     records: list[tuple[int, list[str]]] = []
@@ -66,7 +66,7 @@ def _records(path: Path, layout: Layout) -> list[tuple[int, list[str]]]:
     return records
 
 
-def _lines(path: Path, layout: Layout) -> Iterator[str]:
+def _lines(path: Path, layout: FileLayout) -> Iterator[str]:
     """Line ends inside of fields stay as they are; those of old systems end lines too."""
     for line in text_lines(path, layout):
         if "\r" in line:

@@ -15,7 +15,7 @@ _ROWS_OF_A_FILE = 16
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """What a reader of a CSV or JSON file has to be told. The defaults fit a file with a header, or with one list."""
 
     columns: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class Layout:
         return fits and not any(header <= names for header in self.headers)
 
 
-def read_text(path: Path, layout: Layout) -> str:
+def read_text(path: Path, layout: FileLayout) -> str:
     """The text of a file that is read whole, in UTF-8, or in UTF-16 if it begins with the mark of that; without the
     mark."""
     most, size = layout.row_mb * _ROWS_OF_A_FILE, path.stat().st_size >> 20
@@ -53,10 +53,10 @@ def read_text(path: Path, layout: Layout) -> str:
             f"{path}: it has {size} MiB, of at most {most} in a file that is read whole: write JSON lines (.jsonl), one "
             f"row each, or the option row_mb: {size // _ROWS_OF_A_FILE + 1}"
         )
-    return "".join(text_lines(path, Layout(row_mb=most)))
+    return "".join(text_lines(path, FileLayout(row_mb=most)))
 
 
-def text_lines(path: Path, layout: Layout) -> Iterator[str]:
+def text_lines(path: Path, layout: FileLayout) -> Iterator[str]:
     """The lines of a text file with their ends, without the mark of its encoding. None is read that is longer than a row
     may be."""
     most = layout.row_mb << 20

@@ -17,7 +17,7 @@ from roll.config.suggest import did_you_mean
 
 
 @dataclass(frozen=True)
-class Format:
+class DatasetFormat:
     """How a dataset is published."""
 
     rewards: tuple[str, ...]
@@ -35,14 +35,14 @@ _WORKED = "Think step by step, and put the final answer in \\boxed{{}}."
 _LETTER = 'Think step by step, then end with "The answer is (X).", where X is the letter of the right choice.'
 _BLOCK = "in one ```python block"
 
-FORMATS: Mapping[str, Format] = MappingProxyType(
+FORMATS: Mapping[str, DatasetFormat] = MappingProxyType(
     {
-        "gsm8k": Format(
+        "gsm8k": DatasetFormat(
             rewards=("number", "math", *_TEXT),
             variants=({"question": "question", "answer": "answer"},),
             options={"answer_pattern": r"####\s*(.+)", "prompt": f"{{question}}\n{_WORKED}"},
         ),
-        "math": Format(
+        "math": DatasetFormat(
             rewards=("math", *_TEXT),
             variants=(
                 {"question": "problem", "answer": "solution", "answer_boxed": True},
@@ -50,12 +50,12 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             ),
             options={"id": "unique_id?", "prompt": f"{{question}}\n{_WORKED}"},
         ),
-        "svamp": Format(
+        "svamp": DatasetFormat(
             rewards=("number", "math", *_TEXT),
             variants=({"question": "Question", "answer": "Answer", "prompt": f"{{Body}} {{question}}\n{_WORKED}"},),
             options={"id": "ID?"},
         ),
-        "asdiv": Format(
+        "asdiv": DatasetFormat(
             rewards=("math", "number", *_TEXT),
             variants=(
                 {"question": "question", "answer": "answer", "prompt": f"{{body}} {{question}}\n{_WORKED}"},
@@ -68,7 +68,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
                 "skip": {"answer?": r";|\)\s*,", "Answer?": r";|\)\s*,"},
             },
         ),
-        "mmlu": Format(
+        "mmlu": DatasetFormat(
             rewards=("choice", *_TEXT),
             variants=(
                 {"question": "question", "choices": "choices", "answer": "answer"},
@@ -77,7 +77,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             options={"answer_is": "key", "prompt": f"{{question}}\n{{choices}}\n{_LETTER}"},
             headerless=("question", "A", "B", "C", "D", "answer"),
         ),
-        "arc": Format(
+        "arc": DatasetFormat(
             rewards=("choice", *_TEXT),
             variants=(
                 {"question": "question.stem", "choices": "question.choices", "answer": "answerKey"},
@@ -85,7 +85,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             ),
             options={"id": "id?", "prompt": f"{{question}}\n{{choices}}\n{_LETTER}"},
         ),
-        "bbh": Format(
+        "bbh": DatasetFormat(
             rewards=("exact", "fuzzy", "choice", "number", "math"),
             variants=({"question": "input", "answer": "target"},),
             options={
@@ -93,7 +93,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
                 "prompt": "{question}\nThink step by step, then write the answer alone in <answer></answer>.",
             },
         ),
-        "gpqa": Format(
+        "gpqa": DatasetFormat(
             rewards=("choice", *_TEXT),
             variants=(
                 {
@@ -109,7 +109,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
                 "prompt": f"{{question}}\n{{choices}}\n{_LETTER}",
             },
         ),
-        "humaneval": Format(
+        "humaneval": DatasetFormat(
             rewards=("code",),
             variants=({"question": "prompt", "answer": ""},),
             options={
@@ -118,7 +118,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
                 "prompt": f"Complete this Python function. Write all of it {_BLOCK}.\n\n```python\n{{question}}\n```",
             },
         ),
-        "mbpp": Format(
+        "mbpp": DatasetFormat(
             rewards=("code",),
             variants=({"question": "text", "answer": "code"}, {"question": "prompt", "answer": "code"}),
             options={
@@ -127,7 +127,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
                 "prompt": f"{{question}}\nIt has to pass these tests:\n{{test_list}}\nWrite the Python code {_BLOCK}.",
             },
         ),
-        "apps": Format(
+        "apps": DatasetFormat(
             rewards=("code",),
             variants=({"question": "question", "answer": ""},),
             options={
@@ -139,7 +139,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
                 f"program that reads standard input and writes standard output. Write the Python code {_BLOCK}.",
             },
         ),
-        "ifeval": Format(
+        "ifeval": DatasetFormat(
             rewards=("instructions",),
             variants=({"question": "prompt", "answer": ""},),
             options={
@@ -152,7 +152,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
 )
 
 
-def find_format(name: str) -> Format:
+def find_format(name: str) -> DatasetFormat:
     """The format of that name."""
     found = FORMATS.get(name)
     if found is None:

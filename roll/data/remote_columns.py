@@ -31,20 +31,20 @@ _VALUES = "values"
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class RemoteRef:
     """Stands for a block's columns in another process's memory. Only who made it knows how to fetch it."""
 
     ref: Any
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class ColumnBlock:
     """Flat token columns of some samples, one sample after the other."""
 
-    columns: Columns | Elsewhere
+    columns: Columns | RemoteRef
 
     def column(self, name: str) -> Array:
-        if isinstance(self.columns, Elsewhere):
+        if isinstance(self.columns, RemoteRef):
             raise LookupError("the values of this column are held by workers: fetch the batch to read them here")
         return self.columns[name]
 
@@ -57,7 +57,7 @@ Fetch = Callable[[Sequence[Any]], Sequence[Columns]]
 class TokenColumn:
     """One column: which block each sample's values are in, and where they begin there."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[ColumnBlock, ...]
     which: Indices
     starts: Indices
     key: str = _VALUES
@@ -67,7 +67,7 @@ class TokenColumn:
     def flat(cls, values: Array, offsets: Indices) -> TokenColumn:
         """A column that lies here in one piece."""
         starts = offsets[:-1]
-        return cls((Block({_VALUES: values}),), np.zeros(len(starts), np.int64), starts)
+        return cls((ColumnBlock({_VALUES: values}),), np.zeros(len(starts), np.int64), starts)
 
     def rows(self, lengths: Indices) -> list[Array]:
         """Each sample's values, as views."""
@@ -97,7 +97,7 @@ class TokenColumn:
     @staticmethod
     def joined(columns: Sequence[TokenColumn], parts: Sequence[Indices]) -> TokenColumn:
         """One column of all samples, from columns of some of them each: those at `parts[i]` are in `columns[i]`."""
-        blocks: list[Block] = []
+        blocks: list[ColumnBlock] = []
         held = [column.key for column in columns if not column.is_here]  # these cannot be renamed
         key = (held or [column.key for column in columns] or [_VALUES])[0]
         samples = sum(len(part) for part in parts)
@@ -112,12 +112,12 @@ class TokenColumn:
 
     def renamed(self, key: str) -> TokenColumn:
         """The same values under another name in their blocks, which must be here."""
-        blocks = tuple(Block({key: block.column(self.key)}) for block in self.blocks)
+        blocks = tuple(ColumnBlock({key: block.column(self.key)}) for block in self.blocks)
         return TokenColumn(blocks, self.which, self.starts, key)
 
     @property
     def is_here(self) -> bool:
-        return not any(isinstance(block.columns, Elsewhere) for block in self.blocks)
+        return not any(isinstance(block.columns, RemoteRef) for block in self.blocks)
 
 
 def cut_into_blocks(lengths: Sequence[int] | Indices) -> list[list[int]]:
@@ -138,8 +138,8 @@ def resolve(columns: Mapping[str, TokenColumn], fetch: Fetch) -> dict[str, Token
     missing = {id(block): block for column in columns.values() for block in column.blocks if _is_elsewhere(block)}
     if not missing:
         return dict(columns)
-    fetched = fetch([cast(Elsewhere, block.columns).ref for block in missing.values()])
-    here = {key: Block(value) for key, value in zip(missing, fetched, strict=True)}
+    fetched = fetch([cast(RemoteRef, block.columns).ref for block in missing.values()])
+    here = {key: ColumnBlock(value) for key, value in zip(missing, fetched, strict=True)}
     return {name: _with_blocks(column, here) for name, column in columns.items()}
 
 
@@ -148,19 +148,19 @@ def put_away(column: TokenColumn, put: Callable[[Columns], Any]) -> TokenColumn:
     return TokenColumn(tuple(away(block, put) for block in column.blocks), column.which, column.starts, column.key)
 
 
-def away(block: Block, put: Callable[[Columns], Any]) -> Block:
-    return block if isinstance(block.columns, Elsewhere) else Block(Elsewhere(put(block.columns)))
+def away(block: ColumnBlock, put: Callable[[Columns], Any]) -> ColumnBlock:
+    return block if isinstance(block.columns, RemoteRef) else ColumnBlock(RemoteRef(put(block.columns)))
 
 
-def blocks_of(columns: Iterable[TokenColumn]) -> list[Block]:
+def blocks_of(columns: Iterable[TokenColumn]) -> list[ColumnBlock]:
     """Every block of the columns once."""
     return list({id(block): block for column in columns for block in column.blocks}.values())
 
 
-def _is_elsewhere(block: Block) -> bool:
-    return isinstance(block.columns, Elsewhere)
+def _is_elsewhere(block: ColumnBlock) -> bool:
+    return isinstance(block.columns, RemoteRef)
 
 
-def _with_blocks(column: TokenColumn, here: Mapping[int, Block]) -> TokenColumn:
+def _with_blocks(column: TokenColumn, here: Mapping[int, ColumnBlock]) -> TokenColumn:
     blocks = tuple(here.get(id(block), block) for block in column.blocks)
     return TokenColumn(blocks, column.which, column.starts, column.key)

@@ -15,7 +15,7 @@ from roll.config.suggest import did_you_mean
 from roll.data.boxed import boxed
 from roll.data.choices import AnswerIs, Choices
 from roll.data.file_layout import ROW_MB
-from roll.data.rows import Row, lookup, some
+from roll.data.rows import TableRow, lookup, some
 from roll.data.task import Message, Task
 
 HeldOut: TypeAlias = float | int | str
@@ -106,10 +106,10 @@ class RowReader:
         every = dict.fromkeys(name for name in (*named, *self._choices) if name)
         return [name for name in (*every, *(n for n in prompted if n and n not in every)) if not name.endswith("?")]
 
-    def fits(self, row: Row) -> bool:
+    def fits(self, row: TableRow) -> bool:
         return all(has(row, column) for column in self.needed)
 
-    def task(self, row: Row, prefix: str = "") -> Task:
+    def task(self, row: TableRow, prefix: str = "") -> Task:
         """`prefix` tells rows of one table from those of another."""
         given = self.options
         self._check(row)
@@ -133,7 +133,7 @@ class RowReader:
             info=info,
         )
 
-    def _check(self, row: Row) -> None:
+    def _check(self, row: TableRow) -> None:
         given = self.options
         named = (given.question, given.answer, given.id, given.domain, *(given.info or ()), self._choices_column)
         for column in filter(None, (*named, *self._choices)):
@@ -155,7 +155,7 @@ class RowReader:
             case _:
                 return ""
 
-    def _info(self, row: Row, choices: Choices | None) -> tuple[dict[str, Any], Choices | None]:
+    def _info(self, row: TableRow, choices: Choices | None) -> tuple[dict[str, Any], Choices | None]:
         """What rewards see, and the choices among it that no option names: those of a column `choices`."""
         given, values = self.options, row.values
         if given.info is None:
@@ -175,7 +175,7 @@ class RowReader:
             info["choices"] = implied.by_letter
         return info, implied
 
-    def _choices_of(self, row: Row) -> Choices | None:
+    def _choices_of(self, row: TableRow) -> Choices | None:
         try:
             if self._choices_column:
                 return Choices.of(get(row, self._choices_column))
@@ -185,7 +185,7 @@ class RowReader:
             raise UserError(f"{row.place}: the choices cannot be read: {error}") from error
         return None
 
-    def _messages(self, row: Row, choices: Choices | None) -> Sequence[Message]:
+    def _messages(self, row: TableRow, choices: Choices | None) -> Sequence[Message]:
         given = self.options
         asked = get(row, given.question)
         prompt = self._parts
@@ -211,7 +211,7 @@ class RowReader:
         text = self._filled(row, asked, prompt, choices) if prompt else asked
         return (Message(role="user", content=text),)
 
-    def _filled(self, row: Row, question: str, parts: Sequence[_Part], choices: Choices | None) -> str:
+    def _filled(self, row: TableRow, question: str, parts: Sequence[_Part], choices: Choices | None) -> str:
         given = self.options
         values: dict[str, Any] = {**row.values, "question": question}
         if choices is not None:
@@ -243,7 +243,7 @@ class RowReader:
 
         return "".join(text + ("" if column is None else text_of(column)) for text, column in parts)
 
-    def _answer_of(self, row: Row, choices: Choices | None) -> Any:
+    def _answer_of(self, row: TableRow, choices: Choices | None) -> Any:
         given = self.options
         answer = get(row, given.answer)
         if isinstance(answer, bytes) or (isinstance(answer, float) and not math.isfinite(answer)):
@@ -266,7 +266,7 @@ class RowReader:
             return [answer, also[1] if self._also.groups else also[0]]
         return answer
 
-    def _chosen(self, row: Row, answer: Any, choices: Choices) -> int:
+    def _chosen(self, row: TableRow, answer: Any, choices: Choices) -> int:
         """The position of the right choice: that of the column the answer is in, or the one that the answer names."""
         given = self.options
         if given.answer in self._choices:
@@ -281,7 +281,7 @@ class RowReader:
         except ValueError as error:
             raise UserError(f"{row.place}: {error}") from error
 
-    def _matched(self, row: Row, answer: Any) -> str:
+    def _matched(self, row: TableRow, answer: Any) -> str:
         assert self._pattern is not None
         found = list(self._pattern.finditer(str(answer)))
         if not found:
@@ -305,7 +305,7 @@ def _in_letters(answer: Any, choices: Choices) -> Any:
     return answer if kept else choices.letters[position]
 
 
-def has(row: Row, column: str) -> bool:
+def has(row: TableRow, column: str) -> bool:
     try:
         lookup(row.values, column)
     except KeyError:
@@ -313,7 +313,7 @@ def has(row: Row, column: str) -> bool:
     return True
 
 
-def get(row: Row, column: str) -> Any:
+def get(row: TableRow, column: str) -> Any:
     """What a column holds; None if it may be missing, and is."""
     if has(row, column):
         return lookup(row.values, column)

@@ -24,7 +24,7 @@ from roll.config.errors import UserError
 from roll.config.suggest import did_you_mean, either
 from roll.config.user_code import elsewhere, find_file, shown, working_copy
 from roll.data.csv_rows import DELIMITERS, csv_rows
-from roll.data.file_layout import Layout, read_text, text_lines
+from roll.data.file_layout import FileLayout, read_text, text_lines
 
 FILES = (".jsonl", ".json", *DELIMITERS, ".parquet")
 HUB = "hf:"
@@ -33,14 +33,14 @@ TABLES = (f"a {either(FILES)} file", f"`{HUB}dataset`")
 """The forms of a table's name, in words."""
 Located: TypeAlias = tuple[str, str, Any]
 """A row's place, its name and what it holds."""
-_PLAIN = Layout()
+_PLAIN = FileLayout()
 _BATCH_ROWS = 1024
 _HALF = re.compile("[\ud800-\udfff]")
 _SAVED = ("dataset_info.json", "dataset_dict.json")
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     place: str
     """`tasks.jsonl:12`, `tasks.parquet, row 12`."""
     name: str
@@ -69,13 +69,13 @@ def is_saved(name: str, root: str = "") -> bool:
 
 
 def read_rows(
-    table: str | GivenRows, setting: str, *, subset: str = "", part: str = "", layout: Layout = _PLAIN, root: str = ""
-) -> Iterator[Row]:
+    table: str | GivenRows, setting: str, *, subset: str = "", part: str = "", layout: FileLayout = _PLAIN, root: str = ""
+) -> Iterator[TableRow]:
     """The rows of a table in their order; `setting` is what names it, from `root`. `subset` and `part` are of a dataset:
     one of its configurations, and one of its splits. `layout` is of a file."""
     if isinstance(table, GivenRows):
         for position, values in enumerate(table.rows):
-            yield Row(f"{table.name}[{position}]", f"row-{position + 1}", values)
+            yield TableRow(f"{table.name}[{position}]", f"row-{position + 1}", values)
         return
     if table.startswith(HUB) or is_saved(table, root):
         for number, row in enumerate(_dataset(table.removeprefix(HUB), setting, subset, part, root), 1):
@@ -129,7 +129,7 @@ def _refuse_loops(pattern: Path, setting: str) -> None:
         waiting += [(Path(entry.path), parents | {real}) for entry in inside]
 
 
-def _file(path: Path, setting: str, layout: Layout) -> Iterator[Located]:
+def _file(path: Path, setting: str, layout: FileLayout) -> Iterator[Located]:
     if path.suffix == ".parquet":
         for number, row in enumerate(_parquet(path, setting, layout), 1):
             yield f"{path}, row {number}", f"row-{number}", row
@@ -141,13 +141,13 @@ def _file(path: Path, setting: str, layout: Layout) -> Iterator[Located]:
             yield f"{path}:{number}", f"line-{number}", row
 
 
-def _row(place: str, name: str, values: Any) -> Row:
+def _row(place: str, name: str, values: Any) -> TableRow:
     if not isinstance(values, dict):
         raise UserError(f"{place}: not an object with columns")
-    return Row(place, name, {column: _plain(value, place, column) for column, value in values.items()})
+    return TableRow(place, name, {column: _plain(value, place, column) for column, value in values.items()})
 
 
-def json_lines(path: Path, setting: str, layout: Layout = _PLAIN) -> Iterator[tuple[int, dict[str, Any]]]:
+def json_lines(path: Path, setting: str, layout: FileLayout = _PLAIN) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a file of JSON lines with the numbers of their lines; `setting` is what names the file."""
     if not path.is_file():
         raise UserError(f"{setting}: there is no file {str(path)!r}")
@@ -195,7 +195,7 @@ def _plain(value: Any, place: str, column: str) -> Any:
     return {key: _plain(item, place, column) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _json(path: Path, layout: Layout) -> Iterator[Located]:
+def _json(path: Path, layout: FileLayout) -> Iterator[Located]:
     """The rows of a JSON file: those of its list; of an object, those of the list under the key, or the object itself,
     if no key is named and it has no list of objects; or JSON lines, which some call `.json` too."""
     try:
@@ -211,9 +211,9 @@ def _json(path: Path, layout: Layout) -> Iterator[Located]:
         yield f"{path}, row {number}", f"row-{number}", row
 
 
-def _is_json_lines(path: Path, layout: Layout) -> bool:
+def _is_json_lines(path: Path, layout: FileLayout) -> bool:
     """Whether the first line with something in it is an object, and there is another line."""
-    lines = (line for line in text_lines(path, Layout(row_mb=layout.row_mb * 16)) if line.strip())
+    lines = (line for line in text_lines(path, FileLayout(row_mb=layout.row_mb * 16)) if line.strip())
     first = next(lines, "")
     if not first.lstrip().startswith("{"):
         return False
@@ -265,7 +265,7 @@ def lookup(values: Mapping[str, Any], column: str) -> Any:
     raise KeyError(column)
 
 
-def _parquet(path: Path, setting: str, layout: Layout) -> Iterator[dict[str, Any]]:
+def _parquet(path: Path, setting: str, layout: FileLayout) -> Iterator[dict[str, Any]]:
     try:
         from pyarrow.parquet import ParquetFile
     except ModuleNotFoundError as error:

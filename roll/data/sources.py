@@ -19,7 +19,7 @@ from roll.config.secrets import resolved
 from roll.config.user_code import load_user_code
 from roll.data.reasoning_gym import PREFIX, reasoning_gym
 from roll.data.rows import TABLES, is_table
-from roll.data.table_source import Rows, check_table_options, table
+from roll.data.table_source import TableRows, check_table_options, table
 from roll.data.task import Task
 
 Split = Literal["train", "held_out"]
@@ -103,7 +103,7 @@ def load_splits(config: SourceConfig, source: TaskSource | None = None, root: st
         given = call_source("tasks", name, source, split, options)
         tasks[split] = tuple(given)
         _check_tasks(name, split, tasks[split])
-        skipped |= dict.fromkeys(given.skipped if isinstance(given, Rows) else ())
+        skipped |= dict.fromkeys(given.skipped if isinstance(given, TableRows) else ())
     return TaskSet(tasks["train"], tasks["held_out"], skipped=tuple(skipped))
 
 
@@ -136,7 +136,7 @@ def call_source(
     """All that a source gives for a split; `section` is the part of the config that names it."""
     try:
         given = source(split, **options)
-        return given if isinstance(given, Rows) else tuple(given)
+        return given if isinstance(given, TableRows) else tuple(given)
     except UserError:
         raise
     except Exception as error:

@@ -16,14 +16,14 @@ from typing import Any, Literal
 from roll.config.errors import UserError
 from roll.config.option_types import check_types
 from roll.config.suggest import did_you_mean, either
-from roll.data.file_layout import Layout
-from roll.data.formats import Format, find_format
+from roll.data.file_layout import FileLayout
+from roll.data.formats import DatasetFormat, find_format
 from roll.data.row_task import RowReader, TableOptions, get, pattern, searchable
-from roll.data.rows import HUB, TABLES, GivenRows, Row, is_saved, is_table, read_rows, some
+from roll.data.rows import HUB, TABLES, GivenRows, TableRow, is_saved, is_table, read_rows, some
 from roll.data.task import Task
 
 
-class Rows(list[Task]):
+class TableRows(list[Task]):
     """The tasks of a table, and the places of the rows that it was told to skip."""
 
     def __init__(self, tasks: Iterable[Task], skipped: Sequence[str]) -> None:
@@ -31,10 +31,10 @@ class Rows(list[Task]):
         self.skipped = tuple(skipped)
 
 
-def table(split: Literal["train", "held_out"], path: str | GivenRows, root: str = "", **options: Any) -> Rows:
+def table(split: Literal["train", "held_out"], path: str | GivenRows, root: str = "", **options: Any) -> TableRows:
     """A task per row; `path` is found from `root`, and `options` are those of `TableOptions`."""
     check_table_options(options)
-    format = find_format(options["format"]) if options.get("format") else Format((), ({},))
+    format = find_format(options["format"]) if options.get("format") else DatasetFormat((), ({},))
     variants = [TableOptions(**{**format.options, **variant, **options}) for variant in format.variants]
     common = variants[0]
     if common.limit < 0:
@@ -47,7 +47,7 @@ def table(split: Literal["train", "held_out"], path: str | GivenRows, root: str 
         subset = common.subset if source == path else ""
         found = read_rows(source, "tasks.options.held_out", subset=subset, part=part, layout=layout, root=root)
         kept = _Kept(found, common.skip)
-        return Rows((_task(row, readers, f"{part or _name(source)}/") for row in kept), kept.skipped)
+        return TableRows((_task(row, readers, f"{part or _name(source)}/") for row in kept), kept.skipped)
     found = read_rows(path, "tasks.source", subset=common.subset, part=common.part, layout=layout, root=root)
     kept = _Kept(found, common.skip)
     rows = list(islice(kept, common.limit or None))
@@ -55,7 +55,7 @@ def table(split: Literal["train", "held_out"], path: str | GivenRows, root: str 
         assert not isinstance(common.held_out, str)
         chosen = held_out_rows(len(rows), common.held_out)
         rows = [row for position, row in enumerate(rows) if (position in chosen) == (split == "held_out")]
-    return Rows((_task(row, readers) for row in rows), kept.skipped)
+    return TableRows((_task(row, readers) for row in rows), kept.skipped)
 
 
 def check_table_options(options: Mapping[str, Any]) -> None:
@@ -68,11 +68,11 @@ def check_table_options(options: Mapping[str, Any]) -> None:
     check_types(TableOptions, options, "tasks.options.")
 
 
-def _layout(common: TableOptions, format: Format, variants: Sequence[TableOptions]) -> Layout:
+def _layout(common: TableOptions, format: DatasetFormat, variants: Sequence[TableOptions]) -> FileLayout:
     if len(common.delimiter) > 1:
         raise UserError(f"tasks.options.delimiter is {common.delimiter!r}, but takes one character")
     headers = tuple(frozenset(RowReader(variant).needed) for variant in variants)
-    return Layout(
+    return FileLayout(
         tuple(common.columns), common.rows, common.delimiter, common.quotes, format.headerless, headers, common.row_mb
     )
 
@@ -80,12 +80,12 @@ def _layout(common: TableOptions, format: Format, variants: Sequence[TableOption
 class _Kept:
     """The rows that are not to be skipped, and, once they were read, the places of those that are."""
 
-    def __init__(self, rows: Iterator[Row], skip: Mapping[str, str]) -> None:
+    def __init__(self, rows: Iterator[TableRow], skip: Mapping[str, str]) -> None:
         self._rows = rows
         self._skip = {column: pattern(text, f"skip.{column}") for column, text in skip.items()}
         self.skipped: list[str] = []
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[TableRow]:
         for row in self._rows:
             if any(found and found.search(searchable(get(row, column))) for column, found in self._skip.items()):
                 self.skipped.append(row.place)
@@ -93,7 +93,7 @@ class _Kept:
                 yield row
 
 
-def _task(row: Row, readers: Sequence[RowReader], prefix: str = "") -> Task:
+def _task(row: TableRow, readers: Sequence[RowReader], prefix: str = "") -> Task:
     """The row's task, by the first of several ways to read it that fits."""
     fitting = next((reader for reader in readers if reader.fits(row)), None)
     if fitting is None and len(readers) > 1:

@@ -46,16 +46,16 @@ Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """Functions that the model may call, as JSON schemas: templates that know of tools show them."""
 
 
-class HistoryRewritten(Exception):
+class TemplateRewritesHistory(Exception):
     """The chat template changes earlier turns when a new one follows, so that its tokens cannot follow theirs."""
 
 
-class NotImitable(Exception):
+class NotTrainable(Exception):
     """The chat template does not show an answer as the model would give it."""
 
 
 @dataclass(frozen=True)
-class Written:
+class RenderedTurn:
     """Text of a conversation, and tokens of it or of its end."""
 
     text: str
@@ -126,14 +126,14 @@ class ChatRenderer:
         self._beginnings: _Kept[tuple[str, str]] = _Kept()
         self._turns: _Kept[_Turn | None] = _Kept()
         self._answers: _Kept[str] = _Kept()
-        self._last_opening: tuple[object, Written] = (None, Written("", []))
+        self._last_opening: tuple[object, RenderedTurn] = (None, RenderedTurn("", []))
 
-    def opening(self, messages: Sequence[Message], tools: Tools = ()) -> Written:
+    def opening(self, messages: Sequence[Message], tools: Tools = ()) -> RenderedTurn:
         """A conversation's start, up to where the model's next answer begins."""
         asked = (list(messages), list(tools))
         if asked != self._last_opening[0]:  # siblings ask for the same one after the other
             text = self._text(messages, generate=True, tools=tools)
-            self._last_opening = (asked, Written(text, self._tokens(text)))
+            self._last_opening = (asked, RenderedTurn(text, self._tokens(text)))
         return self._last_opening[1]
 
     def follow_up(
@@ -143,11 +143,11 @@ class ChatRenderer:
         new: Sequence[Message],
         tools: Tools = (),
         before: str | None = None,
-    ) -> Written:
+    ) -> RenderedTurn:
         """The text up to where the next response begins, and the tokens of it since the end of the last one.
 
         `history` ends with that response; `ended` is the stop token it was sampled with, None if it was cut off; `before`
-        is the text up to where it began, if that is known. `HistoryRewritten` if no tokens can follow it.
+        is the text up to where it began, if that is known. `TemplateRewritesHistory` if no tokens can follow it.
         """
         if not history or history[-1]["role"] != "assistant":
             raise ValueError("a follow-up comes after an assistant's message")
@@ -156,9 +156,9 @@ class ChatRenderer:
         if self._each_alone and len(history) > 2:
             turn = self._turn(history[0], history[-1], ended, new, tools)
             if turn is not None and before.endswith(turn.prompt):
-                return Written(before.removesuffix(turn.prompt) + turn.text, turn.tokens)
+                return RenderedTurn(before.removesuffix(turn.prompt) + turn.text, turn.tokens)
         whole = self._text([*history, *new], generate=True, tools=tools)
-        return Written(whole, self._since(before, whole, history, ended, new, tools))
+        return RenderedTurn(whole, self._since(before, whole, history, ended, new, tools))
 
     def _turn(
         self, first: Message, answer: Message, ended: int | None, new: Sequence[Message], tools: Tools
@@ -235,7 +235,7 @@ class ChatRenderer:
         try:
             after = _common(*(self._after_marked(history, [new], tools) for new in (one, other)))
             opening = _common(*(self._text([new], generate=True, tools=tools) for new in (one, other)))
-        except (TemplateError, TypeError, ValueError, HistoryRewritten):
+        except (TemplateError, TypeError, ValueError, TemplateRewritesHistory):
             return ""
         return after[: len(after) - len(_common(after[::-1], opening[::-1]))]
 
@@ -280,14 +280,14 @@ class ChatRenderer:
         stop token that the template puts after it."""
         shown = self._text(messages, generate=False, tools=tools)
         if not shown.startswith(opening):
-            raise NotImitable("the chat template shows an answer after another beginning than it asks for one with")
+            raise NotTrainable("the chat template shows an answer after another beginning than it asks for one with")
         rest = shown[len(opening) :]
         if not self._first_stop(self._ending) or not rest.endswith(self._ending):
             self._ending = self._find_ending(messages[:-1], tools) or ""
         end = self._first_stop(self._ending)
         if not end or not any(stop in rest for stop in self._stops.values()):
             named = ", ".join(map(repr, self._stops.values())) or "none"
-            raise NotImitable(f"the chat template puts none of the tokens that end an answer ({named}) after one")
+            raise NotTrainable(f"the chat template puts none of the tokens that end an answer ({named}) after one")
         if not rest.endswith(self._ending):  # it ends this answer in another way than others
             return rest[: max(rest.rfind(stop) + len(stop) for stop in self._stops.values() if stop in rest)]
         return rest[: len(rest) - len(self._ending) + end]
@@ -310,7 +310,7 @@ class ChatRenderer:
         whole = self._text([*history, *new], generate=True, tools=tools)
         kept = whole.startswith(opening) and whole[len(opening) :].strip().startswith(history[-1]["content"].strip())
         if not kept:
-            raise HistoryRewritten(
+            raise TemplateRewritesHistory(
                 "the chat template rewrites earlier turns when a new message follows, so the tokens sampled there "
                 "would not be the tokens the model sees"
             )
@@ -400,7 +400,7 @@ class Conversation:
             try:
                 shown = self._shown(first)
                 following = self._renderer.follow_up(shown, self._ended, messages, self._tools, self._written)
-            except HistoryRewritten:
+            except TemplateRewritesHistory:
                 pass
             else:
                 if longest is not None and self.log.context_tokens + len(following.tokens) >= longest:

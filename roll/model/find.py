@@ -47,10 +47,12 @@ class ModelSource:
     seed: int | None = None
     """Of a model made from scratch, where adapters name it."""
 
-    def base(self, seed: int) -> lora.Base:
+    def base(self, seed: int) -> lora.BaseModelRef:
         """What adapters in this model say that they belong to; `seed` is the run's."""
         path = self.name if self.name in (TINY, SMOLLM2) or self.location is None else self.location
-        return lora.Base(self.adapters[-1] if self.adapters else path, self.seed if self.seed is not None else seed)
+        return lora.BaseModelRef(
+            self.adapters[-1] if self.adapters else path, self.seed if self.seed is not None else seed
+        )
 
 
 def find_model(path: str) -> ModelSource:
@@ -85,7 +87,7 @@ def shards_of(folder: Path) -> Path | None:
 
 
 def _adapted(path: str, folder: Path) -> ModelSource:
-    base = lora.Base.of(folder)
+    base = lora.BaseModelRef.of(folder)
     try:
         found = find_model(base.path)
     except UserError as error:

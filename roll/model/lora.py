@@ -39,14 +39,14 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Base:
+class BaseModelRef:
     """The model that adapters belong to: what to write as `model` for it, and the seed if it is made from scratch."""
 
     path: str
     seed: int | None = None
 
     @classmethod
-    def of(cls, folder: Path) -> Base:
+    def of(cls, folder: Path) -> BaseModelRef:
         """The base of adapters that were saved, by ROLL or by `peft` alone."""
         if (folder / BASE_FILE).is_file():
             return cls(**json.loads((folder / BASE_FILE).read_text()))
@@ -55,7 +55,7 @@ class Base:
             raise UserError(f"model: the adapters in {str(folder)!r} do not say what model they are for")
         return cls(path)
 
-    def is_now(self, other: Base) -> bool:
+    def is_now(self, other: BaseModelRef) -> bool:
         """Whether the other is the same: a model that was moved is, another checkpoint of the same run is not."""
         return Path(self.path).parts[-3:] == Path(other.path).parts[-3:] and self.seed == other.seed
 
@@ -63,7 +63,7 @@ class Base:
 class Adapters:
     """The adapters of one model, which are all of it that learns."""
 
-    def __init__(self, model: PreTrainedModel, config: LoraConfig, base: Base, seed: int) -> None:
+    def __init__(self, model: PreTrainedModel, config: LoraConfig, base: BaseModelRef, seed: int) -> None:
         """Puts fresh adapters into the model; their values come from the seed."""
         import torch
 
@@ -133,7 +133,7 @@ class Adapters:
 
     def check_base(self, folder: Path) -> None:
         """Raises if saved adapters belong to another model."""
-        base = Base.of(folder)
+        base = BaseModelRef.of(folder)
         if not base.is_now(self._base):
             raise RunError(
                 f"the adapters in {folder} belong to {base.path}, but the run's model is now {self._base.path}: bring "

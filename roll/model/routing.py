@@ -31,7 +31,7 @@ FREE = -1
 Routed = tuple[Tensor, Tensor, Tensor]
 
 
-class Balance(Protocol):
+class ExpertLoads(Protocol):
     """A loss that makes routers use their experts evenly."""
 
     def slopes(self, choices: Tensor, experts: int) -> Tensor:
@@ -48,7 +48,7 @@ class RouterPass:
     """[rows, layers, chosen] the experts to use; None: those that routers choose."""
     uses: Tensor | None = None
     """[rows] how many tokens of samples each row is, 0 for padding; None: nothing is counted."""
-    balance: Balance | None = None
+    balance: ExpertLoads | None = None
     load: dict[int, Tensor] = field(default_factory=dict)
     """By layer, the tokens that each expert got, [experts]."""
     entropy: dict[int, Tensor] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Routers:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = routers_of(model)
-        self._scores: dict[type[nn.Module], Weighing] = {}
+        self._scores: dict[type[nn.Module], RouterWeights] = {}
         self._pass: RouterPass | None = None
         for number, router in enumerate(self.modules):
             router.register_forward_hook(partial(self._routed, number))
@@ -116,7 +116,7 @@ class Routers:
             weights = _WithLoss.apply(weights, loss)  # type: ignore[no-untyped-call]
         return logits, weights, choices
 
-    def _weighing(self, router: nn.Module, output: Routed) -> Weighing:
+    def _weighing(self, router: nn.Module, output: Routed) -> RouterWeights:
         kind = type(router)
         if kind not in self._scores:
             self._scores[kind] = weighing_of(router, *output)
@@ -173,7 +173,7 @@ def _number(router: nn.Module, name: str) -> int:
 
 
 @dataclass(frozen=True)
-class Weighing:
+class RouterWeights:
     """A family's way from logits to weights."""
 
     scores: Callable[[Tensor], Tensor]
@@ -193,11 +193,13 @@ class Weighing:
         return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
 
-def weighing_of(router: nn.Module, logits: Tensor, weights: Tensor, choices: Tensor) -> Weighing:
+def weighing_of(router: nn.Module, logits: Tensor, weights: Tensor, choices: Tensor) -> RouterWeights:
     """The way that gives the router's own weights for its own choices."""
     scale = float(getattr(router, "routed_scaling_factor", 1.0))
     softmax = partial(torch.softmax, dim=-1)
-    ways = [Weighing(scores, normalised, scale) for scores in (softmax, torch.sigmoid) for normalised in (True, False)]
+    ways = [
+        RouterWeights(scores, normalised, scale) for scores in (softmax, torch.sigmoid) for normalised in (True, False)
+    ]
     given = weights.detach().float()
     found = [float((way.weights(logits.detach(), choices) - given).abs().max()) for way in ways]
     best = min(range(len(ways)), key=found.__getitem__)

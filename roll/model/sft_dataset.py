@@ -22,7 +22,7 @@ from roll.data.remote_columns import Indices
 from roll.data.sample import Sample
 from roll.data.task import Task
 from roll.data.tokenlog import TokenLog
-from roll.model.chat import ChatRenderer, NotImitable
+from roll.model.chat import ChatRenderer, NotTrainable
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _logs(chat: Chat, renderer: ChatRenderer) -> list[TokenLog]:
     try:
         logs = renderer.demonstrations(chat.messages, chat.tools)
         return [_last_answer(logs[-1])] if chat.learn == "last" else logs
-    except NotImitable as error:
+    except NotTrainable as error:
         raise UserError(f"data: {error}: write model.chat_template=FILE with a Jinja template that does") from error
     except (TemplateError, TypeError, ValueError) as error:
         raise UserError(

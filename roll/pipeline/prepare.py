@@ -23,7 +23,7 @@ from roll.engine.routes import ExpertLayers
 from roll.model.chat import ChatRenderer
 from roll.model.find import find_model, steps_of
 from roll.model.loading import load_model_config, load_tokenizer, stop_ids_of
-from roll.model.lora import Base
+from roll.model.lora import BaseModelRef
 from roll.model.rope import longest_sequence
 from roll.model.sft_dataset import EpochPermutation, SFTDataset, make_corpus
 from roll.pipeline import rlvr_metrics as rollout_record
@@ -100,7 +100,7 @@ class RLVRPipeline(Pipeline[Roles, RunState]):
         now = _models_beside(self.config)
         state = RunState.restored({"models": {role: asdict(base) for role, base in now.items()}, **saved})
         for role, found in state.models.items():
-            if role in now and not now[role].is_now(was := Base(**found)):
+            if role in now and not now[role].is_now(was := BaseModelRef(**found)):
                 raise UserError(
                     f"the {role} of the run in {self.config.run.dir} was {was.path}, but is now {now[role].path}: bring "
                     "the former back, or write run.dir=OTHER model=RUN for a new run from its weights"
@@ -146,7 +146,7 @@ class RLVRPipeline(Pipeline[Roles, RunState]):
             work.close()
 
 
-def _models_beside(config: Config) -> dict[str, Base]:
+def _models_beside(config: Config) -> dict[str, BaseModelRef]:
     """By role, the models of which no checkpoint of the run holds the weights. A run's newest checkpoint may be another
     when it is asked for again."""
     paths = {role: getattr(config.roles, role).model.path for role in config.scoring_roles}

@@ -20,7 +20,7 @@ import numpy as np
 from roll.cluster import Cluster, Dispatch, Worker, WorkerPlacement, dispatch
 from roll.config.schema import Config
 from roll.data.batch import token_block
-from roll.data.remote_columns import Block
+from roll.data.remote_columns import ColumnBlock
 from roll.data.sample import Sample
 from roll.data.tokenlog import branches
 from roll.model.chat import ChatRenderer
@@ -254,7 +254,7 @@ class RolloutWorker(Worker):
         self.forget(keys)
 
     @dispatch(Dispatch.ONE)
-    def columns(self, blocks: Sequence[Sequence[str]], mask_below: int = 0) -> list[Block]:
+    def columns(self, blocks: Sequence[Sequence[str]], mask_below: int = 0) -> list[ColumnBlock]:
         """The tokens of samples, a block for each list; those of versions before `mask_below` are not trained on."""
         return [token_block([self._home[sample] for sample in samples], mask_below) for samples in blocks]
 

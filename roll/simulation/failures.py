@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from roll.cluster import WorkerPlacement
-from roll.data.remote_columns import Block
+from roll.data.remote_columns import ColumnBlock
 from roll.ledger.log import Ledger
 from roll.simulation.engine import SimEngine
 from roll.simulation.graders import GraderPool
@@ -70,7 +70,7 @@ class MortalRollouts(SimRollouts):
     def running(self) -> set[str]:
         return set(self._running)
 
-    def columns(self, blocks: Sequence[Sequence[str]], mask_below: int = 0) -> list[Block]:
+    def columns(self, blocks: Sequence[Sequence[str]], mask_below: int = 0) -> list[ColumnBlock]:
         self.masked_below = {sample: mask_below for block in blocks for sample in block}
         return super().columns(blocks, mask_below)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from roll.cluster import Worker, WorkerPlacement
-from roll.data.remote_columns import Block, Elsewhere
+from roll.data.remote_columns import ColumnBlock, RemoteRef
 from roll.ledger.log import Transition
 from roll.rollout.messages import Lease, Report, SampleResult, WorkerCommand
 
@@ -63,5 +63,5 @@ class PromptWorker(Worker):
 
     def forget(self, keys: Sequence[str]) -> None: ...
 
-    def columns(self, blocks: Sequence[Sequence[str]], mask_below: int = 0) -> list[Block]:
-        return [Block(Elsewhere(None)) for _ in blocks]
+    def columns(self, blocks: Sequence[Sequence[str]], mask_below: int = 0) -> list[ColumnBlock]:
+        return [ColumnBlock(RemoteRef(None)) for _ in blocks]

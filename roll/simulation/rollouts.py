@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from roll.cluster import Worker, WorkerPlacement
-from roll.data.remote_columns import Block, Elsewhere
+from roll.data.remote_columns import ColumnBlock, RemoteRef
 from roll.ledger.log import Transition
 from roll.rollout.messages import (
     BufferedGroup,
@@ -292,11 +292,11 @@ class SimRollouts(Worker):
                     if self._home.get(id) == key:
                         del self._home[id]
 
-    def columns(self, blocks: Sequence[Sequence[str]], mask_below: int = 0) -> list[Block]:
+    def columns(self, blocks: Sequence[Sequence[str]], mask_below: int = 0) -> list[ColumnBlock]:
         for id in (id for block in blocks for id in block):
             if id not in self._home:
                 raise KeyError(id)
-        return [Block(Elsewhere(None)) for _ in blocks]
+        return [ColumnBlock(RemoteRef(None)) for _ in blocks]
 
     def write(self, step: int, fates: Sequence[FinalState]) -> None:
         """Nothing is kept."""

@@ -29,7 +29,7 @@ from roll.config.errors import RunError, UserError
 from roll.config.schema import RayConfig
 from roll.data import Batch
 from roll.data.batch import Indices
-from roll.data.remote_columns import Block, Elsewhere, TokenColumn
+from roll.data.remote_columns import ColumnBlock, RemoteRef, TokenColumn
 
 pytestmark = pytest.mark.ray
 
@@ -118,8 +118,8 @@ class Toy(Worker):
         return float(batch["ref"].sum(dtype=np.float64))
 
     @dispatch(Dispatch.ONE)
-    def blocks(self, count: int, tokens: int) -> list[Block]:
-        return [Block({"ids": np.full(tokens, number, np.int32)}) for number in range(count)]
+    def blocks(self, count: int, tokens: int) -> list[ColumnBlock]:
+        return [ColumnBlock({"ids": np.full(tokens, number, np.int32)}) for number in range(count)]
 
     @dispatch(Dispatch.ONE)
     async def through(self, others: Cluster[Toy], rank: int | None, value: Any) -> Any:
@@ -363,7 +363,7 @@ def test_blocks_in_a_list_stay_at_the_workers_and_are_freed_with_their_batch(rol
     assert eventually(lambda: object_store_bytes_free() > free - 5 * MEGABYTE), "earlier batches are gone"
     blocks, counted = roles.bytes_of(roles.toys.call(Toy.blocks, 4, 10 * MEGABYTE // 4))
     assert counted < 20_000
-    assert all(isinstance(block.columns, Elsewhere) for block in blocks)
+    assert all(isinstance(block.columns, RemoteRef) for block in blocks)
     assert eventually(lambda: object_store_bytes_free() < free - 35 * MEGABYTE)
 
     lengths = [MEGABYTE, MEGABYTE]
@@ -380,7 +380,7 @@ def test_blocks_in_a_list_stay_at_the_workers_and_are_freed_with_their_batch(rol
 def test_tokens_that_do_not_come_are_an_error_in_time(roles: Roles) -> None:
     async def ask() -> None:
         hanging = roles.other._handles[0]._actor.call.remote("hang", [0], {})  # type: ignore[attr-defined]
-        column = TokenColumn((Block(Elsewhere(hanging)),), np.array([0]), np.array([0]), "ids")
+        column = TokenColumn((ColumnBlock(RemoteRef(hanging)),), np.array([0]), np.array([0]), "ids")
         batch = Batch(np.array([0, 3]), {"ids": column})
         with pytest.raises(RunError, match="tokens that workers hold cannot be fetched: "):
             await RayExecutor(RayConfig(call_deadline_s=0.3)).fetch(batch)

@@ -37,7 +37,7 @@ from roll.cluster.ray_executor import RayExecutor
 from roll.config.errors import RunError
 from roll.config.schema import RayConfig
 from roll.data import Batch
-from roll.data.remote_columns import Block, TokenColumn
+from roll.data.remote_columns import ColumnBlock, TokenColumn
 
 pytestmark = pytest.mark.ray
 
@@ -91,8 +91,8 @@ class Mortal(Worker):
             pass
 
     @dispatch(Dispatch.ONE)
-    def tokens(self, count: int) -> Block:
-        return Block({"ids": np.arange(count, dtype=np.int32)})
+    def tokens(self, count: int) -> ColumnBlock:
+        return ColumnBlock({"ids": np.arange(count, dtype=np.int32)})
 
     @dispatch(Dispatch.ONE)
     def added(self, batch: Batch) -> int:
@@ -379,7 +379,7 @@ def test_tokens_are_lost_with_the_worker_that_held_them_and_said_to_be(roles: Ro
     roles.run(use())
 
 
-def batch_of(block: Block, count: int) -> Batch:
+def batch_of(block: ColumnBlock, count: int) -> Batch:
     column = TokenColumn((block,), np.array([0]), np.array([0]), "ids")
     return Batch(np.array([0, count]), {"ids": column})
 

@@ -18,7 +18,7 @@ from roll.cluster.worker_runtime import CallResult, StartInfo, WorkerRuntime, wh
 from roll.config.errors import RunError, UserError
 from roll.data import Batch, Sample, Task
 from roll.data.batch import token_block
-from roll.data.remote_columns import Block, Columns, Elsewhere, TokenColumn, away
+from roll.data.remote_columns import ColumnBlock, Columns, RemoteRef, TokenColumn, away
 
 PLACE = WorkerPlacement("role", 3, 4)
 
@@ -234,8 +234,8 @@ def test_a_batch_is_all_here_before_the_method_sees_it() -> None:
         assert await host.call("total", [batch], {}) == CallResult(value=0 + 1 + 2 + 10 + 11)
         assert memory.asked == [[0, 1]]  # four columns, each reference once, all at once
         (seen,) = guest(host).seen
-        assert all(not isinstance(block.columns, Elsewhere) for block in seen.blocks)
-        assert all(isinstance(block.columns, Elsewhere) for block in batch.blocks)
+        assert all(not isinstance(block.columns, RemoteRef) for block in seen.blocks)
+        assert all(isinstance(block.columns, RemoteRef) for block in batch.blocks)
 
     hosting(use)
 
@@ -299,7 +299,7 @@ def test_token_columns_of_a_result_stay_and_a_reference_travels() -> None:
         assert isinstance(answer, CallResult)
         column = answer.value
         assert not column.is_here
-        assert [block.columns for block in column.blocks] == [Elsewhere(0)]
+        assert [block.columns for block in column.blocks] == [RemoteRef(0)]
         assert memory.kept[0]["values"].tolist() == [0, 1, 2, 10, 11]
         whole = batch.with_columns(ref=column).resolved(lambda refs: [memory.kept[ref] for ref in refs])
         assert whole["ref"].tolist() == [0, 1, 2, 10, 11]
@@ -310,17 +310,17 @@ def test_token_columns_of_a_result_stay_and_a_reference_travels() -> None:
 @pytest.mark.parametrize("nested", [False, True])
 def test_blocks_of_a_result_stay_also_in_lists(nested: bool) -> None:
     async def use(host: WorkerRuntime, memory: Memory) -> None:
-        gone = Block(Elsewhere("there"))
+        gone = ColumnBlock(RemoteRef("there"))
         blocks: Any = [token_block(samples(2)), gone, token_block(samples(1))]
         answer = await host.call("later", [[blocks, 5] if nested else blocks], {})
         assert isinstance(answer, CallResult)
         found = answer.value[0] if nested else answer.value
-        assert [block.columns for block in found] == [Elsewhere(0), Elsewhere("there"), Elsewhere(1)]
+        assert [block.columns for block in found] == [RemoteRef(0), RemoteRef("there"), RemoteRef(1)]
         assert found[1] is gone
         assert memory.kept[0]["ids"].tolist() == [0, 1]
         single = await host.call("later", [token_block(samples(1))], {})
         assert isinstance(single, CallResult)
-        assert single.value.columns == Elsewhere(2)
+        assert single.value.columns == RemoteRef(2)
 
     hosting(use)
 

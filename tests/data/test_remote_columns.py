@@ -16,7 +16,17 @@ from hypothesis import strategies as st
 import roll.data.remote_columns
 from roll.data import Batch, Sample, Task
 from roll.data.batch import LOGGED, token_block
-from roll.data.remote_columns import Block, Columns, Elsewhere, Indices, TokenColumn, away, blocks_of, put_away, resolve
+from roll.data.remote_columns import (
+    ColumnBlock,
+    Columns,
+    Indices,
+    RemoteRef,
+    TokenColumn,
+    away,
+    blocks_of,
+    put_away,
+    resolve,
+)
 
 CASES = settings(max_examples=80, deadline=None, derandomize=True)
 
@@ -55,7 +65,7 @@ def columns(draw: st.DrawFn, key: str = "values") -> tuple[TokenColumn, list[lis
             rows.append(list(range(token, token + length)))
             values += rows[-1]
             token += length
-        blocks.append(Block({key: np.array(values, np.int32), "other": np.zeros(len(values), np.int32)}))
+        blocks.append(ColumnBlock({key: np.array(values, np.int32), "other": np.zeros(len(values), np.int32)}))
     column = TokenColumn(tuple(blocks), indices(which), indices(starts), key)
     return column, rows, indices([len(row) for row in rows])
 
@@ -124,7 +134,7 @@ def test_rows_and_one_block_in_order_are_views() -> None:
 
 
 def test_the_example_of_the_docstring() -> None:
-    blocks = (Block({"values": np.arange(5)}), Block({"values": np.arange(10, 15)}))
+    blocks = (ColumnBlock({"values": np.arange(5)}), ColumnBlock({"values": np.arange(10, 15)}))
     column = TokenColumn(blocks, indices([0, 0, 1, 1]), indices([0, 3, 0, 4]))
     lengths = indices([3, 2, 4, 1])
     assert listed(column, lengths) == [[0, 1, 2], [3, 4], [10, 11, 12, 13], [14]]
@@ -170,7 +180,7 @@ def test_nothing_is_fetched_of_what_is_here() -> None:
 
 
 def test_a_block_that_is_elsewhere_is_not_put_away_again() -> None:
-    block = Block(Elsewhere("there"))
+    block = ColumnBlock(RemoteRef("there"))
     assert away(block, Store().put) is block
 
 
@@ -317,7 +327,7 @@ def test_a_computed_column_may_be_elsewhere_beside_columns_here() -> None:
     with pytest.raises(LookupError):
         more["ref"]
     assert more.select([1]).resolved(store.fetch)["ref"].tolist() == [5, 6, 7, 8]
-    assert {block.columns.ref for block in more.blocks if isinstance(block.columns, Elsewhere)} == {0}
+    assert {block.columns.ref for block in more.blocks if isinstance(block.columns, RemoteRef)} == {0}
     assert LOGGED == ("ids", "loss_mask", "behaviour", "versions", "turn", "routes")
 
 

@@ -16,7 +16,7 @@ from roll.config import UserError, load_config
 from roll.config.schema import LoraConfig, ModelConfig
 from roll.model.find import find_model
 from roll.model.loading import load_model, load_tokenizer, write_merged
-from roll.model.lora import Adapters, Base, adapted_layers, inject, is_adapter
+from roll.model.lora import Adapters, BaseModelRef, adapted_layers, inject, is_adapter
 from roll.model.shape import ModelShape
 from roll.model.tiny import character_tokenizer, tiny_model
 
@@ -36,7 +36,7 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
     return found
 
 
-def save_adapters(folder: Path, model: PreTrainedModel, base: Base) -> PreTrainedModel:
+def save_adapters(folder: Path, model: PreTrainedModel, base: BaseModelRef) -> PreTrainedModel:
     adapters = Adapters(model, LoraConfig(rank=2), base, 0)
     learn(model)
     adapters.save(folder)
@@ -56,9 +56,9 @@ def test_a_model_made_from_scratch_is_made_again_by_its_own_seed(tmp_path: Path)
 
 def test_adapters_of_a_model_with_adapters(tmp_path: Path) -> None:
     """As a second run leaves them: both are merged, in order, and the first are what the second belong to."""
-    save_adapters(tmp_path / "a", tiny_model(7), Base("tiny", 7))
+    save_adapters(tmp_path / "a", tiny_model(7), BaseModelRef("tiny", 7))
     first = find_model(str(tmp_path / "a"))
-    assert first.base(0) == Base(str(tmp_path / "a"), 7)
+    assert first.base(0) == BaseModelRef(str(tmp_path / "a"), 7)
     second = save_adapters(tmp_path / "b", load_model(first, torch.float32, 0), first.base(0))
     source = find_model(str(tmp_path / "b"))
     assert source.adapters == (str(tmp_path / "a"), str(tmp_path / "b"))
@@ -78,7 +78,7 @@ def test_adapters_that_peft_alone_wrote(tmp_path: Path) -> None:
 
 
 def test_a_base_that_is_gone_is_named(tmp_path: Path) -> None:
-    save_adapters(tmp_path / "a", tiny_model(0), Base("/nowhere/model", 0))
+    save_adapters(tmp_path / "a", tiny_model(0), BaseModelRef("/nowhere/model", 0))
     with pytest.raises(UserError, match=r"holds adapters of '/nowhere/model', which is not there: .*there is no model"):
         find_model(str(tmp_path / "a"))
     (tmp_path / "a" / "roll_base.json").unlink()
@@ -90,7 +90,7 @@ def test_a_base_that_is_gone_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_merged_folder_is_a_plain_model(tmp_path: Path, dtype: torch.dtype) -> None:
-    learned = save_adapters(tmp_path / "a", tiny_model(7).to(dtype), Base("tiny", 7))
+    learned = save_adapters(tmp_path / "a", tiny_model(7).to(dtype), BaseModelRef("tiny", 7))
     character_tokenizer().save_pretrained(tmp_path / "a")
     write_merged(tmp_path / "a", tmp_path / "merged")
     plain = type(learned).from_pretrained(tmp_path / "merged", dtype="auto")

@@ -24,7 +24,7 @@ from roll.config.errors import UserError
 from roll.config.schema import ModelConfig
 from roll.data.task import Message
 from roll.data.tokenlog import branches
-from roll.model.chat import ChatRenderer, Conversation, NotImitable
+from roll.model.chat import ChatRenderer, Conversation, NotTrainable
 from roll.model.find import SMOLLM2, _smollm2_file, find_model
 from roll.model.loading import load_tokenizer
 
@@ -309,7 +309,7 @@ def test_demonstrations_are_the_templates_text_up_to_its_end_token(family: Famil
     chat = renderer(family)
     messages = messages_of(["user", "assistant", "user", "assistant"])
     if family.name in NOT_IMITABLE:
-        with pytest.raises(NotImitable):
+        with pytest.raises(NotTrainable):
             chat.demonstrations(messages)
         return
     logs = chat.demonstrations(messages)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from roll.data.task import Message
 from roll.data.tokenlog import branches
-from roll.model.chat import ChatRenderer, Conversation, HistoryRewritten
+from roll.model.chat import ChatRenderer, Conversation, TemplateRewritesHistory
 from roll.model.tiny import CHARACTERS, character_tokenizer
 
 CHATML = (
@@ -213,8 +213,8 @@ def test_what_follows_is_found_at_a_glance_as_by_marking_the_response(template: 
         history += said([answer], "assistant")
         try:
             expected = chat._tokens(chat._after_marked(history, said(["next"]), ()))
-        except HistoryRewritten:
-            with pytest.raises(HistoryRewritten):
+        except TemplateRewritesHistory:
+            with pytest.raises(TemplateRewritesHistory):
                 chat.follow_up(history, None, said(["next"]), (), before)
             return
         found = chat.follow_up(history, None, said(["next"]), (), before)
@@ -275,7 +275,7 @@ def test_a_template_that_adds_to_the_past_forks_the_log(response: str) -> None:
     assert len(branch_texts(conversation)) == 3
     assert branch_texts(conversation)[-1].count("<extra>") == 2
     tokenizer = conversation._renderer.tokenizer
-    with pytest.raises(HistoryRewritten, match="rewrites earlier turns when a new message follows"):
+    with pytest.raises(TemplateRewritesHistory, match="rewrites earlier turns when a new message follows"):
         ChatRenderer(tokenizer, [0]).follow_up([*said(["q"]), *said([response], "assistant")], None, said(["next"]))
 
 

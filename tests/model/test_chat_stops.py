@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from roll.data.task import Message
-from roll.model.chat import ChatRenderer, Conversation, NotImitable
+from roll.model.chat import ChatRenderer, Conversation, NotTrainable
 from roll.model.tiny import CHARACTERS
 
 SPECIAL = ["<s>", "</s>", "<eot>", "<eom>", "<user>", "<tool>", "<bot>"]
@@ -309,7 +309,7 @@ def test_an_answer_to_imitate_may_read_like_a_stop_token() -> None:
     chat = renderer(WITH_NEWLINE, ["<eot>", "</s>"])
     (log,) = chat.demonstrations([*said(["q"]), *said(["write </s> or <eot>"], "assistant")])
     assert chat.tokenizer.decode(log.segments[-1].ids) == "write </s> or <eot><eot>"
-    with pytest.raises(NotImitable, match="none of the tokens that end an answer"):
+    with pytest.raises(NotTrainable, match="none of the tokens that end an answer"):
         renderer(OPEN, ["<eot>"]).demonstrations([*said(["q"]), *said(["write <eot>"], "assistant")])
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from roll.data.task import Message
 from roll.data.tokenlog import NO_VERSION, TokenLog
-from roll.model.chat import ChatRenderer, NotImitable
+from roll.model.chat import ChatRenderer, NotTrainable
 from roll.model.tiny import character_tokenizer
 
 EMPTY_THOUGHTS = CHATML.replace(
@@ -95,9 +95,9 @@ def test_a_template_that_rewrites_history_makes_samples_of_their_own(
 
 
 def test_templates_that_do_not_show_how_an_answer_ends_or_begins_are_refused() -> None:
-    with pytest.raises(NotImitable, match="none of the tokens that end an answer"):
+    with pytest.raises(NotTrainable, match="none of the tokens that end an answer"):
         renderer(PLAIN).demonstrations(chat("q", "a"))
-    with pytest.raises(NotImitable, match="another beginning"):
+    with pytest.raises(NotTrainable, match="another beginning"):
         renderer(CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>model\\n'")).demonstrations(chat("q", "a"))
 
 

@@ -16,7 +16,7 @@ from test_chat_rendering import (
 )
 
 from roll.data.task import Message
-from roll.model.chat import ChatRenderer, HistoryRewritten, Tools, Written
+from roll.model.chat import ChatRenderer, RenderedTurn, TemplateRewritesHistory, Tools
 from roll.model.template import writes_each_alone
 
 ASKS = "{% if add_generation_prompt %}A:{% endif %}"
@@ -115,9 +115,9 @@ def test_a_conversation_reads_as_if_it_were_rendered_from_its_beginning(
 
 def _following(
     chat: ChatRenderer, history: list[Message], ended: int | None, new: list[Message], tools: Tools, before: str
-) -> Written | None:
+) -> RenderedTurn | None:
     """None where no tokens can follow."""
     try:
         return chat.follow_up(history, ended, new, tools, before)
-    except HistoryRewritten:
+    except TemplateRewritesHistory:
         return None

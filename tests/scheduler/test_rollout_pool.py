@@ -34,7 +34,7 @@ from roll.cluster.executor import LocalHandle
 from roll.config.errors import RunError
 from roll.data import Response, Sample, Task
 from roll.data import remote_columns as columns
-from roll.data.remote_columns import Block
+from roll.data.remote_columns import ColumnBlock
 from roll.engine.request import Request, SamplingParams, seed_of
 from roll.env import EnvFailure
 from roll.rollout.lifecycle import MOVES, Lifecycle
@@ -644,7 +644,7 @@ def test_what_passes_through_the_controller_does_not_grow_with_responses(
         nonlocal passed
         result = await call(handle, method, args, kwargs)
         if isinstance(handle._worker, RolloutWorker) and method != "connect":
-            said = [None if isinstance(each, Block) else each for each in result] if method == "columns" else result
+            said = [None if isinstance(each, ColumnBlock) else each for each in result] if method == "columns" else result
             passed += len(pickle.dumps((args, kwargs, said)))
         return result
 

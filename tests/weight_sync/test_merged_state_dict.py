@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from roll.config.schema import LoraConfig
-from roll.model.lora import Adapters, Base, is_adapter
+from roll.model.lora import Adapters, BaseModelRef, is_adapter
 from roll.weight_sync.digest import digests
 from roll.weight_sync.layout import pack, unpack
 from roll.weight_sync.merged_state_dict import MergedTensors, published_tensors
@@ -43,7 +43,7 @@ def learned_model(
     dtype: torch.dtype = torch.float32, *, tied: bool = True, saved_in: Path | None = None
 ) -> LlamaForCausalLM:
     model = plain_model(dtype, tied=tied)
-    adapters = Adapters(model, LoraConfig(rank=3, targets=("q_proj", "down_proj")), Base("x"), 0)
+    adapters = Adapters(model, LoraConfig(rank=3, targets=("q_proj", "down_proj")), BaseModelRef("x"), 0)
     noise = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

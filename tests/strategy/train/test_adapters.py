@@ -28,13 +28,13 @@ from transformers import LlamaForCausalLM
 from roll.config.errors import RunError
 from roll.config.schema import LoraConfig, TrainConfig
 from roll.model import attention
-from roll.model.lora import Adapters, Base, is_adapter
+from roll.model.lora import Adapters, BaseModelRef, is_adapter
 from roll.model.tiny import character_tokenizer
 from roll.strategy.train.single import SingleStrategy
 
 __all__ = ["captured"]
 LORA = LoraConfig(rank=4, alpha=6)
-BASE = Base("somewhere/model", 0)
+BASE = BaseModelRef("somewhere/model", 0)
 
 
 def shake(model: LlamaForCausalLM, seed: int = 1) -> LlamaForCausalLM:
@@ -48,7 +48,7 @@ def shake(model: LlamaForCausalLM, seed: int = 1) -> LlamaForCausalLM:
 
 
 def adapted(
-    lora: LoraConfig = LORA, *, base: Base = BASE, dtype: torch.dtype = torch.float32, **settings: Any
+    lora: LoraConfig = LORA, *, base: BaseModelRef = BASE, dtype: torch.dtype = torch.float32, **settings: Any
 ) -> SingleStrategy:
     model = make_model(dtype=dtype)
     model.set_attn_implementation(attention.NAME)
@@ -143,7 +143,7 @@ def test_a_checkpoint_holds_adapters_alone_and_goes_on_in_the_same_bits(tmp_path
 
 def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
     def of(path: str) -> SingleStrategy:
-        return adapted(base=Base(path, 0))
+        return adapted(base=BaseModelRef(path, 0))
 
     of("/home/a/runs/a/checkpoints/step-000010/model").save(tmp_path)
     of("/home/b/runs/a/checkpoints/step-000010/model").load(tmp_path)

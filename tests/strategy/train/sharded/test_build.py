@@ -23,7 +23,7 @@ from roll.data.tokenlog import IntArray
 from roll.model.classifier import load_classifier
 from roll.model.find import ModelSource
 from roll.model.loading import load_model
-from roll.model.lora import Adapters, Base, is_adapter
+from roll.model.lora import Adapters, BaseModelRef, is_adapter
 from roll.model.tiny import character_tokenizer
 from roll.strategy.train.critic import CriticStrategy
 from roll.strategy.train.reward_model import ScoreStrategy
@@ -170,7 +170,7 @@ def test_saved_adapters_are_merged_into_shards_as_into_a_whole_model(
     torch.manual_seed(3)
     AutoModelForCausalLM.from_config(CONFIGS["llama"], dtype=torch.float32).save_pretrained(base)
     model = load_model(source(base), dtype, 0)
-    adapters = Adapters(model, LoraConfig(rank=3, alpha=7), Base(str(base)), 0)
+    adapters = Adapters(model, LoraConfig(rank=3, alpha=7), BaseModelRef(str(base)), 0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if is_adapter(name):

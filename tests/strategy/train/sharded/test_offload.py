@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from roll.cluster.mesh import MeshShape
 from roll.config.schema import LoraConfig, TrainConfig
-from roll.model.lora import Adapters, Base
+from roll.model.lora import Adapters, BaseModelRef
 from roll.strategy.train.optimizer import MasterAdamW
 from roll.strategy.train.sharded.module import TrainModule, shard
 from roll.strategy.train.sharded.offload import PinnedMemory, ShardOffload, replace_locals
@@ -32,7 +32,7 @@ class Trained:
         self.model: PreTrainedModel = make_model(kind).to(dtype)
         self.model.set_attn_implementation("sdpa")
         if adapters:
-            for parameter in Adapters(self.model, LoraConfig(rank=2), Base("base"), 0).parameters().values():
+            for parameter in Adapters(self.model, LoraConfig(rank=2), BaseModelRef("base"), 0).parameters().values():
                 parameter.data = parameter.data.float()
         self.module = TrainModule(self.model)
         shard(self.module, self.model.get_decoder(), group.meshes, dtype)

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 from roll.config.errors import RunError
 from roll.config.schema import LoraConfig
 from roll.model import lora
-from roll.model.lora import Adapters, Base, is_adapter
+from roll.model.lora import Adapters, BaseModelRef, is_adapter
 from roll.strategy.train.sharded.module import TrainModule, shard
 from roll.strategy.train.sharded.process_group import RankGroup
 from roll.strategy.train.sharded.publish import served_dtype, sharded_source
@@ -80,7 +80,7 @@ def make_model(wanted: Model) -> PreTrainedModel:
         if wanted.rank:
             model.to(wanted.dtype)
             targets = ("q_proj", "v_proj") if wanted.experts else ("all-linear",)
-            Adapters(model, LoraConfig(rank=wanted.rank, targets=targets), Base("x"), 0)
+            Adapters(model, LoraConfig(rank=wanted.rank, targets=targets), BaseModelRef("x"), 0)
             for name, parameter in model.named_parameters():
                 if is_adapter(name):
                     parameter.data = torch.randn(parameter.shape) * 0.2

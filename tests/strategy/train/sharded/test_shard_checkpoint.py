@@ -23,7 +23,7 @@ from roll.atomic_files import file_digest
 from roll.config.errors import RunError, UserError
 from roll.config.schema import LoraConfig, TrainConfig
 from roll.model import attention
-from roll.model.lora import Adapters, Base
+from roll.model.lora import Adapters, BaseModelRef
 from roll.model.safetensors_writer import INDEX
 from roll.model.shard_box import local_box
 from roll.model.shard_export import export_shards
@@ -61,7 +61,7 @@ class Trainer:
     def __init__(self, group: RankGroup, kind: str, *, lora: bool = False, critic: bool = False) -> None:
         self.group = group
         self.model = make_model(kind)
-        self.adapters = Adapters(self.model, LORA, Base("base"), 0) if lora else None
+        self.adapters = Adapters(self.model, LORA, BaseModelRef("base"), 0) if lora else None
         self.whole: nn.Module = ValueModel(self.model) if critic else self.model
         module = TrainModule(self.whole)
         shard(module, self.model.get_decoder(), group.meshes, FP32)
@@ -133,7 +133,7 @@ def loads_in_one(folder: Path, kind: str, dtype: torch.dtype, options: dict[str,
         critic = CriticStrategy(model, TRAIN, None)
         critic.load(folder)
         return bits(critic._optimizer), critic.model
-    adapters = Adapters(model, LORA, Base("base"), 0) if options.get("lora") else None
+    adapters = Adapters(model, LORA, BaseModelRef("base"), 0) if options.get("lora") else None
     strategy = SingleStrategy(model, character_tokenizer(), TRAIN, adapters=adapters)
     strategy.load(folder)
     assert strategy._optimizer is not None
@@ -179,7 +179,7 @@ def test_what_one_process_saved_is_loaded_by_ranks(
     if options.get("critic"):
         strategy: Any = CriticStrategy(model, TRAIN, None)
     else:
-        adapters = Adapters(model, LORA, Base("base"), 0) if options.get("lora") else None
+        adapters = Adapters(model, LORA, BaseModelRef("base"), 0) if options.get("lora") else None
         strategy = SingleStrategy(model, character_tokenizer(), TRAIN, adapters=adapters)
     for step in range(2):
         push(strategy._optimizer, step)
@@ -285,7 +285,7 @@ def test_all_ranks_know_of_one_that_cannot_write(two: Ranks, tmp_path: Path) -> 
 def test_adapters_are_those_of_one_process(two: Ranks, tmp_path: Path) -> None:
     before, _, _ = two.run(saves, tmp_path, "llama", {"lora": True})[0]
     model = make_model("llama")
-    adapters = Adapters(model, LORA, Base("base"), 0)
+    adapters = Adapters(model, LORA, BaseModelRef("base"), 0)
     adapters.load(tmp_path / "model")
     for name, parameter in adapters.parameters().items():
         assert torch.equal(parameter, before[f"master/{name}"])
