@@ -16,8 +16,8 @@ import torch
 from roll.config.errors import UserError
 from roll.config.schema import Config
 from roll.devices.map import DeviceMap
-from roll.devices.memory import Model
-from roll.devices.memory_inputs import Workload
+from roll.devices.memory import ModelSize
+from roll.devices.memory_inputs import MemoryInputs
 from roll.strategy.train.microbatch_budget import MOMENT_BYTES
 
 LEDGER_BYTES = 600
@@ -37,7 +37,7 @@ FILE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Writes:
+class DiskEstimate:
     checkpoint_bytes: int
     checkpoints: int
     """Kept at the end."""
@@ -50,7 +50,7 @@ class Writes:
         return (self.checkpoints + 1) * self.checkpoint_bytes + sum(size for _, size in self.lasting)
 
 
-def planned_writes(config: Config, map: DeviceMap, model: Model, work: Workload) -> Writes:
+def planned_writes(config: Config, map: DeviceMap, model: ModelSize, work: MemoryInputs) -> DiskEstimate:
     run, steps = config.run, config.train.steps
     every = run.checkpoint_every or steps
     saved = ceil(steps / every)
@@ -72,10 +72,10 @@ def planned_writes(config: Config, map: DeviceMap, model: Model, work: Workload)
     lasting["metrics"] = steps * STEP_BYTES * (2 if run.tensorboard else 1)
     trainers = [role for role in ("actor_train", "critic") if role in map.roles]
     checkpoint = sum(_trainer_bytes(role, model, work) for role in trainers) + FILE_BYTES
-    return Writes(checkpoint, kept, tuple(lasting.items()))
+    return DiskEstimate(checkpoint, kept, tuple(lasting.items()))
 
 
-def _trainer_bytes(role: str, model: Model, work: Workload) -> int:
+def _trainer_bytes(role: str, model: ModelSize, work: MemoryInputs) -> int:
     """Of what a trainer saves: its weights, or adapters alone, and the optimizer's state. A sharded one saves masters,
     which are its weights."""
     sizes, dtype = model.sizes_of(role), model.dtypes[role]
@@ -90,7 +90,7 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(there).free
 
 
-def disk_remark(writes: Writes, folder: Path) -> str | None:
+def disk_remark(writes: DiskEstimate, folder: Path) -> str | None:
     """What to say if not all of it fits."""
     free = free_bytes(folder)
     if writes.peak_bytes <= free:
@@ -101,7 +101,7 @@ def disk_remark(writes: Writes, folder: Path) -> str | None:
     )
 
 
-def check_disk(writes: Writes, folder: Path) -> None:
+def check_disk(writes: DiskEstimate, folder: Path) -> None:
     """Refuses a run of which not even one checkpoint fits."""
     free = free_bytes(folder)
     if writes.checkpoint_bytes > free:

@@ -24,7 +24,7 @@ from roll.config.schema import LoraConfig
 from roll.config.workers import RoleConfig
 from roll.devices.inventory import Inventory, Kind
 from roll.devices.map import DeviceMap
-from roll.devices.memory_inputs import Workload
+from roll.devices.memory_inputs import MemoryInputs
 from roll.devices.residency import ResidencyTable, Stage
 from roll.devices.sharded_memory import Peak, Purpose, Sizes, gathered_parts, shard_sizes, update_parts
 from roll.engine.cache import SlotCache
@@ -115,7 +115,7 @@ def sharded_state(sizes: ShardSizes, dtype: torch.dtype, purpose: Purpose, optim
     return [part for part in found if part[1]]
 
 
-def train_working(footprint: Footprint, work: Workload, budget: Budget) -> Sizes:
+def train_working(footprint: Footprint, work: MemoryInputs, budget: Budget) -> Sizes:
     """Gradients, activations and logits of an update at its fullest moment.
 
     With several micro-batches the gradients of all parameters are there while activations are; with one they appear as
@@ -145,7 +145,7 @@ def _activations(footprint: Footprint, size: PackedSize, checkpointed: bool) -> 
     return footprint.kept_bytes(size, checkpointed=checkpointed), max(predicting, going_back)
 
 
-def forward_working(footprint: Footprint, work: Workload, budget: Budget) -> Sizes:
+def forward_working(footprint: Footprint, work: MemoryInputs, budget: Budget) -> Sizes:
     """What a pass without gradients over a micro-batch works in."""
     return [("a forward pass", max(_forward_bytes(footprint, size) for size in work.micro_batches(budget.rows)))]
 
@@ -157,7 +157,9 @@ def _forward_bytes(footprint: Footprint, size: PackedSize) -> int:
     return max(layer, footprint.logits_bytes(logits) + hidden) + footprint.mask_bytes(size)
 
 
-def sharded_working(sizes: ShardSizes, footprint: Footprint, work: Workload, budget: Budget, purpose: Purpose) -> Sizes:
+def sharded_working(
+    sizes: ShardSizes, footprint: Footprint, work: MemoryInputs, budget: Budget, purpose: Purpose
+) -> Sizes:
     """What a rank works in, with its part of the samples."""
     if purpose in ("frozen", "scorer"):
         return [*gathered_parts(sizes, footprint), *forward_working(footprint, work, budget)]
@@ -178,7 +180,7 @@ def sharded_working(sizes: ShardSizes, footprint: Footprint, work: Workload, bud
 def cache_bytes(
     shape: PretrainedConfig,
     dtype: torch.dtype,
-    work: Workload,
+    work: MemoryInputs,
     paged: bool = False,
     recorded: RouteShape | None = None,
 ) -> int:
@@ -197,7 +199,7 @@ def cache_bytes(
     return sizing.peak(smaller, largest) * cache.bytes_a_token
 
 
-def engine_working(footprint: Footprint, work: Workload) -> Sizes:
+def engine_working(footprint: Footprint, work: MemoryInputs) -> Sizes:
     """What an engine's step works in: the rows of its largest pass, their mask, and the logits it draws from."""
     model, item = footprint.model, footprint.dtype.itemsize
     rows = EXACT_ROWS if work.exact else max(PROMPT_ROWS, work.running + PROMPT_ROWS // 4)
@@ -209,7 +211,7 @@ def engine_working(footprint: Footprint, work: Workload) -> Sizes:
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryItem:
     """What one thing of a worker takes in a pool."""
 
     worker: str
@@ -224,7 +226,7 @@ class Part:
 
 
 @dataclass(frozen=True, order=True)
-class Pool:
+class DeviceMemory:
     """Memory of its own: a node's, or that of one of its GPUs."""
 
     node: int
@@ -235,33 +237,33 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class MemoryEstimate:
     """What is in every pool in every stage."""
 
-    parts: Mapping[tuple[Pool, Stage], tuple[Part, ...]]
+    parts: Mapping[tuple[DeviceMemory, Stage], tuple[MemoryItem, ...]]
     budgets: Mapping[str, Budget]
     """How trainers cut their batches, by worker."""
 
     @property
-    def pools(self) -> tuple[Pool, ...]:
+    def pools(self) -> tuple[DeviceMemory, ...]:
         return tuple(dict.fromkeys(pool for pool, _ in self.parts))
 
-    def bytes(self, pool: Pool, stage: Stage) -> int:
+    def bytes(self, pool: DeviceMemory, stage: Stage) -> int:
         return sum(part.bytes for part in self.parts[pool, stage])
 
-    def peak(self, pool: Pool) -> tuple[Stage, int]:
+    def peak(self, pool: DeviceMemory) -> tuple[Stage, int]:
         """The stage in which a pool is fullest, and how full."""
         stages = [stage for other, stage in self.parts if other == pool]
         fullest = max(stages, key=lambda stage: self.bytes(pool, stage))
         return fullest, self.bytes(pool, fullest)
 
-    def too_full(self) -> tuple[Pool, ...]:
+    def too_full(self) -> tuple[DeviceMemory, ...]:
         """Pools that would hold more than may be planned; of one whose size is not known (0) nothing can be said."""
         return tuple(pool for pool in self.pools if pool.capacity and self.peak(pool)[1] > FULL * pool.capacity)
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelSize:
     """The model of all roles but those with one of their own, and how each role holds it."""
 
     shape: PretrainedConfig
@@ -291,8 +293,8 @@ class _Worker:
     name: str
     rank: int
     kind: Kind
-    pool: Pool
-    home: Pool
+    pool: DeviceMemory
+    home: DeviceMemory
     """Its node's memory."""
     strategy: str
     devices: int = 1
@@ -301,29 +303,29 @@ class _Worker:
     """The mesh of its role, if this is one of the role's ranks."""
 
 
-def estimate(map: DeviceMap, table: ResidencyTable, model: Model, work: Workload) -> Estimate:
+def estimate(map: DeviceMap, table: ResidencyTable, model: ModelSize, work: MemoryInputs) -> MemoryEstimate:
     """The memory of a mapped run whose workers are resident as the table says."""
     hosts = {number: host(map.inventory, number) for number in range(len(map.inventory.nodes))}
     workers = _workers(map, hosts)
     pools = dict.fromkeys([*hosts.values(), *(worker.pool for worker in workers)])
-    found: dict[tuple[Pool, Stage], list[Part]] = {}
+    found: dict[tuple[DeviceMemory, Stage], list[MemoryItem]] = {}
     budgets: dict[str, Budget] = {}
     for stage in table.stages:
         found.update({(pool, stage): [] for pool in pools})
-        found[hosts[0], stage].append(Part("controller", RUNTIME, RUNTIME_BYTES))
+        found[hosts[0], stage].append(MemoryItem("controller", RUNTIME, RUNTIME_BYTES))
         for placement in map.roles.values():
             if map.executor == "ray" or placement.mesh is not None:
                 for devices, place in zip(placement.workers, placement.places, strict=True):
-                    found[hosts[devices[0].node], stage].append(Part(place.name, RUNTIME, RUNTIME_BYTES))
+                    found[hosts[devices[0].node], stage].append(MemoryItem(place.name, RUNTIME, RUNTIME_BYTES))
         for worker in workers:
             level = table.level(stage, worker.role, worker.rank)
             here, away = _resident(map, worker, level, model, work)
-            found[worker.pool, stage].extend(Part(worker.name, *size) for size in here)
-            found[worker.home, stage].extend(Part(worker.name, *size) for size in (*away, *_beside(worker, model)))
+            found[worker.pool, stage].extend(MemoryItem(worker.name, *size) for size in here)
+            found[worker.home, stage].extend(MemoryItem(worker.name, *size) for size in (*away, *_beside(worker, model)))
         resident = {pool: tuple(found[pool, stage]) for pool in pools}
         for worker in workers:
             sizes, budget = _working(worker, stage, model, work, resident[worker.pool])
-            found[worker.pool, stage].extend(Part(worker.name, *size) for size in sizes)
+            found[worker.pool, stage].extend(MemoryItem(worker.name, *size) for size in sizes)
             if budget is not None:
                 budgets[worker.name] = budget
     used = {node for node in hosts if any(found[hosts[node], stage] for stage in table.stages)}
@@ -334,10 +336,10 @@ def estimate(map: DeviceMap, table: ResidencyTable, model: Model, work: Workload
         for key, parts in sorted(found.items(), key=_pool_order)
         if key[0].node in used or parts
     }
-    return Estimate(parts, budgets)
+    return MemoryEstimate(parts, budgets)
 
 
-def _workers(map: DeviceMap, hosts: Mapping[int, Pool]) -> list[_Worker]:
+def _workers(map: DeviceMap, hosts: Mapping[int, DeviceMemory]) -> list[_Worker]:
     workers = []
     for placement in map.roles.values():
         for devices, place in zip(placement.workers, placement.places, strict=True):
@@ -362,23 +364,23 @@ def _workers(map: DeviceMap, hosts: Mapping[int, Pool]) -> list[_Worker]:
     return workers
 
 
-def host(inventory: Inventory, node: int) -> Pool:
+def host(inventory: Inventory, node: int) -> DeviceMemory:
     several = len(inventory.nodes) > 1
-    return Pool(node, None, f"node{node} memory" if several else "memory", inventory.nodes[node].memory_bytes)
+    return DeviceMemory(node, None, f"node{node} memory" if several else "memory", inventory.nodes[node].memory_bytes)
 
 
-def gpu(inventory: Inventory, node: int, index: int) -> Pool:
+def gpu(inventory: Inventory, node: int, index: int) -> DeviceMemory:
     name = f"node{node}:gpu{index}" if len(inventory.nodes) > 1 else f"gpu{index}"
-    return Pool(node, index, name, inventory.nodes[node].gpu_bytes)
+    return DeviceMemory(node, index, name, inventory.nodes[node].gpu_bytes)
 
 
-def _pool_order(item: tuple[tuple[Pool, Stage], object]) -> tuple[bool, int, int]:
+def _pool_order(item: tuple[tuple[DeviceMemory, Stage], object]) -> tuple[bool, int, int]:
     """GPUs first, then nodes' own memory; stages stay in order."""
     pool = item[0][0]
     return pool.gpu is None, pool.node, pool.gpu or 0
 
 
-def _resident(map: DeviceMap, worker: _Worker, level: Level, model: Model, work: Workload) -> tuple[Sizes, Sizes]:
+def _resident(map: DeviceMap, worker: _Worker, level: Level, model: ModelSize, work: MemoryInputs) -> tuple[Sizes, Sizes]:
     """What a worker keeps on its device in a stage, and what lies in its node's memory meanwhile."""
     kept = [(what, size // worker.devices) for what, size in _kept(map, worker, model, work)]
     weights = ("weights", MASTERS) if worker.role in model.shards else ("weights",)
@@ -390,7 +392,7 @@ def _resident(map: DeviceMap, worker: _Worker, level: Level, model: Model, work:
     return here, [(f"{what}, offloaded", n) for what, n in away]
 
 
-def _beside(worker: _Worker, model: Model) -> Sizes:
+def _beside(worker: _Worker, model: ModelSize) -> Sizes:
     """What an engine in processes of its own takes of its node's memory: for them, and for the weights it reads there."""
     if worker.strategy != "vllm":
         return []
@@ -398,7 +400,7 @@ def _beside(worker: _Worker, model: Model) -> Sizes:
     return [("vLLM's processes", RUNTIME_BYTES), ("weights on their way to vLLM", weights // worker.devices)]
 
 
-def _vllm_cache(role: str, shape: PretrainedConfig, dtype: torch.dtype, work: Workload) -> int:
+def _vllm_cache(role: str, shape: PretrainedConfig, dtype: torch.dtype, work: MemoryInputs) -> int:
     """Of all devices that hold it together."""
     written = work.engines.get(role, RoleConfig())
     context, together = written.context_within(longest_sequence(shape)), written.parallel.tensor
@@ -406,7 +408,7 @@ def _vllm_cache(role: str, shape: PretrainedConfig, dtype: torch.dtype, work: Wo
     return together * int(written.engine_args.get("kv_cache_memory_bytes", planned))
 
 
-def _kept(map: DeviceMap, worker: _Worker, model: Model, work: Workload) -> Sizes:
+def _kept(map: DeviceMap, worker: _Worker, model: ModelSize, work: MemoryInputs) -> Sizes:
     """What a worker keeps from stage to stage."""
     role = worker.role
     dtype, sizes = model.dtypes[role], model.sizes_of(role)
@@ -428,7 +430,7 @@ def _kept(map: DeviceMap, worker: _Worker, model: Model, work: Workload) -> Size
 
 
 def _working(
-    worker: _Worker, stage: Stage, model: Model, work: Workload, resident: tuple[Part, ...]
+    worker: _Worker, stage: Stage, model: ModelSize, work: MemoryInputs, resident: tuple[MemoryItem, ...]
 ) -> tuple[Sizes, Budget | None]:
     """What a worker works in, in the stage that is its own, beside what is resident; and how a trainer cuts its batch."""
     role, dtype, sizes = worker.role, model.dtypes[worker.role], model.sizes_of(worker.role)
@@ -456,7 +458,12 @@ def _working(
 
 
 def _rank_working(
-    worker: _Worker, stage: Stage, sizes: ShardSizes, footprint: Footprint, work: Workload, resident: tuple[Part, ...]
+    worker: _Worker,
+    stage: Stage,
+    sizes: ShardSizes,
+    footprint: Footprint,
+    work: MemoryInputs,
+    resident: tuple[MemoryItem, ...],
 ) -> tuple[Sizes, Budget | None]:
     """The same of a rank, whose part of the samples is one of as many as there are ranks."""
     role = worker.role
@@ -475,9 +482,9 @@ def _rank_working(
 
 def _spare(
     worker: _Worker,
-    resident: tuple[Part, ...],
+    resident: tuple[MemoryItem, ...],
     footprint: Footprint,
-    work: Workload,
+    work: MemoryInputs,
     trained: int,
     transient_bytes: int = 0,
 ) -> int | None:
@@ -490,10 +497,10 @@ def _spare(
     return spare(footprint, worker.pool.capacity - there, trained, work.optimizer, transient_bytes)
 
 
-def largest(parts: Iterable[Part]) -> Part:
+def largest(parts: Iterable[MemoryItem]) -> MemoryItem:
     """The largest; what several workers of a role have in the same pool is one part, of the role."""
-    found: dict[tuple[str, str], Part] = {}
+    found: dict[tuple[str, str], MemoryItem] = {}
     for part in parts:
         key = part.role, part.what
-        found[key] = Part(part.role, part.what, found[key].bytes + part.bytes) if key in found else part
+        found[key] = MemoryItem(part.role, part.what, found[key].bytes + part.bytes) if key in found else part
     return max(found.values(), key=lambda part: part.bytes)

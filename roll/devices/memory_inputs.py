@@ -56,7 +56,7 @@ class JudgeWork:
 
 
 @dataclass(frozen=True)
-class Workload:
+class MemoryInputs:
     """The sizes of a run that memory depends on, besides the model's."""
 
     shortest_prompt: int
@@ -86,7 +86,7 @@ class Workload:
     """What was written of the roles that have engines."""
 
     @classmethod
-    def of(cls, config: Config, shortest_prompt: int, longest_prompt: int) -> Workload:
+    def of(cls, config: Config, shortest_prompt: int, longest_prompt: int) -> MemoryInputs:
         return cls(
             shortest_prompt=shortest_prompt,
             longest_prompt=longest_prompt,
@@ -108,7 +108,7 @@ class Workload:
         )
 
     @classmethod
-    def of_chats(cls, config: Config, longest_tokens: int) -> Workload:
+    def of_chats(cls, config: Config, longest_tokens: int) -> MemoryInputs:
         """Conversations of at most so many tokens: each a group of its own, any token of which may be an answer's."""
         return cls(
             shortest_prompt=1,
@@ -125,7 +125,7 @@ class Workload:
             compile=config.train.compile,
         )
 
-    def of_role(self, role: str) -> Workload:
+    def of_role(self, role: str) -> MemoryInputs:
         """The work as a role sees it: engines also answer what is evaluated; a judge is shown whole attempts, and replies
         to them."""
         if role == "actor_infer" and self.evaluated > self.response:

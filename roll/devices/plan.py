@@ -11,14 +11,14 @@ from transformers import PretrainedConfig
 from roll.cluster.mesh import MeshShape
 from roll.config.errors import UserError
 from roll.config.schema import Config
-from roll.devices.disk_estimate import Writes, planned_writes
+from roll.devices.disk_estimate import DiskEstimate, planned_writes
 from roll.devices.inventory import Inventory, this_machine
 from roll.devices.map import SCORING_ROLES, DeviceMap, RolePlacement, make_map
-from roll.devices.memory import CACHE, FULL, PURPOSES, Estimate, Model, Part, estimate, largest
-from roll.devices.memory_inputs import Workload
+from roll.devices.memory import CACHE, FULL, PURPOSES, MemoryEstimate, MemoryItem, ModelSize, estimate, largest
+from roll.devices.memory_inputs import MemoryInputs
 from roll.devices.mesh_division import check_divides
 from roll.devices.residency import ResidencyTable, residency
-from roll.devices.run_requirements import Job
+from roll.devices.run_requirements import RunRequirements
 from roll.devices.sharded_memory import shard_sizes
 from roll.devices.strategies import TRAIN_ROLES
 from roll.model.classifier import load_classifier_config
@@ -46,23 +46,23 @@ class Plan:
     why: str
     """A sentence on why roles leave their devices between turns, or do not."""
     stages: ResidencyTable
-    memory: Estimate
+    memory: MemoryEstimate
     roles: list[tuple[str, str]]
     """Role, and how it computes in words."""
     sizes: tuple[tuple[str, str], ...]
     problem: str | None
     """Why the run cannot start, and what to write instead."""
-    writes: Writes
+    writes: DiskEstimate
     """What it will leave on disk."""
 
 
-def make_plan(config: Config, job: Job, inventory: Inventory | None = None) -> Plan:
+def make_plan(config: Config, job: RunRequirements, inventory: Inventory | None = None) -> Plan:
     """Maps the roles over the inventory (this machine's if none is given) and estimates what each device will hold."""
     map = make_map(config, inventory or this_machine(), roles_in_use=job.roles)
     shape = load_model_config(find_model(config.model.path))
     dtypes = {role: dtype_of(config, placed) for role, placed in map.roles.items() if placed.strategy}
     own = _own_models(config, map)
-    model = Model(shape, ModelShape.of(shape, config.model.adapters), dtypes, own, _shards(config, map, shape, own))
+    model = ModelSize(shape, ModelShape.of(shape, config.model.adapters), dtypes, own, _shards(config, map, shape, own))
     work = job.work
     if map.roles["actor_train"].mesh is not None and "actor_infer" in map.roles:  # engines are other processes
         work = replace(work, bucket_bytes=config.weights.bucket_mb << 20)
@@ -125,7 +125,7 @@ def _shards(
     return found
 
 
-def choose_offload(config: Config, map: DeviceMap, model: Model, work: Workload) -> tuple[bool, str]:
+def choose_offload(config: Config, map: DeviceMap, model: ModelSize, work: MemoryInputs) -> tuple[bool, str]:
     """Whether roles leave their devices between turns, and a sentence that says why."""
     stay, turns = residency(map, False), residency(map, True)
     if config.offload != "auto":
@@ -149,7 +149,7 @@ def choose_offload(config: Config, map: DeviceMap, model: Model, work: Workload)
     )
 
 
-def _unhurried(work: Workload, trainer: RolePlacement) -> Workload:
+def _unhurried(work: MemoryInputs, trainer: RolePlacement) -> MemoryInputs:
     """The work with micro-batches that keep a GPU busy and compute nothing twice: what roles take turns for."""
     if not trainer.on_gpus:
         return work
@@ -158,7 +158,7 @@ def _unhurried(work: Workload, trainer: RolePlacement) -> Workload:
 
 
 def _problem(
-    config: Config, map: DeviceMap, stages: ResidencyTable, model: Model, memory: Estimate, work: Workload
+    config: Config, map: DeviceMap, stages: ResidencyTable, model: ModelSize, memory: MemoryEstimate, work: MemoryInputs
 ) -> str | None:
     """What does not fit, and what to write instead."""
     full = memory.too_full()
@@ -175,7 +175,9 @@ def _problem(
     )
 
 
-def _remedy(config: Config, map: DeviceMap, stages: ResidencyTable, model: Model, work: Workload, part: Part) -> str:
+def _remedy(
+    config: Config, map: DeviceMap, stages: ResidencyTable, model: ModelSize, work: MemoryInputs, part: MemoryItem
+) -> str:
     """A setting that makes the run fit: offloading, fewer sequences or shorter micro-batches, whichever helps alone;
     else where to look."""
     if config.offload == "never" and not estimate(map, residency(map, True), model, work).too_full():
@@ -203,7 +205,7 @@ def _remedy(config: Config, map: DeviceMap, stages: ResidencyTable, model: Model
 
 
 def _fewer_copies(
-    config: Config, map: DeviceMap, stages: ResidencyTable, model: Model, work: Workload, part: Part
+    config: Config, map: DeviceMap, stages: ResidencyTable, model: ModelSize, work: MemoryInputs, part: MemoryItem
 ) -> str | None:
     """Fewer copies of a sharded role's parameters, so that each is cut over more ranks."""
     mesh = map.roles[part.role].mesh if part.role in map.roles else None
@@ -217,7 +219,7 @@ def _fewer_copies(
 
 
 def _more_ranks(
-    config: Config, map: DeviceMap, stages: ResidencyTable, model: Model, work: Workload, part: Part
+    config: Config, map: DeviceMap, stages: ResidencyTable, model: ModelSize, work: MemoryInputs, part: MemoryItem
 ) -> str | None:
     """How many GPUs would hold a sharded role, if any number does."""
     placed = map.roles.get(part.role)
@@ -230,13 +232,15 @@ def _more_ranks(
     return None
 
 
-def _over(config: Config, model: Model, role: str, mesh: MeshShape) -> Model:
+def _over(config: Config, model: ModelSize, role: str, mesh: MeshShape) -> ModelSize:
     """The model with a role's parameters cut over the ranks of another mesh."""
     sizes = shard_sizes(model.shape_of(role), mesh, PURPOSES[role], config.model.adapters)
     return replace(model, shards={**model.shards, role: sizes})
 
 
-def _fewer_workers(config: Config, map: DeviceMap, stages: ResidencyTable, model: Model, work: Workload) -> str | None:
+def _fewer_workers(
+    config: Config, map: DeviceMap, stages: ResidencyTable, model: ModelSize, work: MemoryInputs
+) -> str | None:
     """A role of which fewer workers would fit, the one with the most first."""
     for role, placement in sorted(map.roles.items(), key=lambda item: -len(item[1].workers)):
         if placement.on_gpus:

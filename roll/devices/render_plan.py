@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from roll.devices.inventory import Device
-from roll.devices.memory import FULL, RUNTIME, Pool, host
+from roll.devices.memory import FULL, RUNTIME, DeviceMemory, host
 from roll.devices.plan import Plan
 from roll.devices.residency import NEEDS, Stage
 from roll.devices.spec import format_devices, runs
@@ -31,7 +31,7 @@ class Resident:
 class Column:
     """Devices that hold the same roles at the same levels in every stage; their ranks may differ."""
 
-    pools: tuple[Pool, ...]
+    pools: tuple[DeviceMemory, ...]
     devices: tuple[Device, ...]
     cells: tuple[tuple[tuple[Resident, ...], ...], ...]
     """For each stage, for each device: who is there."""
@@ -166,7 +166,7 @@ def _devices(plan: Plan) -> list[Device]:
     return sorted({device for role in plan.map.roles.values() if role.strategy for device in role.devices})
 
 
-def _pool(plan: Plan, device: Device) -> Pool:
+def _pool(plan: Plan, device: Device) -> DeviceMemory:
     for pool in plan.memory.pools:
         if pool.node == device.node and pool.gpu == (device.index if device.kind == "gpu" else None):
             return pool
@@ -186,7 +186,7 @@ def _residents(plan: Plan, device: Device, stage: Stage) -> tuple[Resident, ...]
     return tuple(there)
 
 
-def _sizes(plan: Plan, pool: Pool, stage: Stage) -> Counter[str]:
+def _sizes(plan: Plan, pool: DeviceMemory, stage: Stage) -> Counter[str]:
     """Bytes of each worker in a memory, by its name."""
     sizes: Counter[str] = Counter()
     for part in plan.memory.parts[pool, stage]:
@@ -195,7 +195,7 @@ def _sizes(plan: Plan, pool: Pool, stage: Stage) -> Counter[str]:
     return sizes
 
 
-def _alike_columns(column: Column, device: Device, pool: Pool, cells: tuple[tuple[Resident, ...], ...]) -> bool:
+def _alike_columns(column: Column, device: Device, pool: DeviceMemory, cells: tuple[tuple[Resident, ...], ...]) -> bool:
     last = column.devices[-1]
     if (last.node, last.kind, last.index + 1) != (device.node, device.kind, device.index):
         return False
@@ -241,9 +241,9 @@ def _where(plan: Plan, role: str) -> str:
     return "cpu" if len(inventory.nodes) == 1 else f"cpu of node{runs(nodes)}"
 
 
-def _alike(plan: Plan) -> Iterable[tuple[Pool, ...]]:
+def _alike(plan: Plan) -> Iterable[tuple[DeviceMemory, ...]]:
     """Pools in runs whose fullest stage has the same parts."""
-    made: list[list[Pool]] = []
+    made: list[list[DeviceMemory]] = []
     for pool in plan.memory.pools:
         if made and (pool.gpu is None) == (made[-1][0].gpu is None) and _look(plan, pool) == _look(plan, made[-1][0]):
             made[-1].append(pool)
@@ -252,12 +252,12 @@ def _alike(plan: Plan) -> Iterable[tuple[Pool, ...]]:
     return [tuple(pools) for pools in made]
 
 
-def _look(plan: Plan, pool: Pool) -> tuple[object, ...]:
+def _look(plan: Plan, pool: DeviceMemory) -> tuple[object, ...]:
     stage, _ = plan.memory.peak(pool)
     return pool.capacity, pool.gpu is None or pool.node, stage, tuple(_merged(plan, pool, stage))
 
 
-def _merged(plan: Plan, pool: Pool, stage: Stage) -> list[tuple[tuple[str, str], int]]:
+def _merged(plan: Plan, pool: DeviceMemory, stage: Stage) -> list[tuple[tuple[str, str], int]]:
     """The parts of a pool by role and kind, those of a role's workers together."""
     total: dict[tuple[str, str], int] = {}
     for part in plan.memory.parts[pool, stage]:
@@ -266,7 +266,7 @@ def _merged(plan: Plan, pool: Pool, stage: Stage) -> list[tuple[tuple[str, str],
     return [item for item in total.items() if item[1]]
 
 
-def _names(plan: Plan, pools: tuple[Pool, ...]) -> str:
+def _names(plan: Plan, pools: tuple[DeviceMemory, ...]) -> str:
     if pools[0].gpu is None:
         nodes = [pool.node for pool in pools]
         return host(plan.map.inventory, nodes[0]).name if len(nodes) == 1 else f"node{runs(nodes)} memory"

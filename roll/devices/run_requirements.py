@@ -8,7 +8,7 @@ from roll.config.evaluation import domain_of
 from roll.config.schema import Config
 from roll.data.domains import first_of_each
 from roll.data.sources import TaskSet
-from roll.devices.memory_inputs import Workload
+from roll.devices.memory_inputs import MemoryInputs
 from roll.model.chat import ChatRenderer
 from roll.model.find import find_model
 from roll.model.loading import load_tokenizer
@@ -16,14 +16,14 @@ from roll.model.sft_dataset import EpochPermutation, SFTDataset
 
 
 @dataclass(frozen=True)
-class Job:
+class RunRequirements:
     roles: frozenset[str]
-    work: Workload
+    work: MemoryInputs
     sizes: tuple[tuple[str, str], ...]
     """What is worth knowing before the run starts: names and values."""
 
 
-def rlvr_job(config: Config, tasks: TaskSet) -> Job:
+def rlvr_job(config: Config, tasks: TaskSet) -> RunRequirements:
     renderer = ChatRenderer(load_tokenizer(find_model(config.model.path), config.model), ())
     asked = [task.messages for task in first_of_each(tasks.train, 256) if task.messages]
     prompts = [len(renderer.opening(messages).tokens) for messages in asked] or [0]
@@ -39,8 +39,8 @@ def rlvr_job(config: Config, tasks: TaskSet) -> Job:
         ("updates a step", str(train.updates_per_step * train.epochs_per_step)),
         ("steps", f"{train.steps}, {train.steps * samples} samples in all"),
     )
-    work = Workload.of(config, min(prompts), max(prompts))
-    return Job(rlvr_roles(config, tasks.has_environments), work, sizes)
+    work = MemoryInputs.of(config, min(prompts), max(prompts))
+    return RunRequirements(rlvr_roles(config, tasks.has_environments), work, sizes)
 
 
 def _share(domain: str, config: Config, tasks: TaskSet) -> str:
@@ -74,7 +74,7 @@ def rlvr_roles(config: Config, environments: bool = False) -> frozenset[str]:
 SFT_ROLES = frozenset({"actor_train"})
 
 
-def sft_job(config: Config, corpus: SFTDataset, order: EpochPermutation) -> Job:
+def sft_job(config: Config, corpus: SFTDataset, order: EpochPermutation) -> RunRequirements:
     train, held_out = corpus.train, corpus.held_out
     learned = int(train.loss_mask.sum())
     sizes = (
@@ -85,4 +85,4 @@ def sft_job(config: Config, corpus: SFTDataset, order: EpochPermutation) -> Job:
         ("samples a step", str(order.samples_per_step)),
         ("steps", f"{order.steps}, {order.epochs:.3g} epochs, {order.total} samples in all"),
     )
-    return Job(SFT_ROLES, Workload.of_chats(config, corpus.longest_tokens), sizes)
+    return RunRequirements(SFT_ROLES, MemoryInputs.of_chats(config, corpus.longest_tokens), sizes)

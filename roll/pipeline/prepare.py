@@ -18,7 +18,7 @@ from roll.config.schema import Config
 from roll.data.chat_sources import ChatSet, ChatSource
 from roll.data.sources import TaskSet, TaskSource
 from roll.devices.plan import Plan
-from roll.devices.run_requirements import Job, rlvr_job, rlvr_roles, sft_job
+from roll.devices.run_requirements import RunRequirements, rlvr_job, rlvr_roles, sft_job
 from roll.engine.routes import ExpertLayers
 from roll.model.chat import ChatRenderer
 from roll.model.find import find_model, steps_of
@@ -59,7 +59,7 @@ class Pipeline(ABC, Generic[R, S]):
 
     config: Config
     """With every size known."""
-    job: Job
+    job: RunRequirements
     remarks: Sequence[str] = ()
     """What the user should know before it starts."""
     checked: str = ""

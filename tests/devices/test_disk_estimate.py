@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from roll.config import Config, UserError, load_config
-from roll.devices.disk_estimate import Writes, check_disk, disk_remark, free_bytes
+from roll.devices.disk_estimate import DiskEstimate, check_disk, disk_remark, free_bytes
 from roll.devices.plan import make_plan
 from roll.pipeline.entrypoints import train
 from roll.pipeline.prepare import prepare
@@ -17,7 +17,7 @@ TINY = Path(__file__).parents[2] / "examples" / "tiny.yaml"
 GIB = 2**30
 
 
-def writes_of(config: Config) -> Writes:
+def writes_of(config: Config) -> DiskEstimate:
     pipeline = prepare(config)
     return make_plan(pipeline.config, pipeline.job).writes
 
@@ -55,7 +55,7 @@ def test_what_is_kept_is_what_counts() -> None:
 
 
 def test_a_disk_that_is_too_small_is_said_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writes = Writes(checkpoint_bytes=2 * GIB, checkpoints=2, lasting=(("samples", GIB),))
+    writes = DiskEstimate(checkpoint_bytes=2 * GIB, checkpoints=2, lasting=(("samples", GIB),))
     place = tmp_path / "not" / "there" / "yet"
     assert free_bytes(place) > 0
     for free, remark, refused in ((8 * GIB, False, False), (3 * GIB, True, False), (GIB, True, True)):

@@ -29,15 +29,15 @@ from roll.devices.inventory import Inventory
 from roll.devices.map import make_map
 from roll.devices.memory import (
     CACHE,
-    Model,
-    Part,
+    MemoryItem,
+    ModelSize,
     cache_bytes,
     engine_working,
     estimate,
     forward_working,
     train_working,
 )
-from roll.devices.memory_inputs import JudgeWork, Workload, micro_batch_of
+from roll.devices.memory_inputs import JudgeWork, MemoryInputs, micro_batch_of
 from roll.devices.plan import Plan, check_memory, make_plan
 from roll.devices.residency import residency
 from roll.devices.run_requirements import rlvr_job
@@ -144,7 +144,7 @@ def footprint_of(shape: PretrainedConfig, dtype: torch.dtype = torch.float32) ->
     return Footprint(ModelShape.of(shape), dtype, "cpu")
 
 
-def planned_update(footprint: Footprint, work: Workload) -> int:
+def planned_update(footprint: Footprint, work: MemoryInputs) -> int:
     return sum(size for _, size in train_working(footprint, work, work.budget(footprint)))
 
 
@@ -244,7 +244,7 @@ def test_an_update_peaks_where_the_plan_says(dtype: torch.dtype, vocab: int, lim
     batch = ragged(groups, size, prompt, (response, response), vocab)
     strategy.update(batch, LOSS, 0)
     measured = peak_bytes(lambda: strategy.update(batch, LOSS, 1))
-    work = Workload(prompt, prompt, response, size, groups, limit, running=1, exact=False, bucket_bytes=0)
+    work = MemoryInputs(prompt, prompt, response, size, groups, limit, running=1, exact=False, bucket_bytes=0)
     assert planned_update(footprint_of(shape, dtype), work) == pytest.approx(measured, rel=0.2)
 
 
@@ -255,7 +255,7 @@ def test_an_update_of_experts_peaks_where_the_plan_says(checkpointing: Checkpoin
     batch = ragged(4, 6, 40, (30, 30), shape.vocab_size)
     strategy.update(batch, LOSS, 0)
     measured = peak_bytes(lambda: strategy.update(batch, LOSS, 1))
-    work = Workload(40, 40, 30, 6, 4, 1 << 20, running=1, exact=False, bucket_bytes=0, checkpointing=checkpointing)
+    work = MemoryInputs(40, 40, 30, 6, 4, 1 << 20, running=1, exact=False, bucket_bytes=0, checkpointing=checkpointing)
     assert planned_update(footprint_of(shape), work) == pytest.approx(measured, rel=0.2)
 
 
@@ -268,7 +268,7 @@ def test_chunks_of_logits_are_held_one_at_a_time(monkeypatch: pytest.MonkeyPatch
     measured = peak_bytes(lambda: strategy.update(batch, LOSS, 1))
     footprint = footprint_of(shape)
     assert footprint.chunk_logits(700) == (64 * 1024, True)
-    work = Workload(40, 40, 30, 6, 4, 1 << 20, running=1, exact=False, bucket_bytes=0)
+    work = MemoryInputs(40, 40, 30, 6, 4, 1 << 20, running=1, exact=False, bucket_bytes=0)
     assert planned_update(footprint, work) == pytest.approx(measured, rel=0.2)
 
 
@@ -277,7 +277,7 @@ def test_gradients_meet_activations_only_where_micro_batches_follow_each_other()
     gradients = 4 * footprint.model.parameters
     parts = []
     for limit in (18, 1 << 20):  # one sequence at a time, or a batch of two in one piece
-        work = Workload(10, 10, 8, 2, 1, limit, running=1, exact=False, bucket_bytes=0)
+        work = MemoryInputs(10, 10, 8, 2, 1, limit, running=1, exact=False, bucket_bytes=0)
         parts.append(dict(train_working(footprint, work, work.budget(footprint))))
         assert footprint.kept_bytes(work.micro_batches(limit)[0]) < gradients
     several, one = parts
@@ -291,7 +291,7 @@ def test_a_forward_pass_peaks_where_the_plan_says(shape: PretrainedConfig) -> No
     strategy = trainer(shape, torch.float32)
     batch = ragged(4, 6, 40, (30, 30), shape.vocab_size)
     measured = peak_bytes(lambda: strategy.log_probs(batch))
-    work = Workload(40, 40, 30, 6, 4, 1 << 20, running=1, exact=False, bucket_bytes=0)
+    work = MemoryInputs(40, 40, 30, 6, 4, 1 << 20, running=1, exact=False, bucket_bytes=0)
     footprint = footprint_of(shape)
     ((_, planned),) = forward_working(footprint, work, work.budget(footprint))
     assert planned == pytest.approx(measured, rel=0.3)
@@ -311,7 +311,7 @@ def test_an_engine_peaks_where_the_plan_says() -> None:
             engine.step()
 
     measured = peak_bytes(generate)
-    work = Workload(40, 40, 20, 6, 4, 4096, running=32, exact=False, bucket_bytes=0)
+    work = MemoryInputs(40, 40, 20, 6, 4, 4096, running=32, exact=False, bucket_bytes=0)
     ((_, step),) = engine_working(footprint_of(shape), work)
     assert cache_bytes(shape, torch.float32, work) + step == pytest.approx(measured, rel=0.2)
 
@@ -319,9 +319,9 @@ def test_an_engine_peaks_where_the_plan_says() -> None:
 def test_a_cache_that_grows_has_a_layer_of_what_it_outgrows_beside_it() -> None:
     shape = llama(64, 160, 3, 4, 2, 128)
     token = 2 * 3 * 2 * 16 * 4
-    even = Workload(100, 120, 8, 6, 4, 4096, running=10, exact=False, bucket_bytes=0)
+    even = MemoryInputs(100, 120, 8, 6, 4, 4096, running=10, exact=False, bucket_bytes=0)
     assert cache_bytes(shape, torch.float32, even) == 10 * 128 * token
-    uneven = Workload(20, 120, 8, 6, 4, 4096, running=10, exact=False, bucket_bytes=0)
+    uneven = MemoryInputs(20, 120, 8, 6, 4, 4096, running=10, exact=False, bucket_bytes=0)
     assert cache_bytes(shape, torch.float32, uneven) == (10 * 128 + -(-10 * 64 // 3)) * token
 
 
@@ -329,10 +329,10 @@ def test_a_paged_cache_is_planned_as_large_as_it_is_made() -> None:
     shape = llama(64, 160, 3, 4, 2, 128)
     model, token = trainer(shape, torch.float32).model, 2 * 3 * 2 * 16 * 4
     for prompt, response in ((20, 8), (200, 200)):
-        work = Workload(prompt, prompt, response, 6, 4, 4096, running=10, exact=False, bucket_bytes=0)
+        work = MemoryInputs(prompt, prompt, response, 6, 4, 4096, running=10, exact=False, bucket_bytes=0)
         blocks = Sizing(model, 10, 0).wanted(prompt + response) - 1  # one is padding's
         assert cache_bytes(shape, torch.float32, work, paged=True) == blocks * BLOCK * token
-    grows = Workload(20, 400, 100, 6, 4, 4096, running=10, exact=False, bucket_bytes=0)
+    grows = MemoryInputs(20, 400, 100, 6, 4, 4096, running=10, exact=False, bucket_bytes=0)
     assert cache_bytes(shape, torch.float32, grows, paged=True) == 10 * (256 + 512) * token, "both while it grows"
 
 
@@ -340,7 +340,7 @@ def test_a_paged_cache_is_planned_as_large_as_it_is_made() -> None:
 @pytest.mark.parametrize(("experts", "bytes_an_expert"), [(128, 1), (256, 2)])
 def test_a_cache_with_routes_is_planned_as_large_as_it_is_made(paged: bool, experts: int, bytes_an_expert: int) -> None:
     shape, recorded = llama(64, 160, 3, 4, 2, 128), RouteShape(3 * 8, experts)
-    work = Workload(100, 120, 8, 6, 4, 4096, running=10, exact=False, bucket_bytes=0)
+    work = MemoryInputs(100, 120, 8, 6, 4, 4096, running=10, exact=False, bucket_bytes=0)
     model, token = trainer(shape, torch.float32).model, 2 * 3 * 2 * 16 * 4 + 24 * bytes_an_expert
     if paged:
         sizing = Sizing(model, 10, 0, recorded)
@@ -361,13 +361,16 @@ def test_a_mixtures_routes_are_in_the_plan_while_they_are_replayed() -> None:
     config = Qwen3MoeConfig(**sizes, **experts, num_key_value_heads=2)
     found = ModelShape.of(config)
     assert (found.experts, found.chosen) == (6, 2 * 2)
-    assert (ModelShape.of(llama(64, 160, 3, 4, 2, 128)).experts, Workload.of(Config(), 5, 9).router_replay) == (0, True)
+    assert (ModelShape.of(llama(64, 160, 3, 4, 2, 128)).experts, MemoryInputs.of(Config(), 5, 9).router_replay) == (
+        0,
+        True,
+    )
 
 
 def test_a_cache_is_planned_no_larger_than_it_may_be() -> None:
     shape = llama(64, 160, 3, 4, 2, 128)
     token = 2 * 3 * 2 * 16 * 4
-    work = Workload(20, 120, 8, 6, 4, 4096, running=10, exact=False, bucket_bytes=0, kv_tokens=700)
+    work = MemoryInputs(20, 120, 8, 6, 4, 4096, running=10, exact=False, bucket_bytes=0, kv_tokens=700)
     assert cache_bytes(shape, torch.float32, work) == (4 * 128 + -(-4 * 64 // 3)) * token, "four of ten"
     assert cache_bytes(shape, torch.float32, work, paged=True) == 700 * token
     assert work.of_role("judge") == work, "there is none"
@@ -597,7 +600,7 @@ def test_checkpointing_keeps_the_layers_inputs() -> None:
     strategy = trainer(shape, torch.float32, checkpointing="on")
     strategy.update(batch, LOSS, 0)
     measured = peak_bytes(lambda: strategy.update(batch, LOSS, 1))
-    work = Workload(40, 40, 30, 6, 4, 1 << 20, running=1, exact=False, bucket_bytes=0, checkpointing="on")
+    work = MemoryInputs(40, 40, 30, 6, 4, 1 << 20, running=1, exact=False, bucket_bytes=0, checkpointing="on")
     assert planned_update(footprint, work) == pytest.approx(measured, rel=0.2)
     assert planned_update(footprint, replace(work, checkpointing="off")) > 2 * measured
 
@@ -613,8 +616,10 @@ def test_the_need_of_a_pool_is_that_of_its_fullest_stage() -> None:
     made = make_map(config, box(), roles_in_use={"actor_train", "actor_infer", "rollout", "reward"})
     shape = llama(64, 160, 3, 4, 2, 128)
     dtypes = dict.fromkeys(("actor_train", "actor_infer"), torch.float32)
-    found = estimate(made, residency(made, False), Model(shape, ModelShape.of(shape), dtypes), Workload.of(config, 8, 8))
+    found = estimate(
+        made, residency(made, False), ModelSize(shape, ModelShape.of(shape), dtypes), MemoryInputs.of(config, 8, 8)
+    )
     (pool,) = found.pools
     sums = {stage: sum(part.bytes for part in found.parts[pool, stage]) for stage in ("generate", "train", "publish")}
     assert found.peak(pool) == max(sums.items(), key=lambda item: item[1])
-    assert all(isinstance(part, Part) and part.bytes >= 0 for parts in found.parts.values() for part in parts)
+    assert all(isinstance(part, MemoryItem) and part.bytes >= 0 for parts in found.parts.values() for part in parts)
