@@ -17,7 +17,7 @@ E = TypeVar("E", bound=BaseException)
 
 
 @dataclass(frozen=True)
-class Failure:
+class CallFailure:
     """An error on its way from a worker to its caller, in plain text, so that it arrives whatever its types are."""
 
     worker: str
@@ -30,7 +30,7 @@ class Failure:
     at_s: float = field(default_factory=time.time)
 
     @classmethod
-    def of(cls, error: BaseException, worker: str, method: str, where: str) -> Failure:
+    def of(cls, error: BaseException, worker: str, method: str, where: str) -> CallFailure:
         trace = KNOWN.redact("".join(traceback.format_exception(error)))
         return cls(worker, method, where, tuple(map(KNOWN.redact, _causes(error))), trace)
 
@@ -53,7 +53,7 @@ def _told(kind: type[RemoteError], args: tuple[Any, ...]) -> RemoteError:
 class WorkerError(RemoteError):
     """A worker's method raised. `trace` is the traceback of the worker's process."""
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: CallFailure) -> None:
         first, *rest = failure.causes
         led_to = "".join(f"\n  which led to {line}" for line in rest)
         super().__init__(

@@ -15,8 +15,8 @@ from typing import Any
 
 import cloudpickle
 
-from roll.cluster.errors import CallTimedOut, Failure, WorkerDied, WorkerError
-from roll.cluster.process_main import NUMBER, Call, Close, Start, WarmUp
+from roll.cluster.errors import CallFailure, CallTimedOut, WorkerDied, WorkerError
+from roll.cluster.process_main import NUMBER, CallMessage, CloseMessage, StartMessage, WarmUpMessage
 from roll.cluster.worker import SharedArguments, Worker, WorkerPlacement
 from roll.cluster.worker_runtime import CallResult, StartInfo, unsent
 from roll.config.errors import RunError
@@ -75,7 +75,7 @@ class ProcessHandle:
             return
         spare = self._spare = await self._process()
         try:
-            await self._ask_in(spare, cloudpickle.dumps(WarmUp(self._make, warm)), "its warm-up")
+            await self._ask_in(spare, cloudpickle.dumps(WarmUpMessage(self._make, warm)), "its warm-up")
         except BaseException:
             if self._spare is spare:  # else it is the worker's by now
                 self._spare = None
@@ -99,7 +99,7 @@ class ProcessHandle:
             raise
 
     async def _made(self, silent_s: float) -> StartInfo:
-        asking = self._ask(cloudpickle.dumps(Start(self.place, self._log, self._make)), "its start")
+        asking = self._ask(cloudpickle.dumps(StartMessage(self.place, self._log, self._make)), "its start")
         starting: asyncio.Future[StartInfo] = asyncio.ensure_future(asking)
         try:
             # waits: the executor bounds every start; how long an interpreter takes to begin says nothing
@@ -136,7 +136,7 @@ class ProcessHandle:
         """Closes the worker, then ends its process, also if closing fails or takes too long."""
         try:
             async with asyncio.timeout(deadline_s):
-                await self._ask(cloudpickle.dumps(Close()), "close")
+                await self._ask(cloudpickle.dumps(CloseMessage()), "close")
         except (TimeoutError, RunError):
             pass  # it is ended now, which is all that closing is for then
         finally:
@@ -155,7 +155,7 @@ class ProcessHandle:
         if isinstance(args, SharedArguments) and args.packed is not None:
             return args.packed
         try:
-            packed = bytes(cloudpickle.dumps(Call(method, tuple(args), kwargs)))
+            packed = bytes(cloudpickle.dumps(CallMessage(method, tuple(args), kwargs)))
         except Exception as error:
             raise TypeError(f"{self.place.name}.{method} cannot be called with what cannot be sent: {error}") from error
         if isinstance(args, SharedArguments):
@@ -169,10 +169,10 @@ class ProcessHandle:
         said = await process.ask(packed)
         self.bytes += len(packed) + len(said)
         try:
-            answer: CallResult | Failure = cloudpickle.loads(said)
+            answer: CallResult | CallFailure = cloudpickle.loads(said)
         except Exception as error:
-            answer = unsent(Failure.of(error, self.place.name, method, self._where))
-        if isinstance(answer, Failure):
+            answer = unsent(CallFailure.of(error, self.place.name, method, self._where))
+        if isinstance(answer, CallFailure):
             raise WorkerError(answer)
         if answer.error is not None:
             raise answer.error

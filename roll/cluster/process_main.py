@@ -25,7 +25,7 @@ from typing import Any
 
 import cloudpickle
 
-from roll.cluster.errors import Failure
+from roll.cluster.errors import CallFailure
 from roll.cluster.worker import Worker, WorkerPlacement
 from roll.cluster.worker_runtime import CallResult, WorkerRuntime, log_to_stderr, unsent, where
 from roll.config.errors import RunError
@@ -38,7 +38,7 @@ NUMBER = struct.Struct("!Q")
 
 
 @dataclass(frozen=True)
-class Start:
+class StartMessage:
     """Makes the worker."""
 
     place: WorkerPlacement
@@ -47,7 +47,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class WarmUp:
+class WarmUpMessage:
     """Imports what the worker will need, by having it sent here, and does what else can be done before it is made."""
 
     make: Callable[[WorkerPlacement], Worker]
@@ -55,7 +55,7 @@ class WarmUp:
 
 
 @dataclass(frozen=True)
-class Call:
+class CallMessage:
     """Calls a method of the worker."""
 
     method: str
@@ -64,7 +64,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Close:
+class CloseMessage:
     """Closes the worker; the process then ends."""
 
 
@@ -93,47 +93,47 @@ class _Server:
         try:
             request = cloudpickle.loads(memoryview(payload)[NUMBER.size :])
         except Exception as error:
-            self._answer(number, unsent(Failure.of(error, self._name, "a call", where())))
+            self._answer(number, unsent(CallFailure.of(error, self._name, "a call", where())))
             return
         task = self._loop.create_task(self._serve(number, request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, number: int, request: Start | WarmUp | Call | Close) -> None:
+    async def _serve(self, number: int, request: StartMessage | WarmUpMessage | CallMessage | CloseMessage) -> None:
         self._answer(number, await self._done(request))
-        if isinstance(request, Close):
+        if isinstance(request, CloseMessage):
             self.closed.set()
 
-    async def _done(self, request: Start | WarmUp | Call | Close) -> CallResult | Failure:
-        if isinstance(request, Start):
+    async def _done(self, request: StartMessage | WarmUpMessage | CallMessage | CloseMessage) -> CallResult | CallFailure:
+        if isinstance(request, StartMessage):
             self._name = request.place.name
             if request.log is not None:  # where this process's keeper writes what it prints
                 log_to_stderr()
             self._host = WorkerRuntime(request.place, None, _get, None)
             return await self._host.start(request.make)
-        if isinstance(request, WarmUp):
+        if isinstance(request, WarmUpMessage):
             return self._warmed(request)
         assert self._host is not None, "a worker is started before it is called"
-        if isinstance(request, Call):
+        if isinstance(request, CallMessage):
             return await self._host.call(request.method, request.args, request.kwargs)
         try:
             await self._host.close()
         except Exception as error:
-            return Failure.of(error, self._name, "close", where())
+            return CallFailure.of(error, self._name, "close", where())
         return CallResult()
 
-    def _warmed(self, request: WarmUp) -> CallResult | Failure:
+    def _warmed(self, request: WarmUpMessage) -> CallResult | CallFailure:
         try:
             request.warm()
         except Exception as error:
-            return Failure.of(error, self._name, "its warm-up", where())
+            return CallFailure.of(error, self._name, "its warm-up", where())
         return CallResult()
 
-    def _answer(self, number: int, answer: CallResult | Failure) -> None:
+    def _answer(self, number: int, answer: CallResult | CallFailure) -> None:
         try:
             packed = cloudpickle.dumps(answer)
         except Exception as error:
-            packed = cloudpickle.dumps(unsent(Failure.of(error, self._name, "a result", where())))
+            packed = cloudpickle.dumps(unsent(CallFailure.of(error, self._name, "a result", where())))
         self._send(NUMBER.pack(number), packed)
 
     def _send(self, *parts: bytes) -> None:

@@ -22,7 +22,7 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError, RaySystemEr
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll.cluster.batched_rpc import BatchedClient, BatchedServer, Packed
-from roll.cluster.errors import CallTimedOut, Failure, TokensLost, WorkerDied, WorkerError
+from roll.cluster.errors import CallFailure, CallTimedOut, TokensLost, WorkerDied, WorkerError
 from roll.cluster.pid_handle import PidHandle
 from roll.cluster.ray_connection import this_node
 from roll.cluster.worker import Worker, WorkerPlacement
@@ -105,14 +105,14 @@ class _Actor:
     async def ping(self) -> ActorLocation:
         return ActorLocation(this_node(), PidHandle.of(os.getpid()))
 
-    async def start(self, make: Callable[[WorkerPlacement], Worker]) -> CallResult | Failure:
+    async def start(self, make: Callable[[WorkerPlacement], Worker]) -> CallResult | CallFailure:
         return await self._host.start(make)
 
     async def warm_up(self, make: Callable[[WorkerPlacement], Worker], warm: Callable[[], None]) -> None:
         """Imports what the worker will need, by having it sent here, and does what else can be done before."""
         warm()
 
-    async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> CallResult | Failure:
+    async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> CallResult | CallFailure:
         return await self._host.call(method, args, kwargs)
 
     async def post(self, client: str, calls: list[Packed]) -> None:
@@ -224,9 +224,9 @@ class RayHandle:
         if self._traffic is not None:
             self._traffic.bytes += len(packed) + len(answer)
         try:
-            opened: CallResult | Failure = cloudpickle.loads(answer)
+            opened: CallResult | CallFailure = cloudpickle.loads(answer)
         except Exception as error:
-            opened = unsent(Failure.of(error, self.place.name, method, self._where))
+            opened = unsent(CallFailure.of(error, self.place.name, method, self._where))
         return self._open(opened)
 
     def _new_crowd(self) -> BatchedClient:
@@ -270,7 +270,7 @@ class RayHandle:
         except RayError as error:
             raise WorkerDied(self.place.name, reason(error), self.log) from error
 
-    def _open(self, answer: CallResult | Failure) -> Any:
+    def _open(self, answer: CallResult | CallFailure) -> Any:
         opened: CallResult = _raised(answer)
         if opened.error is not None:
             raise opened.error
@@ -303,7 +303,7 @@ class RayHandle:
 
 def _raised(answer: Any) -> Any:
     """The answer, unless it is a failure."""
-    if isinstance(answer, Failure):
+    if isinstance(answer, CallFailure):
         raise WorkerError(answer)
     return answer
 
@@ -314,8 +314,8 @@ def reason(error: Exception) -> str:
     return lines[-1].partition(" Some common causes")[0] if lines else type(error).__name__
 
 
-def _unsent(error: RayError, worker: str, method: str, where: str) -> Failure:
+def _unsent(error: RayError, worker: str, method: str, where: str) -> CallFailure:
     """A call whose arguments did not arrive, or whose result could not leave or be read here."""
     cause = getattr(error, "cause", None) or error
-    failure = Failure.of(getattr(cause, "client_exc", cause), worker, method, where)
+    failure = CallFailure.of(getattr(cause, "client_exc", cause), worker, method, where)
     return unsent(replace(failure, trace=re.sub(r"\x1b\[\d*m", "", str(error))))

@@ -20,7 +20,7 @@ from typing import Any
 
 import cloudpickle
 
-from roll.cluster.errors import Failure
+from roll.cluster.errors import CallFailure
 from roll.cluster.worker import Dispatch, DispatchSpec, Worker, WorkerPlacement, crowded_methods, parallel_of
 from roll.config.errors import RunError, UserError
 from roll.config.file_modes import like_its_folder
@@ -63,7 +63,7 @@ class WorkerRuntime:
         self._get, self._put = get, put
         self._worker: Worker | None = None
 
-    async def start(self, make: Callable[[WorkerPlacement], Worker]) -> CallResult | Failure:
+    async def start(self, make: Callable[[WorkerPlacement], Worker]) -> CallResult | CallFailure:
         """Makes the worker, in the thread that its calls will run in: thread counts and cores are a thread's own."""
         try:
             if self._log is not None:
@@ -79,7 +79,7 @@ class WorkerRuntime:
             return self._failure(error, "its start")
         return CallResult(StartInfo(where(), crowded_methods(type(self._worker))))
 
-    async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> CallResult | Failure:
+    async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> CallResult | CallFailure:
         assert self._worker is not None, "a worker is started before it is called"
         function = getattr(self._worker, method)
         how = parallel_of(function)
@@ -106,7 +106,7 @@ class WorkerRuntime:
             method, args, kwargs = cloudpickle.loads(packed)
             return bytes(cloudpickle.dumps(await self.call(method, args, kwargs)))
         except Exception as error:
-            failure = unsent(Failure.of(error, self._place.name, method, where()))
+            failure = unsent(CallFailure.of(error, self._place.name, method, where()))
             return bytes(cloudpickle.dumps(failure))
 
     async def close(self) -> None:
@@ -143,7 +143,7 @@ class WorkerRuntime:
             return [self._left_here(each) for each in result]
         return result
 
-    def _answer(self, error: Exception, method: str) -> CallResult | Failure:
+    def _answer(self, error: Exception, method: str) -> CallResult | CallFailure:
         """The error as itself, with a note where it comes from, if it can be sent."""
         error.add_note(f"in {self._place.name}.{method} ({where()})")
         try:
@@ -152,13 +152,13 @@ class WorkerRuntime:
             return self._failure(error, method)
         return CallResult(error=error)
 
-    def _failure(self, error: Exception, method: str) -> Failure:
-        failure = Failure.of(error, self._place.name, method, where())
+    def _failure(self, error: Exception, method: str) -> CallFailure:
+        failure = CallFailure.of(error, self._place.name, method, where())
         logging.getLogger(__name__).error("%s", failure.trace)
         return failure
 
 
-def unsent(failure: Failure) -> Failure:
+def unsent(failure: CallFailure) -> CallFailure:
     """Of a call whose arguments did not arrive, or whose result could not leave or be read."""
     return replace(failure, causes=(*failure.causes, "an argument or a result that cannot be sent to another process"))
 

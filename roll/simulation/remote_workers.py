@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from roll.cluster import Worker, WorkerPlacement
-from roll.cluster.errors import Failure, WorkerDied, WorkerError
+from roll.cluster.errors import CallFailure, WorkerDied, WorkerError
 
 W = TypeVar("W", bound=Worker)
 
@@ -86,7 +86,7 @@ class RemoteHandle(Generic[W]):
             result = method(*args, **kwargs)
             result = await result if inspect.isawaitable(result) else result
         except Exception as error:
-            raise WorkerError(Failure.of(error, self.place.name, method.__name__, "simulated")) from error
+            raise WorkerError(CallFailure.of(error, self.place.name, method.__name__, "simulated")) from error
         finally:
             await self._travel(moving)
         return result

@@ -11,7 +11,7 @@ import pytest
 
 import roll.cluster.cluster
 from roll.cluster import Cluster, Dispatch, LocalExecutor, Worker, WorkerPlacement, dispatch
-from roll.cluster.errors import CallTimedOut, Failure, WorkerDied, WorkerError, first_of
+from roll.cluster.errors import CallFailure, CallTimedOut, WorkerDied, WorkerError, first_of
 from roll.config.errors import RunError
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ def says(value: Any, turns: int = 0) -> Callable[[], Coroutine[Any, Any, Any]]:
 
 
 def worker_error(at_s: float, text: str = "boom") -> WorkerError:
-    return WorkerError(Failure("fellow[0]", "act", "process 1 on here", (text,), "trace", at_s))
+    return WorkerError(CallFailure("fellow[0]", "act", "process 1 on here", (text,), "trace", at_s))
 
 
 @pytest.mark.parametrize("how", ["call", "call_rank", "call_each", "one"])
@@ -187,5 +187,5 @@ def test_errors_know_when_they_came() -> None:
         assert before <= error.at_s <= time.time()
 
 
-def failure() -> Failure:
-    return Failure.of(KeyError("x"), "a[0]", "act", "here")
+def failure() -> CallFailure:
+    return CallFailure.of(KeyError("x"), "a[0]", "act", "here")

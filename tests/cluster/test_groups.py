@@ -10,7 +10,7 @@ import pytest
 from toy_workers import POLICY, ToyExecutor, ToyHandle, now_s, run_virtually
 
 from roll.cluster import Cluster, Dispatch, Supervisor, Worker, WorkerPlacement, dispatch
-from roll.cluster.errors import CallTimedOut, Failure, RemoteError, WorkerDied, WorkerError
+from roll.cluster.errors import CallFailure, CallTimedOut, RemoteError, WorkerDied, WorkerError
 from roll.cluster.mesh import MeshShape
 from roll.config.errors import UserError
 
@@ -59,7 +59,7 @@ class RankHandle(ToyHandle):
         async def answer() -> str:
             await asyncio.sleep(after_s)
             said = RuntimeError("Connection closed by peer [127.0.0.1]:4711")
-            raise WorkerError(Failure.of(said, self.place.name, "work", "here"))
+            raise WorkerError(CallFailure.of(said, self.place.name, "work", "here"))
 
         return answer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.cluster.errors import CallTimedOut, Failure, WorkerDied, WorkerError
+from roll.cluster.errors import CallFailure, CallTimedOut, WorkerDied, WorkerError
 from roll.config.errors import RunError
 
 
@@ -45,8 +45,8 @@ def hidden() -> None:
         raise ValueError("only this") from None
 
 
-def of(act: Callable[[], None]) -> Failure:
-    return Failure.of(caught(act), "actor_infer[2]", "load_weights", "process 7 on node-3")
+def of(act: Callable[[], None]) -> CallFailure:
+    return CallFailure.of(caught(act), "actor_infer[2]", "load_weights", "process 7 on node-3")
 
 
 def test_causes_come_first_to_last_one_line_each() -> None:
@@ -59,7 +59,7 @@ def test_causes_come_first_to_last_one_line_each() -> None:
 def test_a_chain_that_bites_its_tail_ends() -> None:
     first, second = KeyError("first"), KeyError("second")
     first.__cause__, second.__cause__ = second, first
-    assert Failure.of(first, "a[0]", "m", "here").causes == ("KeyError: 'second'", "KeyError: 'first'")
+    assert CallFailure.of(first, "a[0]", "m", "here").causes == ("KeyError: 'second'", "KeyError: 'first'")
 
 
 def test_the_trace_is_the_workers_own() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from roll.cluster import Dispatch, Worker, WorkerPlacement, dispatch
-from roll.cluster.errors import Failure, TokensLost
+from roll.cluster.errors import CallFailure, TokensLost
 from roll.cluster.worker_runtime import CallResult, StartInfo, WorkerRuntime, where
 from roll.config.errors import RunError, UserError
 from roll.data import Batch, Sample, Task
@@ -149,7 +149,7 @@ def test_declared_errors_and_those_of_user_and_run_are_answers(error: Exception)
 def test_other_errors_leave_as_a_description(error: Exception) -> None:
     async def use(host: WorkerRuntime, memory: Memory) -> None:
         answer = await host.call("decline", [error], {})
-        assert isinstance(answer, Failure)
+        assert isinstance(answer, CallFailure)
         assert (answer.worker, answer.method, answer.where) == ("role[3]", "decline", where())
         assert answer.causes[0].startswith(type(error).__name__)
 
@@ -159,7 +159,7 @@ def test_other_errors_leave_as_a_description(error: Exception) -> None:
 def test_an_error_declared_by_one_method_is_not_an_answer_of_another() -> None:
     async def use(host: WorkerRuntime, memory: Memory) -> None:
         answer = await host.call("fail", [Declined("no")], {})
-        assert isinstance(answer, Failure)
+        assert isinstance(answer, CallFailure)
         assert answer.causes == ("KeyError: 'the cause'", "Declined: no")
         assert "in fail" in answer.trace
         assert await host.call("later", [1], {}) == CallResult(value=1)  # it goes on
@@ -205,7 +205,7 @@ def test_a_start_that_breaks_is_a_failure_that_says_so() -> None:
     async def main() -> None:
         memory = Memory()
         answer = await WorkerRuntime(PLACE, None, memory.get, memory.put).start(make)
-        assert isinstance(answer, Failure)
+        assert isinstance(answer, CallFailure)
         assert (answer.method, answer.causes) == ("its start", ("ZeroDivisionError: oops",))
 
     asyncio.run(main())
@@ -270,7 +270,7 @@ def test_tokens_that_cannot_be_fetched_are_a_failure() -> None:
         host = WorkerRuntime(PLACE, None, lost, memory.put)
         await host.start(Guest)
         answer = await host.call("total", [batch_elsewhere(memory, 2)], {})
-        assert isinstance(answer, Failure)
+        assert isinstance(answer, CallFailure)
         assert answer.causes == ("LookupError: the object is lost",)
 
     asyncio.run(main())

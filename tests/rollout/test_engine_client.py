@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rollout_toys import Mortal, ToyEngine, engines, go, logprob_of, of, request, some_time, timings, turns, until
 
 from roll.cluster import Cluster
-from roll.cluster.errors import Failure, RemoteError, WorkerDied, WorkerError
+from roll.cluster.errors import CallFailure, RemoteError, WorkerDied, WorkerError
 from roll.config.errors import RunError
 from roll.engine.request import Completion, Progress, Request
 from roll.rollout.engine_client import EngineClient, EngineDied, PartialResponse, RequestRejected, Watch
@@ -550,7 +550,7 @@ def test_an_error_of_a_remote_engine_is_its_loss_and_of_one_in_this_process_an_e
     async def main() -> None:
         cluster, (toy,) = await engines(1)
         door = EngineClient(cluster, "me")
-        failure = Failure.of(ValueError("out of memory"), "toys[0]", "results", "process 3")
+        failure = CallFailure.of(ValueError("out of memory"), "toys[0]", "results", "process 3")
         for error, kind in ((WorkerError(failure), EngineDied), (OSError("no"), OSError), (RunError("no"), RunError)):
             call = start(door, "a")
             await until(lambda: toy.running)
