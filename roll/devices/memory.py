@@ -28,7 +28,7 @@ from roll.devices.memory_inputs import MemoryInputs
 from roll.devices.residency import ResidencyTable, Stage
 from roll.devices.sharded_memory import Peak, Purpose, Sizes, gathered_parts, shard_sizes, update_parts
 from roll.engine.cache import SlotCache
-from roll.engine.kv_sizing import Shape, SlotSizing, rounded
+from roll.engine.kv_sizing import CacheShape, SlotSizing, rounded
 from roll.engine.paged.sizing import roomy
 from roll.engine.routes import RouteShape
 from roll.engine.slot_engine import EXACT_ROWS, PROMPT_ROWS
@@ -195,7 +195,7 @@ def cache_bytes(
     sizing = SlotSizing(work.running, context, len(cache.layers))
     largest = sizing.shape(work.longest, work.running, work.kv_tokens or sys.maxsize)
     outgrown = rounded(work.shortest_prompt + work.response) < largest.positions
-    smaller = Shape(largest.slots, largest.positions // 2) if outgrown else Shape()
+    smaller = CacheShape(largest.slots, largest.positions // 2) if outgrown else CacheShape()
     return sizing.peak(smaller, largest) * cache.bytes_a_token
 
 

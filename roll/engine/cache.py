@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from roll.data.routes import Routes
 from roll.engine.attention_params import AttentionParams, reading_of, widened
-from roll.engine.kv_sizing import Shape
+from roll.engine.kv_sizing import CacheShape
 from roll.engine.routes import RouteShape
 from roll.model.shape import head_dim_of
 
@@ -36,7 +36,7 @@ class SlotCache:
         self._kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
         self.dim = head_dim_of(config)
         self._dtype = dtype
-        self.shape = Shape()
+        self.shape = CacheShape()
         self.layers = [torch.empty(0)] * int(config.num_hidden_layers)
         self._recorded = recorded
         self.routes: Tensor | None = None
@@ -46,7 +46,7 @@ class SlotCache:
         recorded = self._recorded.bytes_a_token if self._recorded is not None else 0
         return 2 * len(self.layers) * self._kv_heads * self.dim * self._dtype.itemsize + recorded
 
-    def reshape(self, shape: Shape, sources: Sequence[tuple[int, int]] = ()) -> None:
+    def reshape(self, shape: CacheShape, sources: Sequence[tuple[int, int]] = ()) -> None:
         """Makes slots of another number and length. The first ones take over what old slots hold: `sources` has the old
         slot of each, and how many positions."""
         for layer, old in enumerate(self.layers):
@@ -69,7 +69,7 @@ class SlotCache:
             return None
         return self._recorded.host(self.routes[slot, start:end].cpu().clone())
 
-    def _layer(self, shape: Shape) -> Tensor:
+    def _layer(self, shape: CacheShape) -> Tensor:
         """Of numbers, because positions beyond a slot's length are read too, and weighed with nothing."""
         size = (2, shape.slots, self._kv_heads, shape.positions, self.dim)
         return torch.zeros(size, dtype=self._dtype, device=self.device)
@@ -94,13 +94,13 @@ class SlotCache:
 
     def release(self) -> None:
         """Frees the memory; nothing may be running."""
-        self.shape = Shape()
+        self.shape = CacheShape()
         self.layers = [torch.empty(0)] * len(self.layers)
         self.routes = None
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PrefillChunk:
     """Consecutive tokens of one sequence, to be added to its slot: positions start … start + rows - 1."""
 
     slot: int
@@ -109,7 +109,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Decoding:
+class DecodeRows:
     """One token of a sequence, to be added at the end of its slot; `length` counts it."""
 
     slot: int
@@ -142,7 +142,9 @@ class CachePlan:
     Rows past the last are padding: they attend to nothing and stay zero.
     """
 
-    def __init__(self, cache: SlotCache, chunks: list[Chunk], decoding: list[Decoding], exact: bool = False) -> None:
+    def __init__(
+        self, cache: SlotCache, chunks: list[PrefillChunk], decoding: list[DecodeRows], exact: bool = False
+    ) -> None:
         self._cache = cache
         self._chunks = chunks
         self._decoding = decoding
@@ -218,7 +220,7 @@ class CachePlan:
         return self._masks[window]
 
 
-def _together(decoding: list[Decoding]) -> list[range]:
+def _together(decoding: list[DecodeRows]) -> list[range]:
     """Cuts the decoding rows into runs of consecutive slots, and further where reading a run as far as its longest would
     cost more than another call of the attention. Rows are in the order of their slots."""
     runs: list[range] = []
@@ -235,7 +237,7 @@ def _together(decoding: list[Decoding]) -> list[range]:
     return runs
 
 
-def _causal_mask(chunk: Chunk, window: int | None, device: torch.device) -> Tensor | None:
+def _causal_mask(chunk: PrefillChunk, window: int | None, device: torch.device) -> Tensor | None:
     """Which keys each row of the chunk sees: itself and those before it. [rows, start + rows]"""
     end = chunk.start + chunk.rows
     if chunk.rows == 1 and (window is None or window >= end):

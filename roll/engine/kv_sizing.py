@@ -21,7 +21,7 @@ TRADE = 1.5
 FreeBytes = Callable[[torch.device], int]
 
 
-class Limit:
+class KVBudget:
     """How many tokens a cache may hold."""
 
     def __init__(
@@ -56,7 +56,7 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class Shape:
+class CacheShape:
     """Of a cache in slots: how many, and how many tokens each holds."""
 
     slots: int = 0
@@ -91,7 +91,7 @@ class SlotSizing:
     context: int
     layers: int
 
-    def shape(self, longest: int, slots: int, most: int, held: int = 0) -> Shape:
+    def shape(self, longest: int, slots: int, most: int, held: int = 0) -> CacheShape:
         """For so many requests of up to `longest` tokens, or as many of them as `most` tokens have room for, but one at
         least. `held`: positions of the slots there are, which stay if they suffice."""
         lasting = most * self.layers // (self.layers + 1)
@@ -103,15 +103,15 @@ class SlotSizing:
                 positions = min(-(-longest // step) * step, positions)
             if positions > lasting:
                 positions = longest
-        return Shape(max(1, min(slots, self.slots, lasting // positions)), positions)
+        return CacheShape(max(1, min(slots, self.slots, lasting // positions)), positions)
 
-    def peak(self, old: Shape, new: Shape) -> int:
+    def peak(self, old: CacheShape, new: CacheShape) -> int:
         """Tokens there is room for at the worst moment, while a cache takes over what another one has."""
         return max(old.tokens + -(-new.tokens // self.layers), new.tokens + -(-old.tokens // self.layers))
 
     def fitted(
-        self, held: Shape, running: Sequence[int], waiting: Sequence[int], kept: int, most: int
-    ) -> tuple[Shape, int]:
+        self, held: CacheShape, running: Sequence[int], waiting: Sequence[int], kept: int, most: int
+    ) -> tuple[CacheShape, int]:
         """The shape to have now, and how many of those waiting, in order, have a slot then. `running`, `waiting`: tokens
         that requests may need; `kept`: slots with something that is worth keeping."""
         shape, fit, longest = held, 0, max(running, default=0)
@@ -123,7 +123,9 @@ class SlotSizing:
             shape, fit = found, fit + 1
         return shape, fit
 
-    def _reached(self, held: Shape, longest: int, slots: int, kept: int, most: int, moving: bool) -> Shape | None:
+    def _reached(
+        self, held: CacheShape, longest: int, slots: int, kept: int, most: int, moving: bool
+    ) -> CacheShape | None:
         """The best shape for so many slots that can be had now; `moving`: with what runs in those there are."""
         if slots > self.slots:
             return None
@@ -143,7 +145,7 @@ class SlotSizing:
                 return shape
         return None
 
-    def _is_worth(self, held: Shape, longest: int, most: int, positions: int) -> bool:
+    def _is_worth(self, held: CacheShape, longest: int, most: int, positions: int) -> bool:
         """Whether there could be so many more slots, of these positions or shorter, that what is here may be copied."""
         could = self.shape(longest, self.slots, most, positions).slots
         return could > held.slots and (could == self.slots or could >= (GROWTH if positions else TRADE) * held.slots)

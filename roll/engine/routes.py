@@ -110,7 +110,7 @@ def _is_known(router: nn.Module) -> bool:
     return True
 
 
-class Recorder:
+class RouteRecorder:
     """Listens to a model's routers while rows are computed by its own code."""
 
     def __init__(self, model: nn.Module) -> None:

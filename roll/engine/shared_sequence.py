@@ -13,7 +13,7 @@ from roll.engine.request import Completion, Finish, Progress, Request
 
 
 @dataclass(eq=False)
-class Member:
+class SequenceMember:
     """A request while it generates, as far as it differs from others with the same tokens."""
 
     request: Request
@@ -28,7 +28,7 @@ class SharedSequence:
     """
 
     prompt: IntArray
-    members: list[Member]
+    members: list[SequenceMember]
     version: int
     """Of the weights that began to compute the cached keys and values."""
     cached: int = 0
@@ -59,11 +59,11 @@ class SharedSequence:
     def cached_tokens(self) -> IntArray:
         return np.concatenate([self.prompt, np.array(self.ids, np.int32)])[: self.cached]
 
-    def completion(self, member: Member, finish: Finish, routes: Routes | None = None) -> Completion:
+    def completion(self, member: SequenceMember, finish: Finish, routes: Routes | None = None) -> Completion:
         drawn = self.since(member, 0)
         return Completion(drawn.id, drawn.ids, drawn.logprobs, drawn.versions, finish, routes)
 
-    def since(self, member: Member, start: int) -> Progress:
+    def since(self, member: SequenceMember, start: int) -> Progress:
         first = len(self.said) + start
         return Progress(
             member.request.id,

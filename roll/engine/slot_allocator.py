@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from roll.data.tokenlog import IntArray, begin_alike, common_prefix
 from roll.engine.cache import SlotCache
-from roll.engine.kv_sizing import Shape
+from roll.engine.kv_sizing import CacheShape
 from roll.engine.shared_sequence import SharedSequence
 
 
@@ -46,7 +46,7 @@ class SlotAllocator:
         """Slots with something of sequences that ended."""
         return len(self._kept)
 
-    def place(self, fresh: list[SharedSequence], shape: Shape) -> int:
+    def place(self, fresh: list[SharedSequence], shape: CacheShape) -> int:
         """Gives new sequences slots after the running ones, with what is kept of their beginnings, in a cache of this
         shape. Tokens shared."""
         donors = [self._best_kept(sequence.prompt) for sequence in fresh]
@@ -58,7 +58,7 @@ class SlotAllocator:
             self._reshape(shape)
         return sum(self._place(sequence, *donor) for sequence, donor in zip(fresh, donors, strict=True))
 
-    def _reshape(self, shape: Shape) -> None:
+    def _reshape(self, shape: CacheShape) -> None:
         """What is kept goes as far as there are no slots for it, or they are too short."""
         room = shape.slots - len(self.running)
         fitting = [kept for kept in self._kept if kept.sequence.cached <= shape.positions]

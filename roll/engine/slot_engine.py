@@ -28,14 +28,14 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from roll.config.errors import RunError
 from roll.data.tokenlog import IntArray, begin_alike
-from roll.engine.cache import CachePlan, Chunk, Decoding, SlotCache
+from roll.engine.cache import CachePlan, DecodeRows, PrefillChunk, SlotCache
 from roll.engine.cpu_forward import column_logits, forward_columns, supported
-from roll.engine.kv_sizing import FreeBytes, Limit, Shape, SlotSizing
+from roll.engine.kv_sizing import CacheShape, FreeBytes, KVBudget, SlotSizing
 from roll.engine.memory import free_bytes
 from roll.engine.request import Completion, Finish, Progress, Request
-from roll.engine.routes import Recorder, RouteShape
+from roll.engine.routes import RouteRecorder, RouteShape
 from roll.engine.sampling import draw
-from roll.engine.shared_sequence import Member, SharedSequence
+from roll.engine.shared_sequence import SequenceMember, SharedSequence
 from roll.engine.slot_allocator import SlotAllocator
 from roll.engine.stop_strings import hits_stop_string
 from roll.model.attention import forward_rows, logits_of
@@ -89,10 +89,10 @@ class SlotEngine:
         self._computed_by = with_experts(model, "batched_mm") if exact else model
         self._vocab = int(model.config.vocab_size)
         self._device = next(model.parameters()).device
-        self._recorder = Recorder(self._computed_by)
+        self._recorder = RouteRecorder(self._computed_by)
         recorded = RouteShape.of(model) if records_routes else None
         self._cache = SlotCache(model.config, next(model.parameters()).dtype, self._device, recorded)
-        self._limit = Limit(kv_tokens, self._cache.bytes_a_token, self._device, free_bytes)
+        self._limit = KVBudget(kv_tokens, self._cache.bytes_a_token, self._device, free_bytes)
         self._sizing = SlotSizing(max_running, self.context, len(self._cache.layers))
         self._slots = SlotAllocator(self._cache, EXACT_ROWS if exact else 1)
         self._waiting: deque[Request] = deque()
@@ -136,7 +136,7 @@ class SlotEngine:
             if request.id == id:
                 self._waiting.remove(request)
                 self._ids.remove(id)
-                return SharedSequence(request.ids, [], self.version).completion(Member(request), "abort")
+                return SharedSequence(request.ids, [], self.version).completion(SequenceMember(request), "abort")
         for slot, sequence in enumerate(self._slots.running):
             for member in sequence.members:
                 if member.request.id == id:
@@ -177,12 +177,12 @@ class SlotEngine:
     def log_probs_of(self, ids: IntArray) -> Tensor:
         """fp32 log-probs of a sequence's tokens after the first, computed as a prompt is; nothing running is touched."""
         cache = SlotCache(self.model.config, next(self.model.parameters()).dtype, self._device)
-        cache.reshape(Shape(1, len(ids)))
+        cache.reshape(CacheShape(1, len(ids)))
         rows = EXACT_ROWS if self._exact else PROMPT_ROWS
         parts: list[Tensor] = []
         for start in range(0, len(ids), rows):
             chunk = ids[start : start + rows]
-            plan = CachePlan(cache, [Chunk(0, start, len(chunk))], [], self._exact)
+            plan = CachePlan(cache, [PrefillChunk(0, start, len(chunk))], [], self._exact)
             hidden = self._forward(chunk, np.arange(start, start + len(chunk)), plan)
             parts.append(torch.log_softmax(self._logits(hidden), dim=-1)[: len(chunk)])
         targets = torch.from_numpy(ids[1:].astype(np.int64)).to(self._device)
@@ -213,11 +213,11 @@ class SlotEngine:
                 sequence = fresh[key] = SharedSequence(prompt, [], self.version, said=said)
             else:
                 self._shared += len(request.ids)
-            sequence.members.append(Member(request))
+            sequence.members.append(SequenceMember(request))
         self._shared += self._slots.place(list(fresh.values()), shape)
         self._beginning += fresh.values()
 
-    def _room(self) -> tuple[Shape, int]:
+    def _room(self) -> tuple[CacheShape, int]:
         """The shape of the cache to have now, and how many of the waiting requests have slots in it, oldest first. Every
         request counts, also one that is a sequence with others: it may draw another token than they."""
         held, kept = self._cache.shape, self._slots.kept
@@ -237,10 +237,10 @@ class SlotEngine:
             self._cache.release()
         return shape, count
 
-    def _decoding(self) -> list[Decoding]:
+    def _decoding(self) -> list[DecodeRows]:
         """The last token of every sequence that has drawn one since its hidden state was made."""
         running = enumerate(self._slots.running)
-        return [Decoding(slot, each.length) for slot, each in running if each.ids and each.hidden is None]
+        return [DecodeRows(slot, each.length) for slot, each in running if each.ids and each.hidden is None]
 
     def _compute_mixed(self) -> None:
         """Prompts as far as there is room, and the decoding rows with the first of them. There are further passes only
@@ -252,11 +252,11 @@ class SlotEngine:
             room -= sum(chunk.rows for chunk in chunks)
             decoding = []
 
-    def _chunks(self, room: int) -> list[Chunk]:
+    def _chunks(self, room: int) -> list[PrefillChunk]:
         """Rows of prompts for the next pass, oldest request first. A sequence whose beginning is being computed by
         another one waits for the pass after it, and copies it then."""
         slots = {id(sequence): slot for slot, sequence in enumerate(self._slots.running)}
-        chunks: list[Chunk] = []
+        chunks: list[PrefillChunk] = []
         begun: list[SharedSequence] = []
         for sequence in self._beginning:
             if not room or sequence.hidden is not None:
@@ -266,7 +266,7 @@ class SlotEngine:
             worth = max(sequence.cached + 1, SHORTEST_SHARED)
             if sequence.hidden is None and not any(begin_alike(each.prompt, sequence.prompt, worth) for each in begun):
                 rows = min(room, len(sequence.prompt) - sequence.cached)
-                chunks.append(Chunk(slot, sequence.cached, rows))
+                chunks.append(PrefillChunk(slot, sequence.cached, rows))
                 begun.append(sequence)
                 room -= rows
         return chunks
@@ -278,12 +278,12 @@ class SlotEngine:
             if not sequence.ids and sequence.hidden is None:
                 self._shared += self._slots.share(slot)
                 for start in range(sequence.cached, len(sequence.prompt), EXACT_ROWS):
-                    self._compute([Chunk(slot, start, min(EXACT_ROWS, len(sequence.prompt) - start))], [])
+                    self._compute([PrefillChunk(slot, start, min(EXACT_ROWS, len(sequence.prompt) - start))], [])
         decoding = self._decoding()
         for first in range(0, len(decoding), EXACT_ROWS):
             self._compute([], decoding[first : first + EXACT_ROWS])
 
-    def _compute(self, chunks: list[Chunk], decoding: list[Decoding]) -> None:
+    def _compute(self, chunks: list[PrefillChunk], decoding: list[DecodeRows]) -> None:
         """One forward pass: chunks of prompts and one row for each decoding slot."""
         if not chunks and not decoding:
             return
@@ -345,7 +345,7 @@ class SlotEngine:
             [member.request.sampling for _, _, member in drawn],
             [running[slot].length for _, slot, _ in drawn],
         )
-        chosen: dict[int, dict[int, list[Member]]] = {slot: {} for slot in slots}
+        chosen: dict[int, dict[int, list[SequenceMember]]] = {slot: {} for slot in slots}
         for (_, slot, member), token, logprob in zip(drawn, tokens, logprobs, strict=True):
             member.logprobs.append(logprob)
             chosen[slot].setdefault(token, []).append(member)
@@ -353,7 +353,7 @@ class SlotEngine:
             self._extend(slot, branches)
         self._generated += len(drawn)
 
-    def _extend(self, slot: int, branches: dict[int, list[Member]]) -> None:
+    def _extend(self, slot: int, branches: dict[int, list[SequenceMember]]) -> None:
         """Appends the drawn tokens: the first to the sequence itself, each other one to a copy of it in a new slot."""
         sequence = self._slots.running[slot]
         sequence.hidden = None
@@ -380,19 +380,19 @@ class SlotEngine:
                     self._leave(slot, member)
         return finished[::-1]
 
-    def _completion(self, slot: int, member: Member, finish: Finish) -> Completion:
+    def _completion(self, slot: int, member: SequenceMember, finish: Finish) -> Completion:
         sequence, start = self._slots.running[slot], member.request.routes_from
         routes = None if start is None else self._cache.routes_of(slot, min(start, sequence.cached), sequence.cached)
         return sequence.completion(member, finish, routes)
 
-    def _finish_of(self, sequence: SharedSequence, member: Member) -> Finish | None:
+    def _finish_of(self, sequence: SharedSequence, member: SequenceMember) -> Finish | None:
         sampling, said = member.request.sampling, () if sequence.said else member.request.said
         if sequence.ids[-1] in sampling.stop_ids or hits_stop_string(self._tokenizer, sequence.ids, sampling.stop, said):
             return "stop"
         return "length" if sequence.drawn >= sampling.max_new_tokens else None
 
     @torch.inference_mode()
-    def _leave(self, slot: int, member: Member) -> None:
+    def _leave(self, slot: int, member: SequenceMember) -> None:
         """Lets a request go. A sequence nobody needs ends, and is kept if all of it is of the present weights."""
         self._ids.remove(member.request.id)
         sequence = self._slots.running[slot]

@@ -42,9 +42,9 @@ from roll.devices.plan import Plan, check_memory, make_plan
 from roll.devices.residency import residency
 from roll.devices.run_requirements import rlvr_job
 from roll.engine.cache import SlotCache
-from roll.engine.kv_sizing import Shape
+from roll.engine.kv_sizing import CacheShape
 from roll.engine.paged.kv_cache import BLOCK
-from roll.engine.paged.sizing import Sizing
+from roll.engine.paged.sizing import PagedSizing
 from roll.engine.request import Request, SamplingParams
 from roll.engine.routes import RouteShape
 from roll.engine.slot_engine import SlotEngine
@@ -330,7 +330,7 @@ def test_a_paged_cache_is_planned_as_large_as_it_is_made() -> None:
     model, token = trainer(shape, torch.float32).model, 2 * 3 * 2 * 16 * 4
     for prompt, response in ((20, 8), (200, 200)):
         work = MemoryInputs(prompt, prompt, response, 6, 4, 4096, running=10, exact=False, bucket_bytes=0)
-        blocks = Sizing(model, 10, 0).wanted(prompt + response) - 1  # one is padding's
+        blocks = PagedSizing(model, 10, 0).wanted(prompt + response) - 1  # one is padding's
         assert cache_bytes(shape, torch.float32, work, paged=True) == blocks * BLOCK * token
     grows = MemoryInputs(20, 400, 100, 6, 4, 4096, running=10, exact=False, bucket_bytes=0)
     assert cache_bytes(shape, torch.float32, grows, paged=True) == 10 * (256 + 512) * token, "both while it grows"
@@ -343,13 +343,13 @@ def test_a_cache_with_routes_is_planned_as_large_as_it_is_made(paged: bool, expe
     work = MemoryInputs(100, 120, 8, 6, 4, 4096, running=10, exact=False, bucket_bytes=0)
     model, token = trainer(shape, torch.float32).model, 2 * 3 * 2 * 16 * 4 + 24 * bytes_an_expert
     if paged:
-        sizing = Sizing(model, 10, 0, recorded)
+        sizing = PagedSizing(model, 10, 0, recorded)
         pages = sizing.pages(sizing.wanted(128))
         assert pages.routes is not None
         made = sum(part.nbytes for part in (pages.keys, pages.values, pages.routes)) - BLOCK * token
     else:
         cache = SlotCache(shape, torch.float32, torch.device("cpu"), recorded)
-        cache.reshape(Shape(10, 128))
+        cache.reshape(CacheShape(10, 128))
         assert cache.routes is not None
         made = sum(part.nbytes for part in (*cache.layers, cache.routes))
     assert cache_bytes(shape, torch.float32, work, paged, recorded) == made == 10 * (256 if paged else 128) * token

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.engine.cache import _CALL, Decoding, _together
+from roll.engine.cache import _CALL, DecodeRows, _together
 
 
-def cost(decoding: list[Decoding], runs: list[range]) -> int:
+def cost(decoding: list[DecodeRows], runs: list[range]) -> int:
     """Positions read, calls included."""
     return sum(_CALL + len(run) * max(decoding[row].length for row in run) for run in runs)
 
@@ -19,7 +19,7 @@ def test_runs_are_consecutive_slots_and_cost_no_more_than_each_alone(rows: list[
     decoding, slot = [], -1
     for gap, length in rows:
         slot += gap
-        decoding.append(Decoding(slot, length))
+        decoding.append(DecodeRows(slot, length))
     runs = _together(decoding)
     assert [row for run in runs for row in run] == list(range(len(decoding)))
     for run in runs:
@@ -30,4 +30,4 @@ def test_runs_are_consecutive_slots_and_cost_no_more_than_each_alone(rows: list[
 
 def test_slots_of_like_lengths_are_one_run_and_a_long_one_stands_alone() -> None:
     lengths = [300, 310, 305, 1900, 40, 42]
-    assert _together([Decoding(i, n) for i, n in enumerate(lengths)]) == [range(3), range(3, 4), range(4, 6)]
+    assert _together([DecodeRows(i, n) for i, n in enumerate(lengths)]) == [range(3), range(3, 4), range(4, 6)]

@@ -18,7 +18,7 @@ from small_models import CONTEXT, engine, ids, llama, random_ids, request, run, 
 from roll.data.tokenlog import IntArray
 from roll.engine.cache import SlotCache
 from roll.engine.factory import make_engine
-from roll.engine.kv_sizing import MEMORY_SHARE, Limit, Shape, SlotSizing
+from roll.engine.kv_sizing import MEMORY_SHARE, CacheShape, KVBudget, SlotSizing
 from roll.engine.request import Completion
 from roll.engine.slot_engine import SlotEngine
 
@@ -46,7 +46,7 @@ def watched() -> Iterator[Layers]:
     """Sees every layer of a cache from when it is made until it is gone."""
     layers, make = Layers(), SlotCache._layer
 
-    def layer(self: SlotCache, shape: Shape) -> torch.Tensor:
+    def layer(self: SlotCache, shape: CacheShape) -> torch.Tensor:
         made = make(self, shape)
         layers.add(made)
         return made
@@ -257,29 +257,31 @@ SIZING = SlotSizing(slots=64, context=2048, layers=30)
 
 
 def test_the_example_of_the_docstring() -> None:
-    shape, fit = SIZING.fitted(Shape(), [], [100] * 20, 0, 4096)
-    assert (shape, fit) == (Shape(32, 112), 20)
+    shape, fit = SIZING.fitted(CacheShape(), [], [100] * 20, 0, 4096)
+    assert (shape, fit) == (CacheShape(32, 112), 20)
     assert SIZING.fitted(shape, [100] * 3, [1000], 0, 4096) == (shape, 0)
-    assert SIZING.fitted(shape, [100] * 2, [1000], 0, 4096) == (Shape(3, 1024), 1)
+    assert SIZING.fitted(shape, [100] * 2, [1000], 0, 4096) == (CacheShape(3, 1024), 1)
 
 
 def test_what_runs_is_not_moved_where_memory_has_become_too_short_for_copying_it() -> None:
-    held, most = Shape(4, 128), 450  # others have taken what it could use when it was made
+    held, most = CacheShape(4, 128), 450  # others have taken what it could use when it was made
     assert SIZING.fitted(held, [100], [200], 0, most) == (held, 0)
     assert SIZING.fitted(held, [100], [120, 200], 0, most) == (held, 1)
-    assert SIZING.fitted(held, [], [190, 190, 190], 0, most) == (Shape(2, 192), 2)
-    assert SIZING.fitted(held, [], [900], 0, most) == (Shape(1, 900), 1), "it was accepted, and there is nothing else"
+    assert SIZING.fitted(held, [], [190, 190, 190], 0, most) == (CacheShape(2, 192), 2)
+    assert SIZING.fitted(held, [], [900], 0, most) == (CacheShape(1, 900), 1), (
+        "it was accepted, and there is nothing else"
+    )
 
 
 def test_copying_must_be_worth_it() -> None:
     """Slots of 256 for up to 200 tokens; with shorter requests there could be more of them, and shorter ones."""
-    held, most = Shape(30, 256), 31 * 256
+    held, most = CacheShape(30, 256), 31 * 256
     assert SIZING.fitted(held, [200] * 29, [190] * 9, 0, most) == (held, 1)
     assert SIZING.fitted(held, [190] * 29, [190] * 9, 0, most) == (held, 1), "40 of 192 are too few more"
-    assert SIZING.fitted(held, [60] * 29, [60] * 3, 0, most) == (Shape(32, 64), 3)
-    assert SIZING.fitted(held, [60] * 29, [60] * 40, 0, most) == (Shape(64, 64), 35)
+    assert SIZING.fitted(held, [60] * 29, [60] * 3, 0, most) == (CacheShape(32, 64), 3)
+    assert SIZING.fitted(held, [60] * 29, [60] * 40, 0, most) == (CacheShape(64, 64), 35)
     assert SIZING.fitted(held, [200] * 30, [200] * 3, 0, most + 2 * 256) == (held, 0), "nor are two more"
-    assert SIZING.fitted(held, [200] * 30, [200] * 3, 0, 2 * most) == (Shape(60, 256), 3), "memory has become free"
+    assert SIZING.fitted(held, [200] * 30, [200] * 3, 0, 2 * most) == (CacheShape(60, 256), 3), "memory has become free"
     assert SIZING.fitted(held, [60] * 29, [60], 20, most) == (held, 1), "nor are slots made shorter for what is kept"
 
 
@@ -296,7 +298,7 @@ def test_shapes_hold_what_runs_and_no_more_than_allowed(
 ) -> None:
     """Requests come in order and stay for a while each; nobody waits while nothing runs."""
     sizing = SlotSizing(8, context, layers)
-    held, waiting = Shape(), list(lengths)
+    held, waiting = CacheShape(), list(lengths)
     running: list[tuple[int, int]] = []  # tokens, and rounds left
     kept = rounds = 0
     while waiting or running:
@@ -321,5 +323,5 @@ def test_shapes_hold_what_runs_and_no_more_than_allowed(
 
 @pytest.mark.parametrize(("kv_tokens", "held", "expected"), [(77, 0, 77), (0, 0, 50), (0, 100, 100)])
 def test_a_limit_counts_what_the_cache_has_already_as_free(kv_tokens: int, held: int, expected: int) -> None:
-    limit = Limit(kv_tokens, 10, torch.device("cpu"), lambda device: 1009)
+    limit = KVBudget(kv_tokens, 10, torch.device("cpu"), lambda device: 1009)
     assert limit.tokens(held) == expected

@@ -13,9 +13,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from roll.config.schema import LoraConfig
-from roll.engine.cache import CachePlan, Chunk, Decoding, SlotCache
+from roll.engine.cache import CachePlan, DecodeRows, PrefillChunk, SlotCache
 from roll.engine.cpu_forward import column_logits, forward_columns, supported
-from roll.engine.kv_sizing import Shape
+from roll.engine.kv_sizing import CacheShape
 from roll.model.attention import forward_rows, logits_of
 from roll.model.lora import inject
 
@@ -24,11 +24,11 @@ from roll.model.lora import inject
 def passed(model: PreTrainedModel, columns: bool) -> tuple[torch.Tensor, torch.Tensor, SlotCache]:
     """Hidden states and logits of a pass with chunks of two prompts and two decoding rows, and the cache after it."""
     cache = SlotCache(model.config, model.dtype, torch.device("cpu"))
-    cache.reshape(Shape(4, 40))
+    cache.reshape(CacheShape(4, 40))
     noise = torch.Generator().manual_seed(0)
     for layer in cache.layers:
         layer.normal_(generator=noise)
-    chunks, decoding = [Chunk(2, 5, 9), Chunk(3, 0, 4)], [Decoding(0, 30), Decoding(1, 12)]
+    chunks, decoding = [PrefillChunk(2, 5, 9), PrefillChunk(3, 0, 4)], [DecodeRows(0, 30), DecodeRows(1, 12)]
     ids = torch.from_numpy(random_ids(np.random.default_rng(3), 15)).long()
     positions = torch.tensor([*range(5, 14), *range(4), 29, 11])
     hidden = (forward_columns if columns else forward_rows)(model, ids, positions, CachePlan(cache, chunks, decoding))

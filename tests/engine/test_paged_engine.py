@@ -376,7 +376,7 @@ def test_after_a_pass_that_failed_requests_begin_anew(failing: str, device: str,
 def test_a_cache_that_cannot_grow_beside_itself_is_made_anew(
     prompt: int, new: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sizing.Sizing, "beside", lambda self, wanted, blocks: blocks)
+    monkeypatch.setattr(sizing.PagedSizing, "beside", lambda self, wanted, blocks: blocks)
     served = paged(max_running=1)
     run(served, [request("short", ids(1, 2, 3), 5)])
     long = request("long", random_ids(np.random.default_rng(0), prompt), new)

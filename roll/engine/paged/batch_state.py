@@ -32,7 +32,7 @@ _Number = TypeVar("_Number", bound=np.generic)
 
 
 @dataclass(eq=False)
-class Sequence:
+class PagedSequence:
     """A request and what it has drawn so far, while it waits or runs."""
 
     request: Request
@@ -92,7 +92,7 @@ class BatchState:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.sequences: list[Sequence | None] = [None] * count
+        self.sequences: list[PagedSequence | None] = [None] * count
         self._free = list(reversed(range(count)))
         self._reigns = 0
         self.slot_epoch = np.full(count, _NOBODY, np.int64)
@@ -127,7 +127,7 @@ class BatchState:
         """Of each slot's next row that draws."""
         return self.prompt + self.launched - 1
 
-    def enter(self, sequence: Sequence) -> None:
+    def enter(self, sequence: PagedSequence) -> None:
         slot = sequence.slot = self._free.pop()
         sampling = sequence.request.sampling
         self.sequences[slot] = sequence
@@ -154,7 +154,7 @@ class BatchState:
         blocks, sequence.blocks = sequence.blocks, []
         self.hold(sequence, blocks)
 
-    def hold(self, sequence: Sequence, blocks: list[int]) -> None:
+    def hold(self, sequence: PagedSequence, blocks: list[int]) -> None:
         """The sequence has these blocks too."""
         sequence.blocks.extend(blocks)
         start, end = int(self.held[sequence.slot]), len(sequence.blocks)
@@ -163,7 +163,7 @@ class BatchState:
         self.table[start:end, sequence.slot] = blocks
         self.held[sequence.slot] = end
 
-    def leave(self, sequence: Sequence) -> None:
+    def leave(self, sequence: PagedSequence) -> None:
         """The sequence takes what it has drawn with it."""
         slot = sequence.slot
         self.bring_up(sequence)
@@ -174,7 +174,7 @@ class BatchState:
         self._free.append(slot)
         sequence.slot = -1
 
-    def bring_up(self, sequence: Sequence) -> None:
+    def bring_up(self, sequence: PagedSequence) -> None:
         """Tells the sequence what it has drawn so far."""
         drawn = int(self.drawn[sequence.slot])
         sequence.tokens = self.tokens[sequence.slot, :drawn].copy()
@@ -207,7 +207,7 @@ class BatchState:
             self.log_probs = _wider(self.log_probs, 2 * drawn, 0)
 
 
-def prompt_sheet(slots: BatchState, sequence: Sequence, count: int, lines: int) -> Sheet:
+def prompt_sheet(slots: BatchState, sequence: PagedSequence, count: int, lines: int) -> Sheet:
     """The next `count` rows of a sequence's prompt, with so many lines of blocks."""
     positions = np.arange(sequence.filled, sequence.filled + count)
     own = np.full(count, sequence.slot)

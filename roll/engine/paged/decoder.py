@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from roll.engine.attention_params import AttentionParams, reading_of
 from roll.engine.paged.kv_cache import BLOCK, DecodeMetadata, PagedKVCache, PagedPlan, PrefillMetadata
 from roll.engine.paged.step_inputs import HEADER, PLACE, POSITION, TOKEN, Sheet, StepInputs
-from roll.engine.routes import Recorder
+from roll.engine.routes import RouteRecorder
 from roll.model.attention import forward_rows
 from roll.model.experts import experts_of, with_experts
 from roll.model.fuse_params import adjoin
@@ -58,7 +58,7 @@ class PlainDecoder:
     def __init__(self, model: PreTrainedModel, record_routes: bool = False) -> None:
         self.routes: Tensor | None = None
         self._model = _capturable(model)
-        self._recorder = Recorder(self._model)
+        self._recorder = RouteRecorder(self._model)
         self._records = record_routes
 
     def hidden(self, rows: StepInputs, last: Tensor, plan: PagedPlan) -> Tensor:

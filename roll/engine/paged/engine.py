@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from roll.config.errors import RunError
 from roll.data.routes import Routes
 from roll.data.tokenlog import IntArray, begin_alike
-from roll.engine.paged.batch_state import BatchState, Sequence, drawing_sheet, prompt_sheet
+from roll.engine.paged.batch_state import BatchState, PagedSequence, drawing_sheet, prompt_sheet
 from roll.engine.paged.blocks import Key, keys_of
 from roll.engine.paged.kv_cache import BLOCK, RoutesRead
 from roll.engine.paged.kv_manager import KVManager
@@ -68,7 +68,7 @@ class _Flight:
 class _Ended:
     """A request that has left; what is recorded of its routes may still be on its way to the host."""
 
-    sequence: Sequence
+    sequence: PagedSequence
     finish: Finish
     routes: RoutesRead | None
 
@@ -95,10 +95,10 @@ class PagedEngine:
         self._tokenizer = tokenizer
         self._room = KVManager(model, max_running, kv_tokens, RouteShape.of(model) if records_routes else None)
         self._slots = BatchState(max_running)
-        self._waiting: deque[Sequence] = deque()
-        self._filling: list[Sequence] = []
+        self._waiting: deque[PagedSequence] = deque()
+        self._filling: list[PagedSequence] = []
         """Running, with a prompt that is not all in the cache; oldest first."""
-        self._by_id: dict[str, Sequence] = {}
+        self._by_id: dict[str, PagedSequence] = {}
         self._said: OrderedDict[str, tuple[IntArray, list[Key]]] = OrderedDict()
         """Tokens and keys of what ended, by its name, under which a conversation's next turn comes; the latest last."""
         self._flights: deque[_Flight] = deque()
@@ -129,7 +129,7 @@ class PagedEngine:
     def add(self, request: Request) -> None:
         request.check(self._by_id, self.context, int(self.model.config.vocab_size))
         self._room.announce(request)
-        sequence = Sequence(request)
+        sequence = PagedSequence(request)
         self._by_id[request.id] = sequence
         self._waiting.append(sequence)
 
@@ -214,7 +214,7 @@ class PagedEngine:
             return
         pool = self._room.prepare(self.settle)
         coming = {key for other in self._filling for key in self._unfilled(other)}
-        passed: list[Sequence] = []
+        passed: list[PagedSequence] = []
         while self._waiting and self._slots.running < self._slots.count and len(passed) < _PASSED_OVER:
             sequence = self._waiting[0]
             self._key(sequence)
@@ -240,7 +240,7 @@ class PagedEngine:
             coming.update(self._unfilled(sequence))
         self._waiting.extendleft(reversed(passed))
 
-    def _key(self, sequence: Sequence) -> None:
+    def _key(self, sequence: PagedSequence) -> None:
         """What it would share with others. Its last token is computed in any case, for what follows it."""
         if sequence.version != self.version:
             sequence.version = self.version
@@ -249,7 +249,7 @@ class PagedEngine:
             known = keys if begin_alike(said, sequence.known[:-1], len(said)) else []
             sequence.keys = keys_of(sequence.known[:-1], BLOCK, self.version, known)
 
-    def _unfilled(self, sequence: Sequence) -> list[Key]:
+    def _unfilled(self, sequence: PagedSequence) -> list[Key]:
         return sequence.keys[sequence.filled // BLOCK :] if sequence.version == self.version else []
 
     # what is launched
@@ -272,7 +272,7 @@ class PagedEngine:
         if parts:
             self._room.steps.fill(np.concatenate(parts, axis=1), spans, np.concatenate(places))
 
-    def _filled(self, sequence: Sequence, count: int, lines: int) -> Sheet:
+    def _filled(self, sequence: PagedSequence, count: int, lines: int) -> Sheet:
         """The next `count` rows of a prompt, which from now on count as computed."""
         sheet = prompt_sheet(self._slots, sequence, count, lines)
         named = sequence.filled // BLOCK
@@ -281,7 +281,7 @@ class PagedEngine:
         self._name(sequence, named, sequence.filled // BLOCK)
         return sheet
 
-    def _name(self, sequence: Sequence, start: int, end: int) -> None:
+    def _name(self, sequence: PagedSequence, start: int, end: int) -> None:
         """Others may go on from these blocks of its, unless the weights have changed since it began."""
         if sequence.version == self.version:
             for block, key in zip(sequence.blocks[start:end], sequence.keys[start:end], strict=False):
@@ -377,13 +377,13 @@ class PagedEngine:
         for slot in where[ended & (slots.slot_epoch[where] == flight.reigns[here])]:
             self._finish(self._sequence(slot), slots.finish_of(int(slot)))
 
-    def _finish(self, sequence: Sequence, finish: Finish) -> None:
+    def _finish(self, sequence: PagedSequence, finish: Finish) -> None:
         routes = self._read_routes(sequence)
         self._let_go(sequence)
         del self._by_id[sequence.request.id]
         self._finished.append(_Ended(sequence, finish, routes))
 
-    def _read_routes(self, sequence: Sequence) -> RoutesRead | None:
+    def _read_routes(self, sequence: PagedSequence) -> RoutesRead | None:
         """Begins to read what is recorded of a running sequence and not told yet, if it wants to know."""
         start, slot = sequence.routes_from, sequence.slot
         if self._room.recorded is None or start is None:
@@ -403,7 +403,7 @@ class PagedEngine:
             ended.sequence.routes.append(self._on_host(ended.routes))
         return ended.sequence.completion(ended.finish)
 
-    def _let_go(self, sequence: Sequence) -> None:
+    def _let_go(self, sequence: PagedSequence) -> None:
         """Takes a running sequence out. Its blocks stay as beginnings for others while nobody else needs them."""
         filled = sequence.left_to_fill <= 0
         self._slots.leave(sequence)
@@ -419,11 +419,11 @@ class PagedEngine:
         self._room.pool.release(sequence.blocks)
         sequence.blocks = []
 
-    def _sequence(self, slot: int | np.integer[Any]) -> Sequence:
+    def _sequence(self, slot: int | np.integer[Any]) -> PagedSequence:
         sequence = self._slots.sequences[int(slot)]
         assert sequence is not None
         return sequence
 
 
-def _needs_pass(sequence: Sequence) -> bool:
+def _needs_pass(sequence: PagedSequence) -> bool:
     return len(sequence.known) > LONG and sequence.left_to_fill > FEW

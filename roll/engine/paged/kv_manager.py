@@ -22,7 +22,7 @@ from roll.engine.paged.blocks import BlockPool
 from roll.engine.paged.decoder import Decoder, log_probs_of, make_decoder
 from roll.engine.paged.kv_cache import BLOCK, PagedKVCache, RoutesRead
 from roll.engine.paged.model_runner import ModelRunner
-from roll.engine.paged.sizing import Sizing
+from roll.engine.paged.sizing import PagedSizing
 from roll.engine.paged.step_inputs import HEADER, PLACE, POSITION, SLOT, TOKEN
 from roll.engine.request import Request
 from roll.engine.routes import RouteShape
@@ -45,7 +45,7 @@ class KVManager:
         self.recorded = recorded
         self._model = model
         self._slots = slots
-        self._sizing = Sizing(model, slots, kv_tokens, recorded)
+        self._sizing = PagedSizing(model, slots, kv_tokens, recorded)
         self._parameter = next(model.parameters())
         self._inside: _Inside | None = None
         self._longest = 0

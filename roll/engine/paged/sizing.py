@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from roll.engine.kv_sizing import Limit
+from roll.engine.kv_sizing import KVBudget
 from roll.engine.paged.kv_cache import BLOCK, PagedKVCache
 from roll.engine.routes import RouteShape
 from roll.model.rope import longest_sequence
@@ -22,7 +22,7 @@ def roomy(longest: int, context: int) -> int:
     return min(context, max(SHORTEST, 1 << (longest - 1).bit_length()))
 
 
-class Sizing:
+class PagedSizing:
     def __init__(self, model: PreTrainedModel, slots: int, kv_tokens: int, recorded: RouteShape | None = None) -> None:
         """`kv_tokens`: what the cache holds; 0 for what the requests of all slots need. `recorded`: the routes that stand
         beside keys and values."""
@@ -32,7 +32,7 @@ class Sizing:
         self._block_bytes = PagedKVCache.bytes_a_block(self._shape, self._dtype, recorded)
         self._context = longest_sequence(model.config)
         self._slots = slots
-        self.limit = Limit(kv_tokens, self._block_bytes // BLOCK, self._device)
+        self.limit = KVBudget(kv_tokens, self._block_bytes // BLOCK, self._device)
         self._most: int | None = None
         """Tokens of the limit when it was last asked for."""
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from roll.config.errors import UserError
 from roll.engine.request import Completion, Request
-from roll.engine.routes import ExpertLayers, Recorder
+from roll.engine.routes import ExpertLayers, RouteRecorder
 from roll.weight_sync.weights import QUANTIZED_TOLERANCE, Weights, probe_ids
 
 pytestmark = pytest.mark.vllm
@@ -148,7 +148,7 @@ def test_completions_say_which_experts_their_tokens_were_sent_to() -> None:
         assert asked.routes_from is not None
         ids = torch.tensor([[*asked.ids.tolist(), *done.ids.tolist()]], device=model.device)
         with torch.inference_mode():
-            _, expected = Recorder(model).record(lambda ids=ids: model(ids).logits)
+            _, expected = RouteRecorder(model).record(lambda ids=ids: model(ids).logits)
         assert done.routes is not None
         assert len(done.routes) == ids.shape[1] - 1 - asked.routes_from
         own, others = (

@@ -17,7 +17,7 @@ from roll.algorithm.metric_names import OF_MIXTURE
 from roll.config.errors import UserError
 from roll.config.schema import TrainConfig
 from roll.data import Batch
-from roll.engine.routes import Recorder
+from roll.engine.routes import RouteRecorder
 from roll.model.routing import RouterPass, Routers, weighing_of
 from roll.model.shard_loading import SafeFolder
 from roll.model.tiny import character_tokenizer
@@ -133,7 +133,7 @@ def test_biases_move_towards_experts_with_few_rows_and_are_published() -> None:
     routers = Routers(trainer.model)
     model = make_model("deepseek_v3")
     model.set_attn_implementation("sdpa")
-    recorder = Recorder(model)
+    recorder = RouteRecorder(model)
     with torch.no_grad():
         choices = [recorder.record(partial(model, ids[None]))[1] for ids in trained(batch)]
     load = torch.bincount(torch.cat(choices).flatten(), minlength=8)

@@ -13,7 +13,7 @@ from torch import Tensor
 from roll.algorithm import LossSpec
 from roll.data import Batch
 from roll.data.routes import signed
-from roll.engine.routes import Recorder
+from roll.engine.routes import RouteRecorder
 from roll.model.routing import Routers
 from tests.strategy.train.sharded.trainers import (
     MIXTURES,
@@ -81,7 +81,7 @@ def test_a_trainer_that_chooses_the_same_computes_the_same(kind: str) -> None:
     batch = make_batch(Groups(seed=2, turns=1), kind)
     model = make_model(kind)
     model.set_attn_implementation("sdpa")
-    recorder = Recorder(model)
+    recorder = RouteRecorder(model)
     with torch.no_grad():
         parts = [torch.from_numpy(ids.astype(np.int64)) for ids in batch.rows("ids")]
         routes = torch.cat([recorder.record(partial(model, ids[None]))[1] for ids in parts])
