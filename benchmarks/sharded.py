@@ -42,11 +42,11 @@ from roll.data import Batch
 from roll.model import attention
 from roll.model.lora import Adapters, BaseModelRef
 from roll.model.tiny import character_tokenizer
-from roll.strategy.train.optimizer import Step
+from roll.strategy.train.optimizer import OptimizerStep
 from roll.strategy.train.policy import PolicyTrainer
 from roll.strategy.train.sharded.build import ShardedModel
 from roll.strategy.train.sharded.module import TrainModule, shard
-from roll.strategy.train.sharded.process_group import RankGroup, Rendezvous, open_store
+from roll.strategy.train.sharded.process_group import RankGroup, RankRendezvous, open_store
 from roll.strategy.train.sharded.strategy import ShardedStrategy
 from roll.strategy.train.single import SingleStrategy
 
@@ -203,9 +203,9 @@ class Trainer:
         optimizer, found = self._strategy._optimizer, {}
         assert optimizer is not None
 
-        def keep(step: int, loss: Tensor | None = None) -> Step:
+        def keep(step: int, loss: Tensor | None = None) -> OptimizerStep:
             found.update({name: whole(gradient).clone() for name, gradient in optimizer.gradients().items()})
-            return Step(1.0, applied=True)
+            return OptimizerStep(1.0, applied=True)
 
         optimizer.step = keep  # type: ignore[method-assign]
         self.update()
@@ -276,7 +276,7 @@ def world(shape: MeshShape, make: Callable[..., Any], *arguments: Any) -> Iterat
 def serve(
     rank: int,
     shape: MeshShape,
-    rendezvous: Rendezvous,
+    rendezvous: RankRendezvous,
     pipe: Connection,
     make: Callable[..., Any],
     arguments: tuple[Any, ...],

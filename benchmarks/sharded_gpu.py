@@ -41,7 +41,7 @@ from roll.strategy.train.sharded.module import TrainModule, shard
 from roll.strategy.train.sharded.process_group import Meshes, RankGroup, open_store
 from roll.strategy.train.sharded.strategy import ShardedStrategy
 from roll.strategy.train.single import SingleStrategy
-from roll.strategy.train.work_split import Share
+from roll.strategy.train.work_split import RankShare
 
 T = TypeVar("T")
 GIB = 1 << 30
@@ -295,7 +295,7 @@ def plan_error(world: LargeWorld, device: torch.device) -> dict[str, float]:
     group = AloneGroup(mesh, device)
     settings = {"micro_batch_tokens": batch.tokens, "compile": "off", "activation_checkpointing": "on"}
     trainer = sharded_trainer(world.config, group, settings)
-    trainer._spread.share = lambda batch: Share(batch)  # type: ignore[method-assign]
+    trainer._spread.share = lambda batch: RankShare(batch)  # type: ignore[method-assign]
     optimizer = trainer._optimizer
     assert optimizer is not None
     optimizer._make_state(list(optimizer._masters))  # what is gathered is no number: an update may not be applied

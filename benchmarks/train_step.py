@@ -39,7 +39,7 @@ from roll.model import attention
 from roll.model.loading import in_precision
 from roll.model.tiny import character_tokenizer
 from roll.strategy.train import logprobs, vocabulary
-from roll.strategy.train.optimizer import Step
+from roll.strategy.train.optimizer import OptimizerStep
 from roll.strategy.train.packing import pack
 from roll.strategy.train.single import SingleStrategy
 
@@ -202,9 +202,9 @@ class Bench:
         optimizer, found = strategy._optimizer, {}
         assert optimizer is not None
 
-        def keep(step: int, loss: Tensor | None = None) -> Step:
+        def keep(step: int, loss: Tensor | None = None) -> OptimizerStep:
             found.update({name: gradient.float() for name, gradient in optimizer.gradients().items()})
-            return Step(1.0, applied=True)
+            return OptimizerStep(1.0, applied=True)
 
         optimizer.step = keep  # type: ignore[method-assign]
         strategy.update(batch, LOSS, 0)

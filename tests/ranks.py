@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from roll.cluster.mesh import MeshShape
-from roll.strategy.train.sharded.process_group import RankGroup, Rendezvous, open_store
+from roll.strategy.train.sharded.process_group import RankGroup, RankRendezvous, open_store
 
 DEADLINE_S = 60.0
 ANSWER_S = 240.0
@@ -93,7 +93,7 @@ def ranks_of(shape: MeshShape, deadline_s: float = DEADLINE_S, device: str = "cp
         ranks.close()
 
 
-def _serve(rank: int, shape: MeshShape, rendezvous: Rendezvous, pipe: Connection, device: str) -> None:
+def _serve(rank: int, shape: MeshShape, rendezvous: RankRendezvous, pipe: Connection, device: str) -> None:
     import torch
 
     # NCCL refuses two ranks on one GPU of one host: each says that it is a host of its own, and they talk by sockets.

@@ -29,7 +29,7 @@ def correction_weight(streams: LossInputs, spec: CorrectionSpec) -> Tensor:
 T = TypeVar("T")
 
 
-class Ranks(Protocol):
+class RankReducer(Protocol):
     """The ranks of a trainer, which add up what each has seen."""
 
     @property
@@ -68,7 +68,7 @@ class Mismatch:
         for name, values in terms.items():
             self._sums[name] += values.double().sum()
 
-    def join(self, ranks: Ranks) -> None:
+    def join(self, ranks: RankReducer) -> None:
         """Adds the statistics of the other ranks of a trainer."""
         names = ("size", "k3", "weight", "square", "cut")
         values = [float(self.tokens), *(float(self._sums[name]) for name in names)]

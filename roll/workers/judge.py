@@ -33,7 +33,7 @@ class JudgeWorker(DeviceWorker):
         from roll.model.chat import ChatRenderer
         from roll.model.find import find_model
         from roll.model.loading import context_of, load_tokenizer, stop_ids_of
-        from roll.strategy.infer.frozen_engine import OwnEngine
+        from roll.strategy.infer.frozen_engine import FrozenEngine
 
         super().__init__(place, config.deterministic)
         role = config.roles.judge.model
@@ -43,7 +43,7 @@ class JudgeWorker(DeviceWorker):
         self._renderer = ChatRenderer(tokenizer, self._stop_ids)
         self._context = config.roles.judge.context_within(context_of(source))
         self._seed = config.seed
-        self._engine = OwnEngine(place, config)
+        self._engine = FrozenEngine(place, config)
         self._turn = ResidencyGate()
         self._open: dict[str, asyncio.Future[Completion]] = {}
         """Replies that are being generated."""

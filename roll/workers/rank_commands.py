@@ -15,13 +15,13 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from roll.strategy.train.sharded.process_group import Rendezvous
+from roll.strategy.train.sharded.process_group import RankRendezvous
 
 _LOOK = timedelta(seconds=5)
 
 
 class Orders:
-    def __init__(self, rendezvous: Rendezvous, followers: int) -> None:
+    def __init__(self, rendezvous: RankRendezvous, followers: int) -> None:
         """A connection of its own: one that waits for an order keeps others from using it."""
         deadline = timedelta(seconds=rendezvous.deadline_s)
         self._store = TCPStore(rendezvous.address, rendezvous.port, is_master=False, timeout=deadline)

@@ -16,7 +16,7 @@ from roll.workers.device import DeviceWorker
 if TYPE_CHECKING:  # those who only call such a worker do without torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    from roll.strategy.train.sharded.process_group import RankGroup, Rendezvous
+    from roll.strategy.train.sharded.process_group import RankGroup, RankRendezvous
 
 
 class GroupWorker(DeviceWorker):
@@ -24,7 +24,7 @@ class GroupWorker(DeviceWorker):
         """A subclass sets what `build` needs first: a worker that is no rank of a mesh builds its strategy here."""
         super().__init__(place, deterministic)
         self._store: TCPStore | None = None
-        self.rendezvous: Rendezvous | None = None
+        self.rendezvous: RankRendezvous | None = None
         """Where the ranks have met."""
         if place.mesh is None:
             self.build(None)
@@ -39,7 +39,7 @@ class GroupWorker(DeviceWorker):
         return self.place.mesh is None or self.place.rank == 0
 
     @dispatch(Dispatch.ONE)
-    def open_group(self, deadline_s: float) -> Rendezvous:
+    def open_group(self, deadline_s: float) -> RankRendezvous:
         """Where the ranks will meet, at this one."""
         from roll.strategy.train.sharded.process_group import open_store
         from roll.weight_sync.broadcast import BroadcastGroup
@@ -48,7 +48,7 @@ class GroupWorker(DeviceWorker):
         return rendezvous
 
     @dispatch(Dispatch.ALL)
-    def join_group(self, rendezvous: Rendezvous) -> None:
+    def join_group(self, rendezvous: RankRendezvous) -> None:
         """Meets the other ranks and builds this one's part of the model."""
         import torch
 

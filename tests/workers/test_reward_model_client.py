@@ -16,7 +16,7 @@ from roll.cluster.errors import WorkerDied
 from roll.config.schema import Config
 from roll.data import Message
 from roll.reward.model_reward import Drawing, Unanswered
-from roll.strategy.infer.frozen_engine import OwnEngine
+from roll.strategy.infer.frozen_engine import FrozenEngine
 from roll.workers import residency_gate as turn
 from roll.workers.judge import JudgeWorker
 from roll.workers.reward_model import RewardModelWorker
@@ -62,11 +62,11 @@ async def judge() -> Cluster[JudgeWorker]:
 
 
 def test_a_reward_model_scores_what_waits_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from roll.strategy.train.reward_model import ScoreStrategy
+    from roll.strategy.train.reward_model import RewardModelStrategy
 
     sizes: list[int] = []
-    scores = ScoreStrategy.scores
-    monkeypatch.setattr(ScoreStrategy, "scores", lambda self, some: sizes.append(len(some)) or scores(self, some))
+    scores = RewardModelStrategy.scores
+    monkeypatch.setattr(RewardModelStrategy, "scores", lambda self, some: sizes.append(len(some)) or scores(self, some))
 
     async def main() -> None:
         asked = models(Scorers(reward_model=await reward_model(save_liking(tmp_path, "7"))))
@@ -161,7 +161,7 @@ def test_an_engine_whose_weights_do_not_agree_with_the_probe_serves_nothing(monk
     monkeypatch.setattr(Probe, "log_probs", lambda self: log_probs(self) - 1)
 
     async def main() -> None:
-        engine = OwnEngine(WorkerPlacement("judge", threads=1), config(judge={"model": "tiny"}))
+        engine = FrozenEngine(WorkerPlacement("judge", threads=1), config(judge={"model": "tiny"}))
         with pytest.raises(RunError, match="the engine's weights are not"):
             await engine.start()
         with pytest.raises(RunError, match="no weights yet"):

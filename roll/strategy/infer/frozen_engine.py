@@ -31,7 +31,7 @@ def as_judged(config: Config) -> Config:
     return config.model_copy(update={"model": model, "roles": roles, "rollout": rollout})
 
 
-class OwnEngine:
+class FrozenEngine:
     """The judge's engine."""
 
     def __init__(self, place: WorkerPlacement, config: Config) -> None:

@@ -73,7 +73,7 @@ def deaf_to_ctrl_c() -> Iterator[None]:
         raise KeyboardInterrupt from None
 
 
-class Keeper:
+class OrphanReaper:
     """Of one engine's processes, which are started with its `mark`."""
 
     def __init__(self) -> None:

@@ -35,7 +35,7 @@ from roll.engine.routes import ExpertLayers
 from roll.engine.slot_engine import EngineStats
 from roll.engine.stop_strings import hits_stop_string
 from roll.model.hf_state_dict import with_tied
-from roll.strategy.infer.orphan_reaper import Keeper, deaf_to_ctrl_c
+from roll.strategy.infer.orphan_reaper import OrphanReaper, deaf_to_ctrl_c
 from roll.strategy.infer.vllm_args import LEAST_TEMPERATURE
 from roll.strategy.infer.vllm_engine import VllmSettings, drawing, environment_of, probing, recalling, start
 from roll.strategy.offload import Level
@@ -110,7 +110,7 @@ class VllmStrategy:
         self._name = name
         self._settings = settings
         self._folder = tempfile.TemporaryDirectory(prefix="roll-vllm-")
-        self._keeper = Keeper()
+        self._keeper = OrphanReaper()
         try:
             with environment_of(settings, self._keeper.environment), deaf_to_ctrl_c():
                 self._llm = start(settings, self._folder.name)

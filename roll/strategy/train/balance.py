@@ -102,7 +102,7 @@ class Forest:
 
 
 @dataclass(frozen=True)
-class Balance:
+class RankBalance:
     parts: list[Indices]
     """The samples of each rank, ascending."""
     loads: tuple[float, ...]
@@ -123,7 +123,7 @@ class _Unit:
     samples: tuple[int, ...]
 
 
-def balance(batch: Batch, ranks: int, model: ModelShape) -> Balance:
+def balance(batch: Batch, ranks: int, model: ModelShape) -> RankBalance:
     """The assignment of a batch's samples to data ranks. Samples without a token to train on cost nothing."""
     trained = batch.sum_tokens(batch.loss_mask) > 0
     forest = Forest(batch, TokenCost.of(model))
@@ -136,7 +136,7 @@ def balance(batch: Batch, ranks: int, model: ModelShape) -> Balance:
     best = min(range(len(ways)), key=lambda way: max(loads[way]))
     chosen = parts[best]
     chosen[0] += np.flatnonzero(~trained).tolist()
-    return Balance([np.array(sorted(own), np.int64) for own in chosen], loads[best])
+    return RankBalance([np.array(sorted(own), np.int64) for own in chosen], loads[best])
 
 
 def _halved(units: list[_Unit], ranks: int, forest: Forest) -> _Placed:

@@ -26,21 +26,21 @@ from roll.model.loading import quiet
 from roll.model.value_head import ValueModel
 from roll.strategy.offload import Level, TensorOffloader
 from roll.strategy.train.base import NotFinite, UpdateStats
-from roll.strategy.train.forward import Passes
+from roll.strategy.train.forward import ForwardRunner
 from roll.strategy.train.microbatch import MicroBatch
-from roll.strategy.train.nonfinite import Suspects
+from roll.strategy.train.nonfinite import NonFiniteTracker
 from roll.strategy.train.optimizer import MasterAdamW, learning_rate
 from roll.strategy.train.policy import guilty_of_all, whole_column
 from roll.strategy.train.saved_state import OPTIMIZER_FILE, load_state
 from roll.strategy.train.update_loop import make_updates
-from roll.strategy.train.work_split import OneProcess, Share, Spread
+from roll.strategy.train.work_split import OneProcess, RankShare, WorkSplit
 
 
 class CriticTrainer:
     """The part of a strategy that computes; where its parameters are and how they are saved is the strategy's own."""
 
     def __init__(
-        self, model: ValueModel, config: TrainConfig, value_clip: float | None, spread: Spread, passes: Passes
+        self, model: ValueModel, config: TrainConfig, value_clip: float | None, spread: WorkSplit, passes: ForwardRunner
     ) -> None:
         self.model = model
         self._config = config
@@ -88,12 +88,12 @@ class CriticTrainer:
         metrics = {} if share.imbalance is None else {"imbalance": share.imbalance}
         return UpdateStats(float(total), norm, 0.0, rows, batch.tokens, 1, int(not done.applied), sick, metrics)
 
-    def _gradients(self, batch: Batch, share: Share) -> tuple[Tensor, Suspects, int]:
+    def _gradients(self, batch: Batch, share: RankShare) -> tuple[Tensor, NonFiniteTracker, int]:
         """Sums the gradients of an update, and gives its loss, what made it and how many rows were computed."""
         own, weights = share.batch, token_weights(batch, "token_mean")[share.tokens]
         columns = {"before": own["values"], "returns": own["returns"], "weights": weights}
         total = torch.zeros((), device=self._spread.device)
-        suspects, rows = Suspects(), 0
+        suspects, rows = NonFiniteTracker(), 0
         for micro, real in self._micros(own):
             values = self._values(micro)
             if not real:
@@ -130,7 +130,7 @@ class CriticStrategy(CriticTrainer):
 
     def __init__(self, model: PreTrainedModel, config: TrainConfig, value_clip: float | None) -> None:
         model.requires_grad_(True)
-        super().__init__(ValueModel(model), config, value_clip, OneProcess(model.device), Passes(model, config))
+        super().__init__(ValueModel(model), config, value_clip, OneProcess(model.device), ForwardRunner(model, config))
         self._shelf = TensorOffloader(model.device)
 
     def hold(self, level: Level) -> None:
@@ -154,7 +154,7 @@ class CriticStrategy(CriticTrainer):
         """Nothing is held beyond this process."""
 
 
-def joined_sums(spread: Spread, total: Tensor, rows: int) -> tuple[Tensor, int]:
+def joined_sums(spread: WorkSplit, total: Tensor, rows: int) -> tuple[Tensor, int]:
     """A loss and a number of rows, over all ranks."""
     both = torch.stack([total.double(), torch.tensor(float(rows), dtype=torch.float64, device=spread.device)])
     loss, count = spread.sum(both)

@@ -15,7 +15,7 @@ from roll.model.loading import choose_dtype, load_model, load_tokenizer
 from roll.model.lora import Adapters
 from roll.strategy.train.base import RewardStrategy, TrainStrategy, ValueStrategy
 from roll.strategy.train.critic import CriticStrategy
-from roll.strategy.train.reward_model import ScoreStrategy
+from roll.strategy.train.reward_model import RewardModelStrategy
 from roll.strategy.train.single import SingleStrategy
 
 if TYPE_CHECKING:
@@ -82,6 +82,6 @@ def make_scorer(config: Config, place: WorkerPlacement, group: RankGroup | None)
         strategy, model = ShardedScorer(sharded, train, group, exact=config.deterministic), sharded.model
     else:
         model = load_classifier(source, dtype).to(place.device)
-        strategy = ScoreStrategy(model, train, exact=config.deterministic)
+        strategy = RewardModelStrategy(model, train, exact=config.deterministic)
     context = longest_sequence(model.config)
     return strategy, tokenizer, min(rows or context, context)

@@ -27,7 +27,7 @@ from roll.model.lora import adapted_layers
 from roll.model.rope import longest_sequence
 from roll.model.shape import ModelShape
 from roll.strategy.train.activation_memory import Footprint
-from roll.strategy.train.layer_wrapping import Layers, Within, compiles
+from roll.strategy.train.layer_wrapping import LayerWrapping, Within, compiles
 from roll.strategy.train.microbatch import MicroBatch, largest_rows, micro_batches
 from roll.strategy.train.microbatch_budget import Budget, choose, spare_of
 from roll.strategy.train.nonfinite import sample_name
@@ -43,7 +43,7 @@ SHORTER = "a smaller rollout.max_new_tokens (in pipeline sft data.max_tokens)"
 T = TypeVar("T")
 
 
-class Ranks(Protocol):
+class WorkRanks(Protocol):
     """The ranks that compute together."""
 
     @property
@@ -54,7 +54,7 @@ class Ranks(Protocol):
         ...
 
 
-class Passes:
+class ForwardRunner:
     def __init__(
         self,
         model: PreTrainedModel,
@@ -64,7 +64,7 @@ class Passes:
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
         retries: bool = True,
-        group: Ranks | None = None,
+        group: WorkRanks | None = None,
     ) -> None:
         """`setting` is where `config.micro_batch_tokens` was written; `dtype` the precision that layers compute in, and
         `device` where, if these are not those of the parameters. Without `retries` a device without memory ends the run
@@ -76,7 +76,7 @@ class Passes:
         adapted = bool(adapted_layers(model))
         tensor = 1 if group is None else group.shape.tensor
         self._compiled = compiles(config.compile, self._device.type, self._dtype, adapted=adapted, tensor=tensor)
-        self._layers = Layers(model, compiled=self._compiled)
+        self._layers = LayerWrapping(model, compiled=self._compiled)
         self._budget: Budget | None = None
         self._most_rows: int | None = None
         """What a micro-batch may have since memory ran out."""

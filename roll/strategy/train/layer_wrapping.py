@@ -37,7 +37,7 @@ def compiles(asked: Compiling, device: str, dtype: torch.dtype, *, adapted: bool
     return {"on": True, "off": False, "auto": pays}[asked]
 
 
-class Layers:
+class LayerWrapping:
     def __init__(self, model: PreTrainedModel, *, compiled: bool) -> None:
         self._layers: list[nn.Module] = list(model.get_decoder().layers)
         kinds = {type(layer): type(layer).forward for layer in self._layers} if compiled else {}

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from roll.strategy.train.target_index import Chunk, Predictions
+from roll.strategy.train.target_index import TargetChunk, TargetIndex
 from roll.strategy.train.vocabulary import Kernels, computed_in, kernels_for
 
 CHUNK_ELEMENTS = {"cpu": 1 << 26, "cuda": 1 << 29}
@@ -92,7 +92,7 @@ class Head:
 
 
 def token_log_probs(
-    model: PreTrainedModel, hidden: Tensor, predictions: Predictions, *, entropy_gradient: bool = False
+    model: PreTrainedModel, hidden: Tensor, predictions: TargetIndex, *, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of the predicted tokens under softmax(logits / temperature), and the entropies of those distributions.
 
@@ -116,7 +116,7 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, predictions: Predictions
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, predictions: TargetIndex
     ) -> tuple[Tensor, Tensor]:
         kernels, chunks = kernels_for(hidden.device), predictions.chunks(head.chunk_rows())
         precise = computed_in(hidden.dtype)
@@ -144,7 +144,7 @@ class _LogProbs(torch.autograd.Function):
         entropy_slope = slopes[1]
         wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         kernels: Kernels = kernels_for(hidden.device)
-        predictions: Predictions = ctx.predictions
+        predictions: TargetIndex = ctx.predictions
         totals = torch.zeros_like(normalisers).index_add_(0, predictions.sources, slope)
         to_hidden = torch.empty_like(hidden) if wants_hidden else None
         to_weight = _Sum(weight, len(ctx.chunks)) if wants_weight else None
@@ -185,7 +185,7 @@ class _LogProbs(torch.autograd.Function):
 class _View:
     """A chunk's part of the predictions, its pairs' distributions counted from the chunk's first."""
 
-    def __init__(self, chunk: Chunk, predictions: Predictions, head: Head) -> None:
+    def __init__(self, chunk: TargetChunk, predictions: TargetIndex, head: Head) -> None:
         self.rows = slice(chunk.first, chunk.last)
         self.size = chunk.last - chunk.first
         self.pairs = slice(chunk.first_pair, chunk.last_pair)

@@ -29,7 +29,7 @@ from roll.data.tokenlog import branches
 from roll.model.attention import AttentionPlan, forward_rows
 from roll.model.routing import FREE
 from roll.strategy.train.packing import PrefixTree, cut, pack
-from roll.strategy.train.target_index import Predictions, on_device
+from roll.strategy.train.target_index import TargetIndex, on_device
 from roll.strategy.train.tree_attention import tree_plan
 
 
@@ -62,7 +62,7 @@ class MicroBatch:
     ids: Tensor
     positions: Tensor
     plan: AttentionPlan
-    predictions: Predictions
+    predictions: TargetIndex
     sample: Tensor
     """[tokens] the number of the token's sample within the micro-batch."""
     turn: Tensor
@@ -121,7 +121,7 @@ def micro_batches(
         counts = [len(spot) for spot in spots]
         where = np.concatenate([batch.offsets[i] + spot for i, spot in zip(members, spots, strict=True)])
         sample = np.repeat(np.arange(len(members)), counts)
-        predictions = Predictions.of(
+        predictions = TargetIndex.of(
             rows=np.concatenate([path[spot - 1] for path, spot in zip(paths, spots, strict=True)]),
             targets=np.concatenate([sequences[i][spot] for i, spot in zip(members, spots, strict=True)]),
             temperatures=np.repeat(heat[members], counts),

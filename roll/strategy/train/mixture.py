@@ -28,7 +28,7 @@ from roll.data.batch import Batch
 from roll.model.routing import RouterPass, Routers
 from roll.strategy.train.layer_wrapping import Within
 from roll.strategy.train.microbatch import MicroBatch, SampleRows
-from roll.strategy.train.work_split import Rows, Spread
+from roll.strategy.train.work_split import SplitRows, WorkSplit
 
 BIAS = "e_score_correction_bias"
 """A router's buffer, as `transformers` names it."""
@@ -76,7 +76,7 @@ class Mixture:
             return None
         return RouterStats(self._routers, int((batch.sum_tokens(batch.loss_mask) > 0).sum()), device)
 
-    def pass_over(self, rows: Rows, *, replays: bool, stats: RouterStats | None) -> RouterPass | None:
+    def pass_over(self, rows: SplitRows, *, replays: bool, stats: RouterStats | None) -> RouterPass | None:
         """What is asked of the routers in a pass over the rows; what they do is counted if there are `stats`."""
         micro, routers, coefficient = rows.micro, self._routers, self._config.router_balance_loss
         if not routers.layers:
@@ -128,7 +128,7 @@ class RouterStats:
         assert done.uses is not None
         self._sums[2] += done.uses.sum()
 
-    def join(self, spread: Spread) -> None:
+    def join(self, spread: WorkSplit) -> None:
         """Adds what the ranks that have other rows have seen."""
         whole = spread.sum_rows(torch.cat([self.load.flatten(), self._sums]))
         self.load, self._sums = whole[:-3].view_as(self.load), whole[-3:]

@@ -13,7 +13,7 @@ from roll.data.remote_columns import Indices
 from roll.strategy.train.microbatch import MicroBatch
 
 
-class Suspects:
+class NonFiniteTracker:
     def __init__(self) -> None:
         self._seen: list[tuple[Indices, Tensor, Tensor, Tensor | None]] = []
 

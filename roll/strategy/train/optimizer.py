@@ -29,7 +29,7 @@ from roll.strategy.train.out_of_memory import is_out_of_memory, said_first
 
 
 @dataclass(frozen=True)
-class Step:
+class OptimizerStep:
     norm: float
     """Of the gradients before clipping."""
     applied: bool
@@ -70,7 +70,7 @@ class MasterAdamW:
 
         return add_to_master
 
-    def step(self, step: int, loss: Tensor | None = None) -> Step:
+    def step(self, step: int, loss: Tensor | None = None) -> OptimizerStep:
         """Applies the summed gradients at training step `step` (from 0).
 
         A norm or a loss that is not finite leaves weights and moments as they are. The device is waited for once. Without
@@ -90,7 +90,7 @@ class MasterAdamW:
                 "the GPU more memory, and resume the run from its last checkpoint"
             ) from error
 
-    def _step(self, step: int, loss: Tensor | None) -> Step:
+    def _step(self, step: int, loss: Tensor | None) -> OptimizerStep:
         slopes = self.gradients()
         norm = total_norm(slopes.values())
         read = torch.stack([norm, norm if loss is None else loss.to(norm)])
@@ -103,7 +103,7 @@ class MasterAdamW:
             self._adamw.step()
             self._write_parameters()
         self.zero_grad()
-        return Step(read_norm, applied, sick)
+        return OptimizerStep(read_norm, applied, sick)
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients summed so far, by parameter."""

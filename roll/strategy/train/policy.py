@@ -28,14 +28,14 @@ from roll.data.remote_columns import Array
 from roll.data.tokenlog import FloatArray
 from roll.model.lora import Adapters
 from roll.strategy.train.base import NotFinite, UpdateStats
-from roll.strategy.train.forward import Passes
+from roll.strategy.train.forward import ForwardRunner
 from roll.strategy.train.logprobs import token_log_probs
 from roll.strategy.train.microbatch import MicroBatch
 from roll.strategy.train.mixture import Mixture, RouterStats
-from roll.strategy.train.nonfinite import Suspects
+from roll.strategy.train.nonfinite import NonFiniteTracker
 from roll.strategy.train.optimizer import MasterAdamW, learning_rate
 from roll.strategy.train.update_loop import make_updates
-from roll.strategy.train.work_split import Rows, Share, Spread
+from roll.strategy.train.work_split import RankShare, SplitRows, WorkSplit
 
 
 class PolicyTrainer:
@@ -45,8 +45,8 @@ class PolicyTrainer:
         self,
         model: PreTrainedModel,
         config: TrainConfig,
-        spread: Spread,
-        passes: Passes,
+        spread: WorkSplit,
+        passes: ForwardRunner,
         *,
         trainable: bool,
         adapters: Adapters | None,
@@ -117,13 +117,13 @@ class PolicyTrainer:
         return UpdateStats(total, norm, 0.0, seen.rows, batch.tokens, 1, int(not done.applied), sick, metrics)
 
     def _gradients(
-        self, batch: Batch, share: Share, spec: LossSpec, loss_of: Callable[[LossInputs], TokenLoss]
-    ) -> tuple[Seen, Suspects, RouterStats | None]:
+        self, batch: Batch, share: RankShare, spec: LossSpec, loss_of: Callable[[LossInputs], TokenLoss]
+    ) -> tuple[Seen, NonFiniteTracker, RouterStats | None]:
         """Sums the gradients of an update, and says what was seen on the way."""
         weights = token_weights(batch, spec.aggregation, spec.length)[share.tokens]
         own = share.batch
         columns = {name: own[name] for name in ("behaviour", "proximal", "ref", "advantages") if name in own}
-        seen, suspects = Seen(), Suspects()
+        seen, suspects = Seen(), NonFiniteTracker()
         routers = None if self._mixture is None else self._mixture.stats(batch, self._spread.device)
         for micro, real in self._micros(own):
             stats = routers if real else None
@@ -167,7 +167,7 @@ class PolicyTrainer:
 
         return self._spread.forward(run)
 
-    def _hidden(self, rows: Rows, replays: bool, stats: RouterStats | None) -> Tensor:
+    def _hidden(self, rows: SplitRows, replays: bool, stats: RouterStats | None) -> Tensor:
         if self._mixture is None or (asked := self._mixture.pass_over(rows, replays=replays, stats=stats)) is None:
             return self._passes.hidden(rows.micro)
         hidden = self._passes.hidden(rows.micro, self._mixture.within(asked))
@@ -176,7 +176,7 @@ class PolicyTrainer:
         return hidden
 
 
-def whole_column(spread: Spread, batch: Batch, share: Share, own: FloatArray) -> FloatArray:
+def whole_column(spread: WorkSplit, batch: Batch, share: RankShare, own: FloatArray) -> FloatArray:
     """A token column of the whole batch, from what each rank has computed of it."""
     if spread.ranks == 1:
         return own
@@ -185,7 +185,7 @@ def whole_column(spread: Spread, batch: Batch, share: Share, own: FloatArray) ->
     return np.asarray(spread.sum(torch.from_numpy(result).to(spread.device)).cpu().numpy(), np.float32)
 
 
-def guilty_of_all(spread: Spread, suspects: Suspects, own: Batch) -> tuple[str, ...]:
+def guilty_of_all(spread: WorkSplit, suspects: NonFiniteTracker, own: Batch) -> tuple[str, ...]:
     """The samples that made an update not finite, of all ranks."""
     return tuple(name for names in spread.gathered(suspects.guilty(own)) for name in names)
 
@@ -207,7 +207,7 @@ class Seen:
             self._sums[name] += values.detach().sum()
         self._mismatch.add(streams, spec.correction)
 
-    def join(self, spread: Spread) -> None:
+    def join(self, spread: WorkSplit) -> None:
         """Adds what the other ranks have seen: a rank may have seen nothing."""
         names = sorted(set().union(*spread.gathered(set(self._sums))))
         sums = [

@@ -19,17 +19,17 @@ from roll.data.batch import Batch
 from roll.data.tokenlog import FloatArray, IntArray
 from roll.model.classifier import as_read
 from roll.strategy.offload import Level, TensorOffloader
-from roll.strategy.train.forward import Passes
+from roll.strategy.train.forward import ForwardRunner
 from roll.strategy.train.microbatch import MicroBatch
-from roll.strategy.train.work_split import OneProcess, Spread
+from roll.strategy.train.work_split import OneProcess, WorkSplit
 
 SETTING = "roles.reward_model.micro_batch_tokens"
 
 
-class Scorer:
+class RewardModelTrainer:
     """The part of a strategy that computes; where its parameters are is the strategy's own."""
 
-    def __init__(self, model: PreTrainedModel, spread: Spread, passes: Passes, *, exact: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, spread: WorkSplit, passes: ForwardRunner, *, exact: bool = False) -> None:
         """`model` is a decoder with a head `score` of one output."""
         self.model = model
         self._head: nn.Module = model.score
@@ -66,11 +66,11 @@ class Scorer:
         return scores
 
 
-class ScoreStrategy(Scorer):
+class RewardModelStrategy(RewardModelTrainer):
     """A reward model in one process on one device."""
 
     def __init__(self, model: PreTrainedModel, config: TrainConfig, *, exact: bool = False) -> None:
-        passes = Passes(model, config, setting=SETTING)
+        passes = ForwardRunner(model, config, setting=SETTING)
         super().__init__(model, OneProcess(model.device), passes, exact=exact)
         self._shelf = TensorOffloader(model.device)
 

@@ -14,7 +14,7 @@ from roll.model.loading import quiet
 from roll.model.lora import Adapters
 from roll.model.shard_loading import load_shards
 from roll.strategy.offload import Level, TensorOffloader
-from roll.strategy.train.forward import Passes
+from roll.strategy.train.forward import ForwardRunner
 from roll.strategy.train.policy import PolicyTrainer
 from roll.strategy.train.probe import Probe
 from roll.strategy.train.saved_state import OPTIMIZER_FILE, load_state
@@ -35,7 +35,9 @@ class SingleStrategy(PolicyTrainer):
     ) -> None:
         """With `adapters` in the model, only they are trained and saved."""
         device = next(model.parameters()).device
-        super().__init__(model, config, OneProcess(device), Passes(model, config), trainable=trainable, adapters=adapters)
+        super().__init__(
+            model, config, OneProcess(device), ForwardRunner(model, config), trainable=trainable, adapters=adapters
+        )
         self._tokenizer = tokenizer
         self._probe = Probe(model)
         self._shelf = TensorOffloader(device)

@@ -21,7 +21,7 @@ from roll.data.remote_columns import Indices
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TargetChunk:
     """Distributions `first:last` and their pairs."""
 
     first: int
@@ -31,7 +31,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Predictions:
+class TargetIndex:
     rows: Tensor
     """[distributions] the row each is made from."""
     temperatures: Tensor
@@ -50,7 +50,7 @@ class Predictions:
     @classmethod
     def of(
         cls, rows: NDArray[Any], targets: NDArray[Any], temperatures: NDArray[Any], device: torch.device
-    ) -> Predictions:
+    ) -> TargetIndex:
         """rows, targets, temperatures [tokens]"""
         levels, level = np.unique(temperatures, return_inverse=True)
         distinct, which = np.unique(rows.astype(np.int64) * len(levels) + level, return_inverse=True)
@@ -70,12 +70,12 @@ class Predictions:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def chunks(self, distributions: int) -> list[Chunk]:
+    def chunks(self, distributions: int) -> list[TargetChunk]:
         """All of it in pieces of at most so many distributions."""
         found = []
         for first in range(0, len(self), distributions):
             last = min(first + distributions, len(self))
-            found.append(Chunk(first, last, int(self.pair_starts[first]), int(self.pair_starts[last])))
+            found.append(TargetChunk(first, last, int(self.pair_starts[first]), int(self.pair_starts[last])))
         return found
 
 

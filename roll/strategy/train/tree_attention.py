@@ -31,7 +31,7 @@ _WIDE_KEYS = 256
 
 
 @dataclass(frozen=True)
-class Span:
+class AttentionSpan:
     """The new rows of one sequence: the last `fresh` of its path."""
 
     path: Indices
@@ -55,9 +55,9 @@ def attends_in(device: str, dtype: torch.dtype, keys: int) -> torch.dtype:
     return torch.float32 if device == "cpu" and dtype.itemsize == 2 and keys <= _WIDE_KEYS else dtype
 
 
-def spans_of(tree: PrefixTree) -> list[Span]:
+def spans_of(tree: PrefixTree) -> list[AttentionSpan]:
     """All spans in the order of their rows."""
-    spans = [Span(path, fresh) for path, fresh in zip(tree.paths, tree.new, strict=True) if fresh]
+    spans = [AttentionSpan(path, fresh) for path, fresh in zip(tree.paths, tree.new, strict=True) if fresh]
     return sorted(spans, key=lambda span: int(span.path[-span.fresh]))
 
 
@@ -111,7 +111,7 @@ class BucketPlan:
     """
 
     def __init__(self, tree: PrefixTree, device: torch.device, dtype: torch.dtype) -> None:
-        buckets: dict[tuple[bool, int, int], list[Span]] = defaultdict(list)
+        buckets: dict[tuple[bool, int, int], list[AttentionSpan]] = defaultdict(list)
         for span in spans_of(tree):
             shares = span.fresh < len(span.path)
             buckets[shares, _size_class(span.fresh), _size_class(len(span.path))].append(span)
@@ -133,7 +133,7 @@ class Bucket:
     made once for all layers and heads.
     """
 
-    def __init__(self, spans: list[Span], device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, spans: list[AttentionSpan], device: torch.device, dtype: torch.dtype) -> None:
         self.spans = spans
         self.queries, self.keys = max(s.fresh for s in spans), max(len(s.path) for s in spans)
         query_rows = np.zeros((len(spans), self.queries), np.int64)

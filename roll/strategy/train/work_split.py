@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """The samples of a batch that this process computes."""
 
     batch: Batch
@@ -33,7 +33,7 @@ class Share:
     """How much longer the slowest rank computes than the mean; None where there is one process."""
 
 
-class Rows(Protocol):
+class SplitRows(Protocol):
     """The rows of a micro-batch that this process computes."""
 
     @property
@@ -54,7 +54,7 @@ class Rows(Protocol):
         ...
 
 
-class Spread(Protocol):
+class WorkSplit(Protocol):
     @property
     def device(self) -> torch.device: ...
 
@@ -68,7 +68,7 @@ class Spread(Protocol):
         """A number of the processes that compute the same rows, by which they draw the same noise."""
         ...
 
-    def share(self, batch: Batch) -> Share: ...
+    def share(self, batch: Batch) -> RankShare: ...
 
     def in_step(self, micros: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
         """The micro-batches, each with whether it is one of this process's own: a rank that has fewer than another goes
@@ -79,7 +79,7 @@ class Spread(Protocol):
         """What `run` computes from the model's parameters."""
         ...
 
-    def rows(self, micro: MicroBatch) -> Rows: ...
+    def rows(self, micro: MicroBatch) -> SplitRows: ...
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the parts, in place."""
@@ -118,8 +118,8 @@ class OneProcess:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def share(self, batch: Batch) -> Share:
-        return Share(batch)
+    def share(self, batch: Batch) -> RankShare:
+        return RankShare(batch)
 
     def in_step(self, micros: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
         return ((micro, True) for micro in micros)
@@ -127,7 +127,7 @@ class OneProcess:
     def forward(self, run: Callable[[], T]) -> T:
         return run()
 
-    def rows(self, micro: MicroBatch) -> Rows:
+    def rows(self, micro: MicroBatch) -> SplitRows:
         return AllRows(micro)
 
     def sum(self, tensor: Tensor) -> Tensor:

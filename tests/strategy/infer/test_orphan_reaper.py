@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from roll.strategy.infer.orphan_reaper import Keeper, deaf_to_ctrl_c
+from roll.strategy.infer.orphan_reaper import OrphanReaper, deaf_to_ctrl_c
 
 WAITS = "import sys, time; print('here', flush=True); time.sleep(600)"
 WAITS_NAMED = f"import setproctitle; setproctitle.setproctitle('VLLM::EngineCore'); {WAITS}"
@@ -81,7 +81,7 @@ def started(code: str, environment: dict[str, str]) -> Iterator[subprocess.Popen
 
 @pytest.mark.parametrize("code", [WAITS, pytest.param(WAITS_NAMED, marks=pytest.mark.vllm)], ids=["plain", "named"])
 def test_closing_ends_what_has_the_mark_and_nothing_else(code: str) -> None:
-    keeper, other = Keeper(), Keeper()
+    keeper, other = OrphanReaper(), OrphanReaper()
     with (
         started(code, keeper.environment) as its,
         started(code, other.environment) as of_another,

@@ -18,7 +18,7 @@ from roll.data import Batch
 from roll.data.tokenlog import branches
 from roll.model import attention
 from roll.strategy.train.critic import CriticStrategy
-from roll.strategy.train.optimizer import Step
+from roll.strategy.train.optimizer import OptimizerStep
 
 GAE = CreditSpec("gae", discount=0.9, gae_lambda=0.8)
 
@@ -87,9 +87,9 @@ def test_gradients_are_those_of_plain_autograd(rows: int, clip: float | None, mo
     critic.model.zero_grad()
     found: dict[str, torch.Tensor] = {}
 
-    def keep(step: int, loss: torch.Tensor) -> Step:
+    def keep(step: int, loss: torch.Tensor) -> OptimizerStep:
         found.update({name: gradient.clone() for name, gradient in critic._optimizer.gradients().items()})
-        return Step(1.0, applied=True)
+        return OptimizerStep(1.0, applied=True)
 
     monkeypatch.setattr(critic._optimizer, "step", keep)
     stats = critic.update(batch, GAE, 0)

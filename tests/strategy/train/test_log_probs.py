@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from roll.strategy.train import logprobs, vocabulary
 from roll.strategy.train.logprobs import token_log_probs
 from roll.strategy.train.microbatch import response_positions
-from roll.strategy.train.target_index import Predictions
+from roll.strategy.train.target_index import TargetIndex
 from roll.strategy.train.vocabulary import Kernels, TorchKernels
 
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ def test_log_probs_are_those_of_a_plain_softmax(
         which, targets = torch.randint(rows, (tokens,)), torch.randint(vocab, (tokens,))
         heat = torch.tensor([0.5, 1.0, 1.7])[torch.randint(3, (tokens,))]
         outward = torch.randn(2, tokens)
-        predictions = Predictions.of(which.numpy(), targets.numpy(), heat.numpy(), CPU)
+        predictions = TargetIndex.of(which.numpy(), targets.numpy(), heat.numpy(), CPU)
         got = token_log_probs(model, hidden, predictions, entropy_gradient=entropy)  # type: ignore[arg-type]
         assert got[1].requires_grad == entropy
         inputs = (hidden, *model.head.parameters())
@@ -82,7 +82,7 @@ def test_log_probs_are_those_of_a_plain_softmax(
 def test_a_frozen_output_layer_gets_no_gradient() -> None:
     model = OutputLayer(11, 5).requires_grad_(False)
     hidden = torch.randn(3, 5, requires_grad=True)
-    predictions = Predictions.of(np.array([0, 1, 2]), np.array([4, 5, 6]), np.ones(3), CPU)
+    predictions = TargetIndex.of(np.array([0, 1, 2]), np.array([4, 5, 6]), np.ones(3), CPU)
     log_probs, _ = token_log_probs(model, hidden, predictions)  # type: ignore[arg-type]
     log_probs.sum().backward()
     assert hidden.grad is not None
@@ -95,7 +95,7 @@ def test_a_near_certain_token_keeps_its_small_slope() -> None:
     with torch.no_grad():
         model.head.weight.copy_(torch.tensor([[8.0, 0], [0, 0], [0, 0], [0, 0]]))
     hidden = torch.tensor([[1.0, 0]], dtype=torch.bfloat16, requires_grad=True)
-    predictions = Predictions.of(np.array([0]), np.array([0]), np.ones(1), CPU)
+    predictions = TargetIndex.of(np.array([0]), np.array([0]), np.ones(1), CPU)
     log_probs, _ = token_log_probs(model, hidden, predictions)  # type: ignore[arg-type]
     log_probs.sum().backward()
     missing = 1 - math.exp(8) / (math.exp(8) + 3)
@@ -107,7 +107,7 @@ def test_a_near_certain_token_keeps_its_small_slope() -> None:
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.sampled_from([0.5, 1.0])), max_size=20))
 def test_every_distribution_and_every_token_of_one_is_there_once(asked: list[tuple[int, int, float]]) -> None:
     rows, targets, heat = (np.array(values) for values in zip(*asked, strict=True)) if asked else (np.zeros(0, int),) * 3
-    made = Predictions.of(rows, targets, heat, CPU)
+    made = TargetIndex.of(rows, targets, heat, CPU)
     assert len(made) == len({(row, t) for row, _, t in asked})
     assert len(made.targets) == len(set(asked))
     sources = made.sources.tolist()
@@ -126,7 +126,7 @@ def test_every_distribution_and_every_token_of_one_is_there_once(asked: list[tup
 
 def test_no_tokens_have_no_log_probs() -> None:
     nothing = np.zeros(0, np.int64)
-    predictions = Predictions.of(nothing, nothing, np.zeros(0), CPU)
+    predictions = TargetIndex.of(nothing, nothing, np.zeros(0), CPU)
     got, entropy = token_log_probs(OutputLayer(4, 3), torch.zeros(2, 3), predictions)  # type: ignore[arg-type]
     assert (got.shape, entropy.shape) == ((0,), (0,))
 

@@ -16,7 +16,7 @@ from roll.data.tokenlog import IntArray
 from roll.model.classifier import load_classifier
 from roll.model.find import find_model
 from roll.model.tiny import character_tokenizer
-from roll.strategy.train.reward_model import ScoreStrategy
+from roll.strategy.train.reward_model import RewardModelStrategy
 
 TOKENIZER = character_tokenizer()
 
@@ -28,9 +28,9 @@ def tokens(text: str) -> IntArray:
     return np.array(ids, np.int32)
 
 
-def made(folder: Path, rows: int = 0, *, exact: bool = False) -> ScoreStrategy:
+def made(folder: Path, rows: int = 0, *, exact: bool = False) -> RewardModelStrategy:
     model = load_classifier(find_model(str(folder)), torch.float32)
-    return ScoreStrategy(model, TrainConfig(micro_batch_tokens=rows), exact=exact)
+    return RewardModelStrategy(model, TrainConfig(micro_batch_tokens=rows), exact=exact)
 
 
 @pytest.mark.parametrize("rows", [0, 32])

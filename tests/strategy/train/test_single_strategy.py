@@ -29,7 +29,7 @@ from roll.model import attention
 from roll.model.tiny import character_tokenizer
 from roll.strategy.train import forward as passes
 from roll.strategy.train.base import NotFinite
-from roll.strategy.train.optimizer import MasterAdamW, Step
+from roll.strategy.train.optimizer import MasterAdamW, OptimizerStep
 from roll.strategy.train.single import SingleStrategy
 
 VOCAB = 40
@@ -138,10 +138,10 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Callable[[SingleStrategy, Batch
     def capture(strategy: SingleStrategy, batch: Batch, spec: LossSpec) -> tuple[float, Gradients]:
         gradients: Gradients = {}
 
-        def step(self: MasterAdamW, step: int, loss: Tensor) -> Step:
+        def step(self: MasterAdamW, step: int, loss: Tensor) -> OptimizerStep:
             gradients.update({n: p.grad.clone() for n, p in strategy.model.named_parameters() if p.grad is not None})
             self.zero_grad()
-            return Step(1.0, applied=True)
+            return OptimizerStep(1.0, applied=True)
 
         monkeypatch.setattr(MasterAdamW, "step", step)
         stats = strategy.update(batch, spec, 0)
@@ -550,7 +550,7 @@ def test_bf16_gradients_on_a_gpu_are_as_near_to_fp32_as_plain_ones(
     strategy = make_strategy(model, **settings)
     assert strategy._optimizer is not None
     got: Gradients = {}
-    step = Step(1.0, applied=True)
+    step = OptimizerStep(1.0, applied=True)
     strategy._optimizer.step = lambda *_: got.update(strategy._optimizer.gradients()) or step  # type: ignore
     strategy.update(batch, LOSS, 0)
 

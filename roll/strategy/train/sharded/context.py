@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from roll.model.attention import AttentionPlan
 from roll.model.routing import FREE
 from roll.strategy.train.microbatch import MicroBatch, SampleRows
-from roll.strategy.train.target_index import Predictions
+from roll.strategy.train.target_index import TargetIndex
 
 
 class ContextRows:
@@ -43,7 +43,7 @@ class ContextRows:
         predictions = (
             _one(micro.ids.device)
             if self._idle
-            else Predictions(
+            else TargetIndex(
                 rows=known.rows[first:last] - self._begin,
                 temperatures=known.temperatures[first:last],
                 sources=known.sources[begin:end] - first,
@@ -93,12 +93,12 @@ class ContextRows:
         return replace(samples, row=(samples.row - self._begin) * inside, own=inside)
 
 
-def _one(device: torch.device) -> Predictions:
+def _one(device: torch.device) -> TargetIndex:
     """A prediction that counts for nothing, for a rank whose rows predict no token: it must take part in the backward
     pass, with a gradient for every parameter, or the other ranks would wait for it."""
     none, start = np.zeros(1, np.int64), np.array([0, 1])
     zero = torch.zeros(1, dtype=torch.int64, device=device)
-    return Predictions(zero, torch.ones(1, device=device), zero, zero, zero, start, none)
+    return TargetIndex(zero, torch.ones(1, device=device), zero, zero, zero, start, none)
 
 
 class UlyssesPlan:

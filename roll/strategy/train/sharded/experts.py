@@ -31,7 +31,7 @@ _DISPATCH = "roll_dispatch"
 
 
 @dataclass(frozen=True)
-class Dispatch:
+class ExpertDispatch:
     """Who has which experts of a layer, and who has the same rows."""
 
     experts: int
@@ -55,7 +55,7 @@ def split_experts(model: PreTrainedModel, expert: DeviceMesh | None, tensor: Dev
     hold them."""
     found = experts_of(model)
     for module in found:
-        setattr(module, _DISPATCH, Dispatch(_count(module), expert, tensor))
+        setattr(module, _DISPATCH, ExpertDispatch(_count(module), expert, tensor))
         for name, weight in list(module.named_parameters(recurse=False)) if expert is not None else []:
             divided = distribute_tensor(weight, expert, [Shard(0)], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(divided, requires_grad=weight.requires_grad))
@@ -72,7 +72,7 @@ def _count(module: nn.Module) -> int:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _experts(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     """hidden [rows, dim], index and weights [rows, chosen] → [rows, dim]"""
-    dispatch: Dispatch = getattr(module, _DISPATCH)
+    dispatch: ExpertDispatch = getattr(module, _DISPATCH)
     rows, dtype = len(hidden), hidden.dtype
     if dispatch.tensor is not None:
         hidden, index, weights = (_own_rows(tensor, dispatch.tensor) for tensor in (hidden, index, weights))
@@ -93,7 +93,9 @@ def _experts(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) 
 ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
 
 
-def _exchanged_products(module: nn.Module, dispatch: Dispatch, mesh: DeviceMesh, sent: Tensor, flat: Tensor) -> Tensor:
+def _exchanged_products(
+    module: nn.Module, dispatch: ExpertDispatch, mesh: DeviceMesh, sent: Tensor, flat: Tensor
+) -> Tensor:
     """The products of rows that are sorted by expert, each computed by the rank that has the expert."""
     owned, rank, group = dispatch.owned(), mesh.get_local_rank(), mesh.get_group()
     sending = torch.bincount(flat, minlength=dispatch.experts)

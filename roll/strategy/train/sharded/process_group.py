@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Rendezvous:
+class RankRendezvous:
     """Where the ranks of a new group find each other: a store that the first rank keeps."""
 
     address: str
@@ -36,17 +36,17 @@ class Rendezvous:
     deadline_s: float
 
 
-def open_store(address: str, deadline_s: float) -> tuple[TCPStore, Rendezvous]:
+def open_store(address: str, deadline_s: float) -> tuple[TCPStore, RankRendezvous]:
     """The first rank's store, listening on a free port. Keep it as long as the group lives."""
     store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=deadline_s))
-    return store, Rendezvous(address, int(store.port), deadline_s)
+    return store, RankRendezvous(address, int(store.port), deadline_s)
 
 
 class RankGroup:
     """This process as one rank of the group, which is torch's default group in it."""
 
     def __init__(
-        self, rank: int, shape: MeshShape, rendezvous: Rendezvous, device: torch.device, store: TCPStore | None = None
+        self, rank: int, shape: MeshShape, rendezvous: RankRendezvous, device: torch.device, store: TCPStore | None = None
     ) -> None:
         """Returns once all ranks have come. The first rank gives the store it has opened."""
         self.rank, self.shape, self.device = rank, shape, device

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from roll.model.shard_loading import load_shards
 from roll.strategy.offload import Level
-from roll.strategy.train.forward import Passes
+from roll.strategy.train.forward import ForwardRunner
 from roll.strategy.train.optimizer import MasterAdamW
 from roll.strategy.train.saved_state import load_state
 from roll.strategy.train.sharded.build import ShardedModel
@@ -24,7 +24,7 @@ class ShardedState:
         self,
         sharded: ShardedModel,
         optimizer: MasterAdamW | None,
-        passes: Passes,
+        passes: ForwardRunner,
         group: RankGroup,
         *,
         tokenizer: Tokenizer | None = None,

@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from roll.config.schema import TrainConfig
 from roll.strategy.offload import Level
 from roll.strategy.train.critic import CriticTrainer
-from roll.strategy.train.forward import Passes
+from roll.strategy.train.forward import ForwardRunner
 from roll.strategy.train.microbatch import sequence
 from roll.strategy.train.policy import PolicyTrainer
-from roll.strategy.train.reward_model import SETTING, Scorer
+from roll.strategy.train.reward_model import SETTING, RewardModelTrainer
 from roll.strategy.train.sharded.build import ShardedModel
 from roll.strategy.train.sharded.process_group import RankGroup
 from roll.strategy.train.sharded.state import ShardedState
@@ -61,7 +61,7 @@ class ShardedStrategy(_Rank, PolicyTrainer):
         """Of a model with adapters, only they are trained and saved. The tokenizer is saved beside the model."""
         model = sharded.model
         spread = OverRanks(group, sharded.module, model, sharded.dtype)
-        passes = Passes(model, config, dtype=sharded.dtype, device=group.device, retries=False, group=group)
+        passes = ForwardRunner(model, config, dtype=sharded.dtype, device=group.device, retries=False, group=group)
         super().__init__(model, config, spread, passes, trainable=trainable, adapters=sharded.adapters)
         self.group, self._dtype = group, sharded.dtype
         self._state = ShardedState(sharded, self._optimizer, passes, group, tokenizer=tokenizer)
@@ -82,18 +82,20 @@ class ShardedCritic(_Rank, CriticTrainer):
     def __init__(self, sharded: ShardedModel, config: TrainConfig, value_clip: float | None, group: RankGroup) -> None:
         assert sharded.value is not None, "a critic's model has a head of its own"
         spread = OverRanks(group, sharded.module, sharded.model, sharded.dtype)
-        passes = Passes(sharded.model, config, dtype=sharded.dtype, device=group.device, retries=False, group=group)
+        passes = ForwardRunner(
+            sharded.model, config, dtype=sharded.dtype, device=group.device, retries=False, group=group
+        )
         super().__init__(sharded.value, config, value_clip, spread, passes)
         self.group = group
         self._state = ShardedState(sharded, self._optimizer, passes, group)
 
 
-class ShardedScorer(_Rank, Scorer):
+class ShardedScorer(_Rank, RewardModelTrainer):
     """A reward model over the ranks of a mesh."""
 
     def __init__(self, sharded: ShardedModel, config: TrainConfig, group: RankGroup, *, exact: bool = False) -> None:
         spread = OverRanks(group, sharded.module, sharded.model, sharded.dtype)
-        passes = Passes(
+        passes = ForwardRunner(
             sharded.model, config, setting=SETTING, dtype=sharded.dtype, device=group.device, retries=False, group=group
         )
         super().__init__(sharded.model, spread, passes, exact=exact)

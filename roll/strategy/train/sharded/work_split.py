@@ -16,7 +16,7 @@ from roll.strategy.train.microbatch import MicroBatch, sequence
 from roll.strategy.train.sharded.context import ContextRows
 from roll.strategy.train.sharded.module import TrainModule
 from roll.strategy.train.sharded.process_group import RankGroup
-from roll.strategy.train.work_split import AllRows, Rows, Share
+from roll.strategy.train.work_split import AllRows, RankShare, SplitRows
 from roll.weight_sync.weights import probe_ids
 
 T = TypeVar("T")
@@ -33,12 +33,12 @@ class OverRanks:
         self._shape = ModelShape.of_model(model)
         self._idle_ids = probe_ids(int(model.config.vocab_size)).numpy()[:2]
 
-    def share(self, batch: Batch) -> Share:
+    def share(self, batch: Batch) -> RankShare:
         if self.ranks == 1:
-            return Share(batch, imbalance=0.0)
+            return RankShare(batch, imbalance=0.0)
         placed = balance(batch, self.ranks, self._shape)
         own = placed.parts[self.group.data_rank]
-        return Share(batch.select(own), batch.token_indices(own), own, placed.imbalance)
+        return RankShare(batch.select(own), batch.token_indices(own), own, placed.imbalance)
 
     def in_step(self, micros: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
         if self.ranks == 1:
@@ -54,7 +54,7 @@ class OverRanks:
         found: T = self._module(run)
         return found
 
-    def rows(self, micro: MicroBatch) -> Rows:
+    def rows(self, micro: MicroBatch) -> SplitRows:
         context = self.group.meshes.context
         return AllRows(micro) if context is None else ContextRows(micro, context)
 

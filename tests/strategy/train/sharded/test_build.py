@@ -26,7 +26,7 @@ from roll.model.loading import load_model
 from roll.model.lora import Adapters, BaseModelRef, is_adapter
 from roll.model.tiny import character_tokenizer
 from roll.strategy.train.critic import CriticStrategy
-from roll.strategy.train.reward_model import ScoreStrategy
+from roll.strategy.train.reward_model import RewardModelStrategy
 from roll.strategy.train.sharded.build import build_sharded
 from roll.strategy.train.sharded.process_group import RankGroup
 from roll.strategy.train.sharded.strategy import ShardedCritic, ShardedScorer, ShardedStrategy
@@ -111,7 +111,7 @@ def test_a_reward_model_over_ranks_gives_the_scores_of_the_whole_one(two: Ranks,
     AutoModelForSequenceClassification.from_config(shape, dtype=torch.float32).save_pretrained(tmp_path)
     rng = np.random.default_rng(0)
     conversations = [rng.integers(1, SIZES["vocab_size"], length).astype(np.int32) for length in range(5, 5 + count)]
-    expected = ScoreStrategy(load_classifier(source(tmp_path), torch.float32), TrainConfig()).scores(conversations)
+    expected = RewardModelStrategy(load_classifier(source(tmp_path), torch.float32), TrainConfig()).scores(conversations)
     for found in two.run(scores_over_ranks, tmp_path, conversations):
         np.testing.assert_allclose(found, expected, atol=2e-5)
 

@@ -23,7 +23,7 @@ from roll.cluster.mesh import MeshShape
 from roll.config.schema import TrainConfig
 from roll.model.classifier import load_classifier
 from roll.model.shard_loading import SafeFolder
-from roll.strategy.train.reward_model import ScoreStrategy
+from roll.strategy.train.reward_model import RewardModelStrategy
 from roll.strategy.train.sharded.build import build_sharded
 from roll.strategy.train.sharded.process_group import RankGroup
 from roll.strategy.train.sharded.sizes import ShardSizes
@@ -160,7 +160,7 @@ def test_scores(layout: Layout, folders: Path) -> None:
     ranks, _ = layout
     folder, rng = folders / f"{divided(ranks)}_judge", np.random.default_rng(0)
     conversations = [rng.integers(1, VOCAB, length).astype(np.int32) for length in range(5, 12)]
-    expected = ScoreStrategy(load_classifier(source(folder), torch.float32), TrainConfig()).scores(conversations)
+    expected = RewardModelStrategy(load_classifier(source(folder), torch.float32), TrainConfig()).scores(conversations)
     for found in ranks.run(scores_over_ranks, folder, conversations):
         np.testing.assert_allclose(found, expected, atol=2e-5)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from roll.algorithm import LossSpec
 from roll.cluster.mesh import MeshShape
 from roll.model.tiny import character_tokenizer
-from roll.strategy.train.optimizer import Step
+from roll.strategy.train.optimizer import OptimizerStep
 from roll.strategy.train.sharded.process_group import RankGroup
 from roll.strategy.train.single import SingleStrategy
 from roll.weight_sync.stream import Sender
@@ -142,9 +142,9 @@ def rounded_gradients(job: Job) -> Gradients:
     optimizer, found = trainer._optimizer, {}
     assert optimizer is not None
 
-    def keep(step: int, loss: Tensor | None = None) -> Step:
+    def keep(step: int, loss: Tensor | None = None) -> OptimizerStep:
         found.update(on_host(optimizer.gradients()))
-        return Step(1.0, True)
+        return OptimizerStep(1.0, True)
 
     optimizer.step = keep  # type: ignore[method-assign]
     trainer.update(job.batch, job.spec, 0)

@@ -31,7 +31,7 @@ from roll.model.shard_folder import ShardFolder
 from roll.model.tiny import character_tokenizer
 from roll.model.value_head import ValueModel
 from roll.strategy.train.critic import CriticStrategy
-from roll.strategy.train.forward import FILE, Passes
+from roll.strategy.train.forward import FILE, ForwardRunner
 from roll.strategy.train.optimizer import MasterAdamW
 from roll.strategy.train.sharded.build import ShardedModel
 from roll.strategy.train.sharded.module import TrainModule, shard
@@ -66,7 +66,7 @@ class Trainer:
         module = TrainModule(self.whole)
         shard(module, self.model.get_decoder(), group.meshes, FP32)
         self.optimizer = MasterAdamW(self.whole, TRAIN)
-        self.passes = Passes(self.model, TRAIN, dtype=FP32, retries=False)
+        self.passes = ForwardRunner(self.model, TRAIN, dtype=FP32, retries=False)
         value = self.whole if isinstance(self.whole, ValueModel) else None
         sharded = ShardedModel(module, self.model, FP32, value, self.adapters)
         tokenizer = None if critic else character_tokenizer()

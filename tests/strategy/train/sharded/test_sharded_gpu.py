@@ -24,7 +24,7 @@ from roll.model.loading import load_model
 from roll.model.lora import Adapters
 from roll.model.tiny import character_tokenizer
 from roll.strategy.offload import Level
-from roll.strategy.train.optimizer import Step
+from roll.strategy.train.optimizer import OptimizerStep
 from roll.strategy.train.policy import PolicyTrainer
 from roll.strategy.train.sharded.build import ShardedModel, build_sharded
 from roll.strategy.train.sharded.module import TrainModule, shard
@@ -110,11 +110,11 @@ def gradients(strategy: PolicyTrainer, batch: Batch) -> dict[str, Tensor]:
     optimizer, found = strategy._optimizer, {}
     assert optimizer is not None
 
-    def keep(step: int, loss: Tensor | None = None) -> Step:
+    def keep(step: int, loss: Tensor | None = None) -> OptimizerStep:
         for name, gradient in optimizer.gradients().items():
             found[name] = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
         optimizer.zero_grad()
-        return Step(1.0, True)
+        return OptimizerStep(1.0, True)
 
     optimizer.step = keep  # type: ignore[method-assign]
     strategy.update(batch, LOSS, 0)

@@ -38,7 +38,7 @@ from roll.model.value_head import ValueModel
 from roll.strategy.train import policy
 from roll.strategy.train.base import UpdateStats
 from roll.strategy.train.critic import CriticStrategy, CriticTrainer
-from roll.strategy.train.optimizer import MasterAdamW, Step, total_norm
+from roll.strategy.train.optimizer import MasterAdamW, OptimizerStep, total_norm
 from roll.strategy.train.sharded.build import ShardedModel
 from roll.strategy.train.sharded.module import TrainModule, shard
 from roll.strategy.train.sharded.process_group import RankGroup
@@ -170,12 +170,12 @@ class Kept(MasterAdamW):
         super().__init__(model, config)
         self.kept: list[Gradients] = []
 
-    def step(self, step: int, loss: Tensor | None = None) -> Step:
+    def step(self, step: int, loss: Tensor | None = None) -> OptimizerStep:
         gradients = self.gradients()
         norm = float(total_norm(gradients.values()))
         self.kept.append({name: whole(gradient).clone() for name, gradient in gradients.items()})
         self.zero_grad()
-        return Step(norm, True)
+        return OptimizerStep(norm, True)
 
 
 def whole(tensor: Tensor) -> Tensor:
