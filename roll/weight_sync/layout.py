@@ -37,7 +37,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Span:
+class TensorSpan:
     """Bytes [start, start + size) of a tensor lie at `offset` of the bucket."""
 
     tensor: str
@@ -47,21 +47,21 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BucketLayout:
     """Example: tensors a (40 bytes), b (8) and c (100) in buckets of 64 bytes lie as [a at 0, b at 48], [c's first 64],
     [c's last 36]."""
 
     tensors: tuple[TensorSpec, ...]
     bucket_bytes: int
-    buckets: tuple[tuple[Span, ...], ...]
+    buckets: tuple[tuple[TensorSpan, ...], ...]
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], bucket_bytes: int) -> Layout:
+    def of(cls, tensors: Mapping[str, Tensor], bucket_bytes: int) -> BucketLayout:
         """The layout of the tensors in the order given."""
         return cls.of_specs(specs_of(tensors), bucket_bytes)
 
     @classmethod
-    def of_specs(cls, specs: Sequence[TensorSpec], bucket_bytes: int) -> Layout:
+    def of_specs(cls, specs: Sequence[TensorSpec], bucket_bytes: int) -> BucketLayout:
         """The layout of tensors that need not be here."""
         if bucket_bytes < ALIGNMENT:
             raise ValueError(f"a bucket of {bucket_bytes} bytes is too small: give at least {ALIGNMENT}")
@@ -105,19 +105,19 @@ def specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec.of(name, tensor) for name, tensor in tensors.items())
 
 
-def used_bytes(spans: Sequence[Span]) -> int:
+def used_bytes(spans: Sequence[TensorSpan]) -> int:
     """How many of a bucket's bytes are meant: its last span's end."""
     return spans[-1].offset + spans[-1].size if spans else 0
 
 
-def pack(bucket: Tensor, spans: Iterable[Span], tensors: Mapping[str, Tensor]) -> None:
+def pack(bucket: Tensor, spans: Iterable[TensorSpan], tensors: Mapping[str, Tensor]) -> None:
     """Copies the spans' bytes from the tensors into the bucket, a flat uint8 tensor on any device."""
     for span in spans:
         bytes_of = flat_bytes(span.tensor, tensors[span.tensor])
         bucket[span.offset : span.offset + span.size].copy_(bytes_of[span.start : span.start + span.size])
 
 
-def unpack(bucket: Tensor, spans: Iterable[Span], tensors: Mapping[str, Tensor]) -> None:
+def unpack(bucket: Tensor, spans: Iterable[TensorSpan], tensors: Mapping[str, Tensor]) -> None:
     """Copies the spans' bytes from the bucket into the tensors' own storage."""
     for span in spans:
         bytes_of = flat_bytes(span.tensor, tensors[span.tensor])
@@ -134,9 +134,9 @@ def flat_bytes(name: str, tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-def _cut(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[tuple[Span, ...], ...]:
+def _cut(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[tuple[TensorSpan, ...], ...]:
     room = bucket_bytes - bucket_bytes % ALIGNMENT
-    buckets: list[list[Span]] = [[]]
+    buckets: list[list[TensorSpan]] = [[]]
     end = 0  # of the open bucket's spans, aligned
     for spec in specs:
         start = 0
@@ -146,7 +146,7 @@ def _cut(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[tuple[Span, ..
                 buckets.append([])
                 end = 0
             size = min(left, room - end)
-            buckets[-1].append(Span(spec.name, start, end, size))
+            buckets[-1].append(TensorSpan(spec.name, start, end, size))
             start += size
             end += -(-size // ALIGNMENT) * ALIGNMENT
     return tuple(tuple(spans) for spans in buckets if spans)

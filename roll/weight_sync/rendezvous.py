@@ -10,7 +10,7 @@ import torch
 
 from roll.weight_sync.broadcast import BroadcastBackend, BroadcastGroup
 from roll.weight_sync.channel import Handle
-from roll.weight_sync.stream import Manifest
+from roll.weight_sync.stream import WeightManifest
 
 Path = Literal["shared_memory", "broadcast", "cuda_ipc"]
 SLOTS = 2
@@ -18,15 +18,15 @@ SLOTS = 2
 
 
 @dataclass(frozen=True)
-class Offer:
+class WeightAnnouncement:
     """A version's manifest, and the memory it will come through (none when it is broadcast)."""
 
-    manifest: Manifest
+    manifest: WeightManifest
     handle: Handle | None
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where a trainer and all engines meet to broadcast: the trainer is rank 0."""
 
     address: str

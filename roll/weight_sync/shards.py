@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll.weight_sync.digest import finish, partial_sums
-from roll.weight_sync.layout import ALIGNMENT, Span, TensorSpec
+from roll.weight_sync.layout import ALIGNMENT, TensorSpan, TensorSpec
 
 BLOCK_ELEMENTS = 1 << 22
 """Elements of a shard that are read at once: the memory that casting or merging them takes is bounded by it."""
@@ -87,7 +87,7 @@ class Shard:
                 found = padded.view(-1)[: (rows - 1) * self.width + size]
             yield first * self.dtype.itemsize, found
 
-    def copy_span(self, span: Span, bucket: Tensor) -> None:
+    def copy_span(self, span: TensorSpan, bucket: Tensor) -> None:
         """Copies what the rank has of the span's bytes to their place in the bucket."""
         itemsize = self.dtype.itemsize
         begin, end = span.start // itemsize, (span.start + span.size) // itemsize
@@ -157,7 +157,7 @@ class ShardedTensors:
         return {spec.name: finish(int(total), spec.nbytes) for spec, total in zip(self.specs, sums, strict=True)}
 
     @torch.no_grad()
-    def pack(self, bucket: Tensor | None, spans: Iterable[Span]) -> None:
+    def pack(self, bucket: Tensor | None, spans: Iterable[TensorSpan]) -> None:
         """Puts the spans' bytes together in the root's bucket; the others have none."""
         spans = tuple(spans)
         used = -(-(spans[-1].offset + spans[-1].size) // ALIGNMENT) * ALIGNMENT

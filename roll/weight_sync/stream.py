@@ -26,15 +26,15 @@ from roll.config.errors import RunError
 from roll.weight_sync.broadcast import BroadcastGroup
 from roll.weight_sync.channel import Channel, ChannelKind, CudaIpcChannel, Handle, SharedMemoryChannel, attach
 from roll.weight_sync.digest import digests
-from roll.weight_sync.layout import Layout, Span, TensorSpec, pack, specs_of, unpack, used_bytes
+from roll.weight_sync.layout import BucketLayout, TensorSpan, TensorSpec, pack, specs_of, unpack, used_bytes
 
 
 @dataclass(frozen=True)
-class Manifest:
+class WeightManifest:
     """What a version is: its tensors' layout and digests, and the probe the trainer ran with it."""
 
     version: int
-    layout: Layout
+    layout: BucketLayout
     digests: dict[str, int]
     """One a tensor, by name."""
     probe: Tensor
@@ -57,7 +57,7 @@ class TensorSource(Protocol):
 
     def digests(self) -> dict[str, int]: ...
 
-    def pack(self, bucket: Tensor | None, spans: Iterable[Span]) -> None:
+    def pack(self, bucket: Tensor | None, spans: Iterable[TensorSpan]) -> None:
         """Writes the spans' bytes into the bucket; a rank that sends nothing itself gives none."""
         ...
 
@@ -79,7 +79,7 @@ class WholeTensors:
     def digests(self) -> dict[str, int]:
         return digests(self.tensors)
 
-    def pack(self, bucket: Tensor | None, spans: Iterable[Span]) -> None:
+    def pack(self, bucket: Tensor | None, spans: Iterable[TensorSpan]) -> None:
         if bucket is not None:
             pack(bucket, spans, self.tensors)
 
@@ -89,7 +89,7 @@ class Sender:
 
     def __init__(self, tensors: Mapping[str, Tensor] | TensorSource, bucket_bytes: int) -> None:
         self._source = _source(tensors)
-        self.layout = Layout.of_specs(self._source.specs, bucket_bytes)
+        self.layout = BucketLayout.of_specs(self._source.specs, bucket_bytes)
         self._channel: Channel | None = None
         self._kind: ChannelKind | None = None
         self._buffer: Tensor | None = None
@@ -104,11 +104,11 @@ class Sender:
         """Keeps no tensor's storage alive until `rebind`."""
         self._source = WholeTensors({})
 
-    def manifest(self, version: int, probe: Tensor, log_probs: Tensor) -> Manifest:
+    def manifest(self, version: int, probe: Tensor, log_probs: Tensor) -> WeightManifest:
         dtypes = [spec.dtype for spec in self.layout.tensors if spec.dtype.is_floating_point]
         if not dtypes:
             raise RunError("no tensor to publish is of floating point: are these the model's weights?")
-        return Manifest(version, self.layout, self._source.digests(), probe.cpu(), log_probs.cpu(), dtypes[0])
+        return WeightManifest(version, self.layout, self._source.digests(), probe.cpu(), log_probs.cpu(), dtypes[0])
 
     def open(self, kind: ChannelKind, slots: int = 2) -> Handle:
         """A channel for the buckets; the open one where it is of that kind, because used memory is faster than fresh."""
@@ -172,7 +172,7 @@ class Receiver:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = dict(tensors)
-        self._manifest: Manifest | None = None
+        self._manifest: WeightManifest | None = None
         self._channel: Channel | None = None
         self._buffer: Tensor | None = None
 
@@ -184,7 +184,7 @@ class Receiver:
         """Keeps no tensor's storage alive until `rebind`."""
         self._tensors = {}
 
-    def begin(self, manifest: Manifest, handle: Handle | None = None) -> None:
+    def begin(self, manifest: WeightManifest, handle: Handle | None = None) -> None:
         """Refuses a manifest of other tensors; attaches to the channel, unless it is the one already attached."""
         manifest.layout.check(self._tensors)
         if self._channel is not None and self._channel.handle != handle:
@@ -220,7 +220,7 @@ class Receiver:
             self._channel.close()
         self._channel = self._manifest = self._buffer = None
 
-    def _begun(self) -> Manifest:
+    def _begun(self) -> WeightManifest:
         if self._manifest is None:
             raise RunError("no version is being received: call begin(manifest) first")
         return self._manifest
@@ -285,7 +285,7 @@ def _opened(channel: Channel | None) -> Channel:
     return channel
 
 
-def _bucket_buffer(buffer: Tensor | None, layout: Layout, group: BroadcastGroup) -> Tensor:
+def _bucket_buffer(buffer: Tensor | None, layout: BucketLayout, group: BroadcastGroup) -> Tensor:
     """Room for any bucket of the layout on the group's device: the one given where it suffices."""
     if buffer is not None and buffer.device == group.device and len(buffer) >= layout.slot_bytes:
         return buffer

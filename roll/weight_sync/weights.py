@@ -41,7 +41,7 @@ class Weights:
         return dtype
 
 
-class Probed(Protocol):
+class HasProbe(Protocol):
     """A version of the weights that carries the trainer's probe: `Weights` in one process, a `Manifest` between two."""
 
     @property
@@ -75,7 +75,7 @@ def probe_ids(vocab: int) -> Tensor:
     return torch.arange(1, PROBE_TOKENS + 1) * 7919 % vocab
 
 
-def check_probe(weights: Probed, log_probs: Tensor, *, quantized: bool = False) -> None:
+def check_probe(weights: HasProbe, log_probs: Tensor, *, quantized: bool = False) -> None:
     """Raises when an engine's log-probs of the probe differ from the trainer's by more than kernels do."""
     difference = float((log_probs - weights.log_probs).abs().mean())
     allowed = QUANTIZED_TOLERANCE if quantized else PROBE_TOLERANCE[weights.dtype]

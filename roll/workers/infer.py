@@ -20,8 +20,8 @@ if TYPE_CHECKING:  # those who only call an engine do without torch
     from roll.engine.slot_engine import EngineStats
     from roll.strategy.infer.base import InferStrategy
     from roll.strategy.offload import Level
-    from roll.weight_sync.rendezvous import Meeting, Offer
-    from roll.weight_sync.stream import Manifest, Receiver
+    from roll.weight_sync.rendezvous import Rendezvous, WeightAnnouncement
+    from roll.weight_sync.stream import Receiver, WeightManifest
     from roll.weight_sync.weights import Weights
 
 POLL_S = 5.0
@@ -93,7 +93,7 @@ class InferWorker(DeviceWorker):
         await self._strategy.load_weights(weights)
 
     @dispatch(Dispatch.ALL)
-    def begin_weights(self, offer: Offer) -> None:
+    def begin_weights(self, offer: WeightAnnouncement) -> None:
         """Prepares to receive a version; nothing is served until `end_weights`."""
         from roll.weight_sync.stream import Receiver
 
@@ -110,7 +110,7 @@ class InferWorker(DeviceWorker):
         self._receiver.load(bucket)
 
     @dispatch(Dispatch.ALL)
-    async def receive_weights(self, meeting: Meeting) -> None:
+    async def receive_weights(self, meeting: Rendezvous) -> None:
         """Receives all buckets from the trainer, which must be sending."""
         assert self._receiver is not None
         join = partial(meeting.join, meeting.ranks[self.place.rank], self.place.device)
@@ -122,7 +122,7 @@ class InferWorker(DeviceWorker):
         await self._member.leave()
 
     @dispatch(Dispatch.ALL)
-    async def end_weights(self, manifest: Manifest) -> list[str]:
+    async def end_weights(self, manifest: WeightManifest) -> list[str]:
         """Serves the version if every tensor is the trainer's; else the names of those that are not."""
         assert self._receiver is not None
         wrong = self._receiver.finish()

@@ -18,7 +18,7 @@ from roll.cluster import Cluster, WorkerPlacement
 from roll.cluster.errors import WorkerDied
 from roll.config.errors import RunError
 from roll.weight_sync.broadcast import BroadcastBackend
-from roll.weight_sync.rendezvous import SLOTS, Meeting, Offer, Path
+from roll.weight_sync.rendezvous import SLOTS, Path, Rendezvous, WeightAnnouncement
 from roll.weight_sync.stream import stream
 from roll.workers.infer import InferWorker
 from roll.workers.train import TrainWorker
@@ -75,7 +75,9 @@ def choose_backend(sender: WorkerPlacement, engines: Sequence[WorkerPlacement]) 
     return "nccl" if len(gpus) == len(places) else "gloo"
 
 
-async def _move(actor: Cluster[TrainWorker], engines: Cluster[InferWorker], offer: Offer, path: Path) -> None:
+async def _move(
+    actor: Cluster[TrainWorker], engines: Cluster[InferWorker], offer: WeightAnnouncement, path: Path
+) -> None:
     if path == "broadcast":
         await _broadcast(actor, engines)
         return
@@ -88,7 +90,7 @@ async def _move(actor: Cluster[TrainWorker], engines: Cluster[InferWorker], offe
 async def _broadcast(actor: Cluster[TrainWorker], engines: Cluster[InferWorker]) -> None:
     backend = choose_backend(actor.places[0], engines.places)
     ranks = [place.rank for place in engines.places]
-    meeting: Meeting = await actor.call(TrainWorker.meeting, ranks, backend, actor.deadline_s)
+    meeting: Rendezvous = await actor.call(TrainWorker.meeting, ranks, backend, actor.deadline_s)
     sending = asyncio.ensure_future(actor.call(TrainWorker.send_weights, meeting))
     receiving = asyncio.ensure_future(engines.call(InferWorker.receive_weights, meeting))
     both = (sending, receiving)

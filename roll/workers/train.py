@@ -22,7 +22,7 @@ from roll.strategy.train.base import TrainStrategy, UpdateStats
 from roll.strategy.train.factory import make_trainer
 from roll.strategy.train.single import SingleStrategy
 from roll.weight_sync.broadcast import BroadcastBackend, BroadcastGroup
-from roll.weight_sync.rendezvous import SLOTS, Meeting, Offer, Path
+from roll.weight_sync.rendezvous import SLOTS, Path, Rendezvous, WeightAnnouncement
 from roll.weight_sync.stream import Sender
 from roll.weight_sync.weights import Weights
 from roll.workers.broadcast_membership import GroupMember
@@ -84,13 +84,13 @@ class TrainWorker(GroupWorker):
         return self._strategy.weights(version)
 
     @dispatch(Dispatch.ONE)
-    def offer(self, version: int, path: Path) -> Offer:
+    def offer(self, version: int, path: Path) -> WeightAnnouncement:
         """Announces the weights as they are now; they must stay so until they were sent."""
         prompt, log_probs = self.strategy.probe()
         sender = self._sending()
         sender.rebind(self.strategy.published())  # a turn elsewhere moves their storage
         manifest = sender.manifest(version, prompt, log_probs)
-        return Offer(manifest, sender.open(path, SLOTS) if path != "broadcast" and self.is_first else None)
+        return WeightAnnouncement(manifest, sender.open(path, SLOTS) if path != "broadcast" and self.is_first else None)
 
     @dispatch(Dispatch.ONE)
     def write_bucket(self, bucket: int) -> None:
@@ -101,10 +101,10 @@ class TrainWorker(GroupWorker):
             self._sending().contribute(bucket)
 
     @dispatch(Dispatch.ONE)
-    def meeting(self, engines: Sequence[int], backend: BroadcastBackend, deadline_s: float) -> Meeting:
+    def meeting(self, engines: Sequence[int], backend: BroadcastBackend, deadline_s: float) -> Rendezvous:
         """Where this trainer can be met by the engines of these ranks."""
         ranks = {engine: number + 1 for number, engine in enumerate(engines)}
-        return Meeting(BroadcastGroup.host(), BroadcastGroup.free_port(), ranks, backend, deadline_s)
+        return Rendezvous(BroadcastGroup.host(), BroadcastGroup.free_port(), ranks, backend, deadline_s)
 
     @dispatch(Dispatch.ALL)
     async def leave_group(self) -> None:
@@ -112,7 +112,7 @@ class TrainWorker(GroupWorker):
         await self._member.leave()
 
     @dispatch(Dispatch.ONE)
-    async def send_weights(self, meeting: Meeting) -> None:
+    async def send_weights(self, meeting: Rendezvous) -> None:
         """Sends all buckets to the engines, which must be receiving. Whatever is lost, all ranks stay in step."""
         sender = self._sending()
         if self.is_first:

@@ -18,7 +18,7 @@ from roll.model.tiny import character_tokenizer
 from roll.strategy.infer.native import NativeStrategy
 from roll.strategy.offload import Level, TensorOffloader
 from roll.strategy.train.single import SingleStrategy
-from roll.weight_sync.stream import Manifest, Sender
+from roll.weight_sync.stream import Sender, WeightManifest
 from roll.weight_sync.weights import named_tensors
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -108,6 +108,6 @@ def test_an_engine_receives_weights_after_it_was_laid_aside(device: str, late: b
         assert engine.engine.version == version
 
 
-def _manifest(trainer: SingleStrategy, version: int) -> Manifest:
+def _manifest(trainer: SingleStrategy, version: int) -> WeightManifest:
     weights = trainer.weights(version)
     return Sender(named_tensors(trainer.model), 1 << 20).manifest(version, weights.probe, weights.log_probs)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from roll.config.errors import RunError
-from roll.weight_sync.layout import ALIGNMENT, Layout, Span, TensorSpec, pack, unpack, used_bytes
+from roll.weight_sync.layout import ALIGNMENT, BucketLayout, TensorSpan, TensorSpec, pack, unpack, used_bytes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 SHAPES = st.lists(st.integers(0, 12), max_size=3).map(tuple)
@@ -39,8 +39,8 @@ def _bytes(tensor: Tensor) -> bytes:
 @settings(deadline=None)
 @given(named(), st.integers(ALIGNMENT, 2000))
 def test_every_byte_lies_in_exactly_one_span(tensors: dict[str, Tensor], bucket_bytes: int) -> None:
-    layout = Layout.of(tensors, bucket_bytes)
-    pieces: dict[str, list[Span]] = defaultdict(list)
+    layout = BucketLayout.of(tensors, bucket_bytes)
+    pieces: dict[str, list[TensorSpan]] = defaultdict(list)
     for spans in layout.buckets:
         end = 0
         assert spans
@@ -67,8 +67,8 @@ def test_every_byte_lies_in_exactly_one_span(tensors: dict[str, Tensor], bucket_
 @settings(deadline=None)
 @given(named(), st.integers(ALIGNMENT, 2000))
 def test_what_is_packed_is_unpacked(tensors: dict[str, Tensor], bucket_bytes: int) -> None:
-    layout = pickle.loads(pickle.dumps(Layout.of(tensors, bucket_bytes)))
-    assert layout == Layout.of(tensors, bucket_bytes)
+    layout = pickle.loads(pickle.dumps(BucketLayout.of(tensors, bucket_bytes)))
+    assert layout == BucketLayout.of(tensors, bucket_bytes)
     loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     layout.check(loaded)
     bucket = torch.zeros(layout.slot_bytes, dtype=torch.uint8)
@@ -81,26 +81,26 @@ def test_what_is_packed_is_unpacked(tensors: dict[str, Tensor], bucket_bytes: in
 
 def test_the_example_of_the_docstring() -> None:
     tensors = {n: torch.zeros(size, dtype=torch.uint8) for n, size in (("a", 40), ("b", 8), ("c", 100))}
-    assert Layout.of(tensors, 64).buckets == (
-        (Span("a", 0, 0, 40), Span("b", 0, 48, 8)),
-        (Span("c", 0, 0, 64),),
-        (Span("c", 64, 0, 36),),
+    assert BucketLayout.of(tensors, 64).buckets == (
+        (TensorSpan("a", 0, 0, 40), TensorSpan("b", 0, 48, 8)),
+        (TensorSpan("c", 0, 0, 64),),
+        (TensorSpan("c", 64, 0, 36),),
     )
 
 
 def test_a_large_tensor_fills_what_the_bucket_has_left_and_shares_its_last() -> None:
     tensors = {n: torch.zeros(size, dtype=torch.uint8) for n, size in (("a", 16), ("b", 100), ("c", 20))}
-    assert Layout.of(tensors, 64).buckets == (
-        (Span("a", 0, 0, 16), Span("b", 0, 16, 48)),
-        (Span("b", 48, 0, 52),),
-        (Span("c", 0, 0, 20),),
+    assert BucketLayout.of(tensors, 64).buckets == (
+        (TensorSpan("a", 0, 0, 16), TensorSpan("b", 0, 16, 48)),
+        (TensorSpan("b", 48, 0, 52),),
+        (TensorSpan("c", 0, 0, 20),),
     )
 
 
 def test_parameters_are_written_in_place() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4))
     storage = parameter.data_ptr()
-    layout = Layout.of({"p": parameter}, 64)
+    layout = BucketLayout.of({"p": parameter}, 64)
     unpack(torch.ones(4).view(torch.uint8), layout.buckets[0], {"p": parameter})
     assert parameter.tolist() == [1, 1, 1, 1]
     assert parameter.data_ptr() == storage
@@ -110,8 +110,8 @@ def test_parameters_are_written_in_place() -> None:
 def test_what_is_not_contiguous_is_refused_by_name() -> None:
     tensors = {"fine": torch.zeros(2, 3), "turned": torch.zeros(2, 3).T}
     with pytest.raises(RunError, match=r"'turned' is not contiguous \(shape \[3, 2\], strides \[1, 3\]\)"):
-        Layout.of(tensors, 64)
-    layout = Layout.of({"turned": torch.zeros(3, 2)}, 64)
+        BucketLayout.of(tensors, 64)
+    layout = BucketLayout.of({"turned": torch.zeros(3, 2)}, 64)
     with pytest.raises(RunError, match="'turned' is not contiguous"):
         layout.check({"turned": torch.zeros(2, 3).T})
 
@@ -129,14 +129,14 @@ def test_what_is_not_contiguous_is_refused_by_name() -> None:
     ],
 )
 def test_other_tensors_are_refused_by_the_first_that_differs(own: dict[str, Tensor], message: str) -> None:
-    layout = Layout.of({"a": torch.zeros(2), "b": torch.zeros(3).bfloat16()}, 64)
+    layout = BucketLayout.of({"a": torch.zeros(2), "b": torch.zeros(3).bfloat16()}, 64)
     with pytest.raises(RunError, match=message):
         layout.check(own)
 
 
 def test_a_bucket_too_small_is_refused() -> None:
     with pytest.raises(ValueError, match="bucket of 15 bytes is too small: give at least 16"):
-        Layout.of({}, 15)
+        BucketLayout.of({}, 15)
 
 
 def test_bytes_of_a_spec() -> None:

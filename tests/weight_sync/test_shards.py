@@ -17,7 +17,7 @@ from roll.cluster.mesh import MeshShape
 from roll.strategy.train.sharded.process_group import RankGroup
 from roll.weight_sync import shards
 from roll.weight_sync.digest import digest, digests, finish, partial_sum
-from roll.weight_sync.layout import Layout, TensorSpec, specs_of, unpack, used_bytes
+from roll.weight_sync.layout import BucketLayout, TensorSpec, specs_of, unpack, used_bytes
 from roll.weight_sync.shards import Shard, ShardedTensors
 from tests.ranks import Ranks, ranks_of
 
@@ -55,7 +55,7 @@ def publish(group: RankGroup, cuts: list[Cut], bucket_bytes: int, damaged: int |
 
     assert dist.group.WORLD is not None
     source = ShardedTensors(specs_of(wholes), shard_of, dist.group.WORLD, group.device)
-    layout = Layout.of_specs(source.specs, bucket_bytes)
+    layout = BucketLayout.of_specs(source.specs, bucket_bytes)
     found = source.digests()
     received = {name: torch.zeros_like(whole) for name, whole in wholes.items()}
     for spans in layout.buckets:
@@ -122,7 +122,7 @@ def test_no_more_of_a_shard_is_read_than_a_span_needs(cut: Cut, bucket_bytes: in
         return part.view(-1)[start:stop]
 
     shard = Shard.reading(shape, box, torch.bfloat16, reading)
-    layout = Layout.of_specs([TensorSpec("t", torch.bfloat16, shape)], bucket_bytes)
+    layout = BucketLayout.of_specs([TensorSpec("t", torch.bfloat16, shape)], bucket_bytes)
     served, expected = torch.zeros(shape, dtype=torch.bfloat16), torch.zeros(shape, dtype=torch.bfloat16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "BLOCK_ELEMENTS", block)
@@ -155,7 +155,7 @@ def test_boxes_of_a_tensor_that_is_cut_twice_make_up_its_bytes_and_its_digest(
     shape, parts = cut
     whole = tensor_of(2, shape, torch.bfloat16)
     made = [Shard.of(shape, box, whole[box].contiguous()) for box in parts]
-    layout = Layout.of_specs([TensorSpec("t", torch.bfloat16, shape)], bucket_bytes)
+    layout = BucketLayout.of_specs([TensorSpec("t", torch.bfloat16, shape)], bucket_bytes)
     served, device = torch.zeros_like(whole), torch.device("cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "BLOCK_ELEMENTS", block)

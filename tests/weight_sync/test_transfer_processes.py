@@ -28,7 +28,7 @@ from transfer_peer import (
 from roll.config.errors import RunError
 from roll.weight_sync.broadcast import BroadcastGroup, GroupBroke
 from roll.weight_sync.channel import SHM, Handle
-from roll.weight_sync.stream import Manifest, Receiver, Sender, stream
+from roll.weight_sync.stream import Receiver, Sender, WeightManifest, stream
 
 FLIPPED = 5 * MEGABYTE + 77
 """A byte in the middle of `embed`."""
@@ -54,11 +54,11 @@ def sender() -> Iterator[Sender]:
     sender.close()
 
 
-def manifest_of(sender: Sender) -> Manifest:
+def manifest_of(sender: Sender) -> WeightManifest:
     return sender.manifest(3, torch.arange(3), torch.zeros(2))
 
 
-def publish(sender: Sender, peer: Connection, manifest: Manifest, handle: Handle, slots: int = 2) -> None:
+def publish(sender: Sender, peer: Connection, manifest: WeightManifest, handle: Handle, slots: int = 2) -> None:
     async def write(bucket: int) -> None:
         await asyncio.to_thread(sender.write, bucket)
 

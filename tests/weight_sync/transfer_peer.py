@@ -17,7 +17,7 @@ from torch import Tensor
 
 from roll.weight_sync.broadcast import BroadcastBackend, BroadcastGroup
 from roll.weight_sync.channel import Handle, SharedMemoryChannel
-from roll.weight_sync.stream import Manifest, Receiver, Sender
+from roll.weight_sync.stream import Receiver, Sender, WeightManifest
 
 MEGABYTE = 1 << 20
 BUCKET_BYTES = MEGABYTE
@@ -56,7 +56,7 @@ class Peer:
         self.tensors = tensors_of(seed, device, megabytes)
         self.receiver = Receiver(self.tensors)
 
-    def begin(self, manifest: Manifest, handle: Handle | None) -> None:
+    def begin(self, manifest: WeightManifest, handle: Handle | None) -> None:
         self.memory = PeakMemory()
         self.receiver.begin(manifest, handle)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from roll.engine.request import Completion, Progress, Request
 from roll.engine.slot_engine import EngineStats
 from roll.strategy.offload import Level
-from roll.weight_sync.stream import Manifest
+from roll.weight_sync.stream import WeightManifest
 from roll.weight_sync.weights import Weights
 
 
@@ -41,11 +41,11 @@ class InferStrategy(Protocol):
         """Serves these weights, which are in this process, from now on, once they are verified."""
         ...
 
-    def begin_loading(self, manifest: Manifest) -> Mapping[str, Tensor]:
+    def begin_loading(self, manifest: WeightManifest) -> Mapping[str, Tensor]:
         """The tensors that the version is about to be received into; nothing is served until `end_loading`."""
         ...
 
-    async def end_loading(self, manifest: Manifest) -> None:
+    async def end_loading(self, manifest: WeightManifest) -> None:
         """Serves the version whose tensors were received, once the probe agrees."""
         ...
 

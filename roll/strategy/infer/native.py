@@ -20,7 +20,7 @@ from roll.engine.paged.engine import PagedEngine
 from roll.engine.request import Completion, Progress, Request
 from roll.engine.slot_engine import EngineStats, SlotEngine
 from roll.strategy.offload import Level, TensorOffloader
-from roll.weight_sync.stream import Manifest
+from roll.weight_sync.stream import WeightManifest
 from roll.weight_sync.weights import Weights, check_probe, check_shared, named_tensors
 
 _PAUSE_S = 0.05
@@ -115,7 +115,7 @@ class NativeStrategy:
         self._verified = False  # the storage holds other values from here on
         self._serve(engine, weights)
 
-    def begin_loading(self, manifest: Manifest) -> Mapping[str, Tensor]:
+    def begin_loading(self, manifest: WeightManifest) -> Mapping[str, Tensor]:
         self._verified = False
         if self._own_model is None:
             assert self._make_model is not None, "an engine without a model of its own uses the trainer's"
@@ -123,11 +123,11 @@ class NativeStrategy:
             self._shelf = TensorOffloader(self._own_model.device)
         return named_tensors(self._own_model)
 
-    async def end_loading(self, manifest: Manifest) -> None:
+    async def end_loading(self, manifest: WeightManifest) -> None:
         assert self._own_model is not None
         self._serve(self._engine or self._make_engine(self._own_model, manifest.version), manifest)
 
-    def _serve(self, engine: SlotEngine | PagedEngine, weights: Weights | Manifest) -> None:
+    def _serve(self, engine: SlotEngine | PagedEngine, weights: Weights | WeightManifest) -> None:
         check_probe(weights, engine.log_probs_of(weights.probe.numpy()))
         engine.set_version(weights.version)
         self._engine, self._verified = engine, True

@@ -43,7 +43,7 @@ from roll.weight_sync.digest import digests
 from roll.weight_sync.host_copy import HostCopy
 from roll.weight_sync.layout import TensorSpec
 from roll.weight_sync.merged_state_dict import published_tensors
-from roll.weight_sync.stream import Manifest
+from roll.weight_sync.stream import WeightManifest
 from roll.weight_sync.weights import Weights, check_probe
 
 T = TypeVar("T")
@@ -129,7 +129,7 @@ class VllmStrategy:
         """The version that draws."""
         self._verified = False
         self._probing = False
-        self._unproven: Weights | Manifest | None = None
+        self._unproven: Weights | WeightManifest | None = None
         """Weights that were loaded while the engine slept: the probe waits until it is awake."""
         self._paused = False
         self._level: Level = "all"
@@ -298,12 +298,12 @@ class VllmStrategy:
             raise RunError(f"the engine's tensor {wrong[0]!r} is not the trainer's: version {weights.version} not loaded")
         await self._serve(weights)
 
-    def begin_loading(self, manifest: Manifest) -> Mapping[str, Tensor]:
+    def begin_loading(self, manifest: WeightManifest) -> Mapping[str, Tensor]:
         self._check_alive()
         self._verified = False
         return self._copy_of(manifest.layout.tensors).tensors
 
-    async def end_loading(self, manifest: Manifest) -> None:
+    async def end_loading(self, manifest: WeightManifest) -> None:
         await self._serve(manifest)
 
     def _copy_of(self, specs: Sequence[TensorSpec]) -> HostCopy:
@@ -315,7 +315,7 @@ class VllmStrategy:
             self._address = self._copy.address(untied)
         return self._copy
 
-    async def _serve(self, weights: Weights | Manifest) -> None:
+    async def _serve(self, weights: Weights | WeightManifest) -> None:
         async with self._turn:
             if self._level == "all":
                 await self._stand_still()

@@ -29,8 +29,8 @@ from roll.weight_sync.broadcast import BroadcastGroup
 from roll.weight_sync.digest import BLOCK_WORDS, digests
 from roll.weight_sync.layout import specs_of
 from roll.weight_sync.merged_state_dict import published_tensors
-from roll.weight_sync.rendezvous import Meeting
-from roll.weight_sync.stream import Manifest, Receiver, Sender
+from roll.weight_sync.rendezvous import Rendezvous
+from roll.weight_sync.stream import Receiver, Sender, WeightManifest
 from tests.ranks import Ranks
 
 
@@ -304,12 +304,12 @@ OFFERED: dict[str, Sender] = {}
 """The sender of each rank's process, between an offer and what is sent."""
 
 
-def offer(group: RankGroup, wanted: Model, bucket_bytes: int) -> Manifest:
+def offer(group: RankGroup, wanted: Model, bucket_bytes: int) -> WeightManifest:
     OFFERED["sender"] = Sender(sharded_source(made_sharded(group, wanted), group, wanted.dtype), bucket_bytes)
     return OFFERED["sender"].manifest(3, torch.zeros(2), torch.zeros(1))
 
 
-def broadcast(group: RankGroup, meeting: Meeting) -> None:
+def broadcast(group: RankGroup, meeting: Rendezvous) -> None:
     sender = OFFERED.pop("sender")
     if group.is_first:
         company = meeting.join(0, "cpu")
@@ -324,10 +324,10 @@ def test_ranks_broadcast_to_engines_of_other_processes(two: Ranks, replicas: Ran
     wanted = Model(rank=adapters, experts=4)
     for ranks in (two, replicas):
         manifest = ranks.run(offer, wanted, 500)[0]
-        meeting = Meeting("127.0.0.1", BroadcastGroup.free_port(), {0: 1, 1: 2}, "gloo", 60.0)
+        meeting = Rendezvous("127.0.0.1", BroadcastGroup.free_port(), {0: 1, 1: 2}, "gloo", 60.0)
         ranks.send(broadcast, meeting)
 
-        def receive(engine: int, meeting: Meeting = meeting, manifest: Manifest = manifest) -> Any:
+        def receive(engine: int, meeting: Rendezvous = meeting, manifest: WeightManifest = manifest) -> Any:
             received = {spec.name: torch.zeros(spec.shape, dtype=spec.dtype) for spec in manifest.layout.tensors}
             receiver, company = Receiver(received), meeting.join(meeting.ranks[engine], "cpu")
             receiver.begin(manifest)
@@ -344,7 +344,7 @@ def test_ranks_broadcast_to_engines_of_other_processes(two: Ranks, replicas: Ran
             assert digests(received) == digests(whole(wanted))
 
 
-def broadcast_in_vain(group: RankGroup, meeting: Meeting) -> tuple[str, float]:
+def broadcast_in_vain(group: RankGroup, meeting: Rendezvous) -> tuple[str, float]:
     """What the sender says of it, and the number of ranks as they count themselves afterwards."""
     said = ""
     try:
@@ -356,7 +356,7 @@ def broadcast_in_vain(group: RankGroup, meeting: Meeting) -> tuple[str, float]:
 
 def test_ranks_stay_in_step_when_an_engine_is_lost_while_they_broadcast(two: Ranks) -> None:
     two.run(offer, Model(), 500)
-    meeting = Meeting("127.0.0.1", BroadcastGroup.free_port(), {0: 1}, "gloo", 60.0)
+    meeting = Rendezvous("127.0.0.1", BroadcastGroup.free_port(), {0: 1}, "gloo", 60.0)
     two.send(broadcast_in_vain, meeting)
     meeting.join(1, "cpu").close()
     (said, first), (nothing, second) = (two.answer(rank) for rank in range(2))

@@ -15,7 +15,7 @@ from roll.cluster.mesh import MeshShape
 from roll.config import RunError, load_config
 from roll.config.schema import Config
 from roll.strategy.train.policy import PolicyTrainer
-from roll.weight_sync.rendezvous import Offer, Path
+from roll.weight_sync.rendezvous import Path, WeightAnnouncement
 from roll.workers.infer import InferWorker
 from roll.workers.publish import publish
 from roll.workers.rank_group import meet
@@ -33,7 +33,7 @@ class Damaged(TrainWorker):
     _offered = -1
 
     @dispatch(Dispatch.ONE)
-    def offer(self, version: int, path: Path) -> Offer:
+    def offer(self, version: int, path: Path) -> WeightAnnouncement:
         again, self._offered = self._offered == version, version
         made = super().offer(version, path)
         assert isinstance(self.strategy, PolicyTrainer)
