@@ -11,12 +11,12 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from roll.env.env_instance import Answer, EnvInstance
-from roll.env.ipc import Close, Result, Visit
+from roll.env.ipc import EnvClose, Result, Visit
 
 R = TypeVar("R")
 
 
-class Loop:
+class SharedLoop:
     """An event loop in a thread of its own."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Loop:
 class AsyncRunner:
     """An environment on the event loop."""
 
-    def __init__(self, tenant: EnvInstance, answer: Answer, loop: Loop, left: Callable[[], None]) -> None:
+    def __init__(self, tenant: EnvInstance, answer: Answer, loop: SharedLoop, left: Callable[[], None]) -> None:
         """`left` is called when the environment has been closed."""
         self._tenant = tenant
         self._answer = answer
@@ -67,7 +67,7 @@ class AsyncRunner:
     async def _serve(self, number: int, request: Visit) -> None:
         started = time.perf_counter()
         result = await self._result(request)
-        if isinstance(request, Close):
+        if isinstance(request, EnvClose):
             self._left()
         self._answer(number, result, time.perf_counter() - started)
 

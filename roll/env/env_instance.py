@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from roll.env.base import opened, stepped, tools_of
 from roll.env.crash_report import current
-from roll.env.ipc import Act, Close, Failed, Ready, Reset, Result, Visit
+from roll.env.ipc import EnvAct, EnvClose, EnvFailed, EnvReady, EnvReset, Result, Visit
 from roll.env.resolve import EnvSpecError, Factory, check_options, with_files
 from roll.process.child_main import REASON_CHARS, detail, reason, tell
 
 if TYPE_CHECKING:
-    from roll.env.async_runner import Loop
+    from roll.env.async_runner import SharedLoop
 
 Answer: TypeAlias = Callable[[int, Result, float], None]
 """Tells the pool what a request came to, and the seconds it took."""
@@ -32,7 +32,7 @@ class EnvRunner(Protocol):
 
 
 class EnvInstance:
-    """An environment, from its making in `Reset` to its `Close`."""
+    """An environment, from its making in `EnvReset` to its `EnvClose`."""
 
     def __init__(self, factory: Factory, root: str = "", place: int | None = None) -> None:
         self.place = place
@@ -50,10 +50,10 @@ class EnvInstance:
     def begin(self, request: Visit) -> Any:
         """What the environment returns, still to be awaited if that is needed."""
         current.set(self.place)
-        if isinstance(request, Reset):
+        if isinstance(request, EnvReset):
             self._environment = self._make(request)
             return self._environment.reset(seed=request.seed)
-        if isinstance(request, Act):
+        if isinstance(request, EnvAct):
             return self._environment.step(request.action)
         environment, self._environment = self._environment, None
         close = getattr(environment, "close", None)
@@ -62,32 +62,32 @@ class EnvInstance:
     def finish(self, request: Visit, returned: Any) -> Result:
         """What the environment returned, as the pool will have it."""
         try:
-            if isinstance(request, Close):
-                return Ready()
-            if isinstance(request, Reset):
+            if isinstance(request, EnvClose):
+                return EnvReady()
+            if isinstance(request, EnvReset):
                 return opened(returned, tools_of(self._environment))
             return stepped(returned)
         except ValueError as error:
-            return Failed("invalid", str(error)[:REASON_CHARS])
+            return EnvFailed("invalid", str(error)[:REASON_CHARS])
         except BaseException as error:
-            method = "reset" if isinstance(request, Reset) else "step"
-            return Failed("invalid", f"{method} returned what cannot be read: {reason(error)}", detail(error))
+            method = "reset" if isinstance(request, EnvReset) else "step"
+            return EnvFailed("invalid", f"{method} returned what cannot be read: {reason(error)}", detail(error))
 
-    def fail(self, error: BaseException) -> Failed:
+    def fail(self, error: BaseException) -> EnvFailed:
         """What the environment raised; SystemExit too: one that calls sys.exit() has raised."""
         if isinstance(error, EnvSpecError):
-            return Failed("invalid", str(error)[:REASON_CHARS])
+            return EnvFailed("invalid", str(error)[:REASON_CHARS])
         if isinstance(error, MemoryError):
             self.ran_out = True
             traceback.clear_frames(error.__traceback__)  # what the call had taken
         try:
-            failed = Failed("raised", reason(error), detail(error))
+            failed = EnvFailed("raised", reason(error), detail(error))
             tell(failed.detail)
             return failed
         except MemoryError:
-            return Failed("raised", "MemoryError")
+            return EnvFailed("raised", "MemoryError")
 
-    def _make(self, request: Reset) -> Any:
+    def _make(self, request: EnvReset) -> Any:
         try:
             options: dict[str, Any] = pickle.loads(request.options)
         except Exception as error:
@@ -107,7 +107,9 @@ class EnvInstance:
 class ThreadRunner:
     """A thread of its own for one environment, from beginning to end: some libraries insist on that."""
 
-    def __init__(self, tenant: EnvInstance, answer: Answer, loop: Callable[[], Loop], left: Callable[[], None]) -> None:
+    def __init__(
+        self, tenant: EnvInstance, answer: Answer, loop: Callable[[], SharedLoop], left: Callable[[], None]
+    ) -> None:
         """`left` is called when the thread is about to end."""
         self._tenant = tenant
         self._answer = answer
@@ -128,7 +130,7 @@ class ThreadRunner:
             number, request = self._requests.get()
             started = time.perf_counter()
             result = self._result(request)
-            closed = isinstance(request, Close)
+            closed = isinstance(request, EnvClose)
             if closed:
                 self._left()
             self._answer(number, result, time.perf_counter() - started)

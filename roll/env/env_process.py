@@ -77,7 +77,7 @@ class EnvProcess:
         self._why = ""
         self._threads: dict[int, int] = {}
         """The environment of each thread."""
-        self._ending: wire.Ending | None = None
+        self._ending: wire.EnvEnding | None = None
         self._fault = b""
         self._log = log
         self._hearing = asyncio.create_task(self._hear())
@@ -100,7 +100,7 @@ class EnvProcess:
         words = None if log is None or not is_bounded(log) else BoundedLog(log, log_bytes)
         host = cls(await ManagedProcess.start(COMMAND, log, same_order, log_bytes), lambda host: None, words)
         try:
-            await host.ask(wire.SetUp(root, memory_mb), deadline_s, "starting")
+            await host.ask(wire.EnvSetUp(root, memory_mb), deadline_s, "starting")
         except EnvFailure as failure:
             await asyncio.shield(host.end("it did not start"))
             raise RunError(f"an environment process did not start: {failure.reason}") from None
@@ -138,7 +138,7 @@ class EnvProcess:
         """Has an environment's code imported, once, by its `code` if there is one, else by its name; `EnvFailure` if that
         does not work."""
         if name not in self._loads:
-            self._loads[name] = self.ask(wire.Load(name, code), deadline_s, f"importing environment {name!r}")
+            self._loads[name] = self.ask(wire.EnvLoad(name, code), deadline_s, f"importing environment {name!r}")
         load = self._loads[name]
         try:
             # waits: it was asked with a deadline
@@ -146,7 +146,7 @@ class EnvProcess:
         except EnvFailure as failure:
             # each who waits has one of its own
             raise EnvFailure(failure.kind, failure.reason, suspects=failure.suspects) from None
-        if isinstance(result, wire.Failed):
+        if isinstance(result, wire.EnvFailed):
             if self._loads.get(name) is load:
                 del self._loads[name]  # the next may find the file mended
             raise EnvFailure(result.kind, result.reason, result.detail)
@@ -185,7 +185,7 @@ class EnvProcess:
         pong: asyncio.Future[Reply] = loop.create_future()
         pong.add_done_callback(_seen)
         pong.add_done_callback(lambda _: self._overdue(number))
-        self._send(_Call(wire.Ping(), call.deadline_s + _GRACE_S, "a ping", pong))
+        self._send(_Call(wire.EnvPing(), call.deadline_s + _GRACE_S, "a ping", pong))
 
     def _overdue(self, number: int) -> None:
         call = self._calls.pop(number, None)
@@ -208,7 +208,7 @@ class EnvProcess:
         self._child.kill()
         calls, self._calls = self._calls, {}
         guilty = None if self._ending is None or kind != "crashed" else self._ending.place
-        suspects = 1 if guilty is not None else sum(not isinstance(call.request, wire.Ping) for call in calls.values())
+        suspects = 1 if guilty is not None else sum(not isinstance(call.request, wire.EnvPing) for call in calls.values())
         for call in calls.values():
             if guilty is None:
                 call.settle(EnvFailure(kind, why, suspects=max(1, suspects)))
@@ -256,7 +256,7 @@ class EnvProcess:
                 self._send_next()
 
     def _hear_news(self, news: wire.News) -> None:
-        if isinstance(news, wire.Settled):
+        if isinstance(news, wire.EnvSettled):
             self._threads[news.thread] = news.place
         else:
             self._ending = news
@@ -272,7 +272,7 @@ class EnvProcess:
             self._log.write(words)
         place = self._threads.get(faulty_thread(words) or 0)
         if place is not None and self._ending is None:
-            self._ending = wire.Ending(place, f"had a fault{faulty_line(words)}")
+            self._ending = wire.EnvEnding(place, f"had a fault{faulty_line(words)}")
 
     def _obituary(self) -> str:
         if self._exited_full():
@@ -286,9 +286,9 @@ class EnvProcess:
 
 def _place(request: wire.Request) -> int | None:
     """Which environment a request is for."""
-    if isinstance(request, wire.Load):
+    if isinstance(request, wire.EnvLoad):
         return MAIN
-    return None if isinstance(request, wire.Ping | wire.SetUp) else request.place
+    return None if isinstance(request, wire.EnvPing | wire.EnvSetUp) else request.place
 
 
 def _seen(reply: asyncio.Future[Reply]) -> None:

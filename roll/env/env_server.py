@@ -24,16 +24,16 @@ from roll.env.env_instance import EnvInstance, EnvRunner, ThreadRunner
 from roll.env.ipc import (
     BY_ITSELF,
     LIMIT_BYTES,
-    Act,
-    Ending,
-    Failed,
-    Load,
-    Ping,
-    Ready,
-    Reset,
+    EnvAct,
+    EnvEnding,
+    EnvFailed,
+    EnvLoad,
+    EnvPing,
+    EnvReady,
+    EnvReset,
+    EnvSettled,
+    EnvSetUp,
     Result,
-    Settled,
-    SetUp,
     Visit,
     frame,
 )
@@ -43,7 +43,7 @@ from roll.process.framing import HEADER, read_payload
 from roll.process.memory_limit import MemoryLimit
 
 if TYPE_CHECKING:
-    from roll.env.async_runner import Loop
+    from roll.env.async_runner import SharedLoop
 
 COMMAND = command("roll.env.env_server")
 
@@ -58,12 +58,12 @@ def main() -> None:
     connection = connect()
     # Only of all threads does it say which one it was; the pool writes the stack of that one to the log.
     faulthandler.enable(connection.fileno(), all_threads=True)
-    server = Server(connection)
+    server = EnvServer(connection)
     confess_by(server.tell_end)
     server.serve()
 
 
-class Server:
+class EnvServer:
     """Passes requests on to environments, and their results back.
 
     Nothing here waits for an environment. When this part itself fails, or the pool has gone, the process ends at once:
@@ -74,23 +74,23 @@ class Server:
         self._connection = connection
         self._pid = os.getpid()
         self._writing = threading.Lock()
-        self._for_main: queue.SimpleQueue[tuple[int, SetUp | Load]] = queue.SimpleQueue()
+        self._for_main: queue.SimpleQueue[tuple[int, EnvSetUp | EnvLoad]] = queue.SimpleQueue()
         self._root = ""
         self._memory = MemoryLimit(0)
         self._factories: dict[str, Factory] = {}
         self._homes: dict[int, EnvRunner] = {}
-        self._shared_loop: Loop | None = None
+        self._shared_loop: SharedLoop | None = None
         self._making_loop = threading.Lock()
 
     def serve(self) -> NoReturn:
         threading.Thread(target=self._read, daemon=True).start()
         current.set(MAIN)
-        self._answer(BY_ITSELF, Settled(MAIN, threading.get_ident()), 0.0)
+        self._answer(BY_ITSELF, EnvSettled(MAIN, threading.get_ident()), 0.0)
         while True:
             # waits: the process ends with its pool
             number, request = self._for_main.get()
             started = time.perf_counter()
-            result = self._set_up(request) if isinstance(request, SetUp) else self._load(request)
+            result = self._set_up(request) if isinstance(request, EnvSetUp) else self._load(request)
             self._answer(number, result, time.perf_counter() - started)
 
     def _read(self) -> None:
@@ -102,52 +102,52 @@ class Server:
         except BaseException as error:
             _give_up(error)
 
-    def _pass_on(self, number: int, request: SetUp | Ping | Load | Visit) -> None:
-        if isinstance(request, Ping):
-            self._answer(number, Ready(), 0.0)
-        elif isinstance(request, SetUp | Load):
+    def _pass_on(self, number: int, request: EnvSetUp | EnvPing | EnvLoad | Visit) -> None:
+        if isinstance(request, EnvPing):
+            self._answer(number, EnvReady(), 0.0)
+        elif isinstance(request, EnvSetUp | EnvLoad):
             self._for_main.put((number, request))
-        elif isinstance(request, Reset):
+        elif isinstance(request, EnvReset):
             self._admit(number, request)
-        elif isinstance(request, Act):
+        elif isinstance(request, EnvAct):
             self._homes[request.place].take(number, request)
         elif request.place in self._homes:
             self._homes.pop(request.place).take(number, request)
         else:  # it was not admitted
-            self._answer(number, Ready(), 0.0)
+            self._answer(number, EnvReady(), 0.0)
 
     def tell_end(self, place: int, how: str) -> None:
         """An environment is about to end this process."""
         if self._writing.acquire(timeout=_TELL_S):
             with contextlib.suppress(OSError):
-                self._connection.sendall(frame((BY_ITSELF, Ending(place, how), 0.0)))
+                self._connection.sendall(frame((BY_ITSELF, EnvEnding(place, how), 0.0)))
             self._writing.release()
 
-    def _set_up(self, request: SetUp) -> Ready:
+    def _set_up(self, request: EnvSetUp) -> EnvReady:
         self._root = request.root
         self._memory = MemoryLimit(request.memory_mb)
-        return Ready()
+        return EnvReady()
 
-    def _load(self, request: Load) -> Ready | Failed:
+    def _load(self, request: EnvLoad) -> EnvReady | EnvFailed:
         try:
             self._factories[request.name] = unpacked(request.name, request.code, self._root)
         except UserError as error:
-            return Failed("invalid", str(error))
+            return EnvFailed("invalid", str(error))
         except BaseException as error:
-            return Failed("raised", reason(error))
-        return Ready()
+            return EnvFailed("raised", reason(error))
+        return EnvReady()
 
-    def _admit(self, number: int, request: Reset) -> None:
+    def _admit(self, number: int, request: EnvReset) -> None:
         """Give a new environment its home."""
         tenant = EnvInstance(self._factories[request.name], self._root, request.place)
         try:
             home = self._home(tenant)
         except RuntimeError as error:
-            self._answer(number, Failed("lost", f"its process cannot host more environments: {error}"), 0.0)
+            self._answer(number, EnvFailed("lost", f"its process cannot host more environments: {error}"), 0.0)
             return
         self._homes[request.place] = home
         if isinstance(home, ThreadRunner):
-            self._answer(BY_ITSELF, Settled(request.place, home.thread), 0.0)
+            self._answer(BY_ITSELF, EnvSettled(request.place, home.thread), 0.0)
         home.take(number, request)
 
     def _home(self, tenant: EnvInstance) -> EnvRunner:
@@ -158,11 +158,11 @@ class Server:
         self._memory.thread_comes()
         return ThreadRunner(tenant, self._answer, self._loop, lambda: self._leave_thread(tenant))
 
-    def _loop(self) -> Loop:
-        from roll.env.async_runner import Loop
+    def _loop(self) -> SharedLoop:
+        from roll.env.async_runner import SharedLoop
 
         with self._making_loop:
-            self._shared_loop = self._shared_loop or Loop()
+            self._shared_loop = self._shared_loop or SharedLoop()
             return self._shared_loop
 
     def _leave_thread(self, tenant: EnvInstance) -> None:
@@ -174,14 +174,14 @@ class Server:
         if tenant.ran_out and self._memory.is_short():
             _exit(EXIT_FULL)
 
-    def _answer(self, number: int, result: Result | Settled, seconds: float) -> None:
+    def _answer(self, number: int, result: Result | EnvSettled, seconds: float) -> None:
         if os.getpid() != self._pid:  # an environment forked, and its copy of this process came back from it
             _exit(0)
         try:
             message = frame((number, result, seconds))
             if len(message) > HEADER.size + LIMIT_BYTES:
                 too_long = f"the environment returned {len(message) >> 20} MB; at most {LIMIT_BYTES >> 20} MB are taken"
-                message = frame((number, Failed("invalid", too_long), seconds))
+                message = frame((number, EnvFailed("invalid", too_long), seconds))
             with self._writing:
                 self._connection.sendall(message)
         except BaseException as error:

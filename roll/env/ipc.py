@@ -20,7 +20,7 @@ LIMIT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class SetUp:
+class EnvSetUp:
     """The first request: where names are looked up from, and the memory limit, 0 for none."""
 
     root: str
@@ -28,12 +28,12 @@ class SetUp:
 
 
 @dataclass(frozen=True)
-class Ping:
+class EnvPing:
     """Answered at once by a process that lives, after all it had said before."""
 
 
 @dataclass(frozen=True)
-class Load:
+class EnvLoad:
     """Import an environment's code, by its name or from the place that is given."""
 
     name: str
@@ -41,7 +41,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Reset:
+class EnvReset:
     """Make an environment and begin its episode. `options` is a pickled dict."""
 
     place: int
@@ -51,23 +51,23 @@ class Reset:
 
 
 @dataclass(frozen=True)
-class Act:
+class EnvAct:
     place: int
     action: str
 
 
 @dataclass(frozen=True)
-class Close:
+class EnvClose:
     place: int
 
 
 @dataclass(frozen=True)
-class Ready:
+class EnvReady:
     """Done, nothing to tell."""
 
 
 @dataclass(frozen=True)
-class Failed:
+class EnvFailed:
     """The environment gave no answer."""
 
     kind: FailureKind
@@ -76,7 +76,7 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Settled:
+class EnvSettled:
     """An environment has a thread of its own. Sent by itself, with the number `BY_ITSELF`."""
 
     place: int
@@ -84,7 +84,7 @@ class Settled:
 
 
 @dataclass(frozen=True)
-class Ending:
+class EnvEnding:
     """An environment is about to end the process. Sent by itself too."""
 
     place: int
@@ -94,11 +94,11 @@ class Ending:
 BY_ITSELF = -1
 """The number of what answers no request."""
 
-Visit: TypeAlias = Reset | Act | Close
+Visit: TypeAlias = EnvReset | EnvAct | EnvClose
 """A request for one environment."""
-Request: TypeAlias = SetUp | Ping | Load | Visit
-Result: TypeAlias = Ready | ResetResult | Step | Failed
-News: TypeAlias = Settled | Ending
+Request: TypeAlias = EnvSetUp | EnvPing | EnvLoad | Visit
+Result: TypeAlias = EnvReady | ResetResult | Step | EnvFailed
+News: TypeAlias = EnvSettled | EnvEnding
 RESULTS = frames.Reader(get_args(Result | News))
 """Reads what a process says."""
 

@@ -22,7 +22,7 @@ _OPERATIONS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, 
 
 
 @register("maths_retries")
-class MathsRetries(ActingEnvironment):
+class MathRetry(ActingEnvironment):
     """Questions about numbers, answered by the last number in what is said: sums of `terms` numbers from `low` to `high`
     with the `operations` given, or the problems of a JSONL file `problems`, each of which is one seed's, with the
     columns `question` and `answer` (whose last number counts). A question that is there again is not asked again.

@@ -158,7 +158,7 @@ class EnvPool:
             raise self._counted(EnvFailure("lost", f"episode {episode_id!r} is not open here"))
         if episode.busy:
             raise self._counted(EnvFailure("invalid", f"episode {episode_id!r} has a call under way: one at a time"))
-        act = self._ask(episode, wire.Act(episode.place, action), self._deadlines.step_s, "step")
+        act = self._ask(episode, wire.EnvAct(episode.place, action), self._deadlines.step_s, "step")
         step = await self._ended_by_failure(episode, act)
         assert isinstance(step, Step)
         if step.done:
@@ -214,7 +214,7 @@ class EnvPool:
             host = episode.apart = await self._started(lambda _: None)
         await host.load(spec.name, spec.code, self._deadlines.start_s)
         self._raise_if_left(episode)  # an environment made now would never be closed
-        request = wire.Reset(episode.place, spec.name, spec.seed, options)
+        request = wire.EnvReset(episode.place, spec.name, spec.seed, options)
         return await self._ask(episode, request, self._deadlines.reset_s, "reset")
 
     async def _ask(self, episode: _Episode, request: wire.Visit, deadline_s: float, what: str) -> wire.Result:
@@ -222,7 +222,7 @@ class EnvPool:
         episode.call = episode.home.ask(request, deadline_s, f"{what} of episode {episode.id!r}")
         # waits: it was asked with a deadline
         result, seconds = await asyncio.shield(episode.call)
-        if isinstance(result, wire.Failed):
+        if isinstance(result, wire.EnvFailed):
             raise EnvFailure(result.kind, result.reason, result.detail)
         self._counts[f"{what}s"] += 1
         self._seconds[what] += seconds
@@ -274,14 +274,14 @@ class EnvPool:
     async def _close_environment(self, episode: _Episode, host: EnvProcess) -> None:
         if not host.usable:
             return
-        close = host.ask(wire.Close(episode.place), self._deadlines.step_s, f"close of episode {episode.id!r}")
+        close = host.ask(wire.EnvClose(episode.place), self._deadlines.step_s, f"close of episode {episode.id!r}")
         try:
             result, _ = await close
         except EnvFailure as failure:
             if failure.kind != "lost":
                 _log.warning("the environment of episode %r was not closed: %s", episode.id, failure)
             return
-        if isinstance(result, wire.Failed):
+        if isinstance(result, wire.EnvFailed):
             _log.warning("closing the environment of episode %r failed: %s\n%s", episode.id, result.reason, result.detail)
 
     async def _room(self, episode: _Episode) -> EnvProcess:

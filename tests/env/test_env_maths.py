@@ -16,7 +16,7 @@ from roll.data.sources import load_tasks
 from roll.data.task import Task
 from roll.env.base import opened, stepped
 from roll.env.demonstrations import demonstrations
-from roll.env.math_retry import MathsRetries, last_number, shown
+from roll.env.math_retry import MathRetry, last_number, shown
 
 
 @pytest.mark.parametrize(
@@ -54,14 +54,14 @@ def test_a_number_is_read_as_it_is_shown(number: Fraction) -> None:
 @given(st.lists(st.sampled_from([*"0123456789-−.,/$ x()"]), max_size=40).map("".join))
 def test_anything_may_be_said(text: str) -> None:
     last_number(text)
-    world = MathsRetries()
+    world = MathRetry()
     opened(world.reset(0))
     stepped(world.step(text))
 
 
 def test_a_right_answer_is_worth_less_with_every_try() -> None:
     for wrong in range(3):
-        world = MathsRetries(tries=3, decay=0.5)
+        world = MathRetry(tries=3, decay=0.5)
         world.reset(1)
         right = world.expert()
         for number in range(wrong):
@@ -74,12 +74,12 @@ def test_a_right_answer_is_worth_less_with_every_try() -> None:
 
 
 def test_the_last_wrong_answer_ends_it_and_says_what_was_right() -> None:
-    world = MathsRetries(tries=1)
+    world = MathRetry(tries=1)
     text, _ = world.reset(1)
     assert "You have one try." in text
     right = world.expert()
     assert world.step("-999").observation == f"-999 is wrong: it was {right}."
-    world = MathsRetries(tries=2, invalid_penalty=0.1)
+    world = MathRetry(tries=2, invalid_penalty=0.1)
     world.reset(1)
     assert world.step("hm").reward == -0.1
     last = world.step("hm")
@@ -89,18 +89,18 @@ def test_the_last_wrong_answer_ends_it_and_says_what_was_right() -> None:
 def test_sums_come_from_the_seed_and_are_right() -> None:
     questions = []
     for seed in range(200):
-        world = MathsRetries(low=-5, high=9, terms=4, operations="+-*")
+        world = MathRetry(low=-5, high=9, terms=4, operations="+-*")
         text, _ = world.reset(seed)
         question = text.split("\n")[0]
         questions.append(question)
         assert Fraction(eval(question.removeprefix("What is ").removesuffix("?"))) == Fraction(world.expert())
-        assert MathsRetries(low=-5, high=9, terms=4, operations="+-*").reset(seed)[0] == text
+        assert MathRetry(low=-5, high=9, terms=4, operations="+-*").reset(seed)[0] == text
     assert len(set(questions)) > 190
 
 
 def test_wrong_answers_name_the_state() -> None:
     def after(*said: str) -> object:
-        world = MathsRetries(tries=5)
+        world = MathRetry(tries=5)
         world.reset(2)
         return [world.step(text) for text in said][-1].info["state"]
 
@@ -114,7 +114,7 @@ def test_problems_of_a_file(tmp_path: Path) -> None:
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")
     options = {"problems": str(path), "question": "q", "answer": "a", "format": "answer"}
     for seed in range(2):
-        world = MathsRetries(**options)  # type: ignore[arg-type]
+        world = MathRetry(**options)  # type: ignore[arg-type]
         text, _ = world.reset(seed)
         assert text.startswith(rows[seed]["q"])  # type: ignore[arg-type]
         assert world.expert() == ("<answer>18</answer>" if seed == 0 else "<answer>0.5</answer>")
@@ -131,7 +131,7 @@ def problems(folder: Path, count: int) -> str:
 
 
 def test_a_seed_without_a_problem_is_refused(tmp_path: Path) -> None:
-    world = MathsRetries(problems=problems(tmp_path, 3))
+    world = MathRetry(problems=problems(tmp_path, 3))
     assert world.episodes == 3
     for seed in (3, -1):
         with pytest.raises(ValueError, match=f"the seed is {seed}, but the problems of this file are 0 to 2"):
@@ -186,7 +186,7 @@ def test_a_file_that_is_too_small_to_split_is_refused(
 
 def _question(task: Task) -> str:
     assert task.environment is not None
-    return MathsRetries(**task.environment.options).reset(task.environment.seed)[0].splitlines()[0]
+    return MathRetry(**task.environment.options).reset(task.environment.seed)[0].splitlines()[0]
 
 
 @pytest.mark.parametrize(
@@ -208,4 +208,4 @@ def test_what_cannot_be_asked_is_refused(tmp_path: Path, options: dict[str, obje
     if options.get("problems") == "{}":
         options = {**options, "problems": str(path)}
     with pytest.raises((UserError, ValueError), match=says):
-        MathsRetries(**options)  # type: ignore[arg-type]
+        MathRetry(**options)  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from roll.data.task import EnvSpec
 from roll.env import EnvFailure, ResetResult, Step
 from roll.env import ipc as wire
 from roll.env.builtin import Guess
-from roll.env.env_server import Server
+from roll.env.env_server import EnvServer
 from roll.env.pool import Deadlines, EnvPool
 from roll.env.stats import EnvStats
 from roll.process.framing import read_payload
@@ -799,7 +799,7 @@ def served(*requests: wire.Visit) -> list[wire.Result]:
     """What the inside of an environment process answers, here."""
     ours, theirs = socket.socketpair()
     with ours, theirs, ours.makefile("rb") as answers:
-        server = Server(theirs)
+        server = EnvServer(theirs)
         server._factories["guess"] = Guess
         results = []
         for number, request in enumerate(requests):
@@ -817,11 +817,11 @@ def test_a_process_without_threads_left_says_so_and_goes_on(monkeypatch: pytest.
     def full(*arguments: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    reset, act, close = wire.Reset(5, "guess", 0, pickle.dumps({"high": 1})), wire.Act(5, "1"), wire.Close(5)
-    assert served(reset, act, close)[1:] == [Step("Right.", 1.0, terminated=True, info={"success": 1.0}), wire.Ready()]
+    reset, act, close = wire.EnvReset(5, "guess", 0, pickle.dumps({"high": 1})), wire.EnvAct(5, "1"), wire.EnvClose(5)
+    assert served(reset, act, close)[1:] == [Step("Right.", 1.0, terminated=True, info={"success": 1.0}), wire.EnvReady()]
     monkeypatch.setattr("roll.env.env_server.ThreadRunner", full)
     reason = "its process cannot host more environments: can't start new thread"
-    assert served(reset, close) == [wire.Failed("lost", reason), wire.Ready()]
+    assert served(reset, close) == [wire.EnvFailed("lost", reason), wire.EnvReady()]
 
 
 def test_when_no_process_starts_any_more_calls_fail_instead_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from roll.env.pool import EnvPool
 from roll.env.resolve import resolve
 from roll.env.tasks import environment_tasks
 from roll.env.webshop.env import WebShop
-from roll.env.webshop.navigation import BACK, NEXT, PREV, Page, Store
+from roll.env.webshop.navigation import BACK, NEXT, PREV, Page, ShopPages
 
 SMALL: dict[str, Any] = {"products": 400, "catalogue_seed": 1}
 
@@ -30,8 +30,8 @@ def says(world: WebShop, action: str) -> str:
     return str(world.step(action).observation)
 
 
-def store(page_size: int = 5) -> Store:
-    return Store(begun()._store.catalogue, page_size)
+def store(page_size: int = 5) -> ShopPages:
+    return ShopPages(begun()._store.catalogue, page_size)
 
 
 def test_pages_lead_on_and_back() -> None:

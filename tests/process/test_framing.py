@@ -40,12 +40,12 @@ def test_a_payload_that_is_none_is_refused(payload: bytes) -> None:
 
 def test_all_that_processes_say_is_read() -> None:
     said = [
-        (1, wire.Ready(), 0.5),
+        (1, wire.EnvReady(), 0.5),
         (2, ResetResult(({"role": "user", "content": "hi"},), {"a": 1.0}, ({"type": "function"},)), 0.5),
         (3, Step("hi", 1.0, True, False, {"a": 1.0}), 0.5),
-        (4, wire.Failed("raised", "why", "where"), 0.5),
-        (-1, wire.Settled(3, 7), 0.0),
-        (-1, wire.Ending(3, "how"), 0.0),
+        (4, wire.EnvFailed("raised", "why", "where"), 0.5),
+        (-1, wire.EnvSettled(3, 7), 0.0),
+        (-1, wire.EnvEnding(3, "how"), 0.0),
     ]
     for each in said:
         assert wire.RESULTS.read(wire.frame(each)[HEADER.size :]) == each

@@ -14,8 +14,8 @@ from roll.env.resolve import register
 from roll.env.webshop.catalogue import Catalogue
 from roll.env.webshop.generate import ROUNDS, generate
 from roll.env.webshop.loader import check_folder, is_small, read
-from roll.env.webshop.navigation import Page, Store, is_buy
-from roll.env.webshop.oracle import Expert
+from roll.env.webshop.navigation import Page, ShopPages, is_buy
+from roll.env.webshop.oracle import ShopOracle
 from roll.env.webshop.reward import score
 from roll.env.webshop.views import PAGE_SIZES, VIEWS, View
 
@@ -68,12 +68,12 @@ class WebShop(ActingEnvironment):
         return len(open_catalogue(*self._catalogue).goals) if is_small(Path(data), products) else None
 
     def begin(self, seed: int) -> str:
-        self._store = Store(open_catalogue(*self._catalogue), self._page_size)
+        self._store = ShopPages(open_catalogue(*self._catalogue), self._page_size)
         goals = self._store.catalogue.goals
         if not 0 <= seed < len(goals):
             raise ValueError(f"webshop: the seed is {seed}, but the goals of this catalogue are 0 to {len(goals) - 1}")
         self._goal = goals[seed]
-        self._expert = Expert(self._store, self._goal)
+        self._expert = ShopOracle(self._store, self._goal)
         self._place, self._bought, self._score = Page(), False, 0.0
         return (
             "You are shopping in a web store. Find what is asked for, choose its options, then buy it.\n"

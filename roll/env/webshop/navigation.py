@@ -40,7 +40,7 @@ class Page:
         return " / ".join((self.keywords, str(self.page), self.product, options, self.tab))
 
 
-class Store:
+class ShopPages:
     """A catalogue as pages of `page_size` results."""
 
     def __init__(self, catalogue: Catalogue, page_size: int) -> None:

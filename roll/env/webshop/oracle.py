@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from roll.env.webshop.catalogue import Goal, Product
-from roll.env.webshop.navigation import BACK, BUY, NEXT, PREV, Page, Store
+from roll.env.webshop.navigation import BACK, BUY, NEXT, PREV, Page, ShopPages
 from roll.env.webshop.reward import option_fits, score
 from roll.env.webshop.text import words
 
 
-class Expert:
+class ShopOracle:
     """For one goal in one store."""
 
-    def __init__(self, store: Store, goal: Goal) -> None:
+    def __init__(self, store: ShopPages, goal: Goal) -> None:
         self._store = store
         self._goal = goal
         self._fitting: dict[str, bool] = {}

@@ -32,7 +32,7 @@ _COLORS = frozenset(words("black white red blue green yellow purple pink brown g
 
 
 @dataclass(frozen=True)
-class Score:
+class PurchaseScore:
     """A purchase, judged: `kind` is r_type; of what was asked for, how many attributes and options were matched, and
     whether the price was."""
 
@@ -50,9 +50,9 @@ class Score:
         return self.kind * matched / (self.asked_attributes + self.asked_options + 1)
 
 
-def score(goal: Goal, product: Product, chosen: Mapping[str, str]) -> Score:
+def score(goal: Goal, product: Product, chosen: Mapping[str, str]) -> PurchaseScore:
     """What buying the product with these options is worth to who has the goal."""
-    return Score(
+    return PurchaseScore(
         kind=kind_reward(goal.product, product),
         attributes=sum(has_attribute(product, attribute) for attribute in goal.attributes),
         options=sum(any(option_fits(*option, wanted) for option in chosen.items()) for wanted in goal.options),

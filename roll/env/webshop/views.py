@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 from roll.env.webshop.catalogue import Product
-from roll.env.webshop.navigation import BUY, TABS, Page, Store
+from roll.env.webshop.navigation import BUY, TABS, Page, ShopPages
 from roll.env.webshop.text import shorten
 
 View: TypeAlias = Literal["compact", "full"]
@@ -20,7 +20,7 @@ TITLE_CHARS = 80
 """Titles are not longer in a compact list of results."""
 
 
-def compact(store: Store, place: Page, instruction: str) -> str:
+def compact(store: ShopPages, place: Page, instruction: str) -> str:
     """A page in few words."""
     if not place.keywords:
         return "Search page. Write search[ and the keywords, for example: search[red wool socks]"
@@ -28,7 +28,7 @@ def compact(store: Store, place: Page, instruction: str) -> str:
     return "\n".join((*lines, " ".join(f"click[{button}]" for button in store.buttons(place))))
 
 
-def full(store: Store, place: Page, instruction: str) -> str:
+def full(store: ShopPages, place: Page, instruction: str) -> str:
     """A page with all that is on it."""
     texts = ["WebShop", "Instruction:", instruction, "Search"] if not place.keywords else ["Instruction:", instruction]
     if place.product:
@@ -39,7 +39,7 @@ def full(store: Store, place: Page, instruction: str) -> str:
     return f"{' [SEP] '.join(texts)}\nAvailable actions: {', '.join(actions)}"
 
 
-VIEWS: dict[View, Callable[[Store, Page, str], str]] = {"compact": compact, "full": full}
+VIEWS: dict[View, Callable[[ShopPages, Page, str], str]] = {"compact": compact, "full": full}
 PAGE_SIZES: dict[View, int] = {"compact": 5, "full": 10}
 
 
@@ -49,7 +49,7 @@ def tab_text(product: Product, tab: str) -> list[str]:
     return [text for text in said if text] or ["Nothing is said here."]
 
 
-def _compact_results(store: Store, place: Page) -> list[str]:
+def _compact_results(store: ShopPages, place: Page) -> list[str]:
     found, shown = store.results(place), store.shown(place)
     if not found:
         return [f"Nothing found for: {place.keywords}"]
@@ -58,7 +58,7 @@ def _compact_results(store: Store, place: Page) -> list[str]:
     return [f"Results {first} to {first + len(shown) - 1} of {len(found)}:", *lines]
 
 
-def _compact_product(store: Store, place: Page) -> list[str]:
+def _compact_product(store: ShopPages, place: Page) -> list[str]:
     product = store.product(place)
     if place.tab:
         return [f"{place.tab}: {'; '.join(tab_text(product, place.tab))}"]
@@ -76,7 +76,7 @@ def _values(product: Product, axis: str, place: Page) -> list[str]:
     return values
 
 
-def _full_results(store: Store, place: Page) -> list[str]:
+def _full_results(store: ShopPages, place: Page) -> list[str]:
     texts = ["Back to Search", f"Page {place.page} (Total results: {len(store.results(place))})"]
     texts += [button for button in store.buttons(place) if button not in texts]
     for product in store.shown(place):
@@ -84,7 +84,7 @@ def _full_results(store: Store, place: Page) -> list[str]:
     return texts
 
 
-def _full_product(store: Store, place: Page) -> list[str]:
+def _full_product(store: ShopPages, place: Page) -> list[str]:
     product, texts = store.product(place), ["Back to Search", "< Prev"]
     if place.tab:
         return texts + tab_text(product, place.tab)
