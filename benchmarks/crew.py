@@ -20,7 +20,7 @@ from roll.data.sample import Sample
 from roll.data.task import Response
 from roll.engine.request import Request, SamplingParams
 from roll.model.chat import Conversation
-from roll.reward import RewardSource
+from roll.reward import RewardSpec
 from roll.rollout.runner import SampleRunner
 from roll.rollout.worker import RolloutWorker
 from roll.scheduler.rollout_pool import RolloutPool
@@ -125,7 +125,7 @@ class Crew:
             for role, count in (("actor_train", 1), ("actor_infer", engines), ("reward", 1), ("rollout", 2))
         }
         executor.reserve([place for some in places.values() for place in some])
-        source = RewardSource.of("number")
+        source = RewardSpec.of("number")
         self.rewards = await Cluster.start(
             executor, lambda place: RewardWorker(place, config.reward, source), places["reward"]
         )

@@ -27,7 +27,7 @@ from roll.env.preflight import check_seed, episodes, minds_values
 from roll.env.resolve import located as find_code
 from roll.model.find import check_template, find_model
 from roll.pipeline.policies import check_policies
-from roll.reward import RewardFn, RewardSource
+from roll.reward import RewardFn, RewardSpec
 from roll.reward.builtin import ASKS_OTHERS, BUILTINS, OF_SHAPE
 from roll.run.code import load_object
 from roll.run.folder import RunFolder
@@ -38,7 +38,7 @@ class Found:
     """What a run works on: tasks and their judge, or for `pipeline: sft` conversations."""
 
     tasks: TaskSet | None = None
-    judge: RewardSource | None = None
+    judge: RewardSpec | None = None
     chats: ChatSet | None = None
 
 
@@ -86,7 +86,7 @@ def find(
     return Found(*find_tasks(config, reward, tasks))
 
 
-def find_tasks(config: Config, reward: RewardFn | None, tasks: TaskSource | None) -> tuple[TaskSet, RewardSource]:
+def find_tasks(config: Config, reward: RewardFn | None, tasks: TaskSource | None) -> tuple[TaskSet, RewardSpec]:
     """The tasks and the judge of a run with rollouts."""
     reward = _kept(config.reward.name) if reward is None else reward
     tasks = _kept(config.tasks.source) if tasks is None else tasks
@@ -109,18 +109,16 @@ def _kept(name: str) -> Any:
     return load_object(name) if is_object(name) else None
 
 
-def _tasks_and_judge(config: Config, reward: RewardFn | None, tasks: TaskSource | None) -> tuple[TaskSet, RewardSource]:
+def _tasks_and_judge(config: Config, reward: RewardFn | None, tasks: TaskSource | None) -> tuple[TaskSet, RewardSpec]:
     if not config.domains:
         judge = (
-            RewardSource.of(reward, config.root)
-            if reward is not None
-            else RewardSource.of_config(config.reward, config.root)
+            RewardSpec.of(reward, config.root) if reward is not None else RewardSpec.of_config(config.reward, config.root)
         )
         return load_tasks(config.tasks, tasks, config.root), judge
     for name, given in (("reward", reward), ("tasks", tasks)):
         if given is not None:
             raise UserError(f"{name} was given, but each of the config's domains has its own: leave it out, or domains")
-    judge = RewardSource.of_domains({name: domain.reward for name, domain in config.domains.items()}, config.root)
+    judge = RewardSpec.of_domains({name: domain.reward for name, domain in config.domains.items()}, config.root)
     return load_domains(config.domains, config.root), judge
 
 
@@ -196,7 +194,7 @@ def _check_formats(config: Config) -> None:
             )
 
 
-def _check_votes(config: Config, tasks: TaskSet, judge: RewardSource) -> None:
+def _check_votes(config: Config, tasks: TaskSet, judge: RewardSpec) -> None:
     """Refuses maj@k where nobody says which answer a response gives."""
     for task in {task.domain: task for task in tasks.held_out}.values():
         name = set_of(task.domain)

@@ -40,7 +40,7 @@ from roll.pipeline.sft import SFT
 from roll.pipeline.sft_eval import HeldOut, measure
 from roll.pipeline.state import RunState, SFTState, State
 from roll.pipeline.supervision import supervised, supervised_trainer
-from roll.reward import RewardFn, RewardSource
+from roll.reward import RewardFn, RewardSpec
 from roll.reward.answers import check_answers
 from roll.rollout.transcript import Transcript
 from roll.run import Panel
@@ -88,7 +88,7 @@ class Pipeline(ABC, Generic[R, S]):
 
 
 class RLVRPipeline(Pipeline[Roles, RunState]):
-    def __init__(self, config: Config, tasks: TaskSet, reward: RewardSource) -> None:
+    def __init__(self, config: Config, tasks: TaskSet, reward: RewardSpec) -> None:
         self.config = config
         self.remarks = remarks(config, tasks, rules_of(config) if reward.pickled is None else {})
         self.checked = tasks.answers
@@ -213,13 +213,13 @@ def prepare(
 
 def check(
     config: Config, *, reward: RewardFn | None = None, tasks: TaskSource | None = None
-) -> tuple[TaskSet, RewardSource]:
+) -> tuple[TaskSet, RewardSpec]:
     """The tasks and the judge of a run with rollouts, found good together with the model."""
     config = located(config)
     return _check_tasks(config, *find_tasks(config, reward, tasks))
 
 
-def _check_tasks(config: Config, tasks: TaskSet, judge: RewardSource) -> tuple[TaskSet, RewardSource]:
+def _check_tasks(config: Config, tasks: TaskSet, judge: RewardSpec) -> tuple[TaskSet, RewardSpec]:
     check_optimizer(config.train.optimizer)
     check_vllm(config)
     check_scorers(config)

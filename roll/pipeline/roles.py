@@ -25,7 +25,7 @@ from roll.model.find import find_model
 from roll.pipeline.reward_models import scorer_peaks, start_scorers
 from roll.pipeline.start import LEAST_SILENT_S, aside, met, watched
 from roll.process.structured_gather import together
-from roll.reward import RewardSource
+from roll.reward import RewardSpec
 from roll.reward.stats import GraderStats
 from roll.rollout.worker import RolloutWorker
 from roll.run.checkpoint import verify_model
@@ -281,7 +281,7 @@ def inventory_of(config: Config, executor: Executor) -> Inventory:
 @asynccontextmanager
 async def start_roles(
     config: Config,
-    reward: RewardSource,
+    reward: RewardSpec,
     *,
     executor: Executor | None = None,
     map: DeviceMap | None = None,
@@ -353,7 +353,7 @@ async def _start_actor(
 
 
 async def _start(
-    config: Config, reward: RewardSource, executor: Executor, map: DeviceMap, stages: ResidencyTable, run: Path | None
+    config: Config, reward: RewardSpec, executor: Executor, map: DeviceMap, stages: ResidencyTable, run: Path | None
 ) -> Roles:
     graders = None if run is None else run / "graders.log"
     environments_log = None if run is None else run / "environments.log"

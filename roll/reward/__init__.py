@@ -13,6 +13,6 @@ a `ScoreFailure` that says why.
 from roll.reward.base import RewardFn, ScoreFailure, Verdict
 from roll.reward.compose import compose
 from roll.reward.factory import make
-from roll.reward.reward_spec import RewardSource
+from roll.reward.reward_spec import RewardSpec
 
-__all__ = ["RewardFn", "RewardSource", "ScoreFailure", "Verdict", "compose", "make"]
+__all__ = ["RewardFn", "RewardSpec", "ScoreFailure", "Verdict", "compose", "make"]

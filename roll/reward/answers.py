@@ -21,7 +21,7 @@ from roll.data.task import Response, Task
 from roll.process.structured_gather import together
 from roll.reward.base import RewardFn, ScoreFailure, check_answer
 from roll.reward.pool import GraderPool
-from roll.reward.reward_spec import RewardSource
+from roll.reward.reward_spec import RewardSpec
 
 MOST = 256
 """Tasks whose answers are tried by a verdict, of each reward."""
@@ -44,7 +44,7 @@ class AnswersChecked:
         return f"checked the answers of {count} tasks"
 
 
-def check_answers(source: RewardSource, tasks: Sequence[Task], deadline_s: float = 10.0) -> AnswersChecked | None:
+def check_answers(source: RewardSpec, tasks: Sequence[Task], deadline_s: float = 10.0) -> AnswersChecked | None:
     """Of how many tasks the answers were checked; None where nothing in the reward looks at answers. `UserError` names a
     task whose answer no response satisfies, and says what to write instead."""
     parts = source.parts()
@@ -86,7 +86,7 @@ def _refuse(faults: dict[str, str]) -> None:
 
 
 async def _tried(
-    source: RewardSource, setting: str, reward: RewardFn, tasks: Sequence[Task], deadline_s: float
+    source: RewardSpec, setting: str, reward: RewardFn, tasks: Sequence[Task], deadline_s: float
 ) -> dict[str, str]:
     """What is wrong with the answers of tasks, by their ids."""
     faults: dict[str, str] = {}

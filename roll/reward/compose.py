@@ -32,14 +32,14 @@ from roll.reward.base import (
 )
 from roll.reward.builtin import OF_ROLES
 from roll.reward.factory import check_built_in, make
-from roll.reward.model_reward import AsksRole, asks_role, told
+from roll.reward.model_reward import ModelBackedReward, asks_role, told
 
 if TYPE_CHECKING:
     from roll.config.reward import RewardRule
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightedPart:
     """One part of a rule, as `roll.config.reward.RewardPart` says it."""
 
     name: str
@@ -55,12 +55,12 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Rule:
+class ComposedRule:
     """What an attempt is worth, in plain types: grader processes read it without the configuration's library."""
 
     name: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
-    parts: Mapping[str, Part] = field(default_factory=dict)
+    parts: Mapping[str, WeightedPart] = field(default_factory=dict)
 
     @property
     def names(self) -> set[str]:
@@ -68,14 +68,18 @@ class Rule:
         return {part.name for part in self.parts.values()} or {self.name}
 
     @classmethod
-    def of(cls, config: RewardRule) -> Rule:
+    def of(cls, config: RewardRule) -> ComposedRule:
         """The rule of a configuration."""
-        return cls(config.name, config.options, {name: Part(**part.model_dump()) for name, part in config.parts.items()})
+        return cls(
+            config.name, config.options, {name: WeightedPart(**part.model_dump()) for name, part in config.parts.items()}
+        )
 
 
-def compose(config: RewardRule | Rule, *, root: str | os.PathLike[str] | None = None, where: str = "reward") -> RewardFn:
+def compose(
+    config: RewardRule | ComposedRule, *, root: str | os.PathLike[str] | None = None, where: str = "reward"
+) -> RewardFn:
     """The reward that a configuration or a rule describes. `UserError` names the setting that is wrong, under `where`."""
-    rule = config if isinstance(config, Rule) else Rule.of(config)
+    rule = config if isinstance(config, ComposedRule) else ComposedRule.of(config)
     if not rule.parts:
         return told("", make(rule.name, rule.options, root=root, where=where))
     parts = {
@@ -85,14 +89,14 @@ def compose(config: RewardRule | Rule, *, root: str | os.PathLike[str] | None = 
     return Composed(rule.parts, parts)
 
 
-def asked_of_roles(rule: Rule) -> dict[str, AsksRole]:
+def asked_of_roles(rule: ComposedRule) -> dict[str, ModelBackedReward]:
     """The rewards of a rule that roles give, by the part's name; empty for a whole reward."""
     named = {name: (part.name, part.options) for name, part in rule.parts.items()} or {"": (rule.name, rule.options)}
     made = {part: make(name, options) for part, (name, options) in named.items() if name in OF_ROLES}
     return {part: reward for part, reward in made.items() if asks_role(reward)}
 
 
-def check_rule(rule: Rule, where: str = "reward") -> None:
+def check_rule(rule: ComposedRule, where: str = "reward") -> None:
     """`UserError` where an option is of the wrong type, or names a token that is not there."""
     if not rule.parts:
         check_built_in(rule.name, rule.options, where)
@@ -110,7 +114,7 @@ def warm_up(reward: RewardFn) -> None:
 class Composed:
     """A weighted sum of rewards behind gates."""
 
-    def __init__(self, parts: Mapping[str, Part], rewards: Mapping[str, RewardFn]) -> None:
+    def __init__(self, parts: Mapping[str, WeightedPart], rewards: Mapping[str, RewardFn]) -> None:
         self._parts = parts
         self._rewards = rewards
         self.__qualname__ = " + ".join(parts)  # for messages

@@ -17,7 +17,7 @@ _FENCE = re.compile(r"\s*```[\w-]*\n(.*?)\n?```\s*", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Format:
+class FormatReward:
     """1 if the text is of the form that the options describe, all of them, else 0; or the share of them that hold."""
 
     pattern: str | None = None

@@ -13,7 +13,7 @@ from roll.process.managed_process import ManagedProcess
 from roll.reward import ipc as wire
 from roll.reward.base import ScoreFailure
 from roll.reward.grader_main import COMMAND
-from roll.reward.reward_spec import RewardSource
+from roll.reward.reward_spec import RewardSpec
 
 _GRACE_S = 0.2
 _STATUS_S = 2.0
@@ -35,7 +35,7 @@ class Grader:
     @classmethod
     async def start(
         cls,
-        source: RewardSource,
+        source: RewardSpec,
         deadline_s: float,
         log: Path | None,
         memory_mb: int = 0,
@@ -61,13 +61,13 @@ class Grader:
         """Whether it can be given a job."""
         return not (self._owes_answer or self._child.killed or self._child.exit.done())
 
-    async def ask(self, job: bytes, deadline_s: float) -> wire.Scored | wire.Failed:
+    async def ask(self, job: bytes, deadline_s: float) -> wire.GraderScored | wire.GraderFailed:
         """The answer to a job; `ScoreFailure` if the process hangs or dies over it."""
         answer = await self._exchange(job, deadline_s)
-        if not isinstance(answer, wire.Scored | wire.Failed):
+        if not isinstance(answer, wire.GraderScored | wire.GraderFailed):
             self.kill()
             raise ScoreFailure("crashed", "the grader process sent something that is not an answer")
-        if isinstance(answer, wire.Failed) and answer.is_last:
+        if isinstance(answer, wire.GraderFailed) and answer.is_last:
             self.kill()
         return answer
 
@@ -79,14 +79,14 @@ class Grader:
         """Wait for a killed process's end."""
         await self._child.gone()
 
-    async def _load(self, source: RewardSource, memory_mb: int, deadline_s: float) -> None:
+    async def _load(self, source: RewardSpec, memory_mb: int, deadline_s: float) -> None:
         try:
-            answer = await self._exchange(pickle.dumps(wire.SetUp(source, memory_mb)), deadline_s)
+            answer = await self._exchange(pickle.dumps(wire.GraderSetUp(source, memory_mb)), deadline_s)
         except ScoreFailure as failure:
             if failure.kind == "deadline":
                 raise RunError(f"loading reward {source.label!r} took more than {deadline_s:g} s") from None
             raise RunError(f"while loading reward {source.label!r}, {failure.reason}") from None
-        if isinstance(answer, wire.Refused):
+        if isinstance(answer, wire.GraderRefused):
             if answer.users_fault:
                 raise UserError(answer.reason)
             raise RunError(f"a grader process cannot load reward {source.label!r}: {answer.reason}")
@@ -128,7 +128,7 @@ class Grader:
                 answer: wire.Answer = wire.ANSWERS.read(await self._child.reader.readexactly(size))
             except Exception:  # it ended, or something wrote to its end of the connection: no answer can be trusted now
                 return None
-            if not isinstance(answer, wire.Entered):
+            if not isinstance(answer, wire.GraderEntered):
                 return answer
             self._part = answer.part
 

@@ -31,7 +31,16 @@ from roll.reward.base import (
     normalise,
 )
 from roll.reward.domains import ByDomain
-from roll.reward.ipc import Answer, Entered, Failed, Ready, Refused, Scored, SetUp, write_answer
+from roll.reward.ipc import (
+    Answer,
+    GraderEntered,
+    GraderFailed,
+    GraderReady,
+    GraderRefused,
+    GraderScored,
+    GraderSetUp,
+    write_answer,
+)
 from roll.reward.model_reward import Said, said
 
 COMMAND = command("roll.reward.grader_main")
@@ -50,24 +59,24 @@ def serve(stream: BinaryIO) -> None:
     if payload is None:
         return
     try:
-        setup: SetUp = pickle.loads(payload)
+        setup: GraderSetUp = pickle.loads(payload)
         function = setup.source.load()
         memory = MemoryLimit(setup.memory_mb)
     except BaseException as error:
         write_answer(stream, _refusal(error))
         return
-    write_answer(stream, Ready())
-    entering.set(lambda part: write_answer(stream, Entered(part)))
+    write_answer(stream, GraderReady())
+    entering.set(lambda part: write_answer(stream, GraderEntered(part)))
     pid = os.getpid()
     while (job := read_payload(stream)) is not None:
         answer, ran_out = judge(function, job)
         if os.getpid() != pid:  # the function forked, and its copy of this process came back from it
             return
-        if ran_out and isinstance(answer, Failed):
+        if ran_out and isinstance(answer, GraderFailed):
             why = f"it took more memory than reward.memory_mb={setup.memory_mb} allows: {answer.reason}"
             answer = replace(answer, reason=why if setup.memory_mb else answer.reason, is_last=memory.is_short())
         write_answer(stream, answer)
-        if isinstance(answer, Failed):
+        if isinstance(answer, GraderFailed):
             tell(answer.detail)
 
 
@@ -76,13 +85,15 @@ def judge(function: RewardFn, job: bytes) -> tuple[Answer, bool]:
     try:
         task, response, known, votes = pickle.loads(job)
     except BaseException as error:
-        return Failed("raised", f"the task cannot be read in the grader process: {reason(error)}", detail(error)), False
+        return GraderFailed(
+            "raised", f"the task cannot be read in the grader process: {reason(error)}", detail(error)
+        ), False
     return judged(function, task, response, known, votes)
 
 
 def judged(
     function: RewardFn, task: Task, response: Response, known: Said | None = None, votes: bool = False
-) -> tuple[Scored | Failed, bool]:
+) -> tuple[GraderScored | GraderFailed, bool]:
     """The same of a job that is here; `known` is what roles said of it; `votes`: its answer is asked for too."""
     started = time.perf_counter()
     said.set(known or {})
@@ -95,14 +106,14 @@ def judged(
     except BaseException as error:  # SystemExit too: a grader that calls sys.exit() has raised
         return _failed(error)
     try:
-        return Scored(
+        return GraderScored(
             replace(normalise(result, _who(function, task)), answer=answer), seconds, parts_s, deterministic
         ), False
     except ValueError as error:
-        return Failed("invalid", str(error)[:REASON_CHARS]), False
+        return GraderFailed("invalid", str(error)[:REASON_CHARS]), False
     except BaseException as error:
         what = f"the reward function returned what cannot be read: {reason(error)}"
-        return Failed("invalid", what, detail(error)), False
+        return GraderFailed("invalid", what, detail(error)), False
 
 
 def _who(function: RewardFn, task: Task) -> str:
@@ -111,7 +122,7 @@ def _who(function: RewardFn, task: Task) -> str:
     return f"the reward function {name_of(own or function)!r}"
 
 
-def _failed(error: BaseException) -> tuple[Failed, bool]:
+def _failed(error: BaseException) -> tuple[GraderFailed, bool]:
     """What was raised, named by the part that raised it, and whether that was for want of memory."""
     kind: FailureKind = "raised"
     part = ""
@@ -122,9 +133,9 @@ def _failed(error: BaseException) -> tuple[Failed, bool]:
     if isinstance(error, MemoryError):
         traceback.clear_frames(error.__traceback__)  # what the call had taken
     why = str(error)[:REASON_CHARS] if kind == "invalid" else reason(error)
-    return Failed(kind, f"{part}{why}", detail(error)), isinstance(error, MemoryError)
+    return GraderFailed(kind, f"{part}{why}", detail(error)), isinstance(error, MemoryError)
 
 
-def _refusal(error: BaseException) -> Refused:
+def _refusal(error: BaseException) -> GraderRefused:
     users_fault = isinstance(error, UserError)
-    return Refused(str(error) if users_fault else reason(error), users_fault)
+    return GraderRefused(str(error) if users_fault else reason(error), users_fault)

@@ -38,12 +38,12 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 _OPENER = urllib.request.build_opener(_NoRedirect)
 
 
-class PostFailure(Exception):
+class HttpFailure(Exception):
     """The server gave no answer that can be used."""
 
 
 @dataclass(frozen=True)
-class Post:
+class HttpClient:
     """Where JSON is posted to, and how often and how long it is tried.
 
     A server that cannot be reached, or says that it is busy or broken, is asked again after `backoff_s`, doubled each
@@ -79,7 +79,7 @@ class Post:
             except urllib.error.HTTPError as error:
                 problem = f"status {error.code}: {_told(error)}"
                 if error.code not in _AGAIN:
-                    raise PostFailure(KNOWN.redact(f"{self.url} answered with {problem}")) from None
+                    raise HttpFailure(KNOWN.redact(f"{self.url} answered with {problem}")) from None
             except _BROKEN as error:  # not reached, not in time, not HTTP, not JSON, not what was asked for
                 problem = f"{type(error).__name__}: {error}"
             if not tries_left or time.monotonic() + wait_s >= ends_s:
@@ -88,7 +88,7 @@ class Post:
             wait_s *= 2
         tried = self.tries - tries_left
         said = f"{self.url} gave no answer in {tried} {'try' if tried == 1 else 'tries'}: {problem}"
-        raise PostFailure(KNOWN.redact(said))
+        raise HttpFailure(KNOWN.redact(said))
 
     def _once(self, body: bytes, timeout_s: float) -> Any:
         address, login = _without_login(self.url)
@@ -103,7 +103,7 @@ class Post:
         if not self.token_env:
             return dict(self.headers)
         if self.token_env not in os.environ:
-            raise PostFailure(f"the environment variable {self.token_env!r}, named by token_env, is not set")
+            raise HttpFailure(f"the environment variable {self.token_env!r}, named by token_env, is not set")
         return {"Authorization": f"Bearer {os.environ[self.token_env]}", **self.headers}
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from roll.data.task import Response, Task
 from roll.reward.base import Verdict, normalise
-from roll.reward.http_client import Post
+from roll.reward.http_client import HttpClient
 
 
 @dataclass(frozen=True)
-class Service:
+class HttpReward:
     """What a service answers to a POST of the task and the response, as JSON.
 
     It is sent `{"task": {"id", "domain", "messages", "answer", "info"}, "response": {"text", "tokens", "finish"}}`, and
@@ -50,5 +50,5 @@ class Service:
         verdict: Verdict = self._post().send(asked, normalise)
         return {"reward": verdict.reward, **verdict.parts}
 
-    def _post(self) -> Post:
-        return Post(self.url, self.headers, self.token_env, self.tries, self.backoff_s, self.timeout_s)
+    def _post(self) -> HttpClient:
+        return HttpClient(self.url, self.headers, self.token_env, self.tries, self.backoff_s, self.timeout_s)

@@ -8,14 +8,14 @@ from typing import Any
 from roll.config.errors import UserError
 from roll.reward.base import RewardFn
 from roll.reward.builtin import OF_ROLES
-from roll.reward.compose import Composed, Part
+from roll.reward.compose import Composed, WeightedPart
 from roll.reward.factory import callable_reward, check_built_in, make
 
 
 def compose_given(parts: Mapping[str, Mapping[str, Any]], functions: Mapping[str, RewardFn]) -> Composed:
     """A weighted sum of named parts, as settings say it, some of which are functions; their options are arguments."""
     rewards = {name: _reward(name, part, functions.get(name)) for name, part in parts.items()}
-    return Composed({name: Part(**part) for name, part in parts.items()}, rewards)
+    return Composed({name: WeightedPart(**part) for name, part in parts.items()}, rewards)
 
 
 def refuse_roles(parts: Mapping[str, Mapping[str, Any]]) -> None:

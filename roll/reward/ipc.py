@@ -1,9 +1,10 @@
 """What the pool and a grader process say to each other: pickled frames, each after its length.
 
-The pool sends a `SetUp`, and the process says `Ready` or `Refused`. Then the pool sends a job, a pickled `(task,
-response, said, votes)`, where `said` is what roles said of it and `votes` asks for its answer, and the process answers
-`Scored` or `Failed`, after an `Entered` for each part of a composed reward: one job at a time, so answers need no names.
-Answers hold only numbers and strings; no type of the user's ever has to be read by the pool.
+The pool sends a `GraderSetUp`, and the process says `GraderReady` or `GraderRefused`. Then the pool sends a job, a
+pickled `(task, response, said, votes)`, where `said` is what roles said of it and `votes` asks for its answer, and the
+process answers `GraderScored` or `GraderFailed`, after an `GraderEntered` for each part of a composed reward: one job at
+a time, so answers need no names. Answers hold only numbers and strings; no type of the user's ever has to be read by the
+pool.
 """
 
 from __future__ import annotations
@@ -14,24 +15,24 @@ from typing import BinaryIO, TypeAlias, get_args
 
 from roll.process.framing import Reader, frame
 from roll.reward.base import FailureKind, Verdict
-from roll.reward.reward_spec import RewardSource
+from roll.reward.reward_spec import RewardSpec
 
 
 @dataclass(frozen=True)
-class SetUp:
+class GraderSetUp:
     """The reward, and the memory limit, 0 for none."""
 
-    source: RewardSource
+    source: RewardSpec
     memory_mb: int
 
 
 @dataclass(frozen=True)
-class Ready:
+class GraderReady:
     """The reward function is loaded."""
 
 
 @dataclass(frozen=True)
-class Refused:
+class GraderRefused:
     """The reward function cannot be loaded."""
 
     reason: str
@@ -39,14 +40,14 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Entered:
+class GraderEntered:
     """A part of a composed reward is about to judge."""
 
     part: str
 
 
 @dataclass(frozen=True)
-class Scored:
+class GraderScored:
     """The function's verdict, the seconds it and its parts took, and whether it would be the same another time."""
 
     verdict: Verdict
@@ -56,7 +57,7 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Failed:
+class GraderFailed:
     """The function gave no verdict."""
 
     kind: FailureKind
@@ -66,7 +67,7 @@ class Failed:
     """Whether the process ends after this answer."""
 
 
-Answer: TypeAlias = Ready | Refused | Entered | Scored | Failed
+Answer: TypeAlias = GraderReady | GraderRefused | GraderEntered | GraderScored | GraderFailed
 ANSWERS = Reader((*get_args(Answer), Verdict))
 """Reads what a process answers."""
 LIMIT_BYTES = 16 << 20

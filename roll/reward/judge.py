@@ -16,7 +16,7 @@ from roll.config.suggest import did_you_mean
 from roll.data.task import Message, Response, Task
 from roll.reward.extract import visible
 from roll.reward.judge_role import RoleJudge
-from roll.reward.openai_client import ChatServer, check_drawing
+from roll.reward.openai_client import OpenAIClient, check_drawing
 
 Ask: TypeAlias = Callable[[Sequence[Message]], str]
 """Answers a conversation."""
@@ -166,7 +166,7 @@ def judge(
     if url:
         if not model:
             raise ValueError("model is missing: write the model's name at the server")
-        return replace(asked, ask=ChatServer(url, model, asked.heat(temperature), max_tokens, token_env, timeout_s).ask)
+        return replace(asked, ask=OpenAIClient(url, model, asked.heat(temperature), max_tokens, token_env, timeout_s).ask)
     for name, value in (("model", model), ("token_env", token_env)):
         if value:
             raise ValueError(f"{name} is {value!r}, which is for a server: write its url too, or remove {name}")

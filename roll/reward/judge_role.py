@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from roll.data.task import Message, Response, Task
-from roll.reward.model_reward import Drawing, Models
+from roll.reward.model_reward import JudgeSampling, ScoreBackend
 
 if TYPE_CHECKING:
     from roll.reward.judge import Judge
@@ -30,7 +30,7 @@ class RoleJudge:
     def __call__(self, task: Task, response: Response) -> Mapping[str, float]:
         raise LookupError("the role judge was not asked: this reward is given where a run has that role")
 
-    async def ask(self, task: Task, response: Response, models: Models) -> Mapping[str, float]:
+    async def ask(self, task: Task, response: Response, models: ScoreBackend) -> Mapping[str, float]:
         """All votes at once; those without a verdict again, as often as there are tries."""
         messages = self.judge.messages(task, response)
         votes: list[float | str] = [""] * self.judge.votes
@@ -39,7 +39,7 @@ class RoleJudge:
             missing = [number for number, vote in enumerate(votes) if isinstance(vote, str)]
             if not missing or (attempt and not temperature):  # a greedy judge would only repeat itself
                 break
-            drawing = Drawing(tuple(_seed(messages, n, attempt) for n in missing), temperature, self.max_tokens)
+            drawing = JudgeSampling(tuple(_seed(messages, n, attempt) for n in missing), temperature, self.max_tokens)
             for number, reply in zip(missing, await models.replies(messages, drawing, self.timeout_s), strict=True):
                 verdict = self.judge.read(reply)
                 votes[number] = reply if verdict is None else verdict

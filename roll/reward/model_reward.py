@@ -1,7 +1,7 @@
 """Rewards that a role's model gives: `reward_model`, and `judge` without a server.
 
 A grader process knows no roles. So who has a job asks them first (`ask`), and what they said travels with the job; in the
-grader the part reads it there (`Told`), and weights, gates and metrics are those of any part.
+grader the part reads it there (`PrecomputedScore`), and weights, gates and metrics are those of any part.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ said: ContextVar[Said] = ContextVar("said")
 
 
 @dataclass(frozen=True)
-class Drawing:
+class JudgeSampling:
     """How a judge's replies are drawn: one for each seed."""
 
     seeds: tuple[int, ...]
@@ -32,45 +32,45 @@ class Drawing:
     max_tokens: int
 
 
-class Models(Protocol):
-    """What the models of roles answer; `Unanswered` if they do not in time, `ValueError` if they never can."""
+class ScoreBackend(Protocol):
+    """What the models of roles answer; `ScoreTimeout` if they do not in time, `ValueError` if they never can."""
 
     async def score(self, messages: Sequence[Message], timeout_s: float) -> float:
         """The reward model's score of a conversation."""
         ...
 
-    async def replies(self, messages: Sequence[Message], drawing: Drawing, timeout_s: float) -> list[str]:
+    async def replies(self, messages: Sequence[Message], drawing: JudgeSampling, timeout_s: float) -> list[str]:
         """The judge's next answers to a conversation."""
         ...
 
 
-class Unanswered(Exception):
+class ScoreTimeout(Exception):
     """A role gave no answer in time."""
 
 
-class AsksRole(Protocol):
-    """A reward that is a role's to give. In a grader it is `Told`; called as it is, it has nobody to ask."""
+class ModelBackedReward(Protocol):
+    """A reward that is a role's to give. In a grader it is `PrecomputedScore`; called as it is, it has nobody to ask."""
 
     role: ClassVar[str]
     deterministic: ClassVar[bool]
 
     def __call__(self, task: Task, response: Response) -> Mapping[str, float]: ...
 
-    async def ask(self, task: Task, response: Response, models: Models) -> Mapping[str, float]:
+    async def ask(self, task: Task, response: Response, models: ScoreBackend) -> Mapping[str, float]:
         """The part's values; of them `reward` is its own."""
         ...
 
 
-def asks_role(reward: object) -> TypeGuard[AsksRole]:
+def asks_role(reward: object) -> TypeGuard[ModelBackedReward]:
     return hasattr(reward, "role") and hasattr(reward, "ask")
 
 
-class Told:
+class PrecomputedScore:
     """A part that a role was asked for before."""
 
     quick = True
 
-    def __init__(self, part: str, reward: AsksRole) -> None:
+    def __init__(self, part: str, reward: ModelBackedReward) -> None:
         self._part = part
         self.__qualname__ = type(reward).__qualname__
         self.deterministic = reward.deterministic
@@ -83,7 +83,7 @@ class Told:
 
 def told(part: str, reward: RewardFn) -> RewardFn:
     """The reward as a grader calls it."""
-    return Told(part, reward) if asks_role(reward) else reward
+    return PrecomputedScore(part, reward) if asks_role(reward) else reward
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class ModelScore:
     def __call__(self, task: Task, response: Response) -> Mapping[str, float]:
         raise LookupError("the role reward_model was not asked: this reward is given where a run has that role")
 
-    async def ask(self, task: Task, response: Response, models: Models) -> Mapping[str, float]:
+    async def ask(self, task: Task, response: Response, models: ScoreBackend) -> Mapping[str, float]:
         answer = Message(role="assistant", content=visible(response.text) or "")
         score = await models.score([*task.messages, answer], self.timeout_s)
         value = self.scale * score + self.shift

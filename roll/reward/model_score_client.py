@@ -15,15 +15,17 @@ from roll.data.task import Response, Task
 from roll.process.child_main import reason
 from roll.process.structured_gather import together
 from roll.reward.base import ScoreFailure
-from roll.reward.model_reward import AsksRole, Models, Said, Unanswered
+from roll.reward.model_reward import ModelBackedReward, Said, ScoreBackend, ScoreTimeout
 from roll.reward.pool import pack
 
 
-class Asking:
+class ModelScoreClient:
     """`rewards` are those of each domain, or under None of all others, by their parts' names; `cache` answers are
     kept."""
 
-    def __init__(self, rewards: Mapping[str | None, Mapping[str, AsksRole]], models: Models, cache: int = 0) -> None:
+    def __init__(
+        self, rewards: Mapping[str | None, Mapping[str, ModelBackedReward]], models: ScoreBackend, cache: int = 0
+    ) -> None:
         self._rewards = rewards
         self._models = models
         self._cache = cache
@@ -50,15 +52,15 @@ class Asking:
         # waits: they were cancelled
         await asyncio.gather(*asked, return_exceptions=True)
 
-    async def _ask(self, rewards: Mapping[str, AsksRole], task: Task, response: Response) -> Said:
+    async def _ask(self, rewards: Mapping[str, ModelBackedReward], task: Task, response: Response) -> Said:
         answers = await together(self._part(part, reward, task, response) for part, reward in rewards.items())
         return dict(zip(rewards, answers, strict=True))
 
-    async def _part(self, part: str, reward: AsksRole, task: Task, response: Response) -> Mapping[str, float]:
+    async def _part(self, part: str, reward: ModelBackedReward, task: Task, response: Response) -> Mapping[str, float]:
         where = f"part {part!r}: " if part else ""
         try:
             return await reward.ask(task, response, self._models)
-        except Unanswered as error:
+        except ScoreTimeout as error:
             raise ScoreFailure("unanswered", f"{where}{error}") from None
         except (ValueError, LookupError) as error:
             raise ScoreFailure("raised", f"{where}{reason(error)}") from error

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from roll.data.task import Message
-from roll.reward.http_client import Post
+from roll.reward.http_client import HttpClient
 
 
 @dataclass(frozen=True)
-class ChatServer:
+class OpenAIClient:
     """Answers conversations. `url` is the server's, up to `/v1`."""
 
     url: str
@@ -36,9 +36,9 @@ class ChatServer:
         reply: str = self._post().send(asked, _reply)
         return reply
 
-    def _post(self) -> Post:
+    def _post(self) -> HttpClient:
         address = f"{self.url.rstrip('/')}/chat/completions"
-        return Post(address, token_env=self.token_env, deadline_s=self.timeout_s)
+        return HttpClient(address, token_env=self.token_env, deadline_s=self.timeout_s)
 
 
 def check_drawing(temperature: float | None, max_tokens: int) -> None:

@@ -26,7 +26,7 @@ from roll.reward.fair_queue import FairQueue
 from roll.reward.grader import Grader
 from roll.reward.grader_main import judged
 from roll.reward.model_reward import Said
-from roll.reward.reward_spec import RewardSource
+from roll.reward.reward_spec import RewardSpec
 from roll.reward.stats import GraderStats, Latency
 from roll.sandbox.cgroups import sweep
 
@@ -56,7 +56,7 @@ class GraderPool:
 
     def __init__(
         self,
-        source: RewardSource,
+        source: RewardSpec,
         *,
         workers: int = 1,
         deadline_s: float = 10.0,
@@ -134,7 +134,7 @@ class GraderPool:
             finally:
                 self._give_back(grader, task.domain)
             verdict = self._verdict(task, answer)
-            if isinstance(answer, wire.Scored) and answer.deterministic:
+            if isinstance(answer, wire.GraderScored) and answer.deterministic:
                 self._cache.put(job, verdict)
             return verdict
         raise AssertionError("tries is at least 1")
@@ -264,9 +264,9 @@ class GraderPool:
         self._counts["hits"] += verdict is not None
         return verdict
 
-    def _verdict(self, task: Task, answer: wire.Scored | wire.Failed) -> Verdict:
+    def _verdict(self, task: Task, answer: wire.GraderScored | wire.GraderFailed) -> Verdict:
         """The verdict of an answer, or what it says went wrong."""
-        if isinstance(answer, wire.Failed):
+        if isinstance(answer, wire.GraderFailed):
             self._counts[answer.kind] += 1
             raise ScoreFailure(answer.kind, answer.reason, answer.detail)
         self._counts["scored"] += 1

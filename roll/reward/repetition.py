@@ -10,7 +10,7 @@ from roll.data.task import Response, Task
 
 
 @dataclass(frozen=True)
-class Repetition:
+class RepetitionPenalty:
     """0 for a text that never repeats itself, down to -1: minus the share of its n-grams that stood before in it."""
 
     n: int = 4

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, cast
 from roll.config.errors import UserError
 from roll.reward.base import RewardFn, is_quick, reads_answers
 from roll.reward.builtin import BUILTINS
-from roll.reward.compose import Rule, asked_of_roles, check_rule, compose, warm_up
+from roll.reward.compose import ComposedRule, asked_of_roles, check_rule, compose, warm_up
 from roll.reward.domains import ByDomain
 from roll.reward.factory import callable_reward, make
-from roll.reward.model_reward import AsksRole
+from roll.reward.model_reward import ModelBackedReward
 
 if TYPE_CHECKING:
     from roll.config.reward import RewardRule
 
 
 @dataclass(frozen=True)
-class RewardSource:
+class RewardSpec:
     """A reward in a form that travels to a process: its rule, or a function itself, pickled by value where it must be.
 
     A function of `__main__` or of a notebook can only travel pickled; it takes along the variables it uses.
@@ -29,19 +29,19 @@ class RewardSource:
 
     label: str
     root: str
-    rule: Rule | None = None
+    rule: ComposedRule | None = None
     pickled: bytes | None = None
-    domains: Mapping[str, Rule] | None = None
+    domains: Mapping[str, ComposedRule] | None = None
     """The rule of each domain."""
-    sets: Mapping[str, Rule] = field(default_factory=dict)
+    sets: Mapping[str, ComposedRule] = field(default_factory=dict)
     """The rules of sets to evaluate on that have their own, by the domain of their tasks."""
 
     @classmethod
-    def of(cls, reward: str | RewardFn, root: str = "") -> RewardSource:
+    def of(cls, reward: str | RewardFn, root: str = "") -> RewardSpec:
         """The source of a name or of a function. Names are looked at by `check`, not here, from `root`."""
         root = root or os.getcwd()
         if isinstance(reward, str):
-            return cls(reward, root, Rule(reward))
+            return cls(reward, root, ComposedRule(reward))
         import cloudpickle
 
         label = getattr(reward, "__qualname__", type(reward).__qualname__)
@@ -55,20 +55,20 @@ class RewardSource:
             ) from error
 
     @classmethod
-    def of_config(cls, config: RewardRule, root: str = "") -> RewardSource:
+    def of_config(cls, config: RewardRule, root: str = "") -> RewardSpec:
         """The source of what a configuration says. Names and options are looked at by `check`, not here."""
-        return cls(config.label, root or os.getcwd(), Rule.of(config))
+        return cls(config.label, root or os.getcwd(), ComposedRule.of(config))
 
     @classmethod
-    def of_domains(cls, configs: Mapping[str, RewardRule], root: str = "") -> RewardSource:
+    def of_domains(cls, configs: Mapping[str, RewardRule], root: str = "") -> RewardSpec:
         """The source of one reward that judges each task by its own domain's rule."""
         label = ", ".join(f"{config.label} ({domain})" for domain, config in configs.items())
-        rules = {domain: Rule.of(config) for domain, config in configs.items()}
+        rules = {domain: ComposedRule.of(config) for domain, config in configs.items()}
         return cls(label, root or os.getcwd(), domains=rules)
 
-    def with_sets(self, configs: Mapping[str, RewardRule]) -> RewardSource:
+    def with_sets(self, configs: Mapping[str, RewardRule]) -> RewardSpec:
         """The same, with rewards of sets to evaluate on, by the domain of their tasks."""
-        return replace(self, sets={domain: Rule.of(config) for domain, config in configs.items()})
+        return replace(self, sets={domain: ComposedRule.of(config) for domain, config in configs.items()})
 
     def reads_answers(self, domain: str) -> bool:
         """Whether the reward of a domain's tasks can say which answer it read from a response."""
@@ -109,22 +109,22 @@ class RewardSource:
             named = {f"{setting}.parts.{name}": (part.name, part.options) for name, part in rule.parts.items()}
             for where, (name, options) in (named or {setting: (rule.name, rule.options)}).items():
                 reward = make(name, options, root=self.root, where=where)
-                found.append(SourcePart(domain, where, reward, RewardSource(name, self.root, Rule(name, options))))
+                found.append(SourcePart(domain, where, reward, RewardSpec(name, self.root, ComposedRule(name, options))))
         return found
 
-    def asked_of_roles(self) -> dict[str | None, dict[str, AsksRole]]:
+    def asked_of_roles(self) -> dict[str | None, dict[str, ModelBackedReward]]:
         """What roles are to be asked before a grader is, by domain, or under None for all that are not named."""
         asked = {domain: asked_of_roles(rule) for domain, rule in self._rules().items()}
         return {domain: parts for domain, parts in asked.items() if parts or domain in self.sets}
 
-    def _quick(self, rule: Rule) -> RewardFn | None:
+    def _quick(self, rule: ComposedRule) -> RewardFn | None:
         if not rule.names <= BUILTINS.keys():
             return None
         reward = compose(rule, root=self.root)
         return reward if is_quick(reward) else None
 
-    def _rules(self) -> dict[str | None, Rule]:
-        rules: dict[str | None, Rule] = dict((self.domains or {}).items())
+    def _rules(self) -> dict[str | None, ComposedRule]:
+        rules: dict[str | None, ComposedRule] = dict((self.domains or {}).items())
         if self.rule is not None:
             rules[None] = self.rule
         return rules | dict(self.sets.items())
@@ -153,7 +153,7 @@ class SourcePart:
     domain: str | None
     setting: str
     reward: RewardFn
-    source: RewardSource
+    source: RewardSpec
     """Of this reward alone."""
 
 

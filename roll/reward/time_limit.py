@@ -23,7 +23,7 @@ _AGAIN_S = 0.2
 """Python drops what is raised in a finalizer or a callback of the garbage collector: it is interrupted again."""
 
 
-class OutOfPatience(BaseException):
+class TimeLimitReached(BaseException):
     """It took too long. No `except Exception` of a verifier's takes it for an error of its own."""
 
 
@@ -39,7 +39,7 @@ def patiently(judge: Callable[[], R], otherwise: R, seconds: float | None = None
 
     def give_up(number: int, frame: FrameType | None) -> None:
         if judging:
-            raise OutOfPatience
+            raise TimeLimitReached
 
     handler = signal.signal(signal.SIGVTALRM, give_up)
     started_s = time.process_time()
@@ -49,7 +49,7 @@ def patiently(judge: Callable[[], R], otherwise: R, seconds: float | None = None
             return judge()
         finally:
             judging = False
-    except OutOfPatience:
+    except TimeLimitReached:
         return otherwise
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)

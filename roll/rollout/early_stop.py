@@ -20,7 +20,7 @@ from roll.data.tokenlog import IntArray
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningResponse:
     """A response so far."""
 
     task: Task
@@ -32,11 +32,11 @@ class Running:
     """Response tokens of those samples of its group that are finished."""
 
 
-EarlyEnd = Callable[[Running], str | None]
+EarlyEnd = Callable[[RunningResponse], str | None]
 
 
 @dataclass(frozen=True)
-class Repetition:
+class RepetitionStop:
     """Ends a response that says the same over and over: its end is one span of tokens, at most `span_most` long, at least
     `times` times in a row and at least `least_tokens` in all. So four newlines or a row of zeros do not end it: a span of
     1 token must come 64 times, one of 16 or more 4 times."""
@@ -45,7 +45,7 @@ class Repetition:
     times: int = 4
     least_tokens: int = 64
 
-    def __call__(self, running: Running) -> str | None:
+    def __call__(self, running: RunningResponse) -> str | None:
         ids = running.ids
         if len(ids) < max(self.least_tokens, self.times):
             return None
@@ -65,7 +65,7 @@ class LengthBudget:
     factor: float = 4.0
     least_tokens: int = 64
 
-    def __call__(self, running: Running) -> str | None:
+    def __call__(self, running: RunningResponse) -> str | None:
         siblings = running.finished_siblings
         if len(siblings) < 2 or len(running.ids) < self.least_tokens:
             return None
@@ -81,18 +81,18 @@ class AnyOf:
 
     predicates: tuple[EarlyEnd, ...]
 
-    def __call__(self, running: Running) -> str | None:
+    def __call__(self, running: RunningResponse) -> str | None:
         return next((reason for predicate in self.predicates if (reason := predicate(running)) is not None), None)
 
 
 @dataclass(frozen=True)
-class UsersEnd:
+class UserStop:
     """A user's function of a running response: a reason or True ends it, None or False lets it go on."""
 
     name: str
-    function: Callable[[Running], Any]
+    function: Callable[[RunningResponse], Any]
 
-    def __call__(self, running: Running) -> str | None:
+    def __call__(self, running: RunningResponse) -> str | None:
         try:
             verdict = self.function(running)
         except Exception as error:
@@ -122,11 +122,11 @@ def make_early_end(names: Sequence[str], root: str | os.PathLike[str] | None = N
 def _make(name: str, root: str | os.PathLike[str] | None) -> EarlyEnd:
     kind, equals, value = name.partition("=")
     if kind == "repetition":
-        return Repetition(times=int(_number(name, value, 2, whole=True))) if equals else Repetition()
+        return RepetitionStop(times=int(_number(name, value, 2, whole=True))) if equals else RepetitionStop()
     if kind == "length_budget":
         return LengthBudget(_number(name, value, 1)) if equals else LengthBudget()
     known = ["repetition", "length_budget"]
-    return UsersEnd(name, load_user_code(name, what="rollout.end_early", known=known, root=root))
+    return UserStop(name, load_user_code(name, what="rollout.end_early", known=known, root=root))
 
 
 def _number(name: str, value: str, least: float, whole: bool = False) -> float:

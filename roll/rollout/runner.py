@@ -32,7 +32,7 @@ from roll.env.base import STATE
 from roll.env.state_key import state_of
 from roll.model.chat import ChatRenderer, Conversation, Tools
 from roll.reward import ScoreFailure, Verdict
-from roll.rollout.early_stop import EarlyEnd, Running
+from roll.rollout.early_stop import EarlyEnd, RunningResponse
 from roll.rollout.engine_assignments import EngineAssignments
 from roll.rollout.engine_client import EngineClient, EngineDied, PartialResponse, RequestRejected, Watch
 from roll.rollout.lifecycle import Lifecycle
@@ -251,7 +251,7 @@ class SampleRunner:
         def watch(drawn: PartialResponse) -> bool:
             ids = drawn.after(before.ids)
             finished = [s.response_tokens for s in siblings if s.finish is not None]
-            reason = end_early(Running(sample.task, ids, lambda: self._renderer.text(ids), finished))
+            reason = end_early(RunningResponse(sample.task, ids, lambda: self._renderer.text(ids), finished))
             if reason:
                 sample.ended = reason
             return bool(reason)

@@ -17,7 +17,7 @@ from roll.cluster import Dispatch, WorkerPlacement, dispatch
 from roll.config.schema import Config
 from roll.data.task import Message
 from roll.engine.request import Completion, Request, SamplingParams, seed_of
-from roll.reward.model_reward import Drawing
+from roll.reward.model_reward import JudgeSampling
 from roll.workers.device import DeviceWorker
 from roll.workers.residency_gate import ResidencyGate
 
@@ -55,7 +55,7 @@ class JudgeWorker(DeviceWorker):
         await self._engine.start()
 
     @dispatch(Dispatch.ONE, raises=(ValueError,))
-    async def replies(self, question: str, messages: Sequence[Message], drawing: Drawing) -> list[str] | None:
+    async def replies(self, question: str, messages: Sequence[Message], drawing: JudgeSampling) -> list[str] | None:
         """An answer for each seed; None while it is not this worker's turn. `ValueError` if there can be none."""
         prompt = self._prompt(messages)
         room = min(drawing.max_tokens, self._context - len(prompt))

@@ -9,8 +9,8 @@ from roll.cluster import Dispatch, Worker, WorkerPlacement, dispatch
 from roll.config.schema import RewardConfig
 from roll.data.task import Response, Task
 from roll.process.bounded_log import LIMIT_BYTES
-from roll.reward import RewardSource, ScoreFailure, Verdict
-from roll.reward.model_score_client import Asking
+from roll.reward import RewardSpec, ScoreFailure, Verdict
+from roll.reward.model_score_client import ModelScoreClient
 from roll.reward.pool import GraderPool
 from roll.reward.stats import GraderStats
 from roll.workers.reward_model_client import ScorerModels, Scorers
@@ -23,7 +23,7 @@ class RewardWorker(Worker):
         self,
         place: WorkerPlacement,
         config: RewardConfig,
-        source: RewardSource,
+        source: RewardSpec,
         log: Path | None = None,
         *,
         replies_at_once: int = 1,
@@ -33,7 +33,7 @@ class RewardWorker(Worker):
         """`replies_at_once` is what one judge generates at once; a role that dies is waited for so long."""
         super().__init__(place)
         self._models = ScorerModels(replies_at_once=replies_at_once, askers=place.world_size, patience_s=patience_s)
-        self._asking = Asking(source.asked_of_roles(), self._models, config.cache)
+        self._asking = ModelScoreClient(source.asked_of_roles(), self._models, config.cache)
         self._pool = GraderPool(
             source,
             workers=config.workers,

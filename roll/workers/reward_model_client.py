@@ -1,6 +1,6 @@
 """The roles whose models judge attempts, as a reward worker asks them.
 
-What always holds: a question that was accepted ends in an answer, in `Unanswered` or in `ValueError`. A deadline counts
+What always holds: a question that was accepted ends in an answer, in `ScoreTimeout` or in `ValueError`. A deadline counts
 from when a role has the question and stands still while the role is off its devices, or while this process is held up. A
 worker that dies is waited for and asked again, as long as `patience_s` allows.
 """
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from roll.cluster import Cluster
 from roll.cluster.errors import RemoteError, WorkerError
 from roll.data.task import Message
-from roll.reward.model_reward import Drawing, Unanswered
+from roll.reward.model_reward import JudgeSampling, ScoreTimeout
 from roll.reward.stats import Latency, RoleStats
 from roll.workers.judge import JudgeWorker
 from roll.workers.reward_model import RewardModelWorker
@@ -133,7 +133,7 @@ class ScorerModels:
         async with self._queues["reward_model"].seat(1) as rank:
             return await self._answer("reward_model", ask, rank, timeout_s)
 
-    async def replies(self, messages: Sequence[Message], drawing: Drawing, timeout_s: float) -> list[str]:
+    async def replies(self, messages: Sequence[Message], drawing: JudgeSampling, timeout_s: float) -> list[str]:
         question = secrets.token_hex(8)
 
         async def ask(rank: int) -> list[str] | None:
@@ -143,7 +143,7 @@ class ScorerModels:
         async with self._queues["judge"].seat(len(drawing.seeds)) as rank:
             try:
                 return await self._answer("judge", ask, rank, timeout_s)
-            except (Unanswered, asyncio.CancelledError):
+            except (ScoreTimeout, asyncio.CancelledError):
                 self._leave(rank, question)
                 raise
 
@@ -161,16 +161,16 @@ class ScorerModels:
                 answer = await _within(ask(rank), timeout_s)
             except WorkerError as error:  # the same question would fail the same way
                 self._queues[role].missed()
-                raise Unanswered(str(error).splitlines()[0]) from error
+                raise ScoreTimeout(str(error).splitlines()[0]) from error
             except RemoteError as error:
                 if loop.time() > end_s:
                     self._queues[role].missed()
-                    raise Unanswered(str(error).splitlines()[0]) from None
+                    raise ScoreTimeout(str(error).splitlines()[0]) from None
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, _WAIT_S[1])
             except TimeoutError:
                 self._queues[role].missed()
-                raise Unanswered(f"the role {role} has not answered for {timeout_s:g} s") from None
+                raise ScoreTimeout(f"the role {role} has not answered for {timeout_s:g} s") from None
             else:
                 if answer is not None:
                     return answer
@@ -190,7 +190,7 @@ class ScorerModels:
 
 def _there(cluster: Cluster[Any] | None, role: str) -> Cluster[Any]:
     if cluster is None:
-        raise Unanswered(f"this run has no role {role}")
+        raise ScoreTimeout(f"this run has no role {role}")
     return cluster
 
 

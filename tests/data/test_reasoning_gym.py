@@ -15,7 +15,7 @@ from roll.config.schema import DataConfig, TasksConfig
 from roll.data.chat_sources import load_chats
 from roll.data.sources import TaskSet, load_tasks
 from roll.data.task import Response, Task
-from roll.reward import RewardSource
+from roll.reward import RewardSpec
 from roll.reward import factory as make
 from roll.reward.pool import GraderPool
 
@@ -72,7 +72,7 @@ def test_a_task_is_small_and_its_puzzle_is_made_again_elsewhere() -> None:
     json.dumps(dict(task.info))
 
     async def verdicts() -> list[float]:
-        async with GraderPool(RewardSource.of("reasoning_gym"), deadline_s=60) as pool:
+        async with GraderPool(RewardSpec.of("reasoning_gym"), deadline_s=60) as pool:
             answers = [task.answer, "nothing of the kind"]
             return [(await pool.score(task, Response(text, 1, "stop"))).reward for text in answers]
 

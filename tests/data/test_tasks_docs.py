@@ -14,7 +14,7 @@ from roll.data.domains import domains_of, load_domains
 from roll.data.formats import FORMATS
 from roll.data.row_task import TableOptions
 from roll.data.sources import load_tasks
-from roll.reward import RewardSource
+from roll.reward import RewardSpec
 
 ROOT = Path(__file__).parents[2]
 REAL = ROOT.parent / "shared" / "data"
@@ -31,8 +31,8 @@ EXAMPLES = [*blocks(TASKS, "yaml"), *blocks(DOMAINS, "yaml")]
 @pytest.mark.parametrize("text", EXAMPLES, ids=lambda text: text.splitlines()[0][:40])
 def test_every_example_is_a_configuration_with_rewards_that_are_there(text: str) -> None:
     config = load_config(parse(text).data)
-    RewardSource.of_config(config.reward).check()
-    RewardSource.of_domains({name: domain.reward for name, domain in config.domains.items()}).check()
+    RewardSpec.of_config(config.reward).check()
+    RewardSpec.of_domains({name: domain.reward for name, domain in config.domains.items()}).check()
 
 
 def test_the_function_of_the_page_is_a_source() -> None:

@@ -49,8 +49,13 @@ def test_all_that_processes_say_is_read() -> None:
     ]
     for each in said:
         assert wire.RESULTS.read(wire.frame(each)[HEADER.size :]) == each
-    scored = reward_wire.Scored(Verdict(1.0, {"a": 2.0}, "7"), 0.1, {"a": 0.1}, True)
-    for answer in (scored, reward_wire.Failed("raised", "why"), reward_wire.Entered("a"), reward_wire.Ready()):
+    scored = reward_wire.GraderScored(Verdict(1.0, {"a": 2.0}, "7"), 0.1, {"a": 0.1}, True)
+    for answer in (
+        scored,
+        reward_wire.GraderFailed("raised", "why"),
+        reward_wire.GraderEntered("a"),
+        reward_wire.GraderReady(),
+    ):
         assert reward_wire.ANSWERS.read(pickle.dumps(answer)) == answer
 
 

@@ -12,9 +12,9 @@ from roll.cli import main
 from roll.config import UserError
 from roll.data import Response, Task
 from roll.data.task import EnvSpec
-from roll.reward import RewardSource
+from roll.reward import RewardSpec
 from roll.reward.answers import MOST, AnswersChecked, check_answers
-from roll.reward.compose import Part, Rule
+from roll.reward.compose import ComposedRule, WeightedPart
 
 
 def tasks(*answers: Any, **info: Any) -> list[Task]:
@@ -45,7 +45,7 @@ def tasks(*answers: Any, **info: Any) -> list[Task]:
 def test_each_reward_names_the_golds_that_it_cannot_use(
     reward: str, good: list[Any], bad: list[Any], info: dict[str, Any]
 ) -> None:
-    source = RewardSource("it", ".", Rule(reward, {"target": 5} if reward == "length" else {}))
+    source = RewardSpec("it", ".", ComposedRule(reward, {"target": 5} if reward == "length" else {}))
     checked = check_answers(source, tasks(*good, **info))
     assert checked is None if reward == "length" or not good else checked == AnswersChecked(len(good), len(good))
     for answer in bad:
@@ -63,15 +63,15 @@ def _one(answer: Any, info: dict[str, Any]) -> list[Task]:
 
 def test_of_several_faults_the_first_is_told_and_the_others_named() -> None:
     with pytest.raises(UserError, match=r"task 'q1', 'a', is not.*\(and so it is with 4 more: 'q2', 'q3', 'q4' …\)$"):
-        check_answers(RewardSource.of("number"), tasks(1, "a", "b", "c", "d", "e"))
+        check_answers(RewardSpec.of("number"), tasks(1, "a", "b", "c", "d", "e"))
 
 
 def test_parts_and_domains_name_their_setting() -> None:
-    parts = {"right": Part("number"), "form": Part("format", {"json": True}, 0.1)}
+    parts = {"right": WeightedPart("number"), "form": WeightedPart("format", {"json": True}, 0.1)}
     with pytest.raises(UserError, match=r"^reward\.parts\.right: the answer of task 'q0'"):
-        check_answers(RewardSource("it", ".", Rule(parts=parts)), tasks("x"))
-    domains = {"sums": Rule("number"), "quiz": Rule("choice")}
-    source = RewardSource("it", ".", domains=domains)
+        check_answers(RewardSpec("it", ".", ComposedRule(parts=parts)), tasks("x"))
+    domains = {"sums": ComposedRule("number"), "quiz": ComposedRule("choice")}
+    source = RewardSpec("it", ".", domains=domains)
     good = [Task.ask("a", "?", "5", domain="sums"), Task.ask("b", "?", "B", domain="quiz")]
     assert check_answers(source, good) == AnswersChecked(2, 2)
     with pytest.raises(UserError, match=r"^domains\.quiz\.reward: the answer of task 'c', '5'"):
@@ -80,19 +80,19 @@ def test_parts_and_domains_name_their_setting() -> None:
 
 def test_tasks_of_environments_have_no_golds_to_check() -> None:
     played = Task("a", (), environment=EnvSpec("frozen_lake"))
-    assert check_answers(RewardSource.of("number"), [played]) is None
+    assert check_answers(RewardSpec.of("number"), [played]) is None
 
 
 def test_what_only_a_verdict_tells_is_tried_with_some_tasks_spread_evenly() -> None:
     several = tasks(*(f"x^{number}+1" for number in range(2, MOST + 50)), *range(10))
-    assert check_answers(RewardSource.of("math"), several) == AnswersChecked(MOST + 10, len(several))
+    assert check_answers(RewardSpec.of("math"), several) == AnswersChecked(MOST + 10, len(several))
     assert str(AnswersChecked(256, 7473)) == "checked the answers of 256 of 7473 tasks"
     assert str(AnswersChecked(20, 20)) == "checked the answers of all 20 tasks"
 
 
 def test_the_check_works_where_an_event_loop_is_running() -> None:
     async def inside() -> AnswersChecked | None:
-        return check_answers(RewardSource.of("math"), tasks("x^2"))
+        return check_answers(RewardSpec.of("math"), tasks("x^2"))
 
     assert asyncio.run(inside()) == AnswersChecked(1, 1)
 
@@ -110,9 +110,9 @@ class OfOnes:
 
 
 def test_a_users_own_reward_may_check_golds() -> None:
-    assert check_answers(RewardSource.of(OfOnes()), tasks(1)) == AnswersChecked(1, 1)
+    assert check_answers(RewardSpec.of(OfOnes()), tasks(1)) == AnswersChecked(1, 1)
     with pytest.raises(UserError, match="the answer of task 'q0' is not 1"):
-        check_answers(RewardSource.of(OfOnes()), tasks(2))
+        check_answers(RewardSpec.of(OfOnes()), tasks(2))
 
 
 def test_roll_plan_says_how_many_golds_it_checked_and_refuses_a_bad_one(

@@ -13,7 +13,7 @@ import pytest
 
 from roll.config.errors import UserError
 from roll.data.task import Response, Task
-from roll.reward import RewardSource, code_tests
+from roll.reward import RewardSpec, code_tests
 from roll.reward.code import Code, program_in, same, same_output
 from roll.reward.code_tests import AssertTest, CallTest, InOut, assertion, free_names
 from roll.reward.pool import GraderPool
@@ -209,7 +209,7 @@ def test_graders_go_on_after_every_attack() -> None:
     ]
 
     async def run() -> list[float]:
-        async with GraderPool(RewardSource.of("code"), workers=2, deadline_s=60) as pool:
+        async with GraderPool(RewardSpec.of("code"), workers=2, deadline_s=60) as pool:
             task = Task("t", (), info=CALLS)
             first = [pool.score(task, Response(attack, 1, "stop")) for attack in attacks]
             verdicts = await asyncio.gather(*first, pool.score(task, Response(ADD, 1, "stop")))
@@ -312,9 +312,9 @@ def test_a_program_too_long_to_be_read_for_its_names_is_still_run() -> None:
 
 
 def test_the_name_is_known() -> None:
-    RewardSource.of("code").check()
+    RewardSpec.of("code").check()
     with pytest.raises(UserError, match="code"):
-        RewardSource.of("cod").check()
+        RewardSpec.of("cod").check()
 
 
 @pytest.mark.slow

@@ -16,16 +16,16 @@ from roll.config import Config, changed_keys, dump_config, load_config
 from roll.config.errors import UserError
 from roll.config.schema import RewardConfig
 from roll.data import Response, Task
-from roll.reward import RewardSource, ScoreFailure, Verdict, compose
+from roll.reward import RewardSpec, ScoreFailure, Verdict, compose
 from roll.reward.base import PartFailure, is_deterministic, normalise
-from roll.reward.compose import Composed, Part
+from roll.reward.compose import Composed, WeightedPart
 from roll.reward.pool import GraderPool
 
 TASK, RESPONSE = Task.ask("t", "?", 5), Response("5", 1, "stop")
 
 values = st.floats(-100, 100)
 parts = st.builds(
-    Part,
+    WeightedPart,
     st.just("number"),
     weight=values,
     gate=st.booleans(),
@@ -35,19 +35,19 @@ parts = st.builds(
 rules = st.dictionaries(st.sampled_from("abcdef"), st.tuples(parts, values), min_size=1)
 
 
-def judged(rule: dict[str, tuple[Part, float]]) -> Verdict:
+def judged(rule: dict[str, tuple[WeightedPart, float]]) -> Verdict:
     rewards: Any = {name: (lambda task, response, value=value: value) for name, (_, value) in rule.items()}
     return normalise(Composed({name: part for name, (part, _) in rule.items()}, rewards)(TASK, RESPONSE))
 
 
 @given(rules)
-def test_every_part_stands_beside_the_reward_gates_open_or_closed(rule: dict[str, tuple[Part, float]]) -> None:
+def test_every_part_stands_beside_the_reward_gates_open_or_closed(rule: dict[str, tuple[WeightedPart, float]]) -> None:
     assert judged(rule).parts == {name: value for name, (_, value) in rule.items()}
 
 
 @given(rules)
 def test_the_reward_is_the_lowest_closed_gates_value_or_the_weighted_sum(
-    rule: dict[str, tuple[Part, float]],
+    rule: dict[str, tuple[WeightedPart, float]],
 ) -> None:
     closed = []
     for part, value in rule.values():
@@ -59,26 +59,30 @@ def test_the_reward_is_the_lowest_closed_gates_value_or_the_weighted_sum(
 
 
 @given(rules, st.randoms())
-def test_the_order_of_the_parts_does_not_matter(rule: dict[str, tuple[Part, float]], order: Any) -> None:
+def test_the_order_of_the_parts_does_not_matter(rule: dict[str, tuple[WeightedPart, float]], order: Any) -> None:
     names = list(rule)
     order.shuffle(names)
     assert judged({name: rule[name] for name in names}).reward == judged(rule).reward
 
 
 @given(rules, values)
-def test_a_part_of_no_weight_that_is_no_gate_is_a_metric_only(rule: dict[str, tuple[Part, float]], value: float) -> None:
-    more = {**rule, "g": (Part("number", weight=0), value)}
+def test_a_part_of_no_weight_that_is_no_gate_is_a_metric_only(
+    rule: dict[str, tuple[WeightedPart, float]], value: float
+) -> None:
+    more = {**rule, "g": (WeightedPart("number", weight=0), value)}
     assert judged(more).reward == judged(rule).reward
 
 
 @given(st.dictionaries(st.sampled_from("abc"), values, min_size=1))
 def test_parts_of_weight_one_are_a_plain_sum(rule: dict[str, float]) -> None:
-    assert judged({name: (Part("number"), value) for name, value in rule.items()}).reward == math.fsum(rule.values())
+    assert judged({name: (WeightedPart("number"), value) for name, value in rule.items()}).reward == math.fsum(
+        rule.values()
+    )
 
 
 def test_parts_of_parts_keep_their_names() -> None:
     rewards: Any = {"a": lambda *_: {"reward": 2, "x": 3, "y": 4}, "b": lambda *_: {"x": 1, "z": 2}}
-    got = normalise(Composed({"a": Part(""), "b": Part("", weight=10)}, rewards)(TASK, RESPONSE))
+    got = normalise(Composed({"a": WeightedPart(""), "b": WeightedPart("", weight=10)}, rewards)(TASK, RESPONSE))
     assert got == Verdict(32, {"a": 2, "a/x": 3, "a/y": 4, "b": 3, "b/x": 1, "b/z": 2})
 
 
@@ -93,7 +97,7 @@ def test_a_composed_reward_is_deterministic_if_all_its_parts_say_so() -> None:
 
     def both(*rewards: Any) -> bool:
         named = {str(i): reward for i, reward in enumerate(rewards)}
-        return is_deterministic(Composed(dict.fromkeys(named, Part("")), named), TASK)
+        return is_deterministic(Composed(dict.fromkeys(named, WeightedPart("")), named), TASK)
 
     assert both(steady, steady)
     assert not both(steady, moody)
@@ -125,13 +129,13 @@ def test_a_configuration_of_rewards_is_written_and_read_back(source: dict[str, A
     file = tmp_path / "config.yaml"
     file.write_text(dump_config(load_config(source)))
     assert changed_keys(load_config(file), load_config(source)) == []
-    loaded = pickle.loads(pickle.dumps(RewardSource.of_config(load_config(file).reward)))
+    loaded = pickle.loads(pickle.dumps(RewardSpec.of_config(load_config(file).reward)))
     loaded.check()
 
 
 def refusal(reward: Any, *overrides: str) -> str:
     with pytest.raises(UserError) as caught:
-        RewardSource.of_config(load_config({"reward": reward}, list(overrides)).reward).check()
+        RewardSpec.of_config(load_config({"reward": reward}, list(overrides)).reward).check()
     return str(caught.value)
 
 
@@ -177,7 +181,7 @@ def test_a_token_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, n
     assert "reward.options.token_env is 'MY_TOKEN', but no such environment variable is set: `export" in refusal(part)
     assert "reward.parts.sound.options.token_env is" in refusal({"parts": {"sound": part}})
     monkeypatch.setenv("MY_TOKEN", "secret")
-    RewardSource.of_config(load_config({"reward": part}).reward).check()
+    RewardSpec.of_config(load_config({"reward": part}).reward).check()
 
 
 def test_a_short_override_does_not_silently_lose_to_parts() -> None:
@@ -224,7 +228,7 @@ def test_a_part_that_fails_is_named(tmp_path: Path) -> None:
 
     async def failure(name: str) -> ScoreFailure:
         config = RewardConfig.model_validate({"parts": {"right": "number", "mine": f"{tmp_path}/mine.py:{name}"}})
-        async with GraderPool(RewardSource.of_config(config)) as pool:
+        async with GraderPool(RewardSpec.of_config(config)) as pool:
             with pytest.raises(ScoreFailure) as caught:
                 await pool.score(TASK, RESPONSE)
             return caught.value

@@ -14,7 +14,7 @@ from test_grader_pool import ACT, RESPONSE, do, outcome, with_pool
 from roll.config.reward import RewardPart, RewardRule
 from roll.config.schema import RewardConfig
 from roll.data import Response, Task
-from roll.reward import RewardSource, ScoreFailure, Verdict
+from roll.reward import RewardSpec, ScoreFailure, Verdict
 from roll.reward.cache import VerdictCache
 from roll.reward.pool import QUICK_CHARS, GraderPool
 from roll.reward.stats import GraderStats, Latency, RoleStats
@@ -155,16 +155,16 @@ def test_quick_rewards_judge_short_texts_without_a_process_and_the_same() -> Non
 
 
 def test_only_rewards_of_rolls_own_without_patterns_are_quick() -> None:
-    assert RewardSource.of("number").quick().keys() == {None}
-    assert not RewardSource.of("math").quick()
-    assert not RewardSource.of(lambda task, response: 0.0).quick()
-    assert not RewardSource.of(STEADY).quick()
+    assert RewardSpec.of("number").quick().keys() == {None}
+    assert not RewardSpec.of("math").quick()
+    assert not RewardSpec.of(lambda task, response: 0.0).quick()
+    assert not RewardSpec.of(STEADY).quick()
     with_pattern = RewardRule(name="exact", options={"pattern": "(a+)+b"})
     both = RewardRule(
         parts={"right": RewardPart(name="number"), "short": RewardPart(name="length", options={"target": 9})}
     )
     one = RewardRule(parts={"right": RewardPart(name="number"), "sound": RewardPart(name="math")})
-    found = RewardSource.of_domains({"a": with_pattern, "b": both, "c": one, "d": RewardRule(name="exact")}).quick()
+    found = RewardSpec.of_domains({"a": with_pattern, "b": both, "c": one, "d": RewardRule(name="exact")}).quick()
     assert found.keys() == {"b", "d"}
 
 
@@ -189,7 +189,7 @@ def test_latencies_are_counted_by_domain_and_part() -> None:
     )
 
     async def main() -> tuple[GraderStats, GraderStats]:
-        async with GraderPool(RewardSource.of_config(config)) as pool:
+        async with GraderPool(RewardSpec.of_config(config)) as pool:
             for domain in ("sums", "sums", "puzzles"):
                 await pool.score(Task.ask("t", "?", 5, domain=domain), RESPONSE)
             first = pool.take_stats()
@@ -241,7 +241,7 @@ def test_a_process_with_composed_rewards_does_not_import_the_training_stack_or_p
     config = RewardConfig.model_validate({"parts": {"acts": ACT, "judge": {"name": "judge", "options": JUDGE}, **parts}})
 
     async def main() -> None:
-        source = RewardSource.of_config(config)
+        source = RewardSpec.of_config(config)
         source.check()
         async with GraderPool(source) as pool:
             with pytest.raises(ScoreFailure, match="part 'judge'"):  # after the first part has counted
@@ -266,7 +266,7 @@ def test_a_part_that_hangs_dies_or_takes_too_much_is_named(action: tuple[Any, ..
     config = RewardConfig.model_validate({"parts": {"short": {"name": "length", "options": {"budget": 5}}, "acts": ACT}})
 
     async def main() -> None:
-        source = RewardSource.of_config(config)
+        source = RewardSpec.of_config(config)
         async with GraderPool(source, deadline_s=1, tries=1, memory_mb=100) as pool:
             with pytest.raises(ScoreFailure) as caught:
                 await pool.score(do(*action), RESPONSE)

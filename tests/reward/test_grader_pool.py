@@ -19,7 +19,7 @@ from processes import alive, gone, printed_pids
 
 from roll.config.errors import RunError, UserError
 from roll.data import Response, Task
-from roll.reward import RewardSource, ScoreFailure, Verdict
+from roll.reward import RewardSpec, ScoreFailure, Verdict
 from roll.reward.pool import GraderPool
 
 ACT = f"{Path(__file__).with_name('graders.py')}:act"
@@ -36,7 +36,7 @@ def with_pool(use: Callable[[GraderPool], Awaitable[None]], reward: Any = ACT, *
     options = {"workers": 1, "deadline_s": DEADLINE_S, "tries": 1, **options}
 
     async def main() -> set[int]:
-        async with GraderPool(RewardSource.of(reward), **options) as pool:
+        async with GraderPool(RewardSpec.of(reward), **options) as pool:
             await asyncio.wait_for(use(pool), 20)
             graders = {grader.pid for grader in pool._graders}
         assert not pool._graders
@@ -292,7 +292,7 @@ def test_a_verdict_that_came_in_time_counts_even_if_the_event_loop_was_held_up()
 
 def test_closing_ends_calls_that_run_or_wait() -> None:
     async def main() -> None:
-        pool = GraderPool(RewardSource.of(ACT), deadline_s=60)
+        pool = GraderPool(RewardSpec.of(ACT), deadline_s=60)
         with pytest.raises(RunError, match="not started"):
             await pool.score(do("give", 1), RESPONSE)
         await pool.start()
@@ -311,7 +311,7 @@ def test_closing_ends_calls_that_run_or_wait() -> None:
 
 def test_a_function_that_does_not_load_is_refused_at_the_start(tmp_path: Path) -> None:
     def started(reward: str, **options: Any) -> None:
-        asyncio.run(GraderPool(RewardSource.of(reward), workers=2, **options).start())
+        asyncio.run(GraderPool(RewardSpec.of(reward), workers=2, **options).start())
 
     (tmp_path / "dies.py").write_text("import os; os._exit(4)")
     (tmp_path / "hangs.py").write_text("import time; time.sleep(60)")
@@ -327,7 +327,7 @@ def test_a_start_that_is_cancelled_even_twice_leaves_nothing(tmp_path: Path) -> 
     (tmp_path / "hangs.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(60)")
 
     async def main() -> None:
-        pool = GraderPool(RewardSource.of(f"{tmp_path}/hangs.py:score"), workers=2, log=tmp_path / "log")
+        pool = GraderPool(RewardSpec.of(f"{tmp_path}/hangs.py:score"), workers=2, log=tmp_path / "log")
         starting = asyncio.create_task(pool.start())
         async with asyncio.timeout(20):
             while len(pids()) < 2:  # noqa: ASYNC110

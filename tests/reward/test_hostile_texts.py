@@ -19,7 +19,7 @@ from roll.reward.compose import warm_up
 from roll.reward.factory import make
 from roll.reward.instructions import CONSTRAINTS
 from roll.reward.instructions.counting import sentences
-from roll.reward.time_limit import OutOfPatience, patiently
+from roll.reward.time_limit import TimeLimitReached, patiently
 
 HANGS_S = 60.0
 """A text that takes longer has hung its reward."""
@@ -129,7 +129,7 @@ def test_who_judges_in_time_is_not_interrupted_and_timers_go_on() -> None:
 
 
 def test_no_verifier_swallows_the_end_of_patience() -> None:
-    assert not issubclass(OutOfPatience, Exception)
+    assert not issubclass(TimeLimitReached, Exception)
 
 
 HOSTILE_MATHS = {

@@ -18,12 +18,12 @@ from servers import completion, serving
 from roll.config import UserError
 from roll.config.schema import RewardConfig
 from roll.data import Message, Response, Task
-from roll.reward import RewardSource, ScoreFailure, Verdict
+from roll.reward import RewardSpec, ScoreFailure, Verdict
 from roll.reward import factory as make
-from roll.reward.http_client import Post, PostFailure
-from roll.reward.http_reward import Service
+from roll.reward.http_client import HttpClient, HttpFailure
+from roll.reward.http_reward import HttpReward
 from roll.reward.judge import Judge
-from roll.reward.openai_client import ChatServer
+from roll.reward.openai_client import OpenAIClient
 from roll.reward.pool import GraderPool
 
 TASK = Task.ask("t1", "Capital of Italy?", "Rome", domain="places", level=3)
@@ -38,7 +38,7 @@ def test_a_service_is_sent_the_task_and_the_response() -> None:
         return 200, {"reward": 0.5, "style": 0.25}
 
     with serving(answer) as url:
-        got = Service(f"{url}/score", headers={"X-Key": "k"})(TASK, RESPONSE)
+        got = HttpReward(f"{url}/score", headers={"X-Key": "k"})(TASK, RESPONSE)
     assert got == {"reward": 0.5, "style": 0.25}
     posted, headers = seen[0]
     assert posted == {
@@ -78,7 +78,7 @@ def answers(*script: tuple[int, Any]) -> Any:
 def test_a_service_in_trouble_is_asked_again(script: Any, tries: int, asked: int) -> None:
     answer = answers(*script)
     with serving(answer) as url:
-        assert Service(url, tries=tries, backoff_s=0.01)(TASK, RESPONSE) == {"reward": 1}
+        assert HttpReward(url, tries=tries, backoff_s=0.01)(TASK, RESPONSE) == {"reward": 1}
     assert answer.asked == asked
 
 
@@ -94,8 +94,8 @@ def test_a_service_in_trouble_is_asked_again(script: Any, tries: int, asked: int
 )
 def test_a_service_that_stays_in_trouble_fails_with_its_words(script: Any, asked: int, says: str) -> None:
     answer = answers(*script)
-    with serving(answer) as url, pytest.raises(PostFailure, match=says):
-        Service(url, tries=3, backoff_s=0.01)(TASK, RESPONSE)
+    with serving(answer) as url, pytest.raises(HttpFailure, match=says):
+        HttpReward(url, tries=3, backoff_s=0.01)(TASK, RESPONSE)
     assert answer.asked == asked
 
 
@@ -107,11 +107,11 @@ def test_a_service_that_hangs_or_is_not_there_costs_its_time_only() -> None:
         return 200, 1
 
     with serving(hang) as url:
-        with pytest.raises(PostFailure, match="gave no answer in 1 try: TimeoutError"):
-            Service(url, timeout_s=0.2)(TASK, RESPONSE)
+        with pytest.raises(HttpFailure, match="gave no answer in 1 try: TimeoutError"):
+            HttpReward(url, timeout_s=0.2)(TASK, RESPONSE)
         ends.set()
-    with pytest.raises(PostFailure, match=r"in 2 tries: .*refused"):
-        Service(url, tries=2, backoff_s=0.01)(TASK, RESPONSE)
+    with pytest.raises(HttpFailure, match=r"in 2 tries: .*refused"):
+        HttpReward(url, tries=2, backoff_s=0.01)(TASK, RESPONSE)
 
 
 def test_a_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,10 +122,10 @@ def test_a_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         return 200, 1
 
     with serving(answer) as url:
-        with pytest.raises(PostFailure, match="'MY_TOKEN', named by token_env, is not set"):
-            Service(url, token_env="MY_TOKEN")(TASK, RESPONSE)
+        with pytest.raises(HttpFailure, match="'MY_TOKEN', named by token_env, is not set"):
+            HttpReward(url, token_env="MY_TOKEN")(TASK, RESPONSE)
         monkeypatch.setenv("MY_TOKEN", "secret")
-        Service(url, token_env="MY_TOKEN")(TASK, RESPONSE)
+        HttpReward(url, token_env="MY_TOKEN")(TASK, RESPONSE)
     assert seen == ["Bearer secret"]
 
 
@@ -140,7 +140,7 @@ def test_a_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_an_address_that_cannot_work_is_refused(options: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        Post(**options)
+        HttpClient(**options)
 
 
 def saying(*replies: str) -> tuple[Any, list[Sequence[Message]]]:
@@ -258,7 +258,7 @@ def test_a_judge_behind_a_server_judges_in_grader_processes() -> None:
     async def verdict(url: str) -> Verdict:
         options = {"url": f"{url}/v1", "model": "m", "votes": 2, "temperature": 0.5}
         config = RewardConfig.model_validate({"parts": {"good": {"name": "judge", "options": options}}})
-        source = RewardSource.of_config(config)
+        source = RewardSpec.of_config(config)
         source.check()
         async with GraderPool(source) as pool:
             return await pool.score(TASK, RESPONSE)
@@ -273,7 +273,7 @@ def test_a_judge_behind_a_server_judges_in_grader_processes() -> None:
 
 def test_a_server_that_is_no_chat_server_is_said_to_be_none() -> None:
     async def failure(url: str) -> str:
-        source = RewardSource.of_config(RewardConfig(name="judge", options={"url": url, "model": "m", "timeout_s": 0.5}))
+        source = RewardSpec.of_config(RewardConfig(name="judge", options={"url": url, "model": "m", "timeout_s": 0.5}))
         async with GraderPool(source) as pool:
             with pytest.raises(ScoreFailure) as caught:
                 await pool.score(TASK, RESPONSE)
@@ -300,17 +300,17 @@ DEEP = "[" * 5000 + "]" * 5000
     ],
 )
 def test_a_server_that_answers_with_what_is_no_answer_is_named(body: str, says: str) -> None:
-    with serving(lambda posted, headers: (200, body)) as url, pytest.raises(PostFailure, match=says):
-        ChatServer(url, "m").ask([{"role": "user", "content": "?"}])
+    with serving(lambda posted, headers: (200, body)) as url, pytest.raises(HttpFailure, match=says):
+        OpenAIClient(url, "m").ask([{"role": "user", "content": "?"}])
 
 
 @pytest.mark.parametrize("said", [b"nonsense\r\n\r\n", b"", b"HTTP/1.1 200 OK\r\nContent-Length: 90\r\n\r\n[1"])
 def test_a_server_that_does_not_speak_http_is_named(said: bytes) -> None:
     with (
         raw_server(lambda connection: connection.sendall(said)) as url,
-        pytest.raises(PostFailure, match="gave no answer"),
+        pytest.raises(HttpFailure, match="gave no answer"),
     ):
-        Post(url, tries=1, deadline_s=5).send({})
+        HttpClient(url, tries=1, deadline_s=5).send({})
 
 
 def test_an_answer_that_never_ends_is_given_up() -> None:
@@ -321,8 +321,8 @@ def test_an_answer_that_never_ends_is_given_up() -> None:
             time.sleep(0.05)
 
     started_s = time.monotonic()
-    with raw_server(drip) as url, pytest.raises(PostFailure, match=r"did not end in time|timed out"):
-        Post(url, tries=1, deadline_s=0.5).send({})
+    with raw_server(drip) as url, pytest.raises(HttpFailure, match=r"did not end in time|timed out"):
+        HttpClient(url, tries=1, deadline_s=0.5).send({})
     assert time.monotonic() - started_s < 20
 
 

@@ -12,9 +12,9 @@ import pytest
 from roll.config import UserError
 from roll.config.schema import RewardConfig
 from roll.data import Message, Response, Task
-from roll.reward import RewardSource, ScoreFailure, Verdict
-from roll.reward.model_reward import Drawing, Models, Unanswered
-from roll.reward.model_score_client import Asking
+from roll.reward import RewardSpec, ScoreFailure, Verdict
+from roll.reward.model_reward import JudgeSampling, ScoreBackend, ScoreTimeout
+from roll.reward.model_score_client import ModelScoreClient
 from roll.reward.pool import GraderPool
 
 TASK = Task.ask("t1", "Capital of Italy?", "Rome")
@@ -27,13 +27,13 @@ BOTH = {
 IN_A_PROCESS = {"name": "format", "weight": 0, "options": {"pattern": "Rome", "search": True}}
 
 
-class Told(Models):
+class Told(ScoreBackend):
     """Says what it was told to, and keeps what it was asked."""
 
     def __init__(self, score: float | Exception = 3.0, *replies: list[str], slow_s: float = 0.0) -> None:
         self._score, self._replies, self._slow_s = score, list(replies), slow_s
         self.scored: list[list[Message]] = []
-        self.drawn: list[Drawing] = []
+        self.drawn: list[JudgeSampling] = []
 
     async def score(self, messages: Sequence[Message], timeout_s: float) -> float:
         self.scored.append(list(messages))
@@ -42,18 +42,18 @@ class Told(Models):
             raise self._score
         return self._score
 
-    async def replies(self, messages: Sequence[Message], drawing: Drawing, timeout_s: float) -> list[str]:
+    async def replies(self, messages: Sequence[Message], drawing: JudgeSampling, timeout_s: float) -> list[str]:
         self.drawn.append(drawing)
         return self._replies.pop(0)
 
 
-def asking(parts: dict[str, Any], models: Models, cache: int = 16) -> tuple[Asking, RewardSource]:
-    source = RewardSource.of_config(RewardConfig.model_validate({"parts": parts}))
+def asking(parts: dict[str, Any], models: ScoreBackend, cache: int = 16) -> tuple[ModelScoreClient, RewardSpec]:
+    source = RewardSpec.of_config(RewardConfig.model_validate({"parts": parts}))
     source.check()
-    return Asking(source.asked_of_roles(), models, cache), source
+    return ModelScoreClient(source.asked_of_roles(), models, cache), source
 
 
-def verdict_of(parts: dict[str, Any], models: Models) -> Verdict:
+def verdict_of(parts: dict[str, Any], models: ScoreBackend) -> Verdict:
     async def main() -> Verdict:
         asks, source = asking(parts, models)
         async with GraderPool(source) as pool:
@@ -100,7 +100,10 @@ def test_a_judge_that_talks_nonsense_fails_the_attempt_by_name() -> None:
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        (Unanswered("the role reward_model has not answered for 2 s"), "unanswered: part 'liked': the role reward_model"),
+        (
+            ScoreTimeout("the role reward_model has not answered for 2 s"),
+            "unanswered: part 'liked': the role reward_model",
+        ),
         (ValueError("the conversation has 9 tokens"), "raised: part 'liked': ValueError: the conversation has 9 tokens"),
     ],
 )
@@ -131,7 +134,7 @@ def test_who_leaves_does_not_take_the_answer_from_others_and_a_failure_is_not_ke
         await asyncio.sleep(0.01)
         first.cancel()
         assert (await second)["liked"]["reward"] == 1
-        models._score = Unanswered("gone")
+        models._score = ScoreTimeout("gone")
         other = Response("No.", 1, "stop")
         for _ in range(2):
             with pytest.raises(ScoreFailure):
@@ -154,8 +157,8 @@ def test_a_reward_that_asks_no_role_asks_none() -> None:
 
 def test_a_whole_reward_may_be_a_roles() -> None:
     async def main() -> Verdict:
-        source = RewardSource.of_config(RewardConfig(name="reward_model", options={"sigmoid": True}))
-        asks = Asking(source.asked_of_roles(), Told(2.0))
+        source = RewardSpec.of_config(RewardConfig(name="reward_model", options={"sigmoid": True}))
+        asks = ModelScoreClient(source.asked_of_roles(), Told(2.0))
         async with GraderPool(source) as pool:
             return await pool.score(TASK, RESPONSE, await asks.said(TASK, RESPONSE))
 

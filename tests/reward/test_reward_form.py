@@ -10,14 +10,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from roll.data import Response, Task
-from roll.reward.format import Format, read_json
+from roll.reward.format import FormatReward, read_json
 from roll.reward.json_schema import check_shape, fits
 
 jsonschema = pytest.importorskip("jsonschema")
 
 
 def judged(text: str, **options: Any) -> float:
-    return Format(**options)(Task.ask("t", "?"), Response(text, 1, "stop"))
+    return FormatReward(**options)(Task.ask("t", "?"), Response(text, 1, "stop"))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_forms(options: dict[str, Any], text: str, value: float) -> None:
 )
 def test_a_form_that_cannot_be_held_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        Format(**options)
+        FormatReward(**options)
 
 
 values = st.recursive(

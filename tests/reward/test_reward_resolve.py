@@ -12,7 +12,7 @@ import pytest
 
 from roll.config.errors import UserError
 from roll.data import Response, Task
-from roll.reward import RewardSource
+from roll.reward import RewardSpec
 from roll.reward import factory as make
 from roll.reward.maths import Math
 from roll.reward.numbers import Number
@@ -50,7 +50,7 @@ def test_a_function_by_module_or_file(folder: Path, place: str) -> None:
 
 
 def test_a_source_is_bound_to_the_folder_it_was_made_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = RewardSource.of("my_rewards.py:score")
+    source = RewardSpec.of("my_rewards.py:score")
     monkeypatch.chdir("/")
     assert pickle.loads(pickle.dumps(source)).load()(TASK, RESPONSE) == 0.5
 
@@ -66,13 +66,13 @@ def test_a_source_is_bound_to_the_folder_it_was_made_in(folder: Path, monkeypatc
 )
 def test_a_name_that_cannot_work_is_refused_with_what_is_near(folder: Path, name: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        RewardSource.of(name).check()
+        RewardSpec.of(name).check()
 
 
 def test_functions_travel_by_value() -> None:
     bonus = 0.25
     for reward in (lambda task, response: bonus, Judge(0.25).score, Judge(0.25)):
-        source = RewardSource.of(reward)
+        source = RewardSpec.of(reward)
         source.check()
         assert pickle.loads(pickle.dumps(source)).load()(TASK, RESPONSE) == 0.25
 
@@ -85,11 +85,11 @@ def test_a_function_that_cannot_travel_is_refused_early() -> None:
             return 1.0
 
     with pytest.raises(UserError, match=r"'.*locked' cannot be sent to a grader process"):
-        RewardSource.of(locked)
+        RewardSpec.of(locked)
     with pytest.raises(UserError, match="reward 'int' is a int, not a function"):
-        RewardSource.of(3)  # type: ignore[arg-type]
+        RewardSpec.of(3)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="called as"):
-        RewardSource.of(lambda response: 1.0)  # type: ignore[arg-type, misc]
+        RewardSpec.of(lambda response: 1.0)  # type: ignore[arg-type, misc]
 
 
 class Judge:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from roll.data import Response, Task
 from roll.reward.length import Length
-from roll.reward.repetition import Repetition, repeated_share
+from roll.reward.repetition import RepetitionPenalty, repeated_share
 
 TASK = Task.ask("t", "?")
 sizes = st.integers(0, 300)
@@ -95,7 +95,7 @@ def test_what_is_said_again_counts_as_repeated_whole(words: list[str], n: int) -
 
 
 def penalty(text: str, **options: Any) -> float:
-    return Repetition(**options)(TASK, Response(text, 1, "stop"))
+    return RepetitionPenalty(**options)(TASK, Response(text, 1, "stop"))
 
 
 def test_repetition() -> None:
@@ -108,4 +108,4 @@ def test_repetition() -> None:
     assert penalty("好好好好", n=1, unit="characters") == -0.75
     for options in ({"n": 0}, {"allowed": 2}):
         with pytest.raises(ValueError, match="but takes"):
-            Repetition(**options)  # type: ignore[arg-type]
+            RepetitionPenalty(**options)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from roll.config import UserError, load_config
 from roll.config.schema import RewardPart
 from roll.config.yaml_document import parse
 from roll.data import Response, Task
-from roll.reward import RewardSource, Verdict
+from roll.reward import RewardSpec, Verdict
 from roll.reward.base import is_deterministic, normalise
 from roll.reward.builtin import BUILTINS
 from roll.reward.instructions import CONSTRAINTS
@@ -79,7 +79,7 @@ def test_the_configurations_of_the_page_work(text: str, tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     for file, code in FILES.items():
         (tmp_path / file).write_text(code)
-    RewardSource.of_config(load_config(parse(text).data).reward).check()
+    RewardSpec.of_config(load_config(parse(text).data).reward).check()
 
 
 def test_the_refusal_on_the_page_is_the_one_given() -> None:
@@ -87,7 +87,7 @@ def test_the_refusal_on_the_page_is_the_one_given() -> None:
     assert said is not None
     part = {"name": "format", "options": {"tag": ["a"]}}
     with pytest.raises(UserError) as caught:
-        RewardSource.of_config(load_config({"reward": {"parts": {"form": part}}}).reward).check()
+        RewardSpec.of_config(load_config({"reward": {"parts": {"form": part}}}).reward).check()
     assert str(caught.value) == said[1]
 
 
@@ -97,7 +97,7 @@ def test_the_reward_of_the_page_judges_as_it_says(tmp_path: Path, monkeypatch: p
     assert len(code.partition("polite.deterministic")[0].strip().splitlines()) <= 10
     (tmp_path / "my_rewards.py").write_text(code)
     config = next(text for text in CONFIGS if "my_rewards.py" in text)
-    reward = RewardSource.of_config(load_config(parse(config).data).reward).load()
+    reward = RewardSpec.of_config(load_config(parse(config).data).reward).load()
     task = Task.ask("t", "Capital of Italy?", "Rome")
     assert is_deterministic(reward, task)
 
@@ -111,7 +111,7 @@ def test_the_reward_of_the_page_judges_as_it_says(tmp_path: Path, monkeypatch: p
 
 def test_the_gates_of_the_page_are_worth_what_it_says() -> None:
     text = next(text for text in CONFIGS if "gate_value" in text)
-    reward = RewardSource.of_config(load_config(parse(text).data).reward).load()
+    reward = RewardSpec.of_config(load_config(parse(text).data).reward).load()
     task = Task.ask("t", "?", "5")
 
     def worth(answer: str) -> float:

@@ -11,11 +11,11 @@ import pytest
 
 from roll.config.schema import RewardConfig, RewardRule
 from roll.data import Response, Task
-from roll.reward import RewardSource, ScoreFailure, Verdict
+from roll.reward import RewardSpec, ScoreFailure, Verdict
 from roll.reward.base import answer_of, reads_answers
 from roll.reward.factory import make
-from roll.reward.model_reward import Models
-from roll.reward.model_score_client import Asking
+from roll.reward.model_reward import ScoreBackend
+from roll.reward.model_score_client import ModelScoreClient
 from roll.reward.pool import GraderPool
 
 JUDGES = """
@@ -46,7 +46,7 @@ def task_of(domain: str, answer: Any = 5) -> Task:
     return Task.ask("t", "?", answer, domain=domain)
 
 
-def scores(source: RewardSource, *asked: tuple[str, str], votes: bool = False) -> list[Verdict | str]:
+def scores(source: RewardSpec, *asked: tuple[str, str], votes: bool = False) -> list[Verdict | str]:
     async def one(pool: GraderPool, domain: str, text: str) -> Verdict | str:
         try:
             return await pool.score(task_of(domain), Response(text, 1, "stop"), votes=votes)
@@ -64,36 +64,36 @@ def scores(source: RewardSource, *asked: tuple[str, str], votes: bool = False) -
 def test_a_set_is_judged_by_its_own_reward_and_all_else_by_the_runs(judges: Path) -> None:
     """Also where the run's needs no process and the set's does, and the other way round."""
     sets = {"eval/mine": RewardRule(name=f"{judges}:seven"), "eval/text": RewardRule(name="exact")}
-    source = RewardSource.of_config(RewardConfig(name="number")).with_sets(sets)
+    source = RewardSpec.of_config(RewardConfig(name="number")).with_sets(sets)
     asked = [("eval/mine", "5"), ("eval/text", "so 5"), ("eval/other", "so 5"), ("default", "so 5"), ("eval/text", "5")]
     assert [v.reward for v in scores(source, *asked) if isinstance(v, Verdict)] == [7.0, 0.0, 1.0, 1.0, 1.0]
 
 
 def test_sets_beside_domains_and_beside_a_function(judges: Path) -> None:
     sets = {"eval/mine": RewardRule(name=f"{judges}:seven")}
-    domains = RewardSource.of_domains({"maths": RewardRule(name="number")}).with_sets(sets)
+    domains = RewardSpec.of_domains({"maths": RewardRule(name="number")}).with_sets(sets)
     assert [v.reward for v in scores(domains, ("maths", "5"), ("eval/mine", "5")) if isinstance(v, Verdict)] == [1.0, 7.0]
-    function = RewardSource.of(lambda task, response: 0.25).with_sets(sets)
+    function = RewardSpec.of(lambda task, response: 0.25).with_sets(sets)
     assert [v.reward for v in scores(function, ("x", "5"), ("eval/mine", "5")) if isinstance(v, Verdict)] == [0.25, 7.0]
 
 
 def test_no_role_is_asked_about_a_set_whose_reward_asks_none() -> None:
-    class Nobody(Models):
+    class Nobody(ScoreBackend):
         pass
 
-    run = RewardSource.of_config(RewardConfig(name="reward_model"))
+    run = RewardSpec.of_config(RewardConfig(name="reward_model"))
     source = run.with_sets({"eval/text": RewardRule(name="exact")})
-    asking = Asking(source.asked_of_roles(), Nobody())
+    asking = ModelScoreClient(source.asked_of_roles(), Nobody())
     assert asyncio.run(asking.said(task_of("eval/text"), Response("5", 1, "stop"))) == {}
     assert source.asked_of_roles().keys() == {None, "eval/text"}
 
 
 def test_the_answer_comes_with_the_verdict_only_where_it_is_asked_for(judges: Path) -> None:
-    run = RewardSource.of_config(RewardConfig(name="number"))
+    run = RewardSpec.of_config(RewardConfig(name="number"))
     (asked,), (not_asked,) = scores(run, ("d", "It is 5.0"), votes=True), scores(run, ("d", "It is 5.0"))
     assert asked == Verdict(1.0, answer="5")
     assert not_asked == Verdict(1.0)
-    own = RewardSource.of_config(RewardConfig(name=f"{judges}:Reads"))
+    own = RewardSpec.of_config(RewardConfig(name=f"{judges}:Reads"))
     words = [("d", "abc"), ("d", "none"), ("d", "abc")]
     assert scores(own, *words, votes=True) == [Verdict(0.5, answer=answer) for answer in ("cba", None, "cba")]
     (failed,) = scores(own, ("d", "number"), votes=True)
@@ -103,7 +103,7 @@ def test_the_answer_comes_with_the_verdict_only_where_it_is_asked_for(judges: Pa
 def test_which_rewards_read_answers_is_known_before_the_run(judges: Path) -> None:
     def reads(rule: dict[str, Any], domain: str = "eval/x") -> bool:
         sets = {"eval/x": RewardRule.model_validate(rule)}
-        return RewardSource.of_config(RewardConfig(name="fuzzy")).with_sets(sets).reads_answers(domain)
+        return RewardSpec.of_config(RewardConfig(name="fuzzy")).with_sets(sets).reads_answers(domain)
 
     assert all(reads({"name": name}) for name in ("number", "math", "choice", "exact", f"{judges}:Reads"))
     assert not any(reads({"name": name}) for name in ("fuzzy", "format", f"{judges}:seven") if name != "format")
@@ -111,7 +111,7 @@ def test_which_rewards_read_answers_is_known_before_the_run(judges: Path) -> Non
     assert reads({"name": f"{judges}:options", "options": {"value": 2.0}})
     assert reads({"parts": {"right": "number", "short": {"name": "length", "options": {"budget": 9}}}})
     assert not reads({"parts": {"right": "number", "same": "exact"}}), "two answers are none"
-    assert not RewardSource.of(lambda task, response: 0.0).reads_answers("x")
+    assert not RewardSpec.of(lambda task, response: 0.0).reads_answers("x")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from roll.config.errors import RunError, UserError
 from roll.data import Task
-from roll.rollout.early_stop import AnyOf, LengthBudget, Repetition, Running, make_early_end
+from roll.rollout.early_stop import AnyOf, LengthBudget, RepetitionStop, RunningResponse, make_early_end
 
 tokens = st.lists(st.integers(0, 3), max_size=40)
 
@@ -25,11 +25,11 @@ def _path_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
-def running(ids: Sequence[int], siblings: Sequence[int] = ()) -> Running:
+def running(ids: Sequence[int], siblings: Sequence[int] = ()) -> RunningResponse:
     def text() -> str:
         raise AssertionError("decoded, though nobody asked")
 
-    return Running(Task.ask("t", "?"), np.array(ids, np.int32), text, siblings)
+    return RunningResponse(Task.ask("t", "?"), np.array(ids, np.int32), text, siblings)
 
 
 def repeats(ids: list[int], span_most: int, times: int, least: int) -> bool:
@@ -49,7 +49,7 @@ def test_a_repetition_is_found_exactly_where_there_is_one(
     head: list[int], span: list[int], count: int, span_most: int, times: int, least: int
 ) -> None:
     ids = head + span[:8] * count
-    found = Repetition(span_most, times, least)(running(ids))
+    found = RepetitionStop(span_most, times, least)(running(ids))
     assert (found is not None) == repeats(ids, span_most, times, least)
 
 
@@ -69,13 +69,13 @@ def test_a_repetition_is_found_exactly_where_there_is_one(
     ],
 )
 def test_four_times_and_sixty_four_tokens_are_a_repetition(ids: list[int], reason: str | None) -> None:
-    assert Repetition()(running(ids)) == reason
+    assert RepetitionStop()(running(ids)) == reason
 
 
 def test_looking_for_repetition_takes_microseconds_however_long_the_response() -> None:
     ordinary = running(np.random.default_rng(0).integers(0, 50_000, 100_000).tolist())
     nearly = running([*range(1000), *([7] * 63 + [8]) * 3, *[7] * 62])
-    repetition = Repetition()
+    repetition = RepetitionStop()
     for response in (ordinary, nearly):
         assert repetition(response) is None
         best = min(_seconds(lambda response=response: repetition(response)) for _ in range(20))
@@ -110,13 +110,13 @@ def test_a_response_far_longer_than_its_siblings_ends(length: int, siblings: lis
 
 def test_names_make_predicates_and_the_first_reason_counts() -> None:
     assert make_early_end([]) is None
-    assert make_early_end(["repetition"]) == Repetition()
-    assert make_early_end(["repetition=6"]) == Repetition(times=6)
+    assert make_early_end(["repetition"]) == RepetitionStop()
+    assert make_early_end(["repetition=6"]) == RepetitionStop(times=6)
     assert make_early_end(["length_budget"]) == LengthBudget(4.0)
     assert make_early_end(["length_budget=2.5"]) == LengthBudget(2.5)
-    assert make_early_end(["repetition=2", "length_budget=1"]) == AnyOf((Repetition(times=2), LengthBudget(1.0)))
+    assert make_early_end(["repetition=2", "length_budget=1"]) == AnyOf((RepetitionStop(times=2), LengthBudget(1.0)))
     both = make_early_end(["length_budget=2", "repetition"])
-    assert both == AnyOf((LengthBudget(2.0), Repetition()))
+    assert both == AnyOf((LengthBudget(2.0), RepetitionStop()))
     assert both is not None
     assert both(running([1] * 70)) == "repetition: 1 tokens 64 times in a row"
     assert both(running([1] * 70, [8, 8])) == "length budget: 70 tokens, 2 siblings allow 16"
@@ -147,12 +147,12 @@ def _file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_file")
 def test_a_users_function_names_its_reason_or_says_end() -> None:
-    response = Running(Task.ask("t", "?"), np.arange(3, dtype=np.int32), lambda: "so be it")
+    response = RunningResponse(Task.ask("t", "?"), np.arange(3, dtype=np.int32), lambda: "so be it")
     for name, expected in (("reason", "gave up: so be it"), ("says", "ended early: by ends.py:says")):
         predicate = make_early_end([f"ends.py:{name}"])
         assert predicate is not None
         assert predicate(response) == expected
-        assert predicate(Running(response.task, response.ids[:2], lambda: "")) is None
+        assert predicate(RunningResponse(response.task, response.ids[:2], lambda: "")) is None
 
 
 @pytest.mark.usefixtures("_file")

@@ -48,7 +48,7 @@ from roll.env.state_key import state_of
 from roll.model.chat import ChatRenderer
 from roll.model.tiny import character_tokenizer
 from roll.reward import ScoreFailure
-from roll.rollout.early_stop import EarlyEnd, Running
+from roll.rollout.early_stop import EarlyEnd, RunningResponse
 from roll.rollout.engine_assignments import EngineAssignments
 from roll.rollout.engine_client import EngineClient
 from roll.rollout.lifecycle import Lifecycle
@@ -670,7 +670,7 @@ def test_only_what_is_being_generated_can_be_stopped(how: Any) -> None:
 def test_a_predicate_ends_a_response_and_is_told_of_its_siblings() -> None:
     seen: list[tuple[str, list[int], str, list[int]]] = []
 
-    def predicate(running: Running) -> str | None:
+    def predicate(running: RunningResponse) -> str | None:
         seen.append((running.task.id, running.ids.tolist(), running.text(), list(running.finished_siblings)))
         return "said enough" if len(running.ids) >= 2 else None
 
@@ -695,7 +695,7 @@ def test_a_predicate_ends_a_response_and_is_told_of_its_siblings() -> None:
 def test_a_predicate_sees_what_was_drawn_on_earlier_engines_too() -> None:
     seen: list[list[int]] = []
 
-    def predicate(running: Running) -> str | None:
+    def predicate(running: RunningResponse) -> str | None:
         seen.append(running.ids.tolist())
         return None
 

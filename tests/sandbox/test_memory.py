@@ -20,7 +20,7 @@ from roll.data.task import Response, Task
 from roll.env.python_tool import PythonTool
 from roll.reward.code import Code
 from roll.reward.pool import GraderPool
-from roll.reward.reward_spec import RewardSource
+from roll.reward.reward_spec import RewardSpec
 from roll.sandbox import Limits, Program, Sandbox, SandboxError, best, run_blocking
 from roll.sandbox.cgroups import groups_of, sweep
 
@@ -192,7 +192,7 @@ def test_graders_that_end_with_the_run_leave_no_group(tmp_path: Path) -> None:
     written = tmp_path / "groups"
 
     async def judge() -> list[str]:
-        async with GraderPool(RewardSource.of(f"{__file__}:groups_held"), deadline_s=60) as pool:
+        async with GraderPool(RewardSpec.of(f"{__file__}:groups_held"), deadline_s=60) as pool:
             verdict = await pool.score(Task("one", ()), Response(str(written), 1, "stop"))
             assert verdict.reward == 1.0
             own = written.read_text().split()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from roll.config.errors import UserError
 from roll.data import Sample, Task
 from roll.data.sample import Group
-from roll.rollout.early_stop import Running
+from roll.rollout.early_stop import RunningResponse
 from roll.scheduler.long_tail import LongestFirst, TailBatching, make_order
 from roll.scheduler.task_sampler import BatchPolicy, EpochSampler, SamplerWrapper, SolveRateSampler, TaskDraw, TaskSampler
 
@@ -294,8 +294,8 @@ def test_the_examples_of_the_docs_do_what_they_say() -> None:
     assert names["not_too_long"](Group(0, easy, samples)) is None
     assert names["not_too_long"](Group(0, easy, samples[:1])) == "cut off: 1 samples"
     ids = np.zeros(200, np.int32)
-    assert names["gave_up"](Running(easy, ids, lambda: "I cannot say")) == "gave up: said so"
-    assert names["gave_up"](Running(easy, ids[:100], lambda: "I cannot say")) is None
+    assert names["gave_up"](RunningResponse(easy, ids, lambda: "I cannot say")) == "gave up: said so"
+    assert names["gave_up"](RunningResponse(easy, ids[:100], lambda: "I cannot say")) is None
 
 
 USERS = """

@@ -15,7 +15,7 @@ from roll.cluster import Cluster, Dispatch, LocalExecutor, Worker, WorkerPlaceme
 from roll.cluster.errors import WorkerDied
 from roll.config.schema import Config
 from roll.data import Message
-from roll.reward.model_reward import Drawing, Unanswered
+from roll.reward.model_reward import JudgeSampling, ScoreTimeout
 from roll.strategy.infer.frozen_engine import FrozenEngine
 from roll.workers import residency_gate as turn
 from roll.workers.judge import JudgeWorker
@@ -23,7 +23,7 @@ from roll.workers.reward_model import RewardModelWorker
 from roll.workers.reward_model_client import ScorerModels, Scorers
 
 SAID = [Message(role="user", content="Say it.")]
-GREEDY = Drawing((1,), 0.0, 8)
+GREEDY = JudgeSampling((1,), 0.0, 8)
 
 
 def answered(text: str) -> list[Message]:
@@ -108,14 +108,14 @@ def test_while_a_reward_model_is_away_nobody_runs_out_of_time(tmp_path: Path, mo
 
 def test_a_judge_says_the_same_alone_in_company_and_after_it_was_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turn, "POLL_S", 0.02)
-    many = Drawing(tuple(range(6)), 1.0, 40)
+    many = JudgeSampling(tuple(range(6)), 1.0, 40)
 
     async def main() -> None:
         cluster = await judge()
         asked = models(Scorers(judge=cluster), at_once=16)
         alone = await asked.replies(SAID, many, 30)
         assert len(set(alone)) == 6
-        (fifth,) = await asked.replies(SAID, Drawing((4,), 1.0, 40), 30)
+        (fifth,) = await asked.replies(SAID, JudgeSampling((4,), 1.0, 40), 30)
         assert fifth == alone[4]
         interrupted = asyncio.create_task(asked.replies(SAID, many, 30))
         await asyncio.sleep(0.05)
@@ -133,8 +133,8 @@ def test_a_judge_that_is_not_done_in_time_is_left_and_goes_on_with_others() -> N
     async def main() -> None:
         cluster = await judge()
         asked = models(Scorers(judge=cluster))
-        with pytest.raises(Unanswered, match=r"the role judge has not answered for 0.01 s"):
-            await asked.replies(SAID, Drawing((1,), 1.0, 900), 0.01)
+        with pytest.raises(ScoreTimeout, match=r"the role judge has not answered for 0.01 s"):
+            await asked.replies(SAID, JudgeSampling((1,), 1.0, 900), 0.01)
         await asyncio.sleep(0.2)
         worker: JudgeWorker = cluster._handles[0]._worker  # type: ignore[attr-defined]
         assert not worker._open
@@ -203,7 +203,7 @@ def test_a_role_that_dies_is_asked_again_while_patience_lasts() -> None:
         assert await models(scorers).score(SAID, 20) == 1.0
         assert worker.asked == 3
         scorers, worker = await frail(10**9)
-        with pytest.raises(Unanswered, match=r"reward_model\[0\] died: killed"):
+        with pytest.raises(ScoreTimeout, match=r"reward_model\[0\] died: killed"):
             await models(scorers, patience_s=0.3).score(SAID, 20)
 
     go(main())

@@ -11,7 +11,7 @@ from classifiers import save_random
 from test_reward_model_client import SAID, answered, config, models
 
 from roll.cluster import Cluster, LocalExecutor, WorkerPlacement
-from roll.reward.model_reward import Drawing
+from roll.reward.model_reward import JudgeSampling
 from roll.workers.judge import JudgeWorker
 from roll.workers.reward_model import RewardModelWorker
 from roll.workers.reward_model_client import Scorers
@@ -32,7 +32,7 @@ def test_both_leave_the_gpu_and_say_the_same_when_they_are_back(tmp_path: Path) 
         )
         await judge.call(JudgeWorker.start)
         asked = models(Scorers(scorer, judge), at_once=16)
-        drawing = Drawing(tuple(range(8)), 1.0, 40)
+        drawing = JudgeSampling(tuple(range(8)), 1.0, 40)
         score, replies = await asked.score(answered("abc"), 120), await asked.replies(SAID, drawing, 120)
         resident = torch.cuda.memory_allocated()
         for _ in range(2):
