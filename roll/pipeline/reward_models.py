@@ -19,7 +19,7 @@ from roll.strategy.infer.vllm_args import check_vllm
 from roll.workers.device import DeviceWorker
 from roll.workers.judge import JudgeWorker
 from roll.workers.reward_model import RewardModelWorker
-from roll.workers.reward_model_client import Scorers
+from roll.workers.reward_model_client import RewardModelClient
 
 
 def check_scorers(config: Config) -> None:
@@ -38,12 +38,14 @@ def check_scorers(config: Config) -> None:
         check_vllm(config, getattr(config.roles, role), role)
 
 
-async def start_scorers(config: Config, executor: Executor, map: DeviceMap, stages: ResidencyTable) -> Scorers:
+async def start_scorers(config: Config, executor: Executor, map: DeviceMap, stages: ResidencyTable) -> RewardModelClient:
     """The models of a map that give rewards; one after the other where they may not fit together."""
     if stages.takes_turns:
-        return Scorers(await _reward_model(config, executor, map, stages), await _judge(config, executor, map, stages))
+        return RewardModelClient(
+            await _reward_model(config, executor, map, stages), await _judge(config, executor, map, stages)
+        )
     both = _reward_model(config, executor, map, stages), _judge(config, executor, map, stages)
-    return Scorers(*await asyncio.gather(*both))  # waits: starts and calls have deadlines
+    return RewardModelClient(*await asyncio.gather(*both))  # waits: starts and calls have deadlines
 
 
 async def _reward_model(
@@ -66,6 +68,6 @@ async def _judge(
     return await aside(cluster, JudgeWorker.hold, stages)
 
 
-def scorer_peaks(scorers: Scorers) -> dict[str, Coroutine[Any, Any, list[int]]]:
+def scorer_peaks(scorers: RewardModelClient) -> dict[str, Coroutine[Any, Any, list[int]]]:
     """Calls that ask each role for its workers' peak of GPU memory."""
     return {cluster.role: cluster.call_each(DeviceWorker.take_peak_bytes) for cluster in scorers.clusters}

@@ -37,7 +37,7 @@ from roll.workers.env import EnvWorker
 from roll.workers.infer import InferWorker
 from roll.workers.rank_group import GroupWorker
 from roll.workers.reward import RewardWorker
-from roll.workers.reward_model_client import NO_SCORERS, Scorers
+from roll.workers.reward_model_client import NO_SCORERS, RewardModelClient
 from roll.workers.train import TrainWorker
 
 _PING_S = 5.0
@@ -49,7 +49,11 @@ W = TypeVar("W", bound=Worker)
 G = TypeVar("G", bound=GroupWorker)
 
 Models = tuple[
-    Cluster[TrainWorker], Cluster[InferWorker], Cluster[TrainWorker] | None, Cluster[CriticWorker] | None, Scorers
+    Cluster[TrainWorker],
+    Cluster[InferWorker],
+    Cluster[TrainWorker] | None,
+    Cluster[CriticWorker] | None,
+    RewardModelClient,
 ]
 """Trainer, engines, reference, critic, and models that give rewards."""
 
@@ -165,7 +169,7 @@ class Roles(TrainRoles):
     environments: Cluster[EnvWorker] | None
     router: Router
     pool: RolloutPool
-    scorers: Scorers = NO_SCORERS
+    scorers: RewardModelClient = NO_SCORERS
     alive: set[int] = field(default_factory=set)
     """Engines that are not lost."""
     retired: dict[str, set[int]] = field(default_factory=dict)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # those who only call a worker do without torch
     from roll.weight_sync.broadcast import BroadcastGroup
 
 
-class GroupMember:
+class BroadcastMember:
     """What always holds: one broadcast at a time; after `leave` has returned no thread of an earlier broadcast runs, also
     if whoever waited for it was cancelled."""
 

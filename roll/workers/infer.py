@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from roll.cluster import Dispatch, WorkerPlacement, dispatch
 from roll.config.schema import Config
 from roll.engine.request import Completion, Progress, Request
-from roll.workers.broadcast_membership import GroupMember
+from roll.workers.broadcast_membership import BroadcastMember
 from roll.workers.device import DeviceWorker
 
 if TYPE_CHECKING:  # those who only call an engine do without torch
@@ -79,7 +79,7 @@ class InferWorker(DeviceWorker):
             place, config, own_weights=config.executor != "local" if own_weights is None else own_weights
         )
         self._receiver: Receiver | None = None
-        self._member = GroupMember()
+        self._member = BroadcastMember()
         self._clients_of: dict[str, list[str]] = {}
         """Who waits for completions of each id: more than one where an aborted request was followed by another."""
         self._boxes: defaultdict[str, _Box] = defaultdict(_Box)

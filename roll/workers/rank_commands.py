@@ -20,7 +20,7 @@ from roll.strategy.train.sharded.process_group import RankRendezvous
 _LOOK = timedelta(seconds=5)
 
 
-class Orders:
+class RankCommands:
     def __init__(self, rendezvous: RankRendezvous, followers: int) -> None:
         """A connection of its own: one that waits for an order keeps others from using it."""
         deadline = timedelta(seconds=rendezvous.deadline_s)

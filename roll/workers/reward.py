@@ -13,7 +13,7 @@ from roll.reward import RewardSpec, ScoreFailure, Verdict
 from roll.reward.model_score_client import ModelScoreClient
 from roll.reward.pool import GraderPool
 from roll.reward.stats import GraderStats
-from roll.workers.reward_model_client import ScorerModels, Scorers
+from roll.workers.reward_model_client import RewardModelClient, ScorerClients
 
 
 class RewardWorker(Worker):
@@ -32,7 +32,7 @@ class RewardWorker(Worker):
     ) -> None:
         """`replies_at_once` is what one judge generates at once; a role that dies is waited for so long."""
         super().__init__(place)
-        self._models = ScorerModels(replies_at_once=replies_at_once, askers=place.world_size, patience_s=patience_s)
+        self._models = ScorerClients(replies_at_once=replies_at_once, askers=place.world_size, patience_s=patience_s)
         self._asking = ModelScoreClient(source.asked_of_roles(), self._models, config.cache)
         self._pool = GraderPool(
             source,
@@ -51,7 +51,7 @@ class RewardWorker(Worker):
         await self._pool.start()
 
     @dispatch(Dispatch.ALL)
-    def connect(self, scorers: Scorers) -> None:
+    def connect(self, scorers: RewardModelClient) -> None:
         """Names the roles that are asked for parts of rewards; again after one of their workers was started again."""
         self._models.connect(scorers)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # those who only ask it do without torch
     from roll.strategy.offload import Level
     from roll.strategy.train.base import RewardStrategy
     from roll.strategy.train.sharded.process_group import RankGroup
-    from roll.workers.rank_commands import Orders
+    from roll.workers.rank_commands import RankCommands
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class RewardModelWorker(GroupWorker):
         self._scoring: asyncio.Task[None] | None = None
         self._apart = False
         """Whether the ranks are no longer in step."""
-        self._orders: Orders | None = None
+        self._orders: RankCommands | None = None
         self._following: asyncio.Task[None] | None = None
         self._holds: asyncio.Queue[None] = asyncio.Queue()
         """One entry per order to hold that this rank has carried out."""
@@ -55,10 +55,10 @@ class RewardModelWorker(GroupWorker):
         self._strategy, self._tokenizer, self._longest = make_scorer(self._config, self.place, group)
         if group is None:
             return
-        from roll.workers.rank_commands import Orders
+        from roll.workers.rank_commands import RankCommands
 
         assert self.rendezvous is not None
-        self._orders = Orders(self.rendezvous, group.ranks - 1)
+        self._orders = RankCommands(self.rendezvous, group.ranks - 1)
         if not self.is_first:
             self._following = asyncio.get_running_loop().create_task(self._follow(self._orders))
 
@@ -99,7 +99,7 @@ class RewardModelWorker(GroupWorker):
         if level == "all":
             self._turn.begin()
 
-    async def _follow(self, orders: Orders) -> None:
+    async def _follow(self, orders: RankCommands) -> None:
         """Does what the first rank does: scores conversations, or holds a level."""
         while True:
             # waits: for as long as the first rank lives, and this process with it

@@ -32,7 +32,7 @@ _WAIT_S = (0.1, 5.0)
 
 
 @dataclass(frozen=True)
-class Scorers:
+class RewardModelClient:
     """The clusters of these roles, as far as a run has them. They travel to the reward workers."""
 
     reward_model: Cluster[RewardModelWorker] | None = None
@@ -42,14 +42,14 @@ class Scorers:
     def clusters(self) -> list[Cluster[RewardModelWorker] | Cluster[JudgeWorker]]:
         return [cluster for cluster in (self.reward_model, self.judge) if cluster is not None]
 
-    def as_sent(self) -> Scorers:
+    def as_sent(self) -> RewardModelClient:
         """With the processes that the workers have now, wherever the asker is: a question to one that is lost fails at
         once, and is asked again once the asker has been sent the new ones."""
         reward_model, judge = self.reward_model, self.judge
-        return Scorers(reward_model and reward_model.as_sent(), judge and judge.as_sent())
+        return RewardModelClient(reward_model and reward_model.as_sent(), judge and judge.as_sent())
 
 
-NO_SCORERS = Scorers()
+NO_SCORERS = RewardModelClient()
 
 
 class _Queue:
@@ -106,7 +106,7 @@ class _Queue:
         return stats
 
 
-class ScorerModels:
+class ScorerClients:
     """What a reward worker asks its rewards' questions of: `roll.reward.model_reward.Models`."""
 
     def __init__(self, *, replies_at_once: int, askers: int, patience_s: float) -> None:
@@ -114,11 +114,11 @@ class ScorerModels:
         self._replies_at_once = replies_at_once
         self._askers = askers
         self._patience_s = patience_s
-        self._scorers = Scorers()
+        self._scorers = RewardModelClient()
         self._queues = {"reward_model": _Queue(), "judge": _Queue()}
         self._leaving: set[asyncio.Task[None]] = set()
 
-    def connect(self, scorers: Scorers) -> None:
+    def connect(self, scorers: RewardModelClient) -> None:
         """The roles as they are now: some of their workers may have been started again."""
         self._scorers = scorers
         judges = len(scorers.judge) if scorers.judge is not None else 1

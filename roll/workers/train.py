@@ -25,7 +25,7 @@ from roll.weight_sync.broadcast import BroadcastBackend, BroadcastGroup
 from roll.weight_sync.rendezvous import SLOTS, Path, Rendezvous, WeightAnnouncement
 from roll.weight_sync.stream import Sender
 from roll.weight_sync.weights import Weights
-from roll.workers.broadcast_membership import GroupMember
+from roll.workers.broadcast_membership import BroadcastMember
 from roll.workers.rank_group import GroupWorker
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class TrainWorker(GroupWorker):
         self._bucket_bytes = config.weights.bucket_mb << 20
         self._strategy: TrainStrategy | None = None
         self._sender: Sender | None = None
-        self._member = GroupMember()
+        self._member = BroadcastMember()
         super().__init__(place, config.deterministic)
 
     def build(self, group: RankGroup | None) -> None:

@@ -20,7 +20,7 @@ from roll.strategy.infer.frozen_engine import FrozenEngine
 from roll.workers import residency_gate as turn
 from roll.workers.judge import JudgeWorker
 from roll.workers.reward_model import RewardModelWorker
-from roll.workers.reward_model_client import ScorerModels, Scorers
+from roll.workers.reward_model_client import RewardModelClient, ScorerClients
 
 SAID = [Message(role="user", content="Say it.")]
 GREEDY = JudgeSampling((1,), 0.0, 8)
@@ -40,8 +40,8 @@ def go(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 60))
 
 
-def models(scorers: Scorers, *, at_once: int = 4, patience_s: float = 20.0) -> ScorerModels:
-    made = ScorerModels(replies_at_once=at_once, askers=1, patience_s=patience_s)
+def models(scorers: RewardModelClient, *, at_once: int = 4, patience_s: float = 20.0) -> ScorerClients:
+    made = ScorerClients(replies_at_once=at_once, askers=1, patience_s=patience_s)
     made.connect(scorers)
     return made
 
@@ -69,7 +69,7 @@ def test_a_reward_model_scores_what_waits_together(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(RewardModelStrategy, "scores", lambda self, some: sizes.append(len(some)) or scores(self, some))
 
     async def main() -> None:
-        asked = models(Scorers(reward_model=await reward_model(save_liking(tmp_path, "7"))))
+        asked = models(RewardModelClient(reward_model=await reward_model(save_liking(tmp_path, "7"))))
         found = await asyncio.gather(*(asked.score(answered(text), 20) for text in ("17", "71", "7", "")))
         assert [score > 0 for score in found] == [True, False, True, False]
         assert sizes == [4]
@@ -82,7 +82,7 @@ def test_a_reward_model_scores_what_waits_together(tmp_path: Path, monkeypatch: 
 
 def test_a_conversation_that_is_too_long_can_have_no_score(tmp_path: Path) -> None:
     async def main() -> None:
-        asked = models(Scorers(reward_model=await reward_model(save_random(tmp_path))))
+        asked = models(RewardModelClient(reward_model=await reward_model(save_random(tmp_path))))
         with pytest.raises(ValueError, match=r"has 20\d\d tokens, but the reward model takes 2 to 1024"):
             await asked.score(answered("x" * 2000), 20)
 
@@ -94,7 +94,7 @@ def test_while_a_reward_model_is_away_nobody_runs_out_of_time(tmp_path: Path, mo
 
     async def main() -> None:
         cluster = await reward_model(save_liking(tmp_path, "7"))
-        asked = models(Scorers(reward_model=cluster))
+        asked = models(RewardModelClient(reward_model=cluster))
         before = await asked.score(answered("7"), 20)
         await cluster.call(RewardModelWorker.hold, "none")
         waiting = asyncio.create_task(asked.score(answered("7"), 0.5))
@@ -112,7 +112,7 @@ def test_a_judge_says_the_same_alone_in_company_and_after_it_was_away(monkeypatc
 
     async def main() -> None:
         cluster = await judge()
-        asked = models(Scorers(judge=cluster), at_once=16)
+        asked = models(RewardModelClient(judge=cluster), at_once=16)
         alone = await asked.replies(SAID, many, 30)
         assert len(set(alone)) == 6
         (fifth,) = await asked.replies(SAID, JudgeSampling((4,), 1.0, 40), 30)
@@ -132,7 +132,7 @@ def test_a_judge_says_the_same_alone_in_company_and_after_it_was_away(monkeypatc
 def test_a_judge_that_is_not_done_in_time_is_left_and_goes_on_with_others() -> None:
     async def main() -> None:
         cluster = await judge()
-        asked = models(Scorers(judge=cluster))
+        asked = models(RewardModelClient(judge=cluster))
         with pytest.raises(ScoreTimeout, match=r"the role judge has not answered for 0.01 s"):
             await asked.replies(SAID, JudgeSampling((1,), 1.0, 900), 0.01)
         await asyncio.sleep(0.2)
@@ -146,7 +146,7 @@ def test_a_judge_that_is_not_done_in_time_is_left_and_goes_on_with_others() -> N
 
 def test_a_judge_that_is_shown_too_much_can_say_nothing() -> None:
     async def main() -> None:
-        asked = models(Scorers(judge=await judge()))
+        asked = models(RewardModelClient(judge=await judge()))
         with pytest.raises(ValueError, match="leaves no room in its 1024"):
             await asked.replies([Message(role="user", content="x" * 1100)], GREEDY, 20)
 
@@ -185,7 +185,7 @@ class Frail(Worker):
         return 1.0
 
 
-async def frail(deaths: int) -> tuple[Scorers, Frail]:
+async def frail(deaths: int) -> tuple[RewardModelClient, Frail]:
     made: list[Frail] = []
 
     def make(place: WorkerPlacement) -> Any:
@@ -194,7 +194,7 @@ async def frail(deaths: int) -> tuple[Scorers, Frail]:
         return made[0]
 
     cluster: Any = await Cluster.start(LocalExecutor(), make, [WorkerPlacement("reward_model")])
-    return Scorers(reward_model=cluster), made[0]
+    return RewardModelClient(reward_model=cluster), made[0]
 
 
 def test_a_role_that_dies_is_asked_again_while_patience_lasts() -> None:

@@ -14,7 +14,7 @@ from roll.cluster import Cluster, LocalExecutor, WorkerPlacement
 from roll.reward.model_reward import JudgeSampling
 from roll.workers.judge import JudgeWorker
 from roll.workers.reward_model import RewardModelWorker
-from roll.workers.reward_model_client import Scorers
+from roll.workers.reward_model_client import RewardModelClient
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +31,7 @@ def test_both_leave_the_gpu_and_say_the_same_when_they_are_back(tmp_path: Path) 
             executor, lambda p: JudgeWorker(p, settings), [WorkerPlacement("judge", device="cuda:0")]
         )
         await judge.call(JudgeWorker.start)
-        asked = models(Scorers(scorer, judge), at_once=16)
+        asked = models(RewardModelClient(scorer, judge), at_once=16)
         drawing = JudgeSampling(tuple(range(8)), 1.0, 40)
         score, replies = await asked.score(answered("abc"), 120), await asked.replies(SAID, drawing, 120)
         resident = torch.cuda.memory_allocated()
