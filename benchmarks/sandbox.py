@@ -27,7 +27,7 @@ from common import parser, report
 from roll.data.task import Task
 from roll.reward.code import Code
 from roll.reward.code_tests import tests_of
-from roll.sandbox import Missing, Program, Sandbox, best, run_blocking
+from roll.sandbox import MissingLevel, Program, Sandbox, best, run_blocking
 from roll.sandbox import capabilities as survey
 
 PROGRAM = Program("print(sum(n * n for n in range(1000)))")
@@ -80,7 +80,7 @@ def all_acts() -> dict[str, Callable[[], None]]:
     """On every level of this machine, and the floor."""
     acts: dict[str, Callable[[], None]] = {}
     for level in survey():
-        if isinstance(level, Missing):
+        if isinstance(level, MissingLevel):
             print(f"no {level.level}: {level.why}", file=sys.stderr)
         else:
             acts |= acts_of(level)

@@ -101,11 +101,11 @@ def _devices() -> list[CheckResult]:
 
 
 def _sandbox() -> list[CheckResult]:
-    from roll.sandbox import Missing, survey
+    from roll.sandbox import MissingLevel, survey
 
     levels = survey()
-    missing = [level for level in levels if isinstance(level, Missing)]
-    found = [level for level in levels if not isinstance(level, Missing)]
+    missing = [level for level in levels if isinstance(level, MissingLevel)]
+    found = [level for level in levels if not isinstance(level, MissingLevel)]
     why = "; ".join(f"no {level.level}: {level.why}" for level in missing)
     if not found:
         return [CheckResult("sandbox", "none: programs of the model cannot be run", False, why)]

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from roll.env.actions import Action, Invalid, Tool, parse
 from roll.env.base import Environment, Step
 from roll.env.resolve import register
-from roll.sandbox import LEVELS, Level, Limits, Outcome, Program, best, run_blocking
+from roll.sandbox import LEVELS, Level, Limits, Program, ProgramResult, best, run_blocking
 
 Form: TypeAlias = Literal["fence", "json"]
 Kind: TypeAlias = Literal["arithmetic", "sum", "primes", "digits", "sequence", "calendar"]
@@ -134,7 +134,7 @@ class PythonTool(Environment):
     def _facts(self, success: bool = False) -> dict[str, float]:
         return {"success": float(success), "invalid": float(self._invalid), "failed_programs": float(self._failed)}
 
-    def _shown(self, outcome: Outcome) -> str:
+    def _shown(self, outcome: ProgramResult) -> str:
         ends = {
             "timeout": f"It was stopped: it took more than {self._limits.wall_s:g} s.",
             "memory": f"It was stopped: it took more than {self._limits.memory_mb} MB of memory.",

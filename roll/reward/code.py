@@ -18,7 +18,7 @@ from roll.data.task import Response, Task
 from roll.reward.code_tests import AssertTest, CallTest, CodeTest, CodeTests, InOut, tests_of
 from roll.reward.extract import visible
 from roll.sandbox import Level, Limits, Program, Sandbox, best, run_blocking
-from roll.sandbox.calls import Call, Returned, call_all, check_all
+from roll.sandbox.calls import CallReturned, FunctionCall, call_all, check_all
 
 Credit: TypeAlias = Literal["all", "share"]
 Block: TypeAlias = Literal["last", "first", "all", "text"]
@@ -119,10 +119,10 @@ class _Trial:
         return outcome.ok and same_output(test.stdout, outcome.stdout, self.code.tolerance)
 
     def _calls(self, tests: Sequence[CallTest], limits: Limits) -> list[bool]:
-        calls = [Call(test.name, test.arguments, test.named, test.as_apps) for test in tests]
+        calls = [FunctionCall(test.name, test.arguments, test.named, test.as_apps) for test in tests]
         results, _ = call_all(self.sandbox, self.source, calls, limits)
         return [
-            isinstance(result, Returned) and self._is_right(test, result.value)
+            isinstance(result, CallReturned) and self._is_right(test, result.value)
             for test, result in zip(tests, results, strict=True)
         ]
 

@@ -10,18 +10,18 @@ machine offers is found by trying (`survey`); docs/sandbox.md says what each lev
 
 from __future__ import annotations
 
-from roll.sandbox.capabilities import Missing, best, survey, try_level
+from roll.sandbox.capabilities import MissingLevel, best, survey, try_level
 from roll.sandbox.execution import execute, execute_async
 from roll.sandbox.isolation import LEVELS, Level, Sandbox
-from roll.sandbox.program import Limits, Outcome, Program, SandboxError
+from roll.sandbox.program import Limits, Program, ProgramResult, SandboxError
 
 __all__ = [
     "LEVELS",
     "Level",
     "Limits",
-    "Missing",
-    "Outcome",
+    "MissingLevel",
     "Program",
+    "ProgramResult",
     "Sandbox",
     "SandboxError",
     "best",
@@ -32,11 +32,11 @@ __all__ = [
 ]
 
 
-async def run(program: Program, limits: Limits | None = None, sandbox: Sandbox | None = None) -> Outcome:
+async def run(program: Program, limits: Limits | None = None, sandbox: Sandbox | None = None) -> ProgramResult:
     """Runs a program on the given level, else on the best there is. Cancelled, it kills the program."""
     return await execute_async(sandbox or best(), program, limits or Limits())
 
 
-def run_blocking(program: Program, limits: Limits | None = None, sandbox: Sandbox | None = None) -> Outcome:
+def run_blocking(program: Program, limits: Limits | None = None, sandbox: Sandbox | None = None) -> ProgramResult:
     """The same for plain functions, such as rewards in their grader processes."""
     return execute(sandbox or best(), program, limits or Limits())

@@ -17,7 +17,7 @@ from roll.sandbox.execution import execute
 from roll.sandbox.inside import codec as values
 from roll.sandbox.isolation import Sandbox
 from roll.sandbox.launch import inside, source_of
-from roll.sandbox.program import Limits, Outcome, Program, SandboxError
+from roll.sandbox.program import Limits, Program, ProgramResult, SandboxError
 
 _END_S = 60.0
 _REASON_CHARS = 500
@@ -27,7 +27,7 @@ _TEST_MODULES = {inside(name): source_of(name) for name in ("codec", "remote_tes
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """A call of a function that the program defines."""
 
     name: str
@@ -38,23 +38,25 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Returned:
+class CallReturned:
     """What a call returned: plain values only."""
 
     value: Any
 
 
 @dataclass(frozen=True)
-class Failed:
+class CallFailed:
     """A call that returned nothing usable, and why."""
 
     why: str
 
 
-Result = Returned | Failed
+Result = CallReturned | CallFailed
 
 
-def call_all(sandbox: Sandbox, source: str, calls: Sequence[Call], limits: Limits) -> tuple[list[Result], Outcome]:
+def call_all(
+    sandbox: Sandbox, source: str, calls: Sequence[FunctionCall], limits: Limits
+) -> tuple[list[Result], ProgramResult]:
     """One result for each call, made in order in one process. After a call that ends the process, the others fail."""
     requests = [
         ["solve" if call.or_method else "call", call.name, list(call.arguments), dict(call.named)] for call in calls
@@ -64,12 +66,12 @@ def call_all(sandbox: Sandbox, source: str, calls: Sequence[Call], limits: Limit
     lines = outcome.stdout.encode().splitlines(keepends=True)
     results = [_result(line) for line in lines[: len(calls)]]
     ending = f"the program ended before it answered ({outcome.kind})"
-    return results + [Failed(ending)] * (len(calls) - len(results)), outcome
+    return results + [CallFailed(ending)] * (len(calls) - len(results)), outcome
 
 
 def check_all(
     sandbox: Sandbox, source: str, setup: str, tests: Sequence[str], names: Sequence[str], limits: Limits
-) -> tuple[list[str], Outcome]:
+) -> tuple[list[str], ProgramResult]:
     """For each test what went wrong, empty if nothing did; and what became of the program.
 
     `names` are those that tests use and do not define.
@@ -97,11 +99,11 @@ class _Beside:
 
     def __init__(self, sandbox: Sandbox, program: Program, limits: Limits, stdin: int, stdout: int) -> None:
         self._stop = threading.Event()
-        self._ended: Outcome | BaseException | None = None
+        self._ended: ProgramResult | BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(sandbox, program, limits, stdin, stdout), daemon=True)
         self._thread.start()
 
-    def end(self) -> Outcome:
+    def end(self) -> ProgramResult:
         """Ends it, and says how it was. Safe to repeat."""
         self._stop.set()
         self._thread.join(timeout=_END_S)
@@ -130,12 +132,12 @@ def _result(line: bytes) -> Result:
     try:
         answer = values.load(line, _no_value)
     except ValueError as error:
-        return Failed(str(error)[:_REASON_CHARS])
+        return CallFailed(str(error)[:_REASON_CHARS])
     if isinstance(answer, list) and len(answer) == 2 and answer[0] == "value":
-        return Returned(answer[1])
+        return CallReturned(answer[1])
     told = answer[1:] if isinstance(answer, list) and answer[:1] == ["error"] else []
     why = ": ".join(part for part in told if isinstance(part, str))
-    return Failed(why[:_REASON_CHARS] or "not an answer")
+    return CallFailed(why[:_REASON_CHARS] or "not an answer")
 
 
 def _not_plain(value: Any) -> NoReturn:

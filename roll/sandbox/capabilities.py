@@ -27,7 +27,7 @@ _OLDEST = (3, 8)
 
 
 @dataclass(frozen=True)
-class Missing:
+class MissingLevel:
     """A level that does not work here, and why."""
 
     level: Level
@@ -57,7 +57,7 @@ def _best() -> tuple[Sandbox, str]:
     why: list[str] = []
     for level in LEVELS:
         found = try_level(level)
-        if isinstance(found, Missing):
+        if isinstance(found, MissingLevel):
             why.append(f"no {level}: {found.why}")
             continue
         if found.missing:
@@ -66,12 +66,12 @@ def _best() -> tuple[Sandbox, str]:
     raise SandboxError(f"no sandbox works on this machine: {'; '.join(why)}")
 
 
-def survey() -> list[Sandbox | Missing]:
+def survey() -> list[Sandbox | MissingLevel]:
     """Every level, from the strongest."""
     return [try_level(level) for level in LEVELS]
 
 
-def try_level(level: Level) -> Sandbox | Missing:
+def try_level(level: Level) -> Sandbox | MissingLevel:
     """A level that has just run a program, or why it did not."""
     try:
         sandbox = _made(level)
@@ -82,16 +82,16 @@ def try_level(level: Level) -> Sandbox | Missing:
         # where groups can be made, but not joined
         return counted if isinstance(counted, Sandbox) else _tried(replace(sandbox, uncounted=counted.why))
     except (SandboxError, OSError) as error:
-        return Missing(level, str(error))
+        return MissingLevel(level, str(error))
 
 
-def _tried(sandbox: Sandbox) -> Sandbox | Missing:
+def _tried(sandbox: Sandbox) -> Sandbox | MissingLevel:
     try:
         outcome = execute(sandbox, Program("print('here')"), Limits(), tidy=True)
     except (SandboxError, OSError) as error:
-        return Missing(sandbox.level, str(error))
+        return MissingLevel(sandbox.level, str(error))
     if outcome.stdout != "here\n":
-        return Missing(sandbox.level, f"a program ended as {outcome.kind}: {outcome.stderr.strip()[-200:]}")
+        return MissingLevel(sandbox.level, f"a program ended as {outcome.kind}: {outcome.stderr.strip()[-200:]}")
     return sandbox
 
 

@@ -157,7 +157,7 @@ def _hands_down(folder: str) -> str:
     return ""
 
 
-class Group:
+class Cgroup:
     """A group for one program at a time."""
 
     def __init__(self, cgroups: Cgroups) -> None:
@@ -258,16 +258,16 @@ class Group:
         self._closing.close()
 
 
-class Groups:
+class CgroupPool:
     """The groups of one process, made as they are needed and kept while they are idle."""
 
     def __init__(self, cgroups: Cgroups) -> None:
         self._cgroups = cgroups
-        self._idle: list[Group] = []
+        self._idle: list[Cgroup] = []
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def group(self, limits: Limits) -> Iterator[Group]:
+    def group(self, limits: Limits) -> Iterator[Cgroup]:
         """A group in which a program may take that much. Whatever is in it at the end is ended."""
         group = self._limited(limits)
         is_usable = False
@@ -282,7 +282,7 @@ class Groups:
             else:
                 group.remove()
 
-    def _limited(self, limits: Limits) -> Group:
+    def _limited(self, limits: Limits) -> Cgroup:
         with self._lock:
             idle = self._idle.pop() if self._idle else None
         if idle is not None:
@@ -298,11 +298,11 @@ class Groups:
             raise
         return group
 
-    def _new(self) -> Group:
+    def _new(self) -> Cgroup:
         for _ in range(_TRIES):
             with contextlib.suppress(FileNotFoundError):
-                return Group(self._cgroups)  # another process took it for a dead one's before it was locked
-        return Group(self._cgroups)
+                return Cgroup(self._cgroups)  # another process took it for a dead one's before it was locked
+        return Cgroup(self._cgroups)
 
     def close(self) -> None:
         """Removes those that are idle."""
@@ -313,16 +313,16 @@ class Groups:
 
 
 @functools.cache
-def _groups(cgroups: Cgroups, pid: int) -> Groups:
+def _groups(cgroups: Cgroups, pid: int) -> CgroupPool:
     import atexit
 
     sweep()
-    groups = Groups(cgroups)
+    groups = CgroupPool(cgroups)
     atexit.register(lambda: groups.close() if os.getpid() == pid else None)
     return groups
 
 
-def groups_of(cgroups: Cgroups) -> Groups:
+def groups_of(cgroups: Cgroups) -> CgroupPool:
     """This process's groups: a fork has its own. The first time, those of dead processes are removed."""
     return _groups(cgroups, os.getpid())
 

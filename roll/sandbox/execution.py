@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import IO
 
-from roll.sandbox.cgroups import Group, groups_of
+from roll.sandbox.cgroups import Cgroup, groups_of
 from roll.sandbox.inside.kernel import descendants
 from roll.sandbox.inside.program import BEGUN, ENDED, LEFT
 from roll.sandbox.isolation import Sandbox
 from roll.sandbox.launch import SCRATCH, call_filter, command, drops_user, payload, scratch_of, sealed
-from roll.sandbox.program import Kind, Limits, Outcome, Program, SandboxError
+from roll.sandbox.program import Kind, Limits, Program, ProgramResult, SandboxError
 from roll.sandbox.scratch_usage import Scratch
 from roll.sandbox.usage import has_room, holds_more
 
@@ -53,7 +53,7 @@ class _Watch:
     limits: Limits
     scratch: Scratch | None
     """The folder to watch, where the kernel does not limit it."""
-    group: Group | None
+    group: Cgroup | None
     """What counts the program's memory; without, it is watched."""
     started_s: float = field(default_factory=time.monotonic)
     begun_s: float | None = None
@@ -115,7 +115,7 @@ def execute(
     stdout: int | None = None,
     stopped: Callable[[], bool] = lambda: False,
     tidy: bool = False,
-) -> Outcome:
+) -> ProgramResult:
     """Runs a program and waits for its end, which comes at once when `stopped` says so.
 
     Given as descriptors, standard input and output are another's: the outcome has no text of them. With `tidy`, scratch
@@ -143,17 +143,17 @@ def execute(
     output, error = (_text(data[: limits.output_bytes]) for data in (watch.stdout, watch.stderr))
     code = process.returncode if process.returncode >= 0 else 128 - process.returncode
     kind = kind or _kind(code, error)
-    return Outcome(kind, None if kind not in ("ok", "failed") else code, output, error, seconds)
+    return ProgramResult(kind, None if kind not in ("ok", "failed") else code, output, error, seconds)
 
 
-async def execute_async(sandbox: Sandbox, program: Program, limits: Limits) -> Outcome:
+async def execute_async(sandbox: Sandbox, program: Program, limits: Limits) -> ProgramResult:
     """The same in a thread of its own, which must live while the program does: the kernel ends the one with the other."""
     loop, stop = asyncio.get_running_loop(), threading.Event()
-    done: asyncio.Future[Outcome] = loop.create_future()
+    done: asyncio.Future[ProgramResult] = loop.create_future()
 
     def work() -> None:
         try:
-            outcome: Outcome | BaseException = execute(sandbox, program, limits, stopped=stop.is_set)
+            outcome: ProgramResult | BaseException = execute(sandbox, program, limits, stopped=stop.is_set)
         except BaseException as error:
             outcome = error
         with contextlib.suppress(RuntimeError):  # the loop has gone
@@ -169,7 +169,7 @@ async def execute_async(sandbox: Sandbox, program: Program, limits: Limits) -> O
         raise
 
 
-def _settle(done: asyncio.Future[Outcome], outcome: Outcome | BaseException) -> None:
+def _settle(done: asyncio.Future[ProgramResult], outcome: ProgramResult | BaseException) -> None:
     if isinstance(outcome, BaseException):
         done.set_exception(outcome)
         done.exception()  # who was cancelled does not ask any more
@@ -178,7 +178,7 @@ def _settle(done: asyncio.Future[Outcome], outcome: Outcome | BaseException) -> 
 
 
 @contextlib.contextmanager
-def _counted(sandbox: Sandbox, limits: Limits) -> Iterator[Group | None]:
+def _counted(sandbox: Sandbox, limits: Limits) -> Iterator[Cgroup | None]:
     """A group in which the kernel counts what the program takes, if there are any."""
     if sandbox.cgroups is None:
         yield None
@@ -201,7 +201,7 @@ def _started(
     stdin: int | None,
     stdout: int | None,
     tidy: bool,
-    group: Group | None,
+    group: Cgroup | None,
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """The process, and the descriptor on which it says that the program begins."""
     with contextlib.ExitStack() as closing:

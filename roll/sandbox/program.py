@@ -63,7 +63,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramResult:
     """How a program ended."""
 
     kind: Kind

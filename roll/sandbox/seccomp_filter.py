@@ -29,7 +29,7 @@ ALLOW, REFUSE, ABSENT = 0x7FFF0000, 0x50000 | 1, 0x50000 | 38
 
 
 @dataclass(frozen=True)
-class Call:
+class FilteredCall:
     """A system call and its number on each machine; None where the machine has not got it."""
 
     name: str
@@ -45,7 +45,7 @@ class Call:
 class Only:
     """A call that is made only if each argument named has one of the values."""
 
-    call: Call
+    call: FilteredCall
     allowed: Mapping[int, tuple[int, ...]]
 
 
@@ -53,7 +53,7 @@ class Only:
 class Never:
     """A call that is refused if the argument has one of the values."""
 
-    call: Call
+    call: FilteredCall
     argument: int
     refused: tuple[int, ...]
 
@@ -62,7 +62,7 @@ class Never:
 class Null:
     """A call that is made only if the argument is no address."""
 
-    call: Call
+    call: FilteredCall
     argument: int
 
 
@@ -70,46 +70,46 @@ class Null:
 class NeverBits:
     """A call that is refused if the argument has all bits of one of the sets."""
 
-    call: Call
+    call: FilteredCall
     argument: int
     refused: tuple[tuple[int, ...], ...]
 
 
-def _same(name: str, number: int) -> Call:
-    return Call(name, number, number)  # numbers above 423 are the same on every machine
+def _same(name: str, number: int) -> FilteredCall:
+    return FilteredCall(name, number, number)  # numbers above 423 are the same on every machine
 
 
-REFUSED: Mapping[str, tuple[Call, ...]] = MappingProxyType(
+REFUSED: Mapping[str, tuple[FilteredCall, ...]] = MappingProxyType(
     {
         "sockets, and descriptors that travel through them unseen": (
-            Call("socket", 41, 198),
-            Call("connect", 42, 203),  # which a pair of sockets for datagrams can do again
-            Call("bind", 49, 200),
-            Call("listen", 50, 201),
-            Call("accept", 43, 202),
-            Call("accept4", 288, 242),
-            Call("sendmsg", 46, 211),
-            Call("sendmmsg", 307, 269),
-            Call("setsockopt", 54, 208),
+            FilteredCall("socket", 41, 198),
+            FilteredCall("connect", 42, 203),  # which a pair of sockets for datagrams can do again
+            FilteredCall("bind", 49, 200),
+            FilteredCall("listen", 50, 201),
+            FilteredCall("accept", 43, 202),
+            FilteredCall("accept4", 288, 242),
+            FilteredCall("sendmsg", 46, 211),
+            FilteredCall("sendmmsg", 307, 269),
+            FilteredCall("setsockopt", 54, 208),
         ),
         "looking into and changing other processes": (
-            Call("ptrace", 101, 117),
-            Call("process_vm_readv", 310, 270),
-            Call("process_vm_writev", 311, 271),
-            Call("kcmp", 312, 272),
-            Call("move_pages", 279, 239),
-            Call("migrate_pages", 256, 238),
+            FilteredCall("ptrace", 101, 117),
+            FilteredCall("process_vm_readv", 310, 270),
+            FilteredCall("process_vm_writev", 311, 271),
+            FilteredCall("kcmp", 312, 272),
+            FilteredCall("move_pages", 279, 239),
+            FilteredCall("migrate_pages", 256, 238),
             _same("pidfd_getfd", 438),
             _same("process_madvise", 440),
             _same("process_mrelease", 448),
         ),
         "namespaces and mounts": (
-            Call("unshare", 272, 97),
-            Call("setns", 308, 268),
-            Call("mount", 165, 40),
-            Call("umount2", 166, 39),
-            Call("pivot_root", 155, 41),
-            Call("chroot", 161, 51),
+            FilteredCall("unshare", 272, 97),
+            FilteredCall("setns", 308, 268),
+            FilteredCall("mount", 165, 40),
+            FilteredCall("umount2", 166, 39),
+            FilteredCall("pivot_root", 155, 41),
+            FilteredCall("chroot", 161, 51),
             _same("open_tree", 428),
             _same("move_mount", 429),
             _same("fsopen", 430),
@@ -120,54 +120,54 @@ REFUSED: Mapping[str, tuple[Call, ...]] = MappingProxyType(
             _same("open_tree_attr", 467),
         ),
         "parts of the kernel with a history of bugs": (
-            Call("bpf", 321, 280),
-            Call("perf_event_open", 298, 241),
-            Call("userfaultfd", 323, 282),
-            Call("modify_ldt", 154, None),
-            Call("syslog", 103, 116),
-            Call("open_by_handle_at", 304, 265),
-            Call("io_setup", 206, 0),
+            FilteredCall("bpf", 321, 280),
+            FilteredCall("perf_event_open", 298, 241),
+            FilteredCall("userfaultfd", 323, 282),
+            FilteredCall("modify_ldt", 154, None),
+            FilteredCall("syslog", 103, 116),
+            FilteredCall("open_by_handle_at", 304, 265),
+            FilteredCall("io_setup", 206, 0),
             _same("io_uring_setup", 425),
             _same("io_uring_enter", 426),
             _same("io_uring_register", 427),
         ),
         "keys, messages and semaphores, which outlive the program and belong to its user": (
-            Call("add_key", 248, 217),
-            Call("request_key", 249, 218),
-            Call("keyctl", 250, 219),
-            Call("shmget", 29, 194),
-            Call("shmat", 30, 196),
-            Call("shmctl", 31, 195),
-            Call("msgget", 68, 186),
-            Call("msgsnd", 69, 189),
-            Call("msgrcv", 70, 188),
-            Call("msgctl", 71, 187),
-            Call("semget", 64, 190),
-            Call("semop", 65, 193),
-            Call("semtimedop", 220, 192),
-            Call("semctl", 66, 191),
-            Call("mq_open", 240, 180),
-            Call("mq_unlink", 241, 181),
+            FilteredCall("add_key", 248, 217),
+            FilteredCall("request_key", 249, 218),
+            FilteredCall("keyctl", 250, 219),
+            FilteredCall("shmget", 29, 194),
+            FilteredCall("shmat", 30, 196),
+            FilteredCall("shmctl", 31, 195),
+            FilteredCall("msgget", 68, 186),
+            FilteredCall("msgsnd", 69, 189),
+            FilteredCall("msgrcv", 70, 188),
+            FilteredCall("msgctl", 71, 187),
+            FilteredCall("semget", 64, 190),
+            FilteredCall("semop", 65, 193),
+            FilteredCall("semtimedop", 220, 192),
+            FilteredCall("semctl", 66, 191),
+            FilteredCall("mq_open", 240, 180),
+            FilteredCall("mq_unlink", 241, 181),
         ),
         "memory that no limit counts": (
-            Call("memfd_create", 319, 279),
+            FilteredCall("memfd_create", 319, 279),
             _same("memfd_secret", 447),
-            Call("vmsplice", 278, 75),
-            Call("splice", 275, 76),
-            Call("tee", 276, 77),
+            FilteredCall("vmsplice", 278, 75),
+            FilteredCall("splice", 275, 76),
+            FilteredCall("tee", 276, 77),
             _same("landlock_create_ruleset", 444),
             _same("landlock_add_rule", 445),
             _same("landlock_restrict_self", 446),
         ),
         "watching files: the number of watches is the user's": (
-            Call("inotify_init", 253, None),
-            Call("inotify_init1", 294, 26),
-            Call("fanotify_init", 300, 262),
+            FilteredCall("inotify_init", 253, None),
+            FilteredCall("inotify_init1", 294, 26),
+            FilteredCall("fanotify_init", 300, 262),
         ),
         "attributes of files, which no limit counts": (
-            Call("setxattr", 188, 5),
-            Call("lsetxattr", 189, 6),
-            Call("fsetxattr", 190, 7),
+            FilteredCall("setxattr", 188, 5),
+            FilteredCall("lsetxattr", 189, 6),
+            FilteredCall("fsetxattr", 190, 7),
             _same("setxattrat", 463),
             _same("file_setattr", 469),
         ),
@@ -175,26 +175,26 @@ REFUSED: Mapping[str, tuple[Call, ...]] = MappingProxyType(
 )
 """Calls that no honest program needs, by what they would be used for."""
 
-CLONE, CLONE3 = Call("clone", 56, 220), _same("clone3", 435)
+CLONE, CLONE3 = FilteredCall("clone", 56, 220), _same("clone3", 435)
 """Of clone, flags that ask for namespaces are refused; of clone3 the flags cannot be seen, so it is not there."""
 
 OF_ITSELF = (
-    Only(Call("prlimit64", 302, 261), {0: (0, OWN_PID)}),
-    Only(Call("sched_setaffinity", 203, 122), {0: (0, OWN_PID)}),
-    Only(Call("sched_setscheduler", 144, 119), {0: (0, OWN_PID)}),
-    Only(Call("sched_setparam", 142, 118), {0: (0, OWN_PID)}),
-    Only(Call("sched_setattr", 314, 274), {0: (0, OWN_PID)}),
-    Only(Call("setpriority", 141, 140), {0: (0,), 1: (0, OWN_PID)}),  # PRIO_PROCESS, not a group's or a user's
-    Only(Call("ioprio_set", 251, 30), {0: (1,), 1: (0, OWN_PID)}),  # IOPRIO_WHO_PROCESS
+    Only(FilteredCall("prlimit64", 302, 261), {0: (0, OWN_PID)}),
+    Only(FilteredCall("sched_setaffinity", 203, 122), {0: (0, OWN_PID)}),
+    Only(FilteredCall("sched_setscheduler", 144, 119), {0: (0, OWN_PID)}),
+    Only(FilteredCall("sched_setparam", 142, 118), {0: (0, OWN_PID)}),
+    Only(FilteredCall("sched_setattr", 314, 274), {0: (0, OWN_PID)}),
+    Only(FilteredCall("setpriority", 141, 140), {0: (0,), 1: (0, OWN_PID)}),  # PRIO_PROCESS, not a group's or a user's
+    Only(FilteredCall("ioprio_set", 251, 30), {0: (1,), 1: (0, OWN_PID)}),  # IOPRIO_WHO_PROCESS
 )
 """What a program may change of itself, but of no other process of the same user."""
 
 SIGNALS = (
-    Only(Call("kill", 62, 129), {0: (0, OWN_PID)}),  # 0: its group, which is of its own
-    Only(Call("tkill", 200, 130), {0: (OWN_PID,)}),
-    Only(Call("tgkill", 234, 131), {0: (OWN_PID,)}),
-    Only(Call("rt_sigqueueinfo", 129, 138), {0: (OWN_PID,)}),
-    Only(Call("rt_tgsigqueueinfo", 297, 240), {0: (OWN_PID,)}),
+    Only(FilteredCall("kill", 62, 129), {0: (0, OWN_PID)}),  # 0: its group, which is of its own
+    Only(FilteredCall("tkill", 200, 130), {0: (OWN_PID,)}),
+    Only(FilteredCall("tgkill", 234, 131), {0: (OWN_PID,)}),
+    Only(FilteredCall("rt_sigqueueinfo", 129, 138), {0: (OWN_PID,)}),
+    Only(FilteredCall("rt_tgsigqueueinfo", 297, 240), {0: (OWN_PID,)}),
     Only(_same("pidfd_send_signal", 424), {0: ()}),
 )
 """Signals, where nothing else keeps them from the run. Then a program cannot signal its own children either."""
@@ -203,38 +203,38 @@ _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY = 8, 10, 15, 1024, 10
 _TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP = 0x5412, 0x541C, 0x8901, 0x8902
 
 ROUNDABOUT = (
-    Never(Call("fcntl", 72, 25), 1, (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY)),
-    Never(Call("ioctl", 16, 29), 1, (_TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP)),
+    Never(FilteredCall("fcntl", 72, 25), 1, (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY)),
+    Never(FilteredCall("ioctl", 16, 29), 1, (_TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP)),
 )
 """Ways to have the kernel send signals, type into a terminal or hold up who opens a file."""
 
-NO_ADDRESS = Null(Call("sendto", 44, 206), 4)
+NO_ADDRESS = Null(FilteredCall("sendto", 44, 206), 4)
 """A socket sends to its other end, and to no other."""
 
 BY_NAME = (
-    Only(Call("chmod", 90, None), {0: ()}),
-    Only(Call("fchmodat", 268, 53), {0: ()}),
+    Only(FilteredCall("chmod", 90, None), {0: ()}),
+    Only(FilteredCall("fchmodat", 268, 53), {0: ()}),
     Only(_same("fchmodat2", 452), {0: ()}),
-    Only(Call("chown", 92, None), {0: ()}),
-    Only(Call("lchown", 94, None), {0: ()}),
-    Only(Call("fchownat", 260, 54), {0: ()}),
-    Only(Call("utime", 132, None), {0: ()}),
-    Only(Call("utimes", 235, None), {0: ()}),
-    Only(Call("futimesat", 261, None), {0: ()}),
-    Null(Call("utimensat", 280, 88), 1),  # of an open file
+    Only(FilteredCall("chown", 92, None), {0: ()}),
+    Only(FilteredCall("lchown", 94, None), {0: ()}),
+    Only(FilteredCall("fchownat", 260, 54), {0: ()}),
+    Only(FilteredCall("utime", 132, None), {0: ()}),
+    Only(FilteredCall("utimes", 235, None), {0: ()}),
+    Only(FilteredCall("futimesat", 261, None), {0: ()}),
+    Null(FilteredCall("utimensat", 280, 88), 1),  # of an open file
 )
 """Permissions, owners and times of files by their names, which Landlock does not hold: only where the program has the
 run's user. Of a file that it has opened it may change them."""
 
 _PR_SET_DUMPABLE = 4
-HIDING = Never(Call("prctl", 157, 167), 0, (_PR_SET_DUMPABLE,))
+HIDING = Never(FilteredCall("prctl", 157, 167), 0, (_PR_SET_DUMPABLE,))
 """A process that nobody can look into: its open files could not be counted. Only where they are counted by looking."""
 
 
 _MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = 1, 0x20, 0x40000
-HUGE_PAGES = NeverBits(Call("mmap", 9, 222), 3, ((_MAP_HUGETLB,),))
+HUGE_PAGES = NeverBits(FilteredCall("mmap", 9, 222), 3, ((_MAP_HUGETLB,),))
 """Memory that the machine has set aside for others: the kernel does not count it as a program's."""
-SHARED_MEMORY = NeverBits(Call("mmap", 9, 222), 3, ((_MAP_HUGETLB,), (_MAP_SHARED, _MAP_ANONYMOUS)))
+SHARED_MEMORY = NeverBits(FilteredCall("mmap", 9, 222), 3, ((_MAP_HUGETLB,), (_MAP_SHARED, _MAP_ANONYMOUS)))
 """The same, and shared memory, which keeps its pages when it is unmapped in part: no process is seen to hold them. Only
 where the kernel does not count them."""
 

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeAlias, cast
 
 from processes import eventually
 
-from roll.sandbox import Limits, Outcome, Program, Sandbox, run_blocking
+from roll.sandbox import Limits, Program, ProgramResult, Sandbox, run_blocking
 from roll.sandbox.isolation import Guard
 from roll.sandbox.seccomp_filter import (
     CLONE,
@@ -198,7 +198,7 @@ def probe_all(sandbox: Sandbox, probes: Sequence[Attack]) -> dict[str, list[str]
     return {probe.name: results.get(probe.name, missing) for probe in probes}
 
 
-def set_off(sandbox: Sandbox, bomb: Attack) -> tuple[Outcome, str]:
+def set_off(sandbox: Sandbox, bomb: Attack) -> tuple[ProgramResult, str]:
     """How a bomb ended, and what was wrong with that, or nothing."""
     before = _left(sandbox)
     with target() as given:

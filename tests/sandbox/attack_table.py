@@ -23,7 +23,7 @@ import memory_attacks
 from attack import Attack, probe_all, set_off
 from boxes import BARE, NAMES, tried
 
-from roll.sandbox import Limits, Missing, Sandbox
+from roll.sandbox import Limits, MissingLevel, Sandbox
 
 PROBES: tuple[Attack, ...] = (*attacks_on_processes.PROBES, *attacks_on_files.PROBES)
 UNSEEN: tuple[Attack, ...] = tuple(
@@ -42,7 +42,7 @@ UNSEEN: tuple[Attack, ...] = tuple(
 BOMBS: tuple[Attack, ...] = attacks_on_limits.BOMBS
 
 
-def column(name: str) -> Sandbox | Missing:
+def column(name: str) -> Sandbox | MissingLevel:
     """A level by its name; the plain one also as it is without Landlock and seccomp."""
     found = tried("plain" if name == BARE else name)  # type: ignore[arg-type]
     if name == BARE and isinstance(found, Sandbox):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.sandbox import LEVELS, Level, Missing, Sandbox, try_level
+from roll.sandbox import LEVELS, Level, MissingLevel, Sandbox, try_level
 from roll.sandbox.isolation import Guard
 
 BARE = "plain, limits only"
@@ -17,14 +17,14 @@ NAMES = (*LEVELS, BARE)
 
 
 @cache
-def tried(level: Level) -> Sandbox | Missing:
+def tried(level: Level) -> Sandbox | MissingLevel:
     return try_level(level)
 
 
 def box(name: str) -> Sandbox:
     """The level of that name; skips the test where the machine has not got it. The plain one is always there."""
     found = tried("plain" if name == BARE else name)  # type: ignore[arg-type]
-    if isinstance(found, Missing):
+    if isinstance(found, MissingLevel):
         assert found.level != "plain", found.why
         pytest.skip(f"no {name} here: {found.why}")
     if name == BARE:

@@ -14,7 +14,7 @@ import pytest
 from boxes import BARE, NAMES, alive, box, needs
 from processes import eventually
 
-from roll.sandbox import Limits, Outcome, Program, Sandbox, execution, launch, run_blocking
+from roll.sandbox import Limits, Program, ProgramResult, Sandbox, execution, launch, run_blocking
 
 QUICK = Limits(wall_s=1.5, cpu_s=1)
 PATIENT = Limits(wall_s=20, cpu_s=20)
@@ -35,7 +35,7 @@ def sandbox(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     assert eventually(lambda: not any(map(os.path.exists, folders)))  # a process of its own removes what takes long
 
 
-def attack(sandbox: Sandbox, source: str, limits: Limits = PATIENT) -> Outcome:
+def attack(sandbox: Sandbox, source: str, limits: Limits = PATIENT) -> ProgramResult:
     return run_blocking(Program(source), limits, sandbox)
 
 

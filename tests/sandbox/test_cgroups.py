@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from roll.sandbox import Limits, best, cgroups
-from roll.sandbox.cgroups import Cgroups, Group, Groups, NoCgroups, find, sweep
+from roll.sandbox.cgroups import Cgroup, CgroupPool, Cgroups, NoCgroups, find, sweep
 
 LIMITS = Limits(memory_mb=100, scratch_bytes=1 << 20, processes=5)
 BYTES = (100 << 20) + (1 << 20) + (16 << 20)
@@ -151,13 +151,13 @@ def found(request: pytest.FixtureRequest, machine: Machine) -> Cgroups:
     return made
 
 
-def read(group: Group, name: str) -> str:
+def read(group: Cgroup, name: str) -> str:
     return next(Path(folder, name) for folder in group.folders if Path(folder, name).exists()).read_text()
 
 
 class TestGroups:
     def test_limits_are_written_once(self, found: Cgroups) -> None:
-        groups = Groups(found)
+        groups = CgroupPool(found)
         memory = "memory.limit_in_bytes" if found.version == 1 else "memory.max"
         with groups.group(LIMITS) as group:
             assert read(group, memory) == str(BYTES)
@@ -172,7 +172,7 @@ class TestGroups:
         assert not any(map(os.path.exists, group.folders))
 
     def test_a_process_joins_every_hierarchy(self, found: Cgroups) -> None:
-        with Groups(found).group(LIMITS) as group:
+        with CgroupPool(found).group(LIMITS) as group:
             for fd in group.joins:
                 os.write(fd, b"0")
             name = "tasks" if found.version == 1 else "cgroup.procs"
@@ -182,7 +182,7 @@ class TestGroups:
                 path.write_text("")
 
     def test_a_group_whose_program_ran_out_is_not_used_again(self, found: Cgroups) -> None:
-        groups = Groups(found)
+        groups = CgroupPool(found)
         with groups.group(LIMITS) as group:
             assert not group.ran_out()
             events = Path(group.folders[0], "memory.oom_control" if found.version == 1 else "memory.events")
@@ -191,13 +191,13 @@ class TestGroups:
         assert not os.path.exists(group.folders[0])
 
     def test_a_group_that_still_holds_memory_is_not_used_again(self, found: Cgroups) -> None:
-        with Groups(found).group(LIMITS) as group:
+        with CgroupPool(found).group(LIMITS) as group:
             usage = "memory.usage_in_bytes" if found.version == 1 else "memory.current"
             Path(group.folders[0], usage).write_text(f"{BYTES // 2}\n")
         assert not os.path.exists(group.folders[0])
 
     def test_a_group_that_has_vanished_is_no_error(self, found: Cgroups) -> None:
-        groups = Groups(found)
+        groups = CgroupPool(found)
         with groups.group(LIMITS) as group:
             for folder in group.folders:
                 shutil.rmtree(folder)
@@ -207,7 +207,7 @@ class TestGroups:
     def test_an_idle_group_that_holds_more_than_a_new_limit_is_not_used(
         self, found: Cgroups, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        groups = Groups(found)
+        groups = CgroupPool(found)
         with groups.group(LIMITS) as group:
             pass
 
@@ -226,7 +226,7 @@ class TestGroups:
         others = [Path(found.memory, "not-ours")]
         for path in (*dead, *others):
             cgroups.os.mkdir(str(path))
-        groups = Groups(found)
+        groups = CgroupPool(found)
         with groups.group(LIMITS) as group:
             assert sweep(machine.mounts) == 2
             assert all(map(os.path.exists, group.folders))

@@ -18,7 +18,7 @@ from boxes import NAMES, alive, box
 from processes import eventually
 
 from roll.sandbox import Limits, Program, Sandbox, SandboxError, best, run, run_blocking
-from roll.sandbox.calls import Call, Failed, Returned, call_all, check_all
+from roll.sandbox.calls import CallFailed, CallReturned, FunctionCall, call_all, check_all
 
 PATIENT = Limits(wall_s=20, cpu_s=20)
 
@@ -194,17 +194,19 @@ class TestCalls:
             {"a": {(1, 2): None}},
             1j,
         ]
-        calls = [Call("same", (value,)) for value in values]
-        results, outcome = call_all(sandbox, source, [*calls, Call("odd"), Call("none"), Call("same", (7,))], PATIENT)
-        assert results[: len(values)] == [Returned(value) for value in values]
-        assert [type(result) for result in results[len(values) :]] == [Failed, Failed, Returned]
+        calls = [FunctionCall("same", (value,)) for value in values]
+        results, outcome = call_all(
+            sandbox, source, [*calls, FunctionCall("odd"), FunctionCall("none"), FunctionCall("same", (7,))], PATIENT
+        )
+        assert results[: len(values)] == [CallReturned(value) for value in values]
+        assert [type(result) for result in results[len(values) :]] == [CallFailed, CallFailed, CallReturned]
         assert outcome.ok
 
     def test_a_call_that_ends_the_process_fails_and_so_do_the_rest(self, sandbox: Sandbox) -> None:
         source = "import os\ndef f(n):\n    print('noise')\n    return n if n < 2 else os._exit(0)"
-        results, _ = call_all(sandbox, source, [Call("f", (n,)) for n in range(4)], PATIENT)
-        assert results[:2] == [Returned(0), Returned(1)]
-        assert [type(result) for result in results[2:]] == [Failed, Failed]
+        results, _ = call_all(sandbox, source, [FunctionCall("f", (n,)) for n in range(4)], PATIENT)
+        assert results[:2] == [CallReturned(0), CallReturned(1)]
+        assert [type(result) for result in results[2:]] == [CallFailed, CallFailed]
 
     def test_tests_hear_at_once_that_the_program_has_gone(self, sandbox: Sandbox) -> None:
         began_s = time.monotonic()

@@ -23,7 +23,7 @@ from roll.sandbox.seccomp_filter import (
     ROUNDABOUT,
     SHARED_MEMORY,
     SIGNALS,
-    Call,
+    FilteredCall,
     Machine,
     Only,
     call_filter,
@@ -59,7 +59,7 @@ def machine(request: pytest.FixtureRequest) -> Machine:
     return request.param  # type: ignore[no-any-return]
 
 
-def ask(machine: Machine, call: Call, *arguments: int, **kinds: bool) -> int:
+def ask(machine: Machine, call: FilteredCall, *arguments: int, **kinds: bool) -> int:
     number = call.on(machine)
     assert number is not None
     made = for_process(call_filter(machine, **kinds), OWN)

@@ -67,13 +67,13 @@ _TIMES = ("date", "time", "datetime", "timedelta")
 _WORDS: dict[str, Any] = {"__builtins__": {}, "null": None, "true": True, "false": False}
 
 
-class Named(tuple):  # type: ignore[type-arg]
+class NamedTupleValue(tuple):  # type: ignore[type-arg]
     """A tuple whose items have names too, as those of a named tuple."""
 
     _fields: list[str]
 
     @classmethod
-    def of(cls, names: list[str], items: list[Any]) -> Named:
+    def of(cls, names: list[str], items: list[Any]) -> NamedTupleValue:
         made = cls(items)
         made.__dict__.update({name: items[number] for number, name in enumerate(names)}, _fields=names)
         return made
@@ -208,7 +208,7 @@ def _decoded(data: Any, kept: Callable[..., Any], depth: int = 0) -> Any:
         return (range if name == "range" else slice)(*_items(inner, kept, depth))
     if name == "named":
         names, items = _items(inner, kept, depth)
-        return Named.of([_text(each) for each in _only(list, names)], _only(list, items))
+        return NamedTupleValue.of([_text(each) for each in _only(list, names)], _only(list, items))
     if name == "defaultdict":
         factory, made = inner
         return defaultdict(_decoded(factory, kept, depth + 1), _pairs(made, kept, depth))

@@ -30,7 +30,7 @@ _MOST_ITEMS = 100_000
 _CHANGEABLE = (list, dict, set, deque, bytearray)
 
 
-class Gone(BaseException):
+class ProgramGone(BaseException):
     """The other process does not answer any more. No `except Exception` of a test's takes it for the test's own."""
 
 
@@ -38,7 +38,7 @@ class NotSendable(BaseException):
     """An argument that cannot be sent to the program. That is no error of the program's, which a test could expect."""
 
 
-class Line:
+class ProgramPipe:
     """The connection to the other process."""
 
     def __init__(self) -> None:
@@ -70,9 +70,9 @@ class Line:
             self._requests.flush()
             line = self._answers.readline(_LONGEST)
         except OSError:
-            raise Gone from None
+            raise ProgramGone from None
         if not line.endswith(b"\n"):
-            raise Gone
+            raise ProgramGone
         answer = values.load(line, self._kept)
         if not isinstance(answer, list) or len(answer) < 2:
             raise ValueError("not an answer")
@@ -94,14 +94,14 @@ class Line:
 
     def _kept(self, number: int, name: str = "", bases: Sequence[type] = ()) -> Any:
         if number not in self._known:
-            self._known[number] = _exception(number, name, bases) if name else Remote(self, number)
+            self._known[number] = _exception(number, name, bases) if name else RemoteFunction(self, number)
         return self._known[number]
 
 
-class Remote:
+class RemoteFunction:
     """Stands for something in the other process: it can be called, and has its attributes, items and operators."""
 
-    def __init__(self, line: Line, number: int) -> None:
+    def __init__(self, line: ProgramPipe, number: int) -> None:
         self.__dict__.update(__line=line, __number=number)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -125,11 +125,11 @@ class Remote:
         self._do("delitem", key)
 
     def __instancecheck__(self, thing: Any) -> bool:
-        return isinstance(thing, Remote) and thing._do("isinstance", self) is True
+        return isinstance(thing, RemoteFunction) and thing._do("isinstance", self) is True
 
     def __eq__(self, other: object) -> bool:
         """A plain value is never equal: the program would learn what is expected, and could agree."""
-        return isinstance(other, Remote) and self._do("eq", other) is True
+        return isinstance(other, RemoteFunction) and self._do("eq", other) is True
 
     def __hash__(self) -> int:
         return int(self._do("hash"))
@@ -138,45 +138,45 @@ class Remote:
         return self.__dict__["__line"].ask("do", name, [self, *others])
 
 
-def _alone(name: str) -> Callable[[Remote], Any]:
+def _alone(name: str) -> Callable[[RemoteFunction], Any]:
     return lambda self: self._do(name)
 
 
-def _between(name: str) -> Callable[[Remote, Any], Any]:
-    return lambda self, other: self._do(name, other) if isinstance(other, Remote) else NotImplemented
+def _between(name: str) -> Callable[[RemoteFunction, Any], Any]:
+    return lambda self, other: self._do(name, other) if isinstance(other, RemoteFunction) else NotImplemented
 
 
 for _name in ("len", "iter", "next", "bool", "str", "repr", "int", "float", "abs", "neg", "reversed"):
-    setattr(Remote, f"__{_name}__", _alone(_name))
+    setattr(RemoteFunction, f"__{_name}__", _alone(_name))
 for _name in ("lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_"):
-    setattr(Remote, f"__{_name.rstrip('_')}__", _between(_name))
+    setattr(RemoteFunction, f"__{_name.rstrip('_')}__", _between(_name))
 
 
 class _Names(dict):  # type: ignore[type-arg]
     """The names of a test. Of those that it does not define, what stays in the program is here from the beginning, also
     for the bodies of classes, where Python asks no `__missing__`; variables are looked up when they are used."""
 
-    def __init__(self, line: Line, names: Iterable[str]) -> None:
+    def __init__(self, line: ProgramPipe, names: Iterable[str]) -> None:
         super().__init__(__name__="tests")
         self._line, self._names = line, frozenset(names)
         for name in self._names:
             try:
                 self.__missing__(name)
-            except (Exception, Gone):  # the test hears of it where it uses the name
+            except (Exception, ProgramGone):  # the test hears of it where it uses the name
                 continue
 
     def __missing__(self, name: str) -> Any:
         if name not in self._names:
             raise KeyError(name)
         found = self._line.ask("name", name)
-        if isinstance(found, (Remote, type)):
+        if isinstance(found, (RemoteFunction, type)):
             self[name] = found  # a variable may be another the next time
         return found
 
 
 def check(setup: str, tests: Sequence[str], names: Sequence[str]) -> None:
     """Runs every test; each begins where the setup ended."""
-    line, verdicts = Line(), os.dup(2)
+    line, verdicts = ProgramPipe(), os.dup(2)
     for fd in (0, 1, 2):
         nothing = os.open(os.devnull, os.O_RDWR)
         os.dup2(nothing, fd)
@@ -189,7 +189,7 @@ def check(setup: str, tests: Sequence[str], names: Sequence[str]) -> None:
 def _verdict(text: str, names: dict[str, Any]) -> str:
     try:
         exec(compile(text, "tests.py", "exec"), names)
-    except Gone:
+    except ProgramGone:
         return "gone"
     except BaseException as error:
         return "failed " + " ".join(f"{type(error).__name__}: {error}"[:500].split())
@@ -197,7 +197,7 @@ def _verdict(text: str, names: dict[str, Any]) -> str:
 
 
 def _number_of(value: Any) -> int | list[Any]:
-    if isinstance(value, Remote):
+    if isinstance(value, RemoteFunction):
         return int(value.__dict__["__number"])
     if isinstance(value, type) and "_number" in vars(value):
         return int(vars(value)["_number"])
