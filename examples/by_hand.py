@@ -11,7 +11,7 @@ async def main() -> None:
     algorithm = roll.make_algorithm(config)
 
     async with roll.start_roles(config, judge) as roles:
-        scheduler = roll.make_scheduler(config, tasks, roles, roll.Lifecycle(None), roll.RunState())
+        scheduler = roll.make_scheduler(config, tasks, roles, roll.Lifecycle(None), roll.RLVRState())
         await roll.publish(roles.actor, roles.engines, version=0)
 
         for step in range(config.train.steps):

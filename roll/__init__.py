@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from roll.pipeline.prepare import check
     from roll.pipeline.rlvr import make_scheduler
     from roll.pipeline.roles import Roles, TrainRoles, start_roles, start_trainer
-    from roll.pipeline.state import RunState
+    from roll.pipeline.state import RLVRState
     from roll.rollout.lifecycle import Lifecycle
     from roll.scheduler.scheduler import RolloutScheduler
     from roll.workers.infer import InferWorker
@@ -60,12 +60,12 @@ __all__ = [
     "InferWorker",
     "Lifecycle",
     "LossSpec",
+    "RLVRState",
     "Response",
     "RewardWorker",
     "Roles",
     "RolloutScheduler",
     "RunError",
-    "RunState",
     "Sample",
     "Task",
     "TokenLog",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from roll.data.sources import TaskSource
     from roll.pipeline.report import Reporter
     from roll.pipeline.run_code import Code
-    from roll.pipeline.sft_eval import HeldOut
+    from roll.pipeline.sft_eval import SFTEval
     from roll.reward import RewardFn
     from roll.rollout.transcript import Transcript
     from roll.scheduler.evaluate import Evaluation
@@ -104,7 +104,7 @@ def evaluate(
     overrides: Overrides = (),
     code: Code | None = None,
     **settings: Any,
-) -> Evaluation | HeldOut:
+) -> Evaluation | SFTEval:
     """Measures a model on held-out tasks, or with `pipeline="sft"` on held-out conversations. Nothing is written.
 
         roll.evaluate("runs/mine")

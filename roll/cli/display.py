@@ -18,7 +18,7 @@ from rich.text import Text
 
 from roll.config.evaluation import HELD_OUT
 from roll.pipeline.report import Measured, StepReport, held_out_lines
-from roll.pipeline.sft_eval import HeldOut
+from roll.pipeline.sft_eval import SFTEval
 from roll.run.folder import RunFolder
 from roll.run.state_latency import StateTable
 from roll.scheduler.evaluate import Evaluation
@@ -187,7 +187,7 @@ def print_summary(console: Console, summary: dict[str, Any]) -> None:
         console.print(f"  {escape(command)}   [dim]# {why}[/dim]", soft_wrap=True, highlight=False)
 
 
-def print_evaluation(console: Console, result: Evaluation | HeldOut) -> None:
+def print_evaluation(console: Console, result: Evaluation | SFTEval) -> None:
     """What `roll eval` found: some answers, and every number; where there are several sets, in a table."""
     if not isinstance(result, Evaluation):
         console.print(str(result), markup=False, highlight=False, soft_wrap=True)

@@ -26,7 +26,7 @@ from roll.pipeline.report import PlainReporter, Reporter
 from roll.pipeline.resume import Resumed, newest_checkpoint, resumed
 from roll.pipeline.roles import TrainRoles, executor_of, inventory_of
 from roll.pipeline.run_code import Chosen, Code, code_to_resume
-from roll.pipeline.sft_eval import HeldOut
+from roll.pipeline.sft_eval import SFTEval
 from roll.pipeline.signals import Stopped, cancelled_by_signals, signals_to
 from roll.pipeline.state import State
 from roll.process.gc_tuning import spare_collector
@@ -250,7 +250,7 @@ def evaluate(
     tasks: TaskSource | None = None,
     chats: ChatSource | None = None,
     found: Found | None = None,
-) -> Evaluation | HeldOut:
+) -> Evaluation | SFTEval:
     """Measures the config's model on held-out data."""
     pipeline = prepare(config, reward=reward, tasks=tasks, chats=chats, found=found)
     with executor_of(config) as executor:
@@ -259,11 +259,11 @@ def evaluate(
         return asyncio.run(_evaluate(pipeline, executor, plan))
 
 
-async def _evaluate(pipeline: Pipeline[Any, Any], executor: Executor, plan: Plan) -> Evaluation | HeldOut:
+async def _evaluate(pipeline: Pipeline[Any, Any], executor: Executor, plan: Plan) -> Evaluation | SFTEval:
     executor.connect()  # before signals are ours: Ray would take them
     with cancelled_by_signals():
         async with pipeline.start(executor, plan) as roles:
-            found: Evaluation | HeldOut = await pipeline.evaluate(roles)
+            found: Evaluation | SFTEval = await pipeline.evaluate(roles)
         return found
 
 

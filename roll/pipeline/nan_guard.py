@@ -11,7 +11,7 @@ from roll.strategy.train.base import UpdateStats
 from roll.strategy.train.out_of_memory import shrunk
 
 
-class Health:
+class NanGuard:
     def __init__(self, reporter: Reporter, max_skipped_in_a_row: int) -> None:
         self._reporter = reporter
         self._most = max_skipped_in_a_row

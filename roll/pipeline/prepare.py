@@ -37,8 +37,8 @@ from roll.pipeline.rlvr import RLVR, make_evaluator
 from roll.pipeline.roles import Roles, TrainRoles, start_roles, start_trainer
 from roll.pipeline.run_warnings import remarks
 from roll.pipeline.sft import SFT
-from roll.pipeline.sft_eval import HeldOut, measure
-from roll.pipeline.state import RunState, SFTState, State
+from roll.pipeline.sft_eval import SFTEval, measure
+from roll.pipeline.state import RLVRState, SFTState, State
 from roll.pipeline.supervision import supervised, supervised_trainer
 from roll.reward import RewardFn, RewardSpec
 from roll.reward.answers import check_answers
@@ -83,11 +83,11 @@ class Pipeline(ABC, Generic[R, S]):
         """What its curve shows."""
 
     @abstractmethod
-    async def evaluate(self, roles: R) -> Evaluation | HeldOut:
+    async def evaluate(self, roles: R) -> Evaluation | SFTEval:
         """Measures the model on held-out data."""
 
 
-class RLVRPipeline(Pipeline[Roles, RunState]):
+class RLVRPipeline(Pipeline[Roles, RLVRState]):
     def __init__(self, config: Config, tasks: TaskSet, reward: RewardSpec) -> None:
         self.config = config
         self.remarks = remarks(config, tasks, rules_of(config) if reward.pickled is None else {})
@@ -96,9 +96,9 @@ class RLVRPipeline(Pipeline[Roles, RunState]):
         self._tasks = tasks
         self._reward = reward
 
-    def state(self, saved: Mapping[str, Any]) -> RunState:
+    def state(self, saved: Mapping[str, Any]) -> RLVRState:
         now = _models_beside(self.config)
-        state = RunState.restored({"models": {role: asdict(base) for role, base in now.items()}, **saved})
+        state = RLVRState.restored({"models": {role: asdict(base) for role, base in now.items()}, **saved})
         for role, found in state.models.items():
             if role in now and not now[role].is_now(was := BaseModelRef(**found)):
                 raise UserError(
@@ -110,12 +110,12 @@ class RLVRPipeline(Pipeline[Roles, RunState]):
     def start(self, executor: Executor, plan: Plan, run: Path | None = None) -> AbstractAsyncContextManager[Roles]:
         return start_roles(self.config, self._reward, executor=executor, map=plan.map, stages=plan.stages, run=run)
 
-    async def train(self, roles: Roles, recorder: Recorder, state: RunState, checkpoint: Path | None) -> RunState:
+    async def train(self, roles: Roles, recorder: Recorder, state: RLVRState, checkpoint: Path | None) -> RLVRState:
         async with supervised(roles, self.config, recorder) as (supervision, publisher):
             run = RLVR(self.config, roles, publisher, supervision, self._tasks, recorder, state, checkpoint)
             return await supervision.race(run.run())
 
-    def panels(self, state: RunState) -> Sequence[Panel]:
+    def panels(self, state: RLVRState) -> Sequence[Panel]:
         return rollout_record.panels(state)
 
     async def evaluate(self, roles: Roles) -> Evaluation:
@@ -183,7 +183,7 @@ class SFTPipeline(Pipeline[TrainRoles, SFTState]):
     def panels(self, state: SFTState) -> Sequence[Panel]:
         return sft_record.PANELS
 
-    async def evaluate(self, roles: TrainRoles) -> HeldOut:
+    async def evaluate(self, roles: TrainRoles) -> SFTEval:
         if self._corpus.held_out is None:
             raise UserError(f"data: the source {self.config.data.source!r} has no held-out conversations to measure")
         async with supervised_trainer(roles, self.config) as supervision:

@@ -20,7 +20,7 @@ LOOKED_AT = 256
 
 
 @dataclass(frozen=True)
-class TooLong:
+class PromptTooLong:
     """A task that there is no room for."""
 
     task: Task
@@ -52,7 +52,7 @@ def fitting(tasks: TaskSet, renderer: ChatRenderer, config: Config, context: int
     return replace(tasks, train=tuple(train), held_out=tuple(held_out), left_out=left)
 
 
-def _check_left(found: Iterable[TooLong], before: Sequence[str], after: Sequence[str]) -> None:
+def _check_left(found: Iterable[PromptTooLong], before: Sequence[str], after: Sequence[str]) -> None:
     for domain in before:
         if domain not in after:
             nearest = min((long for long in found if long.task.domain == domain), key=lambda long: long.beyond)
@@ -63,14 +63,14 @@ def _check_left(found: Iterable[TooLong], before: Sequence[str], after: Sequence
             )
 
 
-def _check_sets(found: Iterable[TooLong], before: Sequence[str], after: Sequence[str]) -> None:
+def _check_sets(found: Iterable[PromptTooLong], before: Sequence[str], after: Sequence[str]) -> None:
     for domain in before:
         if domain not in after and set_of(domain) != HELD_OUT:
             why = next(long.why for long in found if long.task.domain == domain)
             raise UserError(f"tasks.too_long is drop, which leaves no task of eval.sets.{set_of(domain)}: {why}")
 
 
-def _too_long(task: Task, renderer: ChatRenderer, config: Config, context: int) -> TooLong | None:
+def _too_long(task: Task, renderer: ChatRenderer, config: Config, context: int) -> PromptTooLong | None:
     if task.environment is not None:
         return None
     prompt, response = _tokens(task, renderer, config), config.rollout_of(task.domain).max_new_tokens
@@ -84,7 +84,7 @@ def _too_long(task: Task, renderer: ChatRenderer, config: Config, context: int) 
     what = f"the prompt of task {task.id!r}"
     if 0 < longest < prompt:
         why = f"tasks.max_prompt_tokens is {longest}, but {what} has {prompt} tokens"
-        return TooLong(task, prompt - longest, why, f"tasks.max_prompt_tokens={prompt} or more")
+        return PromptTooLong(task, prompt - longest, why, f"tasks.max_prompt_tokens={prompt} or more")
     taken = config.roles.actor_infer.context_within(context)
     if sample > taken:
         room = taken - prompt
@@ -93,11 +93,11 @@ def _too_long(task: Task, renderer: ChatRenderer, config: Config, context: int) 
         remedies = [f"{setting}={room} or less"] if room > 0 else []
         if taken < sample <= context:
             remedies.append(f"roles.actor_infer.engine_args.max_model_len={sample} or more")
-        return TooLong(task, sample - taken, why, ", or ".join(remedies))
+        return PromptTooLong(task, sample - taken, why, ", or ".join(remedies))
     if 0 < packed < sample:
         why = f"train.micro_batch_tokens is {packed}, but {what} and {setting} may make a sample of {sample} tokens"
         remedy = f"train.micro_batch_tokens={sample} or more, or fewer new tokens"
-        return TooLong(task, sample - packed, why, remedy)
+        return PromptTooLong(task, sample - packed, why, remedy)
     return None
 
 

@@ -18,14 +18,14 @@ from roll.config.schema import Config
 from roll.data.batch import Batch
 from roll.data.domains import domains_of
 from roll.data.sources import TaskSet
-from roll.pipeline.nan_guard import Health
+from roll.pipeline.nan_guard import NanGuard
 from roll.pipeline.policies import make_policies
 from roll.pipeline.publisher import Publisher
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.residency_manager import ResidencyManager
-from roll.pipeline.rlvr_metrics import RolloutRecord
+from roll.pipeline.rlvr_metrics import RLVRMetrics
 from roll.pipeline.roles import Roles
-from roll.pipeline.state import RunState
+from roll.pipeline.state import RLVRState
 from roll.pipeline.supervision import Supervision
 from roll.rollout.lifecycle import Lifecycle
 from roll.scheduler.evaluate import Evaluator
@@ -52,7 +52,7 @@ class RLVR:
         supervision: Supervision,
         tasks: TaskSet,
         recorder: Recorder,
-        state: RunState,
+        state: RLVRState,
         checkpoint: Path | None = None,
     ) -> None:
         """`checkpoint` is the folder that `state` is from."""
@@ -60,8 +60,8 @@ class RLVR:
         self._roles = roles
         self._publisher = publisher
         self._recorder = recorder
-        self._record = RolloutRecord(config, roles, recorder, domains_of(tasks.train))
-        self._health = Health(recorder.reporter, config.train.max_skipped_in_a_row)
+        self._record = RLVRMetrics(config, roles, recorder, domains_of(tasks.train))
+        self._health = NanGuard(recorder.reporter, config.train.max_skipped_in_a_row)
         self.state = state
         self._checkpoint = checkpoint
         self._tasks = tasks
@@ -75,14 +75,14 @@ class RLVR:
         supervision.worker_lost = self._scheduler.worker_lost
         self._evaluator = make_evaluator(config, tasks, roles)
 
-    async def run(self) -> RunState:
+    async def run(self) -> RLVRState:
         """Trains until the last step, or until somebody asks to stop; then evaluates and saves."""
         try:
             return await self._run()
         finally:
             await self._scheduler.close()
 
-    async def _run(self) -> RunState:
+    async def _run(self) -> RLVRState:
         config, state, recorder = self._config, self.state, self._recorder
         if state.scheduler:
             await self._scheduler.restore(state.scheduler, self._tasks.train, self._checkpoint)
@@ -254,7 +254,7 @@ def _choosing(algorithm: AlgorithmConfig) -> str:
 
 
 def make_scheduler(
-    config: Config, tasks: TaskSet, roles: Roles, lifecycle: Lifecycle, state: RunState
+    config: Config, tasks: TaskSet, roles: Roles, lifecycle: Lifecycle, state: RLVRState
 ) -> RolloutScheduler:
     """The scheduler a config describes, for the weights of `state`."""
     order, keep = make_policies(config, tasks)

@@ -13,7 +13,7 @@ from roll.data.sample import Sample
 from roll.pipeline.recorder import Recorder, update_metrics
 from roll.pipeline.report import Measured
 from roll.pipeline.roles import Roles
-from roll.pipeline.state import RunState, numbers
+from roll.pipeline.state import RLVRState, numbers
 from roll.rollout.messages import FinalState
 from roll.run import Panel, drop_samples_after
 from roll.scheduler.evaluate import (
@@ -30,7 +30,7 @@ from roll.scheduler.rollout_result import RolloutBatch
 from roll.strategy.train.base import UpdateStats
 
 
-def panels(state: RunState) -> tuple[Panel, Panel]:
+def panels(state: RLVRState) -> tuple[Panel, Panel]:
     """What the curve of a run shows."""
     sets = list(state.latest.sets) if state.latest else []
     dots = {f"eval/{name}/reward": f"{name} {measure_of(name not in state.other_rewards)}" for name in sets}
@@ -42,7 +42,7 @@ def panels(state: RunState) -> tuple[Panel, Panel]:
     )
 
 
-class RolloutRecord:
+class RLVRMetrics:
     def __init__(self, config: Config, roles: Roles, recorder: Recorder, domains: Sequence[str] = ()) -> None:
         self._config = config
         self._domains = domains if config.domains or len(domains) > 1 else ()
@@ -69,7 +69,7 @@ class RolloutRecord:
             await self._roles.pool.tokens.write(step, self._written)
 
     async def step(
-        self, state: RunState, rollout: RolloutBatch, stats: UpdateStats | None, generating_s: float, training_s: float
+        self, state: RLVRState, rollout: RolloutBatch, stats: UpdateStats | None, generating_s: float, training_s: float
     ) -> None:
         """Puts a finished step on disk and tells the reporter. `state.step` counts it already."""
         roles, recorder = self._roles, self._recorder

@@ -11,11 +11,11 @@ from pathlib import Path
 from roll.algorithm import LossSpec
 from roll.config.schema import Config
 from roll.model.sft_dataset import EpochPermutation, SFTDataset
-from roll.pipeline.nan_guard import Health
+from roll.pipeline.nan_guard import NanGuard
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.roles import TrainRoles
 from roll.pipeline.sft_eval import measure
-from roll.pipeline.sft_metrics import SFTRecord
+from roll.pipeline.sft_metrics import SFTMetrics
 from roll.pipeline.state import SFTState
 from roll.workers.train import TrainWorker
 
@@ -40,8 +40,8 @@ class SFT:
         self._corpus = corpus
         self._order = order
         self._recorder = recorder
-        self._record = SFTRecord(roles, order, recorder)
-        self._health = Health(recorder.reporter, config.train.max_skipped_in_a_row)
+        self._record = SFTMetrics(roles, order, recorder)
+        self._health = NanGuard(recorder.reporter, config.train.max_skipped_in_a_row)
         self.state = state
 
     async def run(self) -> SFTState:

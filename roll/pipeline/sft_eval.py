@@ -14,7 +14,7 @@ from roll.workers.train import TrainWorker
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class SFTEval:
     """Means over the tokens of the assistants' answers."""
 
     loss: float
@@ -41,7 +41,7 @@ class HeldOut:
         )
 
 
-async def measure(roles: TrainRoles, held_out: Batch, samples: int) -> HeldOut:
+async def measure(roles: TrainRoles, held_out: Batch, samples: int) -> SFTEval:
     """Measures so many held-out samples, at even distances if there are more; 0 for all of them."""
     count = min(samples or len(held_out), len(held_out))
     chosen = np.unique(np.linspace(0, len(held_out) - 1, count).round().astype(np.int64))
@@ -49,4 +49,4 @@ async def measure(roles: TrainRoles, held_out: Batch, samples: int) -> HeldOut:
     batch = batch.with_columns(proximal=await roles.actor.call(TrainWorker.log_probs, batch))
     batch = await roles.executor.fetch(batch)
     log_probs = batch["proximal"][batch.loss_mask].astype(np.float64)
-    return HeldOut(-float(log_probs.mean()), float(np.exp(log_probs).mean()), len(log_probs))
+    return SFTEval(-float(log_probs.mean()), float(np.exp(log_probs).mean()), len(log_probs))

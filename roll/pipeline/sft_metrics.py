@@ -9,7 +9,7 @@ from roll.model.sft_dataset import EpochPermutation, SkippedExample
 from roll.pipeline.recorder import Recorder, update_metrics
 from roll.pipeline.report import Measured
 from roll.pipeline.roles import TrainRoles
-from roll.pipeline.sft_eval import HeldOut
+from roll.pipeline.sft_eval import SFTEval
 from roll.pipeline.state import SFTState
 from roll.run import Panel, Transition
 from roll.scheduler.rollout_result import NOT_FINITE
@@ -23,7 +23,7 @@ OF_SAMPLING = ("train/mismatch", "train/correction")
 """What a trainer measures against the sampler of its tokens; here nobody sampled them."""
 
 
-class SFTRecord:
+class SFTMetrics:
     def __init__(self, roles: TrainRoles, order: EpochPermutation, recorder: Recorder) -> None:
         self._roles = roles
         self._order = order
@@ -39,7 +39,7 @@ class SFTRecord:
         self._recorder.ledger.append(Transition(sample, "queued", info={"task": chat}))
         self._recorder.ledger.append(Transition(sample, end, reason, info=info))
 
-    def evaluated(self, step: int, found: HeldOut) -> None:
+    def evaluated(self, step: int, found: SFTEval) -> None:
         values = {
             "eval/loss": found.loss,
             "eval/perplexity": found.perplexity,

@@ -70,7 +70,7 @@ def numbers(found: SetEvaluation) -> dict[str, float | None]:
 
 
 @dataclass
-class RunState(State):
+class RLVRState(State):
     """The state of a run with rollouts."""
 
     scheduler: dict[str, Any] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class RunState(State):
     """Sets of which a reward other than 0 and 1 was seen."""
 
     @classmethod
-    def restored(cls, saved: Mapping[str, Any]) -> RunState:
+    def restored(cls, saved: Mapping[str, Any]) -> RLVRState:
         """The state that a checkpoint holds, or that of the beginning from nothing. `UserError` if another version of
         ROLL wrote what this one does not know."""
         values = _of_first_version(saved)

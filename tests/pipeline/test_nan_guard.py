@@ -16,7 +16,7 @@ from roll.config import load_config
 from roll.config.errors import RunError, UserError
 from roll.data import Batch
 from roll.pipeline.entrypoints import train
-from roll.pipeline.nan_guard import Health
+from roll.pipeline.nan_guard import NanGuard
 from roll.pipeline.report import SilentReporter
 from roll.strategy.train.base import NotFinite, UpdateStats
 from roll.strategy.train.critic import CriticStrategy
@@ -39,7 +39,7 @@ def stats(skipped: int, updates: int = 1) -> UpdateStats:
 
 def test_a_pass_that_was_done_again_for_want_of_memory_is_said() -> None:
     reporter = Warnings()
-    health = Health(reporter, max_skipped_in_a_row=3)
+    health = NanGuard(reporter, max_skipped_in_a_row=3)
     health.judge(4, stats(0).with_memory(2048, 1), "critic")
     health.judge(5, stats(0).with_memory(2048, 0), "critic")
     assert len(reporter.said) == 1
@@ -49,7 +49,7 @@ def test_a_pass_that_was_done_again_for_want_of_memory_is_said() -> None:
 
 def test_only_steps_in_a_row_stop_a_run() -> None:
     reporter = Warnings()
-    health = Health(reporter, max_skipped_in_a_row=3)
+    health = NanGuard(reporter, max_skipped_in_a_row=3)
     for step, skipped in enumerate([1, 1, 0, 1, 1, 0]):
         health.judge(step, stats(skipped))
         health.judge(step, stats(1 - skipped), "critic")

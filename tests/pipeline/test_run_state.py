@@ -8,7 +8,7 @@ import pytest
 
 from roll.config.errors import UserError
 from roll.pipeline.report import PlainReporter, held_out_lines
-from roll.pipeline.state import RunState, SFTState
+from roll.pipeline.state import RLVRState, SFTState
 from roll.scheduler.estimate import MeanEstimate
 from roll.scheduler.evaluate import Evaluation, SetEvaluation
 
@@ -23,12 +23,12 @@ def of_set(reward: float, binary: bool = True, name: str = "held_out", **more: f
     return SetEvaluation(name, 4, 1, 4, 0, 1.0, 1.0, mean, binary, passed, {}, tokens_mean=3.0)
 
 
-def told(state: RunState | SFTState, **more: Any) -> list[str]:
+def told(state: RLVRState | SFTState, **more: Any) -> list[str]:
     return held_out_lines({**state.summary(), "steps": state.step, **more})
 
 
-def after_steps(*evaluated: tuple[int, Evaluation], steps: int) -> RunState:
-    state = RunState()
+def after_steps(*evaluated: tuple[int, Evaluation], steps: int) -> RLVRState:
+    state = RLVRState()
     for step, evaluation in evaluated:
         state.step = step
         state.evaluated(evaluation)
@@ -74,7 +74,7 @@ def test_once_another_value_was_seen_a_mean_of_ones_is_no_accuracy() -> None:
     """A wrong answer may be worth 1."""
     state = after_steps((0, found(7.5, False)), steps=2)
     assert state.evaluated(found(1.0)).name == "held-out reward"
-    seen_in_training = RunState()
+    seen_in_training = RLVRState()
     seen_in_training.saw_other_rewards()
     assert seen_in_training.evaluated(found(0.0)).accuracy is None
     assert seen_in_training.evaluated(found(0.5, name="custom")).accuracy == 0.5, "a set has rewards of its own"
@@ -115,8 +115,8 @@ def test_of_the_runs_own_tasks_what_stands_nowhere_else_is_told() -> None:
 
 
 def test_without_held_out_tasks_nothing_is_told() -> None:
-    assert told(RunState(step=3)) == []
-    assert RunState(step=3).summary()["reward_last_step"] is None
+    assert told(RLVRState(step=3)) == []
+    assert RLVRState(step=3).summary()["reward_last_step"] is None
 
 
 def test_supervised_fine_tuning_tells_when_the_loss_was_measured() -> None:
@@ -128,8 +128,8 @@ def test_supervised_fine_tuning_tells_when_the_loss_was_measured() -> None:
 
 def test_a_state_reads_back_equal() -> None:
     state = after_steps((0, found(0.25)), (2, found(0.5, False)), steps=3)
-    assert RunState.restored(state.to_dict()) == state
-    assert RunState.restored(RunState().to_dict()) == RunState()
+    assert RLVRState.restored(state.to_dict()) == state
+    assert RLVRState.restored(RLVRState().to_dict()) == RLVRState()
 
 
 def test_a_state_of_the_first_version_is_understood() -> None:
@@ -138,14 +138,14 @@ def test_a_state_of_the_first_version_is_understood() -> None:
         "step": 7, "seconds": 3.0, "accuracy_before": 0.1, "accuracy": 0.6, "accuracy_step": 5, "domains_before": {},
         "domains": {}, "parts_before": {"turns": 3.0}, "parts": {"turns": 2.0}, "answers_before": answers, "answers": [],
     }  # fmt: skip
-    state = RunState.restored(old)
+    state = RLVRState.restored(old)
     assert told(state) == ["held-out reward 0.100 → 0.600 at step 5, not measured after step 7"]
     assert state.summary()["answers_before"] == answers
     never = {**old, "accuracy_before": None, "accuracy": None, "accuracy_step": -1}
-    assert RunState.restored(never).latest is None
-    assert RunState.restored(never).evaluated_step == -1
+    assert RLVRState.restored(never).latest is None
+    assert RLVRState.restored(never).evaluated_step == -1
 
 
 def test_a_state_of_a_later_version_is_refused_by_name() -> None:
     with pytest.raises(UserError, match="written by another version of ROLL: its state has colour, which this"):
-        RunState.restored({"step": 1, "colour": "blue"})
+        RLVRState.restored({"step": 1, "colour": "blue"})
