@@ -39,7 +39,7 @@ from roll.data.task import Task
 from roll.scheduler.task_sampler import BaseSampler, EpochSampler, SolveRateSampler
 from roll.simulation import balance
 from roll.simulation.clock import run
-from roll.simulation.cluster import World
+from roll.simulation.cluster import SimCluster
 from roll.simulation.lengths import Lengths, LogNormal, Solving
 from roll.simulation.spec import EngineSpec
 from roll.simulation.training import TrainerDied, Training
@@ -183,7 +183,7 @@ class Soak:
         day.open = open_objects(self.training.world)
 
 
-def open_objects(world: World) -> Counter[str]:
+def open_objects(world: SimCluster) -> Counter[str]:
     pool, router = world.pool, world.router
     return Counter(
         leases=len(pool._out),
@@ -215,14 +215,14 @@ def make_training(path: Path, staleness: int) -> Training:
     def make_order() -> BaseSampler:
         return SolveRateSampler(EpochSampler(tasks, 0), 0)
 
-    def make_world() -> World:
-        return World(WORK, workers=2, tries=config.tries, scoring_most=16, way_s=0.002, report_s=60.0, poll_s=120.0)
+    def make_world() -> SimCluster:
+        return SimCluster(WORK, workers=2, tries=config.tries, scoring_most=16, way_s=0.002, report_s=60.0, poll_s=120.0)
 
     return Training(path, tasks, config, make_order, make_world)
 
 
 def balances(training: Training) -> list[str]:
-    story = balance.Story.read(training.path)
+    story = balance.SampleStory.read(training.path)
     order = training.scheduler.state()["order"]
     return [
         *balance.invalid_paths(story),

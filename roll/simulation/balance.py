@@ -68,7 +68,7 @@ def entries(path: Path) -> Iterator[Entry]:
 
 
 @dataclass
-class Story:
+class SampleStory:
     """The lineage of the final weights: each sample's path, and the most groups that were under way at once."""
 
     extra: frozenset[str] = frozenset()
@@ -81,7 +81,7 @@ class Story:
     _added: set[int] = field(default_factory=set)
 
     @classmethod
-    def read(cls, path: Path, extra: frozenset[str] = frozenset(), until: int | None = None) -> Story:
+    def read(cls, path: Path, extra: frozenset[str] = frozenset(), until: int | None = None) -> SampleStory:
         """What the ledger tells, or told when it had `until` bytes."""
         story = cls(extra)
         for entry in entries(path):
@@ -136,7 +136,7 @@ def end_of(paths: list[list[Entry]]) -> End:
     return "again" if any(last.state == "dropped" and last.reason.startswith(AGAIN) for last in lasts) else "final"
 
 
-def invalid_paths(story: Story) -> list[str]:
+def invalid_paths(story: SampleStory) -> list[str]:
     """Samples that went where `MOVES` has no way, that ended without a reason, with one of many lines, or were trained on
     twice."""
     wrong = []
@@ -153,7 +153,7 @@ def invalid_paths(story: Story) -> list[str]:
     return wrong
 
 
-def wrong_baselines(story: Story) -> list[str]:
+def wrong_baselines(story: SampleStory) -> list[str]:
     """Greedy samples that were trained on, or did not end as the baseline of a group that was in an update, or did of one
     that was not."""
     wrong = []
@@ -166,7 +166,7 @@ def wrong_baselines(story: Story) -> list[str]:
     return wrong
 
 
-def too_old(story: Story, most: int, masked: bool) -> list[str]:
+def too_old(story: SampleStory, most: int, masked: bool) -> list[str]:
     """Samples that were trained on more than `most` versions after their first token; if old tokens are masked, those of
     groups in which no token counts."""
     wrong = []
@@ -185,7 +185,7 @@ def too_old(story: Story, most: int, masked: bool) -> list[str]:
     return wrong
 
 
-def unbalanced(story: Story, draws: Mapping[int, DrawKey], held: list[DrawKey]) -> list[str]:
+def unbalanced(story: SampleStory, draws: Mapping[int, DrawKey], held: list[DrawKey]) -> list[str]:
     """What does not add up: `draws` says which draw each group was issued for, `held` what the order has yet to bring
     again. Groups that are missing in `draws` were added."""
     groups = story.groups()

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from roll.simulation.clock import run
 from roll.simulation.engine import SimEngine
-from roll.simulation.graders import GraderPool
+from roll.simulation.graders import SimGraderPool
 from roll.simulation.prefixes import Prefix
-from roll.simulation.workload import Episode, StepGroups, Turn, Workload
+from roll.simulation.workload import Episode, EpisodeTurn, StepGroups, Workload
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class _Barrier:
         self._loop = asyncio.get_running_loop()
         self._workload = workload
         self._next_group = 0
-        self._graders = GraderPool(self._loop, max(workload.graders, 1))
+        self._graders = SimGraderPool(self._loop, max(workload.graders, 1))
         self.engines = [SimEngine(self._loop, workload.engine) for _ in range(workload.engines)]
 
     async def step(self) -> BarrierStep:
@@ -113,7 +113,7 @@ class _Barrier:
             if turn.environment_s:
                 await asyncio.sleep(turn.environment_s)
 
-    async def _draw(self, engine: SimEngine, id: str, turn: Turn, prefix: Prefix) -> None:
+    async def _draw(self, engine: SimEngine, id: str, turn: EpisodeTurn, prefix: Prefix) -> None:
         drawn: asyncio.Future[int] = self._loop.create_future()
         engine.submit(id, turn.prompt_tokens, turn.new_tokens, lambda _, tokens: drawn.set_result(tokens), prefix=prefix)
         await drawn

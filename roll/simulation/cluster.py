@@ -31,7 +31,7 @@ PING_S = 2.0
 DEADLINE_S = 3600.0
 
 
-class World:
+class SimCluster:
     """Made inside a running event loop."""
 
     def __init__(

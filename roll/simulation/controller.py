@@ -20,7 +20,7 @@ from roll.scheduler.router import Router
 from roll.scheduler.scheduler import RolloutScheduler
 from roll.scheduler.task_sampler import TaskSampler
 from roll.simulation.engine import SimEngine
-from roll.simulation.graders import GraderPool
+from roll.simulation.graders import SimGraderPool
 from roll.simulation.rollouts import SimRollouts
 from roll.simulation.workload import StepGroups, Workload
 
@@ -65,7 +65,7 @@ class SimRun:
             }
         )
         self.engines = [SimEngine(loop, workload.engine) for _ in range(workload.engines)]
-        self.graders = GraderPool(loop, max(workload.graders, 1))
+        self.graders = SimGraderPool(loop, max(workload.graders, 1))
         self.tasks = [Task(str(number), ()) for number in range(tasks)]
         self.order = order or make_order(
             self.tasks,

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 
 from roll.simulation.prefixes import Prefix, Prefixes
 from roll.simulation.spec import EngineSpec
-from roll.simulation.step_span import Span
+from roll.simulation.step_span import StepSpan
 
 Done = Callable[[str, int], None]
 """Called with a request's id and the tokens it drew."""
@@ -41,7 +41,7 @@ class EngineDead(RuntimeError):
 
 
 @dataclass
-class EngineStats:
+class SimEngineStats:
     """What an engine did since it was made."""
 
     busy_s: float = 0.0
@@ -58,7 +58,7 @@ class EngineStats:
     kv_high_tokens: int = 0
     """The most tokens the cache held."""
 
-    def add(self, span: Span, steps: int, now_s: float, used_tokens: int) -> None:
+    def add(self, span: StepSpan, steps: int, now_s: float, used_tokens: int) -> None:
         """Counts a span up to now."""
         self.busy_s += now_s - span.entered_s
         self.running_s += (now_s - span.entered_s) * span.batch
@@ -96,7 +96,7 @@ class SimEngine:
         self._paused = False
         self._arrivals = 0
         self._seats = 0
-        self._stats = EngineStats()
+        self._stats = SimEngineStats()
         self._prefixes = Prefixes()
         self._empty()
 
@@ -114,7 +114,7 @@ class SimEngine:
         self._running = 0
         self._used_tokens = 0
         """The cache's tokens at the beginning of the span."""
-        self._span: Span | None = None
+        self._span: StepSpan | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def __contains__(self, id: str) -> bool:
@@ -143,7 +143,7 @@ class SimEngine:
         return self._used_tokens + grown
 
     @property
-    def stats(self) -> EngineStats:
+    def stats(self) -> SimEngineStats:
         """The counts as of now."""
         stats = replace(self._stats)
         if self._span is not None:
@@ -294,7 +294,7 @@ class SimEngine:
         for request in finished:
             request.done(request.id, request.new_tokens)
 
-    def _end_span(self, span: Span) -> None:
+    def _end_span(self, span: StepSpan) -> None:
         self._step += span.steps
         self._used_tokens += span.steps * span.batch
         self._stats.add(span, span.steps, self._loop.time(), self._used_tokens)
@@ -331,7 +331,7 @@ class SimEngine:
         spec, batch, used = self.spec, self._running, self._used_tokens
         square_s = spec.per_cached_token_s * batch / 2
         now_s = self._loop.time()
-        self._span = Span(
+        self._span = StepSpan(
             entered_s=now_s,
             start_s=now_s + spec.prefill_s(computed),
             batch=batch,

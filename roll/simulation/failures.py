@@ -9,7 +9,7 @@ from roll.cluster import WorkerPlacement
 from roll.data.remote_columns import ColumnBlock
 from roll.ledger.log import Ledger
 from roll.simulation.engine import SimEngine
-from roll.simulation.graders import GraderPool
+from roll.simulation.graders import SimGraderPool
 from roll.simulation.rollouts import SimRollouts
 from roll.simulation.workload import Workload
 
@@ -17,7 +17,7 @@ Fate = Callable[[str, str, int], str]
 """Why a sample of a task, at its so-manyth try, fails and takes its grader along; empty if it does not."""
 
 
-class MortalGraders(GraderPool):
+class MortalGraders(SimGraderPool):
     """Graders that may be gone for a while: what they were at is graded anew when they are back."""
 
     def die(self) -> None:
@@ -55,7 +55,7 @@ class MortalRollouts(SimRollouts):
     """A rollout worker some of whose samples kill their grader; it remembers what was masked."""
 
     def __init__(
-        self, place: WorkerPlacement, workload: Workload, engines: Sequence[SimEngine], graders: GraderPool, fate: Fate
+        self, place: WorkerPlacement, workload: Workload, engines: Sequence[SimEngine], graders: SimGraderPool, fate: Fate
     ) -> None:
         super().__init__(place, workload, engines, graders)
         self._fate = fate

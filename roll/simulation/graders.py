@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass
-class GraderStats:
+class SimGraderStats:
     busy_s: float = 0.0
     """Seconds of work that was done or given up, over all graders."""
     graded: int = 0
@@ -29,7 +29,7 @@ class _Job:
     timer: asyncio.TimerHandle | None = None
 
 
-class GraderPool:
+class SimGraderPool:
     def __init__(self, loop: asyncio.AbstractEventLoop, servers: int) -> None:
         if servers < 1:
             raise ValueError(f"a pool needs at least one grader, got {servers}")
@@ -37,7 +37,7 @@ class GraderPool:
         self._loop = loop
         self._waiting: OrderedDict[str, _Job] = OrderedDict()
         self._serving: dict[str, _Job] = {}
-        self._stats = GraderStats()
+        self._stats = SimGraderStats()
 
     @property
     def waiting(self) -> int:
@@ -48,7 +48,7 @@ class GraderPool:
         return len(self._serving)
 
     @property
-    def stats(self) -> GraderStats:
+    def stats(self) -> SimGraderStats:
         return replace(self._stats)
 
     def submit(self, id: str, service_s: float, done: Callable[[str], None]) -> None:

@@ -27,7 +27,7 @@ from roll.rollout.messages import (
     WorkerCommand,
 )
 from roll.simulation.engine import SimEngine
-from roll.simulation.graders import GraderPool
+from roll.simulation.graders import SimGraderPool
 from roll.simulation.workload import Episode, Workload
 
 POLL_S = 5.0
@@ -84,7 +84,7 @@ class SimRollouts(Worker):
     """How long `report` waits before it says that nothing happened."""
 
     def __init__(
-        self, place: WorkerPlacement, workload: Workload, engines: Sequence[SimEngine], graders: GraderPool
+        self, place: WorkerPlacement, workload: Workload, engines: Sequence[SimEngine], graders: SimGraderPool
     ) -> None:
         super().__init__(place)
         self.version = 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Span:
+class StepSpan:
     """Steps of one batch: step j of it ends at `start_s + j × (linear_s + square_s × j)`, the cache growing by the batch
     with each."""
 

@@ -23,7 +23,7 @@ from roll.scheduler.rollout_result import NOT_FINITE, RolloutBatch
 from roll.scheduler.scheduler import RolloutScheduler
 from roll.scheduler.task_sampler import BaseSampler, SamplerWrapper, TaskDraw
 from roll.simulation.balance import DrawKey
-from roll.simulation.cluster import World
+from roll.simulation.cluster import SimCluster
 from roll.simulation.failures import MortalLedger
 
 
@@ -66,7 +66,7 @@ class Training:
         tasks: Sequence[Task],
         config: RolloutConfig,
         make_order: Callable[[], BaseSampler],
-        make_world: Callable[[], World],
+        make_world: Callable[[], SimCluster],
         greedy_baseline: bool = False,
     ) -> None:
         self.path = path
@@ -90,7 +90,7 @@ class Training:
         """Set by whoever wants the update of so many groups of the next step to be skipped."""
         self.trainer_died = ""
         """Set to `train` or `publish` by whoever wants the trainer to die in it."""
-        self.world: World
+        self.world: SimCluster
         self.ledger: MortalLedger
         self.scheduler: RolloutScheduler
 

@@ -24,7 +24,7 @@ from roll.simulation.spec import EngineSpec
 
 
 @dataclass(frozen=True)
-class Turn:
+class EpisodeTurn:
     prompt_tokens: int
     """All that comes before the response: the prompt, earlier turns, observations."""
     new_tokens: int
@@ -37,7 +37,7 @@ class Episode:
     """What becomes of one sample, whoever schedules it."""
 
     sample: str
-    turns: tuple[Turn, ...]
+    turns: tuple[EpisodeTurn, ...]
     grade_s: float
     """How long a grader takes; 0 where the environment gives the reward."""
     reward: float
@@ -143,10 +143,10 @@ class Workload:
         tokens = sum(self.episode(sample).tokens for group in groups for sample in self.samples_of(group))
         return tokens / self.train_tokens_per_s
 
-    def _only_turn(self, prompt: int, task_z: float, own_z: float) -> tuple[Turn, ...]:
-        return (Turn(prompt, self.responses.tokens(task_z, own_z), 0.0),)
+    def _only_turn(self, prompt: int, task_z: float, own_z: float) -> tuple[EpisodeTurn, ...]:
+        return (EpisodeTurn(prompt, self.responses.tokens(task_z, own_z), 0.0),)
 
-    def _turns(self, sample: str, prompt: int, task_z: float, own_z: float) -> tuple[Turn, ...]:
+    def _turns(self, sample: str, prompt: int, task_z: float, own_z: float) -> tuple[EpisodeTurn, ...]:
         """Their number is even between the fewest and the most, and half of it is the task's."""
         fewest, most = self.turns
         number = fewest + int(share_below(blend(task_z, own_z, 0.5**0.5)) * (most - fewest + 1))
@@ -155,7 +155,7 @@ class Workload:
             length, observation, latency, straggler, *_ = uniforms(self.seed, f"{sample}/{turn}")
             new_tokens = self.responses.tokens(task_z, normal(length))
             step_s = self.environment.seconds(latency, straggler) if self.environment is not None else 0.0
-            turns.append(Turn(prompt, new_tokens, step_s))
+            turns.append(EpisodeTurn(prompt, new_tokens, step_s))
             observed = self.observations.tokens(task_z, normal(observation)) if self.observations is not None else 0
             prompt += new_tokens + observed
         return tuple(turns)

@@ -43,7 +43,7 @@ from roll.scheduler.long_tail import make_order
 from roll.scheduler.task_sampler import BaseSampler, SamplerWrapper, TaskDraw
 from roll.simulation import balance
 from roll.simulation.clock import VirtualLoop
-from roll.simulation.cluster import World
+from roll.simulation.cluster import SimCluster
 from roll.simulation.environments import EnvironmentSteps
 from roll.simulation.failures import MortalLedger
 from roll.simulation.lengths import Lengths, LogNormal, Solving, uniforms
@@ -192,8 +192,8 @@ class ExactlyOnce(RuleBasedStateMachine):
             crashes = task in ("t0", "t1") and uniforms(7, f"{sample}/{tries}")[0] < deadly
             return "its grader crashed" if crashes else ""
 
-        def make_world() -> World:
-            return World(
+        def make_world() -> SimCluster:
+            return SimCluster(
                 work, workers=workers, tries=self.config.tries, scoring_most=scoring_most, way_s=way_s, fate=fate
             )
 
@@ -316,7 +316,7 @@ class ExactlyOnce(RuleBasedStateMachine):
 
     def note_checkpoint(self) -> None:
         assert self.training.saved is not None
-        self.saved_states = balance.Story.read(self.training.path, until=self.training.saved.position).states()
+        self.saved_states = balance.SampleStory.read(self.training.path, until=self.training.saved.position).states()
 
     @rule(after_s=READY_S)
     def stop_and_go_on(self, after_s: float) -> None:
@@ -325,7 +325,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.wait(after_s)
         self.run(self.training.stop())
         self.note_checkpoint()
-        assert {state for state, _ in balance.Story.read(self.training.path).states().values()} <= ENDS
+        assert {state for state, _ in balance.SampleStory.read(self.training.path).states().values()} <= ENDS
         self.killed(1.0, 1.0)
 
     # Deaths
@@ -407,7 +407,7 @@ class ExactlyOnce(RuleBasedStateMachine):
 
     def check_going_back(self) -> None:
         """On disk, where nothing new is before the next step ends, everything is as it was at the checkpoint."""
-        assert balance.Story.read(self.training.path).states() == self.saved_states
+        assert balance.SampleStory.read(self.training.path).states() == self.saved_states
 
     # Interfering
 
@@ -509,7 +509,7 @@ class ExactlyOnce(RuleBasedStateMachine):
 
     def check(self) -> None:
         path = self.training.path
-        story = balance.Story.read(path, frozenset(task.id for task in EXTRA))
+        story = balance.SampleStory.read(path, frozenset(task.id for task in EXTRA))
         assert {id: last.state for id, last in Ledger.lineage(path).items()} == {
             id: state for id, (state, _) in story.states().items()
         }

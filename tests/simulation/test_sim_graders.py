@@ -8,15 +8,15 @@ from collections.abc import Callable
 import pytest
 
 from roll.simulation.clock import run
-from roll.simulation.graders import GraderPool
+from roll.simulation.graders import SimGraderPool
 
 
-def graded(play: Callable[[GraderPool, Callable[[str], None]], None]) -> tuple[dict[str, float], GraderPool]:
+def graded(play: Callable[[SimGraderPool, Callable[[str], None]], None]) -> tuple[dict[str, float], SimGraderPool]:
     """When two graders were done with each response."""
 
-    async def main() -> tuple[dict[str, float], GraderPool]:
+    async def main() -> tuple[dict[str, float], SimGraderPool]:
         loop = asyncio.get_running_loop()
-        pool = GraderPool(loop, servers=2)
+        pool = SimGraderPool(loop, servers=2)
         done: dict[str, float] = {}
         play(pool, lambda id: done.update({id: loop.time()}))
         await asyncio.sleep(100)
@@ -26,7 +26,7 @@ def graded(play: Callable[[GraderPool, Callable[[str], None]], None]) -> tuple[d
 
 
 def test_in_order_and_never_idle() -> None:
-    def play(pool: GraderPool, done: Callable[[str], None]) -> None:
+    def play(pool: SimGraderPool, done: Callable[[str], None]) -> None:
         for id, seconds in (("a", 5.0), ("b", 1.0), ("c", 2.0), ("d", 1.0)):
             pool.submit(id, seconds, done)
         assert (pool.serving, pool.waiting) == (2, 2)
@@ -37,7 +37,7 @@ def test_in_order_and_never_idle() -> None:
 
 
 def test_cancelling_frees_the_grader() -> None:
-    def play(pool: GraderPool, done: Callable[[str], None]) -> None:
+    def play(pool: SimGraderPool, done: Callable[[str], None]) -> None:
         for id in "abcd":
             pool.submit(id, 4.0, done)
         asyncio.get_running_loop().call_later(1.0, pool.cancel, "a")
@@ -49,13 +49,13 @@ def test_cancelling_frees_the_grader() -> None:
 
 
 def test_refuses_nonsense() -> None:
-    def play(pool: GraderPool, done: Callable[[str], None]) -> None:
+    def play(pool: SimGraderPool, done: Callable[[str], None]) -> None:
         pool.submit("a", 1.0, done)
         with pytest.raises(ValueError, match="being graded already"):
             pool.submit("a", 1.0, done)
         with pytest.raises(KeyError, match="not being graded"):
             pool.cancel("b")
         with pytest.raises(ValueError, match="at least one grader"):
-            GraderPool(asyncio.get_running_loop(), 0)
+            SimGraderPool(asyncio.get_running_loop(), 0)
 
     graded(play)
