@@ -193,7 +193,7 @@ def _parse(name: str, content: bytes) -> Checksums:
         value, mark = record[:8], _record(name, len(lines), _SETTLED)
         whole = record == _record(name, len(lines), value)
         damaged = damaged or not whole
-        if value == _SETTLED or record[8:] == mark[8:]:
+        if value == _SETTLED or (not whole and record[8:] == mark[8:]):
             settled = len(lines)
         else:
             lines.append(int(value, 16) if whole else None)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from roll.config.errors import RunError
 from roll.run import Metrics, RunFolder, read_samples, write_samples
-from roll.run.line_checksums import FOLDER, sums_path
+from roll.run.line_checksums import FOLDER, line_summer, sums_path
 from roll.run.repair import repair
 from roll.run.samples import check_samples
 
@@ -30,6 +31,21 @@ def run(folder: RunFolder) -> RunFolder:
             metrics.log(step, {"reward/mean": step / 8, "samples": 4})
             write_samples(folder, step, [{"sample": f"{step}.{i}", "text": f"é {i}", "reward": i / 4} for i in range(4)])
     return folder
+
+
+def test_a_checksum_whose_check_is_that_of_a_complete_file_is_still_a_checksum(folder: RunFolder) -> None:
+    """Both checks have 16 bits: of 65,536 lines one has the same."""
+    file = folder.samples_dir / "step-000001.jsonl"
+    check = crc32(b"samples/step-000001.jsonl 0 --------") & 0xFFFF
+    value_of = line_summer(folder.path, file)
+    same = (
+        number
+        for number in range(1_000_000)
+        if crc32(b"samples/step-000001.jsonl 0 %08x" % value_of(b'{"reward":%d}' % number)) & 0xFFFF == check
+    )
+    rows = [{"reward": next(same)}, {"reward": 2}]
+    write_samples(folder, 1, rows)
+    assert read_samples(folder, 1) == rows
 
 
 def rows(run: RunFolder) -> list[Any]:
