@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from roll.data.sample import Group, Sample
 from roll.data.task import Response, Task
 from roll.data.tokenlog import TokenLog
 from roll.rollout.lifecycle import ENDS
-from roll.scheduler.group_table import GroupTable
 
 _ELSEWHERE = ("task", "log", "response", "entered_s")
 _FIELDS = tuple(field.name for field in fields(Sample) if field.name not in _ELSEWHERE)
@@ -39,14 +38,14 @@ class UnfinishedGroup:
     samples: list[str]
 
 
-def saved(books: GroupTable, home_of: Callable[[Sample], int | None]) -> dict[str, Any]:
-    """The groups under way, as JSON: those that are `ready`, with the part that their tokens will be in, and those of
-    which something is missing, `open`."""
-    parts = {group.index: home_of(group.scored[0]) for group in books.ready.values()}
-    ready = [_state_of(group, part) for group in books.oldest_ready() if (part := parts[group.index]) is not None]
-    lost = [group for group in books.ready.values() if parts[group.index] is None]
-    others = sorted([*books.open.values(), *books.taken.values(), *lost], key=lambda group: group.index)
-    return {"ready": ready, "open": [_state_of(group, None) for group in others]}
+def saved(ready: Sequence[Group], others: Iterable[Group], part_of: Callable[[Sample], int | None]) -> dict[str, Any]:
+    """In-flight groups as JSON: the `ready` ones, with the part that their tokens will be in, and those of which something
+    is missing, `open`."""
+    parts = {group.index: part_of(group.scored[0]) for group in ready}
+    whole = [_state_of(group, part) for group in ready if (part := parts[group.index]) is not None]
+    lost = [group for group in ready if parts[group.index] is None]
+    missing = sorted([*others, *lost], key=lambda group: group.index)
+    return {"ready": whole, "open": [_state_of(group, None) for group in missing]}
 
 
 def samples_by_part(state: dict[str, Any]) -> dict[int, list[str]]:

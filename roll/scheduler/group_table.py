@@ -85,6 +85,10 @@ class GroupTable:
         """Ready groups in the order they were issued."""
         return [self.ready[index] for index in self._ready_order]
 
+    def unready(self) -> list[Group]:
+        """Groups in flight that are not ready: open ones, and those that a step has taken."""
+        return [*self.open.values(), *self.taken.values()]
+
     def ready_before_any_open(self) -> int:
         """How many groups are ready of which every older one is too."""
         first = self.first_open()

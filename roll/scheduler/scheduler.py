@@ -239,7 +239,7 @@ class RolloutScheduler:
             "next_group": self.next_group,
             "kills": dict(self._kills),
             "lengths": list(self._lengths),
-            **saved(self._books, self._pool.tokens.locate),
+            **saved(self._books.oldest_ready(), self._books.unready(), self._pool.tokens.locate),
         }
 
     async def save(self, folder: Path, state: dict[str, Any]) -> None:
