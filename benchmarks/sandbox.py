@@ -27,8 +27,7 @@ from common import parser, report
 from roll.data.task import Task
 from roll.reward.code import Code
 from roll.reward.code_tests import tests_of
-from roll.sandbox import MissingLevel, Program, Sandbox, best, run_blocking
-from roll.sandbox import capabilities as survey
+from roll.sandbox import MissingLevel, Program, Sandbox, best, run_blocking, survey
 
 PROGRAM = Program("print(sum(n * n for n in range(1000)))")
 SOURCE = "def add(a, b):\n    return a + b\n"

@@ -42,7 +42,7 @@ _HOMES = {
     "roll.pipeline.prepare": ("check",),
     "roll.pipeline.rlvr": ("make_scheduler",),
     "roll.pipeline.roles": ("Roles", "TrainRoles", "start_roles", "start_trainer"),
-    "roll.pipeline.state": ("RunState",),
+    "roll.pipeline.state": ("RLVRState",),
     "roll.rollout.lifecycle": ("Lifecycle",),
     "roll.scheduler.scheduler": ("RolloutScheduler",),
     "roll.workers.infer": ("InferWorker",),

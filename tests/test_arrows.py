@@ -156,10 +156,10 @@ def test_what_starts_often_or_first_imports_nothing_heavy(module: str, unwanted:
 
 def test_a_rollout_worker_is_made_without_torch() -> None:
     script = """
-from roll.cluster import Place
+from roll.cluster import WorkerPlacement
 from roll.config.schema import Config
 from roll.rollout.worker import RolloutWorker
-RolloutWorker(Place("rollout"), Config(model="tiny"), None)
+RolloutWorker(WorkerPlacement("rollout"), Config(model="tiny"), None)
 """
     assert not (HEAVY - {"transformers"}) & imported_by(script)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from roll.config import schema_tree as shape
+from roll.config import schema_tree
 from roll.config.secrets import name_at, redacted
 from roll.config.suggest import either, near
 from roll.config.workers import RolesConfig
@@ -60,41 +60,45 @@ RENAMED = {
 def unknown(path: Path) -> str:
     """The mistake of a key that is no setting."""
     path = (*path[:-1], str(path[-1]))
-    if (now := RENAMED.get(shape.dotted(path))) is not None:
-        return f"{shape.dotted(path)} has another name: write {now}"
-    text = f"{shape.dotted(path)} is not a setting"
+    if (now := RENAMED.get(schema_tree.dotted(path))) is not None:
+        return f"{schema_tree.dotted(path)} has another name: write {now}"
+    text = f"{schema_tree.dotted(path)} is not a setting"
     above: Path = ()
     for end in range(1, len(path)):
-        kind = shape.type_at(path[:end])
-        if kind is shape.UNKNOWN:
+        kind = schema_tree.type_at(path[:end])
+        if kind is schema_tree.UNKNOWN:
             break
-        if shape.section_in(kind) is None and shape.named_section_in(kind) is None:
-            leaf = shape.dotted(path[:end])
-            return f"{text}: {leaf} takes {shape.words(kind)}, which has no parts"
+        if schema_tree.section_in(kind) is None and schema_tree.named_section_in(kind) is None:
+            leaf = schema_tree.dotted(path[:end])
+            return f"{text}: {leaf} takes {schema_tree.words(kind)}, which has no parts"
         above = path[:end]
-    if found := shape.suggestions(path):
-        return f"{text}; did you mean {either([shape.dotted(known) for known in found])}?"
-    section = shape.section_in(shape.type_at(above))
+    if found := schema_tree.suggestions(path):
+        return f"{text}; did you mean {either([schema_tree.dotted(known) for known in found])}?"
+    section = schema_tree.section_in(schema_tree.type_at(above))
     known = ", ".join(section.model_fields) if section else ""
-    return f"{text}; {shape.dotted(above) + ' has' if above else 'there are'}: {known}"
+    return f"{text}; {schema_tree.dotted(above) + ' has' if above else 'there are'}: {known}"
 
 
 def unfit(path: Path, value: Any) -> str:
     """The mistake of a value that its setting does not take."""
-    kind = shape.type_at(path)
+    kind = schema_tree.type_at(path)
     value = redacted(value, name_at(path))
-    text = f"{shape.dotted(path)} is {shown(value)}, but takes {shape.words(kind)}"
-    if shape.plain(kind) in (int, float) and (most := shape.unsaid_limit(kind)) is not None and _exceeds(value, most):
+    text = f"{schema_tree.dotted(path)} is {shown(value)}, but takes {schema_tree.words(kind)}"
+    if (
+        schema_tree.plain(kind) in (int, float)
+        and (most := schema_tree.unsaid_limit(kind)) is not None
+        and _exceeds(value, most)
+    ):
         text += f", at most {most:,.0f}"
     elif isinstance(value, float) and not math.isfinite(value):
         text += ", and a finite one"
-    if shape.plain(kind) is str and isinstance(value, (bool, int, float)):
+    if schema_tree.plain(kind) is str and isinstance(value, (bool, int, float)):
         text += ": write it in quotes"
-    if shape.is_long_list(kind) and isinstance(value, (str, int, float)):
+    if schema_tree.is_long_list(kind) and isinstance(value, (str, int, float)):
         text += f": write {shown([value])}"
-    if matches := near(str(value), shape.choices(kind)):
+    if matches := near(str(value), schema_tree.choices(kind)):
         text += f"; did you mean `{matches[0]}`?"
-    return f"{text} ({line})" if (line := shape.meaning(path)) else text
+    return f"{text} ({line})" if (line := schema_tree.meaning(path)) else text
 
 
 def _exceeds(value: Any, most: float) -> bool:
@@ -123,7 +127,7 @@ def _placed(text: str, path: Path) -> str:
     """What a section says of its settings, by the name it usually has, where it stands in another."""
     if len(path) < 2:
         return text
-    return re.sub(rf"(?<![\w.]){re.escape(str(path[-1]))}\.", f"{shape.dotted(path)}.", text)
+    return re.sub(rf"(?<![\w.]){re.escape(str(path[-1]))}\.", f"{schema_tree.dotted(path)}.", text)
 
 
 def origin_at(path: Path, origins: Mapping[Path, Origin], whole: Origin) -> Origin:
@@ -140,22 +144,22 @@ def _path_of(detail: ErrorDetails) -> Path:
 
 
 def _text_of(detail: ErrorDetails, path: Path) -> str:
-    name, kind = shape.dotted(path), shape.type_at(path)
+    name, kind = schema_tree.dotted(path), schema_tree.type_at(path)
     if detail["type"] in ("extra_forbidden", "invalid_key"):
         return unknown(path)
     if path[-1] == "[key]":
-        return f"{shape.dotted(path[:-2])} has the key {shown(path[-2])}, but keys are text: write it in quotes"
+        return f"{schema_tree.dotted(path[:-2])} has the key {shown(path[-2])}, but keys are text: write it in quotes"
     if detail["type"] == "missing" and path == detail["loc"]:
-        return f"{name} must be set: it takes {shape.words(kind)} ({shape.meaning(path)})"
+        return f"{name} must be set: it takes {schema_tree.words(kind)} ({schema_tree.meaning(path)})"
     value = redacted(detail["input"], name_at(path))
     length = detail["type"] in ("missing", "too_long", "too_short")
-    if kind is not shape.UNKNOWN and (length or shape.choices(kind) or _SAID_BY_TYPE.match(detail["type"])):
+    if kind is not schema_tree.UNKNOWN and (length or schema_tree.choices(kind) or _SAID_BY_TYPE.match(detail["type"])):
         return unfit(path, value)
     if detail["type"] == "string_pattern_mismatch" and path[-1] == "mode":
         takes = "octal digits, of which the first lets you do everything, as in 0750"
-        return f"{name} is {shown(value)}, but takes {takes} ({shape.meaning(path)})"
+        return f"{name} is {shown(value)}, but takes {takes} ({schema_tree.meaning(path)})"
     reason = re.sub(r"^.*?\bshould\b", "it should", detail["msg"])
-    line = shape.meaning(path)
+    line = schema_tree.meaning(path)
     return f"{name} is {shown(value)}: {reason}" + (f" ({line})" if line else "")
 
 

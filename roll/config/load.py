@@ -13,8 +13,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from roll.config import error_messages as explain
-from roll.config import schema_tree as shape
+from roll.config import error_messages, schema_tree
 from roll.config.error_messages import Mistake, Origin
 from roll.config.errors import UserError
 from roll.config.root import is_object, moved_root, names_in, relocated, run_of, with_names
@@ -96,7 +95,7 @@ def saved_without_secrets(config_yaml: str) -> str:
 def changed_keys(a: Config, b: Config) -> list[str]:
     """Dotted names of the settings whose values differ, in field order. Where their files lie is none of them: the same
     config in another folder has not changed, nor has one with another password."""
-    return [shape.dotted(path) for path in _differing(a, b, ()) if path != ("root",)]
+    return [schema_tree.dotted(path) for path in _differing(a, b, ()) if path != ("root",)]
 
 
 def _differing(a: Section, b: Section, above: Path) -> Iterator[Path]:
@@ -139,11 +138,11 @@ class _Draft:
             self.whole = Origin(0, str(source))
             self.origins = {path: self._on_line(line) for path, line in document.lines.items()}
             for path, line, first in document.repeated:
-                text = f"{shape.dotted(path)} is written twice, first on line {first}: keep one"
+                text = f"{schema_tree.dotted(path)} is written twice, first on line {first}: keep one"
                 self.mistakes.append(Mistake(self._on_line(line), text))
         tree = _written_out(data, Config)
         if not isinstance(tree, dict):
-            raise UserError(f"{source} holds {explain.shown(data)}, but takes settings, each on a line: `seed: 1`")
+            raise UserError(f"{source} holds {error_messages.shown(data)}, but takes settings, each on a line: `seed: 1`")
         self.tree: dict[Any, Any] = tree
 
     def _on_line(self, line: int) -> Origin:
@@ -158,11 +157,11 @@ class _Draft:
             return self._refuse(origin, f"an override has no dashes: write {text.lstrip('-')}")
         if not all(path):
             return self._refuse(origin, "an override is written key.sub=value, as in train.lr=1e-5")
-        kind = shape.type_at(path)
-        if kind is shape.UNKNOWN:
-            return self._refuse(origin, explain.unknown(path))
+        kind = schema_tree.type_at(path)
+        if kind is schema_tree.UNKNOWN:
+            return self._refuse(origin, error_messages.unknown(path))
         if not equals or not raw:
-            example = f"as in {name}={_example(path)}" if shape.section_in(kind) is None else "as in train.lr=1e-5"
+            example = f"as in {name}={_example(path)}" if schema_tree.section_in(kind) is None else "as in train.lr=1e-5"
             return self._refuse(origin, f"{name} has no value: an override is written key=value, {example}")
         try:
             value = _override_value(path, raw)
@@ -173,15 +172,15 @@ class _Draft:
     def set(self, name: Any, value: Any, origin: Origin) -> None:
         """Apply one setting, or a section's settings, of a Python program."""
         path: Path = tuple(name.split(".")) if isinstance(name, str) else (name,)
-        if shape.type_at(path) is shape.UNKNOWN:
-            return self._refuse(origin, explain.unknown(path))
+        if schema_tree.type_at(path) is schema_tree.UNKNOWN:
+            return self._refuse(origin, error_messages.unknown(path))
         return self._set(path, value, origin)
 
     def _set(self, path: Path, value: Any, origin: Origin) -> None:
-        kind = shape.type_at(path)
+        kind = schema_tree.type_at(path)
         tree = _written_out(value, kind)
-        if shape.section_in(kind) and (value is None or not isinstance(tree, dict)):
-            return self._refuse(origin, explain.unfit(path, value))
+        if schema_tree.section_in(kind) and (value is None or not isinstance(tree, dict)):
+            return self._refuse(origin, error_messages.unfit(path, value))
         return self._put(path, tree, origin)
 
     def _refuse(self, origin: Origin, text: str) -> None:
@@ -189,7 +188,7 @@ class _Draft:
 
     def _put(self, path: Path, value: Any, origin: Origin) -> None:
         """Set one value; a section's settings are set one by one, so that the others stay."""
-        if shape.section_in(shape.type_at(path)) and isinstance(value, dict):
+        if schema_tree.section_in(schema_tree.type_at(path)) and isinstance(value, dict):
             for key, part in value.items():
                 self._put((*path, key), part, origin)
             return
@@ -197,7 +196,9 @@ class _Draft:
         for end in range(1, len(path)):
             inner = node.setdefault(path[end - 1], {})
             if not isinstance(inner, dict):
-                self._refuse(origin, f"{shape.dotted(path[:end])} is {explain.shown(inner)} and holds no other values")
+                self._refuse(
+                    origin, f"{schema_tree.dotted(path[:end])} is {error_messages.shown(inner)} and holds no other values"
+                )
                 return
             node = inner
         node[path[-1]] = value
@@ -210,18 +211,18 @@ class _Draft:
         KNOWN.learn_environment()
         KNOWN.learn(self.tree)
         for path, value in _not_numbers(self.tree, ()):
-            kind = shape.plain(shape.type_at(path))
+            kind = schema_tree.plain(schema_tree.type_at(path))
             if isinstance(value, float) and kind is not float:
-                text = f"{shape.dotted(path)} is .nan, which is no value of any setting: write a number"
-                self.mistakes.append(Mistake(explain.origin_at(path, self.origins, self.whole), text))
+                text = f"{schema_tree.dotted(path)} is .nan, which is no value of any setting: write a number"
+                self.mistakes.append(Mistake(error_messages.origin_at(path, self.origins, self.whole), text))
             elif kind in (int, float):
-                origin = explain.origin_at(path, self.origins, self.whole)
-                self.mistakes.append(Mistake(origin, explain.unfit(path, value)))
+                origin = error_messages.origin_at(path, self.origins, self.whole)
+                self.mistakes.append(Mistake(origin, error_messages.unfit(path, value)))
         config = None
         try:
             config = Config.model_validate(self.tree)
         except ValidationError as error:
-            self.mistakes += explain.mistakes_of(error, self.origins, self.whole)
+            self.mistakes += error_messages.mistakes_of(error, self.origins, self.whole)
         if config is None or self.mistakes:
             ordered = sorted(self.mistakes, key=lambda mistake: mistake.origin.rank)
             raise UserError("\n".join(dict.fromkeys(map(str, ordered))))
@@ -245,7 +246,7 @@ class _Draft:
         return with_names(config.model_copy(update={"root": root}), found)
 
     def _overridden(self, path: Path) -> bool:
-        return explain.origin_at(path, self.origins, self.whole).rank >= _OVERRIDES_RANK
+        return error_messages.origin_at(path, self.origins, self.whole).rank >= _OVERRIDES_RANK
 
 
 def _in_folder(config: Config, run: FilePath) -> Config:
@@ -315,7 +316,7 @@ def _files_in(folder: FilePath) -> str:
 
 def _written_out(value: Any, kind: Any) -> Any:
     """A copy in plain types, with short forms expanded and empty sections as empty mappings."""
-    section = shape.section_in(kind)
+    section = schema_tree.section_in(kind)
     if isinstance(value, Section):
         value = value.model_dump()
     if section and value is None:
@@ -323,9 +324,9 @@ def _written_out(value: Any, kind: Any) -> Any:
     if section and section.short and not isinstance(value, (Mapping, list, tuple)):
         value = {section.short: value}
     if isinstance(value, Mapping):
-        return {key: _written_out(item, shape.child(kind, key)) for key, item in value.items()}
+        return {key: _written_out(item, schema_tree.child(kind, key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_written_out(item, shape.child(kind, position)) for position, item in enumerate(value)]
+        return [_written_out(item, schema_tree.child(kind, position)) for position, item in enumerate(value)]
     if hasattr(value, "__index__") and not isinstance(value, int):
         return int(value)  # of NumPy, say
     return str(value) if isinstance(value, PurePath) else value
@@ -333,9 +334,9 @@ def _written_out(value: Any, kind: Any) -> Any:
 
 def _override_value(path: Path, raw: str) -> Any:
     """The value an override means: YAML, except that what goes to a text setting is taken as it was typed."""
-    section = shape.section_in(shape.type_at(path))
+    section = schema_tree.section_in(schema_tree.type_at(path))
     target = (*path, section.short) if section and section.short else path
-    is_text = shape.plain(shape.type_at(target)) is str
+    is_text = schema_tree.plain(schema_tree.type_at(target)) is str
     try:
         document = parse(raw)
     except YamlError:
@@ -344,16 +345,16 @@ def _override_value(path: Path, raw: str) -> Any:
         return raw
     value = document.data
     for repeated, _, _ in document.repeated:
-        raise YamlError(f"{shape.dotted((*path, *repeated))} is written twice: keep one")
+        raise YamlError(f"{schema_tree.dotted((*path, *repeated))} is written twice: keep one")
     as_typed = is_text and value is not None and not isinstance(value, (dict, list)) and raw[0] not in "\"'"
     return raw if as_typed else value
 
 
 def _example(path: Path) -> str:
     """A setting's default as it would be written in an override."""
-    section = shape.section_in(shape.type_at(path[:-1]))
+    section = schema_tree.section_in(schema_tree.type_at(path[:-1]))
     default = section.model_fields[str(path[-1])].get_default(call_default_factory=True) if section else 1
-    return explain.bare(default)
+    return error_messages.bare(default)
 
 
 def _not_numbers(value: Any, path: Path) -> Iterator[tuple[Path, bool | float]]:

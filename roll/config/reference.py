@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from roll.config import schema_tree as shape
+from roll.config import schema_tree
 from roll.config.error_messages import bare
 from roll.config.schema import Config, Section
 from roll.config.yaml_document import Path
@@ -67,28 +67,33 @@ def render_reference() -> str:
 def _sections(section: type[Section], path: Path) -> Iterator[str]:
     yield _section(section, path)
     for name, info in section.model_fields.items():
-        if inner := shape.inner_section(name, info.annotation):
+        if inner := schema_tree.inner_section(name, info.annotation):
             yield from _sections(inner[0], (*path, *inner[1]))
 
 
 def _section(section: type[Section], path: Path) -> str:
-    title = f"`{shape.dotted(path)}`" if path else "Top level"
+    title = f"`{schema_tree.dotted(path)}`" if path else "Top level"
     lines = [f"## {title}", "", _own_docstring(section)]
     if section.short:
-        lines += ["", f"Short form: `{path[-1]}: …` sets `{shape.dotted((*path, section.short))}`."]
+        lines += ["", f"Short form: `{path[-1]}: …` sets `{schema_tree.dotted((*path, section.short))}`."]
     lines += ["", "| key | takes | default | meaning |", "| --- | --- | --- | --- |"]
     for name, info in section.model_fields.items():
         here = (*path, name)
-        key = f"`{shape.dotted(here)}`"
-        if shape.section_in(info.annotation):
-            cells = [f"[{key}](#{shape.dotted(here).replace('.', '').lower()})", "a section", "", shape.describe(info)]
-        elif shape.named_section_in(info.annotation):
-            link = shape.dotted((*here, shape.ANY_NAME))
-            cells = [key, f"[sections by name](#{link.replace('.', '').lower()})", "`{}`", shape.describe(info)]
+        key = f"`{schema_tree.dotted(here)}`"
+        if schema_tree.section_in(info.annotation):
+            cells = [
+                f"[{key}](#{schema_tree.dotted(here).replace('.', '').lower()})",
+                "a section",
+                "",
+                schema_tree.describe(info),
+            ]
+        elif schema_tree.named_section_in(info.annotation):
+            link = schema_tree.dotted((*here, schema_tree.ANY_NAME))
+            cells = [key, f"[sections by name](#{link.replace('.', '').lower()})", "`{}`", schema_tree.describe(info)]
         else:
-            takes = shape.words(info.rebuild_annotation()).removeprefix("a ")
+            takes = schema_tree.words(info.rebuild_annotation()).removeprefix("a ")
             default = "required" if info.is_required() else f"`{bare(info.get_default(call_default_factory=True))}`"
-            cells = [key, takes, default, shape.describe(info)]
+            cells = [key, takes, default, schema_tree.describe(info)]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from roll.config.errors import RunError
-from roll.env import ipc as wire
+from roll.env import ipc
 from roll.env.base import EnvFailure, FailureKind
 from roll.env.crash_report import FAULT, MAIN, faulty_line, faulty_part, faulty_thread
 from roll.env.env_server import COMMAND, EXIT_FULL
@@ -27,13 +27,13 @@ _LAST_WORDS_S = 1.0
 """For the status of a process that broke its connection to arrive: its keepers end after it."""
 _FAULT_BYTES = 1 << 20
 
-Reply: TypeAlias = tuple[wire.Result, float]
+Reply: TypeAlias = tuple[ipc.Result, float]
 """What the process answered, and the seconds the environment took."""
 
 
 @dataclass
 class _Call:
-    request: wire.Request
+    request: ipc.Request
     deadline_s: float
     what: str
     reply: asyncio.Future[Reply]
@@ -77,7 +77,7 @@ class EnvProcess:
         self._why = ""
         self._threads: dict[int, int] = {}
         """The environment of each thread."""
-        self._ending: wire.EnvEnding | None = None
+        self._ending: ipc.EnvEnding | None = None
         self._fault = b""
         self._log = log
         self._hearing = asyncio.create_task(self._hear())
@@ -100,7 +100,7 @@ class EnvProcess:
         words = None if log is None or not is_bounded(log) else BoundedLog(log, log_bytes)
         host = cls(await ManagedProcess.start(COMMAND, log, same_order, log_bytes), lambda host: None, words)
         try:
-            await host.ask(wire.EnvSetUp(root, memory_mb), deadline_s, "starting")
+            await host.ask(ipc.EnvSetUp(root, memory_mb), deadline_s, "starting")
         except EnvFailure as failure:
             await asyncio.shield(host.end("it did not start"))
             raise RunError(f"an environment process did not start: {failure.reason}") from None
@@ -123,7 +123,7 @@ class EnvProcess:
         """Whether it can be given a call."""
         return not (self._why or self._child.exit.done() or self._hearing.done())
 
-    def ask(self, request: wire.Request, deadline_s: float, what: str) -> asyncio.Future[Reply]:
+    def ask(self, request: ipc.Request, deadline_s: float, what: str) -> asyncio.Future[Reply]:
         """Sends a request, now or when its turn comes. The future may be left alone: the call stays watched, and ends."""
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         reply.add_done_callback(_seen)
@@ -138,7 +138,7 @@ class EnvProcess:
         """Has an environment's code imported, once, by its `code` if there is one, else by its name; `EnvFailure` if that
         does not work."""
         if name not in self._loads:
-            self._loads[name] = self.ask(wire.EnvLoad(name, code), deadline_s, f"importing environment {name!r}")
+            self._loads[name] = self.ask(ipc.EnvLoad(name, code), deadline_s, f"importing environment {name!r}")
         load = self._loads[name]
         try:
             # waits: it was asked with a deadline
@@ -146,7 +146,7 @@ class EnvProcess:
         except EnvFailure as failure:
             # each who waits has one of its own
             raise EnvFailure(failure.kind, failure.reason, suspects=failure.suspects) from None
-        if isinstance(result, wire.EnvFailed):
+        if isinstance(result, ipc.EnvFailed):
             if self._loads.get(name) is load:
                 del self._loads[name]  # the next may find the file mended
             raise EnvFailure(result.kind, result.reason, result.detail)
@@ -169,7 +169,7 @@ class EnvProcess:
         call.timer = loop.call_later(call.deadline_s, self._late, number)
         if not self._outbox:
             loop.call_soon(self._send_out)
-        self._outbox.append(wire.frame((number, call.request)))
+        self._outbox.append(ipc.frame((number, call.request)))
 
     def _send_out(self) -> None:
         frames, self._outbox = self._outbox, []
@@ -185,7 +185,7 @@ class EnvProcess:
         pong: asyncio.Future[Reply] = loop.create_future()
         pong.add_done_callback(_seen)
         pong.add_done_callback(lambda _: self._overdue(number))
-        self._send(_Call(wire.EnvPing(), call.deadline_s + _GRACE_S, "a ping", pong))
+        self._send(_Call(ipc.EnvPing(), call.deadline_s + _GRACE_S, "a ping", pong))
 
     def _overdue(self, number: int) -> None:
         call = self._calls.pop(number, None)
@@ -208,7 +208,7 @@ class EnvProcess:
         self._child.kill()
         calls, self._calls = self._calls, {}
         guilty = None if self._ending is None or kind != "crashed" else self._ending.place
-        suspects = 1 if guilty is not None else sum(not isinstance(call.request, wire.EnvPing) for call in calls.values())
+        suspects = 1 if guilty is not None else sum(not isinstance(call.request, ipc.EnvPing) for call in calls.values())
         for call in calls.values():
             if guilty is None:
                 call.settle(EnvFailure(kind, why, suspects=max(1, suspects)))
@@ -243,20 +243,20 @@ class EnvProcess:
                         self._fault += more
                     return
                 (size,) = HEADER.unpack(header)
-                if size > wire.LIMIT_BYTES:
+                if size > ipc.LIMIT_BYTES:
                     return
                 # waits: who asks has a deadline
-                number, result, seconds = wire.RESULTS.read(await self._child.reader.readexactly(size))
-                if number == wire.BY_ITSELF:
+                number, result, seconds = ipc.RESULTS.read(await self._child.reader.readexactly(size))
+                if number == ipc.BY_ITSELF:
                     self._hear_news(result)
                     continue
-                if not isinstance(result, wire.Result) or not isinstance(seconds, float):
+                if not isinstance(result, ipc.Result) or not isinstance(seconds, float):
                     return
                 self._calls.pop(number).settle((result, seconds))
                 self._send_next()
 
-    def _hear_news(self, news: wire.News) -> None:
-        if isinstance(news, wire.EnvSettled):
+    def _hear_news(self, news: ipc.News) -> None:
+        if isinstance(news, ipc.EnvSettled):
             self._threads[news.thread] = news.place
         else:
             self._ending = news
@@ -272,7 +272,7 @@ class EnvProcess:
             self._log.write(words)
         place = self._threads.get(faulty_thread(words) or 0)
         if place is not None and self._ending is None:
-            self._ending = wire.EnvEnding(place, f"had a fault{faulty_line(words)}")
+            self._ending = ipc.EnvEnding(place, f"had a fault{faulty_line(words)}")
 
     def _obituary(self) -> str:
         if self._exited_full():
@@ -284,11 +284,11 @@ class EnvProcess:
         return self._child.exit.done() and self._child.exit.result() == EXIT_FULL
 
 
-def _place(request: wire.Request) -> int | None:
+def _place(request: ipc.Request) -> int | None:
     """Which environment a request is for."""
-    if isinstance(request, wire.EnvLoad):
+    if isinstance(request, ipc.EnvLoad):
         return MAIN
-    return None if isinstance(request, wire.EnvPing | wire.EnvSetUp) else request.place
+    return None if isinstance(request, ipc.EnvPing | ipc.EnvSetUp) else request.place
 
 
 def _seen(reply: asyncio.Future[Reply]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, get_args
 
 from roll.env.base import FailureKind, ResetResult, Step
-from roll.process import framing as frames
+from roll.process import framing
 
 LIMIT_BYTES = 64 << 20
 """No frame of a process is larger: what claims to be is none."""
@@ -99,10 +99,10 @@ Visit: TypeAlias = EnvReset | EnvAct | EnvClose
 Request: TypeAlias = EnvSetUp | EnvPing | EnvLoad | Visit
 Result: TypeAlias = EnvReady | ResetResult | Step | EnvFailed
 News: TypeAlias = EnvSettled | EnvEnding
-RESULTS = frames.Reader(get_args(Result | News))
+RESULTS = framing.Reader(get_args(Result | News))
 """Reads what a process says."""
 
 
 def frame(message: tuple[int, Request] | tuple[int, Result | News, float]) -> bytes:
     """A message, ready to be written."""
-    return frames.frame(pickle.dumps(message))
+    return framing.frame(pickle.dumps(message))

@@ -27,7 +27,7 @@ from typing import Any, Self, TypeVar
 
 from roll.config.errors import RunError, UserError
 from roll.data.task import EnvSpec
-from roll.env import ipc as wire
+from roll.env import ipc
 from roll.env.admission import AdmissionQueue
 from roll.env.base import EnvFailure, ResetResult, Step
 from roll.env.env_process import EnvProcess, Reply
@@ -158,7 +158,7 @@ class EnvPool:
             raise self._counted(EnvFailure("lost", f"episode {episode_id!r} is not open here"))
         if episode.busy:
             raise self._counted(EnvFailure("invalid", f"episode {episode_id!r} has a call under way: one at a time"))
-        act = self._ask(episode, wire.EnvAct(episode.place, action), self._deadlines.step_s, "step")
+        act = self._ask(episode, ipc.EnvAct(episode.place, action), self._deadlines.step_s, "step")
         step = await self._ended_by_failure(episode, act)
         assert isinstance(step, Step)
         if step.done:
@@ -206,7 +206,7 @@ class EnvPool:
         await asyncio.gather(*(self._retire(host) for host in list(self._hosts)))
         sweep()
 
-    async def _open(self, episode: _Episode, spec: EnvSpec, alone: bool) -> wire.Result:
+    async def _open(self, episode: _Episode, spec: EnvSpec, alone: bool) -> ipc.Result:
         spec = _located(spec)
         options = _pack(spec)
         host = await self._room(episode)
@@ -214,15 +214,15 @@ class EnvPool:
             host = episode.apart = await self._started(lambda _: None)
         await host.load(spec.name, spec.code, self._deadlines.start_s)
         self._raise_if_left(episode)  # an environment made now would never be closed
-        request = wire.EnvReset(episode.place, spec.name, spec.seed, options)
+        request = ipc.EnvReset(episode.place, spec.name, spec.seed, options)
         return await self._ask(episode, request, self._deadlines.reset_s, "reset")
 
-    async def _ask(self, episode: _Episode, request: wire.Visit, deadline_s: float, what: str) -> wire.Result:
+    async def _ask(self, episode: _Episode, request: ipc.Visit, deadline_s: float, what: str) -> ipc.Result:
         assert episode.home is not None
         episode.call = episode.home.ask(request, deadline_s, f"{what} of episode {episode.id!r}")
         # waits: it was asked with a deadline
         result, seconds = await asyncio.shield(episode.call)
-        if isinstance(result, wire.EnvFailed):
+        if isinstance(result, ipc.EnvFailed):
             raise EnvFailure(result.kind, result.reason, result.detail)
         self._counts[f"{what}s"] += 1
         self._seconds[what] += seconds
@@ -274,14 +274,14 @@ class EnvPool:
     async def _close_environment(self, episode: _Episode, host: EnvProcess) -> None:
         if not host.usable:
             return
-        close = host.ask(wire.EnvClose(episode.place), self._deadlines.step_s, f"close of episode {episode.id!r}")
+        close = host.ask(ipc.EnvClose(episode.place), self._deadlines.step_s, f"close of episode {episode.id!r}")
         try:
             result, _ = await close
         except EnvFailure as failure:
             if failure.kind != "lost":
                 _log.warning("the environment of episode %r was not closed: %s", episode.id, failure)
             return
-        if isinstance(result, wire.EnvFailed):
+        if isinstance(result, ipc.EnvFailed):
             _log.warning("closing the environment of episode %r failed: %s\n%s", episode.id, result.reason, result.detail)
 
     async def _room(self, episode: _Episode) -> EnvProcess:

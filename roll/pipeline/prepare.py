@@ -26,8 +26,7 @@ from roll.model.loading import load_model_config, load_tokenizer, stop_ids_of
 from roll.model.lora import BaseModelRef
 from roll.model.rope import longest_sequence
 from roll.model.sft_dataset import EpochPermutation, SFTDataset, make_corpus
-from roll.pipeline import rlvr_metrics as rollout_record
-from roll.pipeline import sft_metrics as sft_record
+from roll.pipeline import rlvr_metrics, sft_metrics
 from roll.pipeline.preflight import Found, find, find_tasks, rules_of
 from roll.pipeline.prompt_filter import fitting
 from roll.pipeline.recorder import Recorder
@@ -116,7 +115,7 @@ class RLVRPipeline(Pipeline[Roles, RLVRState]):
             return await supervision.race(run.run())
 
     def panels(self, state: RLVRState) -> Sequence[Panel]:
-        return rollout_record.panels(state)
+        return rlvr_metrics.panels(state)
 
     async def evaluate(self, roles: Roles) -> Evaluation:
         if not self._tasks.held_out:
@@ -181,7 +180,7 @@ class SFTPipeline(Pipeline[TrainRoles, SFTState]):
             return await supervision.race(run.run())
 
     def panels(self, state: SFTState) -> Sequence[Panel]:
-        return sft_record.PANELS
+        return sft_metrics.PANELS
 
     async def evaluate(self, roles: TrainRoles) -> SFTEval:
         if self._corpus.held_out is None:

@@ -4,7 +4,7 @@ A reward is a plain function `(task, response) -> float`, or `-> {part: value}`.
 (`GraderPool`), where it may print, hang, leak or crash without harming the run: every attempt ends in a `Verdict` or in
 a `ScoreFailure` that says why.
 
-    async with GraderPool(RewardSource.of("number"), workers=4) as pool:
+    async with GraderPool(RewardSpec.of("number"), workers=4) as pool:
         verdict = await pool.score(task, response)
 
 `GraderPool` is imported from `roll.reward.pool`: grader processes import this package too, and start faster without it.

@@ -10,7 +10,7 @@ from roll.config.errors import RunError, UserError
 from roll.process.bounded_log import LIMIT_BYTES
 from roll.process.framing import HEADER, frame
 from roll.process.managed_process import ManagedProcess
-from roll.reward import ipc as wire
+from roll.reward import ipc
 from roll.reward.base import ScoreFailure
 from roll.reward.grader_main import COMMAND
 from roll.reward.reward_spec import RewardSpec
@@ -61,13 +61,13 @@ class Grader:
         """Whether it can be given a job."""
         return not (self._owes_answer or self._child.killed or self._child.exit.done())
 
-    async def ask(self, job: bytes, deadline_s: float) -> wire.GraderScored | wire.GraderFailed:
+    async def ask(self, job: bytes, deadline_s: float) -> ipc.GraderScored | ipc.GraderFailed:
         """The answer to a job; `ScoreFailure` if the process hangs or dies over it."""
         answer = await self._exchange(job, deadline_s)
-        if not isinstance(answer, wire.GraderScored | wire.GraderFailed):
+        if not isinstance(answer, ipc.GraderScored | ipc.GraderFailed):
             self.kill()
             raise ScoreFailure("crashed", "the grader process sent something that is not an answer")
-        if isinstance(answer, wire.GraderFailed) and answer.is_last:
+        if isinstance(answer, ipc.GraderFailed) and answer.is_last:
             self.kill()
         return answer
 
@@ -81,17 +81,17 @@ class Grader:
 
     async def _load(self, source: RewardSpec, memory_mb: int, deadline_s: float) -> None:
         try:
-            answer = await self._exchange(pickle.dumps(wire.GraderSetUp(source, memory_mb)), deadline_s)
+            answer = await self._exchange(pickle.dumps(ipc.GraderSetUp(source, memory_mb)), deadline_s)
         except ScoreFailure as failure:
             if failure.kind == "deadline":
                 raise RunError(f"loading reward {source.label!r} took more than {deadline_s:g} s") from None
             raise RunError(f"while loading reward {source.label!r}, {failure.reason}") from None
-        if isinstance(answer, wire.GraderRefused):
+        if isinstance(answer, ipc.GraderRefused):
             if answer.users_fault:
                 raise UserError(answer.reason)
             raise RunError(f"a grader process cannot load reward {source.label!r}: {answer.reason}")
 
-    async def _exchange(self, payload: bytes, deadline_s: float) -> wire.Answer:
+    async def _exchange(self, payload: bytes, deadline_s: float) -> ipc.Answer:
         self._owes_answer = True
         self._part = ""
         self._child.writer.write(frame(payload))
@@ -99,7 +99,7 @@ class Grader:
         self._owes_answer = False
         return answer
 
-    async def _receive(self, deadline_s: float) -> wire.Answer:
+    async def _receive(self, deadline_s: float) -> ipc.Answer:
         reading = asyncio.create_task(self._read())
         try:
             await asyncio.wait({reading, self._child.exit}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
@@ -116,19 +116,19 @@ class Grader:
             raise ScoreFailure("crashed", await self._obituary())
         return answer
 
-    async def _read(self) -> wire.Answer | None:
+    async def _read(self) -> ipc.Answer | None:
         """The next answer, or None if none can come any more. Says along the way which part it is about."""
         while True:
             try:
                 # waits: who asks has a deadline
                 (size,) = HEADER.unpack(await self._child.reader.readexactly(HEADER.size))
-                if size > wire.LIMIT_BYTES:
+                if size > ipc.LIMIT_BYTES:
                     return None
                 # waits: who asks has a deadline
-                answer: wire.Answer = wire.ANSWERS.read(await self._child.reader.readexactly(size))
+                answer: ipc.Answer = ipc.ANSWERS.read(await self._child.reader.readexactly(size))
             except Exception:  # it ended, or something wrote to its end of the connection: no answer can be trusted now
                 return None
-            if not isinstance(answer, wire.GraderEntered):
+            if not isinstance(answer, ipc.GraderEntered):
                 return answer
             self._part = answer.part
 

@@ -19,7 +19,7 @@ from roll.config.errors import RunError
 from roll.data.task import Response, Task
 from roll.process.bounded_log import LIMIT_BYTES
 from roll.process.structured_gather import together
-from roll.reward import ipc as wire
+from roll.reward import ipc
 from roll.reward.base import ScoreFailure, Verdict
 from roll.reward.cache import VerdictCache
 from roll.reward.fair_queue import FairQueue
@@ -134,7 +134,7 @@ class GraderPool:
             finally:
                 self._give_back(grader, task.domain)
             verdict = self._verdict(task, answer)
-            if isinstance(answer, wire.GraderScored) and answer.deterministic:
+            if isinstance(answer, ipc.GraderScored) and answer.deterministic:
                 self._cache.put(job, verdict)
             return verdict
         raise AssertionError("tries is at least 1")
@@ -264,9 +264,9 @@ class GraderPool:
         self._counts["hits"] += verdict is not None
         return verdict
 
-    def _verdict(self, task: Task, answer: wire.GraderScored | wire.GraderFailed) -> Verdict:
+    def _verdict(self, task: Task, answer: ipc.GraderScored | ipc.GraderFailed) -> Verdict:
         """The verdict of an answer, or what it says went wrong."""
-        if isinstance(answer, wire.GraderFailed):
+        if isinstance(answer, ipc.GraderFailed):
             self._counts[answer.kind] += 1
             raise ScoreFailure(answer.kind, answer.reason, answer.detail)
         self._counts["scored"] += 1

@@ -39,8 +39,8 @@ class UnfinishedGroup:
 
 
 def saved(ready: Sequence[Group], others: Iterable[Group], part_of: Callable[[Sample], int | None]) -> dict[str, Any]:
-    """In-flight groups as JSON: the `ready` ones, with the part that their tokens will be in, and those of which something
-    is missing, `open`."""
+    """In-flight groups as JSON: the `ready` ones, with the part that their tokens will be in, and those of which
+    something is missing, `open`."""
     parts = {group.index: part_of(group.scored[0]) for group in ready}
     whole = [_state_of(group, part) for group in ready if (part := parts[group.index]) is not None]
     lost = [group for group in ready if parts[group.index] is None]

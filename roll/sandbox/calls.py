@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from roll.sandbox.execution import execute
-from roll.sandbox.inside import codec as values
+from roll.sandbox.inside import codec
 from roll.sandbox.isolation import Sandbox
 from roll.sandbox.launch import inside, source_of
 from roll.sandbox.program import Limits, Program, ProgramResult, SandboxError
@@ -61,7 +61,7 @@ def call_all(
     requests = [
         ["solve" if call.or_method else "call", call.name, list(call.arguments), dict(call.named)] for call in calls
     ]
-    stdin = b"".join(values.dump(request, _not_plain) for request in requests)
+    stdin = b"".join(codec.dump(request, _not_plain) for request in requests)
     outcome = execute(sandbox, _serving(source, stdin), limits)
     lines = outcome.stdout.encode().splitlines(keepends=True)
     results = [_result(line) for line in lines[: len(calls)]]
@@ -130,7 +130,7 @@ def _serving(source: str, stdin: bytes = b"") -> Program:
 def _result(line: bytes) -> Result:
     """What a line says, which the program may have written by hand: it never raises, in time linear in the line."""
     try:
-        answer = values.load(line, _no_value)
+        answer = codec.load(line, _no_value)
     except ValueError as error:
         return CallFailed(str(error)[:_REASON_CHARS])
     if isinstance(answer, list) and len(answer) == 2 and answer[0] == "value":

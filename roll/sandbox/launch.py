@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from typing import Any, cast
 
-from roll.sandbox import seccomp_filter as filter
+from roll.sandbox import seccomp_filter
 from roll.sandbox.inside import kernel
 from roll.sandbox.inside.removal import FOLDER
 from roll.sandbox.isolation import FIRST_USER, LANDLOCK_SIGNALS, NOBODY, Level, Sandbox
@@ -139,8 +139,8 @@ def call_filter(sandbox: Sandbox) -> bytes:
         return b""
     plain, counted = sandbox.level == "plain", sandbox.cgroups is not None
     own_user = not plain or "user" in sandbox.guards
-    made = filter.call_filter(
-        cast("filter.Machine", kernel.machine()),
+    made = seccomp_filter.call_filter(
+        cast("seccomp_filter.Machine", kernel.machine()),
         watched=plain or not counted,
         signals=not own_user and kernel.landlock_version() < LANDLOCK_SIGNALS,
         counted=counted,

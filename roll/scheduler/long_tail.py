@@ -206,7 +206,8 @@ def _users_order(name: str, make: Any, base: BaseSampler) -> TaskSampler:
         if not _takes(getattr(made, method, None), signature):
             raise UserError(
                 f"rollout.order: what {name!r} made has no method {method}{signature}: "
-                "inherit from roll.scheduler.task_sampler.Wrapper, which has all an order needs, and override what you "
+                "inherit from roll.scheduler.task_sampler.SamplerWrapper, which has all an order needs, and override "
+                "what you "
                 "change"
             )
     return made

@@ -8,21 +8,21 @@ from pathlib import Path
 from mypy import api
 
 SNIPPET = """
-from roll.cluster import Cluster, Dispatch, Worker, parallel
+from roll.cluster import Cluster, Dispatch, Worker, dispatch
 
 
 class Adder(Worker):
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def add(self, a: int, b: int = 0) -> int:
         return a + b
 
-    @parallel(Dispatch.ALL)
+    @dispatch(Dispatch.ALL)
     async def say(self, text: str) -> str:
         return text
 
 
 class Other(Worker):
-    @parallel(Dispatch.ONE)
+    @dispatch(Dispatch.ONE)
     def other(self) -> None: ...
 
 

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from roll.config import Config, UserError, dump_config, load_config
-from roll.config import schema_tree as shape
+from roll.config import Config, UserError, dump_config, load_config, schema_tree
 
 
 def refusal(source: Any, overrides: Any = ()) -> str:
@@ -89,7 +88,7 @@ def test_a_pipe_that_nobody_writes_to_ends(tmp_path: Path, monkeypatch: pytest.M
     assert "a pipe that nobody has written to" in refusal(str(tmp_path / "x.yaml"))
 
 
-NUMBERS = [path for path in shape.known_paths() if shape.plain(shape.type_at(path)) in (int, float)]
+NUMBERS = [path for path in schema_tree.known_paths() if schema_tree.plain(schema_tree.type_at(path)) in (int, float)]
 NO_LIMIT = {"train.clip_grad_norm", "algorithm.clip_high", "algorithm.correction_cap"}
 ODD = [".nan", ".inf", "-.inf", "1e400", "-1e400", "1e999999999", str(10**30), str(-(10**30)), "9" * 5000]
 
@@ -97,9 +96,9 @@ ODD = [".nan", ".inf", "-.inf", "1e400", "-1e400", "1e999999999", str(10**30), s
 def test_no_number_of_any_setting_takes_what_is_no_number(tmp_path: Path) -> None:
     assert len(NUMBERS) > 80
     for path in NUMBERS:
-        name = shape.dotted(path)
+        name = schema_tree.dotted(path)
         for odd in ODD:
-            large = shape.plain(shape.type_at(path)) is float and odd.endswith("000")
+            large = schema_tree.plain(schema_tree.type_at(path)) is float and odd.endswith("000")
             if large or (odd == ".inf" and name in NO_LIMIT):
                 continue
             said = refusal({}, [f"{name}={odd}"])
@@ -173,7 +172,7 @@ SIGNS = [
 WORDS = ["!!python/name:os.system ", "!!float ", ".nan", "1e999", "0x1F", "-1", "~", "%YAML 1.1\n", "---\n", "\ufeff"]
 PIECES = st.sampled_from([*SIGNS, *WORDS])
 CUTS = st.lists(st.tuples(st.integers(0, len(GOOD)), st.integers(0, 6), PIECES | st.text(max_size=3)), max_size=6)
-LEAVES = [path for path in shape.known_paths() if shape.section_in(shape.type_at(path)) is None]
+LEAVES = [path for path in schema_tree.known_paths() if schema_tree.section_in(schema_tree.type_at(path)) is None]
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(ODD),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4) | st.integers(), inner, max_size=3),
@@ -198,7 +197,7 @@ def check_sane(config: Config) -> None:
         for part in path:
             value = getattr(value, str(part), None)
         if isinstance(value, float):
-            assert math.isfinite(value) or shape.dotted(path) in NO_LIMIT
+            assert math.isfinite(value) or schema_tree.dotted(path) in NO_LIMIT
         assert not isinstance(value, int) or abs(value) <= 2**64
     assert load_config(load_config(config)) == config
 
@@ -226,6 +225,6 @@ def test_any_bytes_are_read_or_refused_in_words(data: bytes, tmp_path: Path) -> 
 @settings(max_examples=100, deadline=None)
 @example(path=("domains", "NAME", "filter_range"), value={-3: None})
 def test_any_value_of_any_setting_is_sane_or_refused_in_words(path: tuple[str, ...], value: Any) -> None:
-    config = outcome({}, {shape.dotted(path).replace("NAME", "x"): value})
+    config = outcome({}, {schema_tree.dotted(path).replace("NAME", "x"): value})
     if config is not None:
         check_sane(config)

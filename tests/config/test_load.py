@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.config import Config, ModelConfig, TrainConfig, UserError, changed_keys, dump_config, load_config
-from roll.config import schema_tree as shape
+from roll.config import Config, ModelConfig, TrainConfig, UserError, changed_keys, dump_config, load_config, schema_tree
 from roll.config.yaml_document import parse, write
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -88,7 +87,7 @@ def test_plain_data_survives_yaml(data: Any) -> None:
 def test_dump_names_every_setting_in_field_order() -> None:
     tree = parse(dump_config(Config())).data
     listed = [(key,) for key in tree]
-    assert listed == [path for path in shape.known_paths() if len(path) == 1]
+    assert listed == [path for path in schema_tree.known_paths() if len(path) == 1]
     assert list(tree["train"]) == list(TrainConfig.model_fields)
     assert "lr: 1e-06\n" in dump_config(Config())
     assert "betas: [0.9, 0.99]\n" in dump_config(Config())

@@ -12,9 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field, ValidationError
 
-from roll.config import UserError, load_config
-from roll.config import error_messages as explain
-from roll.config import schema_tree as shape
+from roll.config import UserError, error_messages, load_config, schema_tree
 from roll.config.error_messages import Origin
 from roll.config.schema import Section
 
@@ -179,7 +177,11 @@ def test_a_file_that_is_not_text(tmp_path: Path) -> None:
     assert "is not UTF-8 text" in message(file)
 
 
-KEYS = [path for path in shape.known_paths() if shape.section_in(shape.type_at(path)) is None or len(path) == 1]
+KEYS = [
+    path
+    for path in schema_tree.known_paths()
+    if schema_tree.section_in(schema_tree.type_at(path)) is None or len(path) == 1
+]
 
 
 def misspelt(name: str, rng: random.Random) -> str:
@@ -196,16 +198,16 @@ def misspelt(name: str, rng: random.Random) -> str:
 @settings(max_examples=300, deadline=None)
 def test_a_misspelt_key_is_refused_with_the_right_one(path: tuple[str, ...], rng: random.Random) -> None:
     wrong = misspelt(path[-1], rng)
-    if not wrong or wrong in {known[-1] for known in shape.known_paths()}:
+    if not wrong or wrong in {known[-1] for known in schema_tree.known_paths()}:
         return
     here = (*path[:-1], wrong)
     nested: Any = 1
     for part in reversed(here):
         nested = {part: nested}
-    for said in (message(nested), message({}, [f"{shape.dotted(here)}=1"])):
-        assert f"{shape.dotted(here)} is not a setting; did you mean " in said
+    for said in (message(nested), message({}, [f"{schema_tree.dotted(here)}=1"])):
+        assert f"{schema_tree.dotted(here)} is not a setting; did you mean " in said
         guesses = said.partition("did you mean ")[2].rstrip("?").replace(" or ", ", ").split(", ")
-        assert shape.dotted(path) in guesses
+        assert schema_tree.dotted(path) in guesses
 
 
 def complaint(source: dict[str, Any], overrides: list[str]) -> str:
@@ -249,7 +251,7 @@ def test_constraints_without_words_of_their_own_are_still_said_plainly() -> None
 
     with pytest.raises(ValidationError) as caught:
         Other.model_validate({"seed": 3, "model": "b"})
-    said = {str(mistake) for mistake in explain.mistakes_of(caught.value, {}, Origin(0, "x.yaml"))}
+    said = {str(mistake) for mistake in error_messages.mistakes_of(caught.value, {}, Origin(0, "x.yaml"))}
     assert any(line.startswith("x.yaml: seed is 3: it should be a multiple of 2") for line in said)
     assert any(line.startswith('x.yaml: model is "b": it should match pattern') for line in said)
     assert any(line.startswith("x.yaml: needed must be set") for line in said)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.config import Config, changed_keys, load_config
-from roll.config import schema_tree as shape
+from roll.config import Config, changed_keys, load_config, schema_tree
 from roll.config.reference import render_reference
 from roll.config.yaml_document import parse
 
@@ -24,11 +23,11 @@ def test_docs_are_current(page: str) -> None:
     assert PAGE.read_text(encoding="utf-8") == page, "write it anew: python -m roll.config.reference > docs/config.md"
 
 
-@pytest.mark.parametrize("path", list(shape.known_paths()), ids=shape.dotted)
+@pytest.mark.parametrize("path", list(schema_tree.known_paths()), ids=schema_tree.dotted)
 def test_every_setting_is_on_the_page_with_its_meaning(page: str, path: tuple[str, ...]) -> None:
-    line = next(line for line in page.splitlines() if re.match(rf"\| \[?`{shape.dotted(path)}`", line))
-    assert shape.meaning(path), "every setting has a line saying what it does"
-    assert shape.meaning(path) in line
+    line = next(line for line in page.splitlines() if re.match(rf"\| \[?`{schema_tree.dotted(path)}`", line))
+    assert schema_tree.meaning(path), "every setting has a line saying what it does"
+    assert schema_tree.meaning(path) in line
     assert "any value" not in line
 
 

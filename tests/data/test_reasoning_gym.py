@@ -15,8 +15,7 @@ from roll.config.schema import DataConfig, TasksConfig
 from roll.data.chat_sources import load_chats
 from roll.data.sources import TaskSet, load_tasks
 from roll.data.task import Response, Task
-from roll.reward import RewardSpec
-from roll.reward import factory as make
+from roll.reward import RewardSpec, make
 from roll.reward.pool import GraderPool
 
 rg = pytest.importorskip("reasoning_gym")

@@ -21,8 +21,7 @@ from transformers import (
 )
 
 from roll.config.errors import RunError
-from roll.engine.paged import engine, sizing
-from roll.engine.paged import model_runner as steps
+from roll.engine.paged import engine, model_runner, sizing
 from roll.engine.paged.engine import PagedEngine
 from roll.engine.paged.kv_cache import BLOCK
 from roll.engine.request import Completion, Request
@@ -352,7 +351,7 @@ def test_after_a_pass_that_failed_requests_begin_anew(failing: str, device: str,
         served.add(asked[1])
         for _ in range(after):
             served.step()
-        compute = getattr(steps.ModelRunner, failing)
+        compute = getattr(model_runner.ModelRunner, failing)
         left = iter([torch.OutOfMemoryError("no room")])
 
         def fails_once(*args: object, compute: Any = compute, left: Any = left) -> object:
@@ -361,7 +360,7 @@ def test_after_a_pass_that_failed_requests_begin_anew(failing: str, device: str,
             return compute(*args)
 
         with monkeypatch.context() as patched:
-            patched.setattr(steps.ModelRunner, failing, fails_once)
+            patched.setattr(model_runner.ModelRunner, failing, fails_once)
             served.add(asked[2])
             with pytest.raises(torch.OutOfMemoryError):
                 run(served)

@@ -22,8 +22,7 @@ from processes import alive, eventually, gone, printed_pids, state
 
 from roll.config.errors import RunError
 from roll.data.task import EnvSpec
-from roll.env import EnvFailure, ResetResult, Step
-from roll.env import ipc as wire
+from roll.env import EnvFailure, ResetResult, Step, ipc
 from roll.env.builtin import Guess
 from roll.env.env_server import EnvServer
 from roll.env.pool import Deadlines, EnvPool
@@ -795,7 +794,7 @@ def test_a_module_is_imported_once_a_process_under_a_deadline_of_its_own(tmp_pat
     with_pool(use, Deadlines(reset_s=STEP_S))
 
 
-def served(*requests: wire.Visit) -> list[wire.Result]:
+def served(*requests: ipc.Visit) -> list[ipc.Result]:
     """What the inside of an environment process answers, here."""
     ours, theirs = socket.socketpair()
     with ours, theirs, ours.makefile("rb") as answers:
@@ -804,8 +803,8 @@ def served(*requests: wire.Visit) -> list[wire.Result]:
         results = []
         for number, request in enumerate(requests):
             server._pass_on(number, request)
-            answered = wire.BY_ITSELF
-            while answered == wire.BY_ITSELF:
+            answered = ipc.BY_ITSELF
+            while answered == ipc.BY_ITSELF:
                 answered, result, _ = pickle.loads(read_payload(answers) or b"")
             assert answered == number
             results.append(result)
@@ -817,11 +816,11 @@ def test_a_process_without_threads_left_says_so_and_goes_on(monkeypatch: pytest.
     def full(*arguments: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    reset, act, close = wire.EnvReset(5, "guess", 0, pickle.dumps({"high": 1})), wire.EnvAct(5, "1"), wire.EnvClose(5)
-    assert served(reset, act, close)[1:] == [Step("Right.", 1.0, terminated=True, info={"success": 1.0}), wire.EnvReady()]
+    reset, act, close = ipc.EnvReset(5, "guess", 0, pickle.dumps({"high": 1})), ipc.EnvAct(5, "1"), ipc.EnvClose(5)
+    assert served(reset, act, close)[1:] == [Step("Right.", 1.0, terminated=True, info={"success": 1.0}), ipc.EnvReady()]
     monkeypatch.setattr("roll.env.env_server.ThreadRunner", full)
     reason = "its process cannot host more environments: can't start new thread"
-    assert served(reset, close) == [wire.EnvFailed("lost", reason), wire.EnvReady()]
+    assert served(reset, close) == [ipc.EnvFailed("lost", reason), ipc.EnvReady()]
 
 
 def test_when_no_process_starts_any_more_calls_fail_instead_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from roll.data.task import EnvSpec, Task
 from roll.env import check, register
 from roll.env.builtin import Guess
 from roll.env.preflight import episodes
-from roll.env.webshop import env as shop
+from roll.env.webshop import env as webshop_env
 from roll.pipeline.prepare import prepare
 
 names = importlib.import_module("roll.env.resolve")
@@ -59,7 +59,7 @@ def test_of_most_environments_every_seed_makes_an_episode(name: str) -> None:
 
 
 def test_a_shop_has_as_many_episodes_as_goals_and_is_not_built_to_count_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shop, "generate", None)
+    monkeypatch.setattr(webshop_env, "generate", None)
     options = {"products": 100}
     check(EnvSpec("webshop", 399, options))
     with pytest.raises(UserError, match="environment 'webshop': the seed is 400, but its episodes are 0 to 399"):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from roll.config.errors import UserError
-from roll.env.webshop import loader as files
+from roll.env.webshop import loader
 from roll.env.webshop.catalogue import Catalogue
 from roll.env.webshop.env import WebShop, open_catalogue
 from roll.env.webshop.generate import generate
@@ -107,7 +107,7 @@ def test_the_seed_alone_decides_in_any_process() -> None:
     assert [goal.instruction for goal in generate(50, 4).goals] != [goal.instruction for goal in here.goals]
 
 
-PATH = {"PYTHONPATH": str(Path(files.__file__).parents[3])}
+PATH = {"PYTHONPATH": str(Path(loader.__file__).parents[3])}
 
 
 def test_a_catalogue_is_made_once_in_a_process() -> None:
@@ -244,14 +244,14 @@ def test_no_more_products_than_asked_for_are_read_and_chunks_do_not_matter(
     written(tmp_path)
     whole = read(tmp_path, 0, 0)
     assert [product.id for product in read(tmp_path, 2, 0).products] == ["B000000001", "B000000002"]
-    monkeypatch.setattr(files, "_CHUNK_CHARS", 7)
+    monkeypatch.setattr(loader, "_CHUNK_CHARS", 7)
     assert [repr(product) for product in read(tmp_path, 0, 0).products] == [repr(product) for product in whole.products]
 
 
 def test_of_several_files_the_smallest_that_has_enough_is_read(tmp_path: Path) -> None:
     for name in ("items_shuffle.json", "items_shuffle_1000.json"):
         (tmp_path / name).touch()
-    chosen = {count: files._file(tmp_path, "items_shuffle", count) for count in (0, 500, 1000, 1001)}
+    chosen = {count: loader._file(tmp_path, "items_shuffle", count) for count in (0, 500, 1000, 1001)}
     assert {count: path.name for count, path in chosen.items() if path} == {
         0: "items_shuffle.json",
         500: "items_shuffle_1000.json",

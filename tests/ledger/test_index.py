@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ledger_model import check, write
 
 from roll.config.errors import UserError
-from roll.ledger import index_tables as ledger_tables
+from roll.ledger import index_tables
 from roll.ledger.index import Ends, LedgerBalance, Problem
 from roll.run import ROLLED_BACK, Ledger, LedgerIndex, Transition
 
@@ -88,7 +88,7 @@ def play(history: Iterable[tuple[Any, ...]]) -> None:
                 checkpoints = [position for position in checkpoints if position <= ledger.position]
             else:
                 ledger.flush()
-                with patch.object(ledger_tables, "BLOCK_BYTES", arguments[0]), LedgerIndex.open(path) as index:
+                with patch.object(index_tables, "BLOCK_BYTES", arguments[0]), LedgerIndex.open(path) as index:
                     check(path, index)
         ledger.close()
 

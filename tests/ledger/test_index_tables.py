@@ -17,7 +17,7 @@ import pytest
 from ledger_model import Model, asked, lives, write
 
 from roll.config.errors import RunError, UserError
-from roll.ledger import index_tables as ledger_tables
+from roll.ledger import index_tables
 from roll.ledger.index_tables import index_path
 from roll.run import Ledger, LedgerIndex
 
@@ -35,7 +35,7 @@ def test_a_half_written_tail_is_left_for_later(path: Path) -> None:
 
 def test_nothing_new_is_not_read_again(path: Path) -> None:
     asked(path)
-    with patch.object(ledger_tables, "Block", side_effect=AssertionError):
+    with patch.object(index_tables, "RecordBlock", side_effect=AssertionError):
         asked(path)
 
 
@@ -44,13 +44,13 @@ def test_only_what_is_new_is_read(path: Path) -> None:
     size = path.stat().st_size
     write(path, lives(10, start=500))
     taken = []
-    real = ledger_tables.RecordBlock.take
+    real = index_tables.RecordBlock.take
 
     def take(block: Any, start: int, lines: list[bytes]) -> None:
         taken.append((start, len(lines)))
         real(block, start, lines)
 
-    with patch.object(ledger_tables.RecordBlock, "take", take):
+    with patch.object(index_tables.RecordBlock, "take", take):
         asked(path)
     assert taken == [(size, 40)]
 
@@ -87,7 +87,7 @@ def test_another_record_makes_it_anew(path: Path) -> None:
 def test_a_record_that_lost_its_end_and_grew_again_makes_it_anew(path: Path) -> None:
     """As after a power cut: the beginning is the same, and far longer than what is compared of it."""
     asked(path)
-    assert path.stat().st_size > 3 * ledger_tables._CHECKED_BYTES
+    assert path.stat().st_size > 3 * index_tables._CHECKED_BYTES
     os.truncate(path, path.stat().st_size - 500)
     write(path, lives(20, start=700))
     asked(path)
@@ -100,7 +100,7 @@ def test_a_folder_that_cannot_be_written_has_a_temporary_one(path: Path) -> None
         return real(name, **options)
 
     real = sqlite3.connect
-    with patch.object(ledger_tables.sqlite3, "connect", connect):
+    with patch.object(index_tables.sqlite3, "connect", connect):
         asked(path)
     assert not index_path(path).exists()
 
@@ -110,7 +110,7 @@ def test_one_that_is_locked_for_too_long_is_the_users_to_wait_for(path: Path) ->
     with closing(sqlite3.connect(index_path(path), isolation_level=None)) as other:
         other.execute("BEGIN EXCLUSIVE")
         with (
-            patch.object(ledger_tables, "_WAIT_S", 0.05),
+            patch.object(index_tables, "_WAIT_S", 0.05),
             pytest.raises(UserError, match="by another process: ask again later"),
         ):
             LedgerIndex.open(path)
@@ -119,7 +119,7 @@ def test_one_that_is_locked_for_too_long_is_the_users_to_wait_for(path: Path) ->
 
 def test_a_disk_that_takes_no_index_at_all_is_an_error(path: Path) -> None:
     with (
-        patch.object(ledger_tables.sqlite3, "connect", side_effect=sqlite3.OperationalError("disk is full")),
+        patch.object(index_tables.sqlite3, "connect", side_effect=sqlite3.OperationalError("disk is full")),
         pytest.raises(RunError, match=r"cannot make an index of .*: disk is full"),
     ):
         LedgerIndex.open(path)
@@ -140,7 +140,7 @@ def test_a_corrupt_record_is_refused_and_leaves_the_index_as_it_was(path: Path) 
 
 def test_progress_is_told_up_to_the_end(path: Path) -> None:
     told: list[tuple[int, int]] = []
-    with patch.object(ledger_tables, "BLOCK_BYTES", 6_000):
+    with patch.object(index_tables, "BLOCK_BYTES", 6_000):
         LedgerIndex.open(path, lambda done, size: told.append((done, size))).close()
     size = path.stat().st_size
     assert len(told) > 2
@@ -150,9 +150,9 @@ def test_progress_is_told_up_to_the_end(path: Path) -> None:
 
 ASK = """
 import sys, pathlib
-from roll.ledger import index_tables as ledger_tables
+from roll.ledger import index_tables
 from roll.run import LedgerIndex
-ledger_tables.BLOCK_BYTES = 10_000
+index_tables.BLOCK_BYTES = 10_000
 with LedgerIndex.open(pathlib.Path(sys.argv[1])) as index:
     print(index.states(), index.balance(), index.reasons(), index.stages(), index.solve_rates())
 """

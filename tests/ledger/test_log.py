@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.config.errors import RunError, UserError
-from roll.ledger import log as ledger_module
+from roll.ledger import log
 from roll.run import ROLLED_BACK, Ledger, Transition, to_json
 
 transitions = st.builds(
@@ -250,7 +250,7 @@ class Disk:
         self.failing: set[str] = set()
         self.synced = 0
         for name in ("write", "fsync", "ftruncate"):
-            monkeypatch.setattr(ledger_module.os, name, self._breakable(name, getattr(os, name)))
+            monkeypatch.setattr(log.os, name, self._breakable(name, getattr(os, name)))
 
     def _breakable(self, name: str, real: Any) -> Any:
         def call(descriptor: int, *arguments: Any) -> Any:
@@ -264,7 +264,7 @@ class Disk:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    monkeypatch.setattr(ledger_module, "BUFFER_BYTES", 300)
+    monkeypatch.setattr(log, "BUFFER_BYTES", 300)
     return Disk(monkeypatch)
 
 
@@ -376,7 +376,7 @@ def test_reading_while_the_run_writes_sees_whole_records_in_order(tmp_path: Path
 
     errors: list[BaseException] = []
     thread = threading.Thread(target=lambda: errors.extend(raised_by(look)))
-    with patch.object(ledger_module, "BUFFER_BYTES", 150):
+    with patch.object(log, "BUFFER_BYTES", 150):
         thread.start()
         for number in range(3000):
             ledger.append(Transition(str(number), "queued"))
@@ -403,7 +403,7 @@ def test_blocks_are_the_records_from_any_boundary_on(records: list[Transition], 
         last = data.draw(st.integers(first, len(records)))
         size = data.draw(st.integers(1, 300))
         lines = []
-        for offset, block in ledger_module.record_blocks(path, ends[first], ends[last], size):
+        for offset, block in log.record_blocks(path, ends[first], ends[last], size):
             assert offset == ends[first + len(lines)]
             assert block
             lines += block
@@ -418,8 +418,8 @@ def test_damage_is_named_by_its_line_wherever_reading_begins(tmp_path: Path) -> 
     path.write_bytes(content)
     for start in (0, *ends[:3]):
         with pytest.raises(RunError, match="line 4 is damaged"):
-            list(ledger_module.record_blocks(path, start))
-    assert len(list(ledger_module.record_blocks(path, ends[3]))) == 1
+            list(log.record_blocks(path, start))
+    assert len(list(log.record_blocks(path, ends[3]))) == 1
 
 
 def test_no_ledger_is_the_users_error(tmp_path: Path) -> None:
@@ -469,9 +469,9 @@ def test_rolling_back_reads_only_what_follows_the_checkpoint(tmp_path: Path) -> 
         ledger.append(Transition("7", "kept"))
         ledger.flush()
         starts = []
-        real = ledger_module.record_blocks
+        real = log.record_blocks
         with patch.object(
-            ledger_module, "record_blocks", lambda path, start=0, *rest: starts.append(start) or real(path, start, *rest)
+            log, "record_blocks", lambda path, start=0, *rest: starts.append(start) or real(path, start, *rest)
         ):
             assert ledger.roll_back(checkpoint, step=1) == ["7"]
         assert set(starts) == {checkpoint}

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from small_runs import SMALL, TINY, Remains
 
-from roll.config import Config, UserError, load_config
-from roll.config import schema_tree as shape
+from roll.config import Config, UserError, load_config, schema_tree
 from roll.pipeline.entrypoints import train
 from roll.pipeline.report import PlainReporter, SilentReporter
 from roll.pipeline.resume import MAY_CHANGE, MUST_STAY, changes_since, refuse_changes
@@ -146,8 +145,8 @@ def test_rounds_of_groups_keep_their_size(tmp_path: Path) -> None:
 
 def _keys(section: Any, above: tuple[str, ...] = ()) -> Iterator[str]:
     for name in section.model_fields:
-        kind = shape.section_in(shape.type_at((*above, name)))
-        yield from _keys(kind, (*above, name)) if kind else [shape.dotted((*above, name))]
+        kind = schema_tree.section_in(schema_tree.type_at((*above, name)))
+        yield from _keys(kind, (*above, name)) if kind else [schema_tree.dotted((*above, name))]
 
 
 def test_the_table_names_settings_that_there_are() -> None:

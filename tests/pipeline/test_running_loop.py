@@ -14,7 +14,7 @@ import pytest
 from small_runs import SMALL, TINY, Remains
 
 import roll
-from roll.pipeline import signals as stopping
+from roll.pipeline import signals
 from roll.pipeline.report import SilentReporter, StepReport
 from roll.pipeline.signals import Stopped, outside_loop, signals_to
 
@@ -31,13 +31,13 @@ def heard() -> Iterator[None]:
 def handed_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set once the main thread has handed on a signal."""
     event = threading.Event()
-    hand_on = stopping._Relay.hand_on
+    hand_on = signals._Relay.hand_on
 
     def noted(self: Any, number: int) -> None:
         hand_on(self, number)
         event.set()
 
-    monkeypatch.setattr(stopping._Relay, "hand_on", noted)
+    monkeypatch.setattr(signals._Relay, "hand_on", noted)
     return event
 
 

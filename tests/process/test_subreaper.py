@@ -13,7 +13,7 @@ import pytest
 from processes import alive, eventually, gone, printed_pids
 from test_child import said, with_child
 
-from roll.process import subreaper as keeper
+from roll.process import subreaper
 from roll.process.managed_process import ManagedProcess
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere daemons cannot be found")
@@ -84,10 +84,10 @@ def test_daemons_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "host.py").write_text(
         f"""
 import asyncio
-from roll.process.managed_process import Child
+from roll.process.managed_process import ManagedProcess
 
 async def main():
-    child = await Child.start({command!r}, None)
+    child = await ManagedProcess.start({command!r}, None)
     print(child.pid, flush=True)
     await asyncio.sleep(600)
 
@@ -127,6 +127,6 @@ def test_processes_that_start_others_all_the_time_end_too(tmp_path: Path, monkey
 
 def test_children_are_found_where_the_kernel_has_no_list_of_them() -> None:
     with subprocess.Popen(["sleep", "60"]) as child:
-        assert child.pid in keeper._children_by_parent(os.getpid())
-        assert child.pid in keeper._children(os.getpid())
+        assert child.pid in subreaper._children_by_parent(os.getpid())
+        assert child.pid in subreaper._children(os.getpid())
         child.kill()

@@ -387,7 +387,7 @@ def test_graders_busy_or_idle_end_when_their_parent_is_killed(tmp_path: Path) ->
     program = """
 import asyncio, time
 from roll.data import Response, Task
-from roll.reward import RewardSource
+from roll.reward import RewardSpec
 from roll.reward.pool import GraderPool
 
 def reward(task, response):
@@ -395,7 +395,7 @@ def reward(task, response):
         pass
 
 async def main():
-    pool = GraderPool(RewardSource.of(reward), workers=2, deadline_s=60)
+    pool = GraderPool(RewardSpec.of(reward), workers=2, deadline_s=60)
     await pool.start()
     asyncio.create_task(pool.score(Task.ask("t", "?"), Response("", 0, "stop")))
     await asyncio.sleep(0.2)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.data.task import Response, Task
-from roll.reward import time_limit as patience
+from roll.reward import time_limit
 from roll.reward.base import RewardFn, normalise
 from roll.reward.compose import warm_up
 from roll.reward.factory import make
@@ -104,7 +104,7 @@ MANY = "a" * 60
 def test_a_pattern_that_takes_too_long_does_not_match(
     name: str, options: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(time_limit, "PATIENCE_S", 0.1)
     assert make(name, options)(Task.ask("t", "?", "aab"), Response(text, 1, "stop")) == 0
 
 

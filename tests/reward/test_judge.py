@@ -18,8 +18,7 @@ from servers import completion, serving
 from roll.config import UserError
 from roll.config.schema import RewardConfig
 from roll.data import Message, Response, Task
-from roll.reward import RewardSpec, ScoreFailure, Verdict
-from roll.reward import factory as make
+from roll.reward import RewardSpec, ScoreFailure, Verdict, make
 from roll.reward.http_client import HttpClient, HttpFailure
 from roll.reward.http_reward import HttpReward
 from roll.reward.judge import Judge

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from roll.data import Response, Task
-from roll.reward import factory as make
+from roll.reward import make
 from roll.reward.instructions import CONSTRAINTS, Instructions
 from roll.reward.instructions.constraints import follows
 

@@ -12,8 +12,7 @@ import pytest
 
 from roll.config.errors import UserError
 from roll.data import Response, Task
-from roll.reward import RewardSpec
-from roll.reward import factory as make
+from roll.reward import RewardSpec, make
 from roll.reward.maths import Math
 from roll.reward.numbers import Number
 

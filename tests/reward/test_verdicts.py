@@ -9,7 +9,7 @@ import pytest
 from verdict_table import GROUPS, Group
 
 from roll.data import Response, Task
-from roll.reward import factory as make
+from roll.reward import make
 from roll.reward.base import normalise
 from roll.reward.builtin import BUILTINS
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.sandbox.inside import codec as values
+from roll.sandbox.inside import codec
 
 NUMBERS = st.integers() | st.floats(allow_nan=False) | st.complex_numbers(allow_nan=False)
 EXACT = st.decimals(allow_nan=False) | st.fractions()
@@ -42,9 +42,9 @@ def none_kept(value: Any) -> Any:
 
 @given(PLAIN)
 def test_plain_values_cross_over(value: Any) -> None:
-    line = values.dump(value, none_kept)
+    line = codec.dump(value, none_kept)
     assert line.count(b"\n") == 1
-    for load in (values.load, values.load_trusted):
+    for load in (codec.load, codec.load_trusted):
         crossed = load(line, none_kept)
         assert (crossed, type(crossed)) == (value, type(value))
 
@@ -73,20 +73,20 @@ def test_plain_values_cross_over(value: Any) -> None:
     ],
 )
 def test_of_other_types_the_value_crosses_over(value: Any, crossed: Any) -> None:
-    arrived = values.load(values.dump(value, none_kept), none_kept)
+    arrived = codec.load(codec.dump(value, none_kept), none_kept)
     assert (arrived, type(arrived)) == (crossed, type(crossed))
 
 
 def test_items_of_named_tuples_keep_their_names() -> None:
-    arrived = values.load(values.dump(namedtuple("Point", "x y")(1, 2), none_kept), none_kept)
+    arrived = codec.load(codec.dump(namedtuple("Point", "x y")(1, 2), none_kept), none_kept)
     assert arrived == (1, 2)
     assert (arrived.x, arrived.y) == (1, 2)
-    again = values.load(values.dump(arrived, none_kept), none_kept)
+    again = codec.load(codec.dump(arrived, none_kept), none_kept)
     assert (again, again.y) == ((1, 2), 2)
 
 
 def test_values_of_dictionaries_cross_over() -> None:
-    arrived = values.load(values.dump({1: 2, 3: [4]}.values(), none_kept), none_kept)
+    arrived = codec.load(codec.dump({1: 2, 3: [4]}.values(), none_kept), none_kept)
     assert (list(arrived), type(arrived)) == ([2, [4]], type({}.values()))
 
 
@@ -95,13 +95,13 @@ class Broken(ValueError):
 
 
 def test_an_exception_class_crosses_over_with_what_it_is_made_of() -> None:
-    line = values.dump(Broken, lambda value: 7)
-    assert values.load(line, lambda *what: what) == (7, "Broken", [ValueError])
+    line = codec.dump(Broken, lambda value: 7)
+    assert codec.load(line, lambda *what: what) == (7, "Broken", [ValueError])
 
 
 def test_numbers_that_are_none() -> None:
-    assert math.isnan(values.load(values.dump(math.nan, none_kept), none_kept))
-    assert values.load(values.dump([math.inf, -math.inf], none_kept), none_kept) == [math.inf, -math.inf]
+    assert math.isnan(codec.load(codec.dump(math.nan, none_kept), none_kept))
+    assert codec.load(codec.dump([math.inf, -math.inf], none_kept), none_kept) == [math.inf, -math.inf]
 
 
 def test_what_is_not_plain_stays_and_a_number_stands_for_it() -> None:
@@ -114,9 +114,9 @@ def test_what_is_not_plain_stays_and_a_number_stands_for_it() -> None:
     loop: list[Any] = []
     loop.append(loop)
     thing = object()
-    line = values.dump([thing, loop, print], keep)
+    line = codec.dump([thing, loop, print], keep)
     assert len(kept) == 3
-    first, _, last = values.load(line, kept.__getitem__)
+    first, _, last = codec.load(line, kept.__getitem__)
     assert first is thing
     assert last is print
 
@@ -135,7 +135,7 @@ def test_what_is_not_plain_stays_and_a_number_stands_for_it() -> None:
 )  # fmt: skip
 def test_what_is_no_value_is_refused(line: bytes) -> None:
     with pytest.raises(ValueError):
-        values.load(line, none_kept)
+        codec.load(line, none_kept)
 
 
 ALIKE = [number * ((1 << 61) - 1) for number in range(1, 1000)]
@@ -151,7 +151,7 @@ ALIKE = [number * ((1 << 61) - 1) for number in range(1, 1000)]
 )  # fmt: skip
 def test_no_container_is_made_from_what_is_no_list_of_the_line(outer: str, inner: str) -> None:
     with pytest.raises(ValueError):
-        values.load((outer % inner).encode(), none_kept)
+        codec.load((outer % inner).encode(), none_kept)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_no_container_is_made_from_what_is_no_list_of_the_line(outer: str, inner
 )  # fmt: skip
 def test_keys_of_one_hash_are_refused_before_they_are_compared(value: Any) -> None:
     with pytest.raises(ValueError, match="the same hash"):
-        values.load(values.dump(value, none_kept), none_kept)
+        codec.load(codec.dump(value, none_kept), none_kept)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_keys_of_one_hash_are_refused_before_they_are_compared(value: Any) -> No
      {Fraction(1, number) for number in range(1, 3000)}, range(10**11), range(-(2**80), 2**80, 2**70)],
 )  # fmt: skip
 def test_large_results_of_honest_programs_cross_over(value: Any) -> None:
-    assert values.load(values.dump(value, none_kept), none_kept) == value
+    assert codec.load(codec.dump(value, none_kept), none_kept) == value
 
 
 TAGS = st.sampled_from(
@@ -195,7 +195,7 @@ HOSTILE = st.recursive(
 @given(HOSTILE)
 def test_whatever_a_program_writes_is_a_value_that_can_be_compared_or_is_refused(data: Any) -> None:
     try:
-        value = values.load(json.dumps(data).encode(), lambda *what: None)
+        value = codec.load(json.dumps(data).encode(), lambda *what: None)
     except ValueError:
         return
     assert (value == object()) is False
@@ -205,8 +205,8 @@ def test_whatever_a_program_writes_is_a_value_that_can_be_compared_or_is_refused
 @settings(derandomize=True, max_examples=200)
 @given(PLAIN, st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), min_size=1, max_size=4))
 def test_a_damaged_line_is_a_value_or_is_refused(value: Any, flips: list[tuple[int, int]]) -> None:
-    line = bytearray(values.dump(value, none_kept))
+    line = bytearray(codec.dump(value, none_kept))
     for place, byte in flips:
         line[place % len(line)] = byte
     with contextlib.suppress(ValueError):
-        values.load(bytes(line), lambda *what: None)
+        codec.load(bytes(line), lambda *what: None)

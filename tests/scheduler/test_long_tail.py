@@ -247,11 +247,11 @@ def test_the_names_of_a_config_make_the_orders() -> None:
         ({"weights": {"math": 1}}, "tasks.weights names 'math'"),
         (
             {"order": "orders.py:Nowhere"},
-            "rollout.order 'orders.py:Nowhere': .*orders.py has no 'Nowhere'; it has Wrapper, Backwards, Half",
+            "rollout.order 'orders.py:Nowhere': .*orders.py has no 'Nowhere'; it has SamplerWrapper, Backwards, Half",
         ),
         (
             {"order": "orders.py:Half"},
-            "has no method cut.task, epoch=None.: inherit from roll.scheduler.task_sampler.Wrapper",
+            "has no method cut.task, epoch=None.: inherit from roll.scheduler.task_sampler.SamplerWrapper",
         ),
         ({"order": "orders.py:NoEpoch"}, "has no method give_back.task, epoch=None."),
         ({"order": "orders.py:NeedsEpoch"}, "has no method give_back.task, epoch=None."),
@@ -299,9 +299,9 @@ def test_the_examples_of_the_docs_do_what_they_say() -> None:
 
 
 USERS = """
-from roll.scheduler.task_sampler import Wrapper
+from roll.scheduler.task_sampler import SamplerWrapper
 
-class Backwards(Wrapper):
+class Backwards(SamplerWrapper):
     def __init__(self, base):
         super().__init__(base)
         self.kept = None
@@ -317,11 +317,11 @@ class Half:
     def __init__(self, base):
         self.begin_step, self.next, self.give_back = base.begin_step, base.next, base.give_back
 
-class NoEpoch(Wrapper):
+class NoEpoch(SamplerWrapper):
     def give_back(self, task):
         pass
 
-class NeedsEpoch(Wrapper):
+class NeedsEpoch(SamplerWrapper):
     def give_back(self, task, epoch):
         pass
 

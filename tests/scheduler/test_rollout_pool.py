@@ -32,8 +32,7 @@ from rollout_toys import (
 from roll.cluster import Worker, WorkerPlacement
 from roll.cluster.executor import LocalHandle
 from roll.config.errors import RunError
-from roll.data import Response, Sample, Task
-from roll.data import remote_columns as columns
+from roll.data import Response, Sample, Task, remote_columns
 from roll.data.remote_columns import ColumnBlock
 from roll.engine.request import Request, SamplingParams, seed_of
 from roll.env import EnvFailure
@@ -524,7 +523,7 @@ def test_a_batch_has_the_tokens_of_its_samples_in_its_order(sizes: list[int], wo
         samples = [sample for group in groups for sample in group if rng.random() < 0.8] or groups[0]
         rng.shuffle(samples)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(columns, "BLOCK_TOKENS", most)
+            patch.setattr(remote_columns, "BLOCK_TOKENS", most)
             batch = await run.pool.tokens.batch(samples)
         assert batch["sample"].tolist() == [sample.id for sample in samples]
         assert batch["reward"].tolist() == [sample.reward for sample in samples]

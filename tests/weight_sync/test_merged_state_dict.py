@@ -113,10 +113,10 @@ def test_one_merged_tensor_is_kept_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
         most = max(most, len(alive))
         return tensor
 
-    from roll.weight_sync import merged_state_dict as merged
+    from roll.weight_sync import merged_state_dict
 
-    merge = merged.merged_weight
-    monkeypatch.setattr(merged, "merged_weight", watched)
+    merge = merged_state_dict.merged_weight
+    monkeypatch.setattr(merged_state_dict, "merged_weight", watched)
     tensors = published_tensors(learned_model())
     assert isinstance(tensors, MergedTensors)
     sender = Sender(tensors, bucket_bytes=1000)

@@ -17,7 +17,7 @@ from roll.config.schema import Config
 from roll.data import Message
 from roll.reward.model_reward import JudgeSampling, ScoreTimeout
 from roll.strategy.infer.frozen_engine import FrozenEngine
-from roll.workers import residency_gate as turn
+from roll.workers import residency_gate
 from roll.workers.judge import JudgeWorker
 from roll.workers.reward_model import RewardModelWorker
 from roll.workers.reward_model_client import RewardModelClient, ScorerClients
@@ -90,7 +90,7 @@ def test_a_conversation_that_is_too_long_can_have_no_score(tmp_path: Path) -> No
 
 
 def test_while_a_reward_model_is_away_nobody_runs_out_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turn, "POLL_S", 0.02)
+    monkeypatch.setattr(residency_gate, "POLL_S", 0.02)
 
     async def main() -> None:
         cluster = await reward_model(save_liking(tmp_path, "7"))
@@ -107,7 +107,7 @@ def test_while_a_reward_model_is_away_nobody_runs_out_of_time(tmp_path: Path, mo
 
 
 def test_a_judge_says_the_same_alone_in_company_and_after_it_was_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turn, "POLL_S", 0.02)
+    monkeypatch.setattr(residency_gate, "POLL_S", 0.02)
     many = JudgeSampling(tuple(range(6)), 1.0, 40)
 
     async def main() -> None:

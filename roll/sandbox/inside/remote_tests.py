@@ -16,7 +16,7 @@ import os
 import sys
 from collections import deque
 
-from roll.sandbox.inside import codec as values
+from roll.sandbox.inside import codec
 
 TYPE_CHECKING = False  # without importing typing, which takes a while
 if TYPE_CHECKING:
@@ -66,14 +66,14 @@ class ProgramPipe:
 
     def _exchange(self, *request: Any) -> list[Any]:
         try:
-            self._requests.write(values.dump(list(request), _number_of))
+            self._requests.write(codec.dump(list(request), _number_of))
             self._requests.flush()
             line = self._answers.readline(_LONGEST)
         except OSError:
             raise ProgramGone from None
         if not line.endswith(b"\n"):
             raise ProgramGone
-        answer = values.load(line, self._kept)
+        answer = codec.load(line, self._kept)
         if not isinstance(answer, list) or len(answer) < 2:
             raise ValueError("not an answer")
         return answer

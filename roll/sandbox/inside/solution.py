@@ -21,7 +21,7 @@ import builtins
 import os
 import sys
 
-from roll.sandbox.inside import codec as values
+from roll.sandbox.inside import codec
 
 TYPE_CHECKING = False  # without importing typing, which takes a while
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ class _Serving:
 
     def line(self, answer: list[Any]) -> bytes:
         made: list[bytes] = []
-        error = self.error_of(lambda: made.append(values.dump(answer, self._keep)))
-        return values.dump(error, self._keep) if error else made[0]
+        error = self.error_of(lambda: made.append(codec.dump(answer, self._keep)))
+        return codec.dump(error, self._keep) if error else made[0]
 
     def error_of(self, act: Callable[[], None]) -> list[Any] | None:
         try:
@@ -76,15 +76,15 @@ class _Serving:
         return None
 
     def _act(self, line: bytes) -> list[Any]:
-        kind, *rest = values.load_trusted(line, lambda number, *_: self._kept[number])
+        kind, *rest = codec.load_trusted(line, lambda number, *_: self._kept[number])
         if kind == "call":
             what, arguments, named = rest
             return [(self._named(what) if isinstance(what, str) else what)(*arguments, **named)]
         if kind == "change":
             what, arguments, named = rest
-            before = values.dump([arguments, named], id)
+            before = codec.dump([arguments, named], id)
             result = what(*arguments, **named)
-            return [result, [arguments, named] if values.dump([arguments, named], id) != before else None]
+            return [result, [arguments, named] if codec.dump([arguments, named], id) != before else None]
         if kind == "solve":
             name, arguments, named = rest
             found = name not in self._program and getattr(self._program.get("Solution"), name, None)

@@ -58,8 +58,8 @@ print(len(heard))
 """
 OWNER = f"""
 import os, subprocess, sys, time
-from roll.strategy.infer.orphan_reaper import Keeper, deaf_to_ctrl_c
-keeper = Keeper()
+from roll.strategy.infer.orphan_reaper import OrphanReaper, deaf_to_ctrl_c
+keeper = OrphanReaper()
 child = subprocess.Popen([sys.executable, "-c", {WAITS!r}], env={{**os.environ, **keeper.environment}})
 time.sleep(600)
 """

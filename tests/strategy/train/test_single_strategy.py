@@ -27,7 +27,7 @@ from roll.data import Batch, Sample, Task
 from roll.data.tokenlog import branches
 from roll.model import attention
 from roll.model.tiny import character_tokenizer
-from roll.strategy.train import forward as passes
+from roll.strategy.train import forward as forward_module
 from roll.strategy.train.base import NotFinite
 from roll.strategy.train.optimizer import MasterAdamW, OptimizerStep
 from roll.strategy.train.single import SingleStrategy
@@ -599,6 +599,6 @@ def test_a_gpu_without_room_for_a_sample_is_told_of(
 ) -> None:
     batch = make_batch(4)
     for spare, told in ((1 << 30, False), (1 << 10, True)):
-        monkeypatch.setattr(passes, "spare_of", lambda *_, spare=spare: spare)
+        monkeypatch.setattr(forward_module, "spare_of", lambda *_, spare=spare: spare)
         make_strategy().update(batch, LOSS, 0)
         assert ("trained on one by one" in caplog.text) == told

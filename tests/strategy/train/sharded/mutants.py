@@ -17,8 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from roll.algorithm.loss_inputs import Aggregation, token_weights
 from roll.data import Batch
 from roll.model.shape import ModelShape
-from roll.strategy.train import forward as passes
-from roll.strategy.train import policy
+from roll.strategy.train import forward, policy
 from roll.strategy.train.balance import balance
 from roll.strategy.train.microbatch import micro_batches
 from roll.strategy.train.sharded.process_group import RankGroup
@@ -59,7 +58,7 @@ def _patches(name: str, group: RankGroup, model: ModelShape) -> list[tuple[Any, 
         "default_divide_factor": [(FSDPModule, "set_gradient_divide_factor", _nothing)],
         "no_forced_sum": [(FSDPModule, "set_force_sum_reduction_for_comms", _nothing)],
         "weights_of_the_part": [(policy, "token_weights", weights_of_the_part)],
-        "wrong_precision": [(passes, "micro_batches", _in_single_precision)],
+        "wrong_precision": [(forward, "micro_batches", _in_single_precision)],
         "no_idle_passes": [(OverRanks, "in_step", _own_only)],
         "one_leaves": [(OverRanks, "in_step", _left)],
     }[name]
