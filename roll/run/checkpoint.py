@@ -44,6 +44,9 @@ from roll.run.folder import RunFolder
 from roll.run.format import checked, format_entries
 
 _MANIFEST = "manifest.json"
+_CHECK = "check"
+_FIRST_ENTRIES = {"step", "algorithm", "files"}
+"""What a manifest has that was written before manifests had a format and a checksum."""
 _STATE = "state.json"
 _MODEL, _SHARDS = "model", "shards"
 """The folders of a checkpoint that have the weights."""
@@ -84,6 +87,8 @@ def verify_model(folder: Path) -> None:
 def _verify(path: Path, step: int, folders: Sequence[str] | None = None) -> None:
     """Compares the files of a checkpoint, or those in some of its folders, with the manifest."""
     manifest = _read_json(path, _MANIFEST)
+    if manifest.keys() != _FIRST_ENTRIES and manifest.get(_CHECK) != _check_of(manifest):
+        raise _damaged(path, _MANIFEST, "its checksum is wrong")
     checked(path, manifest)
     try:
         algorithm = str(manifest["algorithm"])
@@ -328,7 +333,14 @@ def _write_manifest(directory: Path, step: int, digests: Mapping[str, str]) -> N
     for folder in [path for path in directory.rglob("*") if path.is_dir()]:
         sync_folder(folder)
     manifest = {**format_entries(), "step": step, "algorithm": DIGEST, "files": files}
+    manifest[_CHECK] = _check_of(manifest)
     atomic_write(directory / _MANIFEST, to_json(manifest, indent=True))
+
+
+def _check_of(manifest: Mapping[str, Any]) -> str:
+    """The checksum of a manifest's own entries."""
+    entries = {name: value for name, value in manifest.items() if name != _CHECK}
+    return hashlib.new(DIGEST, json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
 
 def _is_state(file: Path) -> bool:

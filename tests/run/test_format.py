@@ -8,6 +8,7 @@ import pytest
 from roll.config.errors import RunError, UserError
 from roll.config.version import __version__
 from roll.run import Checkpoints, RunFolder
+from roll.run.checkpoint import _check_of
 from roll.run.format import FORMAT, FORMAT_FILE, check_format
 from roll.run.repair import repair
 
@@ -44,7 +45,8 @@ def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path: Path) -> None:
     with Checkpoints(run).saving(3, {}):
         pass
     manifest = run.checkpoints_dir / "step-000003" / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_bytes()) | {"format": FORMAT + 1, "roll": "7.2.0"}))
+    entries = json.loads(manifest.read_bytes()) | {"format": FORMAT + 1, "roll": "7.2.0"}
+    manifest.write_text(json.dumps(entries | {"check": _check_of(entries)}))
     checkpoint = Checkpoints(run).latest()
     assert checkpoint is not None
     with pytest.raises(UserError, match=r"step-000003 has format .* written by ROLL 7.2.0"):

@@ -241,7 +241,7 @@ def test_the_example_of_the_docs_works_as_it_is(tmp_path: Path) -> None:
         ("stragglers=soon", "needs a number of seconds: write 'stragglers=60'"),
         ("stragglers=-1", "needs a number of seconds"),
         ("collections:Counter", "made a Counter: write a class that inherits from roll.scheduler.policy.Policy"),
-        ("roll.scheduler.policy:Control", "could not be made: TypeError"),
+        ("roll.scheduler.policy:SchedulerControl", "could not be made: TypeError"),
     ],
 )
 def test_what_is_no_policy_is_refused(name: str, says: str) -> None:
