@@ -32,6 +32,7 @@ SMALL = {
     "sandbox.py": ("--seconds 1", "floor_per_s"),
     "scheduler.py": ("--steps 6 --engines 2", "rlvr_over_barrier"),
     "sharded.py": ("--parts ranks --tokens 256 --repeats 1", "over_one_rank"),
+    "simulation.py": ("--engines 2 --steps 2 --speed-engines 10 --speed-samples 1000", "model_requests_per_s"),
     "soak.py": ("--days 0.01", "trained"),
     "train_step.py": ("--device cpu --shape tiny --tokens 256 --repeats 1", "over_plain_loop"),
     "transfer.py": ("--gb 0.05 --repeats 1 --bucket-mb 4", "of_memcpy"),

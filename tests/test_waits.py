@@ -35,8 +35,9 @@ BLOCKING_METHODS = {"wait", "join", "acquire", "get", "communicate", "recv"}
 
 @cache
 def trees() -> list[tuple[Path, list[str], ast.Module]]:
+    """All modules but the simulation's, whose clock raises `Deadlock` when all wait."""
     found = []
-    for file in sorted(ROOT.rglob("*.py")):
+    for file in sorted(file for file in ROOT.rglob("*.py") if not file.is_relative_to(ROOT / "simulation")):
         text = file.read_text()
         found.append((file, text.splitlines(), ast.parse(text)))
     return found

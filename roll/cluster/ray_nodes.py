@@ -101,6 +101,7 @@ class NodeWatch:
         if not host or not port:
             return
         try:
+            # waits: its second argument is the limit
             socket.create_connection((host, port), _CONNECT_S).close()
         except ConnectionRefusedError:
             since_s = self._refusing_since_s.setdefault(id, time.monotonic())

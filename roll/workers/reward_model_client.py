@@ -107,7 +107,7 @@ class _Queue:
 
 
 class ScorerClients:
-    """What a reward worker asks its rewards' questions of: `roll.reward.model_reward.Models`."""
+    """What a reward worker asks its rewards' questions of: `roll.reward.model_reward.ScoreBackend`."""
 
     def __init__(self, *, replies_at_once: int, askers: int, patience_s: float) -> None:
         """`replies_at_once` is what one judge generates at once; `askers` are the reward workers that share the roles."""

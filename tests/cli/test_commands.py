@@ -27,7 +27,7 @@ from roll.devices.inventory import this_machine
 from roll.model.tiny import character_tokenizer, tiny_model
 from roll.run import Checkpoints, RunFolder
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = (
     "threads=1",
     "train.steps=1",
