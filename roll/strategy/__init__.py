@@ -1,1 +1,2 @@
-"""How a role computes: training strategies and inference strategies."""
+"""Parallel Strategy (arXiv 2506.06122): how the workers of a role compute. Training strategies and inference
+strategies."""

@@ -1,7 +1,7 @@
-"""A shelf: tensors of a GPU laid aside in host memory while another role needs the GPU, and brought back.
+"""Offloads GPU tensors to pinned host memory while another role uses the GPU, and loads them back.
 
-What always holds: a tensor laid aside keeps its values, name for name; its host memory is pinned and kept for the next
-time, because pinning costs more than copying. On a CPU nothing moves: there host memory is the device.
+Invariants: an offloaded tensor keeps its values, name by name. Its pinned host buffer is kept for the next offload,
+because pinning costs more than copying. On a CPU nothing moves: the device's memory is host memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 Level = Literal["none", "weights", "all"]
-"""What of a role is on its device: nothing, the weights, or all that it works with."""
+"""Residency of a role on its device: nothing, the weights, or everything it works with."""
 
 
 class TensorOffloader:
@@ -22,7 +22,7 @@ class TensorOffloader:
         self._buffers: dict[str, Tensor] = {}
 
     def offload(self, tensors: Mapping[str, Tensor]) -> None:
-        """Moves the tensors' values to the host; the tensors themselves stay the same objects."""
+        """Copies the tensors' values to the host. The tensor objects stay the same; only their storage changes."""
         moving = {name: tensor for name, tensor in tensors.items() if tensor.device.type == "cuda"}
         for name, tensor in moving.items():
             buffer = self._buffers.get(name)
@@ -34,10 +34,10 @@ class TensorOffloader:
         for name, tensor in moving.items():
             tensor.data = self._buffers[name]
         if moving:
-            torch.cuda.empty_cache()  # for the other processes on this GPU
+            torch.cuda.empty_cache()  # leaves the memory to the other processes on this GPU
 
     def onload(self, tensors: Mapping[str, Tensor]) -> None:
-        """Moves the tensors' values to the device again."""
+        """Copies the tensors' values back to the device."""
         if self._device.type != "cuda":
             return
         for tensor in tensors.values():
@@ -46,7 +46,8 @@ class TensorOffloader:
         torch.cuda.synchronize(self._device)
 
     def hold(self, level: Level, weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-        """Keeps what the level says on the device; `own` is what is there beside the weights."""
+        """Moves tensors so that the device holds those named by `level`; `own` are the role's tensors besides the
+        weights."""
         everything = {**weights, **own}
         kept: Mapping[str, Tensor] = {"all": everything, "weights": dict(weights), "none": {}}[level]
         self.offload({name: tensor for name, tensor in everything.items() if name not in kept})

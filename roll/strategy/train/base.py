@@ -1,4 +1,5 @@
-"""What a trainer can do, however it is made parallel."""
+"""The protocols of the training side of the Parallel Strategy (arXiv 2506.06122): every trainer implements them, on one
+device or over several ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from roll.weight_sync.stream import TensorSource
 
 @dataclass(frozen=True)
 class NotFinite:
-    """Where an update was not finite: samples by their loss or its slope, parameters by their gradients. Neither where
-    only a sum of finite numbers was too large."""
+    """What made an update non-finite: samples with a non-finite loss or loss gradient, and parameters with a non-finite
+    gradient. Both are empty if only a reduction over finite numbers overflowed."""
 
     samples: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
@@ -43,92 +44,94 @@ def _some(names: tuple[str, ...], most: int = 3) -> str:
 
 @dataclass(frozen=True)
 class UpdateStats:
-    """What an update did. `metrics`, as a trainer gives them, are means over the step's sampled tokens."""
+    """The result of one update, or of all updates of a step. A trainer gives `metrics` as means over the step's sampled
+    tokens."""
 
     loss: float
     grad_norm: float
     lr: float
     rows: int
-    """Tokens computed, a shared prefix once."""
+    """Packed tokens computed; a shared prefix counts once."""
     tokens: int
-    """Tokens of the batch."""
+    """Tokens in the batch."""
     updates: int
     skipped: int
-    """Updates whose loss or gradient was not finite; the weights were left as they were."""
+    """Updates skipped because their loss or gradient was not finite; they did not change the weights."""
     not_finite: NotFinite = NotFinite()
-    """Of the skipped updates."""
+    """The samples and parameters that made the skipped updates non-finite."""
     metrics: dict[str, float] = field(default_factory=dict)
     untrained: tuple[str, ...] = ()
-    """Samples that were in skipped updates and in no other."""
+    """Samples that were only in skipped updates."""
     micro_batch_tokens: int = 0
-    """Tokens a micro-batch may have at the end of it."""
+    """Largest number of packed tokens per micro-batch when the update ended."""
     oom_retries: int = 0
-    """Passes since the last update that were done again with smaller micro-batches, for want of memory."""
+    """Passes since the last update that were repeated with smaller micro-batches because the device ran out of memory."""
 
     @classmethod
     def nothing(cls, tokens: int, untrained: tuple[str, ...] = ()) -> UpdateStats:
-        """Of a step that left the model as it was."""
+        """The stats of a step that did not change the model."""
         return cls(loss=0.0, grad_norm=0.0, lr=0.0, rows=0, tokens=tokens, updates=0, skipped=0, untrained=untrained)
 
     def beside(self, name: str, other: UpdateStats) -> UpdateStats:
-        """These stats with another's loss, gradient and metrics among the metrics, under its name."""
+        """These stats plus another's loss, gradient norm and metrics, added to `metrics` with the prefix `name_`."""
         theirs = {"loss": other.loss, "grad_norm": other.grad_norm, "skipped": float(other.skipped), **other.metrics}
         theirs |= {"micro_batch_tokens": other.micro_batch_tokens, "oom_retries": other.oom_retries}
         return self.with_metrics({f"{name}_{key}": value for key, value in theirs.items()})
 
     def with_memory(self, micro_batch_tokens: int, oom_retries: int) -> UpdateStats:
-        """These stats, with how the work was cut for the device's memory."""
+        """These stats with the micro-batch limit and the number of out-of-memory retries."""
         return replace(self, micro_batch_tokens=micro_batch_tokens, oom_retries=oom_retries)
 
     def with_metrics(self, metrics: Mapping[str, float]) -> UpdateStats:
-        """These stats, with more among their metrics."""
+        """These stats with additional metrics."""
         return replace(self, metrics={**self.metrics, **metrics})
 
 
 class Kept(Protocol):
-    """What every trainer can do with its parameters and moments. Over several ranks each of these is called on all."""
+    """Residency and checkpoints: what every trainer does with its parameters and moments. If the trainer has several
+    ranks, every rank calls each of these methods."""
 
     def hold(self, level: Level) -> None:
-        """Keeps so much on the device and the rest in host memory."""
+        """Keeps the tensors named by `level` on the device and offloads the rest to host memory."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Begins to write everything that resuming needs: the model in `folder/model`, the optimizer beside it. What is
-        written is what the values are when this returns."""
+        """Starts writing everything that resuming needs: the model to `folder/model`, the optimizer beside it. The values
+        written are those at the time this call returns; later updates do not change them."""
         ...
 
     def saved(self) -> dict[str, str]:
-        """Waits until this process has written what `save` began: the digests of its files, by their names in the
-        folder, as far as it has computed them."""
+        """Waits until this process has written the files that `save` started. Returns their digests by file name in the
+        folder, for those files whose digest it has computed."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Reads what `save` wrote, into the parameters' own storage."""
+        """Reads a checkpoint written by `save` into the existing storage of the parameters."""
         ...
 
     def close(self) -> None:
-        """Frees what the trainer holds beyond its tensors."""
+        """Frees resources other than tensors."""
         ...
 
 
 class TrainStrategy(Kept, Protocol):
-    """A trainer of a policy; frozen, a reference."""
+    """A trainer of a policy. Without an optimizer (frozen) it is the reference."""
 
     def log_probs(self, batch: Batch, *, base: bool = False) -> FloatArray:
-        """The log-probs of the sampled tokens under the current weights, 0 elsewhere: one value per token. Of the `base`
-        they are under the weights that adapters began with."""
+        """Log-probs of the sampled tokens under the current weights, 0 elsewhere: one value per token. With `base`, they
+        are computed under the base model's weights, without the adapters."""
         ...
 
     def update(self, batch: Batch, loss: LossSpec, step: int) -> UpdateStats:
-        """Trains on the batch once."""
+        """Trains on the batch: all updates of one step."""
         ...
 
     def published(self) -> Mapping[str, Tensor] | TensorSource:
-        """The tensors that engines are sent, as they are now."""
+        """The tensors to send to the engines, with their current values."""
         ...
 
     def probe(self) -> tuple[Tensor, Tensor]:
-        """A fixed prompt, and the log-probs of its tokens after the first."""
+        """A fixed prompt and the log-probs of its tokens after the first."""
         ...
 
 
@@ -136,7 +139,7 @@ class ValueStrategy(Kept, Protocol):
     """A trainer of a critic."""
 
     def values(self, batch: Batch) -> FloatArray:
-        """What is predicted from the state before each sampled token, 0 elsewhere."""
+        """Predicted values of the state before each sampled token, 0 elsewhere."""
         ...
 
     def update(self, batch: Batch, credit: CreditSpec, step: int) -> UpdateStats:
@@ -145,16 +148,16 @@ class ValueStrategy(Kept, Protocol):
 
 
 class RewardStrategy(Protocol):
-    """A model that scores."""
+    """A reward model."""
 
     def scores(self, conversations: Sequence[IntArray]) -> FloatArray:
-        """fp32, one per conversation."""
+        """fp32 scores, one per conversation."""
         ...
 
     def hold(self, level: Level) -> None:
-        """Keeps so much on the device and the rest in host memory."""
+        """Keeps the tensors named by `level` on the device and offloads the rest to host memory."""
         ...
 
     def close(self) -> None:
-        """Frees what it holds beyond its tensors."""
+        """Frees resources other than tensors."""
         ...

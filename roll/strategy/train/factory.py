@@ -1,4 +1,4 @@
-"""The strategy of a role that trains or scores, from the config and the place of its worker."""
+"""Builds the strategy of a role that trains or scores, from the config and the worker's placement."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ if TYPE_CHECKING:
 
 
 def warm_up(path: str, over_ranks: bool) -> None:
-    """Imports all that a trainer of the model takes, without its weights, in one process or as one of several ranks."""
+    """Imports the modules that a trainer of this model needs, without loading weights; with `over_ranks` also those of
+    `sharded`."""
     loading.warm_up(path)
     if over_ranks:
         from roll.strategy.train.sharded import build, checkpoint, strategy  # noqa: F401
 
 
 def make_trainer(config: Config, place: WorkerPlacement, group: RankGroup | None, *, trainable: bool) -> TrainStrategy:
-    """The actor's; without `trainable` the reference's. `group` is this rank's part in the mesh of the place."""
+    """The strategy of the actor; without `trainable`, that of the reference. `group` is this rank's process group if the
+    role is sharded."""
     source = find_model(config.model.path)
     dtype, tokenizer = choose_dtype(config.model.dtype, place.device), load_tokenizer(source, config.model)
     lora = config.model.adapters if trainable else None
     own_steps = config.train.steps - config.algorithm.critic_warmup_steps
-    train = config.train.model_copy(update={"steps": own_steps})  # the learning rate's course begins with its first
+    train = config.train.model_copy(update={"steps": own_steps})  # the lr schedule starts at the actor's first update
     if group is not None:
         from roll.strategy.train.sharded.build import Purpose, build_sharded
         from roll.strategy.train.sharded.strategy import ShardedStrategy
@@ -65,7 +67,7 @@ def make_critic(config: Config, place: WorkerPlacement, group: RankGroup | None)
 
 
 def make_scorer(config: Config, place: WorkerPlacement, group: RankGroup | None) -> tuple[RewardStrategy, Tokenizer, int]:
-    """The reward model's, its tokenizer, and the longest conversation it takes."""
+    """The reward model's strategy, its tokenizer, and the longest conversation it takes in tokens."""
     from roll.model.rope import longest_sequence
 
     role = config.roles.reward_model

@@ -1,7 +1,7 @@
-"""A trainer's passes over a batch: how it is cut into micro-batches, and how the decoder runs over one.
+"""A trainer's forward passes over a batch: how the batch is split into micro-batches, and how the decoder runs over one.
 
-What always holds: a pass that the device has no memory for is done again from its start, once, with smaller
-micro-batches, which all later ones keep to; it then leaves what it would have left with them in the first place.
+Invariant: if the device runs out of memory, the pass is repeated from its start, once, with smaller micro-batches, and
+all later passes keep that limit. The result is the same as if the smaller micro-batches had been used from the start.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from roll.strategy.train.sharded.sizes import of_rank
 _log = logging.getLogger(__name__)
 
 FILE = "micro_batches.json"
-"""Beside a checkpoint's optimizer, where memory had run out before."""
+"""Written beside a checkpoint's optimizer if memory ran out before the checkpoint."""
 SHORTER = "a smaller rollout.max_new_tokens (in pipeline sft data.max_tokens)"
 
 T = TypeVar("T")
 
 
 class WorkRanks(Protocol):
-    """The ranks that compute together."""
+    """The ranks that compute one batch together."""
 
     @property
     def shape(self) -> MeshShape: ...
 
     def least(self, value: int) -> int:
-        """The smallest of all ranks' values."""
+        """The minimum of `value` over all ranks."""
         ...
 
 
@@ -66,9 +66,10 @@ class ForwardRunner:
         retries: bool = True,
         group: WorkRanks | None = None,
     ) -> None:
-        """`setting` is where `config.micro_batch_tokens` was written; `dtype` the precision that layers compute in, and
-        `device` where, if these are not those of the parameters. Without `retries` a device without memory ends the run
-        at once: a rank cannot do a pass again while the others do the next. The ranks of a `group` cut batches alike."""
+        """`setting` is the config key that `config.micro_batch_tokens` came from, for messages. `dtype` and `device` are
+        where the layers compute, if they differ from those of the parameters. Without `retries`, running out of memory
+        ends the run at once: one rank cannot repeat a pass while the other ranks start the next. All ranks of a `group`
+        split batches the same way."""
         self._model, self._config, self._setting = model, config, setting
         self._may_retry = retries
         self._group = group
@@ -79,24 +80,25 @@ class ForwardRunner:
         self._layers = LayerWrapping(model, compiled=self._compiled)
         self._budget: Budget | None = None
         self._most_rows: int | None = None
-        """What a micro-batch may have since memory ran out."""
+        """Limit on packed tokens per micro-batch since memory ran out; None if it has not."""
         self._retries = 0
 
     @property
     def limit_rows(self) -> int:
-        """The tokens a micro-batch may have now; 0 before the first."""
+        """The current limit on packed tokens per micro-batch; 0 before the first batch."""
         return self._budget.rows if self._budget is not None else 0
 
     def take_retries(self) -> int:
-        """How many passes were done again, since this was asked last, because the device had run out of memory."""
+        """The number of passes repeated since the last call because the device ran out of memory. Resets the count."""
         taken, self._retries = self._retries, 0
         return taken
 
     def attempt(self, batch: Batch, work: Callable[[], T], undo: Callable[[], None] | None = None) -> T:
-        """What `work` gives, which goes over the batch from its start whenever it is called.
+        """Returns the result of `work`, which iterates over the batch from its start on every call.
 
-        If the device runs out of memory in it, `undo` drops what it has left and it is called once more, with
-        micro-batches at most half as large, from then on for all batches. A second time ends the run.
+        If the device runs out of memory, `undo` drops the partial results and `work` is called once more, with
+        micro-batches smaller than the largest one so far; the smaller limit stays in force for all later batches. Running
+        out of memory a second time ends the run.
         """
         restore = kept_noise(self._device)
         try:
@@ -135,18 +137,19 @@ class ForwardRunner:
         )
 
     def prepare(self, batch: Batch) -> None:
-        """Decides from a whole batch how its micro-batches are cut, and refuses a sample that is too long: on all ranks
-        alike, whatever share of the batch each then has."""
+        """Chooses the micro-batch limit from the whole batch, and refuses a sample that is too long. All ranks get the
+        same result, because each calls this with the whole batch, not with its own share."""
         self.budget(batch)
         self.check_lengths(batch)
 
     def warn_of_retries(self) -> None:
-        """Logs passes that were done again, for a role whose updates do not say so."""
+        """Logs repeated passes, for a role that makes no updates whose stats would report them."""
         if self.take_retries():
             _log.warning("%s", shrunk(self._setting, self.limit_rows))
 
     def over(self, batch: Batch, *, routers: bool = False) -> Iterator[MicroBatch]:
-        """The batch's micro-batches, with what the `routers` of a policy need to know of them, if they ask."""
+        """The micro-batches of the batch. With `routers`, they carry the recorded routes and, if there is a router
+        balance loss, the samples that tokens belong to."""
         if not len(batch):
             return iter(())
         budget = self.budget(batch)
@@ -158,18 +161,18 @@ class ForwardRunner:
         )
 
     def hidden(self, micro: MicroBatch, within: Within | None = None) -> Tensor:
-        """The last hidden state of every row. Each layer is computed inside of what `within` gives."""
+        """The last hidden state of every packed token. Each layer runs inside the context that `within` returns."""
         with self._layers.running(checkpointed=self._checkpointed, within=within):
             return micro.hidden(self._model)
 
     def save(self, folder: Path) -> None:
-        """Writes how small micro-batches had to be made, if they had to be."""
+        """Writes the reduced micro-batch limit, if running out of memory reduced it."""
         if self._most_rows is not None:
             said = {"asked_tokens": self._config.micro_batch_tokens, "most_tokens": self._most_rows}
             (folder / FILE).write_text(json.dumps(said), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        """Keeps to what `save` wrote, unless another size was asked for meanwhile."""
+        """Restores the limit that `save` wrote, unless `micro_batch_tokens` has changed since."""
         self._most_rows = None
         if (folder / FILE).is_file():
             said = json.loads((folder / FILE).read_text(encoding="utf-8"))
@@ -190,8 +193,8 @@ class ForwardRunner:
         return budget if self._most_rows is None else replace(budget, rows=min(budget.rows, self._most_rows))
 
     def _shrink(self, batch: Batch, said: str) -> int:
-        """Halves what a micro-batch may have, until the batch's largest one is smaller; gives how large that was. It is
-        not made smaller than the longest sample, which is never cut."""
+        """Halves the micro-batch limit until the batch's largest micro-batch becomes smaller. Returns the packed tokens
+        of the largest one before. The limit does not fall below the longest sample, because a sample is never split."""
         budget, (name, longest) = self.budget(batch), _longest(batch)
         largest = rows = largest_rows(batch, budget.rows, self._config.share_prefixes)
         limit = budget.rows
@@ -210,7 +213,7 @@ class ForwardRunner:
         return largest
 
     def check_lengths(self, batch: Batch) -> None:
-        """Raises if a sample to be trained on is longer than the model or the user allows."""
+        """Raises if a sample with sampled tokens is longer than the model's context or than `micro_batch_tokens`."""
         if not len(batch):
             return
         name, tokens = _longest(batch)
@@ -228,7 +231,8 @@ class ForwardRunner:
             )
 
     def budget(self, batch: Batch) -> Budget:
-        """Chosen at the first batch and kept, so that equal batches are cut alike."""
+        """The micro-batch limit. It is chosen at the first batch and kept, so that equal batches are split the same
+        way."""
         if self._budget is None:
             longest = int(batch.lengths.max(initial=0))
             model, asked = self._model, self._config
@@ -250,7 +254,7 @@ class ForwardRunner:
 
 
 def _longest(batch: Batch) -> tuple[str, int]:
-    """The longest sample to be trained on, and its tokens."""
+    """The longest sample with sampled tokens: its name and its number of tokens."""
     lengths = np.where(batch.sum_tokens(batch.loss_mask) > 0, batch.lengths, 0)
     return sample_name(batch, int(lengths.argmax())), int(lengths.max())
 
@@ -260,7 +264,7 @@ def _or_checkpointing(already: bool) -> str:
 
 
 def _longest_branch(batch: Batch, limit: int) -> tuple[int, int] | None:
-    """The sample whose sequence of tokens is longer than the limit, and how long that is, if there is one."""
+    """The index and length of the sample with the longest token sequence, if that is longer than the limit."""
     turns = batch.rows("turn") if "turn" in batch else [np.zeros(length, np.int32) for length in batch.lengths]
     longest = [max(span.stop - span.start for span in branches(turn)) if len(turn) else 0 for turn in turns]
     index = int(np.argmax(longest))

@@ -1,6 +1,6 @@
-"""Which samples made an update that is not finite.
+"""Finds the samples that made an update non-finite.
 
-What tokens contributed stays on the device until somebody asks, which is after an update was skipped.
+The tokens' losses and gradients stay on the device until `guilty` is called, which happens only after a skipped update.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ class NonFiniteTracker:
         self._seen: list[tuple[Indices, Tensor, Tensor, Tensor | None]] = []
 
     def add(self, micro: MicroBatch, losses: Tensor, slopes: Tensor | None) -> None:
-        """losses [tokens], and slopes [tokens] of the loss by what the model said."""
+        """losses [tokens]; slopes [tokens]: the gradients of the loss by the tokens' log-probs (in a critic, by their
+        values)."""
         self._seen.append((micro.members, micro.sample, losses.detach(), slopes))
 
     def guilty(self, batch: Batch) -> tuple[str, ...]:
-        """The ids of samples with a token whose loss or slope is not finite, in the order of the batch."""
+        """The ids of samples with a token whose loss or loss gradient is not finite, in batch order."""
         found: set[int] = set()
         for members, sample, losses, slopes in self._seen:
             sick = ~losses.isfinite()
@@ -37,5 +38,5 @@ def sample_names(batch: Batch) -> tuple[str, ...]:
 
 
 def sample_name(batch: Batch, index: int) -> str:
-    """The sample's id, or its number where a batch has no ids."""
+    """The sample's id, or its index if the batch has no ids."""
     return str(batch["sample"][index]) if "sample" in batch else f"number {index}"

@@ -1,8 +1,8 @@
-"""Log-probs and updates of a policy, however the work is spread: packed prefix trees, micro-batches by tokens, fp32
-masters.
+"""Log-probs and updates of a policy, on one device or over several ranks: packed prefix trees, micro-batches limited by
+packed tokens, fp32 master weights.
 
-What always holds: the gradient is that of the whole batch's loss, whatever the ranks and micro-batches (`token_weights`
-fixes every token's weight before the batch is cut); parameters are written in place.
+Invariants: the gradient is that of the loss over the whole batch, for any number of ranks and micro-batches
+(`token_weights` fixes every token's weight before the batch is split); parameters are updated in place.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from roll.strategy.train.work_split import RankShare, SplitRows, WorkSplit
 
 
 class PolicyTrainer:
-    """The part of a strategy that computes; where its parameters are and how they are saved is the strategy's own."""
+    """The computation of a training strategy. The strategy that inherits from it decides where parameters are stored and
+    how they are saved."""
 
     def __init__(
         self,
@@ -63,14 +64,14 @@ class PolicyTrainer:
 
     @torch.no_grad()
     def log_probs(self, batch: Batch, *, base: bool = False) -> FloatArray:
-        """The log-probs of the sampled tokens under the current weights, 0 elsewhere: one value per token. Of the `base`
-        they are under the weights that adapters began with."""
+        """Log-probs of the sampled tokens under the current weights, 0 elsewhere: one value per token. With `base`, they
+        are computed under the base model's weights, without the adapters."""
         assert not base or self._adapters is not None, "a model without adapters is no longer its base"
         self._passes.prepare(batch)
         with self._adapters.off() if base and self._adapters is not None else nullcontext():
             result = self._passes.attempt(batch, lambda: self._log_probs(batch, base=base))
         if self._optimizer is None:
-            self._passes.warn_of_retries()  # a frozen model makes no update that would say it
+            self._passes.warn_of_retries()  # a frozen model makes no update whose stats would report the retries
         return result
 
     def _log_probs(self, batch: Batch, *, base: bool) -> FloatArray:
@@ -79,13 +80,13 @@ class PolicyTrainer:
         passes = [
             (micro.where, self._current(micro, replays=not base)[0], real) for micro, real in self._micros(share.batch)
         ]
-        for where, current, real in passes:  # nothing waits for the device before all is launched
+        for where, current, real in passes:  # launch all forward passes before the first copy waits for the device
             if real:
                 own[where] = current.cpu().numpy()
         return whole_column(self._spread, batch, share, own)
 
     def update(self, batch: Batch, loss: LossSpec, step: int) -> UpdateStats:
-        """Trains on the batch once."""
+        """Makes all updates of one step on the batch."""
         if "advantage" not in batch:
             raise ValueError("the batch has no column 'advantage': credit it before an update")
         if self._config.several_updates and "proximal" not in batch:
@@ -119,7 +120,8 @@ class PolicyTrainer:
     def _gradients(
         self, batch: Batch, share: RankShare, spec: LossSpec, loss_of: Callable[[LossInputs], TokenLoss]
     ) -> tuple[Seen, NonFiniteTracker, RouterStats | None]:
-        """Sums the gradients of an update, and says what was seen on the way."""
+        """Accumulates the gradients of one update. Returns the summed loss and metrics, the tracker of non-finite
+        samples, and the router statistics of an MoE model."""
         weights = token_weights(batch, spec.aggregation, spec.length)[share.tokens]
         own = share.batch
         columns = {name: own[name] for name in ("behaviour", "proximal", "ref", "advantages") if name in own}
@@ -156,8 +158,8 @@ class PolicyTrainer:
         replays: bool = True,
         stats: RouterStats | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of the sampled tokens. Of a mixture, what its routers do is added to `stats`, and if it
-        `replays`, they choose what the sampler's chose."""
+        """Log-probs and entropies of the sampled tokens. For an MoE model, router statistics are added to `stats`, and
+        with `replays` the routers choose the experts that the engine recorded while sampling."""
 
         def run() -> tuple[Tensor, Tensor]:
             rows = self._spread.rows(micro)
@@ -177,7 +179,7 @@ class PolicyTrainer:
 
 
 def whole_column(spread: WorkSplit, batch: Batch, share: RankShare, own: FloatArray) -> FloatArray:
-    """A token column of the whole batch, from what each rank has computed of it."""
+    """A token column of the whole batch, summed from the parts that the ranks computed."""
     if spread.ranks == 1:
         return own
     result = np.zeros(batch.tokens, np.float32)
@@ -186,19 +188,20 @@ def whole_column(spread: WorkSplit, batch: Batch, share: RankShare, own: FloatAr
 
 
 def guilty_of_all(spread: WorkSplit, suspects: NonFiniteTracker, own: Batch) -> tuple[str, ...]:
-    """The samples that made an update not finite, of all ranks."""
+    """The samples of all ranks that made an update non-finite."""
     return tuple(name for names in spread.gathered(suspects.guilty(own)) for name in names)
 
 
 class Seen:
-    """Sums over micro-batches, kept on the device: reading one would wait for everything under way."""
+    """Sums over micro-batches. They stay on the device: copying one to the host would wait for all work launched so
+    far."""
 
     def __init__(self) -> None:
         self.loss: Tensor = torch.zeros(())
         self._sums: dict[str, Tensor | float] = defaultdict(float)
         self._mismatch = Mismatch()
         self.rows = 0
-        """Tokens computed, a shared prefix once."""
+        """Packed tokens computed; a shared prefix counts once."""
 
     def add(self, loss: Tensor, streams: LossInputs, token_loss: TokenLoss, spec: LossSpec) -> None:
         assert streams.entropy is not None
@@ -208,7 +211,7 @@ class Seen:
         self._mismatch.add(streams, spec.correction)
 
     def join(self, spread: WorkSplit) -> None:
-        """Adds what the other ranks have seen: a rank may have seen nothing."""
+        """Adds the sums of the other ranks. A rank may have had no micro-batch."""
         names = sorted(set().union(*spread.gathered(set(self._sums))))
         sums = [
             self.loss.double(),

@@ -1,4 +1,4 @@
-"""What a trainer resumes from, whichever strategy wrote it."""
+"""Reads a trainer's checkpoint, whichever strategy wrote it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 
 
 def open_state(folder: Path) -> Tensors:
-    """Masters and moments in a checkpoint's folder: in one file of `single`, or in the shards of `sharded`."""
+    """Master weights and moments in a checkpoint folder: one file written by `single`, or the shards written by
+    `sharded`."""
     if (folder / OPTIMIZER_FILE).is_file():
         return SafeFolder(folder, OPTIMIZER_FILE)
     if (folder / SHARDS).is_dir():
@@ -24,9 +25,9 @@ def open_state(folder: Path) -> Tensors:
 
 
 def load_state(folder: Path, optimizer: MasterAdamW, load_model: Callable[[bool], None]) -> None:
-    """Brings the optimizer, and through its masters the parameters, to a checkpoint. `load_model` reads the model's
-    tensors that are not parameters, and the parameters too (True) where they are their own masters, saved with the model
-    alone."""
+    """Loads a checkpoint into the optimizer, and from its master weights into the parameters. `load_model(False)` reads
+    only the model's tensors that are not parameters. `load_model(True)` also reads the parameters; it is called if the
+    checkpoint has no separate master weights, because the parameters are their own masters."""
     saved = open_state(folder)
     load_model(not optimizer.has_masters(saved))
     optimizer.load(saved)

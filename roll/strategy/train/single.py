@@ -1,4 +1,4 @@
-"""Training a policy in one process on one device."""
+"""The `single` training strategy: a policy trained in one process on one device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SingleStrategy(PolicyTrainer):
         trainable: bool = True,
         adapters: Adapters | None = None,
     ) -> None:
-        """With `adapters` in the model, only they are trained and saved."""
+        """With `adapters` (LoRA), only the adapters are trained and saved."""
         device = next(model.parameters()).device
         super().__init__(
             model, config, OneProcess(device), ForwardRunner(model, config), trainable=trainable, adapters=adapters
@@ -43,7 +43,7 @@ class SingleStrategy(PolicyTrainer):
         self._shelf = TensorOffloader(device)
 
     def weights(self, version: int) -> Weights:
-        """The weights as they are now, for an engine in this process."""
+        """The current weights, for an engine in the same process."""
         parameters = dict(self.model.named_parameters())
         return Weights(version, self.model, parameters, *self.probe())
 
@@ -72,7 +72,7 @@ class SingleStrategy(PolicyTrainer):
         return {}
 
     def load(self, folder: Path) -> None:
-        """Reads what `save` wrote, into the parameters' own storage."""
+        """Reads a checkpoint written by `save` into the existing storage of the parameters."""
         assert self._optimizer is not None, "a frozen model is not resumed"
         if self._adapters is not None:
             self._adapters.check_base(folder / "model")
@@ -80,7 +80,7 @@ class SingleStrategy(PolicyTrainer):
         self._passes.load(folder)
 
     def close(self) -> None:
-        """Nothing is held beyond this process."""
+        """There is nothing to free: all tensors belong to this process."""
 
     def _load_model(self, folder: Path, parameters: bool) -> None:
         if self._adapters is None:

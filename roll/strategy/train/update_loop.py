@@ -1,4 +1,5 @@
-"""The updates that a step makes: its batch in parts of whole groups, gone through once or several times."""
+"""The updates of one step: the batch is split into mini-batches of whole groups, and the trainer goes through them for
+one or several epochs."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from roll.strategy.train.nonfinite import sample_names
 
 
 def make_updates(batch: Batch, config: TrainConfig, lr: float, update: Callable[[Batch], UpdateStats]) -> UpdateStats:
-    """The stats of the whole step, from an update on each part with sampled tokens, as often as configured."""
+    """Calls `update` on each mini-batch that has sampled tokens, `epochs_per_step` times over. Returns the stats of the
+    whole step."""
     parts = [batch.select(part) for part in _by_groups(batch, config.updates_per_step)]
     parts = [part for part in parts if part.loss_mask.any()] * config.epochs_per_step
     if not parts:
@@ -25,14 +27,14 @@ def make_updates(batch: Batch, config: TrainConfig, lr: float, update: Callable[
 
 
 def _by_groups(batch: Batch, parts: int) -> list[Indices]:
-    """Cuts a batch into parts of whole groups, in order, as even as they go."""
+    """Splits a batch into parts of whole groups, in order and as even as possible."""
     groups = list(dict.fromkeys(batch["group"].tolist()))
     pieces = np.array_split(np.array(groups), min(parts, len(groups)))
     return [np.flatnonzero(np.isin(batch["group"], piece)) for piece in pieces]
 
 
 def _joined(done: list[UpdateStats], parts: list[Batch], batch: Batch, lr: float) -> UpdateStats:
-    """Token means are weighed by the updates' sampled tokens."""
+    """The stats of all updates together. Loss and metrics are averaged, weighted by the updates' sampled tokens."""
     sampled = [int(part.loss_mask.sum()) for part in parts]
     share = [tokens / sum(sampled) for tokens in sampled]
     for other in done[1:]:
@@ -57,6 +59,6 @@ def _joined(done: list[UpdateStats], parts: list[Batch], batch: Batch, lr: float
 
 
 def _untrained(done: list[UpdateStats], parts: list[Batch]) -> tuple[str, ...]:
-    """The samples of which no update was applied."""
+    """The samples that were in no applied update."""
     applied = {name for stats, part in zip(done, parts, strict=True) if not stats.skipped for name in sample_names(part)}
     return tuple(dict.fromkeys(name for part in parts for name in sample_names(part) if name not in applied))
