@@ -1,4 +1,4 @@
-"""Running a pipeline: everything checked first, then the folder, then the roles, then the loop."""
+"""Entry points: each checks everything first, then creates the run folder, starts the roles and runs the loop."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def train(
 ) -> dict[str, Any]:
     """Trains as the config says and returns the summary. `reward`, `tasks` and `chats` replace those the config names.
 
-    `resume` goes on from the run folder's newest checkpoint; `restart` moves an existing run folder aside first. A
-    run whose code or data has changed is only resumed if `code` says with which: `run`, the copy that it keeps, or
-    `current`, what is there now. `found` is what `preflight.find` found of the config of a new run.
+    `resume` continues from the newest checkpoint in the run folder; `restart` first moves an existing run folder aside.
+    If code or data have changed, the run is resumed only if `code` says which to use: `run` is the copy kept in the run
+    folder, `current` is what is on disk now. `found` is the result of `preflight.find` for the config of a new run.
     """
     reporter = reporter or PlainReporter()
     place, given = Path(config.run.dir), {"reward": reward, "tasks": tasks, "chats": chats}
@@ -81,7 +81,7 @@ def train(
         for remark in recording.remarks if recording else ():
             reporter.warned(remark)
         written = saved_form(chosen.compared, chosen.given)
-        with _raising_stopped() as early:  # from here on there is something to delete
+        with _raising_stopped() as early:  # from here on there are files to delete if the run stops
             if resume:
                 folder, undo = RunFolder.open(place), _nothing
             else:
@@ -102,21 +102,21 @@ def train(
                     with _saying_full(folder), Recorder.open(pipeline.config, folder, reporter) as recorder:
                         other_code = recording if resume else None
                         summary = asyncio.run(_train(pipeline, recorder, executor, plan, written, origin, other_code))
-                    folder.set_mode(config.run.mode)  # what libraries wrote
+                    folder.set_mode(config.run.mode)  # files that libraries wrote
                     return summary
                 except UserError:
                     if not (recorder and recorder.steps):
-                        undo()  # refused while it started: nothing happened in it
+                        undo()  # refused while starting: the run has trained nothing
                     raise
                 except (asyncio.CancelledError, KeyboardInterrupt):
                     if not (recorder and recorder.begun):
-                        undo()  # stopped while it started
+                        undo()  # stopped while starting
                     by = (recorder and recorder.stop_signal) or next(iter(early.caught), signal.SIGINT)
                     raise Stopped(by) from None
 
 
 def _new_folder(place: Path, config: Config, restart: bool) -> tuple[RunFolder, Callable[[], None]]:
-    """The folder of a new run, and what leaves everything as it was if the run never begins."""
+    """The folder of a new run, and a function that restores the previous state if the run never begins."""
     aside = RunFolder.move_aside(place) if restart else None
     made = first_to_make(place)
     try:
@@ -145,7 +145,7 @@ def _code_to_resume(config: Config, given: Given, place: Path, code: Code | None
 
 @contextmanager
 def _saying_full(folder: RunFolder) -> Iterator[None]:
-    """Says a full disk in one message, wherever it showed."""
+    """Turns a full disk into one message, whichever write failed."""
     try:
         yield
     except Exception as error:
@@ -166,16 +166,16 @@ async def _train(
     origin: Resumed,
     other_code: Recording | None,
 ) -> dict[str, Any]:
-    """`written` is the config as the user wrote it, without the sizes that the pipeline found out. `other_code` is what
-    the run continues with if it is not what it was trained with so far."""
+    """`written` is the config as the user wrote it, without the sizes that the pipeline derived. `other_code` is the code
+    the run continues with, if it differs from the code it was trained with so far."""
     config, checkpoint = pipeline.config, origin.checkpoint
     with _as_cancelled():
         loading = "loading the model" + (" and starting vLLM" if config.roles.actor_infer.strategy == "vllm" else "")
         recorder.reporter.phase(loading if config.executor == "local" else "starting the workers")
-        executor.connect()  # before signals are ours: Ray would take them
+        executor.connect()  # before our signal handlers: Ray would install its own over them
         with _stopping(recorder):
             async with pipeline.start(executor, plan, recorder.folder.path) as roles:
-                if recorder.stop_signal is not None:  # in another thread than the main one, nothing was raised
+                if recorder.stop_signal is not None:  # outside the main thread the signal raised nothing
                     raise Stopped(recorder.stop_signal)
                 recorder.begun = True
                 spare_collector()
@@ -194,7 +194,8 @@ async def _train_with(
     origin: Resumed,
     other_code: Recording | None,
 ) -> State:
-    """The run, going back to its last checkpoint by itself as often as a trainer dies and may."""
+    """Runs the pipeline. When a trainer dies, rolls the run back to its last checkpoint, as often as `supervise`
+    allows."""
     deaths: list[float] = []
     checkpoint, changes = origin.checkpoint, origin.changes
     if checkpoint is not None:
@@ -207,7 +208,7 @@ async def _train_with(
         if other_code is not None:
             recorder.change_code(state.step, other_code, written)
         changes, other_code = (), None
-        state.seconds += recorder.lap()  # what it took to start is no step's
+        state.seconds += recorder.lap()  # start-up time belongs to no step
         try:
             folder = None if checkpoint is None else checkpoint.path
             state = cast(State, await pipeline.train(roles, recorder, state, folder))
@@ -220,8 +221,8 @@ async def _train_with(
 async def _go_back(
     roles: TrainRoles, recorder: Recorder, supervise: SuperviseConfig, deaths: list[float], error: RemoteError
 ) -> Checkpoint | None:
-    """Restarts the trainers at the last checkpoint, which it returns; again if one is lost meanwhile. Raises the error if
-    it is no trainer's, or when trainers die too often."""
+    """Restarts the trainers at the last checkpoint and returns it; tries again if another trainer dies meanwhile. Raises
+    the error if it is not a trainer's, or if trainers die too often."""
     while True:
         now = time.monotonic()
         deaths.append(now)
@@ -237,7 +238,7 @@ async def _go_back(
         except RemoteError as another:
             error = another
         except NodeLost:
-            await roles.check_nodes()  # says it for the role
+            await roles.check_nodes()  # raises the error for the role
             raise
         else:
             return checkpoint
@@ -251,7 +252,7 @@ def evaluate(
     chats: ChatSource | None = None,
     found: Found | None = None,
 ) -> Evaluation | SFTEval:
-    """Measures the config's model on held-out data."""
+    """Evaluates the config's model on held-out data."""
     pipeline = prepare(config, reward=reward, tasks=tasks, chats=chats, found=found)
     with executor_of(config) as executor:
         plan = make_plan(pipeline.config, pipeline.job, inventory_of(config, executor))
@@ -260,7 +261,7 @@ def evaluate(
 
 
 async def _evaluate(pipeline: Pipeline[Any, Any], executor: Executor, plan: Plan) -> Evaluation | SFTEval:
-    executor.connect()  # before signals are ours: Ray would take them
+    executor.connect()  # before our signal handlers: Ray would install its own over them
     with cancelled_by_signals():
         async with pipeline.start(executor, plan) as roles:
             found: Evaluation | SFTEval = await pipeline.evaluate(roles)
@@ -275,7 +276,7 @@ def play(
     tasks: TaskSource | None = None,
     found: Found | None = None,
 ) -> list[Transcript]:
-    """Attempts at the config's tasks with its model, to be looked at; nothing is trained."""
+    """Rolls out `episodes` attempts at the config's tasks with its model, for inspection; nothing is trained."""
     check_plays(config)
     pipeline = prepare(config, reward=reward, tasks=tasks, found=found)
     assert isinstance(pipeline, RLVRPipeline)
@@ -293,8 +294,8 @@ async def _play(pipeline: RLVRPipeline, executor: Executor, plan: Plan, episodes
 
 
 class _Early:
-    """Signals that come before the run handles them itself. Until `release`, while the folder is made, they are kept:
-    what is half made cannot be undone."""
+    """Signals that arrive before the run handles them itself. While the folder is being created they are kept until
+    `release`, because a half-created folder cannot be undone."""
 
     def __init__(self) -> None:
         self.caught: list[int] = []
@@ -306,7 +307,7 @@ class _Early:
             raise Stopped(number)
 
     def release(self) -> None:
-        """From here on a signal raises `Stopped`; one that came before does so now."""
+        """From now on a signal raises `Stopped`; a signal that was kept raises it at once."""
         self._kept = False
         if self.caught:
             raise Stopped(self.caught[0])
@@ -314,8 +315,8 @@ class _Early:
 
 @contextmanager
 def _raising_stopped() -> Iterator[_Early]:
-    """In the block a signal raises `Stopped` once it is released, until the run handles signals itself. In another thread
-    than the main one, `outside_loop` keeps the signal until then."""
+    """Within the block, after `release`, a signal raises `Stopped` until the run handles signals itself. Outside the main
+    thread, `outside_loop` keeps the signal until then."""
     early = _Early()
     if threading.current_thread() is threading.main_thread():
         with signals_to(early.stop):
@@ -326,8 +327,8 @@ def _raising_stopped() -> Iterator[_Early]:
 
 @contextmanager
 def _as_cancelled() -> Iterator[None]:
-    """A signal's exception may be raised in any task. asyncio ends its loop on it, and would print it once more, as an
-    exception that nobody retrieved, if the run's own task ended with it too: that one ends as cancelled."""
+    """A signal's exception may be raised in any task, and asyncio ends its loop on it. If the run's own task ended with
+    the same exception, asyncio would also print it as never retrieved; so that task ends as cancelled."""
     try:
         yield
     except Stopped:
@@ -336,8 +337,8 @@ def _as_cancelled() -> Iterator[None]:
 
 @contextmanager
 def _stopping(recorder: Recorder) -> Iterator[None]:
-    """The first signal ends the step and saves; the second one cancels the run, whose roles are then closed in order; a
-    third does not wait for that. Before the run has begun there is nothing to save: the first ends it."""
+    """The first signal ends the step and saves; the second cancels the run and closes its roles in order; the third does
+    not wait for them. Before the run has begun there is nothing to save, so the first signal ends it."""
     run = asyncio.current_task()
     assert run is not None
     cancelled = False

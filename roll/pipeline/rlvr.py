@@ -37,12 +37,12 @@ from roll.workers.critic import CriticWorker
 from roll.workers.train import TrainWorker
 
 MOST_IDLE_STEPS = 10
-"""Steps in a row without any group worth training on after which a run ends."""
+"""A run ends after this many consecutive steps in which the filter kept no group."""
 
 
 class RLVR:
-    """What always holds: a batch is trained on by weights at most `max_staleness` versions after those that drew it;
-    `state` is what a checkpoint needs beside the weights to go on."""
+    """The RLVR loop. Invariants: a batch is trained by weights at most `max_staleness` versions newer than the weights
+    that sampled it; `state` holds everything a checkpoint needs besides the weights to resume."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class RLVR:
         state: RLVRState,
         checkpoint: Path | None = None,
     ) -> None:
-        """`checkpoint` is the folder that `state` is from."""
+        """`checkpoint` is the folder that `state` was loaded from."""
         self._config = config
         self._roles = roles
         self._publisher = publisher
@@ -76,7 +76,7 @@ class RLVR:
         self._evaluator = make_evaluator(config, tasks, roles)
 
     async def run(self) -> RLVRState:
-        """Trains until the last step, or until somebody asks to stop; then evaluates and saves."""
+        """Trains until the last step or until a stop is requested; then evaluates and saves."""
         try:
             return await self._run()
         finally:
@@ -113,7 +113,7 @@ class RLVR:
         async with self._publisher.changing():
             try:
                 stats, untrained = await self._train(rollout)
-            except TokensLost as lost:  # with a rollout worker: its samples are made anew, and the step with them
+            except TokensLost as lost:  # a rollout worker died: its samples are generated again, and so is the step
                 self._scheduler.give_back(rollout, f"tokens lost: {str(lost).splitlines()[0]}")
                 return
             await self._publish(state.step + 1)
@@ -122,7 +122,7 @@ class RLVR:
         await self._record.step(state, rollout, stats, *times)
 
     async def _train(self, rollout: RolloutBatch) -> tuple[UpdateStats | None, dict[str, str]]:
-        """What the update did, None if there was none, and why samples were not trained on."""
+        """Returns the statistics of the update (None if there was none) and, per untrained sample, the reason."""
         if rollout.batch is None:
             return None, {}
         batch = self._algorithm.credit(await self._valued(await self._compared(rollout.batch)))
@@ -139,11 +139,12 @@ class RLVR:
 
     async def _update(self, batch: Batch) -> UpdateStats:
         roles, state, algorithm = self._roles, self.state, self._algorithm
-        used = algorithm.metrics()  # before it learns from the step
+        used = algorithm.metrics()  # before the algorithm observes this step
         value_stats = await self._train_critic(batch)
         own_step = state.step - self._config.algorithm.critic_warmup_steps
         if value_stats is not None and own_step < 0:
-            nothing = UpdateStats.nothing(batch.tokens, untrained=value_stats.untrained)  # the critic alone learns
+            # critic warm-up: only the critic is updated
+            nothing = UpdateStats.nothing(batch.tokens, untrained=value_stats.untrained)
             return self._with_used(nothing, used).beside("critic", value_stats)
         await self._turns.enter("train")
         with self._recorder.stage("train"):
@@ -155,12 +156,12 @@ class RLVR:
         return stats if value_stats is None else stats.beside("critic", value_stats)
 
     def _with_used(self, stats: UpdateStats, used: dict[str, float]) -> UpdateStats:
-        """The stats with the metrics that the algorithm gave."""
+        """The stats with the algorithm's own metrics added."""
         refuse_taken(used, OF_TRAINER | stats.metrics.keys(), f"algorithm.name {self._config.algorithm.name!r}")
         return stats.with_metrics(used)
 
     async def _valued(self, batch: Batch) -> Batch:
-        """The batch with the critic's predictions."""
+        """The batch with the critic's value predictions."""
         critic = self._roles.critic
         if critic is None:
             return batch
@@ -177,8 +178,9 @@ class RLVR:
         return stats
 
     async def _compared(self, batch: Batch) -> Batch:
-        """The batch with what the algorithm needs of the reference and, where a KL penalty is in the reward of several
-        updates, the log-probs before the first of them: actor and critic take the penalty from the same ones."""
+        """The batch with the reference log-probs that the algorithm needs. If the reward has a KL penalty and a step
+        makes several updates, also with the log-probs before the first update, so that actor and critic use the same
+        penalty."""
         if not self._algorithm.needs_reference:
             return batch
         actor, reference = self._roles.actor, self._roles.reference
@@ -186,7 +188,7 @@ class RLVR:
             await self._turns.enter("train")
             batch = batch.with_columns(proximal=await actor.call(TrainWorker.log_probs, batch))
         await self._turns.enter("train" if reference is None else "reference")
-        if reference is None:  # it is the base of the actor's adapters
+        if reference is None:  # the reference is the base model of the actor's adapters
             batch = batch.with_columns(ref=await actor.call(TrainWorker.base_log_probs, batch))
         else:
             batch = batch.with_columns(ref=await reference.call(TrainWorker.log_probs, batch))
@@ -218,7 +220,8 @@ class RLVR:
         self._scheduler.trained(rollout, self.state.step, untrained)
 
     def _solved(self) -> bool:
-        """Whether the tasks have nothing left to teach; raises when they never had anything."""
+        """Whether the run can stop early because no task has anything left to teach; raises if no sample ever got a
+        reward."""
         if self.state.idle_steps < MOST_IDLE_STEPS:
             return False
         reward = self.state.reward
@@ -241,13 +244,13 @@ class RLVR:
         await self._turns.enter("generate")
         with self._recorder.stage("evaluate"):
             evaluation = await self._evaluator.evaluate(self.state.step)
-        self.state.seconds += self._recorder.lap()  # no step's
+        self.state.seconds += self._recorder.lap()  # this time belongs to no step
         if evaluation is not None:
             self._record.evaluated(self.state.step, self.state.evaluated(evaluation))
 
 
 def _choosing(algorithm: AlgorithmConfig) -> str:
-    """The settings by which samples are left out, for a message."""
+    """The settings that leave samples out, for a message."""
     chosen = {name: getattr(algorithm, name) for name in ("mask_truncated", "difficulty", "positive_above")}
     said = [f"algorithm.{name}={value}" for name, value in chosen.items() if value is not None and value is not False]
     return f" ({', '.join(said)})" if said else ""
@@ -256,7 +259,7 @@ def _choosing(algorithm: AlgorithmConfig) -> str:
 def make_scheduler(
     config: Config, tasks: TaskSet, roles: Roles, lifecycle: Lifecycle, state: RLVRState
 ) -> RolloutScheduler:
-    """The scheduler a config describes, for the weights of `state`."""
+    """The scheduler that the config describes, starting at the weight version of `state`."""
     order, keep = make_policies(config, tasks)
     return RolloutScheduler(
         order,
@@ -273,5 +276,5 @@ def make_scheduler(
 
 
 def make_evaluator(config: Config, tasks: TaskSet, roles: Roles) -> Evaluator:
-    """The evaluator of a run's held-out tasks, or of the sets that its config names."""
+    """The evaluator of the run's held-out tasks, or of the evaluation sets that the config names."""
     return Evaluator(tasks.held_out, roles.pool, config.eval, bool(config.domains), tasks.labels)

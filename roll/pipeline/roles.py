@@ -1,4 +1,4 @@
-"""Starting and stopping the roles of a run, on the devices of its map."""
+"""Starts and stops the roles of a run on the devices of its device map."""
 
 from __future__ import annotations
 
@@ -55,23 +55,23 @@ Models = tuple[
     Cluster[CriticWorker] | None,
     RewardModelClient,
 ]
-"""Trainer, engines, reference, critic, and models that give rewards."""
+"""Trainer, engines, reference, critic, and the client of the models that give rewards."""
 
 
 @dataclass
 class TrainRoles:
-    """The running roles that hold a model to train, or one to compare with: all that some pipelines have."""
+    """The running roles that hold a model to train or to compare with. Pipelines without rollouts have no others."""
 
     executor: Executor
     stages: ResidencyTable
-    """What of each worker is on its devices in which stage."""
+    """Residency: which state of each worker is on its devices in which phase."""
     actor: Cluster[TrainWorker]
     reference: Cluster[TrainWorker] | None
     critic: Cluster[CriticWorker] | None
 
     @property
     def trainers(self) -> list[Cluster[TrainWorker] | Cluster[CriticWorker]]:
-        """The roles with weights of their own: actor, reference and critic, as far as the run has them."""
+        """The roles with weights of their own that the run has, of actor, reference and critic."""
         return [cluster for cluster in (self.actor, self.reference, self.critic) if cluster is not None]
 
     @property
@@ -86,28 +86,29 @@ class TrainRoles:
 
     @property
     def moves(self) -> int:
-        """Grows whenever a sample moves."""
+        """A counter that grows whenever a sample changes its state."""
         return 0
 
     def waiting(self) -> list[str]:
-        """Who waits for a role, a sentence each."""
+        """One sentence per kind of waiting work: who waits for which role."""
         return []
 
     def trainer_died(self, error: RemoteError) -> bool:
-        """Whether an error is that of a trainer, or of the reference, which ended or hung."""
+        """Whether the error says that a trainer or the reference died or hung."""
         names = {place.name for cluster in self.trainers for place in cluster.places}
         return isinstance(error, WorkerDied | CallTimedOut) and error.worker in names
 
     async def check_nodes(self) -> None:
-        """Raises when a trainer, or the reference, cannot be restarted: its node is lost, or the cluster."""
+        """Raises if a trainer or the reference cannot be restarted because its node, or the cluster, is lost."""
         for cluster in self.trainers:
             for rank, place in enumerate(cluster.places):
                 if (node := await cluster.lost_node(rank)) is not None:
                     raise without_role(cluster.role, NodeLost(place.name, node))
 
     async def restart_trainers(self, checkpoint: Path | None, supervise: SuperviseConfig) -> None:
-        """Restarts the trainers that learn, and the reference if it does not answer, and brings those that learn to a
-        checkpoint, or to where they began. If one is lost meanwhile, the error is raised, and this may be tried again."""
+        """Restarts actor and critic, and the reference if it does not answer, then loads the checkpoint into actor and
+        critic (without one they start from their initial weights). If a worker dies meanwhile, raises; the call may be
+        repeated."""
         await _restart(self.actor, TrainWorker.hold, self.stages, supervise)
         if self.reference is not None and not await _answers(self.reference):
             await _restart(self.reference, TrainWorker.hold, self.stages, supervise)
@@ -124,14 +125,14 @@ class TrainRoles:
                 await self.critic.call(CriticWorker.load, checkpoint)
 
     async def save(self, checkpoint: Path) -> None:
-        """Has the actor and the critic write a checkpoint, or begin to: `saved` waits for it."""
+        """Has the actor and the critic write a checkpoint, or begin to write it: `saved` waits until they are done."""
         await self.actor.call(TrainWorker.save, checkpoint)
         if self.critic is not None:
             await self.critic.call(CriticWorker.save, checkpoint)
 
     async def saved(self) -> dict[str, str]:
-        """Returns once all workers have written what `save` began, with the digests of files that their writers have
-        computed."""
+        """Returns once all workers have written the checkpoint that `save` began, with the file digests that they
+        computed while writing."""
         parts = await self.actor.call_each(TrainWorker.saved)
         if self.critic is not None:
             parts += await self.critic.call_each(CriticWorker.saved)
@@ -143,11 +144,12 @@ class TrainRoles:
         return any(cluster.is_group for cluster in (self.actor, self.critic) if cluster is not None)
 
     async def peak_memory(self) -> dict[str, float]:
-        """GPU memory at its peak since it was asked last, of each role's fullest worker; in one process all roles'
-        together."""
+        """Peak GPU memory since the last call, per role that of its fullest worker; if all roles share one process, that
+        of the process."""
         calls = self._peak_calls()
         # waits: calls have deadlines
-        found = await asyncio.gather(*calls.values(), return_exceptions=True)  # who died meanwhile is missed elsewhere
+        # a dead worker is reported by its supervisor
+        found = await asyncio.gather(*calls.values(), return_exceptions=True)
         peaks = {role: max(peak) for role, peak in zip(calls, found, strict=True) if isinstance(peak, list)}
         return {f"memory/{role}_gib": peak / 2**30 for role, peak in peaks.items() if peak}
 
@@ -171,9 +173,9 @@ class Roles(TrainRoles):
     pool: RolloutPool
     scorers: RewardModelClient = NO_SCORERS
     alive: set[int] = field(default_factory=set)
-    """Engines that are not lost."""
+    """Ranks of the engines that are alive."""
     retired: dict[str, set[int]] = field(default_factory=dict)
-    """Workers, by role and rank, whose nodes are lost."""
+    """Ranks, by role, of the workers whose nodes are lost."""
 
     def __post_init__(self) -> None:
         self.alive = set(range(len(self.engines)))
@@ -194,29 +196,29 @@ class Roles(TrainRoles):
         return [f"{self.router.waiting} groups wait for an engine; engines that take some: {inside}"]
 
     async def take_grader_stats(self) -> GraderStats:
-        """What all graders did since this was asked last."""
+        """The statistics of all graders since the last call."""
         ranks = range(len(self.rewards))
         calls = [self.rewards.call_rank(rank, RewardWorker.take_stats) for rank in ranks]
         # waits: calls have deadlines
-        found = await asyncio.gather(*calls, return_exceptions=True)  # who died meanwhile is missed elsewhere
+        found = await asyncio.gather(*calls, return_exceptions=True)  # a dead worker is reported by its supervisor
         return sum((stats for stats in found if isinstance(stats, GraderStats)), GraderStats())
 
     async def take_environment_stats(self) -> EnvStats | None:
-        """What all environments did since this was asked last; None where there are none."""
+        """The statistics of all environments since the last call; None if the run has none."""
         if self.environments is None:
             return None
         calls = [self.environments.call_rank(rank, EnvWorker.take_stats) for rank in range(len(self.environments))]
         # waits: calls have deadlines
-        found = await asyncio.gather(*calls, return_exceptions=True)  # who died meanwhile is missed elsewhere
+        found = await asyncio.gather(*calls, return_exceptions=True)  # a dead worker is reported by its supervisor
         return sum((stats for stats in found if isinstance(stats, EnvStats)), EnvStats())
 
     def engine_trouble(self, engine: int, reason: str) -> None:
-        """An engine does not do what it should: what it had goes elsewhere."""
+        """An engine misbehaves: its requests are moved to other engines."""
         self.pool.engine_trouble(engine, reason)
 
     async def connect(self) -> None:
-        """Tells the rollout and reward workers whom to go through, as they are now. One that is lost hears it when it is
-        back."""
+        """Gives the rollout and reward workers the current handles of the roles they call. A worker that is dead gets
+        them when it is back."""
         judge, environments = self.scorers.judge, self.environments
         scorers = replace(self.scorers, judge=judge and self._left(judge)).as_sent()
         graders, environments = self._left(self.rewards), environments and self._left(environments)
@@ -230,7 +232,7 @@ class Roles(TrainRoles):
         _raise_all_but_losses(await asyncio.gather(*calls, return_exceptions=True))
 
     def _left(self, cluster: Cluster[W]) -> Cluster[W]:
-        """The workers of a role whose nodes are there."""
+        """The workers of a role whose nodes are alive."""
         gone = self.retired.get(cluster.role)
         return cluster if not gone else cluster.subset([rank for rank in range(len(cluster)) if rank not in gone])
 
@@ -241,11 +243,11 @@ class Roles(TrainRoles):
 
 
 def make_executor(config: Config) -> Executor:
-    """The executor the config names; nothing is started or joined yet."""
+    """The executor that the config names; it has started or joined nothing yet."""
     silent_s = max(config.supervise.hang_s, LEAST_SILENT_S)
     if config.executor == "local":
         return LocalExecutor(config.ray.call_deadline_s, config.ray.start_deadline_s, silent_s)
-    # Read when Ray is imported: pages on what has died, which the run says in a sentence.
+    # Ray reads this when it is imported. It hides pages about dead processes, which the run reports in one sentence.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _RAY_SAYS)
     try:
         from roll.cluster.ray_executor import RayExecutor
@@ -259,7 +261,7 @@ def make_executor(config: Config) -> Executor:
 
 @contextmanager
 def executor_of(config: Config) -> Iterator[Executor]:
-    """The executor the config names; whatever happens, what it started is stopped at the end."""
+    """The executor that the config names; everything it started is stopped at the end, also after an error."""
     executor = make_executor(config)
     try:
         yield executor
@@ -268,7 +270,7 @@ def executor_of(config: Config) -> Iterator[Executor]:
 
 
 def inventory_of(config: Config, executor: Executor) -> Inventory:
-    """What there is to run on: this machine, or the cluster that is joined."""
+    """The available hardware: this machine, or the joined cluster."""
     if config.executor == "local" or config.ray.address is None:
         return this_machine()
     from roll.cluster.ray_executor import RayExecutor
@@ -293,10 +295,10 @@ async def start_roles(
     run: Path | None = None,
     environments: bool = False,
 ) -> AsyncIterator[Roles]:
-    """Every role of a run with rollouts, running; all of them closed at the end, whatever happens.
+    """Starts every role of a run with rollouts; closes all of them at the end, also after an error.
 
-    `map` and `stages` are the plan's; without them roles are placed by the config's own words, all resident, with
-    workers for environments if there are to be `environments`.
+    `map` and `stages` come from the plan. Without them the config alone places the roles, all resident; `environments`
+    says whether the run has environment workers.
     """
     executor = executor or make_executor(config)
     try:
@@ -316,7 +318,7 @@ async def start_trainer(
     stages: ResidencyTable | None = None,
     run: Path | None = None,
 ) -> AsyncIterator[TrainRoles]:
-    """The trainer alone, running; closed at the end, whatever happens."""
+    """Starts the trainer alone; closes it at the end, also after an error."""
     executor = executor or make_executor(config)
     try:
         map = map or make_map(config, inventory_of(config, executor), roles_in_use=SFT_ROLES)
@@ -330,7 +332,7 @@ async def start_trainer(
 
 
 def _verify_models(config: Config, map: DeviceMap) -> None:
-    """Refuses weights of a checkpoint that are not what a run wrote."""
+    """Refuses checkpoint weights whose checksums are wrong."""
     own = {getattr(config.roles, role).model.path for role in SCORING_ROLES if role in map.roles}
     for path in sorted({config.model.path} | own):
         source = find_model(path)
@@ -340,7 +342,7 @@ def _verify_models(config: Config, map: DeviceMap) -> None:
 
 
 def _reserve(config: Config, executor: Executor, map: DeviceMap, run: Path | None) -> None:
-    """Takes the devices of all roles."""
+    """Reserves the devices of all roles."""
     if run is not None:
         executor.write_logs_to(run / "logs", config.run.keep.log_mb << 20)
     learners = [map.roles[role].places for role in LEARNERS if role in map.roles]
@@ -417,7 +419,7 @@ async def _start(
         return await met(critic, CriticWorker.hold, stages, config.supervise)
 
     async def start_models() -> Models:
-        if stages.takes_turns:  # one after the other, because they may not fit together
+        if stages.takes_turns:  # one after the other: they may not fit on the devices together
             first = await start_actor(), await start_engines(), await start_reference(), await start_critic()
             return *first, await start_scorers(config, executor, map, stages)
         scoring = start_scorers(config, executor, map, stages)
@@ -430,7 +432,7 @@ async def _start(
             rolling = starts.create_task(start_rollouts())
             acting = starts.create_task(start_environments())
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None  # the first; the others were cancelled for it
+        raise errors.exceptions[0] from None  # the first error; it cancelled the other starts
     rewards, rollouts = rewarding.result(), rolling.result()
     actor, engines, reference, critic, scorers = models.result()
     rollout = config.rollout
@@ -456,7 +458,7 @@ async def _start(
 async def _restart(
     cluster: Cluster[G], hold: Callable[[G, Level], Any], stages: ResidencyTable, supervise: SuperviseConfig
 ) -> None:
-    """Restarts all workers of a role, which then are as they were when the run began."""
+    """Restarts all workers of a role, in the state in which the run started them."""
     for ranks in cluster.units:
         await cluster.restart(ranks[0])
     await met(cluster, hold, stages, supervise)

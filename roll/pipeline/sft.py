@@ -23,8 +23,8 @@ LOSS = LossSpec("nll")
 
 
 class SFT:
-    """What always holds: the samples of a step are those that the order names, whatever happened before; `state` is what
-    a checkpoint needs beside the weights to go on."""
+    """The SFT loop. Invariants: the epoch permutation alone decides which samples a step has, also after a resume;
+    `state` holds everything a checkpoint needs besides the weights to resume."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class SFT:
         self.state = state
 
     async def run(self) -> SFTState:
-        """Trains until the last step, or until somebody asks to stop; then evaluates and saves."""
+        """Trains until the last step or until a stop is requested; then evaluates and saves."""
         config, state, recorder = self._config, self.state, self._recorder
         if state.evaluated_step < 0:
             self._record.left_out(self._corpus.left_out)
@@ -79,7 +79,7 @@ class SFT:
         self._recorder.reporter.phase("evaluating held-out samples")
         with self._recorder.stage("evaluate"):
             found = await measure(self._roles, self._corpus.held_out, self._config.eval.samples)
-        state.seconds += self._recorder.lap()  # no step's
+        state.seconds += self._recorder.lap()  # this time belongs to no step
         state.loss = found.loss
         state.loss_before = found.loss if state.loss_before is None else state.loss_before
         self._record.evaluated(state.step, found)

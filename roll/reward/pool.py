@@ -1,8 +1,8 @@
-"""Grader processes and the queue before them.
+"""Grader processes and the queue in front of them.
 
-Every call of `score` ends: in a verdict, in a `ScoreFailure` of its own, or, when no grader process can be started any
-more, in a `RunError`. A process is idle, or belongs to exactly one call, or is being replaced; a call waits only while
-every process belongs to another call or is being replaced, and each of those takes bounded time.
+Every call of `score` ends: with a verdict, with a `ScoreFailure` of its own, or, if grader processes no longer start,
+with a `RunError`. A process is idle, belongs to exactly one call, or is being replaced. A call waits only while every
+process belongs to another call or is being replaced; both take bounded time.
 """
 
 from __future__ import annotations
@@ -34,23 +34,25 @@ _log = logging.getLogger(__name__)
 
 _START_TRIES = 3
 QUICK_CHARS = 8192
-"""Longest text that a reward which calls itself quick judges where it is asked, without a process."""
+"""A `quick` reward judges texts up to this length in the caller's process, without a grader."""
 
 
 class GraderPool:
-    """Judges attempts in `workers` processes. Domains take turns; within a domain, first come, first served.
+    """Judges attempts in `workers` processes. The queue is fair across domains; within a domain it is first in, first
+    out.
 
-    A function that hangs beyond `deadline_s`, or whose process dies, is killed with all it started and tried again,
-    up to `tries` times in all, ahead of its domain's queue; its process is replaced meanwhile. An exception or an
-    invalid result is the same the second time and fails at once. The deadline counts from when a process has the job.
-    What the function prints goes to the file `log`, of at most `log_bytes`, or to standard error. One that takes
-    `memory_mb` beyond what its process started with gets a `MemoryError`, and the process is replaced if that leaves
-    it short. Of rewards that are deterministic, `cache` verdicts are kept. Rewards that are `quick` judge short texts
-    here, where a process would take a hundred times as long to ask as to judge.
+    If the reward function runs longer than `deadline_s`, or its process dies, the pool kills the process with all its
+    children, starts another, and tries the job again, ahead of its domain's queue, up to `tries` times in all. An
+    exception or an invalid result would repeat, so the job fails at once. The deadline starts when a process has the job.
+    The function's output goes to the file `log`, of at most `log_bytes`, or to standard error. A function that allocates
+    more than `memory_mb` on top of its process's initial memory gets a `MemoryError`; if memory stays short afterwards,
+    the process is replaced. `cache` is the number of verdicts of deterministic rewards that are cached. Rewards that are
+    `quick` judge short texts in this process: sending the job to a grader would take a hundred times as long as judging
+    it.
 
-    The processes end with the thread that runs the event loop, even when that is killed.
+    The processes end with the thread that runs the event loop, even if it is killed.
 
-    With one worker and `tries=2`, of the jobs A (hangs) and B: A is killed, a new process starts, A is tried and killed
+    Example with one worker and `tries=2`, jobs A (hangs) and B: A is killed, a new process starts, A is tried and killed
     again and fails with `deadline`; B gets the third process.
     """
 
@@ -81,7 +83,8 @@ class GraderPool:
         self._idle: deque[Grader] = deque()
         self._turns: FairQueue[Grader] = FairQueue()
         self._replacing: set[asyncio.Task[None]] = set()
-        self._starts = asyncio.Semaphore(os.cpu_count() or 1)  # more at once would only eat each other's deadline
+        # starting more at once would slow each other beyond the start deadline
+        self._starts = asyncio.Semaphore(os.cpu_count() or 1)
         self._ended: RunError | None = RunError("the grader pool was not started")
         self._counts: Counter[str] = Counter()
         self._latency: defaultdict[str, Latency] = defaultdict(Latency)
@@ -98,7 +101,7 @@ class GraderPool:
         await self.close()
 
     async def start(self) -> None:
-        """Start all processes and load the reward function in each. `UserError` if it cannot be loaded."""
+        """Starts all processes and loads the reward function in each. Raises `UserError` if it cannot be loaded."""
         self._ended = None
         try:
             graders = await together(self._start_grader() for _ in range(self._workers))
@@ -109,8 +112,8 @@ class GraderPool:
             self._hand_on(grader)
 
     async def score(self, task: Task, response: Response, said: Said | None = None, *, votes: bool = False) -> Verdict:
-        """Judge an attempt, of which roles `said` so much; `votes`: the verdict is to have its answer. May be cancelled
-        at any time; the pool stays whole."""
+        """Judges an attempt. `said` has the scores that model roles gave it; with `votes` the verdict includes the
+        extracted answer. The call may be cancelled at any time without harm to the pool."""
         self._raise_if_ended()
         quick = self._quick.get(self._source.key_of(task.domain))
         if quick is not None and len(response.text) <= QUICK_CHARS:
@@ -121,7 +124,7 @@ class GraderPool:
         for tries_left in reversed(range(self._tries)):
             grader = await self._take(task.domain, ahead=tries_left < self._tries - 1)
             try:
-                if (kept := self._kept(job)) is not None:  # judged while this one waited: siblings often say the same
+                if (kept := self._kept(job)) is not None:  # an identical sibling was judged while this one waited
                     return kept
                 answer = await grader.ask(job, self._deadline_s)
             except ScoreFailure as failure:
@@ -140,22 +143,22 @@ class GraderPool:
         raise AssertionError("tries is at least 1")
 
     def count(self, failure: ScoreFailure) -> None:
-        """A verdict failed before any grader had the job."""
+        """Counts a verdict that failed before any grader had the job."""
         self._counts[failure.kind] += 1
 
     def stats(self) -> GraderStats:
-        """Counts since the pool was made."""
+        """Counts since the pool was created."""
         counts: dict[str, Any] = dict(self._counts)
         return GraderStats(**counts, verdicts=self._verdicts, latency=dict(self._latency))
 
     def take_stats(self) -> GraderStats:
-        """Counts since this was asked last."""
+        """Counts since the last call."""
         now = self.stats()
         since, self._taken = now - self._taken, now
         return since
 
     async def close(self) -> None:
-        """Kill all processes and wait until they are gone. Calls still waiting get a `RunError`. Safe to repeat."""
+        """Kills all processes and waits until they have ended. Waiting calls get a `RunError`. May be called again."""
         self._end(RunError("the grader pool was closed"))
         replacing = list(self._replacing)
         for replacement in replacing:
@@ -167,8 +170,8 @@ class GraderPool:
         sweep()
 
     async def _take(self, domain: str, ahead: bool) -> Grader:
-        """A grader for one job of the domain: the longest idle, or one when it is the domain's turn (`ahead`: before all
-        of the domain who wait)."""
+        """Takes a grader for one job: the longest idle one, or, if none is idle, the one that the fair queue assigns to
+        the domain. With `ahead`, the job goes to the front of its domain's queue."""
         started = asyncio.get_running_loop().time()
         while True:
             self._raise_if_ended()
@@ -181,7 +184,7 @@ class GraderPool:
                 self._took(f"{domain}/wait", asyncio.get_running_loop().time() - started)
                 return grader
             self._turns.end(domain)
-            self._replace(grader)  # it died while idle, which is no job's fault
+            self._replace(grader)  # it died while idle: no job is to blame
             ahead = True
 
     async def _wait_turn(self, domain: str, ahead: bool) -> Grader:
@@ -190,7 +193,8 @@ class GraderPool:
             # waits: every process belongs to a call with a deadline, or is being replaced in bounded time
             return await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:  # it was our turn already
+            # the grader was already assigned to this call
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self._give_back(turn.result(), domain)
             raise
 
@@ -202,7 +206,7 @@ class GraderPool:
             self._replace(grader)
 
     def _hand_on(self, grader: Grader) -> None:
-        """Give a free grader to whose turn it is, or let it be idle."""
+        """Gives a free grader to the next job in the fair queue, or marks it idle."""
         if self._ended is not None:
             return
         following = self._turns.next()
@@ -214,7 +218,7 @@ class GraderPool:
         turn.set_result(grader)
 
     def _replace(self, grader: Grader) -> None:
-        """Kill a grader at once; in the background, start another in its place."""
+        """Kills a grader at once and starts its replacement in the background."""
         grader.kill()
         if self._ended is not None:
             return
@@ -249,7 +253,7 @@ class GraderPool:
         self._graders.discard(grader)
 
     def _end(self, error: RunError) -> None:
-        """From now on every call fails with the error, those that wait included. The first error stands."""
+        """From now on every call fails with the error, including waiting ones. The first error is kept."""
         self._ended = self._ended or error
         self._idle.clear()
         for turn in self._turns.clear():
@@ -265,7 +269,7 @@ class GraderPool:
         return verdict
 
     def _verdict(self, task: Task, answer: ipc.GraderScored | ipc.GraderFailed) -> Verdict:
-        """The verdict of an answer, or what it says went wrong."""
+        """The verdict of an answer; raises the failure that it reports."""
         if isinstance(answer, ipc.GraderFailed):
             self._counts[answer.kind] += 1
             raise ScoreFailure(answer.kind, answer.reason, answer.detail)
@@ -281,7 +285,7 @@ class GraderPool:
 
 
 def pack(task: Task, response: Response, said: Said, votes: bool = False) -> bytes:
-    """The job as bytes. By value where types are of `__main__`: an answer may be of any type."""
+    """The job as bytes. Types of `__main__` are pickled by value, because an answer may be of any type."""
     import cloudpickle
 
     try:

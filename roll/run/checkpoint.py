@@ -1,16 +1,16 @@
-"""Checkpoints: everything a run needs to go on, each one whole or not there at all.
+"""Checkpoints: everything a run needs to resume. A checkpoint is complete or does not exist.
 
     checkpoints/
       .step-000030.tmp-4242/   being written, or left by a crash: never read
       step-000010/
       step-000020/
         model/ …               what trainers wrote: model and optimizer.safetensors, or shards/ with a file per rank
-        state.json             what the caller said
+        state.json             the state that the pipeline saves
         manifest.json          the format, size and checksum of every other file; written last
 
-A checkpoint takes its name `step-…` by one rename, after every byte of it is on disk, and loses it by one rename before
-it is deleted. So at any moment, whatever dies, each folder named `step-…` is whole, and the newest ones stay until the
-new one stands.
+A checkpoint gets its name `step-…` by one rename, after every byte of it is on disk, and loses it by one rename before
+it is deleted. So whatever crashes, each folder named `step-…` is complete, and the newest old checkpoints are deleted
+only after the new one is complete.
 """
 
 from __future__ import annotations
@@ -46,33 +46,33 @@ from roll.run.format import checked, format_entries
 _MANIFEST = "manifest.json"
 _CHECK = "check"
 _FIRST_ENTRIES = {"step", "algorithm", "files"}
-"""What a manifest has that was written before manifests had a format and a checksum."""
+"""Entries of manifests that were written before manifests had a format and a checksum."""
 _STATE = "state.json"
 _MODEL, _SHARDS = "model", "shards"
-"""The folders of a checkpoint that have the weights."""
+"""The folders of a checkpoint that hold weights."""
 _READERS = 8
-"""Files that are hashed at the same time."""
+"""Files that are hashed concurrently."""
 SCORE = "held_out_score"
-"""What the best checkpoint has most of, where its state says it."""
+"""Key in the state: the best checkpoint is the one with the highest value. It may be missing."""
 _NAME = re.compile(r"step-(\d{6,})|\.step-(\d{6,})\.old-\d+")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint: its step, its folder, and the state saved with it."""
+    """A complete checkpoint: its step, its folder, and the state saved with it."""
 
     step: int
     path: Path
     state: dict[str, Any]
 
     def verify(self) -> None:
-        """Compare every file with its checksum; a damaged one is named, with what to do about it."""
+        """Compares every file with its checksum; the error names the damaged file and what to do about it."""
         _verify(self.path, self.step)
 
 
 def verify_model(folder: Path) -> None:
-    """The same for the model folder of a checkpoint and the shards beside it, before a model is loaded from them. A
-    folder that is in no checkpoint has no checksums."""
+    """Verifies the model folder of a checkpoint and the shards next to it before a model is loaded from them. A folder
+    outside a checkpoint has no checksums and passes."""
     path = folder.parent
     if folder.name != _MODEL or not _NAME.fullmatch(path.name) or not (path / _MANIFEST).is_file():
         return
@@ -105,7 +105,7 @@ def _verify(path: Path, step: int, folders: Sequence[str] | None = None) -> None
             raise _damaged(path, name, "it is missing")
         if file.stat().st_size != size:
             raise _damaged(path, name, f"it has {file.stat().st_size} bytes, not {size}")
-    with ThreadPoolExecutor(_READERS) as readers:  # hashing leaves the interpreter's lock
+    with ThreadPoolExecutor(_READERS) as readers:  # hashing releases the GIL
         found = readers.map(lambda name: file_digest(path / name, algorithm), chosen)
         for name, digest in zip(chosen, found, strict=True):
             if digest != chosen[name][1]:
@@ -116,10 +116,11 @@ def _verify(path: Path, step: int, folders: Sequence[str] | None = None) -> None
 
 
 class Saving:
-    """A checkpoint that is being written: nobody reads it until `finish` gives it its name, which it does once, or never.
+    """A checkpoint being written. Nothing reads it until `finish` renames it to its final name, which happens once or
+    never.
 
-    Several writers may still be at work when the values are captured: what they write is in `folder`, and whoever calls
-    `finish` knows that they have ended. `finish` and `drop` may be called in different threads.
+    Workers may still be writing into `folder` after the state was captured; the caller of `finish` makes sure that they
+    are done. `finish` and `drop` may be called from different threads.
     """
 
     def __init__(self, checkpoints: Checkpoints, step: int, folder: Path) -> None:
@@ -130,8 +131,8 @@ class Saving:
         self._ended = False
 
     def finish(self, digests: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Puts everything on disk and makes it a checkpoint. Files are not read again whose `digests` their writers have
-        computed."""
+        """Syncs all files to disk and makes them a checkpoint. Files whose `digests` the workers computed while writing
+        are not read again."""
         with self._lock:
             assert not self._ended, f"the checkpoint of step {self.step} was finished or dropped before"
             self._ended = True
@@ -139,14 +140,14 @@ class Saving:
             self._checkpoints.take(self.step, self.folder)
 
     def drop(self) -> None:
-        """Deletes what was written, unless it is a checkpoint already. Waits for a `finish` that is under way."""
+        """Deletes the files, unless they are a checkpoint already. Waits for a running `finish`."""
         with self._lock:
             self._ended = True
             shutil.rmtree(self.folder, ignore_errors=True)
 
     @contextmanager
     def dropped_on_error(self) -> Iterator[None]:
-        """An error in the block leaves nothing behind."""
+        """If the block raises, deletes the files."""
         try:
             yield
         except BaseException as error:
@@ -158,7 +159,7 @@ class Saving:
 
 
 class Checkpoints:
-    """The checkpoints of a run: the newest `keep` of them, those of every `every` steps, and the best if `best`."""
+    """The checkpoints of a run. It keeps the newest `keep`, those of every `every` steps, and the best one if `best`."""
 
     def __init__(self, folder: RunFolder, keep: int = 2, every: int = 0, best: bool = False) -> None:
         assert keep >= 1, "the newest checkpoint is always kept"
@@ -169,10 +170,10 @@ class Checkpoints:
 
     @contextmanager
     def saving(self, step: int, state: dict[str, Any]) -> Iterator[Path]:
-        """Save a checkpoint: the block puts its files in the folder it is given; `state` is kept as JSON.
+        """Saves a checkpoint: the block writes its files into the given folder; `state` is stored as JSON.
 
-        The checkpoint stands when the block ends; an error in it leaves nothing behind. The state comes back as JSON
-        gives it back: tuples as lists, keys as strings.
+        The checkpoint is complete when the block ends; if the block raises, nothing is left of it. The state is read back
+        as JSON returns it: tuples as lists, keys as strings.
         """
         saving = self.begin(step, state)
         with saving.dropped_on_error():
@@ -180,7 +181,7 @@ class Checkpoints:
             saving.finish()
 
     def begin(self, step: int, state: dict[str, Any]) -> Saving:
-        """Begins a checkpoint with the state as it is now. Until it is finished or dropped no other one is begun."""
+        """Begins a checkpoint with the current state. No other one may begin until this one is finished or dropped."""
         self._dir.mkdir(exist_ok=True)
         like_its_folder(self._dir)
         self._tidy()
@@ -197,10 +198,10 @@ class Checkpoints:
         return saving
 
     def take(self, step: int, aside: Path) -> None:
-        """Gives a folder that is whole the name of its checkpoint, and deletes what is not to be kept."""
+        """Renames a complete folder to its checkpoint's name, and deletes checkpoints that are not to be kept."""
         final = self._dir / f"step-{step:06d}"
         if final.exists():
-            # `latest` reads the old one under this name for the instant in which neither has the real one.
+            # Between the two renames neither folder has the final name; `latest` then reads the old one under this name.
             final.rename(self._dir / f".step-{step:06d}.old-{os.getpid()}")
         tree_like_its_folder(aside)
         aside.rename(final)
@@ -208,12 +209,12 @@ class Checkpoints:
         self._tidy()
 
     def latest(self) -> Checkpoint | None:
-        """The newest whole checkpoint."""
+        """The newest complete checkpoint."""
         whole = _whole(self._dir)
         return _load(*whole[0]) if whole else None
 
     def examined(self) -> Iterator[tuple[Path, Checkpoint | None, str | None]]:
-        """Every folder with the name of a checkpoint, newest first: the checkpoint, or what is wrong with it."""
+        """Every folder with a checkpoint's name, newest first: with the checkpoint, or with what is wrong with it."""
         for path in sorted(self._dir.glob("step-*"), key=_step_or_none, reverse=True):
             if not _NAME.fullmatch(path.name):
                 continue
@@ -228,44 +229,44 @@ class Checkpoints:
                 yield path, checkpoint, None
 
     def hollow(self) -> list[Path]:
-        """Folders with the name of a checkpoint newer than the newest whole one, but no manifest: they have lost it."""
+        """Folders named like a checkpoint newer than the newest complete one, but without a manifest: it was deleted."""
         whole = _whole(self._dir)
         named = [path for path in sorted(self._dir.glob("step-*")) if _NAME.fullmatch(path.name)]
         return [path for path in named if not (path / _MANIFEST).is_file() and (not whole or _step(path) > whole[0][0])]
 
     def _tidy(self) -> None:
-        """Delete what nobody will read: what a crash left, replaced checkpoints, and all but those to be kept."""
+        """Deletes what nothing will read again: leftovers of a crash, replaced checkpoints, and those not to be kept."""
         for leftover in self._dir.glob(".step-*.tmp-*"):
             shutil.rmtree(leftover)
         for replaced in self._dir.glob(".step-*.old-*"):
             final = self._dir / f"step-{_step(replaced):06d}"
             if not final.exists():
-                replaced.rename(final)  # The crash came before the new one had the name.
+                replaced.rename(final)  # the crash came before the new checkpoint got the name
         outdated = [path for step, path in _whole(self._dir)[self._keep :] if not self._every or step % self._every]
         if self._best and outdated:
             best = _best(self._dir)
             outdated = [path for path in outdated if path != best]
         for path in [*self._dir.glob(".step-*.old-*"), *outdated]:
-            # Renamed first, so that no half of a checkpoint is ever seen under its name.
+            # Renamed first, so that a half-deleted checkpoint never has a checkpoint's name.
             shutil.rmtree(path.rename(self._dir / f".step-{_step(path):06d}.tmp-{os.getpid()}"))
 
 
 def _whole(directory: Path) -> list[tuple[int, Path]]:
     """Step and folder of every checkpoint with a manifest, newest first."""
     found: dict[int, Path] = {}
-    for path in sorted(directory.glob("*step-*"), reverse=True):  # Those named `step-…` first.
+    for path in sorted(directory.glob("*step-*"), reverse=True):  # names that start with `step-…` come first
         if _NAME.fullmatch(path.name) and (path / _MANIFEST).is_file():
             found.setdefault(_step(path), path)
     return sorted(found.items(), reverse=True)
 
 
 def _best(directory: Path) -> Path | None:
-    """The checkpoint with the highest score, the newest of equals; those that were not measured have none."""
+    """The checkpoint with the highest score, the newest among equals; one that was not evaluated has no score."""
     scores = []
     for step, path in _whole(directory):
         try:
             score = json.loads((path / _STATE).read_bytes()).get(SCORE)
-        except (OSError, RecursionError, ValueError, AttributeError):  # damaged: it is refused where it is read
+        except (OSError, RecursionError, ValueError, AttributeError):  # damaged: loading it reports that
             continue
         if isinstance(score, int | float) and score == score:
             scores.append((score, step, path))
@@ -299,7 +300,7 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
 
 
 class _DamagedError(UserError):
-    """A checkpoint's file is not what was written."""
+    """A file of a checkpoint differs from what was written."""
 
     def __init__(self, message: str, name: str, how: str) -> None:
         super().__init__(message)
@@ -316,8 +317,8 @@ def _damaged(path: Path, name: str, how: str) -> UserError:
 
 
 def _write_manifest(directory: Path, step: int, digests: Mapping[str, str]) -> None:
-    """Put every file on disk, then the manifest that makes them a checkpoint. Their writers have done so with those whose
-    digests are known."""
+    """Syncs every file to disk, then writes the manifest that makes them a checkpoint. Files with a known digest were
+    synced by the workers that wrote them."""
     files: dict[str, Any] = {}
     for file in _files(directory):
         name = file.relative_to(directory).as_posix()
@@ -344,7 +345,7 @@ def _check_of(manifest: Mapping[str, Any]) -> str:
 
 
 def _is_state(file: Path) -> bool:
-    """Whether a trainer reads it: notes of a user beside a checkpoint's files are none of it."""
+    """Whether a trainer reads the file. Other files, such as a user's notes, are not checked."""
     return file.suffix in (".safetensors", ".distcp") or file.name == ".metadata"
 
 

@@ -1,25 +1,25 @@
-"""A run's folder on disk: where everything the run leaves behind lies.
+"""A run's folder on disk: all files that the run writes.
 
     runs/run/
       config.yaml    the resolved configuration; a folder without it is not a run
-      ledger.log     every sample's every transition
-      ledger.sqlite  an index of it, made when somebody asks
-      metrics.jsonl  numbers of every step
-      trace.json     every stage of every sample, for Perfetto
-      history.jsonl  when it began, was saved, resumed and repaired, and settings that were changed
-      logs/          what workers in processes of their own print, a file each
-      samples/       texts and rewards, a file a step
-      sums/          checksums of the lines of metrics and samples
-      checkpoints/   whole checkpoints only
-      tensorboard/   the same numbers as events
-      summary.json   what came of it
+      ledger.log     every transition of every sample
+      ledger.sqlite  an index of it, built when it is first queried
+      metrics.jsonl  metrics per step
+      trace.json     a span per state of each sample, for Perfetto
+      history.jsonl  start, checkpoints, resumes, repairs and changed settings
+      logs/          output of worker processes, one file per worker
+      samples/       texts and rewards, one file per step
+      sums/          checksums of the lines in metrics and samples
+      checkpoints/   complete checkpoints only
+      tensorboard/   the same metrics as TensorBoard events
+      summary.json   the run's results
       curve.png      the reward curve
 
-What always holds:
+Invariants:
 
 - No run is ever overwritten: its folder is resumed, moved aside, or refused. One process writes to it at a time.
-- Only a run is ever moved, and only what a run has written is ever deleted. A folder is a run if it has a config.yaml and
-  beside it the ledger, or the lock that the run was created under.
+- Only a run is ever moved aside, and only files that a run wrote are ever deleted. A folder is a run if it has a
+  config.yaml and also the ledger, or the lock file under which the run was created.
 - A run is never in the working directory, the home folder, a repository's root, or a folder that contains one of these.
 """
 
@@ -65,13 +65,13 @@ _OWN_FOLDERS = ("code", "logs", "samples", "sums", "checkpoints", "tensorboard")
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run's folder. It has a config.yaml, written when it was created, and again when settings change."""
+    """A run's folder. It has a config.yaml, written when the folder is created and again when settings change."""
 
     path: Path
 
     @classmethod
     def check_new(cls, path: Path, restart: bool = False) -> None:
-        """Refuses a place where no new run can be, or can only be with `restart`."""
+        """Refuses a path where no new run can be created, or only with `restart`."""
         check_place(path)
         if path.is_dir() and restart:
             cls._refuse_other(path)
@@ -80,16 +80,16 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config_yaml: str, mode: str = "0700") -> RunFolder:
-        """A new run at `path`, which must not exist or be empty; `mode` says who may read it."""
+        """Creates a run at `path`, which must not exist or be empty; `mode` is the folder's permission mode."""
         check_place(path)
         folder = cls(_absolute(path))
         try:
-            # Not `folder.path`: where a link names a folder that is not there yet, that folder is made.
+            # Not `folder.path`: if it is a link to a folder that does not exist yet, that folder is created.
             Path(os.path.realpath(path)).mkdir(parents=True, exist_ok=True)
             cls._refuse_taken(path)
             folder.set_mode(mode)
             with folder.lock():
-                cls._refuse_taken(path)  # by a process that created its run meanwhile
+                cls._refuse_taken(path)  # another process may have created a run there in between
                 atomic_write(folder.config_path, config_yaml)
                 write_format(folder.path)
         except OSError as error:
@@ -119,7 +119,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path, any_format: bool = False) -> RunFolder:
-        """The run at `path`, of a format that this version reads."""
+        """The run at `path`; refused if its format is one that this version cannot read."""
         if not path.exists():
             raise UserError(f"there is no run in {path}: write the folder of a run")
         if not cls.is_run(path):
@@ -130,16 +130,17 @@ class RunFolder:
 
     @staticmethod
     def is_run(path: Path) -> bool:
-        """Whether a run lies at `path`. A config.yaml alone may be anybody's."""
+        """Whether the folder at `path` is a run. A config.yaml alone is not enough: other programs have one too."""
         if not (path / "config.yaml").is_file():
             return False
         return (path / "ledger.log").is_file() or _was_locked(path)
 
     @classmethod
     def move_aside(cls, path: Path) -> Path | None:
-        """Rename the run at `path` to `<name>.1`, `.2` …, the first free one; None where there is nothing to move.
+        """Renames the run at `path` to the first free name of `<name>.1`, `.2` …; returns None if there is nothing to
+        move.
 
-        Where `path` is a link, the folder that it names is renamed: the new run will be on the same disk.
+        If `path` is a link, its target is renamed, so the new run is on the same disk.
         """
         check_place(path)
         real = Path(os.path.realpath(path))
@@ -151,19 +152,20 @@ class RunFolder:
 
     @classmethod
     def move_back(cls, aside: Path, path: Path) -> None:
-        """Undo `move_aside`, where nothing has taken the name since."""
+        """Undoes `move_aside`, unless the path is in use again."""
         real = Path(os.path.realpath(path))
         if not real.exists() or (real.is_dir() and not any(real.iterdir())):
             aside.rename(real)
 
     def discard(self, made: Path | None) -> None:
-        """Delete what a run that never began has written, while it is locked: nothing else is touched.
+        """Deletes the files of a run that never began; the caller holds the lock. Nothing else is deleted.
 
-        The folders down from `made`, which the run was the first to make, go if they are empty then.
+        Then deletes the folders from the run's own up to `made`, the topmost one that the run created, as long as they
+        are empty.
         """
         for name in _OWN_FOLDERS:
             shutil.rmtree(self.path / name, ignore_errors=True)
-        for pattern in (*_OWN_FILES, ".lock"):  # the config last but one: until then this is a run
+        for pattern in (*_OWN_FILES, ".lock"):  # the config last but one: until then the folder counts as a run
             for file in self.path.glob(pattern):
                 file.unlink(missing_ok=True)
         real = Path(os.path.realpath(self.path))
@@ -175,14 +177,15 @@ class RunFolder:
             real = real.parent
 
     def set_mode(self, mode: str) -> None:
-        """Makes the folder and all that is in it readable as the mode says; one of somebody else's stays as it is."""
+        """Sets the folder's permission mode and gives its contents the same; a folder of another user is left as it
+        is."""
         with suppress(PermissionError):
             os.chmod(os.path.realpath(self.path), int(mode, 8))
         for inside in self.path.iterdir():
             tree_like_its_folder(inside)
 
     def delete_leftovers(self) -> None:
-        """Deletes the files that a killed process was writing and never renamed, while the run is locked."""
+        """Deletes temporary files that a killed process never renamed; the caller holds the lock."""
         for folder in (self.path, self.samples_dir, self.path / "sums", self.path / "sums" / "samples"):
             for file in folder.glob(".*.tmp-*"):
                 if _LEFTOVER.fullmatch(file.name) and file.is_file():
@@ -225,7 +228,7 @@ class RunFolder:
         return self.path / "curve.png"
 
     def write_format(self) -> None:
-        """Records that this version writes the run from now on."""
+        """Records that from now on this version writes the run."""
         write_format(self.path)
 
     def write_config(self, config_yaml: str) -> None:
@@ -237,7 +240,7 @@ class RunFolder:
         atomic_write(self.summary_path, to_json(summary, indent=True) + "\n")
 
     def read_summary(self) -> dict[str, Any] | None:
-        """What summary.json says; None before there is one."""
+        """The content of summary.json; None if it does not exist yet."""
         try:
             summary = json.loads(self.summary_path.read_bytes())
             if not isinstance(summary, dict):
@@ -252,7 +255,7 @@ class RunFolder:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the run for writing. A second holder, in any process, is refused; the lock dies with its process."""
+        """Locks the run for writing. A second lock, in any process, is refused; the lock ends with its process."""
         try:
             file = (self.path / ".lock").open("a+")
             like_its_folder(self.path / ".lock")
@@ -283,7 +286,7 @@ class RunFolder:
 
 
 def check_place(path: Path) -> None:
-    """Refuses a place that can be no run's folder, whatever is there; links are followed."""
+    """Refuses a path that cannot be a run's folder, whatever it holds; follows links."""
     real = Path(os.path.realpath(path))
     instead = "write run.dir=OTHER, a folder of the run's own such as runs/NAME"
     if real.exists() and not real.is_dir():
@@ -300,17 +303,17 @@ def check_place(path: Path) -> None:
 
 
 def first_to_make(path: Path) -> Path | None:
-    """The uppermost folder that does not exist yet on the way down to `path`; None if all do."""
+    """The topmost folder on the path that does not exist yet; None if all exist."""
     real = Path(os.path.realpath(path))
     return next((folder for folder in (*reversed(real.parents), real) if not folder.exists()), None)
 
 
 def _kept() -> Iterator[tuple[str, Path]]:
-    """Folders that are no run's, with their names."""
+    """Folders that cannot be a run's, with a description of each."""
     yield "the root of the file system", Path("/")
     with suppress(FileNotFoundError):  # it was deleted
         yield "the working directory", Path.cwd().resolve()
-    with suppress(RuntimeError):  # nobody knows where it is
+    with suppress(RuntimeError):  # the user has no home folder
         yield "the home folder", Path.home().resolve()
 
 
@@ -337,7 +340,7 @@ def _absolute(path: Path) -> Path:
 
 
 def _is_empty(path: Path) -> bool:
-    """Whether a folder holds nothing but what a crash left of an earlier attempt to create the run."""
+    """Whether a folder holds nothing but leftovers of a crashed attempt to create the run."""
     return all(_LEFTOVER.fullmatch(entry.name) for entry in path.iterdir())
 
 
@@ -355,7 +358,7 @@ def _holder(file: IO[str]) -> str:
 
 
 def _close_in_children(file: IO[str]) -> None:
-    """Keep forked children from holding the lock on after their parent has died."""
+    """Closes the lock file in forked children; they would otherwise hold the lock after their parent died."""
     reference = weakref.ref(file)
 
     def close() -> None:
