@@ -1,7 +1,7 @@
-"""The door to the engines: requests go in one by one, completions come out, and both travel in batches.
+"""The engine client: accepts requests one by one, returns completions, and sends and receives both in batches.
 
-What always holds: every request that was accepted ends in one completion, or in the error of the engine it was on; when
-an engine is lost, what it had said of a request until then is not.
+Invariants: every accepted request ends in one completion, or in the error of its engine; if an engine dies, the tokens it
+had already streamed for a request are kept.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class RequestRejected(ValueError):
 
 @dataclass
 class PartialResponse:
-    """Tokens of a response, as far as it has come, in pieces."""
+    """The tokens of a response so far, in the pieces that engines sent."""
 
     pieces: list[Progress | Completion] = field(default_factory=list)
     tokens: int = 0
     recorded: list[Routes] = field(default_factory=list)
-    """Rows that engines have recorded, each from where the one before ends."""
+    """Expert routes recorded by the engines; each piece starts where the previous one ends."""
 
     def add(self, piece: Progress | Completion) -> None:
         if isinstance(piece, Completion) and piece.routes is not None:
@@ -48,7 +48,7 @@ class PartialResponse:
         self.recorded.extend(other.recorded)
 
     def after(self, ids: IntArray) -> IntArray:
-        """These tokens and then the drawn ones."""
+        """`ids` followed by the tokens of this response."""
         return _joined([ids, *(piece.ids for piece in self.pieces)], np.int32)
 
     @property
@@ -65,7 +65,7 @@ class PartialResponse:
 
     @property
     def routed(self) -> int:
-        """Tokens of which routes are recorded."""
+        """Number of tokens with recorded routes."""
         return sum(map(len, self.recorded))
 
     @property
@@ -74,7 +74,7 @@ class PartialResponse:
 
 
 class EngineDied(Exception):
-    """The engine of a request is gone. `drawn` is what it had said of it."""
+    """The engine of a request died. `drawn` has the tokens that it had streamed."""
 
     def __init__(self, cause: RemoteError, drawn: PartialResponse) -> None:
         super().__init__(str(cause))
@@ -83,7 +83,7 @@ class EngineDied(Exception):
 
 
 Watch = Callable[[PartialResponse], bool]
-"""Sees what a request has drawn so far; True ends it."""
+"""Called with the response so far after each progress message; returning True ends the request."""
 
 
 @dataclass
@@ -94,34 +94,35 @@ class _Waiting:
     watch: Watch | None = None
     drawn: PartialResponse = field(default_factory=PartialResponse)
     over: bool = False
-    """The engine has said all it will of this request."""
+    """No more output of the engine counts for this request: it has completed, was rejected, or its engine died."""
     ending: bool = False
 
 
 class EngineClient:
     def __init__(self, engines: Cluster[InferWorker], client: str) -> None:
-        """`client` tells this door's requests from those of others."""
+        """`client`: unique name under which the engines keep this client's outputs."""
         self._engines = engines
         self._client = client
         self._waiting: dict[str, _Waiting] = {}
         self._forsaken: list[Counter[str]] = [Counter() for _ in range(len(engines))]
-        """Completions still to come from each engine that nobody waits for: of requests that were cancelled. They come
-        before those of a later try with the same id."""
+        """Per engine: completions of cancelled requests that are still to come and must be discarded. They arrive before
+        the completion of a later request with the same id."""
         self._count = [0] * len(engines)
-        """Requests that wait for each engine."""
+        """In-flight requests per engine."""
         self._lines = [self._line(engine) for engine in range(len(engines))]
         self._ending: dict[str, asyncio.Task[None]] = {}
-        """Requests whose end is on its way to their engine."""
+        """By request id: the task that is aborting it on its engine."""
 
     def reconnect(self, engines: Cluster[InferWorker]) -> None:
-        """The engines as they are now: some may have been started again."""
+        """Replaces the engines' cluster after some engines were restarted."""
         self._engines = engines
 
     async def generate(self, request: Request, engine: int, watch: Watch | None = None) -> Completion:
-        """Generates one response. Cancelling it, a deadline say, ends the request on its engine too."""
+        """Generates one response. Cancelling this coroutine, for example by a deadline, aborts the request on its engine
+        too."""
         if request.id in self._waiting:
             raise ValueError(f"request {request.id!r} is being generated already")
-        if (ending := self._ending.get(request.id)) is not None:  # it would meet this one
+        if (ending := self._ending.get(request.id)) is not None:  # its abort would hit this request
             await asyncio.wait([ending])  # waits: it is a call, which has a deadline
         waiting = _Waiting(request, asyncio.get_running_loop().create_future(), engine, watch)
         self._waiting[request.id] = waiting
@@ -141,11 +142,11 @@ class EngineClient:
             self._count[engine] -= 1
 
     def has(self, id: str) -> bool:
-        """Whether a request is being generated."""
+        """Whether a request is in flight."""
         return id in self._waiting
 
     def end(self, ids: Sequence[str]) -> None:
-        """Ends requests with what they have: their completions come as `abort`. Those not here are left alone."""
+        """Ends requests early: their completions have the tokens so far and finish `abort`. Unknown ids are ignored."""
         by_engine: dict[int, list[str]] = {}
         for id in ids:
             waiting = self._waiting.get(id)
@@ -162,7 +163,7 @@ class EngineClient:
             self._ended(engine, some)
 
     def _ended(self, engine: int, ids: list[str]) -> asyncio.Task[None]:
-        """Ends requests on their engine, whoever waits for it."""
+        """Starts a task that aborts requests on their engine, and returns it."""
         task = asyncio.create_task(self._end(engine, ids))
         self._ending.update(dict.fromkeys(ids, task))
 
@@ -181,7 +182,7 @@ class EngineClient:
     async def _abort(self, engine: int, ids: Sequence[str]) -> None:
         try:
             await self._engines.call_rank(engine, InferWorker.abort, ids)
-        except RemoteError as error:  # nothing runs on an engine that is gone
+        except RemoteError as error:  # the engine died, and all of its requests with it
             self._fail(engine, error)
 
     def _line(self, engine: int) -> BatchedChannel[Request, OutputBatch]:
@@ -224,7 +225,7 @@ class EngineClient:
                 answer.set_exception(RequestRejected(refusal.reason))
 
     def _answer_to(self, engine: int, id: str) -> asyncio.Future[Completion] | None:
-        """Who waits for what an engine now says of a request; None if nobody does any more."""
+        """The future that a completion or rejection resolves; None if its request was cancelled or is over."""
         forsaken = self._forsaken[engine]
         if forsaken[id]:
             forsaken[id] -= 1

@@ -2,11 +2,11 @@
 
     queued → (acting: the environment begins) → generating ⇄ acting → scoring → scored
 
-A task without an environment is one response and a verdict. A sample whose engine is lost, or that is taken off it, goes
-back to `queued` with what it has drawn and goes on from there when it has a seat again. What an environment or a grader
-does to a sample is bounded: by deadlines, and by tries where it was the fault of the process that it was in. The death of
-a grader's or environment's worker is no sample's fault: it costs no try, and another worker is asked for as long as one
-response may take.
+A task without an environment consists of one response and its score. If an engine dies or the controller requeues the
+sample, the sample returns to `queued` with the tokens generated so far and resumes from them once it is assigned to an
+engine again. Environment and grader calls have deadlines; a sample whose environment process crashes or hangs is
+retried up to `rollout.tries` times. The death of a reward or environment worker is no fault of the sample: it does not
+count as a try, and the runner calls other workers for up to `rollout.deadline_s`.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from roll.workers.reward import RewardWorker
 R = TypeVar("R")
 
 _WAIT_S = (0.1, 5.0)
-"""How long a lost grader or environment worker is waited for before it is asked again: first and most."""
+"""First and longest wait before the runner calls a worker again after a reward or environment worker died."""
 
 
 class _Over(Exception):
-    """The sample ends as failed. `again`: it was not its own fault, so that it may start anew; `lost`: with the worker
-    that it was at, which costs no try; `kill`: its part in the end of a process, 1 if nothing else can have been the
-    cause."""
+    """This attempt at the sample failed. `again`: the sample may be tried again, which counts as a try; `lost`: its
+    environment worker died, and trying again does not count; `kill`: the sample's share of the blame for a crashed or
+    hung process, 1 if no other sample was in it."""
 
     def __init__(self, reason: str, *, again: bool = False, lost: bool = False, kill: float = 0.0) -> None:
         super().__init__(reason)
@@ -60,7 +60,7 @@ class _Over(Exception):
 
 
 class _Patience:
-    """Waits for lost workers to come back, longer each time, until `deadline_s` after the first wait."""
+    """Exponential back-off while dead workers are restarted, until `deadline_s` after the first wait."""
 
     def __init__(self, deadline_s: float) -> None:
         self._deadline_s = deadline_s
@@ -68,7 +68,7 @@ class _Patience:
         self._wait_s = _WAIT_S[0]
 
     async def wait(self) -> bool:
-        """Whether there is time for another attempt, which may begin when this returns."""
+        """Sleeps, then returns True if another attempt may start. Returns False at once after the deadline."""
         now_s = asyncio.get_running_loop().time()
         if self._end_s is None:
             self._end_s = now_s + self._deadline_s
@@ -81,15 +81,15 @@ class _Patience:
 
 @dataclass
 class Backends:
-    """The workers that samples go through beside the engines. Replaced as a whole when one was started again."""
+    """The Reward Workers and Environment Workers that samples use. Replaced as a whole after a worker was restarted."""
 
     rewards: Cluster[RewardWorker]
     environments: Cluster[EnvWorker] | None = None
 
 
 class SampleRunner:
-    """What always holds: `run` ends with the sample scored, failed or dropped, never raises for the sample's own fault,
-    and no wait in it is unbounded."""
+    """Drives samples. Invariants: `run` ends with the sample scored or failed, or is cancelled; it never raises for a
+    fault of the sample; and no wait in it is unbounded."""
 
     def __init__(
         self,
@@ -105,8 +105,8 @@ class SampleRunner:
         worker: int = 0,
         end_early: EarlyEnd | None = None,
     ) -> None:
-        """`context`: the most tokens the model takes; `worker`: the number of the rollout worker, which its first grader
-        is chosen by."""
+        """`context`: the model's context length in tokens; `worker`: rank of the rollout worker, at which the round-robin
+        over reward and environment workers starts."""
         self._engines = engines
         self._helpers = helpers
         self._renderer = renderer
@@ -116,7 +116,7 @@ class SampleRunner:
         self._domains = {domain: training_sampling(own, stop_ids) for domain, own in config.own_rollouts.items()}
         self._config = config
         self._longest = min(config.env.max_tokens or context, context)
-        """Tokens of an episode's conversation, as the model sees it."""
+        """Longest conversation of an episode in tokens."""
         self._deadline_s = config.rollout.deadline_s
         self._patience_s = config.ray.call_deadline_s
         self._worker = worker
@@ -128,17 +128,18 @@ class SampleRunner:
         self._helpers = helpers
 
     def stop(self, stop: SampleCommand) -> None:
-        """Ends a response that is being generated, or takes it off its engine; any other sample is left alone."""
+        """Ends or requeues a response that is being generated; has no effect on other samples."""
         if self._engines.has(stop.sample):
             self._stops[stop.sample] = stop
             self._engines.end([stop.sample])
 
     def is_drawing(self, sample: Sample) -> bool:
-        """Whether an engine has a request of the sample's."""
+        """Whether a request of the sample is in flight."""
         return self._engines.has(sample.id)
 
     async def run(self, sample: Sample, siblings: Sequence[Sample] = ()) -> None:
-        """Carries a queued sample to its verdict; `siblings` are those of its group at this worker."""
+        """Drives a queued sample until it is scored or has failed; `siblings` are the samples of its group on this
+        worker."""
         patience = _Patience(self._deadline_s)
         while True:
             try:
@@ -178,7 +179,7 @@ class SampleRunner:
             raise _Over(f"the chat template refused the task: {error}") from None
 
     async def _respond(self, sample: Sample, conversation: Conversation, siblings: Sequence[Sample]) -> Response:
-        """The next response, appended to the conversation."""
+        """Generates the next response and appends it to the conversation."""
         try:
             drawn, finish = await self._draw(sample, siblings)
         except RequestRejected as refused:
@@ -186,7 +187,7 @@ class SampleRunner:
         finally:
             stop = self._stops.pop(sample.id, None)
         if finish != "ended":
-            sample.ended = ""  # it ended by itself in the same moment
+            sample.ended = ""  # the response finished by itself before the early stop reached the engine
         elif stop is not None:
             sample.ended = stop.reason
         text = conversation.respond(drawn.ids, drawn.logprobs, drawn.versions, drawn.routes)
@@ -194,16 +195,16 @@ class SampleRunner:
         return Response(text, drawn.tokens, finish)
 
     def sampling_of(self, sample: Sample) -> SamplingParams:
-        """How a sample's tokens are drawn: as its domain has it, with noise of its own."""
+        """The sampling parameters of a sample: those of its domain, with the sample's temperature and seed."""
         sampling = self._domains.get(sample.task.domain, self._sampling)
         return replace(sampling, temperature=sample.temperature, seed=seed_of(self._config.seed, sample.id))
 
     async def _draw(self, sample: Sample, siblings: Sequence[Sample]) -> tuple[PartialResponse, str]:
-        """A whole response, from as many engines as it takes, and how it ended. Time between two engines is not its own:
-        theirs may be with the trainer."""
+        """Generates a whole response, on several engines if needed; returns it and its finish reason. Time spent waiting
+        for an engine does not count against `deadline_s`, because the trainer may hold the GPU."""
         prompt, drawn, left_s = sample.log.context, PartialResponse(), self._deadline_s
         sampling = self.sampling_of(sample)
-        if sample.task.environment is not None:  # a task's prompt that leaves no room for an answer is refused instead
+        if sample.task.environment is not None:  # without one, the engine rejects a prompt that leaves no tokens free
             room = max(1, self._longest - len(prompt))
             if room < sampling.max_new_tokens:
                 sampling = replace(sampling, max_new_tokens=room)
@@ -284,12 +285,12 @@ class SampleRunner:
             raise _Over(f"reward {failure}", kill=float(failure.kind in ("deadline", "crashed"))) from None
 
     async def _episode(self, sample: Sample, siblings: Sequence[Sample]) -> None:
-        """A conversation with an environment, to its end or the last turn."""
+        """Runs a conversation with an environment until it is done or reaches `env.max_turns` or the token limit."""
         environments, spec = self._helpers.environments, sample.task.environment
         assert environments is not None, "the roles of a run with environments have workers for them"
         assert spec is not None
         rank, episode, over = self._next(environments), f"{sample.id}.{sample.tries}", False
-        # What the last try comes to is the sample's own doing: it shares its process with no other.
+        # The last try runs in a process of its own, so that a crash is the sample's own fault.
         alone = (True,) if 1 < sample.tries == self._config.rollout.tries else ()
         try:
             self._lifecycle.move(sample, "acting", turn=0)
@@ -314,18 +315,18 @@ class SampleRunner:
                     return
                 seen = step
         finally:
-            if not over:  # its last step closes it
+            if not over:  # the environment worker closes an episode that is done
                 await self._close(environments, rank, episode)
 
     def _observe(self, conversation: Conversation, step: Step) -> bool:
-        """Whether there is room for an answer to what was seen: what nobody answers is not trained on."""
+        """Appends the observation. Returns False if it leaves no tokens for a response."""
         try:
             return conversation.observe(step.messages, self._longest)
         except TemplateError as error:
             raise _Over(f"the chat template cannot follow the conversation: {error}") from None
 
     def _earned(self, reward: float, environment: str) -> float:
-        """What an episode has earned so far; it fails where that is no reward."""
+        """Checks the sum of an episode's rewards; fails the sample if it is outside the allowed range."""
         try:
             return check_reward(reward, f"the rewards of environment {environment!r} sum to")
         except ValueError as error:
@@ -338,7 +339,8 @@ class SampleRunner:
         self._scored(sample)
 
     def _scored(self, sample: Sample) -> None:
-        """On record a greedy answer's reward is not called one: what is counted there is what training samples earn."""
+        """Moves the sample to `scored`. The ledger has a greedy sample's reward as `baseline`, so that sums over `reward`
+        contain training samples only."""
         info: dict[str, Any] = {"baseline" if sample.greedy else "reward": sample.reward}
         self._lifecycle.move(sample, "scored", **info)
 
@@ -350,15 +352,15 @@ class SampleRunner:
             culprit = failure.kind in ("deadline", "crashed")
             again, kill = culprit or failure.kind == "lost", culprit / failure.suspects
             raise _Over(f"environment {failure}", again=again, kill=kill) from None
-        except RemoteError as error:  # its episodes died with it
+        except RemoteError as error:  # the episode died with its worker
             raise _Over(f"environment worker died: {error.worker}", lost=True) from None
 
     async def _close(self, environments: Cluster[EnvWorker], rank: int, episode: str) -> None:
-        with suppress(RemoteError):  # then it is closed with its worker
+        with suppress(RemoteError):  # a dead worker has no episodes to close
             await environments.call_rank(rank, EnvWorker.close_episodes, [episode])
 
     async def _patiently(self, call: Callable[[], Awaitable[R]], who: str) -> R:
-        """Asks again, elsewhere, while workers are lost: as long as one response may take."""
+        """Repeats a call on the next worker while workers die, for up to `rollout.deadline_s`."""
         patience = _Patience(self._deadline_s)
         while True:
             try:
@@ -374,7 +376,7 @@ class SampleRunner:
 
 
 def training_sampling(config: RolloutConfig, stop_ids: tuple[int, ...]) -> SamplingParams:
-    """How training samples are drawn."""
+    """The sampling parameters of training samples."""
     return SamplingParams(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,

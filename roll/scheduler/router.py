@@ -1,13 +1,14 @@
-"""The router: which engine a group goes to, with a view of all of them.
+"""The router: assigns groups to engines by load.
 
-A group goes to the engine that is least full, of samples or of cached tokens, whichever is scarcer there; all its
-samples go there together, because they share their prompt, and stay, because their turns do too. While every engine is
-full, groups wait here, the highest priority first, then the oldest: bound to an engine only when it has room, so that
-none is idle while another has a queue. Engines leave while their device is needed for something else, die, and join
-again.
+A group goes to the least full engine; fullness is the larger of its slot usage and its KV cache usage. All samples of a
+group go to the same engine, because they share a prompt, and stay there between turns, because the turns share a prefix.
+While every engine is full, groups wait here in one queue, highest priority first, then oldest first. A group is bound to
+an engine only when the engine has free slots, so no engine is idle while another has a queue. Engines are drained while
+their device is needed for something else, die, and are added again.
 
-What always holds: an engine that has left has nothing to do when `drain` returns, and gets nothing before it joins; no
-group waits while an engine that is in has room; an engine holds at most one group more than it has room for.
+Invariants: when `drain` returns, the engine has no samples, and it gets none until `add_engine`; no group waits while an
+open engine has free slots (and admission is not paused); an engine exceeds its limits by at most one group, apart from
+samples that return to it with `take`.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from dataclasses import dataclass, field
 from roll.config.errors import RunError
 
 _KV_MARGIN = 0.95
-"""Share of an engine's cache that is planned for: lengths are only expected."""
+"""Share of an engine's KV cache that the router fills: lengths are only estimates."""
 _DRIFT = 0.1
-"""By what share the lengths seen may differ from the one planned with: changing it means to compare all engines anew."""
+"""Relative drift of the observed mean length that triggers re-scoring of all engines."""
 
 
 @dataclass(eq=False)
 class SlotReservation:
-    """Places on an engine."""
+    """Reserved slots on an engine."""
 
     engine: int
     incarnation: int
@@ -44,11 +45,11 @@ class _Want:
 @dataclass
 class _Engine:
     running: int = 0
-    """Samples that have places on it."""
+    """Reserved slots."""
     cached: int | None = None
-    """Tokens in its cache, as it last said; None if it never did."""
+    """Tokens in its KV cache, as last reported; None before the first report."""
     since: int = 0
-    """Places given since it said so."""
+    """Slots reserved since that report."""
     incarnation: int = 0
 
 
@@ -62,41 +63,41 @@ class Router:
         kv_tokens: int = 0,
         expected_tokens: float = 512.0,
     ) -> None:
-        """`max_running` and `kv_tokens` of an engine, 0 for no limit; `expected_tokens` of a sample, before any was seen.
-        Nobody waits longer than `deadline_s` without anything moving."""
+        """`max_running` and `kv_tokens` are limits per engine, 0 for none; `expected_tokens` is the first estimate of a
+        sample's length. A reservation fails if nothing changes on any engine for `deadline_s`."""
         self._engines = [_Engine() for _ in range(engines)]
         self._inside = set(range(engines))
         self._deadline_s = deadline_s
         self._max_running = max_running
         self._kv_tokens = kv_tokens
         self._seen = self._expected = expected_tokens
-        """Tokens of the latest samples, and what is planned with for all engines alike."""
+        """Running mean of the samples' lengths in tokens, and the length that all engines are scored with."""
         self._waiting: list[_Want] = []
         self._order = 0
         self._held: set[str] = set()
         self._moves = 0
         self._changed = asyncio.Event()
         self._least: list[tuple[float, float, int]] = []
-        """Heap of engines by how full they are; entries that are out of date are skipped."""
+        """Heap of engines by fullness; outdated entries are skipped."""
         self._keys: list[tuple[float, float, int]] = []
         self._rebuild()
 
     @property
     def inside(self) -> frozenset[int]:
-        """Engines that take groups."""
+        """Engines that accept groups."""
         return frozenset(self._inside)
 
     @property
     def waiting(self) -> int:
-        """Groups that wait for a place."""
+        """Reservations that are waiting for slots."""
         return sum(not want.seat.done() for want in self._waiting)
 
     def running(self, engine: int) -> int:
-        """Samples that have places on an engine."""
+        """Reserved slots on an engine."""
         return self._engines[engine].running
 
     async def reserve(self, samples: int, *, priority: int = 0, order: int | None = None) -> SlotReservation:
-        """Places for so many samples on one engine. A higher priority goes first, then a lower `order`."""
+        """Reserves one slot per sample on one engine. A higher priority is served first, then a lower `order`."""
         self._order += 1
         rank = (-priority, self._order if order is None else order, self._order)
         want = _Want(rank, samples, asyncio.get_running_loop().create_future())
@@ -111,7 +112,7 @@ class Router:
             raise
 
     def take(self, engine: int) -> SlotReservation:
-        """A place for a sample that goes on where its conversation is, at once, whether or not there is room."""
+        """Reserves a slot on the engine that holds a sample's earlier turns, at once, even if the engine is full."""
         there = self._engines[engine]
         there.running += 1
         there.since += 1
@@ -119,7 +120,7 @@ class Router:
         return SlotReservation(engine, there.incarnation, 1)
 
     def release(self, ticket: SlotReservation, samples: int | None = None) -> None:
-        """Gives back places, all that are left by default. Those of an engine that was lost are gone already."""
+        """Releases slots, by default all that are left. Has no effect on an engine that has died since."""
         engine = self._engines[ticket.engine]
         count = ticket.samples if samples is None else min(samples, ticket.samples)
         ticket.samples -= count
@@ -132,7 +133,7 @@ class Router:
         self._notice(ticket.engine)
 
     def learn(self, tokens: int) -> None:
-        """A sample ended with so many tokens in all: later ones are expected to need as many as the latest did."""
+        """Updates the expected length with the total tokens of a finished sample (exponential moving average)."""
         self._seen += (tokens - self._seen) * 0.01
         if abs(self._seen - self._expected) > _DRIFT * self._expected:
             self._expected = self._seen
@@ -140,12 +141,12 @@ class Router:
             self._settle()
 
     def report(self, engine: int, cached_tokens: int) -> None:
-        """What an engine says of its cache."""
+        """Records how many tokens an engine has in its KV cache."""
         self._engines[engine].cached, self._engines[engine].since = cached_tokens, 0
         self._notice(engine)
 
     def pause_admission(self, held: bool, why: str = "weights") -> None:
-        """While held, for any reason, nobody gets a place."""
+        """Pauses (`held`) or resumes admission for one reason. No slots are reserved while any reason is active."""
         if held:
             self._held.add(why)
         else:
@@ -153,16 +154,16 @@ class Router:
             self._settle()
 
     def close_engine(self, engine: int) -> None:
-        """The engine gets nothing new from now on."""
+        """Stops sending new groups to the engine."""
         self._inside.discard(engine)
 
     async def drain(self, engine: int) -> None:
-        """Returns once the engine has nothing to do; it gets nothing new from now on."""
+        """Stops sending new groups to the engine and returns once it has no samples."""
         self.close_engine(engine)
         await self._until(lambda: self._engines[engine].running == 0, f"engine {engine} has not finished its samples")
 
     def mark_dead(self, engine: int) -> None:
-        """The engine is dead: it gets nothing until it joins, and what was on it needs other places."""
+        """The engine died: it gets no groups until `add_engine`, and its reservations are void."""
         self._inside.discard(engine)
         self._engines[engine] = _Engine(incarnation=self._engines[engine].incarnation + 1)
         self._notice(engine)
@@ -183,7 +184,7 @@ class Router:
                 raise RunError(f"{why} for {self._deadline_s:g} s")
 
     def _settle(self) -> None:
-        """Gives places to those who wait, as far as there is room."""
+        """Serves waiting reservations until the least full engine has no free slots."""
         while self._waiting and not self._held:
             if self._waiting[0].seat.done():
                 heapq.heappop(self._waiting)
@@ -207,7 +208,7 @@ class Router:
         return not self._kv_tokens or self._load(engine) + samples * self._expected <= _KV_MARGIN * self._kv_tokens
 
     def _load(self, engine: _Engine) -> float:
-        """Tokens in its cache, with what was sent there since it last said."""
+        """Expected tokens in its KV cache: the reported ones plus those of the slots reserved since."""
         if engine.cached is None:
             return engine.running * self._expected
         return engine.cached + engine.since * self._expected
@@ -238,7 +239,7 @@ class Router:
         heapq.heapify(self._least)
 
     def _notice(self, number: int) -> None:
-        """Something changed at an engine: who waits may go on now."""
+        """Called when an engine's load or membership changed: serves waiting reservations and wakes `drain`."""
         self._moves += 1
         self._push(number)
         self._settle()

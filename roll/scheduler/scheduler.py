@@ -1,21 +1,24 @@
-"""The rollout scheduler: issues groups, keeps those worth training on, replaces the others at once.
+"""The Rollout Scheduler of the paper (arXiv 2506.06122): it issues groups, keeps those worth training on, and replaces
+the rejected ones at once.
 
-There is no batch barrier: a response is judged while others are still generated, a group is filtered the moment its last
-sample is judged, and a dropped group's replacement is issued right then. With `max_staleness: k` above 0, groups of the
-next k steps are generated while one is trained on.
+There is no batch barrier: a response is scored while others are still being generated, a group is filtered as soon as its
+last sample is judged (scored or failed), and the replacement of a dropped group is issued in the same moment. With
+`max_staleness: k` above 0, groups of the next k steps are generated while the trainer trains on the current one.
 
-What always holds:
+Invariants:
 
-- *Volume*: at most (k + 1) × groups_per_step groups, and what is oversampled, are charged for: from being issued until
-  trained on or dropped.
-- *Age*: when a step trains at version v, none of its tokens is older than v - k (with `stale: mask`: none that counts).
-- *On-policy* (k = 0, nothing oversampled): groups are issued in the order of their index and each rejection issues
-  exactly one more (up to the step's bound), so which groups a step issues, and which it keeps, does not depend on timing.
-  With 4 groups wanted and groups 1 and 4 without signal: 0 1 2 3 are issued, 4 replaces 1, 5 replaces 4, and the batch is
+- *Volume*: at most (k + 1) × groups_per_step groups, plus the oversampled ones, are in flight. A group counts from the
+  moment it is issued until it is trained on or dropped.
+- *Age*: when a step trains at version v, none of its tokens is older than v - k (with `stale: mask`: no token that
+  contributes to the loss).
+- *On-policy* (k = 0, no oversampling): groups are issued in the order of their index and each rejection issues exactly
+  one more (up to the step's bound), so the groups that a step issues and keeps do not depend on timing. Example: 4 groups
+  are wanted and groups 1 and 4 have no signal. Groups 0 1 2 3 are issued, 4 replaces 1, 5 replaces 4, and the batch is
   0 2 3 5.
-- Every task that was drawn is trained on, dropped with a reason, or drawn again.
-- *Greedy baseline*: each group has one sample more than its size, drawn at temperature 0. Its reward is the `baseline` of
-  those that are trained on; without it the group is of no use. It is dropped, on record, when they are trained on.
+- Every task that the sampler drew is trained on, dropped with a reason, or drawn again.
+- *Greedy baseline*: each group has one extra sample, generated at temperature 0. Its reward is the `baseline` of the
+  training samples; a group whose greedy sample could not be scored is dropped. The greedy sample itself is moved to
+  `dropped` in the ledger when its group is trained on.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ from roll.scheduler.rollout_result import (
 from roll.scheduler.task_sampler import BatchPolicy, TaskDraw, TaskSampler
 
 MOST_SKIPS = 100_000
-"""Draws in a row that may be skipped."""
+"""Consecutive draws of the task sampler that may be skipped before the run stops with an error."""
 
 
 class RolloutScheduler:
@@ -71,9 +74,9 @@ class RolloutScheduler:
         greedy_baseline: bool = False,
         temperatures: Mapping[str, float] | None = None,
     ) -> None:
-        """`siblings_needed`: how many samples of a group must have been judged for it to be of use: two where they are
-        compared with each other, else one. `greedy_baseline`: groups have a greedy answer that they are compared with.
-        `temperatures`: of domains that have one of their own."""
+        """`siblings_needed`: scored samples that a group needs to be trained on: two if the algorithm compares samples of
+        a group with each other, else one. `greedy_baseline`: adds a greedy sample to each group, whose reward is the
+        baseline. `temperatures`: sampling temperature of the domains that override `rollout.temperature`."""
         self._order = order
         self._pool = pool
         self._lifecycle = lifecycle
@@ -92,16 +95,16 @@ class RolloutScheduler:
         self._changed = asyncio.Event()
         self._error: Exception | None = None
         self._kills: dict[str, float] = {}
-        """Workers that the samples of a task have killed or hung."""
+        """By task id: how many workers its samples have killed or hung."""
         self._lengths = [0, 0]
-        """Samples judged so far, and their response tokens."""
+        """Samples scored so far, and the sum of their response tokens."""
         self.next_group = 0
         """Index of the next group to issue."""
 
     # A step
 
     async def next_rollout(self) -> RolloutBatch:
-        """Makes one step's batch. Raises when no sample at all could be judged."""
+        """Returns the batch of one step. Raises `RunError` if every sample failed."""
         self._shape = self._order.begin_step()
         self._stepping = True
         try:
@@ -119,8 +122,8 @@ class RolloutScheduler:
             self._stepping = False
 
     async def finish(self) -> None:
-        """The run stops here, after its last checkpoint: what is under way is dropped on record, which is taken back by
-        whoever goes on from the checkpoint."""
+        """Ends the run after its last checkpoint: marks all in-flight groups as dropped in the ledger. Resuming from the
+        checkpoint rolls those records back."""
         for group in sorted(self._books.waiting, key=lambda group: group.index):
             self._drop(group, "ended: the run stopped before it was trained on")
             if group.epoch >= 0:
@@ -128,16 +131,18 @@ class RolloutScheduler:
         await self.close()
 
     async def close(self) -> None:
-        """Ends everything that is under way, for good, and lets go of all tokens."""
+        """Cancels all in-flight groups and has the rollout workers free all tokens. Nothing can be issued afterwards."""
         await self.halt()
         await self._pool.tokens.release()
 
     async def halt(self) -> None:
-        """Nothing is generated from now on, whatever dies: what is open stays as it is, what is ready can be saved."""
+        """Cancels the tasks of all open groups and starts no new ones, even if a worker dies. Open groups keep their
+        state; ready groups can still be saved."""
         await self._carriers.halt(self.open_groups)
 
     def trained(self, rollout: RolloutBatch, version: int, untrained: Mapping[str, str] | None = None) -> None:
-        """The weights of `version` have been trained on it, but for the samples that `untrained` has a reason for."""
+        """Records that the update to weights `version` used this batch, and issues new groups. Samples in `untrained`
+        were left out of the update and are dropped with the reason given there."""
         for sample in rollout.trained:
             if untrained and (reason := untrained.get(sample.id)):
                 self._lifecycle.move(sample, "dropped", reason)
@@ -150,21 +155,21 @@ class RolloutScheduler:
         self._fill()
 
     def give_back(self, rollout: RolloutBatch, reason: str) -> None:
-        """Its tokens were lost before it was trained on: its groups run again."""
+        """Requeues the groups of a batch whose tokens were lost before the update."""
         for group in rollout.kept:
             self._run_again(group, reason)
         self._tally.ended = [g for g in rollout.groups if g not in rollout.kept] + self._tally.ended
 
     def before_publish(self, version: int) -> None:
-        """Once the engines serve `version`, nothing older than it allows will be trained on: what would be is dropped,
-        unless its old tokens are to be masked."""
+        """Drops the open and ready groups that will be too old once the engines serve `version`. With `stale: mask` a
+        group stays if it has tokens that are new enough."""
         for group in self._books.waiting:
             if stale := self._stale(group, version):
                 self._drop(group, stale)
 
     def _stale(self, group: Group, version: int) -> str:
-        """Why a group is too old to be trained on at a version; empty if it is not. How new the last tokens are is known
-        when the group is finished."""
+        """Returns why a group is too old to be trained on at a version, or an empty string. The version of its newest
+        tokens is known only for scored samples; without any, a group counts as new with `stale: mask`."""
         limit, oldest = version - self._config.max_staleness, group.oldest
         if oldest is None or oldest >= limit:
             return ""
@@ -174,25 +179,25 @@ class RolloutScheduler:
         return f"stale: {version - oldest} versions old at version {version}"
 
     def published(self, version: int) -> None:
-        """The engines serve this version of the weights now: samples too old for it are handled, and new ones begin."""
+        """Called when the engines serve this version of the weights: drops groups that are too old, issues new ones."""
         self._version = self._pool.version = version
-        self.before_publish(version)  # again, for what began while the weights were on their way
+        self.before_publish(version)  # again, for groups that were issued during the weight sync
         self._fill()
 
     def worker_lost(self, worker: int, reason: str) -> None:
-        """A rollout worker died: finished groups whose tokens it had run again. Running ones the pool starts anew."""
+        """A rollout worker died: requeues the ready groups whose tokens it held. The pool restarts the open groups."""
         for group in list(self._books.ready.values()):
             if any(self._pool.tokens.locate(sample) in (worker, None) for sample in group.scored):
                 self._run_again(group, reason)
 
-    # Interfering
+    # Commands of policies
 
     def add(self, task: Task, priority: int = 0) -> Group:
-        """Issues a group of a task now, whatever the order says."""
+        """Issues a group of a task now, outside the task sampler's order."""
         return self._issue(TaskDraw(task, -1), priority)
 
     def drop(self, group: Group, reason: str) -> None:
-        """Ends a group that is under way, wherever it is."""
+        """Drops a group that is open or ready and issues another one if there is capacity."""
         if group.index in self._books.taken:
             raise ValueError(f"group {group.index} is being trained on")
         self._drop(group, reason)
@@ -205,19 +210,20 @@ class RolloutScheduler:
         self._changed.set()
 
     def stop(self, sample: Sample, reason: str) -> bool:
-        """Drops one sample of a running group; False if it is not running."""
+        """Drops one sample of an open group. Returns False if no rollout worker has the sample."""
         return self._pool.stop(SampleCommand(sample.id, "drop", reason))
 
     def end(self, sample: Sample, reason: str) -> bool:
-        """Ends a response that is being generated, with what it has; False if it is not running."""
+        """Ends a response that is being generated; it is scored as it stands. Returns False if no rollout worker has the
+        sample."""
         return self._pool.stop(SampleCommand(sample.id, "end", reason))
 
     def requeue(self, sample: Sample, reason: str) -> bool:
-        """Takes a response off its engine; it goes on from its prefix when it has a place again."""
+        """Aborts a response on its engine and requeues it; it resumes from its prefix when it gets a slot again."""
         return self._pool.stop(SampleCommand(sample.id, "requeue", reason))
 
     def reprioritise(self, group: Group, priority: int) -> None:
-        """Groups with a higher priority get their engine first."""
+        """Sets a group's priority. Groups with a higher priority get engine slots first."""
         group.priority = priority
         for sample in group.samples:
             sample.priority = priority
@@ -226,14 +232,14 @@ class RolloutScheduler:
 
     @property
     def open_groups(self) -> list[Group]:
-        """Groups whose samples are not all judged."""
+        """Groups with samples that are not judged yet."""
         return list(self._books.open.values())
 
-    # What a checkpoint needs
+    # Checkpoints
 
     def state(self) -> dict[str, Any]:
-        """All that is needed to go on, as JSON, but the tokens of `ready` groups, which `save` writes. Those of which
-        something is missing, `open`, are issued again."""
+        """The scheduler's state as JSON, without the tokens of the `ready` groups, which `save` writes. The `open` groups
+        are issued again on resume."""
         return {
             "order": self._order.state(),
             "next_group": self.next_group,
@@ -243,12 +249,12 @@ class RolloutScheduler:
         }
 
     async def save(self, folder: Path, state: dict[str, Any]) -> None:
-        """Writes the tokens of what was ready when `state` was taken, a moment ago, into a checkpoint's folder."""
+        """Has the rollout workers write the tokens of the `ready` groups of `state` into a checkpoint's folder."""
         await self._pool.tokens.save(folder, samples_by_part(state))
 
     async def restore(self, state: dict[str, Any], tasks: Sequence[Task], folder: Path | None = None) -> None:
-        """Goes on from a state and the checkpoint's folder. Groups whose tokens are not there, or whose task is none of
-        these, are closed; those that the order knows are issued again."""
+        """Resumes from a state and the checkpoint's folder. Ready groups whose tokens can be loaded are ready again. The
+        ledger records all other in-flight groups as dropped; those that the task sampler drew are issued again."""
         by_id = {task.id: task for task in tasks}
         self._order.restore(state["order"])
         self.next_group = state["next_group"]
@@ -268,7 +274,7 @@ class RolloutScheduler:
     # Issuing
 
     def _fill(self) -> None:
-        """Issues groups as long as there is room for them."""
+        """Issues groups until the in-flight limit is reached. On-policy, only during `next_rollout`."""
         if not self._stepping and not self._config.max_staleness:
             return
         skips = 0
@@ -285,7 +291,8 @@ class RolloutScheduler:
                 raise RunError(f"{skips} tasks in a row were skipped; the last reason: {skip}")
 
     def _room(self) -> int:
-        """Groups that may be charged for. Rejections beyond the bound are not replaced."""
+        """The in-flight limit in groups. Each rejection beyond `max_replacements` lowers it by one, so that it is not
+        replaced."""
         wanted = self._config.groups_per_step
         bound = int(wanted * self._config.max_replacements + 1e-9)
         capacity = wanted * (self._config.max_staleness + 1) + int(wanted * self._shape.oversample + 1e-9)
@@ -312,7 +319,7 @@ class RolloutScheduler:
         return group
 
     def _skip(self, draw: TaskDraw, reason: str) -> None:
-        """Puts on record that a task is not tried this time."""
+        """Records in the ledger that a drawn task is skipped."""
         index = self.next_group
         self.next_group += 1
         sample = Sample(f"{index}.0", draw.task, index, self._temperature(draw.task))
@@ -347,10 +354,10 @@ class RolloutScheduler:
             self._record_end(group, reason)
         self._changed.set()
 
-    # Judging
+    # Filtering
 
     def _judge(self, group: Group) -> None:
-        """Keeps a group whose samples are all judged, or drops it and issues another."""
+        """Moves a group whose samples are all judged to `ready`, or drops it and issues another."""
         scored = group.scored
         if kills := sum(sample.kills for sample in group.samples):
             self._kills[group.task.id] = self._kills.get(group.task.id, 0.0) + kills
@@ -381,13 +388,13 @@ class RolloutScheduler:
                 self._lifecycle.move(sample, "dropped", reason)
         self._tally.end(group, reason)
 
-    # Closing
+    # Batch selection
 
     def _closing(self) -> BatchSelector:
         return BatchSelector(self._books, self._config, self._shape, self._version)
 
     async def _chosen(self) -> list[Group]:
-        """The groups of the step, once it can be closed."""
+        """Waits until the batch of the step is complete and returns its groups."""
         late_s: float | None = None
         clock = asyncio.get_running_loop()
         while True:
@@ -407,7 +414,8 @@ class RolloutScheduler:
             await self._news(left_s)
 
     async def _news(self, limit_s: float | None) -> None:
-        """Returns when a group has ended, or after a while. What a group waits for has deadlines of its own."""
+        """Returns when a group was dropped or its task ended, after `limit_s`, or when the policy is due. The wait is
+        bounded because every call that a group waits for has a deadline."""
         self._changed.clear()
         look_s = self._policy.left_s
         try:
@@ -424,7 +432,7 @@ class RolloutScheduler:
         self._fill()
 
     async def _taken(self, chosen: list[Group]) -> RolloutBatch | None:
-        """The step's rollout; None if tokens were lost meanwhile, so that some groups run again."""
+        """The batch of the step. Returns None if tokens of the chosen groups were lost: then they are requeued."""
         self._books.take(chosen)
         samples = [sample for group in chosen for sample in group.scored]
         mask_below = self._version - self._config.max_staleness if self._config.stale == "mask" else 0
@@ -448,11 +456,11 @@ class RolloutScheduler:
         )
 
     def _cut_the_rest(self) -> None:
-        """On-policy, what a full step does not need is of no use: its tasks come again."""
+        """On-policy, drops the groups that a full step does not need and returns their tasks to the sampler."""
         for group in self._books.waiting:
             running = group.index in self._books.open
             self._drop(group, "cut: the step was full before it ended" if running else "surplus: the step was full")
-            if group.epoch >= 0:  # else the order knows nothing of it
+            if group.epoch >= 0:  # a policy's group has epoch -1: the sampler did not draw it
                 (self._order.cut if running else self._order.give_back)(group.task, group.epoch)
 
     def _bias(self, samples: list[Sample]) -> float:
