@@ -1,14 +1,16 @@
-"""The embedded engine: continuous batching over the parameters of a model that lives in this process.
+"""The slot engine: continuous batching over a contiguous KV cache, with the parameters of a model that is in this
+process.
 
-A step admits waiting requests, computes their prompts, decodes one token of every running request and returns what
-finished. Requests enter and leave one by one. Nothing is computed twice: requests with the same tokens so far are one
-sequence until they draw different ones, and a beginning that a running sequence has already, or one that ended not long
-ago, is copied from its slot.
+A step admits waiting requests, prefills their prompts, decodes one token for every running request and returns the
+finished requests. Requests enter and leave one by one. Nothing is computed twice: requests with identical tokens so far
+share one sequence until they sample different tokens, and a prefix that a running or recently finished sequence has in
+the KV cache is copied from its slot.
 
-What always holds: a token carries the version of the weights that drew it. With `exact`, every forward pass has the same
-number of rows and every sequence attends by itself, so that a request's tokens and log-probs are the same bits whatever
-runs beside it; what a request brings of its response is computed token by token, as when it was drawn, so that it goes
-on with the same bits too. The cache holds no more than it may: where requests are long, fewer run and the others wait.
+Invariants: every token carries the version of the weights that sampled it. With `exact`, every forward pass has the same
+number of rows and attention is computed per sequence, so a request's tokens and log-probs have the same bits whatever
+else is running; response tokens that a request brings along are recomputed token by token, as when they were sampled, so
+that it also continues with the same bits. The KV cache never exceeds its token limit: if requests are long, fewer run at
+once and the others wait.
 """
 
 from __future__ import annotations
@@ -43,11 +45,13 @@ from roll.model.experts import with_experts
 from roll.model.rope import longest_sequence
 
 EXACT_ROWS = 16
-"""Rows of every forward pass under `exact`: fixed, because a linear layer's bits depend on their number."""
+"""Rows of every forward pass with `exact`. The number is fixed because the bits of a linear layer's output depend on
+it."""
 PROMPT_ROWS = 256
-"""Rows of one forward pass otherwise, as far as there are prompts to fill it: so much a long prompt delays the others."""
+"""Without `exact`, target number of rows per step: prompts fill the rows that decoding leaves free (chunked prefill).
+This bounds how long a long prompt delays running sequences."""
 SHORTEST_SHARED = 8
-"""A shared beginning shorter than this is computed again rather than waited for."""
+"""A sequence does not wait for another to compute a shared prefix shorter than this; it computes the prefix itself."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class EngineStats:
     cached_tokens: int
     generated_tokens: int
     decoded_rows: int
-    """Tokens computed one at a time; fewer than generated where requests had the same tokens so far."""
+    """Tokens computed one per sequence by decode. Lower than `generated_tokens` if several requests shared a sequence."""
     computed_prompt_tokens: int
     shared_prompt_tokens: int
     steps: int
@@ -76,16 +80,17 @@ class SlotEngine:
         records_routes: bool = False,
         free_bytes: FreeBytes = free_bytes,
     ) -> None:
-        """`kv_tokens`: what the cache holds at most; 0 for a share of the memory, of which `free_bytes` says what is
-        free. Fewer requests than `max_running` run at once where they are too long for that; the others wait.
-        `records_routes`: completions say which experts tokens were sent to, if the model has any."""
+        """`kv_tokens` limits the tokens in the KV cache; 0 takes a share of the free memory, as reported by `free_bytes`.
+        If requests are too long for that limit, fewer than `max_running` run at once and the others wait. With
+        `records_routes`, completions contain the experts that each token was routed to, if the model has experts."""
         self.model = model
         self.version = version
         self._tokenizer = tokenizer
         self._max_running = max_running
         self._exact = exact
         self._columns = not exact and supported(model)
-        # How many rows an expert gets depends on the neighbours: under `exact`, each row has its experts to itself.
+        # The number of rows per expert depends on the other sequences. Under `exact`, each row therefore has its own
+        # expert products.
         self._computed_by = with_experts(model, "batched_mm") if exact else model
         self._vocab = int(model.config.vocab_size)
         self._device = next(model.parameters()).device
@@ -97,14 +102,15 @@ class SlotEngine:
         self._slots = SlotAllocator(self._cache, EXACT_ROWS if exact else 1)
         self._waiting: deque[Request] = deque()
         self._stuck: tuple[str, int] | None = None
-        """The first that waits and how many run, where that is too many for it to have a slot."""
-        self._beginning: list[SharedSequence] = []  # those whose prompts are not all computed, oldest first
+        """The first waiting request and the number of running ones, if that request cannot get a slot while that many
+        run."""
+        self._beginning: list[SharedSequence] = []  # sequences with unfinished prefill, oldest first
         self._ids: set[str] = set()
         self._generated = self._computed = self._shared = self._decoded = self._steps = 0
 
     @property
     def context(self) -> int:
-        """Longest sequence the model was made for, in tokens."""
+        """Longest sequence the model supports, in tokens."""
         return longest_sequence(self.model.config)
 
     @property
@@ -125,13 +131,13 @@ class SlotEngine:
 
     def add(self, request: Request) -> None:
         request.check(self._ids, self.context, self._vocab)
-        if request.tokens > self._cache.shape.tokens:  # else it fits where others are now
+        if request.tokens > self._cache.shape.tokens:  # otherwise the current cache can hold it
             self._limit.check(request, self._limit.tokens(self._cache.shape.tokens))
         self._ids.add(request.id)
         self._waiting.append(request)
 
     def abort(self, id: str) -> Completion | None:
-        """Ends a request; returns what it has so far, None if it is not here."""
+        """Ends a request. Returns the tokens it has so far, or None if the engine does not have the request."""
         for request in self._waiting:
             if request.id == id:
                 self._waiting.remove(request)
@@ -146,7 +152,7 @@ class SlotEngine:
         return None
 
     def progress(self, heard: Mapping[str, int]) -> list[Progress]:
-        """What running requests have drawn beyond the number of tokens that was heard of each."""
+        """New tokens of running requests. `heard` is the number of tokens already reported per request id."""
         found: list[Progress] = []
         for sequence in self._slots.running:
             for member in sequence.members:
@@ -156,18 +162,19 @@ class SlotEngine:
         return found
 
     def set_version(self, version: int) -> None:
-        """Tells the engine that the parameters it uses have changed. Prefixes of older versions are not shared on."""
+        """Tells the engine that the values of its parameters have changed. Prefixes computed with older weights are no
+        longer shared."""
         self.version = version
         self._slots.forget()
         for sequence in self._slots.running:
-            if not sequence.cached:  # nothing of it is of the old weights
+            if not sequence.cached:  # the KV cache has nothing of it from the old weights
                 sequence.version = version
 
     def settle(self) -> None:
-        """A step is done when it returns."""
+        """Does nothing: every step is complete when `step` returns."""
 
     def release(self) -> None:
-        """Frees the cache's memory until the next request; nothing may be running."""
+        """Frees the KV cache until the next request. No request may be running."""
         if self._slots.running:
             raise RunError(f"the engine cannot free its cache: {self.stats().running} requests are running")
         self._slots.forget()
@@ -175,7 +182,8 @@ class SlotEngine:
 
     @torch.inference_mode()
     def log_probs_of(self, ids: IntArray) -> Tensor:
-        """fp32 log-probs of a sequence's tokens after the first, computed as a prompt is; nothing running is touched."""
+        """fp32 log-probs of the tokens after the first, computed as prefill is, in a separate cache. Running requests are
+        not affected."""
         cache = SlotCache(self.model.config, next(self.model.parameters()).dtype, self._device)
         cache.reshape(CacheShape(1, len(ids)))
         rows = EXACT_ROWS if self._exact else PROMPT_ROWS
@@ -190,7 +198,8 @@ class SlotEngine:
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """One token for every request whose prompt is computed, after admitting what fits. Returns what finished."""
+        """Admits waiting requests, then computes one token for every request whose prefill is complete. Returns the
+        finished ones."""
         self._steps += 1
         self._admit()
         if self._exact:
@@ -201,7 +210,8 @@ class SlotEngine:
         return self._collect()
 
     def _admit(self) -> None:
-        """Gives as many waiting requests slots as there are or can be; those with equal prompts become one sequence."""
+        """Admits as many waiting requests as there are slots for, growing the cache if possible. Requests with equal
+        prompts share one sequence."""
         shape, count = self._room() if self._waiting else (self._cache.shape, 0)
         fresh: dict[tuple[bytes, tuple[int, ...]], SharedSequence] = {}
         for _ in range(count):
@@ -218,8 +228,8 @@ class SlotEngine:
         self._beginning += fresh.values()
 
     def _room(self) -> tuple[CacheShape, int]:
-        """The shape of the cache to have now, and how many of the waiting requests have slots in it, oldest first. Every
-        request counts, also one that is a sequence with others: it may draw another token than they."""
+        """The cache shape to use now, and how many waiting requests, oldest first, get a slot in it. Every request counts
+        as one slot, even if it shares a sequence: it may sample a different token and then needs its own."""
         held, kept = self._cache.shape, self._slots.kept
         running = [member.request.tokens for sequence in self._slots.running for member in sequence.members]
         if self._stuck == (self._waiting[0].id, len(running)):
@@ -238,13 +248,13 @@ class SlotEngine:
         return shape, count
 
     def _decoding(self) -> list[DecodeRows]:
-        """The last token of every sequence that has drawn one since its hidden state was made."""
+        """One decode row for every sequence that has sampled a token whose hidden state is not computed yet."""
         running = enumerate(self._slots.running)
         return [DecodeRows(slot, each.length) for slot, each in running if each.ids and each.hidden is None]
 
     def _compute_mixed(self) -> None:
-        """Prompts as far as there is room, and the decoding rows with the first of them. There are further passes only
-        for prompts that begin as one in an earlier pass does."""
+        """Prefills as many prompt tokens as the step's budget allows; the first pass also contains the decode rows.
+        Further passes are needed only for prompts that share a prefix with a prompt of an earlier pass."""
         decoding = self._decoding()
         room = max(PROMPT_ROWS - len(decoding), PROMPT_ROWS // 4)
         while (chunks := self._chunks(room)) or decoding:
@@ -253,8 +263,8 @@ class SlotEngine:
             decoding = []
 
     def _chunks(self, room: int) -> list[PrefillChunk]:
-        """Rows of prompts for the next pass, oldest request first. A sequence whose beginning is being computed by
-        another one waits for the pass after it, and copies it then."""
+        """Prompt rows for the next pass, oldest request first. If another sequence in this pass computes a shared prefix,
+        the sequence waits for the next pass and copies the prefix then."""
         slots = {id(sequence): slot for slot, sequence in enumerate(self._slots.running)}
         chunks: list[PrefillChunk] = []
         begun: list[SharedSequence] = []
@@ -272,8 +282,8 @@ class SlotEngine:
         return chunks
 
     def _compute_in_tiles(self) -> None:
-        """The same, in passes of a fixed number of rows: whole prompts in chunks counted from their own start, then the
-        decoding rows."""
+        """As `_compute_mixed`, in passes of a fixed number of rows: each prompt in full, in chunks counted from its
+        start, then the decode rows."""
         for slot, sequence in enumerate(self._slots.running):
             if not sequence.ids and sequence.hidden is None:
                 self._shared += self._slots.share(slot)
@@ -284,7 +294,7 @@ class SlotEngine:
             self._compute([], decoding[first : first + EXACT_ROWS])
 
     def _compute(self, chunks: list[PrefillChunk], decoding: list[DecodeRows]) -> None:
-        """One forward pass: chunks of prompts and one row for each decoding slot."""
+        """One forward pass: prompt chunks, and one row per decoding slot."""
         if not chunks and not decoding:
             return
         running = self._slots.running
@@ -309,7 +319,7 @@ class SlotEngine:
         self._decoded += len(decoding)
 
     def _forward(self, ids: NDArray[Any], positions: NDArray[Any], plan: CachePlan) -> Tensor:
-        """Hidden states of the rows; under `exact` the pass is filled up to its fixed number of rows."""
+        """Hidden states of the rows. Under `exact`, padding fills the pass up to its fixed number of rows."""
         padding = EXACT_ROWS - len(ids) if self._exact else 0
         rows = torch.from_numpy(np.pad(ids.astype(np.int64), (0, padding))).to(self._device)
         where = torch.from_numpy(np.pad(positions.astype(np.int64), (0, padding))).to(self._device)
@@ -323,7 +333,8 @@ class SlotEngine:
         return (column_logits if self._columns else logits_of)(self.model, hidden)
 
     def _sample(self) -> None:
-        """Draws a token for every request that can have one; a sequence whose requests drew different ones splits."""
+        """Samples a token for every request with a hidden state. A sequence splits if its requests sampled different
+        tokens."""
         self._beginning = [sequence for sequence in self._beginning if sequence.hidden is None]
         for sequence in self._slots.running:
             if sequence.hidden is not None and sequence.repeats:
@@ -354,7 +365,7 @@ class SlotEngine:
         self._generated += len(drawn)
 
     def _extend(self, slot: int, branches: dict[int, list[SequenceMember]]) -> None:
-        """Appends the drawn tokens: the first to the sequence itself, each other one to a copy of it in a new slot."""
+        """Appends the sampled tokens: the first to the sequence itself, every other one to a copy of it in a new slot."""
         sequence = self._slots.running[slot]
         sequence.hidden = None
         for token, members in list(branches.items())[1:]:
@@ -393,7 +404,8 @@ class SlotEngine:
 
     @torch.inference_mode()
     def _leave(self, slot: int, member: SequenceMember) -> None:
-        """Lets a request go. A sequence nobody needs ends, and is kept if all of it is of the present weights."""
+        """Removes a request. A sequence without requests ends; its slot is kept for prefix reuse if it was computed with
+        the current weights only."""
         self._ids.remove(member.request.id)
         sequence = self._slots.running[slot]
         sequence.members.remove(member)

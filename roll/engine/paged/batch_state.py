@@ -1,4 +1,5 @@
-"""The running sequences as arrays: what a step is made of, and what steps have drawn, without a loop over sequences."""
+"""The running sequences as arrays with one entry per slot: building the inputs of a step and recording its tokens needs
+no loop over sequences."""
 
 from __future__ import annotations
 
@@ -33,34 +34,35 @@ _Number = TypeVar("_Number", bound=np.generic)
 
 @dataclass(eq=False)
 class PagedSequence:
-    """A request and what it has drawn so far, while it waits or runs."""
+    """A request, waiting or running, and the tokens it has so far."""
 
     request: Request
     tokens: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
-    """Drawn before it last came to wait; while it runs, its slot knows."""
+    """Tokens sampled before the sequence last started to wait. While it runs, `BatchState` has the current ones."""
     log_probs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     versions: list[tuple[int, int]] = field(default_factory=list)
-    """From which drawn token on, which version of the weights."""
+    """(index of the first sampled token, version of the weights) for every change of version."""
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
     known: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
-    """Its tokens when it last began to wait or to run: the prompt and what it had drawn."""
+    """Its tokens when it was last queued or admitted: the prompt and the tokens sampled by then."""
     keys: list[Key] = field(default_factory=list)
-    """Of the full blocks of these, under `version`."""
+    """Keys of the full blocks of `known`, under `version`."""
     filled: int = 0
-    """How many of these are in the cache, or will be by a pass already launched. All but the last are filled as a prompt
-    is; the last one is the first row that draws."""
+    """How many tokens of `known` are in the KV cache, or will be after a pass that is already launched. All but the last
+    are prefilled; the last one is the first row that samples."""
     version: int = -1
-    """Of the weights when it began to run. Where they have changed since, its cache is of several versions."""
+    """Version of the weights when it started to run. If the weights have changed since, its KV cache entries have several
+    versions."""
     routes: list[Routes] = field(default_factory=list)
-    """Recorded before it last gave its blocks up, where they are, from the request's `routes_from` on."""
+    """Routes read before its blocks were last released, from the request's `routes_from` on."""
 
     @property
     def left_to_fill(self) -> int:
         return len(self.known) - 1 - self.filled
 
     def draws_under(self, version: int, drawn: int) -> None:
-        """Tokens from number `drawn` on are this version's."""
+        """Sampled tokens from index `drawn` on have this version."""
         if not self.versions or self.versions[-1][1] != version:
             self.versions.append((drawn, version))
 
@@ -72,7 +74,7 @@ class PagedSequence:
 
     @property
     def routes_from(self) -> int | None:
-        """The first position whose routes are still to be told; None where none are."""
+        """The first position whose routes are still to be reported; None if the request asks for none."""
         start = self.request.routes_from
         return None if start is None else start + sum(map(len, self.routes))
 
@@ -87,8 +89,8 @@ class PagedSequence:
 
 
 class BatchState:
-    """One line a slot. Every sequence that enters begins a new `slot_epoch`, so that what a step drew for the one before
-    it is known as such."""
+    """One entry per slot. Each sequence that enters a slot gets a new `slot_epoch`, so that tokens sampled for the
+    previous sequence of the slot can be recognised and discarded."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -97,22 +99,22 @@ class BatchState:
         self._reigns = 0
         self.slot_epoch = np.full(count, _NOBODY, np.int64)
         self.draws = np.zeros(count, bool)
-        """Whether its prompt is in the cache, so that it draws a token a step."""
+        """Whether the prompt is in the cache, so that the slot samples one token per step."""
         self.prompt = np.zeros(count, np.int64)
         self.launched = np.zeros(count, np.int64)
-        """Tokens that launched steps draw or have drawn."""
+        """Sampled tokens, including those of steps in flight."""
         self.drawn = np.zeros(count, np.int64)
-        """Tokens that are known here."""
+        """Sampled tokens that the host has read."""
         self.limit = np.zeros(count, np.int64)
         self.given = np.full(count, _NO_STOP, np.int64)
-        """The token of the next row, where it is not the last drawn one."""
+        """The input token of the next row if it is not the last sampled one; `LAST_DRAWN` if it is."""
         self.seeds = np.zeros(count, np.uint64)
         self.temperatures = np.zeros(count, np.float32)
         self.truncates = np.zeros(count, bool)
         self.has_strings = np.zeros(count, bool)
         self.stops = np.full((count, 1), _NO_STOP, np.int64)
         self.held = np.zeros(count, np.int64)
-        """Blocks it has."""
+        """Number of blocks."""
         self.table = np.zeros((4, count), np.int32)
         """[blocks, slots]"""
         self.tokens = np.zeros((count, 64), np.int32)
@@ -124,7 +126,7 @@ class BatchState:
 
     @property
     def positions(self) -> NDArray[np.int64]:
-        """Of each slot's next row that draws."""
+        """The position of each slot's next row that samples."""
         return self.prompt + self.launched - 1
 
     def enter(self, sequence: PagedSequence) -> None:
@@ -155,7 +157,7 @@ class BatchState:
         self.hold(sequence, blocks)
 
     def hold(self, sequence: PagedSequence, blocks: list[int]) -> None:
-        """The sequence has these blocks too."""
+        """Appends blocks to the sequence's block table."""
         sequence.blocks.extend(blocks)
         start, end = int(self.held[sequence.slot]), len(sequence.blocks)
         if end > len(self.table):
@@ -164,7 +166,7 @@ class BatchState:
         self.held[sequence.slot] = end
 
     def leave(self, sequence: PagedSequence) -> None:
-        """The sequence takes what it has drawn with it."""
+        """Frees the slot. The sequence keeps its sampled tokens."""
         slot = sequence.slot
         self.bring_up(sequence)
         self.sequences[slot] = None
@@ -175,13 +177,14 @@ class BatchState:
         sequence.slot = -1
 
     def bring_up(self, sequence: PagedSequence) -> None:
-        """Tells the sequence what it has drawn so far."""
+        """Copies the tokens sampled so far into the sequence."""
         drawn = int(self.drawn[sequence.slot])
         sequence.tokens = self.tokens[sequence.slot, :drawn].copy()
         sequence.log_probs = self.log_probs[sequence.slot, :drawn].copy()
 
     def record(self, slots: NDArray[np.int64], tokens: IntArray, log_probs: NDArray[np.float32]) -> NDArray[np.bool_]:
-        """One token for each of these slots; which of them end with it, by a token or by their length."""
+        """Appends one token to each of these slots. Returns which of them have ended, by a stop token or by their
+        length."""
         at = self.drawn[slots]
         self._make_room(int(at.max()) + 1)
         self.tokens[slots, at] = tokens
@@ -193,11 +196,11 @@ class BatchState:
         return ended
 
     def finish_of(self, slot: int) -> Finish:
-        """Why a slot that `record` said has ended did."""
+        """Why a slot has ended, given that `record` reported it as ended."""
         return "stop" if (self.stops[slot] == self.tokens[slot, self.drawn[slot] - 1]).any() else "length"
 
     def places(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where in the cache these positions are."""
+        """The cache positions (block · BLOCK + offset) of these positions of the slots' sequences."""
         places: NDArray[np.int64] = self.table[positions // BLOCK, slots].astype(np.int64) * BLOCK + positions % BLOCK
         return places
 
@@ -208,7 +211,7 @@ class BatchState:
 
 
 def prompt_sheet(slots: BatchState, sequence: PagedSequence, count: int, lines: int) -> Sheet:
-    """The next `count` rows of a sequence's prompt, with so many lines of blocks."""
+    """The inputs of the next `count` prompt rows of a sequence, with `lines` lines of its block table."""
     positions = np.arange(sequence.filled, sequence.filled + count)
     own = np.full(count, sequence.slot)
     sheet = np.zeros((HEADER + lines, count), np.int32)
@@ -221,7 +224,7 @@ def prompt_sheet(slots: BatchState, sequence: PagedSequence, count: int, lines: 
 
 
 def drawing_sheet(slots: BatchState, drawing: NDArray[np.int64], lines: int) -> Sheet:
-    """The next row of each of these slots, after which it draws."""
+    """The inputs of the next row of each of these slots, which all sample a token."""
     positions = slots.positions[drawing]
     sheet = np.zeros((HEADER + lines, len(drawing)), np.int32)
     sheet[SLOT] = drawing

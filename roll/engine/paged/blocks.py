@@ -1,14 +1,14 @@
-"""The blocks of a paged cache: who uses them, and which hold a beginning that others may go on from.
+"""The block pool of the paged KV cache: which blocks are in use, and which hold a prefix that other sequences can share.
 
-A block has a key once its keys and values are computed, or are about to be by a pass that is already launched. A key is
-made from the version of the weights and all tokens up to the block's end, so equal keys mean equal contents.
+A block gets a key once its keys and values are computed, or will be by a pass that is already launched. The key is a hash
+of the version of the weights and all tokens up to the block's end, so equal keys mean equal contents.
 
-What always holds: every block is either used (by one sequence or several) or spare; a spare block with a key keeps its
-contents until it is given away, the one that became spare first going first; block 0 is nobody's (padding writes there).
+Invariants: every block is either used (by one or several sequences) or spare. A spare block with a key keeps its contents
+until it is reallocated, in LRU order. Block 0 belongs to no sequence (padding rows write to it).
 
-Example, blocks of 2: A = [5 6 7 8 9] is computed, its first two blocks get the keys of [5 6] and [5 6 7 8]. Then
-B = [5 6 7 8 1] finds both and computes only its last token, in a block of its own. A leaves: its third block has no key
-and is given away first; the other two are still B's.
+Example with blocks of 2: A = [5 6 7 8 9] is computed; its first two blocks get the keys of [5 6] and [5 6 7 8]. B = [5 6
+7 8 1] finds both and computes only its last token, in a block of its own. When A leaves, its third block has no key and
+is reallocated first; B still uses the other two.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Key = bytes
 
 
 def keys_of(tokens: IntArray, size: int, version: int, known: Sequence[Key] = ()) -> list[Key]:
-    """The keys of all full blocks of the tokens; `known` are those of the first ones."""
+    """The keys of all full blocks of the tokens; `known` are the keys of the first blocks, if already computed."""
     keys = list(known)
     data = np.ascontiguousarray(tokens, np.int64)
     parent = keys[-1] if keys else version.to_bytes(8, "little", signed=True)
@@ -48,15 +48,15 @@ class BlockPool:
         self._blank: deque[int] = deque(range(1, count))
         """Spare blocks without a key."""
         self._kept: OrderedDict[int, None] = OrderedDict()
-        """Spare blocks with a key, the longest spare first."""
+        """Spare blocks with a key, least recently used first."""
 
     @property
     def tokens(self) -> int:
-        """What they hold."""
+        """Capacity in tokens."""
         return (self.count - 1) * self._size
 
     def grow(self, count: int) -> None:
-        """There are so many blocks now; those that were here are what they were."""
+        """Grows the pool to `count` blocks. Existing blocks keep their state."""
         more = range(self.count, count)
         self._users += [0] * len(more)
         self._key_of += [None] * len(more)
@@ -72,7 +72,7 @@ class BlockPool:
         return self.count - 1 - self.spare
 
     def find(self, keys: Sequence[Key]) -> list[int]:
-        """The blocks of the longest beginning that is here."""
+        """The blocks of the longest cached prefix of these keys."""
         found: list[int] = []
         for key in keys:
             block = self._block_of.get(key)
@@ -82,17 +82,17 @@ class BlockPool:
         return found
 
     def use(self, blocks: Sequence[int]) -> None:
-        """One more sequence uses each of these."""
+        """Adds one user to each of these blocks."""
         for block in blocks:
             self._kept.pop(block, None)
             self._users[block] += 1
 
     def spare_among(self, blocks: Sequence[int]) -> int:
-        """How many of these nobody uses: using them leaves so many fewer spare."""
+        """How many of these blocks no sequence uses: using them reduces the spare blocks by that number."""
         return sum(self._users[block] == 0 for block in blocks)
 
     def take(self, count: int) -> list[int]:
-        """Blocks for new contents; there must be as many spare."""
+        """Allocates blocks for new contents; at least `count` must be spare."""
         assert count <= self.spare, "the caller looks first"
         taken: list[int] = []
         for _ in range(count):
@@ -106,8 +106,8 @@ class BlockPool:
         return taken
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One sequence no longer uses these. Of a sequence's blocks the last become spare first: a beginning is worth
-        more than what follows it."""
+        """Removes one user from each of these blocks. The last blocks of a sequence become spare first, because a shorter
+        prefix is more likely to be shared."""
         for block in reversed(blocks):
             assert self._users[block] > 0, f"block {block} is nobody's"
             self._users[block] -= 1
@@ -118,14 +118,15 @@ class BlockPool:
                     self._kept[block] = None
 
     def name(self, block: int, key: Key) -> None:
-        """The block's contents are those of the key. Where another block has it already, that one is found."""
+        """Registers the block's contents under the key. If another block has the key already, `find` continues to return
+        that one."""
         assert self._users[block] > 0, "only a used block has contents to name"
         if key not in self._block_of and self._key_of[block] is None:
             self._key_of[block] = key
             self._block_of[key] = block
 
     def forget_all(self) -> None:
-        """The weights have changed: nothing here is a beginning for others any more."""
+        """Drops all keys after a weight update: no block can be shared any more."""
         self._block_of.clear()
         self._key_of = [None] * self.count
         self._blank.extend(self._kept)

@@ -1,13 +1,14 @@
-"""The embedded engine over a paged cache: continuous batching that the host runs a step or two ahead of.
+"""The paged engine: continuous batching over a paged KV cache, with the host one or two steps ahead of the device.
 
-A step has a row for every sequence that draws, and rows of prompts that are not in the cache yet; long prompts have a
-pass of their own before it. Steps are launched before the one before is known: a sequence that has ended by then draws a
-token or two that nobody reads. Beginnings are shared by blocks: siblings, and the turns of a conversation, compute what
-they have in common once. When blocks run out, the youngest sequence gives its own up and waits; it is computed again
-when there is room, and goes on where it was, because the noise of a token depends on seed and position alone.
+A step has one decode row per sequence that samples, and prefill rows of short prompts; long prompts get a prefill pass of
+their own before it. The host launches a step before it has read the previous one, so a sequence that has ended in the
+meantime samples one or two tokens that are discarded. Prefixes are shared by block: the samples of a group and the turns
+of a conversation compute a common prefix once. When blocks run out, the youngest sequence is preempted: it releases its
+blocks, waits, and is recomputed later. It then continues with the same tokens, because the sampling noise of a token
+depends only on seed and position.
 
-What always holds: a token carries the version of the weights that drew it; everything that changes what a step would
-compute (weights, aborted requests, blocks taken away) happens when no step is in flight.
+Invariants: every token carries the version of the weights that sampled it. Everything that changes the result of a step
+(weights, aborted requests, preempted blocks) happens while no step is in flight.
 """
 
 from __future__ import annotations
@@ -39,24 +40,25 @@ from roll.engine.stop_strings import hits_stop_string
 from roll.model.rope import longest_sequence
 
 FILL_ROWS = 8192
-"""Most rows of prompts in a pass of their own."""
+"""Most prompt rows in a prefill pass."""
 LONG = 512
-"""Tokens beyond which a prompt has a pass of its own: row by row, as a step does, the cache would be read too often."""
+"""Prompts longer than this get a prefill pass of their own: computed row by row in a decode step, they would read the KV
+cache too often."""
 FEW = 256
-"""Rows of a long prompt that go with a step nevertheless."""
+"""Up to this many remaining rows of a long prompt are computed in a decode step nevertheless."""
 _PASSED_OVER = 64
-"""Most waiting sequences that others overtake in one step."""
+"""Most waiting sequences that may be overtaken per step."""
 IN_FLIGHT = 2
-"""Steps that may be launched and not read."""
+"""Steps that may be launched but not read yet."""
 _REMEMBERED = 4
-"""Of so many conversations a slot the keys are kept between turns."""
+"""Per slot, the block keys of this many finished conversations are kept for their next turns."""
 _NO_VERSION = -1
 _NOTHING = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True)
 class _Flight:
-    """A launched step: the rows that draw, and whose they were."""
+    """A launched step: the rows that sample, and the slots and slot epochs they belong to."""
 
     drawn: AsyncOutput
     rows: NDArray[np.int64]
@@ -66,7 +68,7 @@ class _Flight:
 
 @dataclass(frozen=True, eq=False)
 class _Ended:
-    """A request that has left; what is recorded of its routes may still be on its way to the host."""
+    """A request that has finished. Its recorded routes may still be in transfer to the host."""
 
     sequence: PagedSequence
     finish: Finish
@@ -88,8 +90,9 @@ class PagedEngine:
         version: int = 0,
         records_routes: bool = False,
     ) -> None:
-        """`kv_tokens`: what the cache holds; 0 for what `max_running` of the longest request so far need, as far as
-        memory goes. `records_routes`: completions say which experts tokens were sent to, if the model has any."""
+        """`kv_tokens` is the capacity of the KV cache in tokens; 0 means enough for `max_running` requests as long as the
+        longest so far, as far as memory allows. With `records_routes`, completions contain the experts that each token
+        was routed to, if the model has experts."""
         self.model = model
         self.version = version
         self._tokenizer = tokenizer
@@ -97,17 +100,18 @@ class PagedEngine:
         self._slots = BatchState(max_running)
         self._waiting: deque[PagedSequence] = deque()
         self._filling: list[PagedSequence] = []
-        """Running, with a prompt that is not all in the cache; oldest first."""
+        """Running sequences with unfinished prefill, oldest first."""
         self._by_id: dict[str, PagedSequence] = {}
         self._said: OrderedDict[str, tuple[IntArray, list[Key]]] = OrderedDict()
-        """Tokens and keys of what ended, by its name, under which a conversation's next turn comes; the latest last."""
+        """Tokens and block keys of finished requests by request id, most recent last. The next turn of a conversation has
+        the same id."""
         self._flights: deque[_Flight] = deque()
         self._finished: deque[_Ended] = deque()
         self._generated = self._computed = self._shared = self._decoded = self._count = self._given_up = 0
 
     @property
     def context(self) -> int:
-        """Longest sequence the model was made for, in tokens."""
+        """Longest sequence the model supports, in tokens."""
         return longest_sequence(self.model.config)
 
     @property
@@ -134,11 +138,11 @@ class PagedEngine:
         self._waiting.append(sequence)
 
     def abort(self, id: str) -> Completion | None:
-        """Ends a request; returns what it has so far, None if it is not here."""
+        """Ends a request. Returns the tokens it has so far, or None if the engine does not have the request."""
         self.settle()
         sequence = self._by_id.get(id)
         if sequence is None:
-            for ended in self._finished:  # in a step that was still in flight
+            for ended in self._finished:  # it finished in a step that was still in flight
                 if ended.sequence.request.id == id:
                     self._finished.remove(ended)
                     return self._told(ended)
@@ -153,7 +157,7 @@ class PagedEngine:
         return self._told(_Ended(sequence, "abort", routes))
 
     def progress(self, heard: Mapping[str, int]) -> list[Progress]:
-        """What running requests have drawn beyond the number of tokens that was heard of each."""
+        """New tokens of requests. `heard` is the number of tokens already reported per request id."""
         found: list[Progress] = []
         for id, sequence in self._by_id.items():
             if sequence.slot >= 0:
@@ -163,7 +167,8 @@ class PagedEngine:
         return found
 
     def set_version(self, version: int) -> None:
-        """Tells the engine that the parameters it uses have changed. Prefixes of older versions are not shared on."""
+        """Tells the engine that the values of its parameters have changed. Prefixes computed with older weights are no
+        longer shared."""
         self.settle()
         if version == self.version:
             return
@@ -175,18 +180,18 @@ class PagedEngine:
                 sequence.draws_under(version, int(self._slots.drawn[sequence.slot]))
 
     def release(self) -> None:
-        """Frees the cache's memory until the next request; nothing may be running."""
+        """Frees the KV cache until the next request. No request may be running."""
         self.settle()
         if self._slots.running:
             raise RunError(f"the engine cannot free its cache: {self._slots.running} requests are running")
         self._room.close()
 
     def log_probs_of(self, ids: IntArray) -> Tensor:
-        """fp32 log-probs of a sequence's tokens after the first, computed as a prompt is; nothing running is touched."""
+        """fp32 log-probs of the tokens after the first. Running requests are not affected."""
         return self._room.log_probs_of(ids)
 
     def step(self) -> list[Completion]:
-        """Launches a step, after admitting what fits, and reads an earlier one. Returns what finished."""
+        """Admits waiting requests, launches a step and reads an earlier one. Returns the finished requests."""
         self._count += 1
         try:
             self._admit()
@@ -205,11 +210,12 @@ class PagedEngine:
             finished.append(self._told(self._finished.popleft()))
         return finished
 
-    # what comes in
+    # admission
 
     def _admit(self) -> None:
-        """Gives waiting sequences slots and blocks, oldest first, while there are both. One whose next block is about to
-        be computed by another waits until that is launched, and shares it then."""
+        """Gives waiting sequences slots and blocks, oldest first, while there are both. If another sequence is about to
+        compute the next block a sequence needs, the sequence waits until that pass is launched and then shares the
+        block."""
         if not self._waiting:
             return
         pool = self._room.prepare(self.settle)
@@ -226,7 +232,7 @@ class PagedEngine:
             if not self._slots.running and blocks > pool.count - 1:
                 pool, shared = self._room.make_anew(sequence.request, blocks), []
             fresh = blocks - len(shared)
-            reserve = self._slots.running  # they may each need a block soon
+            reserve = self._slots.running  # each of them may soon need a block
             if self._slots.running and fresh + pool.spare_among(shared) > pool.spare - reserve:
                 break
             self._waiting.popleft()
@@ -241,7 +247,8 @@ class PagedEngine:
         self._waiting.extendleft(reversed(passed))
 
     def _key(self, sequence: PagedSequence) -> None:
-        """What it would share with others. Its last token is computed in any case, for what follows it."""
+        """Computes the block keys of a sequence, by which it finds shared prefixes. The last token gets no key: it is
+        always computed, because its hidden state yields the next token."""
         if sequence.version != self.version:
             sequence.version = self.version
             sequence.known = np.concatenate([sequence.request.ids, sequence.tokens]).astype(np.int32)
@@ -252,10 +259,10 @@ class PagedEngine:
     def _unfilled(self, sequence: PagedSequence) -> list[Key]:
         return sequence.keys[sequence.filled // BLOCK :] if sequence.version == self.version else []
 
-    # what is launched
+    # launching
 
     def _fill_long(self) -> None:
-        """A pass for long prompts alone."""
+        """A prefill pass for long prompts only."""
         room = FILL_ROWS
         parts: list[Sheet] = []
         spans: list[tuple[int, int]] = []
@@ -273,7 +280,7 @@ class PagedEngine:
             self._room.steps.fill(np.concatenate(parts, axis=1), spans, np.concatenate(places))
 
     def _filled(self, sequence: PagedSequence, count: int, lines: int) -> Sheet:
-        """The next `count` rows of a prompt, which from now on count as computed."""
+        """The inputs of the next `count` rows of a prompt, which count as computed from now on."""
         sheet = prompt_sheet(self._slots, sequence, count, lines)
         named = sequence.filled // BLOCK
         sequence.filled += count
@@ -282,19 +289,21 @@ class PagedEngine:
         return sheet
 
     def _name(self, sequence: PagedSequence, start: int, end: int) -> None:
-        """Others may go on from these blocks of its, unless the weights have changed since it began."""
+        """Registers the keys of these blocks so that other sequences can share them, unless the weights have changed
+        since the sequence started."""
         if sequence.version == self.version:
             for block, key in zip(sequence.blocks[start:end], sequence.keys[start:end], strict=False):
                 self._room.pool.name(block, key)
 
     def _launch(self) -> bool:
-        """A row for every sequence that draws, and for prompts as far as there is room; whether there was any."""
+        """Launches a step: one row per sequence that samples, and as many prompt rows as fit. False if there was nothing
+        to launch."""
         slots = self._slots
         lines = int(slots.held.max())
         room, tile = self._room.steps.most_prompt_rows, self._room.steps.tile
         parts: list[Sheet] = []
         for sequence in [each for each in self._filling if not _needs_pass(each)]:
-            count = min(room, sequence.left_to_fill)  # its last token has a row among those that draw
+            count = min(room, sequence.left_to_fill)  # its last token is among the rows that sample
             if count > 0:
                 parts.append(self._filled(sequence, count, lines))
                 room -= -(-count // tile) * tile
@@ -315,7 +324,8 @@ class PagedEngine:
         return True
 
     def _make_room(self) -> None:
-        """Gives every sequence that draws next the block its row goes into; the youngest gives up where there is none."""
+        """Allocates the next block to every sequence whose next row needs one. If there are too few spare blocks, the
+        youngest sequence is preempted."""
         while True:
             slots = self._slots
             next_rows = slots.draws & (slots.launched < slots.limit)
@@ -323,26 +333,27 @@ class PagedEngine:
             if len(short) <= self._room.pool.spare:
                 break
             if self._flights:
-                self.settle()  # some may have ended
+                self.settle()  # some sequences may have ended
             else:
                 self._give_up(keeps_routes=True)
         for slot in short:
             slots.hold(self._sequence(slot), self._room.pool.take(1))
 
     def _give_up(self, keeps_routes: bool = False) -> None:
-        """The youngest running sequence goes back to wait, first in line. `keeps_routes`: those that its tokens were
-        drawn with, because they may be others when it is computed again."""
+        """Preempts the youngest running sequence: it becomes the first of the waiting. With `keeps_routes`, the routes
+        its tokens were sampled with are kept, because recomputing the sequence may route them differently."""
         running = [sequence for sequence in self._slots.sequences if sequence is not None]
         youngest = max(running, key=lambda sequence: self._slots.slot_epoch[sequence.slot])
         if keeps_routes and (routes := self._read_routes(youngest)) is not None:
             youngest.routes.append(self._on_host(routes))
         self._let_go(youngest)
-        youngest.version = _NO_VERSION  # it has more tokens now
+        youngest.version = _NO_VERSION  # its block keys must be recomputed, because it has more tokens now
         self._waiting.appendleft(youngest)
         self._given_up += 1
 
     def _start_over(self) -> None:
-        """After a step that failed, nobody knows what is in the cache: those that run wait again, with what they have."""
+        """After a failed step the contents of the cache are unknown: all running sequences are preempted, with the tokens
+        they have."""
         self._flights.clear()
         while self._slots.running:
             self._give_up()
@@ -350,10 +361,10 @@ class PagedEngine:
         self._said.clear()
         self._room.forget_all()
 
-    # what comes back
+    # reading results
 
     def settle(self) -> None:
-        """Reads every step in flight: what is told of requests is then all there is."""
+        """Reads all steps in flight, so that requests have all tokens sampled so far."""
         while self._flights:
             self._land()
 
@@ -384,7 +395,7 @@ class PagedEngine:
         self._finished.append(_Ended(sequence, finish, routes))
 
     def _read_routes(self, sequence: PagedSequence) -> RoutesRead | None:
-        """Begins to read what is recorded of a running sequence and not told yet, if it wants to know."""
+        """Starts reading the routes of a running sequence that are not read yet, if its request asks for routes."""
         start, slot = sequence.routes_from, sequence.slot
         if self._room.recorded is None or start is None:
             return None
@@ -404,13 +415,14 @@ class PagedEngine:
         return ended.sequence.completion(ended.finish)
 
     def _let_go(self, sequence: PagedSequence) -> None:
-        """Takes a running sequence out. Its blocks stay as beginnings for others while nobody else needs them."""
+        """Removes a running sequence from its slot. Its blocks stay in the pool for prefix sharing until they are
+        reallocated."""
         filled = sequence.left_to_fill <= 0
         self._slots.leave(sequence)
         if sequence in self._filling:
             self._filling.remove(sequence)
         if filled and sequence.version == self.version:
-            tokens = np.concatenate([sequence.request.ids, sequence.tokens])[:-1]  # the last one may not be computed
+            tokens = np.concatenate([sequence.request.ids, sequence.tokens])[:-1]  # the last token may not be computed
             named, sequence.keys = len(sequence.keys), keys_of(tokens, BLOCK, self.version, sequence.keys)
             self._name(sequence, named, len(sequence.keys))
             self._said[sequence.request.id] = (tokens, sequence.keys)

@@ -1,7 +1,7 @@
-"""The paged cache's tensors, and attention over them.
+"""The tensors of the paged KV cache, and attention over them.
 
-What always holds: position p of a sequence is in its block p // BLOCK at offset p % BLOCK; a pass puts keys and values of
-all its rows there before any of them is read, layer by layer, so rows of one pass may read each other's.
+Invariants: position p of a sequence is in its block p // BLOCK at offset p % BLOCK. In each layer, a pass writes the keys
+and values of all its rows before it reads any, so rows of one pass may attend to each other.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from roll.engine.routes import RouteShape
 from roll.model.shape import ModelShape
 
 BLOCK = 16
-"""Positions of a block."""
+"""Positions per block."""
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""Before torch 2.13 heads that share keys need no asking for."""
+"""Before torch 2.13, `varlen_attn` supports grouped-query attention without an argument."""
 
 
 class PagedKVCache:
-    """Keys and values: [layers, blocks, kv_heads, BLOCK, dim] each; where they are recorded, routes: [places, width]."""
+    """Keys and values: [layers, blocks, kv_heads, BLOCK, dim] each. If routes are recorded, also routes: [blocks · BLOCK,
+    width]."""
 
     def __init__(
         self,
@@ -52,14 +53,14 @@ class PagedKVCache:
         return self.keys.shape[1]
 
     def take_over(self, other: PagedKVCache) -> None:
-        """Becomes what another one is, block by block."""
+        """Copies the contents of a smaller cache, block by block."""
         self.keys[:, : other.blocks] = other.keys
         self.values[:, : other.blocks] = other.values
         if self.routes is not None and other.routes is not None:
             self.routes[: len(other.routes)] = other.routes
 
     def read_routes(self, places: NDArray[np.int64]) -> RoutesRead:
-        """Begins to read what is recorded at these places; what is launched later may write there."""
+        """Starts an asynchronous read of the routes at these cache positions. Steps launched later may overwrite them."""
         assert self.routes is not None
         where = torch.from_numpy(places)
         if not self.routes.is_cuda:
@@ -79,7 +80,7 @@ class PagedKVCache:
 
 @dataclass(frozen=True)
 class RoutesRead:
-    """Rows of routes on their way to the host."""
+    """Routes that are being copied to the host."""
 
     rows: Tensor
     done: torch.cuda.Event | None
@@ -89,14 +90,14 @@ class RoutesRead:
         return self.done is None or bool(self.done.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> Tensor:
-        """Waits for them."""
+        """Waits for the copy."""
         if self.done is not None:
             self.done.synchronize()
         return self.rows
 
 
 class PagedPlan:
-    """What both kinds of passes share. As an `AttentionPlan` it serves any decoder's own code."""
+    """What prefill and decode passes have in common. As an `AttentionPlan` it also works with a model's own code."""
 
     def __init__(self, pages: PagedKVCache, rows: StepInputs) -> None:
         self.pages = pages
@@ -113,13 +114,14 @@ class PagedPlan:
         return self.read(layer, flat, heads, reading_of(module, scale)).view(rows, heads, dim)[..., :told]
 
     def keep_routes(self, routes: Tensor) -> None:
-        """Notes beside the rows' keys where they went, [rows, …], if that is recorded."""
+        """Stores the rows' routes [rows, …] beside their keys, if routes are recorded."""
         held = self.pages.routes
         if held is not None:
             held[self.rows.places.long()] = routes.flatten(1).to(held.dtype)
 
     def read(self, layer: int, query: Tensor, heads: int, reading: AttentionParams) -> Tensor:
-        """Every row's heads, the first of its line in `query`, over the positions up to its own. → [rows, heads · dim]"""
+        """Attention of every row over the positions up to its own. The row's queries are the first heads · dim columns of
+        `query`. → [rows, heads · dim]"""
         raise NotImplementedError
 
     def _keep(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -135,8 +137,8 @@ class PagedPlan:
 
 
 class DecodeMetadata(PagedPlan):
-    """Every row by itself, one or few of a sequence; from row `alone` on, on a GPU, in tiles: rows of one sequence that
-    follow each other read its keys once, as all such rows do on a CPU."""
+    """Attention for rows computed one by one: one row, or a few, per sequence. On a GPU, the rows from `alone` on are
+    computed in tiles: consecutive rows of one sequence read its keys once. On a CPU, all consecutive rows do."""
 
     def __init__(self, pages: PagedKVCache, rows: StepInputs, alone: int | None = None) -> None:
         super().__init__(pages, rows)
@@ -165,11 +167,11 @@ class DecodeMetadata(PagedPlan):
 
 
 class PrefillMetadata(PagedPlan):
-    """Many rows of few sequences: prompts. A sequence's rows follow each other; the keys of each are all its positions so
-    far, gathered from its blocks."""
+    """Attention for prefill: many rows of few sequences. The rows of a sequence are consecutive; each attends to all
+    positions of its sequence up to its own, gathered from the blocks."""
 
     def __init__(self, pages: PagedKVCache, rows: StepInputs, spans: list[tuple[int, int]], key_places: Tensor) -> None:
-        """`spans`: rows and keys of each sequence; `key_places`: where all these keys are, in order."""
+        """`spans`: number of rows and of keys per sequence. `key_places`: cache positions of all these keys, in order."""
         super().__init__(pages, rows)
         self._spans = spans
         self._blocks, self._offsets = key_places // BLOCK, key_places % BLOCK
@@ -207,12 +209,13 @@ class PrefillMetadata(PagedPlan):
 
 
 def _splits(programs: int) -> int:
-    """Into how many a row's positions are cut so that a GPU has enough to do at once."""
+    """Number of splits of a row's positions that gives a GPU enough parallel work."""
     return 1 if programs >= 200 else 4 if programs >= 50 else 16
 
 
 def _runs(slots: list[int], positions: list[int]) -> Iterator[tuple[slice, int]]:
-    """Rows of one sequence at positions that follow each other, and how many positions the last of them sees."""
+    """Runs of rows with consecutive positions of one sequence, and the number of positions the last row of each run
+    sees."""
     start = 0
     for row in range(1, len(slots) + 1):
         if row == len(slots) or (slots[row], positions[row]) != (slots[start], positions[start] + row - start):
@@ -230,7 +233,8 @@ def _ends(sizes: list[int], device: torch.device) -> Tensor:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, reading: AttentionParams) -> Tensor:
-    """The last rows of one sequence over all its positions. query [rows, heads, dim], key [keys, kv_heads, dim]"""
+    """Attention of the last rows of one sequence over all its positions. query [rows, heads, dim], key [keys, kv_heads,
+    dim]"""
     rows, keys = query.shape[0], key.shape[0]
     repeats = query.shape[1] // key.shape[1]
     asked = query.transpose(0, 1)

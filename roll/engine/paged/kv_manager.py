@@ -1,7 +1,8 @@
-"""The room that an engine computes in: blocks, the memory they name, and the steps that run over it.
+"""Owns the KV cache, its block pool and the model runner with its CUDA graphs, which are allocated and grown together.
 
-What always holds: it is there from the first request on until it is closed; it grows with all that is in it, and only
-while no step is in flight; where it cannot grow beside itself, it is made anew once nobody is in it.
+Invariants: they are allocated on the first request and freed by `close`. The cache grows with its contents copied, and
+only while no step is in flight. If there is no memory for both copies, it is reallocated once all sequences have
+finished.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class _Inside:
 
 class KVManager:
     def __init__(self, model: PreTrainedModel, slots: int, kv_tokens: int, recorded: RouteShape | None = None) -> None:
-        """For `slots` sequences. `kv_tokens`: what it holds; 0 for what the longest request so far needs in every slot,
-        as far as memory goes. `recorded`: the routes that it holds beside keys and values."""
+        """For `slots` sequences. `kv_tokens` is the capacity in tokens; 0 means enough for the longest request so far in
+        every slot, as far as memory allows. `recorded` is the shape of the MoE routes stored beside keys and values."""
         self.recorded = recorded
         self._model = model
         self._slots = slots
@@ -50,7 +51,7 @@ class KVManager:
         self._inside: _Inside | None = None
         self._longest = 0
         self._wanted = 0
-        """Blocks that the longest request asked for when it was last made or grown."""
+        """Blocks that the longest request required when the cache was last allocated or grown."""
         self._made_decoder: Decoder | None = None
 
     @property
@@ -62,7 +63,7 @@ class KVManager:
         return self._open.steps
 
     def read_routes(self, places: NDArray[np.int64]) -> RoutesRead:
-        """Begins to read what is recorded at these places."""
+        """Starts reading the routes recorded at these cache positions."""
         return self._open.pages.read_routes(places)
 
     @property
@@ -83,19 +84,19 @@ class KVManager:
 
     @cached_property
     def _capturing(self) -> torch.cuda.Stream | None:
-        """One for all graphs there ever are: cuBLAS keeps tens of megabytes for every stream it ran on."""
+        """One stream for all captures: cuBLAS keeps a workspace of tens of megabytes for every stream it ran on."""
         return torch.cuda.Stream(self._parameter.device) if self._parameter.is_cuda else None  # type: ignore[no-untyped-call]
 
     def announce(self, request: Request) -> None:
-        """A request will come, which is refused if there can never be room for it."""
+        """Registers a request that will be admitted later. Raises if it can never fit."""
         here = self._inside
         if here is None or request.tokens > here.pool.tokens:
             self._sizing.limit.check(request, self._sizing.most_tokens(here.pool.count if here is not None else 0))
         self._longest = max(self._longest, request.tokens)
 
     def prepare(self, settle: Callable[[], None]) -> BlockPool:
-        """The blocks; made, or made more, where there are too few for the longest request. `settle` returns when no step
-        is in flight."""
+        """Returns the block pool. Allocates it on the first call, and grows it if there are too few blocks for the
+        longest request. `settle` returns when no step is in flight."""
         wanted = self._sizing.wanted(self._longest)
         if self._inside is None:
             self._inside = self._make(min(wanted, self._sizing.most_tokens() // BLOCK + 1))
@@ -111,7 +112,7 @@ class KVManager:
         return _Inside(BlockPool(blocks, BLOCK), pages, steps)
 
     def _grow(self, here: _Inside, wanted: int) -> None:
-        """More blocks with the same contents, as far as memory has room for both."""
+        """Grows the cache and copies its contents, as far as there is memory for both copies."""
         blocks = self._sizing.beside(wanted, here.pool.count)
         if blocks > here.pool.count:
             pages = self._sizing.pages(blocks)
@@ -121,7 +122,8 @@ class KVManager:
             here.pages = pages
 
     def make_anew(self, request: Request, blocks: int) -> BlockPool:
-        """Other blocks in the place of those there are, which could not be made more beside themselves."""
+        """Replaces the cache by a larger one without keeping its contents, because there was no memory for both
+        copies."""
         self._leave()
         pool = self.prepare(_nothing)
         if blocks > pool.count - 1:
@@ -129,8 +131,8 @@ class KVManager:
         return pool
 
     def close(self) -> None:
-        """Frees its memory until the next request; nobody may be in it."""
-        self._made_decoder = None  # it holds the parameters' storage, which may be laid aside now
+        """Frees the memory until the next request. No sequence may be running."""
+        self._made_decoder = None  # it references the parameters' storage, which may be offloaded now
         self._leave()
 
     def _leave(self) -> None:
@@ -140,19 +142,20 @@ class KVManager:
             torch.cuda.empty_cache()
 
     def forget_all(self) -> None:
-        """What is in the cache is nobody's beginning any more."""
+        """Drops all block keys: no cached prefix may be reused any more."""
         if self._inside is not None:
             self._inside.pool.forget_all()
 
     def log_probs_of(self, ids: IntArray) -> Tensor:
-        """fp32 log-probs of a sequence's tokens after the first, computed as a prompt is; nothing running is touched."""
+        """fp32 log-probs of the tokens after the first. Running sequences are not affected."""
         if self._inside is not None and (found := self._log_probs_by_step(ids, self._inside)) is not None:
             return found
         shape = ModelShape.of_model(self._model)
         return log_probs_of(self._decoder, lambda hidden: logits_of(self._model, hidden), shape, ids, self._parameter)
 
     def _log_probs_by_step(self, ids: IntArray, here: _Inside) -> Tensor | None:
-        """The same through a captured step, as tokens are drawn, if there is one so large and there are blocks for it."""
+        """As `log_probs_of`, through a captured decode step, the way tokens are sampled. None if the sequence has more
+        tokens than a step has slots, or if there are too few spare blocks."""
         count, blocks = len(ids), -(-len(ids) // BLOCK)
         if not self._parameter.is_cuda or count > self._slots or blocks > here.pool.spare:
             return None
@@ -169,4 +172,4 @@ class KVManager:
 
 
 def _nothing() -> None:
-    """No step is in flight where nobody is in the room."""
+    """No step is in flight, because no sequence is running."""

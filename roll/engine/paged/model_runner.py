@@ -1,8 +1,8 @@
-"""Steps: a pass over rows that draws tokens, launched without waiting for the one before.
+"""The model runner: launches steps (one forward pass that samples tokens) without waiting for the previous step.
 
-On CUDA a step is a captured graph: its inputs are one copy to the device, its results one copy back, and what happens
-between is decided before the host knows what the step before has drawn. Graphs exist for certain numbers of rows; a step
-is padded to the next. Elsewhere a step is computed at once.
+On CUDA a step is a CUDA graph replay: one copy of its inputs to the device, one copy of its results back. Everything in
+between is fixed before the host knows the tokens of the previous step. Graphs are captured for certain numbers of rows; a
+step is padded to the next one. On other devices a step is computed synchronously.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from roll.model.attention import logits_of
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 _PROMPT_SIZES = (256, 512, 1024, 2048, 4096)
-"""Rows of prompts that there may be beside those that draw."""
+"""Numbers of prompt rows that a graph has besides the rows that sample."""
 _FEW = 64
-"""Rows in all that are computed one by one, whether they draw or not."""
+"""Up to this many rows in total, prompt rows are computed one by one like rows that sample."""
 _STAGES = 4
-"""Pinned buffers that inputs go through in turn."""
+"""Number of pinned staging buffers, used in rotation for inputs."""
 
 
 @dataclass
 class AsyncOutput:
-    """What a step will have drawn: a token and a log-prob a row."""
+    """The pending output of a step: a token and a log-prob per row."""
 
     results: Tensor
-    """On the host: [2, rows] int32, the second line the bits of the log-probs."""
+    """On the host: [2, rows] int32; the second line holds the bits of the log-probs."""
     count: int
     done: torch.cuda.Event | None
 
     def read(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Waits for it."""
+        """Waits for the step."""
         if self.done is not None:
             self.done.synchronize()
         tokens, bits = self.results.numpy()[:, : self.count]
@@ -64,14 +64,14 @@ class AsyncOutput:
 
 @dataclass
 class _Stage:
-    """Pinned memory, free again once what it held is on the device."""
+    """A pinned staging buffer; it may be reused once its copy to the device is done."""
 
     memory: Tensor
     copied: torch.cuda.Event
 
 
 class _Graph:
-    """One number of rows, captured."""
+    """A CUDA graph for one number of rows."""
 
     def __init__(self, rows: StepInputs, compute: Mapping[str, Tensor], graph: torch.cuda.CUDAGraph) -> None:
         self.rows, self.results, self.logits, self.graph = rows, compute["results"], compute["logits"], graph
@@ -87,7 +87,7 @@ class ModelRunner:
         width: int,
         stream: torch.cuda.Stream | None,
     ) -> None:
-        """`slots` sequences of at most `width` blocks each. On CUDA, graphs are captured on the stream."""
+        """For `slots` sequences of at most `width` blocks each. On CUDA, graphs are captured on `stream`."""
         self._model = model
         self._decoder = decoder
         self._pages = pages
@@ -95,7 +95,7 @@ class ModelRunner:
         self._width = width
         self._device = pages.keys.device
         self._last = torch.zeros(slots + 1, dtype=torch.int32, device=self._device)
-        """Every slot's last drawn token; the one past them is padding's."""
+        """Every slot's last sampled token; the entry after the slots is for padding rows."""
         self._cap = getattr(model.config, "final_logit_softcapping", None)
         self._stream = stream
         self._graphs: dict[int, _Graph] = {}
@@ -104,18 +104,18 @@ class ModelRunner:
         self._logits: Tensor | None = None
 
     def move(self, pages: PagedKVCache, width: int) -> None:
-        """Goes on in another cache, which holds the same. No step may be in flight."""
+        """Switches to another cache with the same contents and drops the graphs. No step may be in flight."""
         self._graphs.clear()
         self._pages, self._width = pages, width
 
     @property
     def most_prompt_rows(self) -> int:
-        """Of the largest step there is a graph for."""
+        """Prompt rows of the largest graph."""
         return _PROMPT_SIZES[-1]
 
     @cached_property
     def tile(self) -> int:
-        """A prompt's rows in a step are padded to a multiple of this."""
+        """The prompt rows of a sequence in a step are padded to a multiple of this."""
         if self._device.type != "cuda":
             return 1
         from roll.engine.paged import attention_kernels as kernels
@@ -124,7 +124,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def fill(self, sheet: Sheet, spans: list[tuple[int, int]], key_places: NDArray[np.int64]) -> None:
-        """Computes prompts' rows, drawing nothing."""
+        """Prefill: computes prompt rows without sampling."""
         rows = StepInputs(self._to_device(sheet))
         places = torch.from_numpy(key_places)
         if self._device.type == "cuda":
@@ -136,15 +136,15 @@ class ModelRunner:
         if self._pages.routes is not None:
             routes = self._decoder.routes
             assert routes is not None, "a decoder records what there are pages for"
-            if rows.count > len(routes):  # it records no more; -1 is `free` in any number of bits
+            if rows.count > len(routes):  # no routes recorded for such a pass; -1 is `free` in any integer type
                 routes = torch.full((rows.count, *routes.shape[1:]), -1, device=self._device)
             plan.keep_routes(routes[: rows.count])
         return hidden
 
     @torch.inference_mode()
     def draw(self, drawing: Sheet, prompts: Sequence[Sheet], truncated: Mapping[int, SamplingParams]) -> AsyncOutput:
-        """Launches a step of rows that draw, one a slot, and rows of prompts, which follow each other. `truncated`: rows
-        that draw from a truncated distribution, which takes a wait."""
+        """Launches a step: one sampling row per slot, followed by the prompt rows. `truncated` are the rows with top-k or
+        top-p, which wait for the device."""
         count, filling = drawing.shape[1], sum(sheet.shape[1] for sheet in prompts)
         if self._device.type != "cuda":
             return self._draw_at_once(np.concatenate([drawing, *prompts], axis=1), truncated)
@@ -163,7 +163,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits(self, sheet: Sheet) -> Tensor:
-        """fp32 logits of rows that draw nothing, computed as those that do. [rows, vocab]"""
+        """fp32 logits of rows that do not sample, computed the same way as those that do. [rows, vocab]"""
         count = sheet.shape[1]
         wide = self._replay(sheet).logits[:count].float()
         return torch.tanh(wide / self._cap) * self._cap if self._cap else wide
@@ -178,7 +178,7 @@ class ModelRunner:
         return graph
 
     def _copy_in(self, sheet: Sheet, data: Tensor) -> None:
-        """Copies the sheet over the first lines of the rows' table, without waiting."""
+        """Copies the inputs into the first lines of a graph's input table, without waiting."""
         numbers = sheet.size
         stage = self._stages.popleft() if len(self._stages) == _STAGES else None
         if stage is not None:
@@ -202,7 +202,7 @@ class ModelRunner:
         assert stream is not None
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            self._compute(rows)  # compiles kernels and opens libraries, which a capture may not
+            self._compute(rows)  # compiles kernels and loads libraries, which is not possible during a capture
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
@@ -220,7 +220,8 @@ class ModelRunner:
         return {"results": results, "logits": logits}
 
     def _logits_of(self, hidden: Tensor) -> Tensor:
-        """In memory that all graphs share: one step's are read, if at all, before the next step is launched."""
+        """Logits in a buffer that all graphs share. If the logits of a step are read, then before the next step is
+        launched."""
         output = self._model.get_output_embeddings()
         if type(output) is not nn.Linear or getattr(output, "bias", None) is not None:
             logits: Tensor = output(hidden)
@@ -262,7 +263,7 @@ def _sampling(column: NDArray[np.int32]) -> SamplingParams:
 
 
 def _sizes(slots: int) -> list[int]:
-    """Numbers of rows there are graphs for: of slots that draw, and of all of them with prompts beside."""
+    """Numbers of rows that graphs are captured for: sampling rows alone, and all slots plus prompt rows."""
     sizes = [size for size in _SIZES if size < slots]
     sizes += range(640, slots, 128)
     return [*sizes, slots, *(slots + rows for rows in _PROMPT_SIZES)]

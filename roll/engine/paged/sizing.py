@@ -1,4 +1,4 @@
-"""How large a paged cache is: what requests need, as far as memory goes."""
+"""The size of the paged KV cache: what requests need, as far as memory allows."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from roll.model.rope import longest_sequence
 from roll.model.shape import ModelShape
 
 GROWTH_SHARE = 0.9
-"""Of the free memory of a GPU, what a larger cache may take while the smaller one is still there."""
+"""Share of a GPU's free memory that a larger cache may take while the smaller one still exists."""
 SHORTEST = 256
-"""Tokens that the cache has room for in every slot at least, as far as memory goes."""
+"""Least capacity per slot in tokens, as far as memory allows."""
 
 
 def roomy(longest: int, context: int) -> int:
-    """Tokens of a slot's share of the cache where requests have up to so many."""
+    """Capacity per slot in tokens if the longest request has `longest` tokens."""
     return min(context, max(SHORTEST, 1 << (longest - 1).bit_length()))
 
 
 class PagedSizing:
     def __init__(self, model: PreTrainedModel, slots: int, kv_tokens: int, recorded: RouteShape | None = None) -> None:
-        """`kv_tokens`: what the cache holds; 0 for what the requests of all slots need. `recorded`: the routes that stand
-        beside keys and values."""
+        """`kv_tokens` is the capacity in tokens; 0 means enough for the requests of all slots. `recorded` is the shape of
+        the routes stored beside keys and values."""
         self._recorded = recorded
         parameter = next(model.parameters())
         self._shape, self._dtype, self._device = ModelShape.of_model(model), parameter.dtype, parameter.device
@@ -34,26 +34,26 @@ class PagedSizing:
         self._slots = slots
         self.limit = KVBudget(kv_tokens, self._block_bytes // BLOCK, self._device)
         self._most: int | None = None
-        """Tokens of the limit when it was last asked for."""
+        """The limit in tokens as last computed; None before that, and after `forget`."""
 
     def wanted(self, longest: int) -> int:
-        """Blocks for requests of up to so many tokens."""
+        """Number of blocks for requests of up to `longest` tokens."""
         if self.limit.kv_tokens:
             return max(2, self.limit.kv_tokens // BLOCK + 1)
         return self._slots * -(-roomy(longest, self._context) // BLOCK) + 1
 
     def most_tokens(self, blocks: int = 0) -> int:
-        """What the cache could hold at most, where it has so many blocks now."""
+        """Largest capacity in tokens, if the cache has `blocks` blocks now."""
         if self._most is None:
             self._most = max(1, self.limit.tokens(blocks * BLOCK) // BLOCK) * BLOCK
         return self._most
 
     def forget(self) -> None:
-        """Memory is asked again: others may have taken some."""
+        """Drops the computed limit: other programs may have allocated memory since."""
         self._most = None
 
     def beside(self, wanted: int, blocks: int) -> int:
-        """Of the blocks wanted for a larger cache, as many as fit while the one of `blocks` is still there."""
+        """As many of the `wanted` blocks of a larger cache as fit while the cache of `blocks` blocks still exists."""
         most = min(wanted, self.most_tokens(blocks) // BLOCK + 1)
         if self._device.type != "cuda":
             return most
@@ -65,5 +65,5 @@ class PagedSizing:
         return PagedKVCache(self._shape, blocks, self._dtype, self._device, self._recorded)
 
     def width(self, blocks: int) -> int:
-        """Blocks of the longest sequence."""
+        """Number of blocks of the longest sequence."""
         return min(-(-self._context // BLOCK), blocks)

@@ -1,9 +1,9 @@
-"""Rows: one token each, the unit of a forward pass.
+"""The inputs of a step: one row per token, the unit of a forward pass.
 
-A row says which slot it belongs to, its position, its token (or that its slot's last drawn token is meant), where its
-keys and values go, whether a token is drawn after it and how, and which blocks hold the positions before it. All of it
-stands in one table of 32-bit numbers with a column a row, so that a step's inputs are one copy to the device; the device
-itself remembers only the cache and every slot's last token.
+A row has its slot, its position, its token (or a marker for the last token its slot sampled), the cache position of its
+keys and values, whether and how a token is sampled after it, and the blocks of the positions before it. All rows are
+columns of one int32 table, so a step's inputs are one copy to the device. The device keeps only the KV cache and every
+slot's last token between steps.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 
 SLOT, POSITION, TOKEN, PLACE, DRAWS, SEED_LOW, SEED_HIGH, TEMPERATURE = range(8)
 HEADER = 8
-"""Lines of the table before the blocks."""
+"""Lines of the table before the block table."""
 LAST_DRAWN = -1
-"""As a row's token: the one its slot drew last."""
+"""Value of TOKEN that stands for the last token its slot sampled."""
 
 Sheet = NDArray[np.int32]
 """[HEADER + blocks, rows]"""
@@ -52,7 +52,7 @@ class StepInputs:
 
     @property
     def places(self) -> Tensor:
-        """Where in the cache: block · size + offset."""
+        """Cache position: block · BLOCK + offset."""
         return self.data[PLACE]
 
     @property
@@ -73,16 +73,16 @@ class StepInputs:
 
     @property
     def table(self) -> Tensor:
-        """[blocks, rows]: line i holds the block of positions i · size and on."""
+        """Block table [blocks, rows]: line i is the block of positions i · BLOCK to (i + 1) · BLOCK - 1."""
         return self.data[HEADER:]
 
     def ids(self, last: Tensor) -> Tensor:
-        """The rows' tokens; `last` holds every slot's last one."""
+        """The rows' tokens; `last` has every slot's last sampled token."""
         return torch.where(self.tokens < 0, last[self.slots.long()], self.tokens).long()
 
 
 def padding(sheet: Sheet, count: int, slot: int) -> Sheet:
-    """The sheet with rows added up to `count` that belong to nobody's slot: they write into block 0, and draw nothing."""
+    """Pads the inputs to `count` rows. Padding rows belong to no sequence: they write to block 0 and sample nothing."""
     missing = count - sheet.shape[1]
     if not missing:
         return sheet
