@@ -1,4 +1,4 @@
-"""How a layer of a decoder reads keys and values."""
+"""The attention parameters of a decoder layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """How a layer reads: its scale, how far back it looks, and the cap of its scores."""
+    """Softmax scale, sliding window (None: unlimited) and soft cap of the scores (None: no cap)."""
 
     scale: float
     window: int | None = None
@@ -18,16 +18,17 @@ class AttentionParams:
 
 
 def reading_of(module: nn.Module, scale: float) -> AttentionParams:
-    """As the layer's own code has it."""
+    """The parameters that the layer's own code uses."""
     config = module.config
     window = getattr(module, "sliding_window", None)
-    if getattr(config, "model_type", "") in ("mistral", "mixtral"):  # their layers do not have it themselves
+    # the layers of these models do not have the attribute
+    if getattr(config, "model_type", "") in ("mistral", "mixtral"):
         window = getattr(config, "sliding_window", None)
     cap = getattr(module, "attn_logit_softcapping", None)
     return AttentionParams(scale, int(window) if window else None, float(cap) if cap else None)
 
 
 def widened(heads: Tensor, dim: int) -> Tensor:
-    """Heads as wide as those of the cache, zeros after their end: where keys and values differ in size, both are kept as
-    if they did not. Scores are the same, and what is read is followed by zeros."""
+    """Pads heads with zeros to the cache's head dimension. If keys and values have different sizes, both are stored with
+    the larger one: the scores are the same, and the output ends with zeros."""
     return heads if heads.shape[-1] == dim else pad(heads, (0, dim - heads.shape[-1]))

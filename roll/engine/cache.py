@@ -1,7 +1,7 @@
-"""Keys and values of the running sequences, one slot each, and the attention over them.
+"""The slot KV cache: keys and values of the running sequences, one slot each, and attention over them.
 
-What always holds: the running sequences occupy slots 0 … n-1 without holes, so decoding reads the cache in place; a
-slot's first `length` positions are the keys and values of its sequence's tokens and nothing else.
+Invariants: the running sequences occupy slots 0 … n-1 without holes, so decode reads the cache in place; the first
+`length` positions of a slot are the keys and values of its sequence's tokens and nothing else.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from roll.engine.routes import RouteShape
 from roll.model.shape import head_dim_of
 
 _CALL = 128
-"""Positions of one slot that take as long to attend to as a call of the attention takes before it begins."""
+"""Positions of one slot whose attention takes as long as the fixed cost of one attention call."""
 
 
 class SlotCache:
-    """Keys and values, a tensor a layer: [2, slots, kv_heads, positions, dim]. All have one shape, which changes. Where
-    routes are recorded, [slots, positions, width] of them."""
+    """Keys and values, one tensor per layer: [2, slots, kv_heads, positions, dim]. All layers have the same shape, which
+    changes over time. If routes are recorded, also routes: [slots, positions, width]."""
 
     def __init__(
         self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, recorded: RouteShape | None = None
@@ -47,13 +47,13 @@ class SlotCache:
         return 2 * len(self.layers) * self._kv_heads * self.dim * self._dtype.itemsize + recorded
 
     def reshape(self, shape: CacheShape, sources: Sequence[tuple[int, int]] = ()) -> None:
-        """Makes slots of another number and length. The first ones take over what old slots hold: `sources` has the old
-        slot of each, and how many positions."""
+        """Reallocates the cache with another number and length of slots. The first new slots receive the contents of old
+        ones: `sources` has the old slot of each and the number of positions to copy."""
         for layer, old in enumerate(self.layers):
             new = self._layer(shape)
             for slot, (source, length) in enumerate(sources):
                 new[:, slot, :, :length] = old[:, source, :, :length]
-            self.layers[layer] = old = new  # the old one is gone before the next is made
+            self.layers[layer] = old = new  # the old layer is freed before the next one is allocated
         if self._recorded is not None:
             size = (shape.slots, shape.positions, self._recorded.width)
             routes = torch.zeros(size, dtype=self._recorded.dtype, device=self.device)
@@ -64,13 +64,13 @@ class SlotCache:
         self.shape = shape
 
     def routes_of(self, slot: int, start: int, end: int) -> Routes | None:
-        """What is recorded of these positions of a slot; None where nothing is."""
+        """The routes recorded at these positions of a slot; None if none are recorded."""
         if self._recorded is None or self.routes is None:
             return None
         return self._recorded.host(self.routes[slot, start:end].cpu().clone())
 
     def _layer(self, shape: CacheShape) -> Tensor:
-        """Of numbers, because positions beyond a slot's length are read too, and weighed with nothing."""
+        """Zeros, not uninitialised memory: attention also reads positions beyond a slot's length, with weight 0."""
         size = (2, shape.slots, self._kv_heads, shape.positions, self.dim)
         return torch.zeros(size, dtype=self._dtype, device=self.device)
 
@@ -93,7 +93,7 @@ class SlotCache:
             self.routes[b, :a_length] = recorded
 
     def release(self) -> None:
-        """Frees the memory; nothing may be running."""
+        """Frees the memory. No request may be running."""
         self.shape = CacheShape()
         self.layers = [torch.empty(0)] * len(self.layers)
         self.routes = None
@@ -101,7 +101,7 @@ class SlotCache:
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Consecutive tokens of one sequence, to be added to its slot: positions start … start + rows - 1."""
+    """Consecutive tokens of one sequence to append to its slot: positions start … start + rows - 1."""
 
     slot: int
     start: int
@@ -110,7 +110,7 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """One token of a sequence, to be added at the end of its slot; `length` counts it."""
+    """One token to append to a slot; `length` includes it."""
 
     slot: int
     length: int
@@ -118,7 +118,7 @@ class DecodeRows:
 
 @dataclass(frozen=True)
 class _Run:
-    """Consecutive slots that decode together, as rows of the pass; all are read as far as the longest."""
+    """Consecutive slots that decode in one attention call; all are read up to the longest length."""
 
     rows: slice
     slots: slice
@@ -129,17 +129,17 @@ class _Run:
         return max(self.lengths)
 
     def mask(self, window: int | None, device: torch.device) -> Tensor | None:
-        """[slots, 1, 1, longest]; None where everything is seen."""
+        """[slots, 1, 1, longest]; None if nothing is masked."""
         if min(self.lengths) == self.longest and (window is None or window >= self.longest):
             return None
         return _seen(torch.tensor(self.lengths, device=device), self.longest, window)[:, None, None]
 
 
 class CachePlan:
-    """Attention of one forward pass: chunks of prompts, one after the other, then one row for each decoding slot.
+    """Attention of one forward pass: prompt chunks, one after the other, then one row per decoding slot.
 
-    `exact` computes every sequence by itself over its exact length, so that its bits do not depend on its neighbours.
-    Rows past the last are padding: they attend to nothing and stay zero.
+    With `exact`, every sequence is computed by itself over its exact length, so that its bits do not depend on the other
+    sequences. Rows past the last are padding: they attend to nothing and stay zero.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class CachePlan:
         self._runs = [self._run(rows) for rows in _together(decoding)] if not exact else []
 
     def _run(self, rows: range) -> _Run:
-        """`rows` counted from the first that decodes."""
+        """`rows` is counted from the first decode row."""
         first = self._decoding[rows.start].slot
         at = slice(self._first + rows.start, self._first + rows.stop)
         return _Run(at, slice(first, first + len(rows)), [self._decoding[row].length for row in rows])
@@ -203,17 +203,17 @@ class CachePlan:
         return self._cache.routes is not None
 
     def keep_routes(self, routes: Tensor) -> None:
-        """Notes beside the keys where the rows of the pass went, [rows, width]."""
+        """Stores the routes of the pass's rows, [rows, width], beside their keys."""
         assert self._cache.routes is not None
         row = 0
         for chunk in self._chunks:
             self._cache.routes[chunk.slot, chunk.start : chunk.start + chunk.rows] = routes[row : row + chunk.rows]
             row += chunk.rows
-        for each, experts in zip(self._decoding, routes[row:], strict=False):  # what is left of them is padding
+        for each, experts in zip(self._decoding, routes[row:], strict=False):  # further rows are padding
             self._cache.routes[each.slot, each.length - 1] = experts
 
     def _masks_of(self, window: int | None) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Of the chunks and the runs, for layers that look so far back."""
+        """The masks of chunks and runs for layers with this sliding window."""
         if window not in self._masks:
             of_chunks = [_causal_mask(chunk, window, self._device) for chunk in self._chunks]
             self._masks[window] = of_chunks, [run.mask(window, self._device) for run in self._runs]
@@ -221,8 +221,8 @@ class CachePlan:
 
 
 def _together(decoding: list[DecodeRows]) -> list[range]:
-    """Cuts the decoding rows into runs of consecutive slots, and further where reading a run as far as its longest would
-    cost more than another call of the attention. Rows are in the order of their slots."""
+    """Groups the decode rows into runs of consecutive slots. A run is split where reading all its slots up to the longest
+    would cost more than another attention call. Rows are in slot order."""
     runs: list[range] = []
     longest = 0
     for row, each in enumerate(decoding):
@@ -238,7 +238,7 @@ def _together(decoding: list[DecodeRows]) -> list[range]:
 
 
 def _causal_mask(chunk: PrefillChunk, window: int | None, device: torch.device) -> Tensor | None:
-    """Which keys each row of the chunk sees: itself and those before it. [rows, start + rows]"""
+    """Which keys each row of the chunk attends to: itself and all before it. [rows, start + rows]"""
     end = chunk.start + chunk.rows
     if chunk.rows == 1 and (window is None or window >= end):
         return None
@@ -246,15 +246,15 @@ def _causal_mask(chunk: PrefillChunk, window: int | None, device: torch.device) 
 
 
 def _seen(lengths: Tensor, longest: int, window: int | None) -> Tensor:
-    """Which positions the last token of each length sees. [lengths, longest]"""
+    """Which positions the last token of each length attends to. [lengths, longest]"""
     at = torch.arange(longest, device=lengths.device)[None]
     seen = at < lengths[:, None]
     return seen if window is None else seen & (at >= lengths[:, None] - window)
 
 
 def _decoded(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, reading: AttentionParams) -> Tensor:
-    """One row a slot, all at once: query [heads, slots, dim], keys and values [slots, kv_heads, positions, dim]. The
-    heads that share keys are the query rows of one attention: nothing is copied."""
+    """One row per slot, in one call: query [heads, slots, dim], keys and values [slots, kv_heads, positions, dim]. Query
+    heads that share a key head become the query rows of one attention, so nothing is copied."""
     heads, slots, dim = query.shape
     kv_heads = keys.shape[1]
     grouped = query.transpose(0, 1).reshape(slots, kv_heads, heads // kv_heads, dim)

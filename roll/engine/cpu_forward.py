@@ -1,13 +1,14 @@
-"""A decoder's forward pass over columns, for CPUs: hidden states are [features, rows], a product is weight @ hidden.
+"""A decoder's forward pass for CPUs with hidden states as columns: [features, rows], so that a product is weight @
+hidden.
 
-A CPU's matrix libraries copy the right operand of a product into an order of their own before they multiply. With rows of
-tokens on the left, as in `transformers`, that is the weight, every time; with columns it is the small hidden state. The
-weights are the model's own, read where they lie, and outputs of several products land beside each other without a copy.
+CPU matrix libraries repack the right operand of a product before they multiply. With rows of tokens on the left, as in
+`transformers`, that is the weight in every call; with columns it is the small hidden state. The weights are the model's
+own, read in place, and the outputs of several products are written next to each other without a copy.
 
-What always holds: the result is that of the model's own forward pass up to the order of sums. In bf16 it is rounded where
-that rounds, although fewer roundings would be nearer to the truth: a trainer computes by the model's own code, and what
-it trains on should differ from that as little as can be. A model whose layers are not known to be of the plain kind is
-not taken (`supported`), and goes through its own code.
+Invariant: the result equals that of the model's own forward pass up to the order of sums. In bf16 it is rounded where the
+model's own code rounds, although fewer roundings would be more accurate: the trainer runs the model's own code, and the
+engine's log-probs should differ from the trainer's as little as possible. `supported` refuses models whose layers are not
+known to be of the plain kind; they run by their own code.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from transformers import PreTrainedModel
 from roll.model.attention import AttentionPlan
 
 _FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
-"""Decoders of norm, attention, norm, gated MLP and nothing else; read by the names their parts have in all of them."""
+"""Decoder families with layers of norm, attention, norm and gated MLP, and the same attribute names in all of them."""
 
 
 def supported(model: PreTrainedModel) -> bool:
-    """Whether the model is one of the plain families, on a CPU, with nothing put around its linear layers."""
+    """Whether the model is one of the plain families, on a CPU, with no wrapper or hook on its linear layers."""
     layers, config = getattr(model.get_decoder(), "layers", None), model.config
     if config.model_type not in _FAMILIES or not layers or next(model.parameters()).device.type != "cpu":
         return False

@@ -1,4 +1,4 @@
-"""Which engine serves a model."""
+"""Chooses the engine for a model."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def make_engine(
     version: int = 0,
     records_routes: bool = False,
 ) -> SlotEngine | PagedEngine:
-    """On a GPU a paged cache and captured steps; on a CPU, and where bits must not depend on neighbours, slots.
-    `kv_tokens`: what its cache holds at most; 0 for what requests need, as far as memory goes. `records_routes`:
-    completions say which experts tokens were sent to, if the model has any."""
+    """The paged engine with CUDA graphs on a GPU; the slot engine on a CPU, and with `exact`, where a request's bits must
+    not depend on the other requests. `kv_tokens` limits the tokens in the KV cache; 0 means what requests need, as far as
+    memory allows. With `records_routes`, completions contain the experts that each token was routed to, if the model has
+    experts."""
     if next(model.parameters()).is_cuda and not exact:
         return PagedEngine(
             model,

@@ -1,4 +1,4 @@
-"""How large a cache is: what requests need, as far as a set limit or memory goes."""
+"""The size of the slot KV cache: what requests need, within a configured limit or the free memory."""
 
 from __future__ import annotations
 
@@ -11,37 +11,38 @@ from roll.engine.memory import free_bytes
 from roll.engine.request import Request
 
 MEMORY_SHARE = {"cuda": 0.6, "cpu": 0.5}
-"""Of the free memory of a device, what a cache may take; a CPU's is everybody's: the trainer's, the environments'."""
+"""Share of a device's free memory that a KV cache may take. A CPU's memory is shared with the trainer and the
+environments."""
 
 GROWTH = 1.125
-"""How many times the slots there must be room for to copy what is in them into more of them."""
+"""The cache is copied into one with more slots of the same length only if it could have this many times the slots."""
 TRADE = 1.5
-"""The same where they get shorter for it: longer requests may come again."""
+"""As `GROWTH`, if the slots get shorter: longer requests may arrive again."""
 
 FreeBytes = Callable[[torch.device], int]
 
 
 class KVBudget:
-    """How many tokens a cache may hold."""
+    """How many tokens a KV cache may hold."""
 
     def __init__(
         self, kv_tokens: int, token_bytes: int, device: torch.device, free_bytes: FreeBytes = free_bytes
     ) -> None:
-        """`kv_tokens`: as many as that; 0 for as many as a share of the memory takes that is free without the cache."""
+        """`kv_tokens` is the limit; 0 means as many as fit into a share of the memory that is free without the cache."""
         self.kv_tokens = kv_tokens
         self._token_bytes = token_bytes
         self._device = device
         self._free_bytes = free_bytes
 
     def tokens(self, held: int = 0) -> int:
-        """`held`: those that the cache has room for already."""
+        """The limit; `held` is the capacity that the cache has already allocated."""
         if self.kv_tokens:
             return self.kv_tokens
         free = self._free_bytes(self._device) // self._token_bytes + held
         return max(1, int(self._share * free))
 
     def check(self, request: Request, most: int) -> None:
-        """Refuses a request that needs more than a cache of `most` tokens by itself."""
+        """Raises if the request alone needs more than `most` tokens."""
         if request.tokens <= most:
             return
         if self.kv_tokens:
@@ -68,37 +69,38 @@ class CacheShape:
 
 
 def rounded(tokens: int) -> int:
-    """Positions of a slot that holds so many tokens, where there is room: a power of two, so that it seldom changes."""
+    """Positions of a slot for `tokens` tokens if memory allows: a power of two, so that it rarely changes."""
     return max(64, 1 << (tokens - 1).bit_length())
 
 
 @dataclass(frozen=True)
 class SlotSizing:
-    """Which shape a cache in slots has. Every slot is as long as the longest request needs, so there are fewer of them
-    where requests are long.
+    """Chooses the shape of a slot cache. Every slot is as long as the longest request needs, so long requests mean fewer
+    slots.
 
-    What always holds: with `most` tokens allowed, a cache whose shape changes holds no more than that while what it had
-    is copied, which happens layer by layer, and nothing that runs is lost. Where that cannot be, requests wait until
-    less is running; the oldest has a slot as soon as nothing is.
+    Invariants: with a limit of `most` tokens, a cache that changes its shape stays within the limit also while its
+    contents are copied, which happens layer by layer, and no running sequence loses its contents. If that is impossible,
+    requests wait until fewer are running; the oldest gets a slot at the latest when none is running.
 
-    Example: 4096 tokens and 30 layers. At most 30 / 31 of them are used, so that there is room for a layer twice. For 20
-    requests of up to 100 tokens there are 32 slots of 112. One of 1000 waits until two of them are left: then there are
-    3 slots of 1024.
+    Example: 4096 tokens and 30 layers. At most 30 / 31 of the tokens are used, so that one layer can exist twice. For 20
+    requests of up to 100 tokens there are 32 slots of 112. A request of 1000 waits until two of them are left: then there
+    are 3 slots of 1024.
     """
 
     slots: int
-    """The most."""
+    """Largest number of slots."""
     context: int
     layers: int
 
     def shape(self, longest: int, slots: int, most: int, held: int = 0) -> CacheShape:
-        """For so many requests of up to `longest` tokens, or as many of them as `most` tokens have room for, but one at
-        least. `held`: positions of the slots there are, which stay if they suffice."""
+        """The shape for `slots` requests of up to `longest` tokens, or for as many of them as fit into `most` tokens, but
+        at least one. `held`: the positions of the current slots, which stay if they are long enough."""
         lasting = most * self.layers // (self.layers + 1)
         positions = held
         if longest > held:
             positions = min(rounded(longest), max(self.context, longest))
-            if slots * positions > lasting:  # no longer than needed, then; but not of another length for every request
+            # then no longer than needed, but rounded, so that not every request changes the length
+            if slots * positions > lasting:
                 step = max(16, rounded(longest) // 8)
                 positions = min(-(-longest // step) * step, positions)
             if positions > lasting:
@@ -106,14 +108,14 @@ class SlotSizing:
         return CacheShape(max(1, min(slots, self.slots, lasting // positions)), positions)
 
     def peak(self, old: CacheShape, new: CacheShape) -> int:
-        """Tokens there is room for at the worst moment, while a cache takes over what another one has."""
+        """The largest number of tokens allocated at any moment while the contents of one cache are copied to another."""
         return max(old.tokens + -(-new.tokens // self.layers), new.tokens + -(-old.tokens // self.layers))
 
     def fitted(
         self, held: CacheShape, running: Sequence[int], waiting: Sequence[int], kept: int, most: int
     ) -> tuple[CacheShape, int]:
-        """The shape to have now, and how many of those waiting, in order, have a slot then. `running`, `waiting`: tokens
-        that requests may need; `kept`: slots with something that is worth keeping."""
+        """The shape to use now, and how many of the waiting requests, in order, get a slot in it. `running`, `waiting`:
+        tokens that requests may need; `kept`: slots with reusable prefixes of finished sequences."""
         shape, fit, longest = held, 0, max(running, default=0)
         for tokens in waiting:
             longest = max(longest, tokens)
@@ -126,14 +128,14 @@ class SlotSizing:
     def _reached(
         self, held: CacheShape, longest: int, slots: int, kept: int, most: int, moving: bool
     ) -> CacheShape | None:
-        """The best shape for so many slots that can be had now; `moving`: with what runs in those there are."""
+        """The best shape with `slots` slots that is reachable now. `moving`: running sequences must be copied."""
         if slots > self.slots:
             return None
         ample = min(self.slots, 1 << (slots + kept - 1).bit_length())
         longer = self.shape(longest, ample, most, held.positions)
         if longest > held.positions:
             options = [longer, self.shape(longest, slots, most)]
-        else:  # another shape is for the number of slots alone: those that run, or also those with something kept
+        else:  # only the number of slots may change: for the running requests, or also for kept prefixes
             grows = slots + kept > held.slots and self._is_worth(held, longest, most, held.positions)
             options = [longer] if grows else []
             if slots <= held.slots:
@@ -146,6 +148,7 @@ class SlotSizing:
         return None
 
     def _is_worth(self, held: CacheShape, longest: int, most: int, positions: int) -> bool:
-        """Whether there could be so many more slots, of these positions or shorter, that what is here may be copied."""
+        """Whether the cache could have enough more slots, of these positions or shorter, that copying it is
+        worthwhile."""
         could = self.shape(longest, self.slots, most, positions).slots
         return could > held.slots and (could == self.slots or could >= (GROWTH if positions else TRADE) * held.slots)

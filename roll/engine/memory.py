@@ -1,4 +1,4 @@
-"""How much memory there is: of a GPU, and of this machine and the containers this process is in."""
+"""How much memory there is: on a GPU, on this machine, and in the containers of this process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Container:
-    """A limit that a control group puts on this process and others, and what they hold of it, files aside that the
-    kernel would drop. In bytes."""
+    """The memory limit of a control group this process is in, and the bytes its processes use, without file cache that
+    the kernel would drop."""
 
     limit: int
     held: int
@@ -23,12 +23,12 @@ class Container:
 
 @dataclass(frozen=True)
 class _Names:
-    """Of a control group's files."""
+    """File names of a control group."""
 
     limit: str
     held: str
     files: str
-    """The line of `memory.stat` that counts what is read from files and was not used of late."""
+    """The line of `memory.stat` that counts file cache that was not used recently."""
 
 
 _FIRST = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -36,7 +36,8 @@ _SECOND = _Names("memory.max", "memory.current", "inactive_file")
 
 
 def free_bytes(device: torch.device) -> int:
-    """What can still be taken on a device: a CPU's is the machine's, as far as containers let this process have it."""
+    """Memory that can still be allocated on a device. For a CPU it is the machine's, within the limits of the
+    containers."""
     if device.type == "cuda":
         import torch
 
@@ -46,7 +47,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def machine_bytes() -> int:
-    """Memory of this machine, or of the smallest container this process is in if that has less."""
+    """Memory of this machine, or the limit of the smallest container of this process if that is lower."""
     return min([_all_of_machine(), *(each.limit for each in containers())])
 
 
@@ -55,20 +56,20 @@ def _all_of_machine() -> int:
 
 
 def free_of_machine(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """What its programs could still take; where the system does not say, all there is."""
+    """Available memory of the machine; all of it if the system does not report that."""
     try:
         lines = meminfo.read_text().splitlines()
     except OSError:
         lines = []
-    found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]  # it counts in KiB
+    found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]  # in KiB
     return found[0] if found else _all_of_machine()
 
 
 def containers(
     groups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> Iterator[Container]:
-    """Those of this process that limit memory, the innermost first. From within a container it may be that only the root
-    of its own groups can be seen: that one is then its limit."""
+    """The control groups of this process that limit memory, innermost first. Inside a container, maybe only the root of
+    its own groups is visible; its limit is used then."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -88,7 +89,8 @@ def containers(
 def _container(group: Path, names: _Names) -> Container | None:
     try:
         limit = (group / names.limit).read_text().strip()
-        if not limit.isdigit() or int(limit) >= _all_of_machine():  # "max", or a number as large as there are
+        # "max", or a number at least as large as the machine's memory
+        if not limit.isdigit() or int(limit) >= _all_of_machine():
             return None
         held = int((group / names.held).read_text())
         stat = dict(line.split(maxsplit=1) for line in (group / "memory.stat").read_text().splitlines())

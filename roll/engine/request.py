@@ -1,4 +1,4 @@
-"""What enters and leaves an engine."""
+"""The requests that enter an engine and the completions that leave it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from roll.data.tokenlog import FloatArray, IntArray
 
 Finish = Literal["stop", "length", "abort"]
 LEAST_TEMPERATURE = 1e-6
-"""Nearer to 0, logits divided by it are no numbers any more."""
+"""Smallest positive temperature: logits divided by less would overflow."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn. `stop_ids` end a response, as do `stop` strings; both stay in it."""
+    """Sampling parameters. A token of `stop_ids` or a `stop` string ends a response; both stay in it."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -30,7 +30,7 @@ class SamplingParams:
 
     @property
     def fault(self) -> str:
-        """What nobody can draw by; empty where there is nothing."""
+        """Describes the first invalid parameter; empty if all are valid."""
         if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature < inf:
             return f"temperature {self.temperature:g}, which must be 0, or {LEAST_TEMPERATURE:g} and above"
         if not 0 < self.top_p <= 1:
@@ -46,26 +46,25 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to continue. The noise of a token depends on the seed and its position in the sequence alone, so a
-    request whose `ids` are another's prompt and first tokens goes on exactly where that one stopped."""
+    """One sequence to continue. The sampling noise of a token depends only on the seed and its position in the sequence.
+    So a request whose `ids` are the prompt and first tokens of another one continues exactly where that one stopped."""
 
     id: str
     ids: IntArray
     sampling: SamplingParams
     drawn: int = 0
-    """How many of the last `ids` are of the response it goes on with, which it has from another engine, say."""
+    """How many of the last `ids` belong to the response, for example because another engine sampled them."""
     routes_from: int | None = 0
-    """From which of its tokens on it is to be told which experts they were sent to, where an engine records that; None
-    for nothing of it."""
+    """First of its tokens whose routes are reported, if the engine records routes; None for no routes."""
 
     @property
     def tokens(self) -> int:
-        """Those it may need, of the prompt and new."""
+        """The most tokens it may need: those it has and the new ones."""
         return len(self.ids) + self.sampling.max_new_tokens
 
     @property
     def need(self) -> str:
-        """The same in words, for whoever has to refuse it."""
+        """A sentence with that number, for error messages."""
         parts = f"{len(self.ids)} of prompt and {self.sampling.max_new_tokens} new"
         return f"request {self.id!r} may need {self.tokens} tokens ({parts})"
 
@@ -75,11 +74,12 @@ class Request:
 
     @property
     def said(self) -> IntArray:
-        """What it has of the response."""
+        """The tokens of the response that it already has."""
         return self.ids[len(self.ids) - self.drawn :]
 
     def check(self, here: Container[str], context: int, vocab: int) -> None:
-        """Refuses what no engine of this context can serve beside the requests that are `here`."""
+        """Raises if an engine with this context and vocabulary cannot serve the request; `here` are the ids of its
+        current requests."""
         if not len(self.ids):
             raise ValueError(f"request {self.id!r} has no tokens to continue")
         if self.sampling.max_new_tokens < 1:
@@ -105,9 +105,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """What was generated: a version and a log-prob under softmax(logits / temperature) for every token. An engine that
-    records routes gives those of the request's tokens and the drawn ones, from `routes_from` on to the last whose keys
-    and values were computed: that is, at most, all but the last drawn one."""
+    """The generated tokens, each with the version of the weights and the log-prob under softmax(logits / temperature). If
+    the engine records routes: those of the request's tokens and the sampled ones, from `routes_from` to the last token
+    whose keys and values were computed, which is at most the one before the last sampled token."""
 
     id: str
     ids: IntArray = field(repr=False)
@@ -119,7 +119,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Progress:
-    """Tokens a running request has drawn since it was last heard of: those from number `start` on."""
+    """Tokens that a running request has sampled since the last report: those from index `start` on."""
 
     id: str
     start: int
@@ -137,6 +137,6 @@ def is_utf8(text: str) -> bool:
 
 
 def seed_of(*parts: object) -> int:
-    """A 64-bit seed from anything that has a fixed text: the run's seed and a sample's id, say."""
+    """A 64-bit seed from parts with a fixed text representation, such as the run's seed and a sample's id."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,7 +1,7 @@
-"""What an engine records of a mixture's routers, beside the keys and values of the same positions.
+"""MoE routes that an engine records beside the keys and values of the same positions.
 
-What always holds: a position of the cache says which experts its row was sent to when its keys and values were computed,
-wherever these go: to a sibling, to the next turn, to a larger cache.
+Invariant: the routes at a cache position are the experts its row was routed to when its keys and values were computed.
+They move with the keys and values: to another sample of the group, to the next turn, to a larger cache.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from roll.model.shape import names_experts
 
 @dataclass(frozen=True)
 class RouteShape:
-    """The routes of one position: how many numbers they are, and how many experts a layer has."""
+    """The routes of one position: how many expert numbers it has, and how many experts a layer has."""
 
     width: int
     experts: int
 
     @classmethod
     def of(cls, model: nn.Module) -> RouteShape | None:
-        """None for a model without experts."""
+        """The shape for a model; None for a model without experts."""
         routers: list[Any] = routers_of(model)
         if not routers:
             return None
@@ -42,7 +42,7 @@ class RouteShape:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the same bits as `routes_type` has; torch computes with no unsigned numbers but bytes."""
+        """Same number of bits as `routes_type`; torch has no arithmetic for unsigned integers but bytes."""
         return torch.uint8 if routes_type(self.experts) == np.uint8 else torch.int16
 
     @property
@@ -50,22 +50,22 @@ class RouteShape:
         return self.width * self.dtype.itemsize
 
     def host(self, rows: Tensor) -> Routes:
-        """Rows of a cache, which are on the host, as a token log has them."""
+        """Converts routes that are on the host to the type that a token log uses."""
         numbers: Routes = rows.numpy().view(routes_type(self.experts))
         return numbers
 
 
 @dataclass(frozen=True)
 class ExpertLayers:
-    """Where among all layers of a model those with experts are, for an engine that tells of all."""
+    """Indices of the layers with experts, for an engine that reports routes of all layers."""
 
     numbers: tuple[int, ...]
     shape: RouteShape
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> ExpertLayers | None:
-        """As a model without storage has them; None for one without experts. Refuses a mixture whose routers are
-        none that can be recorded."""
+        """From a model on the meta device; None for a model without experts. Raises for an MoE model whose routers cannot
+        be recorded."""
         if not names_experts(config):
             return None
         with torch.device("meta"):
@@ -75,13 +75,13 @@ class ExpertLayers:
         return None if shape is None else cls(tuple(i for i, layer in enumerate(layers) if routers_of(layer)), shape)
 
     def routes(self, told: NDArray[Any]) -> Routes:
-        """[tokens, all layers, chosen] → as a token log has them."""
+        """[tokens, all layers, chosen] → the layout of a token log."""
         own = told[:, list(self.numbers)].reshape(len(told), self.shape.width)
         return own.astype(routes_type(self.shape.experts))
 
 
 def _check_routers(model: nn.Module) -> None:
-    """Of a model without storage."""
+    """Raises if the model has experts whose routers cannot be recorded. The model may be on the meta device."""
     routers = routers_of(model)
     named = any(name.rpartition(".")[2] in ("experts", "router") for name, _ in model.named_modules())
     kinds = {type(router): router for router in routers}
@@ -94,7 +94,7 @@ def _check_routers(model: nn.Module) -> None:
 
 
 def _is_known(router: nn.Module) -> bool:
-    """Whether what it gives can be recorded and replayed: tried on a few rows, with weights that are noise."""
+    """Whether the router's output can be recorded and replayed: runs it on a few rows with random weights."""
     noise = torch.Generator().manual_seed(0)
     tried: Any = copy.deepcopy(router).to_empty(device="cpu").float().eval()
     with torch.no_grad():
@@ -105,19 +105,19 @@ def _is_known(router: nn.Module) -> bool:
             if not says_choices(tried, given):
                 return False
             weighing_of(tried, *given)
-        except Exception:  # it takes something else, or weighs in a way that is not known
+        except Exception:  # it has other inputs, or an unknown way to weight experts
             return False
     return True
 
 
 class RouteRecorder:
-    """Listens to a model's routers while rows are computed by its own code."""
+    """Records the choices of a model's routers while the model's own code computes rows."""
 
     def __init__(self, model: nn.Module) -> None:
         self._routers = routers_of(model)
 
     def record(self, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-        """What `forward` gives, and where its rows went, [rows, width]."""
+        """The result of `forward`, and the routes of its rows, [rows, width]."""
         chosen: list[Tensor] = []
 
         def keep(router: nn.Module, inputs: object, output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -1,7 +1,7 @@
-"""Drawing tokens: one uniform number a token, from (seed, position), through the inverse of the distribution.
+"""Samples tokens: one uniform number per token, from (seed, position), mapped through the inverse of the distribution.
 
-Nothing here has state: the same logits, seed and position give the same token in any batch, in any process, now or after
-a restart.
+Sampling has no state: the same logits, seed and position give the same token in any batch and any process, also after a
+restart.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float
 def draw(
     logits: Tensor, rows: Sequence[int], samplings: Sequence[SamplingParams], positions: Sequence[int]
 ) -> tuple[list[int], list[float]]:
-    """One token a request, drawn from its row of fp32 logits [rows, vocab], and its log-prob under
-    softmax(logits / temperature).
+    """One token per request, sampled from its row of fp32 logits [rows, vocab], and its log-prob under softmax(logits /
+    temperature).
 
-    A temperature of 0 takes the likeliest token, with its log-prob at temperature 1. Truncation by top-k and top-p
-    renormalises, so the log-prob is the truncated distribution's.
+    Temperature 0 takes the most likely token, with its log-prob at temperature 1. Truncation by top-k and top-p
+    renormalises, so the log-prob is that of the truncated distribution.
     """
-    # Requests that share a row and how to draw from it share the distribution.
+    # Requests with the same row and the same sampling parameters share the distribution.
     keys = [
         (row, s.temperature, s.top_k, s.top_p) if s.temperature > 0 else (row, 1.0, 0, 1.0)
         for row, s in zip(rows, samplings, strict=True)
@@ -69,7 +69,8 @@ def draw(
 
 
 def truncate(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Puts -inf wherever a token is not among the k likeliest, or outside the smallest set of mass at least p. [vocab]"""
+    """Sets -inf for tokens that are not among the k most likely, or not in the smallest set with mass of at least p.
+    [vocab]"""
     ordered, order = scaled.sort(descending=True, stable=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if top_k > 0:
@@ -81,7 +82,7 @@ def truncate(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def _block_sums(mass: Tensor) -> Tensor:
-    """What is in each block of tokens and all before it, in fp64. [rows, vocab] → [rows, blocks]"""
+    """Cumulative mass up to the end of each block of tokens, in fp64. [rows, vocab] → [rows, blocks]"""
     rows, vocab = mass.shape
     whole = vocab - vocab % _BLOCK
     sums = mass[:, :whole].view(rows, whole // _BLOCK, _BLOCK).sum(dim=-1)
@@ -91,7 +92,8 @@ def _block_sums(mass: Tensor) -> Tensor:
 
 
 def _invert(mass: Tensor, blocks: Tensor, which: Tensor, noise: Tensor) -> Tensor:
-    """Where the cumulative mass of row `which[i]` passes `noise[i]` of the whole: first the block, then the token."""
+    """The token at which the cumulative mass of row `which[i]` exceeds `noise[i]` of the total: first the block, then the
+    token."""
     blocks = blocks[which]
     target = noise * blocks[:, -1]
     block = _first_above(blocks, target)
@@ -99,7 +101,7 @@ def _invert(mass: Tensor, blocks: Tensor, which: Tensor, noise: Tensor) -> Tenso
     tokens = block[:, None] * _BLOCK + torch.arange(_BLOCK, device=mass.device)
     there = tokens < mass.shape[1]
     inside = torch.where(there, mass[which[:, None], tokens.clamp(max=mass.shape[1] - 1)], 0.0).double().cumsum(dim=-1)
-    # Rounding may leave the target a hair above the block's own sum: the last token of positive mass is meant then.
+    # Rounding may put the target slightly above the block's own sum: then take the last token of positive mass.
     highest = torch.nextafter(inside[:, -1], torch.zeros_like(noise))
     return block * _BLOCK + _first_above(inside, torch.minimum(target - before, highest))
 

@@ -1,4 +1,4 @@
-"""What runs in a slot of the engine: tokens, and the requests that have them so far."""
+"""The contents of an engine slot: tokens, and the requests that have exactly these tokens so far."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from roll.engine.request import Completion, Finish, Progress, Request
 
 @dataclass(eq=False)
 class SequenceMember:
-    """A request while it generates, as far as it differs from others with the same tokens."""
+    """The state of a running request that it does not share with others of the same sequence."""
 
     request: Request
     logprobs: list[float] = field(default_factory=list)
@@ -24,22 +24,22 @@ class SequenceMember:
 class SharedSequence:
     """Tokens in a slot and the requests that have exactly these tokens so far.
 
-    Requests with the same prompt start as one sequence; when they draw different tokens, it splits.
+    Requests with the same prompt start as one sequence; when they sample different tokens, it splits.
     """
 
     prompt: IntArray
     members: list[SequenceMember]
     version: int
-    """Of the weights that began to compute the cached keys and values."""
+    """Version of the weights that the first cached keys and values were computed with."""
     cached: int = 0
     hidden: Tensor | None = None
-    """The hidden state the next token is drawn from; None until it is computed."""
+    """The hidden state that the next token is sampled from; None until it is computed."""
     prompt_hidden: Tensor | None = None
     ids: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     said: tuple[int, ...] = ()
-    """What its requests bring of their response, where that is computed again token by token, as when it was drawn: the
-    first of `ids`."""
+    """Response tokens that its requests bring along and that are recomputed token by token, as when they were sampled;
+    they are the first of `ids`."""
 
     @property
     def length(self) -> int:
@@ -47,12 +47,12 @@ class SharedSequence:
 
     @property
     def repeats(self) -> bool:
-        """Whether its next token is known."""
+        """Whether its next token is already known."""
         return len(self.ids) < len(self.said)
 
     @property
     def drawn(self) -> int:
-        """Tokens its requests have got here."""
+        """Number of tokens sampled in this engine."""
         return max(len(self.ids) - len(self.said), 0)
 
     @property

@@ -1,12 +1,12 @@
-"""Who has which slot of the cache: the sequences that run, and what is kept of those that ended.
+"""Allocates the slots of the KV cache to running sequences and to reusable prefixes of finished ones.
 
-What always holds: running sequences have slots 0 … n-1 without holes. A sequence that ends stays in a slot that nobody
-runs in, until one is needed (the one unused for longest goes first) or other weights come. So the next turn of a
-conversation, a request resumed from its prefix or a sibling that comes late finds its beginning. When the cache gets
-another shape, everything moves along, as far as there are slots for it.
+Invariants: running sequences have slots 0 … n-1 without holes. A finished sequence stays cached in a free slot until the
+slot is needed (least recently used first) or the weights change. So the next turn of a conversation, a resumed request or
+a later sample of the same group finds its prefix. When the cache changes its shape, running sequences are copied, and
+kept ones as far as there are slots.
 
-Example with four slots: A, B, C run in 0, 1, 2. A ends: it changes places with C, so that C, B run in 0, 1 and A is kept
-in 2. A's next turn takes over slot 2 as it is and computes only what is new.
+Example with four slots: A, B, C run in 0, 1, 2. A ends and swaps slots with C, so that C, B run in 0, 1 and A is kept in
+2. A's next turn takes over slot 2 without a copy and computes only its new tokens.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ class _Kept:
     slot: int
     sequence: SharedSequence
     tokens: IntArray
-    """Those whose keys and values another sequence may begin with."""
+    """Tokens whose keys and values another sequence can reuse."""
 
 
 class SlotAllocator:
-    """`tile` > 1: only beginnings that are multiples of it are shared, and only of prompts, because what is computed
-    token by token has other bits than what is computed in tiles."""
+    """With `tile` > 1, only prefixes whose length is a multiple of it are shared, and only those of prompts, because keys
+    and values computed token by token have different bits than those computed in tiles."""
 
     def __init__(self, cache: SlotCache, tile: int = 1) -> None:
         self.running: list[SharedSequence] = []
         self._cache = cache
         self._tile = tile
-        self._kept: list[_Kept] = []  # the one unused for longest first
+        self._kept: list[_Kept] = []  # least recently used first
 
     def forget(self) -> None:
-        """Drops what is kept."""
+        """Drops all kept prefixes."""
         self._kept.clear()
 
     @property
     def kept(self) -> int:
-        """Slots with something of sequences that ended."""
+        """Number of slots with kept prefixes."""
         return len(self._kept)
 
     def place(self, fresh: list[SharedSequence], shape: CacheShape) -> int:
-        """Gives new sequences slots after the running ones, with what is kept of their beginnings, in a cache of this
-        shape. Tokens shared."""
+        """Gives new sequences slots after the running ones, in a cache of this shape, with kept prefixes reused. Returns
+        the number of tokens shared."""
         donors = [self._best_kept(sequence.prompt) for sequence in fresh]
         for donor, _ in donors:
-            if donor is not None:  # what one of them can use is dropped last
+            if donor is not None:  # move it to the end, so that it is evicted last
                 self._kept.remove(donor)
                 self._kept.append(donor)
         if shape != self._cache.shape:
@@ -59,7 +59,7 @@ class SlotAllocator:
         return sum(self._place(sequence, *donor) for sequence, donor in zip(fresh, donors, strict=True))
 
     def _reshape(self, shape: CacheShape) -> None:
-        """What is kept goes as far as there are no slots for it, or they are too short."""
+        """Changes the cache's shape. Kept prefixes are dropped if there are too few slots or the slots are too short."""
         room = shape.slots - len(self.running)
         fitting = [kept for kept in self._kept if kept.sequence.cached <= shape.positions]
         self._kept = fitting[max(len(fitting) - room, 0) :]
@@ -91,7 +91,8 @@ class SlotAllocator:
         self.running.append(copied)
 
     def share(self, slot: int) -> int:
-        """Copies the longest beginning that another running sequence of the same weights has. Tokens shared."""
+        """Copies the longest prefix that another running sequence of the same weights has. Returns the number of tokens
+        gained."""
         sequence = self.running[slot]
         best, most = sequence, sequence.cached
         source = slot
@@ -108,7 +109,7 @@ class SlotAllocator:
         return gained
 
     def retire(self, slot: int, keep: bool) -> None:
-        """Takes a sequence out of the running ones. The last of these takes its slot, so that there is no hole."""
+        """Removes a sequence from the running ones. The last running one takes its slot, so that there is no hole."""
         last = len(self.running) - 1
         ended = self.running[slot]
         if slot < last:
@@ -128,8 +129,8 @@ class SlotAllocator:
         return best, most
 
     def _shareable(self, donor: SharedSequence, tokens: IntArray, prompt: IntArray, above: int) -> int:
-        """How many positions of the donor a sequence with this prompt may begin with; 0 where it is not more than
-        `above`. Of its own prompt the last token must be computed, for its hidden state, unless the donor has that."""
+        """How many positions of the donor a sequence with this prompt can reuse; 0 if not more than `above`. The last
+        token of the prompt must be computed, because its hidden state is needed, unless the donor has that."""
         if not begin_alike(tokens, prompt, above + 1):
             return 0
         same = common_prefix(tokens, prompt)
@@ -139,7 +140,8 @@ class SlotAllocator:
         return same - same % self._tile
 
     def _clear(self, slot: int) -> None:
-        """Makes a slot free: what is kept there moves, into a free slot or that of what was unused for longest."""
+        """Frees a slot: a prefix kept there moves to a free slot, or to that of the least recently used prefix, which is
+        dropped."""
         there = next((kept for kept in self._kept if kept.slot == slot), None)
         if there is None:
             return
@@ -152,7 +154,7 @@ class SlotAllocator:
             there.slot = free
 
     def _bring(self, donor: _Kept, slot: int) -> None:
-        """Moves what is kept into a slot to run in; what is kept there takes its place."""
+        """Moves a kept prefix into the slot of a new sequence; a prefix kept there moves to the other slot."""
         there = next((kept for kept in self._kept if kept.slot == slot), None)
         if there is None:
             self._cache.copy(donor.slot, slot, donor.sequence.cached)
@@ -163,7 +165,7 @@ class SlotAllocator:
 
 
 def _begin(sequence: SharedSequence, donor: SharedSequence, shared: int) -> None:
-    """Notes that the sequence's slot holds so many positions of the donor."""
+    """Marks the first `shared` positions of the sequence's slot as computed."""
     sequence.cached = shared
     if shared == len(sequence.prompt):
         sequence.hidden = sequence.prompt_hidden = donor.prompt_hidden

@@ -1,4 +1,4 @@
-"""When a response has ended by a stop string."""
+"""Detects stop strings at the end of a response."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from roll.data.tokenlog import IntArray
 
 _CUT = 3
-"""Bytes of a character that may stand before the tokens looked at, which begin in its middle."""
+"""Bytes of a character that may be missing before the tokens decoded, if they start in its middle."""
 
 
 def hits_stop_string(
     tokenizer: Tokenizer, ids: Sequence[int] | IntArray, stop: Sequence[str], said: Sequence[int] | IntArray = ()
 ) -> bool:
-    """Whether the last token completed a stop string; `said` are tokens of the response from before `ids`.
+    """Whether the last token completed a stop string; `said` are the response's tokens before `ids`.
 
-    A token is at least a byte, which bounds how far to look; one more is decoded because some tokenizers drop the space
-    before the first. Where the first bytes are the rest of a character, some tokenizers decode none of those after them,
-    so the whole of it is decoded then.
+    A token has at least one byte, which bounds how many tokens to decode. One more is decoded because some tokenizers
+    drop the space before the first. If the first bytes are the rest of a character, some tokenizers do not decode the
+    bytes after them, so up to 3 more tokens are decoded then.
     """
     if not stop:
         return False

@@ -1,4 +1,4 @@
-"""The Triton kernels of attention over a paged cache. Imported only where Triton is installed."""
+"""Triton kernels for attention over the paged KV cache. Imported only where Triton is installed."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -13,7 +13,7 @@ from roll.engine.paged.layer_kernels import power
 from roll.engine.paged.step_inputs import StepInputs
 
 SPLIT_TILE = 64
-"""Positions an attention kernel reads at once."""
+"""Positions that an attention kernel reads per iteration."""
 
 
 @triton.jit
@@ -43,10 +43,10 @@ def _attend(
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program a row, key head and split: the heads that share keys over a share of the row's positions.
+    """One program per row, key head and split: the query heads that share a key head, over a part of the row's positions.
 
-    With one split the result is stored as it is; else it is stored in fp32, beside the maximum and the sum it was made
-    with, for `_join`.
+    With one split the final result is stored. Otherwise the partial result is stored in fp32, with its maximum and its
+    sum, for `_join`.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -124,8 +124,8 @@ def _attend_tile(
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program a tile of rows and key head: rows of one sequence that follow each other, nobody's after them, read its
-    keys once. LINES is at least ROWS times the heads that share keys."""
+    """One program per tile of rows and key head: consecutive rows of one sequence, followed by padding rows, read its
+    keys once. LINES is at least ROWS times the query heads per key head."""
     tile = tl.program_id(0)
     head = tl.program_id(1)
     group: tl.constexpr = HEADS // KV_HEADS
@@ -171,7 +171,7 @@ def _attend_tile(
 
 @triton.jit
 def _join(parts, highest, total, out, DIM: tl.constexpr, PAD: tl.constexpr, SPLITS: tl.constexpr):
-    """One program a row and head: the splits of `_attend` put together."""
+    """One program per row and head: combines the splits of `_attend`."""
     row = tl.program_id(0).to(tl.int64)
     spots = tl.arange(0, PAD)
     inside = spots < DIM
@@ -198,8 +198,8 @@ def attend(
     window: int | None = None,
     cap: float | None = None,
 ) -> None:
-    """Every row over its own positions in one layer's cache, into `out` [rows, heads · dim]. The queries of a row are the
-    first of its line in `query`, which may be longer."""
+    """Attention of every row over its own positions in one layer's cache, into `out` [rows, heads · dim]. A row's queries
+    are the first heads · dim columns of `query`, which may have more."""
     _, kv_heads, _, dim = keys.shape
     parts = highest = total = out
     if splits > 1:
@@ -230,7 +230,7 @@ def attend(
 
 
 def tile_rows(heads: int, kv_heads: int) -> int:
-    """Rows of a tile: as many as fill a product of matrices with the heads that share keys."""
+    """Rows per tile: enough that rows times query heads per key head fill a matrix product."""
     return min(16, 1 << max(0, (64 * kv_heads // heads).bit_length() - 1))
 
 
@@ -246,7 +246,8 @@ def attend_tiles(
     window: int | None = None,
     cap: float | None = None,
 ) -> None:
-    """As `attend`, for rows in tiles: those of a tile are of one sequence and follow each other, nobody's after them."""
+    """As `attend`, for rows in tiles: the rows of a tile are consecutive rows of one sequence, followed by padding
+    rows."""
     kv_heads = keys.shape[1]
     tile = tile_rows(heads, kv_heads)
     launch: Any = _attend_tile[(rows.count // tile, kv_heads)]
@@ -269,7 +270,7 @@ def attend_tiles(
 
 
 def _constants(query: Tensor, keys: Tensor, heads: int, window: int | None, cap: float | None) -> dict[str, Any]:
-    """What both kernels are compiled for."""
+    """The compile-time constants of both kernels."""
     _, kv_heads, block, dim = keys.shape
     return {
         "HEADS": heads,

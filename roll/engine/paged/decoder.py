@@ -1,12 +1,12 @@
-"""A decoder's layers over rows: by the model's own code, or as few kernels.
+"""Runs a decoder's layers over the rows of a step: by the model's own code, or by fused kernels.
 
-Any decoder of `transformers` runs by its own code. Of those built like Llama (RMS norms, rotary positions, a gated inner
-layer or a mixture of such experts) the same parameters are used by a handful of kernels a layer, after both have been
-compared on a few tokens. Two ways of rounding may send a token to different experts where two are nearly as likely, so
-the kernels are compared on the experts that the model's own code has chosen.
+Any decoder of `transformers` runs by its own code. For models built like Llama (RMS norms, rotary positions, a gated MLP
+or a mixture of such experts), a handful of kernels per layer use the same parameters, after a comparison of both on a few
+tokens. Two ways of rounding may route a token to different experts if two experts have nearly the same probability, so
+the comparison makes the kernels use the experts that the model's own code chose.
 
-On CUDA experts are computed by the engine's kernels in either way: a captured step may not ask the host how many rows an
-expert gets.
+On CUDA, the engine's kernels compute experts in both cases: a captured step cannot ask the host how many rows an expert
+gets.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from roll.model.shape import ModelShape
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 _PROBE = 40
-"""Tokens on which both ways are compared."""
+"""Number of tokens on which both are compared."""
 
 ROUTED_ROWS = 16384
-"""Rows of a pass whose experts are recorded; of a pass with more of them none are."""
+"""Most rows of a pass whose routes are recorded; a larger pass records none."""
 
 _log = logging.getLogger(__name__)
 
 
 class Decoder(Protocol):
     routes: Tensor | None
-    """Where it records routes: the experts of row i of the last pass, layer by layer of those that have experts.
-    [rows or more, layers, chosen] or [rows, layers · chosen]"""
+    """Where the decoder records routes: the experts of row i of the last pass, for every layer with experts. [rows or
+    more, layers, chosen] or [rows, layers · chosen]"""
 
     def hidden(self, rows: StepInputs, last: Tensor, plan: PagedPlan) -> Tensor:
-        """The last hidden state of every row, normed. [rows, hidden]"""
+        """The last hidden state of every row, after the final norm. [rows, hidden]"""
         ...
 
 
@@ -68,7 +68,7 @@ class PlainDecoder:
         return hidden
 
     def recorded(self, rows: StepInputs, last: Tensor, plan: PagedPlan) -> tuple[Tensor, Tensor]:
-        """The same, and where the rows went, [rows, layers · chosen]."""
+        """As `hidden`, and the routes of the rows, [rows, layers · chosen]."""
         return self._recorder.record(lambda: self._forward(rows, last, plan))
 
     def _forward(self, rows: StepInputs, last: Tensor, plan: PagedPlan) -> Tensor:
@@ -76,7 +76,7 @@ class PlainDecoder:
 
 
 def _capturable(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with experts that a captured step can compute."""
+    """The model, with expert layers that can be captured in a CUDA graph."""
     found: list[Any] = experts_of(model)
     if not found or next(model.parameters()).device.type != "cuda":
         return model
@@ -85,16 +85,16 @@ def _capturable(model: PreTrainedModel) -> PreTrainedModel:
         from roll.engine.paged import expert_products
 
         return with_experts(model, expert_products.NAME)
-    # Grouped products wait for the host in other precisions.
+    # In other precisions, grouped products synchronise with the host.
     return model if model.dtype == torch.bfloat16 else with_experts(model, "batched_mm")
 
 
 @dataclass(frozen=True)
 class _Dense:
-    """A gated inner layer."""
+    """A gated MLP."""
 
     widen: Tensor
-    """Gate's and up's matrices."""
+    """The matrices of gate and up."""
     narrow: Tensor
 
 
@@ -103,13 +103,13 @@ class _Mixture:
     """A router and its experts."""
 
     number: int
-    """Among the layers that have experts."""
+    """Index among the layers with experts."""
     router: Tensor
     chosen: int
     normalised: bool
     """Whether the weights of the chosen experts sum to one."""
     weights: torch.dtype
-    """Of the chosen experts' weights."""
+    """Precision of the chosen experts' weights."""
     widen: Tensor
     """[experts, 2 · inner, hidden]"""
     narrow: Tensor
@@ -121,21 +121,21 @@ class _Layer:
     before: Tensor
     """Weight of the norm before attention."""
     mix: Tensor
-    """Queries', keys' and values' matrices, one below the other."""
+    """The matrices of queries, keys and values, concatenated."""
     mix_bias: Tensor | None
     norms: tuple[Tensor, Tensor] | None
-    """Of queries and keys, by head."""
+    """Weights of the per-head norms of queries and keys."""
     output: Tensor
     output_bias: Tensor | None
     after: Tensor
-    """Weight of the norm before the inner layer."""
+    """Weight of the norm before the MLP."""
     inner: _Dense | _Mixture
     reading: AttentionParams
 
 
 class FusedDecoder:
-    """Nine kernels a layer, ten with experts. Holds views of the model's parameters, so new values in their storage are
-    used at once."""
+    """Nine kernels per layer, ten with experts. Holds views of the model's parameters, so updates in place take effect at
+    once."""
 
     def __init__(self, model: PreTrainedModel, positions: int, record_routes: bool = False) -> None:
         decoder: Any = model.get_decoder()
@@ -158,12 +158,12 @@ class FusedDecoder:
             size = (ROUTED_ROWS, len(self._mixtures), self._mixtures[0].chosen)
             self.routes = torch.zeros(size, dtype=torch.int32, device=device)
         self.given: Tensor | None = None
-        """The experts that the rows of the next pass go to instead of those their routers would choose. [rows, layers,
-        chosen], int32"""
+        """If set, the experts that the rows of the next pass are routed to, instead of those that the routers would
+        choose. [rows, layers, chosen], int32"""
 
     @property
     def mixtures(self) -> int:
-        """Layers that have experts."""
+        """Number of layers with experts."""
         return len(self._mixtures)
 
     def hidden(self, rows: StepInputs, last: Tensor, plan: PagedPlan) -> Tensor:
@@ -189,12 +189,12 @@ class FusedDecoder:
         return kernels.add_norm(stream, change, self._final, self._eps, shares)
 
     def _counts(self) -> Tensor:
-        """Zeros for every expert: one launch for all layers."""
+        """Zeros for the row counts of all experts in all layers: one launch."""
         experts = max((len(mixture.widen) for mixture in self._mixtures), default=0)
         return torch.zeros(len(self._mixtures), experts, dtype=torch.int32, device=self._final.device)
 
     def _mixed(self, mixture: _Mixture, normed: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """What each row's experts make of it, [rows · chosen, hidden], and their weights, [rows, chosen]."""
+        """The outputs of each row's experts, [rows · chosen, hidden], and their weights, [rows, chosen]."""
         from roll.engine.paged import expert_kernels as kernels
 
         number, recorded = mixture.number, self.routes is not None and len(normed) <= ROUTED_ROWS
@@ -225,7 +225,7 @@ def _layer(layer: Any, inner: _Dense | _Mixture) -> _Layer:
 
 
 def _inner(inner: Any, number: int, family: str) -> _Dense | _Mixture:
-    """`number`: layers with experts before this one."""
+    """`number`: how many layers before this one have experts."""
     if not hasattr(inner, "experts"):
         return _Dense(adjoin([inner.gate_proj.weight, inner.up_proj.weight]), inner.down_proj.weight.detach())
     router, experts = inner.gate, inner.experts
@@ -234,15 +234,15 @@ def _inner(inner: Any, number: int, family: str) -> _Dense | _Mixture:
         router.weight.detach(),
         int(router.top_k),
         normalised=bool(getattr(router, "norm_topk_prob", True)),
-        weights=torch.float32 if family == "mixtral" else router.weight.dtype,  # as each rounds them
+        weights=torch.float32 if family == "mixtral" else router.weight.dtype,  # each family rounds them differently
         widen=experts.gate_up_proj.detach(),
         narrow=experts.down_proj.detach(),
     )
 
 
 def make_decoder(model: PreTrainedModel, positions: int, record_routes: bool = False) -> Decoder:
-    """The fastest that computes what the model's own code does. `positions` is the longest sequence it will see. With
-    `record_routes` it tells which experts rows went to."""
+    """The fastest decoder that agrees with the model's own code. `positions` is the longest sequence it supports. With
+    `record_routes` it records the experts of every row."""
     plain = PlainDecoder(model, record_routes)
     device = next(model.parameters()).device
     if device.type != "cuda" or not _is_fusible(model):
@@ -258,7 +258,7 @@ def make_decoder(model: PreTrainedModel, positions: int, record_routes: bool = F
 
 
 def _is_fusible(model: PreTrainedModel) -> bool:
-    """Whether it is built like the families that the kernels are written for."""
+    """Whether the model is built like the families that the kernels support."""
     config, decoder = model.config, model.get_decoder()
     rope = getattr(config, "rope_parameters", None) or {}
     if config.model_type not in _FAMILIES or rope.get("rope_type", "default") not in _STATIC_ROPE:
@@ -269,7 +269,7 @@ def _is_fusible(model: PreTrainedModel) -> bool:
     products = [getattr(layers[0].self_attn, f"{name}_proj") for name in "qkvo"]
     dense = [layer.mlp for layer in layers if not hasattr(layer.mlp, "experts")]
     inner = [getattr(mlp, f"{name}_proj") for mlp in dense for name in ("gate", "up", "down")]
-    plain = all(type(module) is nn.Linear for module in products + inner)  # not so under adapters
+    plain = all(type(module) is nn.Linear for module in products + inner)  # false for layers with adapters
     return plain and all(module.bias is None for module in inner)
 
 
@@ -277,8 +277,8 @@ def _is_fusible(model: PreTrainedModel) -> bool:
 def _probes(
     plain: PlainDecoder, fused: FusedDecoder, model: PreTrainedModel, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Hidden states of a few tokens, most of them as a prompt, the others row by row: by the model's own code, and by the
-    kernels with the experts that it chose."""
+    """Hidden states of a few tokens, most of them prefilled, the last 8 as single rows: by the model's own code, and by
+    the kernels with the experts that the model's own code chose."""
     shape = ModelShape.of_model(model)
     dtype = next(model.parameters()).dtype
     own, others = (PagedKVCache(shape, _PROBE // BLOCK + 2, dtype, device) for _ in range(2))
@@ -305,7 +305,7 @@ def _probes(
 
 
 def _sheet_rows(tokens: Any, start: int, end: int, device: torch.device) -> StepInputs:
-    """Rows of one sequence alone in its cache, in blocks 1 and on."""
+    """Inputs for a sequence that is alone in its cache, in blocks 1 and up."""
     blocks = -(-len(tokens) // BLOCK)
     sheet: Sheet = np.zeros((HEADER + blocks, end - start), np.int32)
     sheet[POSITION] = np.arange(start, end)
@@ -323,7 +323,7 @@ def _span(pages: PagedKVCache, rows: StepInputs, count: int, keys: int, device: 
 def log_probs_of(
     decoder: Decoder, logits_of: Callable[[Tensor], Tensor], shape: ModelShape, ids: Any, like: Tensor
 ) -> Tensor:
-    """fp32 log-probs of a sequence's tokens after the first, in a cache of its own."""
+    """fp32 log-probs of the tokens after the first, computed in a separate cache."""
     pages = PagedKVCache(shape, -(-len(ids) // BLOCK) + 1, like.dtype, like.device)
     last = torch.zeros(1, dtype=torch.int32, device=like.device)
     rows = _sheet_rows(ids, 0, len(ids), like.device)

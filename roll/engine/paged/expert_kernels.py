@@ -41,14 +41,15 @@ def _route(
     RECORDS: tl.constexpr,
     GIVEN: tl.constexpr,
 ):
-    """One program a row: its likeliest experts, or those it is given, their weights, and places in their lines."""
+    """One program per row: its most likely experts (or those given), their weights, and their places in the experts'
+    lines of `order`."""
     row = tl.program_id(0)
     spots = tl.arange(0, PAD)
     inside = spots < EXPERTS
     wide = tl.load(logits + row * EXPERTS + spots, mask=inside, other=-float("inf")).to(tl.float32)
     wide = tl.exp(wide - tl.max(wide, 0))
     shares = wide / tl.sum(wide, 0)
-    # Numbers in any case: a row of logits that are none still has as many experts as others, each once.
+    # If a row's logits are NaN, its shares are set to 0, so that it still gets the usual number of distinct experts.
     left = tl.where(inside, tl.where(shares == shares, shares, 0.0), -1.0)
     picks = tl.arange(0, CHOSEN_PAD)
     chosen = tl.zeros((CHOSEN_PAD,), tl.int32)
@@ -72,7 +73,7 @@ def _route(
 
 @triton.jit
 def _line_up(choices, counts, order, rows, pairs, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
-    """Pairs whose experts are known take places in their lines."""
+    """Assigns places in the experts' lines to pairs whose experts are known."""
     here = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = here < pairs
     expert = tl.load(choices + here, mask=real, other=0).to(tl.int32)
@@ -99,8 +100,8 @@ def _product(
     STEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program LINES pairs of one expert and COLUMNS of what it makes of them: out[pair] = weight[expert] @
-    states[pair // SHARED]. With GATED, weight holds the gate's matrix above the other's: silu(gate) · other."""
+    """One program per LINES pairs of one expert and COLUMNS output columns: out[pair] = weight[expert] @ states[pair //
+    SHARED]. With GATED, weight holds the gate's matrix above the other one: silu(gate) · other."""
     tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     block = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
@@ -117,7 +118,7 @@ def _product(
         wide_expert = expert.to(tl.int64)
         pairs = tl.load(order + wide_expert * rows + places, mask=real, other=0).to(tl.int64)
         columns = tile * COLUMNS + tl.arange(0, COLUMNS)
-        lines = columns % WIDTH  # read twice rather than beyond the end
+        lines = columns % WIDTH  # wraps around instead of reading beyond the end
         spans = tl.arange(0, STEP)
         above: tl.constexpr = WIDTH * DEPTH
         height: tl.constexpr = 2 * WIDTH if GATED else WIDTH
@@ -153,11 +154,11 @@ class Lines:
     """Pairs sorted by expert."""
 
     counts: Tensor
-    """Pairs of each expert. [experts]"""
+    """Number of pairs per expert. [experts]"""
     order: Tensor
-    """Each expert's pairs, as many as `counts` says. [experts, rows]"""
+    """The pairs of each expert; the first `counts` entries of a line are valid. [experts, rows]"""
     chosen: int
-    """Experts of a row."""
+    """Experts per row."""
 
     @property
     def rows(self) -> int:
@@ -166,7 +167,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program of a product computes, and how."""
+    """The tile that a program of a product computes, with its launch parameters."""
 
     lines: int
     columns: int
@@ -186,8 +187,8 @@ def route(
 ) -> tuple[Lines, Tensor]:
     """The experts of each row of logits [rows, experts] with the largest softmax, and their weights [rows, chosen].
 
-    `counts` [experts] holds zeros, and belongs to the lines from then on. `routes` [rows or more, chosen] is told the
-    experts of each row. With `given` [rows, chosen] rows go to these.
+    `counts` [experts] must hold zeros; the returned lines use its memory. `routes` [rows or more, chosen] receives the
+    experts of each row. With `given` [rows, chosen], the rows are routed to these experts.
     """
     rows, experts = logits.shape
     weights = torch.empty(rows, chosen, dtype=dtype, device=logits.device)
@@ -215,7 +216,7 @@ def route(
 
 
 def line_up(choices: Tensor, experts: int) -> Lines:
-    """Pairs of rows and the experts they have been sent to, [rows, chosen]."""
+    """Sorts pairs of rows and already chosen experts, [rows, chosen], by expert."""
     rows, chosen = choices.shape
     counts = torch.zeros(experts, dtype=torch.int32, device=choices.device)
     order = torch.empty(experts, rows, dtype=torch.int32, device=choices.device)
@@ -225,8 +226,8 @@ def line_up(choices: Tensor, experts: int) -> Lines:
 
 
 def experts(states: Tensor, lines: Lines, widen: Tensor, narrow: Tensor) -> Tensor:
-    """What experts make of the rows that are sent to them: states [rows, hidden], widen [experts, 2 · inner, hidden],
-    narrow [experts, hidden, inner] → [rows · chosen, hidden]."""
+    """The outputs of all pairs: states [rows, hidden], widen [experts, 2 · inner, hidden], narrow [experts, hidden,
+    inner] → [rows · chosen, hidden]."""
     inner = _multiply(states, lines, widen, shared=lines.chosen, gated=True)
     return _multiply(inner, lines, narrow, shared=1, gated=False)
 
@@ -263,12 +264,12 @@ def _multiply(
 
 
 def _blocks(pairs: int, experts: int, lines: int) -> int:
-    """The most blocks of so many lines that the pairs can need, however they are spread over experts."""
+    """The most blocks of `lines` lines that the pairs can need, for any distribution over the experts."""
     return (pairs + min(pairs, experts) * (lines - 1)) // lines
 
 
 def tile_for(mean: float, dtype: torch.dtype, gated: bool) -> Tile:
-    """For so many pairs per expert on average. Of some hundred tiles, the fastest on an H200, or nearly so."""
+    """A tile for `mean` pairs per expert. Chosen from some hundred tiles as the fastest on an H200, or nearly so."""
     if dtype == torch.float32:
         return Tile(16, 32, 32, 4, 2)
     if mean <= 8:
@@ -281,7 +282,7 @@ def tile_for(mean: float, dtype: torch.dtype, gated: bool) -> Tile:
 
 
 def _fitted(tile: Tile, gated: bool, states: Tensor) -> Tile:
-    """With as many stages as the device has shared memory for."""
+    """The tile with as many pipeline stages as the device's shared memory allows."""
     if not states.is_cuda:
         return tile
     stage = (tile.lines + tile.columns * (2 if gated else 1)) * tile.step * states.itemsize

@@ -1,6 +1,7 @@
-"""Experts by the engine's kernels, for decoders that run by the code of `transformers`.
+"""Expert layers computed by the engine's kernels, for decoders that run by the code of `transformers`.
 
-`transformers` asks for the products of experts by a name; under this one they are computed without the host, on CUDA.
+`transformers` selects the implementation of expert products by name. This one runs on CUDA without synchronising with the
+host.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The Triton kernels of a decoder's layers, all but attention. Imported only where Triton is installed.
+"""Triton kernels for a decoder's layers, except attention. Imported only where Triton is installed.
 
-Values are rounded where the model's own code rounds them, so that an engine's log-probs are as near to the trainer's as
-two kernels can be. A row's inputs stand in columns of one table of 32-bit numbers (see `rows.py`).
+Values are rounded where the model's own code rounds them, so that the engine's log-probs are as close to the trainer's as
+two sets of kernels can be. A row's inputs are a column of one int32 table (see `step_inputs.py`).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -18,7 +18,7 @@ from roll.engine.paged.step_inputs import StepInputs
 
 @triton.jit
 def _embed(tokens, slots, last, weight, ids, out, HIDDEN: tl.constexpr, PAD: tl.constexpr):
-    """The row's token, which is its slot's last one where none is given, and its embedding."""
+    """Looks up a row's token (or the last token of its slot, if none is given) and its embedding."""
     row = tl.program_id(0)
     given = tl.load(tokens + row)
     token = tl.where(given < 0, tl.load(last + tl.load(slots + row)), given).to(tl.int64)
@@ -43,7 +43,8 @@ def _add_norm(
     PARTS: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):
-    """stream += delta; out = rms_norm(stream) · weight. Delta has PARTS lines a row, weighed with shares and summed."""
+    """stream += delta; out = rms_norm(stream) · weight. If PARTS > 0, delta has PARTS lines per row, which are weighted
+    with shares and summed."""
     row = tl.program_id(0).to(tl.int64)
     spots = tl.arange(0, PAD)
     inside = spots < HIDDEN
@@ -71,7 +72,7 @@ def _add_norm(
 
 @triton.jit
 def _normed(values, rate, query_norm, key_norm, is_query, spots, inside):
-    """A part of a head times its norm's rate and weight."""
+    """Multiplies half a head by the RMS norm's rate and weight."""
     of_query = tl.load(query_norm + spots, mask=inside, other=0.0)
     of_key = tl.load(key_norm + spots, mask=inside, other=0.0)
     scale = tl.where(is_query, of_query, of_key)
@@ -97,8 +98,8 @@ def _rotate_and_keep(
     BLOCK: tl.constexpr,
     NORMS: tl.constexpr,
 ):
-    """One program a row and head of `mixed` [rows, (heads + 2 kv_heads) · dim]: queries are rotated where they are, keys
-    on their way into the cache, values are put there."""
+    """One program per row and head of `mixed` [rows, (heads + 2 kv_heads) · dim]: queries are rotated in place, keys are
+    rotated and written to the cache, values are written to the cache."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     half: tl.constexpr = DIM // 2
@@ -139,7 +140,7 @@ def _rotate_and_keep(
 def _keep(
     key, value, places, keys, values, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Puts [rows, kv_heads, dim] into the cache."""
+    """Writes keys and values [rows, kv_heads, dim] to the cache."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     spots = tl.arange(0, PAD)
@@ -153,7 +154,7 @@ def _keep(
 
 @triton.jit
 def _gate(both, out, INNER: tl.constexpr, BLOCK: tl.constexpr):
-    """silu(first half) · second half, each rounded as the model rounds it."""
+    """silu(first half) · second half, each rounded where the model's own code rounds it."""
     row = tl.program_id(0).to(tl.int64)
     spots = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = spots < INNER
@@ -175,8 +176,8 @@ def embed(rows: StepInputs, last: Tensor, weight: Tensor) -> tuple[Tensor, Tenso
 
 
 def add_norm(stream: Tensor, delta: Tensor | None, weight: Tensor, eps: float, shares: Tensor | None = None) -> Tensor:
-    """Adds to the stream and norms it. With `shares` [rows, parts], what is added is the sum of the row's lines in delta
-    [rows · parts, hidden], each times its share."""
+    """Adds delta to the residual stream and applies the norm. With `shares` [rows, parts], the sum over a row's parts in
+    delta [rows · parts, hidden], each times its share, is added."""
     rows, hidden = stream.shape
     out = torch.empty_like(stream)
     launch: Any = _add_norm[(rows,)]
@@ -234,7 +235,7 @@ def rotate_and_keep(
 
 
 def keep(key: Tensor, value: Tensor, rows: StepInputs, keys: Tensor, values: Tensor) -> None:
-    """Puts keys and values [rows, kv_heads, dim] into one layer's cache."""
+    """Writes keys and values [rows, kv_heads, dim] to one layer's cache."""
     _, kv_heads, block, dim = keys.shape
     launch: Any = _keep[(rows.count, kv_heads)]
     given = (key.contiguous(), value.contiguous(), rows.places, keys, values)

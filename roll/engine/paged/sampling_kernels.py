@@ -1,4 +1,4 @@
-"""The Triton kernels that draw a step's tokens. Imported only where Triton is installed."""
+"""The Triton kernels that sample a step's tokens. Imported only where Triton is installed."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -28,7 +28,7 @@ def _survey(
     BLOCK: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    """One program a row and block of the vocabulary: its maximum, where that is, and Σ exp(z - maximum)."""
+    """One program per row and block of the vocabulary: the block's maximum, its index, and Σ exp(z - maximum)."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     spots = block * BLOCK + tl.arange(0, BLOCK)
@@ -74,8 +74,8 @@ def _choose(
     BLOCK: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    """One program a row: a uniform number from (seed, length) goes through the inverse of the distribution, first to a
-    block, then to a token in it. A row of values that are no numbers draws -1."""
+    """One program per row: a uniform number from (seed, length) is mapped through the inverse of the distribution, first
+    to a block, then to a token in it. A row whose logits are NaN gets token -1."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     heat = tl.where(temperature > 0, temperature, 1.0)
@@ -104,7 +104,7 @@ def _choose(
     passed = before + tl.cumsum(weights, 0)
     spot = tl.sum((passed <= target).to(tl.int32), 0)
     last_real = tl.max(tl.where(weights > 0, tl.arange(0, BLOCK), 0), 0)
-    token = chosen * BLOCK + tl.minimum(spot, last_real)  # rounding may leave the target beyond the block's own sum
+    token = chosen * BLOCK + tl.minimum(spot, last_real)  # rounding may put the target above the block's own sum
     greedy = tl.argmax(heights, 0)
     token = tl.where(temperature > 0, token, tl.load(likeliest + row * BLOCKS + greedy))
     logit = tl.load(logits + row * VOCAB + token).to(tl.float32)
@@ -118,8 +118,8 @@ def _choose(
 
 
 def sample(logits: Tensor, rows: StepInputs, last: Tensor, out: Tensor, cap: float | None) -> None:
-    """Draws a token for each of the first rows from logits [those rows, vocab]: `out` [2, those rows] gets the tokens and
-    the bits of their log-probs, and `last` the tokens of the slots whose rows draw."""
+    """Samples a token for each of the first rows from logits [those rows, vocab]. `out` [2, those rows] receives the
+    tokens and the bits of their log-probs; `last` receives the tokens of the slots whose rows sample."""
     count, vocab = logits.shape
     blocks = triton.cdiv(vocab, VOCAB_BLOCK)
     tops, sums = torch.empty(2, count, blocks, device=logits.device)
