@@ -1,15 +1,15 @@
 """Environment processes and the episodes in them.
 
-Every call ends: in what the environment said, in an `EnvFailure` of its own, or, when the pool has been closed or no
-process can be started any more, in a `RunError`. What each call may wait for takes bounded time: room in a process
+Every call ends: with the environment's result, with an `EnvFailure` of its own, or, if the pool was closed or processes
+no longer start, with a `RunError`. Everything that a call waits for takes bounded time: a free slot in a process
 (`room_s`), the import of the environment's code (`start_s`), the environment itself (`reset_s`, `step_s`).
 
-An episode is open from `reset` to its last step, to a call that fails or is cancelled, or to `close_episode`, whichever
-comes first. Its environment is then closed in the background and holds its room until that is done.
+An episode is open from `reset` until its last step, a call that fails or is cancelled, or `close_episode`, whichever
+comes first. The pool then closes its environment in the background; the episode keeps its slot until that is done.
 
-    two rooms in one process; A and B are open, C waits for room
-    A's step hangs: after step_s A fails with "deadline", the process is killed, B is told "lost" at its next call,
-    C begins in the process that replaces it, and so may A and B, if they are reset
+    two slots in one process; episodes A and B are open, C waits for a slot
+    A's step hangs: after step_s A fails with "deadline" and the process is killed; B's next call fails with "lost";
+    C begins in the replacement process, and so may A and B if they are reset
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds that things may take."""
+    """Time limits in seconds."""
 
     start_s: float = 60.0
-    """To start a process; to import an environment's code in it."""
+    """Starting a process; importing an environment's code in it."""
     reset_s: float = 60.0
-    """To make an environment and begin its episode."""
+    """Creating an environment and beginning its episode."""
     step_s: float = 30.0
-    """For one step; to close an environment."""
+    """One step; closing an environment."""
     room_s: float = 600.0
-    """To wait for room, while every process has as many episodes as it may."""
+    """Waiting for a free slot while all slots are in use."""
 
 
 @dataclass(eq=False)
@@ -65,30 +65,31 @@ class _Episode:
     kind: str
     """The name of its environment."""
     place: int
-    """Names its environment to the process: an id may be used again while an environment of it is being closed."""
+    """Handle of its environment in the process: an episode id may be reused while its last environment is being
+    closed."""
     busy: bool = False
     host: EnvProcess | None = None
-    """Where it has its part of the room."""
+    """The process in which it holds a slot."""
     apart: EnvProcess | None = None
-    """The process that it has for itself, if it is to be alone."""
+    """Its own process, if it runs alone."""
     call: asyncio.Future[Reply] | None = None
-    """The last one that was sent to the process."""
+    """The last call that was sent to the process."""
     turn: asyncio.Future[None] | None = None
-    """Done when it need not wait for room any more."""
+    """Done when it no longer waits for a slot."""
 
     @property
     def home(self) -> EnvProcess | None:
-        """The process that it is played in."""
+        """The process in which it runs."""
         return self.apart or self.host
 
 
 class EnvPool:
-    """Plays episodes in `workers` processes of up to `per_process` environments each.
+    """Runs episodes in `workers` processes with up to `per_process` environments each.
 
-    A new episode goes to the process with the fewest; when all are full, or as many of its environment are open as
-    `limits` has for that name, it waits, first come, first served. `memory_mb` limits what the environments of one
-    process may take together (0: no limit). What environments print goes to the file `log`, of at most `log_bytes`, or to
-    standard error. The processes end with the thread that runs the event loop, even when that is killed.
+    A new episode goes to the process with the fewest. It waits, first in, first out, while all are full or the number of
+    open episodes of its environment has reached the limit in `limits`. `memory_mb` limits the memory that the
+    environments of one process take together (0: no limit). The environments' output goes to the file `log`, of at most
+    `log_bytes`, or to standard error. The processes end with the thread that runs the event loop, even if it is killed.
     """
 
     def __init__(
@@ -116,7 +117,8 @@ class EnvPool:
         self._waiting: AdmissionQueue[_Episode] = AdmissionQueue(limits or {})
         self._closing: dict[asyncio.Task[None], _Episode] = {}
         self._replacing: set[asyncio.Task[None]] = set()
-        self._starts = asyncio.Semaphore(os.cpu_count() or 1)  # more at once would only eat each other's deadline
+        # starting more at once would slow each other beyond the start deadline
+        self._starts = asyncio.Semaphore(os.cpu_count() or 1)
         self._ended: RunError | None = RunError("the environment pool was not started")
         self._counts: Counter[str] = Counter()
         self._seconds = {"reset": 0.0, "step": 0.0}
@@ -132,7 +134,7 @@ class EnvPool:
         await self.close()
 
     async def start(self) -> None:
-        """Start all processes; `RunError` if that does not work."""
+        """Starts all processes; raises `RunError` if one does not start."""
         self._ended = None
         try:
             await together(self._start_host() for _ in range(self._workers))
@@ -141,8 +143,8 @@ class EnvPool:
             raise
 
     async def reset(self, episode_id: str, spec: EnvSpec, alone: bool = False) -> ResetResult:
-        """Begin an episode; `alone`: in a process of its own, where nothing that goes wrong is another's doing. One that
-        is still open under that id is closed."""
+        """Begins an episode. With `alone` it gets a process of its own, so that no other episode can cause its failures.
+        An open episode with the same id is closed first."""
         self._raise_if_ended()
         await self.close_episode(episode_id)
         episode = self._episodes[episode_id] = _Episode(episode_id, spec.name, next(self._places))
@@ -151,7 +153,7 @@ class EnvPool:
         return opened
 
     async def step(self, episode_id: str, action: str) -> Step:
-        """Act in an open episode. One call at a time."""
+        """Acts in an open episode. An episode takes one call at a time."""
         self._raise_if_ended()
         episode = self._episodes.get(episode_id)
         if episode is None:
@@ -167,14 +169,14 @@ class EnvPool:
         return step
 
     async def close_episode(self, episode_id: str) -> None:
-        """Leave an episode, if it is open: its environment is closed in the background. A call of it that is under way
-        fails with `lost`."""
+        """Ends an episode if it is open: its environment is closed in the background, and its in-flight call fails with
+        `lost`."""
         episode = self._episodes.get(episode_id)
         if episode is not None:
             self._leave(episode)
 
     def stats(self) -> EnvStats:
-        """Counts since the pool was made."""
+        """Counts since the pool was created."""
         return EnvStats(
             **self._counts,
             reset_s=self._seconds["reset"],
@@ -184,14 +186,14 @@ class EnvPool:
         )
 
     def take_stats(self) -> EnvStats:
-        """Counts since this was asked last."""
+        """Counts since the last call."""
         now = self.stats()
         since, self._stats_taken = now.since(self._stats_taken), now
         return since
 
     async def close(self) -> None:
-        """Close the environments that have no call under way, which may take up to 5 seconds, then end all processes and
-        wait until they are gone. Calls under way or waiting get a `RunError`. Safe to repeat."""
+        """Closes the environments that have no in-flight call, which may take up to 5 seconds, then ends all processes
+        and waits for them. In-flight and waiting calls get a `RunError`. May be called again."""
         self._end(RunError("the environment pool was closed"))
         for episode in list(self._episodes.values()):
             self._leave(episode)
@@ -213,7 +215,7 @@ class EnvPool:
         if alone:
             host = episode.apart = await self._started(lambda _: None)
         await host.load(spec.name, spec.code, self._deadlines.start_s)
-        self._raise_if_left(episode)  # an environment made now would never be closed
+        self._raise_if_left(episode)  # an environment created now would never be closed
         request = ipc.EnvReset(episode.place, spec.name, spec.seed, options)
         return await self._ask(episode, request, self._deadlines.reset_s, "reset")
 
@@ -229,7 +231,7 @@ class EnvPool:
         return result
 
     async def _ended_by_failure(self, episode: _Episode, call: Coroutine[Any, Any, R]) -> R:
-        """The call's result; the episode is left when there is none."""
+        """The call's result; if the call fails, ends the episode."""
         episode.busy = True
         try:
             # waits: it was asked with a deadline
@@ -251,7 +253,7 @@ class EnvPool:
             raise EnvFailure("lost", f"episode {episode.id!r} was closed meanwhile")
 
     def _leave(self, episode: _Episode) -> None:
-        """Take an episode off the books and, in the background, out of its process. Safe to repeat."""
+        """Removes an episode from the pool's table and, in the background, from its process. May be called again."""
         if self._episodes.get(episode.id) is not episode:
             return
         del self._episodes[episode.id]
@@ -285,7 +287,7 @@ class EnvPool:
             _log.warning("closing the environment of episode %r failed: %s\n%s", episode.id, result.reason, result.detail)
 
     async def _room(self, episode: _Episode) -> EnvProcess:
-        """The process in which the episode has its part of the room, waited for if all are full."""
+        """The process in which the episode gets a slot; waits if all are full."""
         self._waiting.join(episode)
         episode.turn = asyncio.get_running_loop().create_future()
         self._hand_out()
@@ -301,7 +303,7 @@ class EnvPool:
         return episode.host
 
     def _hand_out(self) -> None:
-        """Give room to those who wait longest."""
+        """Gives free slots to the episodes that have waited longest."""
         while (episode := self._waiting.first()) is not None and (host := self._emptiest()) is not None:
             assert episode.turn is not None
             self._waiting.enter(episode)
@@ -326,7 +328,7 @@ class EnvPool:
             self._hand_out()
 
     def _host_ended(self, host: EnvProcess) -> None:
-        """Start another in its place, in the background."""
+        """An environment process ended: starts a replacement in the background."""
         for episode in self._rooms.pop(host, ()):
             self._waiting.leave(episode)
         if self._ended is None:
@@ -370,7 +372,7 @@ class EnvPool:
         self._hosts.discard(host)
 
     def _end(self, error: RunError) -> None:
-        """From now on every call fails with the error, those that wait included. The first error stands."""
+        """From now on every call fails with the error, including waiting ones. The first error is kept."""
         self._ended = self._ended or error
         for episode in self._waiting.clear():
             if episode.turn is not None and not episode.turn.done():
@@ -393,7 +395,7 @@ def _located(spec: EnvSpec) -> EnvSpec:
 
 
 def _pack(spec: EnvSpec) -> bytes:
-    """The options as bytes. By value where types are of `__main__`: an option may be of any type."""
+    """The options as bytes. Types of `__main__` are pickled by value, because an option may be of any type."""
     import cloudpickle
 
     try:

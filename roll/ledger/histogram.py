@@ -1,4 +1,4 @@
-"""Seconds counted by their logarithm: what fits in a few table rows and still tells quantiles to `PRECISION`."""
+"""A histogram of seconds with logarithmic buckets: it fits in a few table rows and gives quantiles within `PRECISION`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 PRECISION = 0.01
-"""Quantiles of seconds are this near, relatively."""
+"""Relative error of quantiles."""
 _LOG_WIDTH = 2 * math.log1p(PRECISION)
 _NO_TIME = -(2**31)
 
 
 def buckets(values: list[float]) -> Iterator[tuple[int, int, float, float]]:
-    """Each bucket that has some of the seconds, how many are in it, their sum and the longest; below zero is zero."""
+    """Each non-empty bucket with its count, its sum and its maximum in seconds; negative values count as zero."""
     import numpy as np
 
     seconds = np.maximum(np.array(values), 0.0)
@@ -28,7 +28,7 @@ def buckets(values: list[float]) -> Iterator[tuple[int, int, float, float]]:
 
 
 def quantile(counts: Sequence[tuple[int, int]], part: float) -> float:
-    """The nearest-rank quantile of (bucket, how many are in it), in the buckets' order."""
+    """The nearest-rank quantile of (bucket, count) pairs in the order of their buckets."""
     rank = math.ceil(part * sum(times for _, times in counts))
     seen = accumulate(times for _, times in counts)
     bucket = next(bucket for (bucket, _), up_to in zip(counts, seen, strict=True) if up_to >= rank)

@@ -1,8 +1,8 @@
-"""The index of a ledger: answers questions about the record without reading all of it.
+"""The index of a ledger: answers queries about it without reading all of it.
 
-Opening it brings its tables up to date (`ledger_tables`); answers are of that moment, whatever is written meanwhile. One
-row of the tables is one sample: where it stands in the lineage of the final weights, and where its records begin in the
-ledger, from which its story is read.
+Opening it updates its tables (`index_tables`); answers describe that moment, whatever is written meanwhile. The tables
+have one row per sample: its state in the lineage of the final weights, and the offsets of its records in the ledger, from
+which its history is read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LIFE = ("queued", "generating", "paused", "acting", "scoring", "scored", "kept"
 
 @dataclass(frozen=True)
 class Attempt:
-    """A sample's story, in the order of the record, and where it stands in the lineage: None if all of it was undone."""
+    """A sample's history in ledger order, and its state in the lineage: None if all of it was rolled back."""
 
     group: str
     sample: str
@@ -39,7 +39,8 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Ends:
-    """How many groups, or tasks, have a sample that goes on; else one that was trained; else dropped; else failed."""
+    """Counts of groups or tasks: `open` if a sample is not finished, else trained if one was, else dropped, else
+    failed."""
 
     trained: int
     dropped: int
@@ -49,7 +50,7 @@ class Ends:
 
 @dataclass(frozen=True)
 class Problem:
-    """A sample whose record breaks a promise: every sample is trained, or dropped for a reason, once, for a task."""
+    """A sample that breaks the ledger's rule: every sample has a task and is trained, or dropped with a reason, once."""
 
     sample: str
     what: str
@@ -64,7 +65,8 @@ class LedgerBalance:
 
 @dataclass(frozen=True)
 class ReasonCount:
-    """Why samples left their way: how many stand so in the lineage, of how many tasks, and how often it is on record."""
+    """A reason for dropping, failing or requeueing: how many samples and tasks have it in the lineage now, and how often
+    it is in the ledger."""
 
     state: str
     reason: str
@@ -76,7 +78,7 @@ class ReasonCount:
 
 @dataclass(frozen=True)
 class StateLatency:
-    """Seconds that samples were in a state until they left it."""
+    """Seconds that samples spent in a state until they left it."""
 
     state: str
     times: int
@@ -89,7 +91,8 @@ class StateLatency:
 
 @dataclass(frozen=True)
 class TaskSolveRate:
-    """A task's rewards: over scored samples, in `visits` groups that have one, the last scored at `last_visit_s`."""
+    """A task's rewards: the mean over scored samples, in `visits` groups that have one, the last scored at
+    `last_visit_s`."""
 
     task: str
     solve_rate: float
@@ -99,7 +102,7 @@ class TaskSolveRate:
 
 
 class LedgerIndex:
-    """Answers questions about the ledger as it was when the index was opened."""
+    """Answers queries about the ledger as it was when the index was opened."""
 
     def __init__(self, record: Path, database: sqlite3.Connection) -> None:
         self.record = record
@@ -107,7 +110,7 @@ class LedgerIndex:
 
     @classmethod
     def open(cls, record: Path, progress: Progress | None = None) -> LedgerIndex:
-        """The index of the ledger at `record`, brought up to date."""
+        """The index of the ledger at `record`, updated."""
         if not record.exists():
             raise UserError(f"{record} does not exist: write the folder of a run that has a ledger")
         try:
@@ -132,21 +135,22 @@ class LedgerIndex:
             raise RunError(f"{path} cannot be read ({error}): delete it, it is made again from the ledger") from error
 
     def states(self) -> dict[str, int]:
-        """How many samples stand in each state of the lineage."""
+        """Number of samples per state in the lineage."""
         counts = dict(self._ask("SELECT state, count(*) FROM samples WHERE state IS NOT NULL GROUP BY state"))
         return {state: counts[state] for state in sorted(counts, key=life_order)}
 
     def undone(self) -> int:
-        """How many samples are on record but not in the lineage: all they did was undone, and not done again."""
+        """Number of samples in the ledger but not in the lineage: all their transitions were rolled back and not
+        repeated."""
         return int(self._ask("SELECT count(*) FROM samples WHERE state IS NULL")[0][0])
 
     def span(self) -> tuple[float, float]:
-        """When the lineage's first sample began, and when a sample last moved."""
+        """When the lineage's first sample began, and the time of the last transition."""
         first, last = self._ask("SELECT min(first_s), max(last_s) FROM samples")[0]
         return first or 0.0, last or 0.0
 
     def balance(self) -> LedgerBalance:
-        """Whether every group ended or goes on, and nothing ended twice."""
+        """Whether every group ended or is still open, and no sample ended twice."""
         problems = self._ask(
             "SELECT sample, CASE WHEN ends > 1 THEN 'ended ' || ends || ' times' WHEN task IS NULL THEN 'is of no task' "
             "WHEN state IN ('dropped', 'failed') AND reason = '' THEN state || ' without a reason' END AS what "
@@ -164,7 +168,8 @@ class LedgerIndex:
         return Ends(**{"trained": 0, "dropped": 0, "failed": 0, "open": 0, **dict(counts)})
 
     def reasons(self) -> list[ReasonCount]:
-        """Why samples were dropped, failed or queued again, the most samples first; reasons are one up to their colon."""
+        """Why samples were dropped, failed or requeued, the most samples first; reasons that agree up to their colon are
+        one."""
         standing = self._ask(
             "SELECT state, trim(substr(reason, 1, instr(reason || ':', ':') - 1)) AS class, count(*), "
             "count(DISTINCT task), min(reason) FROM samples WHERE state IS NOT NULL AND reason != '' "
@@ -178,13 +183,13 @@ class LedgerIndex:
         return sorted(counts, key=lambda count: (-count.samples, -count.times, count.state, count.reason))
 
     def stages(self) -> list[StateLatency]:
-        """Seconds in each state, in the order of a sample's life."""
+        """Seconds per state, in the order of a sample's lifecycle."""
         rows = self._ask("SELECT state, bucket, times, total_s, longest_s FROM stages ORDER BY state, bucket")
         stages = [_stage(state, list(buckets)) for state, buckets in groupby(rows, key=lambda row: row[0])]
         return sorted(stages, key=lambda stage: life_order(stage.state))
 
     def solve_rates(self) -> list[TaskSolveRate]:
-        """The mean reward of each task that has one, the hardest first."""
+        """The mean reward per task that has one, the hardest first."""
         rows = self._ask(
             "SELECT task, avg(reward) AS rate, count(*), count(DISTINCT grp), max(scored_s) FROM samples "
             "WHERE reward IS NOT NULL AND task IS NOT NULL GROUP BY task ORDER BY rate, task"
@@ -192,7 +197,7 @@ class LedgerIndex:
         return [TaskSolveRate(*row) for row in rows]
 
     def task(self, task: str) -> list[Attempt]:
-        """What became of a task: every sample that was an attempt at it, in the order they began."""
+        """Every sample that attempted the task, in the order they began."""
         rows = self._ask("SELECT sample, offsets FROM samples JOIN attempts USING (grp) WHERE attempts.task = ?", task)
         if not rows:
             near = "SELECT DISTINCT task FROM attempts ORDER BY abs(length(task) - length(?)) LIMIT 5000"
@@ -205,7 +210,7 @@ class LedgerIndex:
         return [story for story in stories if story.steps]
 
     def sample(self, sample: str) -> Attempt:
-        """A sample's whole story."""
+        """A sample's whole history."""
         rows = self._ask("SELECT offsets FROM samples WHERE grp = ? AND sample = ?", group_of(sample), sample)
         if not rows:
             near = "SELECT sample FROM samples ORDER BY abs(length(sample) - length(?)) LIMIT 5000"
@@ -218,17 +223,17 @@ class LedgerIndex:
 
 
 def life_order(state: str) -> tuple[int, str]:
-    """Sorts states as a sample goes through them."""
+    """Sort key: the order in which a sample passes through its states."""
     return (_LIFE.index(state) if state in _LIFE else len(_LIFE)), state
 
 
 def _first(row: tuple[str, bytes]) -> int:
-    """Where a sample's first record begins."""
+    """The offset of a sample's first record."""
     return int.from_bytes(row[1][:8], "little")
 
 
 def _attempt(sample: str, records: list[tuple[int, Transition]], task: str | None = None) -> Attempt:
-    """A sample's story, or the part of it that is of the task."""
+    """A sample's history, or the part of it that belongs to the task."""
     steps = [step for step in story(records) if task is None or step.task == task]
     row = IndexRow(group_of(sample), sample).of_story(steps)
     return Attempt(row.grp, sample, tuple(steps), row.state, row.reason, row.reward)

@@ -1,7 +1,7 @@
-"""Records on their way into the tables of a ledger's index: one row is one sample.
+"""Writes ledger records into the tables of the index: one row per sample.
 
-A row says what counts in the lineage of the final weights. What was undone counts for nothing there; seconds in states
-and times of reasons happened all the same, and count.
+A row describes what counts in the lineage of the final weights; transitions that were rolled back do not count in it. The
+seconds in states and the counts of reasons do include them, because they happened.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _RECORD = re.compile(
     rf'(?:,"info":(\{{(?:"task":{_TEXT}|"reward":(-?[\d.e+-]+)(?=[,}}]))?.*))?\}}$',
     re.MULTILINE,
 )
-"""Finds a record's sample, state, reason, time, info, and of the info the task or the reward that it begins with."""
+"""Matches a record's sample, state, reason, time and info, and the task or the reward if the info begins with it."""
 _Found = tuple[str, str, str, str, str, str, str]
 
 
 @dataclass(slots=True)
 class IndexRow:
-    """A sample as the table has it. `last_s` is when it entered its state; None where it was put back into it."""
+    """A sample's row. `last_s` is when it entered its state; None if a rollback returned it to that state."""
 
     grp: str
     sample: str
@@ -52,7 +52,7 @@ class IndexRow:
     offsets: bytes = b""
 
     def of_story(self, steps: list[HistoryEntry]) -> IndexRow:
-        """The row with what counts of the sample's whole story."""
+        """The row rebuilt from the sample's whole history."""
         row = IndexRow(self.grp, self.sample, last_s=self.last_s, offsets=self.offsets)
         for step in steps:
             if step.counts:
@@ -67,7 +67,7 @@ class IndexRow:
 
 
 class RecordBlock:
-    """Records on their way into the tables."""
+    """A block of records to be written into the tables."""
 
     def __init__(self, database: sqlite3.Connection, record: Path) -> None:
         self._database = database
@@ -77,7 +77,7 @@ class RecordBlock:
         self._seconds: defaultdict[str, list[float]] = defaultdict(list)
 
     def take(self, start: int, lines: list[bytes]) -> None:
-        """Follow every sample through these records, the first of which begins at byte `start`."""
+        """Applies these records to the rows of their samples; the first record begins at byte `start`."""
         found = _RECORD.findall(b"\n".join(lines).decode("ascii"))
         if len(found) != len(lines):
             raise RunError(f"{self._record} has a record after byte {start} that is not a transition")
@@ -95,7 +95,7 @@ class RecordBlock:
         self._store(self._relived(rows, undone))
 
     def _load(self, written: list[str]) -> list[IndexRow]:
-        """The samples' rows, new ones for those that have none."""
+        """The samples' rows; new ones for samples that have none."""
         samples = list(map(_plain, written))
         keys = list(zip(map(group_of, samples), samples, strict=True))
         self._database.execute("CREATE TEMP TABLE IF NOT EXISTS wanted (grp, sample)")
@@ -106,7 +106,7 @@ class RecordBlock:
         return [known.get(key[1]) or IndexRow(*key) for key in keys]
 
     def _follow(self, row: IndexRow, records: list[_Found]) -> bool:
-        """Move a sample on by its records, in their order; whether one undoes: then its whole story must be read."""
+        """Applies a sample's records in order. Returns whether one is a rollback: then its whole history must be read."""
         undone = False
         state, last_s = row.state or "", row.last_s
         for _, written, reason, seconds, info, task, reward in records:
@@ -165,13 +165,13 @@ class RecordBlock:
 
 
 def reason_class(reason: str) -> str:
-    """A reason without its variable part."""
+    """A reason without its variable part: the text before the colon."""
     return reason.partition(":")[0].strip()
 
 
 def _plain(text: str) -> str:
-    """A string of JSON, without its quotes, as what it means."""
-    # Half of a surrogate pair, which SQLite cannot hold, becomes a question mark.
+    """Decodes a JSON string given without its quotes."""
+    # Half of a surrogate pair, which SQLite cannot store, becomes a question mark.
     return json.loads(f'"{text}"').encode("utf-8", "replace").decode() if "\\" in text else text
 
 

@@ -1,12 +1,12 @@
-"""The tables of a ledger's index: a SQLite file beside the record, which has read the first part of it.
+"""The tables of a ledger's index: a SQLite file next to the ledger. The tables cover the ledger up to a stored position.
 
-What always holds:
+Invariants:
 
-- The record is the truth. The tables have read it up to a byte they remember, and only whole records. A record that is
-  shorter or different before that byte makes them begin anew, and so does a missing, damaged or older file. In a folder
-  that cannot be written they live for one asking, in a temporary file.
-- They may be brought up to date while the run is writing and by many processes: each block of records is one
-  transaction, begun at the byte that the last one reached.
+- The ledger is the truth. The tables have read it up to a byte that they store, and only complete records. If the ledger
+  is shorter or different before that byte, or the file is missing, damaged or older, they are built again. In a
+  read-only folder they are built in a temporary file for one query.
+- Many processes may update them, also while the run is writing: each block of records is one transaction, which begins
+  at the byte that the last one reached.
 """
 
 from __future__ import annotations
@@ -45,18 +45,19 @@ CREATE TABLE stages (
 """
 
 Progress = Callable[[int, int], None]
-"""Is told the bytes read, and of how many."""
+"""Called with the bytes read so far and the total."""
 
 
 def index_path(record: Path) -> Path:
-    """Where the index of a ledger lies."""
+    """The path of a ledger's index."""
     return record.with_suffix(".sqlite")
 
 
 def up_to_date(record: Path, progress: Progress | None = None) -> sqlite3.Connection:
-    """The tables, in a transaction that sees them as they now are.
+    """The tables, updated, in a transaction that sees them as they are now.
 
-    They are in the file beside the record, made anew if it is damaged; in a temporary one where there can be none.
+    They are in the file next to the ledger, which is built again if it is damaged; if it cannot be written, in a
+    temporary file.
     """
     path = index_path(record)
     try:
@@ -72,7 +73,7 @@ def up_to_date(record: Path, progress: Progress | None = None) -> sqlite3.Connec
 
 
 def _updated(record: Path, path: Path | None, progress: Progress | None) -> sqlite3.Connection:
-    # An empty name is a temporary file of SQLite's, which is gone when it is closed.
+    # With an empty name SQLite uses a temporary file, deleted when it is closed.
     database = sqlite3.connect(str(path) if path else "", timeout=_WAIT_S, isolation_level=None)
     try:
         database.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")
@@ -94,7 +95,8 @@ def _update(database: sqlite3.Connection, record: Path, progress: Progress | Non
 
 
 def _take_block(database: sqlite3.Connection, record: Path, end: int) -> int:
-    """Read the next records of the ledger, if any, in one transaction; how far the tables have come."""
+    """Reads the next records of the ledger, if any, in one transaction; returns the position that the tables have
+    reached."""
     with _changing(database), _without_collector():
         position = _trusted_position(database, record)
         for start, lines in record_blocks(record, position, end, BLOCK_BYTES):
@@ -112,14 +114,14 @@ def _changing(database: sqlite3.Connection) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if database.in_transaction:  # some errors have ended it already
+        if database.in_transaction:  # some errors have already ended it
             database.execute("ROLLBACK")
         raise
     database.execute("COMMIT")
 
 
 def _trusted_position(database: sqlite3.Connection, record: Path) -> int:
-    """Where to read on; 0, with nothing in the tables, if what was read is not this record's beginning."""
+    """The position to continue from; 0, with empty tables, if the tables do not match the beginning of this ledger."""
     if database.execute("PRAGMA user_version").fetchone() == (VERSION,):
         position, fingerprint = database.execute("SELECT position, fingerprint FROM progress").fetchone()
         if fingerprint == _fingerprint(record, position):
@@ -134,7 +136,7 @@ def _trusted_position(database: sqlite3.Connection, record: Path) -> int:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Without the cycle collector, which would look at every match of a block again and again: they make no cycles."""
+    """Disables the cycle collector, which would scan every match of a block repeatedly; the matches form no cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -145,7 +147,7 @@ def _without_collector() -> Iterator[None]:
 
 
 def _fingerprint(record: Path, position: int) -> int:
-    """A checksum of the beginning and the end of a record's first `position` bytes; -1 if it is shorter."""
+    """A checksum of the beginning and the end of the ledger's first `position` bytes; -1 if it is shorter."""
     with record.open("rb") as file:
         if os.fstat(file.fileno()).st_size < position:
             return -1

@@ -1,24 +1,24 @@
-"""The ledger: every transition of every sample, in the order they happened, for ever.
+"""The ledger: every transition of every sample, in the order they happened. Nothing is ever removed.
 
-What always holds:
+Invariants:
 
-- Records are only appended. Going back to a checkpoint removes nothing; it appends `rolled_back` records.
+- Records are only appended. Rolling back to a checkpoint removes nothing; it appends `rolled_back` records.
 - After `flush` returns, its records survive a kill and a power cut.
-- No damaged record is ever read as a good one. What a kill left half-written at the end is cut off when the ledger is
-  opened; damage anywhere else is corruption, and refused.
+- No damaged record is ever read as a good one. A half-written record at the end, left by a kill, is cut off when the
+  ledger is opened; damage anywhere else is corruption, and the ledger is refused.
 - A record is in the file once, whatever writes failed before.
 
 A record is one line: eight hex digits of CRC-32, a space, compact JSON.
 
     6d1c4f0a {"sample":"t3/0","state":"queued","time_s":1700000000.5,"info":{"task":"t3"}}
 
-Where a repair took damaged bytes out there is a gap in their place, so that all others stay where checkpoints and
-rolled_back records say they are. It is a line too, and no reader of records sees it:
+A repair replaces damaged bytes by a gap of the same size, so that all other records keep the positions that checkpoints
+and rolled_back records name. A gap is a line too; readers of records skip it:
 
     0d0cbe5a {"lost":87}
 
 Rolling back, by example. A checkpoint is taken at byte 200; `a` is trained and `c` appears after it; the run dies and
-goes back to the checkpoint:
+resumes from the checkpoint:
 
     byte   0  a kept
     byte 100  b trained
@@ -51,7 +51,7 @@ from roll.config.file_modes import like_its_folder
 ROLLED_BACK = "rolled_back"
 HEADER_BYTES = 9
 BUFFER_BYTES = 2**20
-"""More than this is not kept in memory: it is written, though not yet safe on disk."""
+"""A larger buffer is written to the file, though not yet synced to disk."""
 _BLOCK_BYTES = 2**20
 _SAMPLE_AT = HEADER_BYTES + len('{"sample":"')
 _TO_STATE = b'","state":"'
@@ -59,9 +59,9 @@ _UNDONE = f'{ROLLED_BACK}"'.encode()
 _LOST = b'{"lost":'
 _TAIL_BYTES = 2**20
 GAP = "gap"
-"""The mark of a place that a repair made."""
+"""The mark of a position at which a gap ends."""
 GAP_BYTES = 32
-"""The least that a gap takes."""
+"""Minimum size of a gap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,8 @@ class Transition:
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        """The transition as a record of the ledger: the bytes of `to_json` of its fields, made several times faster."""
+        """The transition as a record of the ledger: the same bytes as `to_json` of its fields, encoded several times
+        faster."""
         reason = f',"reason":{quoted(self.reason)}' if self.reason else ""
         info = f',"info":{_object(self.info)}' if self.info else ""
         start = f'{{"sample":{quoted(self.sample)},"state":{quoted(self.state)}{reason}'
@@ -84,12 +85,12 @@ class Transition:
 
     @classmethod
     def decode(cls, record: bytes) -> Transition:
-        """The transition of a whole record."""
+        """The transition of a complete record."""
         return cls(**json.loads(record[HEADER_BYTES:]))
 
 
 def gap(size: int) -> bytes:
-    """A line of `size` bytes in place of records that were lost."""
+    """A line of `size` bytes that replaces lost records."""
     assert size >= GAP_BYTES, f"a gap of {size} bytes is too small"
     payload = b"%b%d}" % (_LOST, size)
     payload = payload.ljust(size - HEADER_BYTES - 1)
@@ -128,12 +129,12 @@ def _object(values: Mapping[str, Any]) -> str:
 
 
 class Ledger:
-    """The record being written, by one process. Appends are buffered; the caller flushes at the end of each step."""
+    """The ledger of a run, written by one process. Appends are buffered; the caller flushes at the end of each step."""
 
     def __init__(self, path: Path, descriptor: int, size: int, cut_bytes: int) -> None:
         self.path = path
         self.cut_bytes = cut_bytes
-        """Bytes of a half-written tail that were cut off when the ledger was opened."""
+        """Size of the half-written tail that was cut off when the ledger was opened."""
         self._descriptor = descriptor
         self._flushed = size
         self._written = size
@@ -142,7 +143,7 @@ class Ledger:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """The ledger at `path`, created if absent, checked from end to end and cut back to its last whole record."""
+        """Opens the ledger at `path`, or creates it; checks every record and cuts a half-written tail off."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
             like_its_folder(path)
@@ -161,22 +162,22 @@ class Ledger:
 
     @property
     def position(self) -> int:
-        """Bytes of all records, flushed and buffered: where the next one will begin."""
+        """Bytes of all records, flushed and buffered: where the next record will begin."""
         return self._written + len(self._buffer)
 
     def append(self, transition: Transition) -> None:
-        """Add a transition; it is safe on disk after the next flush. Where this raises, it was not added."""
+        """Adds a transition; it is on disk after the next flush. If this raises, it was not added."""
         assert transition.state != ROLLED_BACK, "only roll_back writes rolled_back records"
         self._add(transition.encode())
 
     def append_many(self, transitions: Iterable[Transition]) -> None:
-        """Add transitions in their order, as `append` would; where this raises, none was added."""
+        """Adds transitions in their order, as `append` does; if this raises, none was added."""
         taken = list(transitions)
         assert all(transition.state != ROLLED_BACK for transition in taken), "only roll_back writes rolled_back records"
         self._add(b"".join([transition.encode() for transition in taken]))
 
     def flush(self) -> None:
-        """Write what is buffered and wait until it is on disk."""
+        """Writes the buffer and waits until it is on disk."""
         if self.position == self._flushed:
             return
         begin, content = self._written, bytes(self._buffer)
@@ -192,16 +193,18 @@ class Ledger:
         self._flushed = self._written
 
     def mark(self) -> str:
-        """The checksum of the last record, flushed first; with the position, a checkpoint's place in the file."""
+        """Flushes, then returns the checksum of the last record. Together with the position it identifies a checkpoint's
+        point in the ledger."""
         self.flush()
         return mark_at(self.path, self._flushed)
 
     def roll_back(self, position: int, step: int, mark: str | None = None) -> list[str]:
-        """Return to the checkpoint of `step`, taken at `position`, where `mark` was that; the samples it undid.
+        """Rolls back to the checkpoint of `step`, taken at `position` with `mark`; returns the samples that it rolled
+        back.
 
-        Each sample whose state now is not the one it had at `position` gets one `rolled_back` record, flushed. Doing it
-        twice, or again after dying half-way, adds only what is missing. Of the record only what follows `position` is
-        read, unless it was gone back behind `position` since.
+        Each sample whose state differs from its state at `position` gets one `rolled_back` record, flushed. Calling it
+        twice, or again after a crash half-way, appends only the missing records. It reads only what follows `position`,
+        unless an earlier rollback after `position` went to before it.
         """
         self.flush()
         found = _is_boundary(self.path, position, self._flushed)
@@ -219,7 +222,7 @@ class Ledger:
         return undone
 
     def close(self) -> None:
-        """Flush and let go of the file."""
+        """Flushes and closes the file."""
         if self._descriptor < 0:
             return
         try:
@@ -240,7 +243,7 @@ class Ledger:
         self._buffer += records
 
     def _write(self) -> None:
-        """Hand what is buffered to the operating system: all of it, or none."""
+        """Writes the whole buffer to the file (without sync), or none of it."""
         if self._broken:
             raise RunError(f"cannot write to {self.path}: {self._broken}")
         rest = memoryview(bytes(self._buffer))
@@ -254,7 +257,7 @@ class Ledger:
         self._buffer.clear()
 
     def _cut_back(self, size: int) -> None:
-        """Take what was written after `size` away again, so that writing it once more does not write it twice."""
+        """Truncates the file to `size` after a failed write, so that writing again does not duplicate records."""
         self._written = size
         try:
             os.ftruncate(self._descriptor, size)
@@ -263,7 +266,7 @@ class Ledger:
 
     @staticmethod
     def read(path: Path) -> Iterator[Transition]:
-        """Every transition on record, `rolled_back` ones too. Safe while the run is writing."""
+        """Every transition in the ledger, including `rolled_back` ones. Safe while the run is writing."""
         return (Transition.decode(line) for _, line in _records(path))
 
     @staticmethod
@@ -280,10 +283,11 @@ class Ledger:
 def record_blocks(
     path: Path, start: int = 0, end: int | None = None, block_bytes: int = _BLOCK_BYTES
 ) -> Iterator[tuple[int, list[bytes]]]:
-    """Whole records from byte `start`, many at a time: where the first of them begins, and their lines without newline.
+    """Complete records from byte `start`, in blocks: the offset of the block's first record, and its lines without
+    newline.
 
-    Ends at `end`, at the end that the file has now, or before a half-written tail; damage before a whole record is
-    refused.
+    Stops at `end`, at the current end of the file, or before a half-written tail. Damage that is followed by a complete
+    record is refused.
     """
     try:
         file = path.open("rb")
@@ -308,7 +312,7 @@ def record_blocks(
 
 
 def _without_gaps(start: int, lines: list[bytes]) -> Iterator[tuple[int, list[bytes]]]:
-    """The records between gaps; after a gap at the end, none, where they would begin."""
+    """The runs of records between gaps, with their offsets; after a gap at the end, an empty run."""
     run: list[bytes] = []
     for line in lines:
         if is_gap(line):
@@ -321,8 +325,8 @@ def _without_gaps(start: int, lines: list[bytes]) -> Iterator[tuple[int, list[by
 
 
 def _count_whole(lines: list[bytes]) -> int:
-    """How many whole records come first."""
-    # Checksums are compared as text: parsed as a number, a flipped letter case would pass.
+    """The number of complete records before the first damaged one."""
+    # Checksums are compared as text: parsed as numbers, a flipped letter case would pass.
     sums = struct.pack(f">{len(lines)}I", *[crc32(line[HEADER_BYTES:]) for line in lines])
     if f"{sums.hex(' ', 4)} ".encode() == b"".join([line[:HEADER_BYTES] for line in lines]):
         return len(lines)
@@ -346,7 +350,7 @@ def _refuse_if_whole_follow(path: Path, file: IO[bytes], damage: int) -> None:
 
 
 def _records(path: Path, start: int = 0, end: int | None = None) -> Iterator[tuple[int, bytes]]:
-    """Where each whole record begins, and its line."""
+    """The offset and the line of each complete record."""
     for offset, lines in record_blocks(path, start, end):
         for line in lines:
             yield offset, line
@@ -354,7 +358,7 @@ def _records(path: Path, start: int = 0, end: int | None = None) -> Iterator[tup
 
 
 def _is_boundary(path: Path, position: int, size: int) -> bool:
-    """Whether a record, or the ledger, ends at `position`."""
+    """Whether a record ends at `position`, or `position` is the start of the ledger."""
     if not 0 < position <= size:
         return position == 0
     with path.open("rb") as file:
@@ -363,7 +367,7 @@ def _is_boundary(path: Path, position: int, size: int) -> bool:
 
 
 def mark_at(path: Path, position: int) -> str:
-    """The checksum of the record that ends at `position`, `GAP` if a gap does, "" if nothing does."""
+    """The checksum of the record that ends at `position`, `GAP` if a gap ends there, "" if nothing does."""
     with path.open("rb") as file:
         start = max(0, position - _TAIL_BYTES)
         file.seek(start)
@@ -377,16 +381,17 @@ def mark_at(path: Path, position: int) -> str:
 
 
 def _split(line: bytes) -> tuple[bytes, bool]:
-    """The sample as it is written, and whether the record undoes. No string of JSON holds what parts the two fields."""
+    """The sample's name as written in JSON, and whether the record is a rollback. No JSON string contains the separator
+    of the two fields."""
     end = line.index(_TO_STATE, _SAMPLE_AT)
     return line[_SAMPLE_AT:end], line.startswith(_UNDONE, end + len(_TO_STATE))
 
 
 class _Replay:
-    """Each sample's states since the replay began: the current one, and those needed to go back to the marks.
+    """Each sample's states since the replay began: the current one, and those needed to roll back to the marks.
 
-    A state is the line of the record that began it; None is the state at the beginning, whatever that was. Samples are
-    called as they are written. Nothing replayed goes back to where there is no mark.
+    A state is the line of the record that began it; None is the state before the replay, whatever that was. Sample names
+    stay in their JSON form. No replayed record rolls back to a position that is not a mark.
     """
 
     def __init__(self, marks: set[int]) -> None:
@@ -395,11 +400,11 @@ class _Replay:
         self._past: dict[bytes, list[tuple[int, bytes | None]]] = {}
 
     def enter(self, offset: int, line: bytes) -> None:
-        """Replay the record that begins at `offset`."""
+        """Replays the record that begins at `offset`."""
         sample, undoes = _split(line)
         if self._marks and sample in self._current:
             since, state = self._current[sample]
-            # The state now left may be returned to if a mark lies between the record that began it and this one.
+            # A rollback may return to the state left now if a mark is between the record that began it and this one.
             if bisect_right(self._marks, offset) > bisect_right(self._marks, since):
                 self._past.setdefault(sample, []).append((since, state))
         position = Transition.decode(line).info["position"] if undoes else -1
@@ -414,17 +419,17 @@ class _Replay:
         return past[before - 1][1] if before else None
 
     def finals(self) -> Iterator[bytes]:
-        """The states of samples that have one now."""
+        """The current states of all samples that have one."""
         return (state for _, state in self._current.values() if state is not None)
 
     def changed_since(self, position: int) -> list[bytes]:
-        """The samples whose state now is not the one they had at `position`."""
+        """The samples whose current state differs from the one they had at `position`."""
         current = self._current.items()
         return [sample for sample, (_, state) in current if self.state_at(sample, position) is not state]
 
 
 def _marks(path: Path, start: int = 0, end: int | None = None) -> tuple[set[int], int]:
-    """The positions that rolled_back records between `start` and `end` went back to, and where the last record ends."""
+    """The positions that rolled_back records between `start` and `end` returned to, and where the last record ends."""
     marks: set[int] = set()
     for offset, lines in record_blocks(path, start, end):
         marks.update(Transition.decode(line).info["position"] for line in lines if _UNDONE in line and _split(line)[1])
@@ -440,7 +445,7 @@ def _replay(path: Path, start: int, end: int, marks: set[int]) -> _Replay:
 
 
 def _changed_since(path: Path, position: int) -> list[str]:
-    """The samples whose state now is not the one they had at `position`."""
+    """The samples whose current state differs from the one they had at `position`."""
     marks, end = _marks(path, position)
     start = position
     while (lowest := min(marks, default=start)) < start:

@@ -1,11 +1,12 @@
-"""Mending a ledger: damaged bytes become gaps, and the place of the newest checkpoint is where it was.
+"""Repairs a ledger: damaged bytes become gaps, and the newest checkpoint's position stays the same.
 
-What always holds:
+Invariants:
 
-- Whole records stay, byte for byte, but those of samples whose story no longer makes sense without what was lost.
-- The first `position` bytes of the mended ledger are what came before the checkpoint, so that checkpoint and rolled_back
-  records find it: where bytes are missing a gap is longer, and where bytes were added it is shorter.
-- A sample that the checkpoint continues with has a record that names its task.
+- Complete records stay, byte for byte, except those of samples whose history is inconsistent without the lost records.
+- The first `position` bytes of the repaired ledger are the records before the checkpoint, so that the checkpoint and
+  rolled_back records still point to the right byte: a gap is longer where bytes are missing, shorter where bytes were
+  added.
+- Every sample that was in flight at the checkpoint has a record that names its task.
 
 By example. The checkpoint was taken at byte 300, and a flipped bit damages the record of `b`:
 
@@ -32,18 +33,18 @@ _COPY_BYTES = 2**20
 
 @dataclass(frozen=True)
 class CheckpointMark:
-    """Where the newest checkpoint was taken."""
+    """The newest checkpoint's position in the ledger."""
 
     position: int = 0
     mark: str | None = None
-    """Checksum of the record that ended there, where it is known."""
+    """Checksum of the record that ended there; None if unknown."""
     under_way: Mapping[str, str] = field(default_factory=dict)
-    """Samples that the checkpoint continues with, each with its task."""
+    """Samples that were in flight at the checkpoint, with their tasks."""
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of the mended ledger: lines of the old one, or `made` bytes in place of lost ones."""
+    """A part of the repaired ledger: lines of the old one, or `made` bytes that replace lost ones."""
 
     start: int
     end: int
@@ -60,18 +61,18 @@ class RepairedLog:
 
     pieces: tuple[_Piece, ...]
     gaps: tuple[tuple[int, int], ...]
-    """Where bytes were damaged or missing, and how many."""
+    """Offset and size of damaged or missing bytes."""
     samples: tuple[str, ...]
-    """Whose whole records were given up, because part of their story was lost."""
+    """Samples whose complete records were removed, because part of their history was lost."""
     cut_bytes: int
-    """Of a half-written end, or of what nothing tells the place of."""
+    """Size of the half-written tail, or of the end whose position cannot be determined."""
 
     @property
     def nothing(self) -> bool:
         return not self.gaps and not self.cut_bytes
 
     def write(self, path: Path) -> None:
-        """Replaces the ledger at `path` with the mended one."""
+        """Replaces the ledger at `path` by the repaired one."""
         path.touch()
         with path.open("rb") as old, atomic_open(path) as new:
             for piece in self.pieces:
@@ -87,7 +88,7 @@ class RepairedLog:
 
 
 def mend(path: Path, place: CheckpointMark) -> RepairedLog:
-    """What it takes to make the ledger at `path` whole, with `place` in it."""
+    """The repair that makes the ledger at `path` consistent with the checkpoint position `place`."""
     size = path.stat().st_size if path.exists() else 0
     if not size and not place.position:
         return RepairedLog((), (), (), 0)
@@ -103,7 +104,7 @@ class _Mending:
         self._content = content
         self._place = place
         self._parts = list(_parts(content))
-        """Start, end, and whether whole: runs of whole lines and runs of damaged ones, in turns."""
+        """Start, end, and whether complete: alternating runs of complete and damaged lines."""
 
     def mended(self) -> RepairedLog:
         size, position = len(self._content), self._place.position
@@ -111,7 +112,7 @@ class _Mending:
         damaged = [(start, end) for start, end, whole in self._parts if not whole]
         torn = self._parts[-1][0] if not self._parts[-1][2] else size
         if before is None:
-            # Nothing tells where the checkpoint was: what comes after the last damage before it has no place.
+            # Nothing shows where the checkpoint was: records after the last damage before it have no known position.
             before = max((start for start, _ in damaged if start < position), default=size)
             while position - before < GAP_BYTES:
                 before = self._line_before(before)
@@ -127,11 +128,11 @@ class _Mending:
         samples: list[str] = []
         if shift or any(piece.made is not None for piece in head):
             head, samples = self._sensible(self._fitted(head, position))
-        pieces = (*_joined(head), *_joined(tail))  # by the end of a line the place of the checkpoint is known
+        pieces = (*_joined(head), *_joined(tail))  # a line that ends there marks the checkpoint's position
         return RepairedLog(pieces, tuple(gaps), tuple(samples), cut)
 
     def _before_checkpoint(self) -> int | None:
-        """Where the checkpoint was taken, as the file is now; None if nothing tells."""
+        """The checkpoint's position in the file as it is now; None if it cannot be determined."""
         position, mark, content = self._place.position, self._place.mark, self._content
         if position == 0:
             return 0
@@ -144,7 +145,7 @@ class _Mending:
         return position if inside else None
 
     def _nearest(self, mark: str) -> int | None:
-        """The end of the record with that checksum that is nearest to where it should be."""
+        """The end of the record with that checksum that is nearest to the expected position."""
         found: list[int] = []
         start, wanted = 0, mark.encode() + b" "
         while (start := self._content.find(wanted, start)) >= 0:
@@ -160,11 +161,11 @@ class _Mending:
         return GAP if is_gap(line) else line[: HEADER_BYTES - 1].decode("ascii", "replace")
 
     def _line_before(self, end: int) -> int:
-        """Where the line begins that ends at `end`."""
+        """The start of the line that ends at `end`."""
         return self._content.rfind(b"\n", 0, max(end - 1, 0)) + 1
 
     def _cut(self, begin: int, end: int) -> list[_Piece]:
-        """The pieces of a range: whole lines as they are, gaps for damaged ones."""
+        """The pieces of a range: complete lines unchanged, gaps for damaged ones."""
         pieces: list[_Piece] = []
         for start, stop, whole in self._parts:
             start, stop = max(start, begin), min(stop, end)
@@ -174,7 +175,7 @@ class _Mending:
                 pieces.append(_Piece(start, stop))
                 continue
             need = stop - start
-            while need < GAP_BYTES and pieces:  # so small that whole lines before it go too
+            while need < GAP_BYTES and pieces:  # too small for a gap: complete lines before it are removed too
                 last = pieces.pop()
                 split = self._line_before(last.end) if last.made is None else last.start
                 need += last.end - max(split, last.start)
@@ -185,8 +186,8 @@ class _Mending:
         return pieces
 
     def _fitted(self, pieces: list[_Piece], position: int) -> list[_Piece]:
-        """The pieces, so many bytes in all: the last gap takes up what is missing or too much, and where that is not
-        enough, whole lines before it."""
+        """The pieces resized to `position` bytes in all: the last gap absorbs the difference; if it is too small for
+        that, complete lines before it are removed."""
         size = sum(piece.size for piece in pieces)
         if size == position:
             return pieces
@@ -194,8 +195,8 @@ class _Mending:
         rest = pieces[at + 1 :]
         kept = pieces[:at]
         room = position - sum(piece.size for piece in (*kept, *rest))
-        while room < GAP_BYTES and (room or not rest):  # at the end a gap says that this is the place
-            if not kept:  # nothing before the gap: what follows it goes
+        while room < GAP_BYTES and (room or not rest):  # a gap at the end marks the checkpoint's position
+            if not kept:  # nothing before the gap: remove lines after it
                 first = rest.pop(0)
                 split = first.end if first.made is not None else self._content.find(b"\n", first.start) + 1
                 room += first.size if first.made is not None else split - first.start
@@ -211,8 +212,8 @@ class _Mending:
         return [*kept, *([_Piece(where, where, gap(room))] if room else []), *rest]
 
     def _sensible(self, pieces: list[_Piece]) -> tuple[list[_Piece], list[str]]:
-        """The pieces without the records of samples whose story does not hold together, and who they are. Samples that
-        the checkpoint continues with get a record of their task in a gap."""
+        """The pieces without the records of samples whose history is inconsistent, and those samples. Samples that were
+        in flight at the checkpoint get a record of their task inside a gap."""
         stories: dict[str, list[tuple[int, Transition]]] = {}
         for offset, line in self._lines(pieces):
             transition = Transition.decode(line)
@@ -226,10 +227,10 @@ class _Mending:
             oldest = None if placed else next(ended, None)
             if oldest is None:
                 return made, sorted(broken)
-            broken.add(oldest)  # for room; it ended before the checkpoint
+            broken.add(oldest)  # removed to make space; it ended before the checkpoint
 
     def _lines(self, pieces: list[_Piece]) -> Iterator[tuple[int, bytes]]:
-        """Where each record will be, and its line."""
+        """The new offset of each record, and its line."""
         offset = 0
         for piece in pieces:
             if piece.made is None:
@@ -264,7 +265,7 @@ def _parts(content: mmap.mmap) -> Iterator[tuple[int, int, bool]]:
     while at < len(content):
         end = content.find(b"\n", at) + 1 or len(content)
         line = content[at:end]
-        good = line.endswith(b"\n") and is_whole(line[:-1]) and line != before  # or written twice
+        good = line.endswith(b"\n") and is_whole(line[:-1]) and line != before  # a line written twice counts as damaged
         if whole is not None and good != whole:
             yield start, at, whole
             start = at
@@ -274,7 +275,8 @@ def _parts(content: mmap.mmap) -> Iterator[tuple[int, int, bool]]:
 
 
 def _holds_together(records: list[tuple[int, Transition]], goes_on: bool) -> bool:
-    """Whether a sample's records are a story: of a task, ended at most once and for good, and not open for ever."""
+    """Whether a sample's records are consistent: it has a task, ends at most once and finally, and is not open for
+    ever."""
     steps = [step for step in story(records) if step.counts]
     if not steps:
         return True
@@ -287,9 +289,9 @@ def _holds_together(records: list[tuple[int, Transition]], goes_on: bool) -> boo
 
 
 def _with_tasks(pieces: list[_Piece], tasks: Mapping[str, str]) -> tuple[list[_Piece], bool]:
-    """The pieces with a record for each sample, in gaps that have room for it, and whether there was room for all.
+    """The pieces with a `queued` record per sample, in gaps that are large enough, and whether all of them fit.
 
-    Where the last piece is a gap, one stays at its end: by it the place of the checkpoint is known.
+    If the last piece is a gap, a gap remains at its end: it marks the checkpoint's position.
     """
     made = []
     waiting = list(tasks.items())
@@ -306,7 +308,8 @@ def _with_tasks(pieces: list[_Piece], tasks: Mapping[str, str]) -> tuple[list[_P
 
 
 def _queued(sample: str, task: str, room: int, last: bool) -> bytes | None:
-    """A record that a sample was queued for its task, of a size after which there is room for a gap, or for nothing."""
+    """A `queued` record for a sample and its task, sized so that the rest of the gap is empty or large enough for a
+    gap."""
     record = Transition(sample, "queued", time_s=0.0, info={"task": task}).encode()
     if len(record) + GAP_BYTES <= room or (len(record) == room and not last):
         return record
@@ -317,7 +320,7 @@ def _queued(sample: str, task: str, room: int, last: bool) -> bytes | None:
 
 
 def _joined(pieces: list[_Piece]) -> Iterator[_Piece]:
-    """The pieces, with neighbours of the old file as one, and gaps too."""
+    """The pieces, with adjacent pieces of the old file joined, and adjacent gaps too."""
     last: _Piece | None = None
     for piece in pieces:
         if last is not None and last.made is None and piece.made is None and last.end == piece.start:

@@ -1,6 +1,6 @@
-"""A sample's story: its records in the ledger, read where they begin, and which of them count.
+"""A sample's history: its records in the ledger, and which of them count in the lineage of the final weights.
 
-A sample "17.3" is of the group "17".
+Sample "17.3" belongs to group "17".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from roll.ledger.log import HEADER_BYTES, ROLLED_BACK, Transition, is_whole
 
 @dataclass(frozen=True, slots=True)
 class HistoryEntry:
-    """A transition of a sample's story: for which task, and whether it counts in the lineage of the final weights."""
+    """A transition in a sample's history: its task, and whether it counts in the lineage of the final weights."""
 
     transition: Transition
     task: str | None
@@ -26,12 +26,12 @@ class HistoryEntry:
 
 
 def group_of(sample: str) -> str:
-    """The group that a sample's name says."""
+    """The group in a sample's name."""
     return sample.rpartition(".")[0] or sample
 
 
 def read_records(file: IO[bytes], record: Path, offsets: bytes) -> list[tuple[int, Transition]]:
-    """The records that begin at the offsets."""
+    """The records that begin at the given offsets."""
     found = []
     for (offset,) in struct.iter_unpack("<q", offsets):
         file.seek(offset)
@@ -50,10 +50,10 @@ def _decode(line: bytes) -> Transition:
 
 
 def story(records: list[tuple[int, Transition]]) -> list[HistoryEntry]:
-    """A sample's records with what counts of them.
+    """A sample's records, each with whether it counts.
 
-    Each transition follows the one that was current; going back makes current what was so at that position. What counts
-    is the last current one and all that it follows.
+    Each transition follows the one that was current; a rollback makes the transition current that was so at its position.
+    The last current transition counts, and so do all that it follows, directly or not.
     """
     offsets = [offset for offset, _ in records]
     current = -1

@@ -147,8 +147,8 @@ class TrainRoles:
         """Peak GPU memory since the last call, per role that of its fullest worker; if all roles share one process, that
         of the process."""
         calls = self._peak_calls()
-        # waits: calls have deadlines
         # a dead worker is reported by its supervisor
+        # waits: calls have deadlines
         found = await asyncio.gather(*calls.values(), return_exceptions=True)
         peaks = {role: max(peak) for role, peak in zip(calls, found, strict=True) if isinstance(peak, list)}
         return {f"memory/{role}_gib": peak / 2**30 for role, peak in peaks.items() if peak}
