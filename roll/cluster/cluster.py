@@ -1,14 +1,15 @@
-"""A cluster: one role's workers, called as one.
+"""The Cluster of the paper (arXiv 2506.06122): the workers of one role, called by the single controller as one object.
 
     update = await actor.call(TrainWorker.update, batch, loss, step)
 
-names the method itself. The call fans out as the method's `@parallel` says and comes back as one result. Every call has
-a deadline. A cluster may travel to other workers, which then call its workers directly; it has to be sent again after a
-worker was restarted, which can be done only where the cluster was started.
+names the method itself. The call fans out as the method's `@dispatch` says and returns one result. Every call has a
+deadline. A cluster can be sent to other workers, which then call its workers directly; it has to be sent again after a
+worker was restarted. Only the process that started the cluster can restart workers.
 
-Workers that are the ranks of a mesh are a group and fail as one: when one is lost, all are ended at once, because the
-others would wait for it; they are restarted together, in new processes. Whoever called one hears which rank was lost.
-Only the cluster that was started ends its group: a copy elsewhere raises the error and leaves the group to its owner.
+Workers that are the ranks of a mesh form a group and fail together: when one rank dies, the cluster ends all of them at
+once, because the others would wait for it, and restarts them together in new processes. The error that callers get names
+the rank that died. Only the cluster that started the group ends it: a copy in another process raises the error and leaves
+the group alone.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ R = TypeVar("R")
 _log = logging.getLogger(__name__)
 
 _GRACE_S = 1.0
-"""How long the other workers of a call are heard after one has failed: the first cause may be theirs."""
+"""How long a call waits for its other workers after one has failed: one of them may report the original error."""
 _PING_S = 5.0
-"""For a rank that has not answered to answer a ping, when another one has failed."""
+"""Deadline of a ping to a rank that has not answered its call, after another rank has failed."""
 
 
 @dataclass(frozen=True)
 class PendingCall:
-    """A call that waits for its answer."""
+    """An in-flight call."""
 
     worker: str
     method: str
     since_s: float
-    """Seconds since it was made."""
+    """Seconds since the call was made."""
 
 
 class Cluster(Generic[W]):
@@ -57,7 +58,7 @@ class Cluster(Generic[W]):
     def __init__(
         self, role: str, handles: Sequence[Handle], deadline_s: float = 1800.0, executor: Executor | None = None
     ) -> None:
-        """`executor` is what started the workers; without it they can be called, not restarted."""
+        """`executor` is the executor that started the workers; without it they can be called but not restarted."""
         if not handles:
             raise ValueError(f"role {role!r} has no workers")
         self.role = role
@@ -65,9 +66,10 @@ class Cluster(Generic[W]):
         self._handles = list(handles)
         self._executor = executor
         self._pending: dict[object, tuple[str, str, float]] = {}
-        """Worker, method and beginning of every call that waits."""
+        """Worker, method and start time of every in-flight call."""
         self.loss: RemoteError | None = None
-        """Why the group was ended: the rank that was lost first. None while it is well, and for workers that are none."""
+        """The error of the rank that failed first and made the cluster end its group. None while the group is healthy,
+        and if the workers are no group."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Cluster, (self.role, self._handles, self.deadline_s)
@@ -76,12 +78,12 @@ class Cluster(Generic[W]):
     async def start(
         cls, executor: Executor, make: Callable[[WorkerPlacement], W], places: Sequence[WorkerPlacement]
     ) -> Cluster[W]:
-        """Starts a worker at each place; `make` runs where the worker is."""
+        """Starts one worker per placement; `make` runs in the worker's process."""
         return cls(places[0].role, await executor.start(make, places), executor.deadline_s, executor)
 
     @property
     def places(self) -> list[WorkerPlacement]:
-        """Where each worker is, by rank."""
+        """Placement of each worker, by rank."""
         return [handle.place for handle in self._handles]
 
     def __len__(self) -> int:
@@ -89,29 +91,29 @@ class Cluster(Generic[W]):
 
     @property
     def is_group(self) -> bool:
-        """Whether the workers are the ranks of a mesh, which compute every call together."""
+        """Whether the workers are the ranks of a mesh, which execute every call together."""
         return self._handles[0].place.mesh is not None
 
     @property
     def units(self) -> list[list[int]]:
-        """Ranks that are lost and restarted together: those of a group, or each worker alone."""
+        """Sets of ranks that fail and restart together: all ranks of a group, or each worker alone."""
         ranks = list(range(len(self)))
         return [ranks] if self.is_group else [[rank] for rank in ranks]
 
     @property
     def in_process(self) -> bool:
-        """Whether all workers are in this process."""
+        """Whether all workers run in this process."""
         return all(handle.in_process for handle in self._handles)
 
     def subset(self, ranks: Sequence[int]) -> Cluster[W]:
-        """Some of the workers, counted from 0 in this order; their places keep the rank they have in the role."""
+        """A cluster of some of the workers, numbered from 0 in this order; their placements keep the rank in the role."""
         some: Cluster[W] = Cluster(self.role, [self._handles[r] for r in ranks], self.deadline_s, self._executor)
         some._pending = self._pending
         return some
 
     def as_sent(self) -> Cluster[W]:
-        """The cluster as a worker in another process would get it: it stays with the processes that the workers have now,
-        also when they are restarted."""
+        """The cluster as a worker in another process would receive it: its handles keep pointing to the current worker
+        processes, also after a restart."""
         sent: Cluster[W] = Cluster(self.role, [copy.copy(handle) for handle in self._handles], self.deadline_s)
         sent._pending = self._pending
         return sent
@@ -125,8 +127,8 @@ class Cluster(Generic[W]):
         await self._handles[rank].ping(deadline_s)
 
     async def lost_node(self, rank: int) -> str | None:
-        """Which node a worker was on and why that is lost; None while it is there. Of a group, the first that is lost.
-        Raises `ClusterLost`."""
+        """Names the lost node of a worker and why it is lost; None while the node is alive. For a group, the first lost
+        node. Raises `ClusterLost`."""
         if self._executor is None:
             return None
         for handle in self._unit(rank):
@@ -135,14 +137,14 @@ class Cluster(Generic[W]):
         return None
 
     async def keep_spares(self, warm: Callable[[], None]) -> None:
-        """Has a warm process ready for each worker, as `Executor.keep_spare` does."""
+        """Keeps a warm spare process ready for each worker (see `Executor.keep_spare`)."""
         if self._executor is not None:
             for handle in self._handles:
                 await self._executor.keep_spare(handle, warm)
 
     async def restart(self, rank: int) -> None:
-        """Ends the worker for good and starts another in its place, as `Executor.restart` does; of a group all ranks, at
-        the same time."""
+        """Ends the worker's process and starts a new worker with the same placement (see `Executor.restart`); for a
+        group, all ranks at the same time."""
         executor = self._executor
         if executor is None:
             name = self._handles[rank].place.name
@@ -151,8 +153,8 @@ class Cluster(Generic[W]):
         self.loss = None
 
     async def end(self, rank: int, why: RemoteError | None = None) -> None:
-        """Ends a worker's process for good, of a group all ranks' processes. Whoever waits for one hears that it died, or
-        `why` the group was ended."""
+        """Ends a worker's process, or the processes of all ranks of a group. In-flight calls raise `WorkerDied`, or `why`
+        if the cluster ends the group."""
         if self.is_group and self.loss is None:
             self.loss = why
         await together(handle.end(self.deadline_s) for handle in self._unit(rank))
@@ -161,7 +163,7 @@ class Cluster(Generic[W]):
         return self._handles if self.is_group else [self._handles[rank]]
 
     def pending(self) -> list[PendingCall]:
-        """The calls made here that wait for an answer, the oldest first; those of a subset among its whole's."""
+        """The in-flight calls of this cluster and its subsets, oldest first."""
         now_s = asyncio.get_running_loop().time()
         return [PendingCall(worker, method, now_s - began_s) for worker, method, began_s in self._pending.values()]
 
@@ -170,8 +172,8 @@ class Cluster(Generic[W]):
     @overload
     async def call(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R: ...
     async def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a `@parallel` method on the role's workers and joins their results. The ranks of a mesh all get the whole
-        call, however it is dispatched, and the first rank's result is the result."""
+        """Calls a `@dispatch` method on the role's workers and joins their results. If the workers are the ranks of a
+        mesh, every rank gets the whole call, whatever its dispatch, and the result is rank 0's."""
         how = parallel_of(method)
         if self.is_group:
             return (await self._on_all(method, args, kwargs))[0]
@@ -194,8 +196,8 @@ class Cluster(Generic[W]):
     @overload
     async def call_each(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
     async def call_each(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Calls a `@parallel` method with the same arguments on every worker; one result each, by rank. Of the ranks of a
-        mesh only a method for all workers has one on each."""
+        """Calls a `@dispatch` method with the same arguments on every worker; returns one result per rank. For the ranks
+        of a mesh the method must be `Dispatch.ALL`: only those have a result per rank."""
         if self.is_group and parallel_of(method).dispatch is not Dispatch.ALL:
             raise TypeError(
                 f"{method.__qualname__} has no result of its own on each rank: only methods for all workers have"
@@ -212,7 +214,7 @@ class Cluster(Generic[W]):
         self, rank: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> R: ...
     async def call_rank(self, rank: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a `@parallel` method on one worker."""
+        """Calls a `@dispatch` method on one worker."""
         parallel_of(method)
         call = self._call(self._handles[rank], method, args, kwargs)
         return (await self._in_group({rank: call}))[0] if self.is_group else await call
@@ -236,8 +238,8 @@ class Cluster(Generic[W]):
         return await (self._in_group(dict(enumerate(calls))) if self.is_group else self._together(calls))
 
     async def _in_group(self, calls: Mapping[int, Coroutine[Any, Any, Any]]) -> list[Any]:
-        """The results of calls on ranks of a group. The ranks are still in step after an error only if each of them has
-        answered; otherwise the group is ended."""
+        """Awaits calls on ranks of a group. After an error the ranks are still synchronized only if each of them has
+        answered; if not, the cluster ends the group."""
         tasks = {rank: asyncio.ensure_future(call) for rank, call in calls.items()}
         try:
             # waits: each of them is a call, which has a deadline
@@ -250,8 +252,8 @@ class Cluster(Generic[W]):
                 task.cancel()
 
     async def _group_error(self, tasks: Mapping[int, asyncio.Task[Any]], errors: list[BaseException]) -> BaseException:
-        """The error to raise. A rank that lost its peer may say so before the peer's death is noticed, or while the peer
-        hangs: then the peer's is the error."""
+        """The error to raise. A rank may report a lost connection before the death of its peer is detected, or while the
+        peer hangs: then the error to raise is the peer's."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + _GRACE_S
         while self.loss is None and not _deaths(errors) and (left_s := until_s - loop.time()) > 0:
@@ -282,7 +284,7 @@ class Cluster(Generic[W]):
 
     @staticmethod
     async def _together(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """All results. After a failure the others are heard for a moment, and the earliest error is raised."""
+        """All results. After a failure, waits up to `_GRACE_S` for the other calls and raises the earliest error."""
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:
             # waits: each of them is a call, which has a deadline
@@ -298,7 +300,7 @@ class Cluster(Generic[W]):
 
 
 def _errors(tasks: Iterable[asyncio.Task[Any]]) -> list[BaseException]:
-    """Of those that are done."""
+    """The errors of the tasks that are done."""
     done = [task for task in tasks if task.done() and not task.cancelled()]
     return [error for task in done if (error := task.exception()) is not None]
 

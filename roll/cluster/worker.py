@@ -1,7 +1,7 @@
-"""A worker, and how a call on a role reaches its workers.
+"""The Parallel Worker of the paper (arXiv 2506.06122), and how a call on a role reaches its workers.
 
-`@parallel` marks what the controller may call and says how arguments are split and results joined; the method stays an
-ordinary method, so an editor can jump to it and a type checker can check the call.
+`@dispatch` marks a method that the single controller may call and says how arguments are split and results joined; the
+method stays an ordinary method, so an editor can jump to it and a type checker can check the call.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Dispatch(Enum):
 
 
 Join = Callable[[Sequence[Any], Sequence[Any], Any], Any]
-"""Joins the workers' results: (results, the indices each worker had, the whole batch) → one result."""
+"""Joins the workers' results: (results, the batch indices of each worker, the whole batch) → one result."""
 
 
 @dataclass(frozen=True)
 class DispatchSpec:
-    """What `@parallel` says of a method."""
+    """The arguments of a method's `@dispatch`."""
 
     dispatch: Dispatch
     join: Join | None = None
@@ -50,9 +50,10 @@ def dispatch(
     raises: tuple[type[Exception], ...] = (),
     crowded: bool = False,
 ) -> Callable[[F], F]:
-    """`raises` names errors that are answers to the call, such as a refusal: they reach the caller as they are from any
-    worker. Of other errors a worker in another process sends a description, a `WorkerError`. `crowded`: many such calls
-    are under way at once, and travel together to another process; no token columns are among what they send."""
+    """`raises` lists exceptions that are valid results of the call, such as a rejection: they reach the caller unchanged
+    from any worker. For other exceptions a worker in another process sends a description, a `WorkerError`. `crowded`:
+    many such calls are in flight at once, and they are sent to another process in batches; their arguments and results
+    must not contain token columns."""
     if (dispatch is Dispatch.DATA) != (join is not None):
         raise TypeError("a method dispatched by data needs a join, and only such a method")
     if crowded and dispatch is not Dispatch.ONE:
@@ -73,37 +74,37 @@ def parallel_of(method: Callable[..., Any]) -> DispatchSpec:
 
 
 def crowded_methods(worker: type) -> frozenset[str]:
-    """Names of a worker's methods whose calls travel together."""
+    """Names of a worker's methods whose calls are sent in batches."""
     marks = ((name, getattr(getattr(worker, name), _MARK, None)) for name in dir(worker))
     return frozenset(name for name, mark in marks if isinstance(mark, DispatchSpec) and mark.crowded)
 
 
 class SharedArguments(tuple[Any, ...]):
-    """Arguments of a call that several workers get: who sends them to other processes packs the call once."""
+    """Arguments of a call to several workers: the executor serializes the call once for all of them."""
 
     packed: bytes | None = None
 
 
 @dataclass(frozen=True)
 class WorkerPlacement:
-    """Where a worker is: its role, its number in it, and the device it computes on."""
+    """Where a worker runs: its role, its rank in the role, and its device."""
 
     role: str
     rank: int = 0
     world_size: int = 1
     device: str = "cpu"
-    """What it computes on: `cpu`, or `cuda:3` for its node's GPU number 3."""
+    """Its device: `cpu`, or `cuda:3` for GPU 3 of its node."""
     threads: int = 0
-    """CPU threads, 0 for one a core."""
+    """CPU threads, 0 for one per core."""
     node: str = ""
-    """Id of the cluster's node it must be on; empty for any."""
+    """Id of the node it must run on; empty for any."""
     cores: tuple[int, ...] = ()
-    """The cores it is held to; empty for all of its node."""
+    """CPU cores it is pinned to; empty for all cores of its node."""
     gpus: tuple[int, ...] = ()
-    """Its node's GPUs, by number; empty on a CPU."""
+    """Indices of its GPUs on its node; empty on a CPU."""
     mesh: MeshShape | None = None
-    """How the role's ranks are arranged, where all of them together are one trainer: `rank` is then the rank in the
-    mesh. Each of them needs a process of its own."""
+    """Shape of the device mesh if the ranks of the role are one sharded trainer: `rank` is then the rank in the mesh.
+    Each rank needs its own process."""
 
     @property
     def name(self) -> str:
@@ -117,4 +118,4 @@ class Worker:
         self.place = place
 
     async def close(self) -> None:
-        """Frees what the worker holds. Called once, also after an error."""
+        """Frees the worker's resources. Called once, also after an error."""

@@ -1,8 +1,8 @@
-"""The life of a sample: its states, the moves between them, and the ledger that records every move.
+"""The life cycle of a sample: its states, the transitions between them, and the ledger that records every transition.
 
-`MOVES` is the whole of it: what is not in the table cannot happen, and `docs/scheduling.md` draws its picture from it.
+`MOVES` lists all allowed transitions; the diagram in `docs/scheduling.md` is rendered from it.
 
-What always holds: a move that is not in the table is a bug and raises; every move is on the ledger with its reason.
+Invariants: a transition that is not in the table is a bug and raises; the ledger has every transition with its reason.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ MOVES: Mapping[str, frozenset[str]] = {
     "trained": frozenset(),
     "dropped": frozenset(),
 }
-"""`queued` comes again when a sample lost its engine (it goes on from its prefix) or its worker (it starts anew)."""
+"""A sample returns to `queued` when its engine dies (it resumes from its prefix) or its worker dies (it restarts)."""
 
 ENDS = frozenset({"trained", "dropped", "failed"})
 
 
 class TransitionSink(Protocol):
-    """Where moves are written: the run's ledger, or a report to the one who keeps it."""
+    """Where transitions are written: the run's ledger, or a rollout worker's report to the controller."""
 
     def append(self, transition: Transition) -> None: ...
 
 
 class Lifecycle:
-    """Moves samples from state to state and writes them down."""
+    """Moves samples from state to state and records each transition."""
 
     def __init__(self, ledger: TransitionSink | None, clock: Callable[[], float] = time.time) -> None:
-        """Without a ledger moves are checked and timed, but not recorded: evaluation is no part of a run's lineage.
-        `clock` gives seconds since the epoch, which clocks of several machines agree on."""
+        """Without a ledger, transitions are checked and timed but not recorded: evaluation samples are not part of the
+        ledger. `clock` gives seconds since the epoch, so that times of several machines can be compared."""
         self._ledger = ledger
         self._clock = clock
 
     def move(self, sample: Sample, state: State, reason: str = "", time_s: float | None = None, **info: Any) -> None:
-        """`time_s` is when it happened, if not now."""
+        """`time_s`: time of the transition, by default now."""
         if state not in MOVES[sample.state]:
             raise AssertionError(f"sample {sample.id} cannot go from {sample.state} to {state}")
         now = self._clock() if time_s is None else time_s
@@ -62,7 +62,7 @@ class Lifecycle:
             self._ledger.append(Transition(sample.id, state, reason, now, info))
 
     def close_unfinished(self, samples: Sequence[str], reason: str) -> None:
-        """Samples of an earlier process that were under way when it ended: nobody goes on with them."""
+        """Records as dropped the samples that were in flight when an earlier process of the run ended."""
         if self._ledger is not None:
             for sample in samples:
                 self._ledger.append(Transition(sample, "dropped", reason, self._clock()))

@@ -1,4 +1,4 @@
-"""What the controller and the rollout workers tell each other. Nothing here grows with the length of a response."""
+"""Messages between the controller and the rollout workers. Their size does not depend on the length of responses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from roll.ledger.log import Transition
 
 @dataclass(frozen=True)
 class Lease:
-    """Samples of one task, given to a rollout worker to carry to their verdicts, on one engine to begin with."""
+    """Samples of one task that a rollout worker runs until they are judged, starting on one engine."""
 
     key: str
     engine: int
@@ -20,19 +20,19 @@ class Lease:
     temperature: float
     samples: tuple[str, ...]
     version: int = 0
-    """Of the weights, when the lease was given."""
+    """Version of the weights when the lease was created."""
     tries: int = 1
     greedy: str | None = None
-    """The one of its samples that is drawn at temperature 0."""
+    """Id of the sample that is generated at temperature 0, if any."""
     votes: bool = False
-    """Whether the answers of its samples are asked for."""
+    """Whether the graders also return the extracted answer of each sample, for majority voting."""
     records: bool = True
-    """Whether engines record which experts their tokens were sent to."""
+    """Whether the engines record expert routes of the samples' tokens (router replay)."""
 
 
 @dataclass(frozen=True)
 class EngineAssignment:
-    """An engine for a sample that lost its own, or was taken off it, and waits in `queued`."""
+    """Assigns an engine to a sample that waits in `queued`, because its engine died or the sample was requeued."""
 
     sample: str
     engine: int
@@ -41,8 +41,8 @@ class EngineAssignment:
 
 @dataclass(frozen=True)
 class SampleCommand:
-    """Interferes with a sample: `end` its response with what it has, take it off its engine (`requeue`: it goes on from
-    its prefix when it has a seat again), or `drop` it, whatever it is at."""
+    """A command for one sample: `end` its response early with the tokens so far; `requeue` it, which aborts it on its
+    engine and resumes it from its prefix when it is assigned to an engine again; or `drop` it in any state."""
 
     sample: str
     how: Literal["end", "requeue", "drop"]
@@ -54,7 +54,7 @@ WorkerCommand: TypeAlias = Lease | EngineAssignment | SampleCommand
 
 @dataclass(frozen=True)
 class SampleResult:
-    """What became of a sample, without its tokens."""
+    """The result of a sample, without its tokens."""
 
     sample: str
     reward: float
@@ -74,7 +74,7 @@ class SampleResult:
 
 @dataclass
 class Report:
-    """What happened at a rollout worker since its last report: moves in order, outcomes, and leases that are done."""
+    """A rollout worker's report since the last one: transitions in order, sample results, and leases that are done."""
 
     moves: list[Transition] = field(default_factory=list)
     outcomes: list[SampleResult] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Report:
 
 @dataclass(frozen=True)
 class BufferedGroup:
-    """A finished group whose samples are in a checkpoint, those that are `scored` at least."""
+    """A finished group in a checkpoint, which has at least its `scored` samples."""
 
     lease: str
     group: int
@@ -93,7 +93,7 @@ class BufferedGroup:
 
 @dataclass(frozen=True)
 class FinalState:
-    """How a sample ended on the controller's books, for the record of its tokens."""
+    """The controller's final state of a sample, which the rollout worker writes with the sample's tokens."""
 
     sample: str
     state: str

@@ -1,11 +1,12 @@
-"""When a step can be closed, and with which groups.
+"""Batch selection: when the batch of a step is complete, and which groups it contains.
 
-In order, a step is the oldest groups that were issued, whoever was faster; with `cut: first`, or where old tokens are
-masked or dropped, the first to be ready. With `stale: wait` a group that would be too old for the next step must be of
+With `cut: in_order` a batch is the N oldest issued groups, and the step waits for older groups that are still open. With
+`cut: first` it is the first N to finish. With `stale: mask` or `stale: drop` (and `max_staleness` above 0) the step never
+waits for open groups once N are ready. With `stale: wait` a group that would be too old for the next step must be part of
 this one.
 
-Example, in order, 2 groups a step: 3 and 5 are ready and 4 is open, so the step waits for 4; once it is ready it is 3 and
-4, and 5 is of the next.
+Example with `cut: in_order` and 2 groups per step: groups 3 and 5 are ready and 4 is open, so the step waits for 4; once
+4 is ready, the batch is 3 and 4, and 5 belongs to the next step.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from roll.scheduler.task_sampler import BatchPolicy
 
 @dataclass(frozen=True)
 class BatchSelector:
-    """A step as the books stand."""
+    """Selects the batch of a step from the current state of the group table."""
 
     books: GroupTable
     config: RolloutConfig
     shape: BatchPolicy
     version: int
-    """Of the weights, which the step is trained at."""
+    """Version of the weights that the step trains."""
 
     @property
     def limit(self) -> int:
-        """The oldest version that may be trained on now; what is of it will be too old for the next step."""
+        """The oldest version that this step may train on; groups of this version are too old for the next step."""
         return self.version - self.config.max_staleness
 
     @property
     def in_order(self) -> bool:
-        """Whether an older group that is open is waited for."""
+        """Whether the step waits for older groups that are still open."""
         return self.shape.cut == "in_order" and (self.config.stale == "wait" or not self.config.max_staleness)
 
     def enough(self) -> bool:
@@ -43,18 +44,18 @@ class BatchSelector:
         return ready >= self.config.groups_per_step
 
     def waits_for_late(self) -> bool:
-        """Whether an open group must be of this step, because it will be too old for the next."""
+        """Whether an open group must be part of this step, because it would be too old for the next."""
         if not self.config.max_staleness or self.config.stale != "wait":
             return False
         oldest = self.books.oldest_open_version
         return oldest is not None and oldest <= self.limit
 
     def late(self) -> list[Group]:
-        """The groups that are waited for because of their age."""
+        """The open groups that the step waits for because of their age."""
         return [g for g in self.books.open.values() if g.version <= self.limit] if self.waits_for_late() else []
 
     def waited_for(self) -> list[Group]:
-        """Open groups without which the step cannot be closed."""
+        """Open groups without which the batch cannot be complete."""
         books, wanted = self.books, self.config.groups_per_step
         if self.in_order or len(books.open) + len(books.ready) <= wanted:
             first = sorted([*books.open, *books.ready])[:wanted]
@@ -64,7 +65,7 @@ class BatchSelector:
         return sorted({g.index: g for g in (*needed, *self.late())}.values(), key=lambda group: group.index)
 
     def pick(self) -> list[Group]:
-        """The groups of the step: those that would get too old first, then by its cut."""
+        """The groups of the batch: first those that would be too old for the next step, then in the order of `cut`."""
         groups = self.books.oldest_ready() if self.shape.cut == "in_order" else list(self.books.ready.values())
         groups.sort(key=lambda group: (old := group.oldest) is not None and old > self.limit)
         return sorted(groups[: self.config.groups_per_step], key=lambda group: group.index)

@@ -1,4 +1,4 @@
-"""Playing: attempts at tasks with the weights as they are, to be looked at and not trained on."""
+"""Generation without training: runs samples with the current weights and returns their transcripts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from roll.scheduler.rollout_pool import RolloutPool
 
 
 async def play(tasks: tuple[Task, ...], pool: RolloutPool, config: Config, episodes: int) -> list[Transcript]:
-    """So many attempts, drawn as training samples are, each at another task as far as there are enough."""
+    """Runs `episodes` samples with the sampling parameters of training, each on a different task if there are enough."""
     order = sorted(tasks, key=lambda task: seed_of("play", task.id))
     chosen = [order[i % len(order)] for i in range(episodes)]
     samples = [

@@ -1,11 +1,11 @@
-"""The groups that are under way, and which of them make the next step.
+"""The group table: all in-flight groups by state.
 
-A group is charged for from the moment it is issued until it was trained on or dropped:
+A group is in flight from the moment it is issued until it is trained on or dropped:
 
     issued → open → ready → taken → trained
                └──────┴→ dropped
 
-What always holds: at most `capacity` groups are charged for; each is in one place only.
+Invariant: each in-flight group is in exactly one of `open`, `ready` and `taken`. The scheduler limits their number.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from roll.data.sample import Group
 class GroupTable:
     def __init__(self) -> None:
         self.open: dict[int, Group] = {}
-        """Groups whose samples are not all judged."""
+        """Groups with samples that are not judged yet."""
         self.ready: dict[int, Group] = {}
-        """Groups worth training on, in the order they were finished."""
+        """Groups that passed the filter, in the order they finished."""
         self.taken: dict[int, Group] = {}
         """Groups that are being trained on."""
         self._ready_order: list[int] = []
         self._open_heap: list[int] = []
         self._versions: Counter[int] = Counter()
-        """Open groups by the version they were issued at."""
+        """Number of open groups per weights version at which they were issued."""
 
     @property
     def charged(self) -> int:
@@ -36,7 +36,7 @@ class GroupTable:
 
     @property
     def waiting(self) -> list[Group]:
-        """Groups not yet trained on or being so."""
+        """Groups that no step has taken yet: open and ready ones."""
         return [*self.open.values(), *self.ready.values()]
 
     def issue(self, group: Group) -> None:
@@ -50,7 +50,7 @@ class GroupTable:
         self.requeue(group)
 
     def requeue(self, group: Group) -> None:
-        """A group is ready that was so at a checkpoint."""
+        """Adds a group to `ready`."""
         self.ready[group.index] = group
         insort(self._ready_order, group.index)
 
@@ -63,7 +63,7 @@ class GroupTable:
     @property
     def oldest_open_version(self) -> int | None:
         """The oldest version of weights that an open group was issued at."""
-        self._versions = +self._versions  # without those of no group
+        self._versions = +self._versions  # unary plus removes zero counts
         return min(self._versions, default=None)
 
     def take(self, groups: list[Group]) -> None:
@@ -72,7 +72,7 @@ class GroupTable:
             self.taken[group.index] = group
 
     def release(self, group: Group) -> None:
-        """A group that was taken or ready runs again."""
+        """Moves a taken or ready group back to `open`, to run again."""
         if self.taken.pop(group.index, None) is None:
             self._unready(group)
         self.issue(group)
@@ -90,7 +90,7 @@ class GroupTable:
         return [*self.open.values(), *self.taken.values()]
 
     def ready_before_any_open(self) -> int:
-        """How many groups are ready of which every older one is too."""
+        """Number of ready groups that are older than every open group."""
         first = self.first_open()
         return len(self._ready_order) if first is None else bisect_left(self._ready_order, first.index)
 

@@ -1,6 +1,6 @@
-"""The coroutines that carry open groups to their verdicts.
+"""The asyncio tasks that run open groups until all of their samples are judged.
 
-What always holds: a group has one carrier at most; one that was abandoned judges nothing; after `halt` none begins.
+Invariants: a group has at most one running task; a cancelled task never calls `judge`; after `halt` no task starts.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ class GroupTasks:
         judge: Callable[[Group], None],
         over: Callable[[Exception | None], None],
     ) -> None:
-        """`carry` returns when a group's samples are judged, `judge` is called then, and `over` whenever a carrier ends,
-        with what went wrong."""
+        """`carry` runs a group and returns when its samples are judged; then `judge` is called. `over` is called whenever
+        a task ends, with its error or None."""
         self._carry = carry
         self._judge = judge
         self._over = over
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
-        """Those that were abandoned, as long as their workers are being told."""
+        """Cancelled tasks that have not ended yet: they are still sending the cancellation to their rollout worker."""
         self._halted = False
 
     def start(self, group: Group, after: asyncio.Task[None] | None = None) -> None:
-        """Carries a group, once the carrier it had before has ended."""
+        """Starts the task of a group, which first waits until the group's previous task `after` has ended."""
         if not self._halted:
             self._tasks[group.index] = asyncio.create_task(self._run(group, after))
 
     def cancel(self, group: Group) -> asyncio.Task[None] | None:
-        """Ends what runs of a group; the carrier that ends."""
+        """Cancels the task of a group and returns the task, or None if it has none."""
         task = self._tasks.pop(group.index, None)
         if task is not None:
             task.cancel()
@@ -44,7 +44,7 @@ class GroupTasks:
         return task
 
     async def halt(self, groups: list[Group]) -> None:
-        """Abandons these groups, and returns when all that were abandoned have ended."""
+        """Cancels the tasks of these groups and returns when all cancelled tasks have ended."""
         self._halted = True
         for group in groups:
             self.cancel(group)

@@ -1,4 +1,4 @@
-"""What one step's rollout gave, and the tally of groups that ended since the last one."""
+"""The result of one step's rollout, and counters of the groups that ended since the previous one."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ BASELINE = "baseline: not trained on"
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """What one step's rollout gave: the batch (None if no group was kept), all groups that ended since the last one, and
-    why some were dropped."""
+    """The result of one step's rollout: the batch (None if no group was kept), all groups that ended since the previous
+    batch, and the number of dropped groups per reason."""
 
     batch: Batch | None
     kept: list[Group]
@@ -30,9 +30,10 @@ class RolloutBatch:
     dropped: dict[str, int]
     dropped_by_domain: dict[str, Counter[str]] = field(default_factory=dict)
     version: int = 0
-    """Of the weights it will be trained at."""
+    """Version of the weights that the step trains."""
     length_bias: float = 0.0
-    """By how much its responses are longer than all so far, as a share: below 0 where short ones are taken first."""
+    """Mean response length of the batch relative to that of all samples so far, minus 1: negative if short responses are
+    selected first."""
 
     @property
     def samples(self) -> list[Sample]:
@@ -40,12 +41,12 @@ class RolloutBatch:
 
     @property
     def trained(self) -> list[Sample]:
-        """The samples of the batch; once it was trained on, without those that were dropped then."""
+        """The samples of the batch; after the update, without those that the trainer left out."""
         return [sample for group in self.kept for sample in group.samples if sample.state in ("kept", "trained")]
 
     def fates(self) -> list[FinalState]:
-        """How its samples have ended, and before it was trained on, how they are going to, unless the trainer leaves some
-        out."""
+        """Final states of all samples. Before the update, samples of the batch are listed as `trained`, although the
+        trainer may still leave some out."""
         ends = {sample.id: FinalState(sample.id, sample.state, sample.reason) for sample in self.samples}
         for group in self.kept:
             ends |= {
@@ -57,13 +58,13 @@ class RolloutBatch:
 
     @property
     def ages(self) -> list[int]:
-        """Versions each sample of the batch is behind, by its oldest token."""
+        """Staleness of each sample of the batch in versions, by its oldest token."""
         return [self.version - sample.oldest for sample in self.trained if sample.oldest is not None]
 
 
 @dataclass
 class StepCounters:
-    """What happened since the last step was closed."""
+    """Counters since the previous batch."""
 
     ended: list[Group] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
@@ -81,14 +82,14 @@ class StepCounters:
 
 
 def kind_of(reason: str) -> str:
-    """A reason without what differs from group to group."""
+    """A reason without its group-specific details, for counting."""
     return (
         reason.partition(":")[0] if reason.startswith(("stale", "mean reward", "solve rate", "quarantined")) else reason
     )
 
 
 def baselines(groups: Sequence[Group]) -> Array:
-    """What the greedy answer earned, for each sample to train on."""
+    """The reward of the group's greedy sample, repeated for each of its training samples."""
     return np.array([g.baseline.reward for g in groups if g.baseline is not None for _ in g.scored])
 
 
@@ -99,7 +100,7 @@ def too_few(needed: int) -> str:
 
 
 def refuse_total_failure(groups: list[Group]) -> None:
-    """Raises when no sample at all could be judged."""
+    """Raises `RunError` if every sample failed."""
     samples = [sample for group in groups for sample in group.samples if not sample.greedy]
     reasons = [sample.reason for sample in samples if sample.state == "failed"]
     if len(reasons) < len(samples) or not samples:
