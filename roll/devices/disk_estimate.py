@@ -1,7 +1,7 @@
-"""How much a run will write, before anything starts: its checkpoints, and what every step leaves.
+"""Estimates how much a run will write to disk, before anything starts: its checkpoints, and the files of every step.
 
-Checkpoints are counted: weights, masters and moments have known sizes. What a step leaves is estimated from what small
-runs wrote, with samples of the longest size and all replacements that are allowed: mostly it is less.
+The size of checkpoints is computed: weights, master weights and moments have known sizes. The size of a step's files is
+extrapolated from small runs, for samples of the longest size and all allowed replacements; usually it is less.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from roll.devices.memory_inputs import MemoryInputs
 from roll.strategy.train.microbatch_budget import MOMENT_BYTES
 
 LEDGER_BYTES = 600
-"""Of a sample's records, where it is sampled."""
+"""Ledger bytes per sampled sample."""
 CHAT_LEDGER_BYTES = 220
-"""Of a conversation's, which is queued and trained."""
+"""Ledger bytes per conversation of sft, which is only queued and trained."""
 TRACE_BYTES = 1200
-"""Of a sample's events."""
+"""Trace bytes per sample."""
 SAMPLE_BYTES = 400
-"""Of a sample's row besides its tokens."""
+"""Bytes of a stored sample without its tokens."""
 TOKEN_BYTES = 27
-"""Of a token there: its id, log-prob, version and mask, and its text."""
+"""Bytes per stored token: its id, log-prob, version and mask, and its text."""
 STEP_BYTES = 3000
-"""Of a step's metrics, as JSON and as events each."""
+"""Bytes of a step's metrics, as JSON and as TensorBoard events each."""
 FILE_BYTES = 1 << 16
-"""Of a checkpoint's small files: tokenizer, state, manifest."""
+"""Bytes of a checkpoint's small files: tokenizer, state, manifest."""
 
 
 @dataclass(frozen=True)
 class DiskEstimate:
     checkpoint_bytes: int
     checkpoints: int
-    """Kept at the end."""
+    """Number of checkpoints kept at the end."""
     lasting: tuple[tuple[str, int], ...]
-    """What else is there at the end, by name."""
+    """Everything else that is there at the end, by name."""
 
     @property
     def peak_bytes(self) -> int:
-        """The most there is at once: one checkpoint more is written before an old one goes."""
+        """The most that is on disk at once: a new checkpoint is written before an old one is deleted."""
         return (self.checkpoints + 1) * self.checkpoint_bytes + sum(size for _, size in self.lasting)
 
 
@@ -76,8 +76,8 @@ def planned_writes(config: Config, map: DeviceMap, model: ModelSize, work: Memor
 
 
 def _trainer_bytes(role: str, model: ModelSize, work: MemoryInputs) -> int:
-    """Of what a trainer saves: its weights, or adapters alone, and the optimizer's state. A sharded one saves masters,
-    which are its weights."""
+    """Bytes that a trainer saves: its weights (or only the adapters) and the optimizer's state. A sharded trainer saves
+    master weights, which are its weights."""
     sizes, dtype = model.sizes_of(role), model.dtypes[role]
     masters = 0 if dtype == torch.float32 and role not in model.shards else 4 * sizes.trained
     weights = 0 if role in model.shards else sizes.trained * dtype.itemsize
@@ -85,13 +85,13 @@ def _trainer_bytes(role: str, model: ModelSize, work: MemoryInputs) -> int:
 
 
 def free_bytes(folder: Path) -> int:
-    """What is free where a folder is, or will be."""
+    """Free bytes on the file system of a folder, which need not exist yet."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     return shutil.disk_usage(there).free
 
 
 def disk_remark(writes: DiskEstimate, folder: Path) -> str | None:
-    """What to say if not all of it fits."""
+    """A warning if the run's files may not all fit; None if they do."""
     free = free_bytes(folder)
     if writes.peak_bytes <= free:
         return None
@@ -102,7 +102,7 @@ def disk_remark(writes: DiskEstimate, folder: Path) -> str | None:
 
 
 def check_disk(writes: DiskEstimate, folder: Path) -> None:
-    """Refuses a run of which not even one checkpoint fits."""
+    """Raises if not even one checkpoint fits."""
     free = free_bytes(folder)
     if writes.checkpoint_bytes > free:
         raise UserError(

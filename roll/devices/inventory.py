@@ -1,7 +1,7 @@
-"""What there is to run on: nodes, their cores and GPUs, and how much each holds.
+"""The hardware to run on: nodes, their cores, GPUs and memory.
 
-A node with GPUs numbers its GPUs, one without numbers its cores. An inventory is plain data: this machine's is counted
-here, a cluster's is built by whoever knows the cluster.
+On a node with GPUs, device numbers count GPUs; on a node without, they count cores. An inventory is plain data: this
+module counts this machine's; code that knows a cluster builds the cluster's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Node:
-    """A machine. `id` is the cluster's name for it, empty for this machine whatever it is called."""
+    """A machine. `id` is the cluster's name for it; empty for this machine."""
 
     name: str
     id: str
@@ -42,7 +42,7 @@ class Node:
     gpu_bytes: int = 0
     """Memory of each GPU."""
     aliases: tuple[str, ...] = ()
-    """Other names it may be written by: host name, address."""
+    """Other names by which a config may refer to it: host name, address."""
 
     @property
     def kind(self) -> Kind:
@@ -85,7 +85,7 @@ class Inventory:
 
 
 def this_machine() -> Inventory:
-    """This machine as one node: the cores this process may use, all GPUs, the memory it may fill."""
+    """This machine as one node: the cores this process may use, all GPUs, and the memory it may allocate."""
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

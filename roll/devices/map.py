@@ -1,13 +1,13 @@
-"""The device map: which role's workers run on which devices. Pure arithmetic over a config and an inventory.
+"""The device map (AutoDeviceMapping, arXiv 2506.06122): which role's workers run on which devices. Pure arithmetic over a
+config and an inventory.
 
-What always holds: a worker lies on one node; a GPU or core number exists on that node; every role in use has at least one
-worker, and under `executor: local` exactly one, but for the ranks of a sharded trainer.
+Invariants: a worker is on one node; its GPU or core numbers exist on that node; every role in use has at least one
+worker, and under `executor: local` exactly one, except for the ranks of a sharded trainer.
 
-Model roles take GPUs or cores. A worker on GPUs has one of them, or as many as hold its weights together; a worker on
-cores that were written by number is held to them (`WorkerPlacement.cores`); a worker on `cpu` may use every core of its
-node, so it shares all of them with whoever is there. The workers of a sharded role are the ranks of one trainer, one GPU
-or an equal part of the cores each, in the order of their devices; they may lie on several nodes.
-Process roles (`rollout`, `reward`, `env`) take cores only.
+Model roles take GPUs or cores. A worker on GPUs has one GPU, or as many as hold its weights together. A worker on cores
+given by number is pinned to them (`WorkerPlacement.cores`). A worker on `cpu` may use every core of its node and shares
+them with all other workers there. The workers of a sharded role are the ranks of one trainer: one GPU or an equal part of
+the cores each, in device order; they may be on several nodes. Process roles (`rollout`, `reward`, `env`) take cores only.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from roll.devices.spec import format_devices, parse_devices
 from roll.devices.strategies import choose_strategy, mesh_of
 
 SCORING_ROLES = ("reward_model", "judge")
-"""Models of their own that give rewards, while samples are generated."""
+"""Roles with their own models that compute rewards while samples are generated."""
 PROCESS_ROLES = ("rollout", "reward", "env")
-"""Processes without a model."""
+"""Roles without a model."""
 LAST = ("reference", "reward_model", "judge")
-"""Roles that `auto` puts on the last device: as far from the trainer as there are devices."""
+"""Roles that `auto` puts on the last device, as far from the trainer as possible."""
 
 Layout = Literal["colocated", "disaggregated", "partly shared", "trainer only"]
 
 
 @dataclass(frozen=True)
 class RolePlacement:
-    """A role's workers: the devices of each, and the place each is started at."""
+    """A role's workers: the devices and the placement of each."""
 
     role: str
     strategy: str
@@ -56,7 +56,7 @@ class RolePlacement:
 
     @property
     def mesh(self) -> MeshShape | None:
-        """How its workers are arranged, where they are the ranks of one sharded trainer."""
+        """The mesh of its ranks, if the role is sharded."""
         return self.places[0].mesh
 
 
@@ -73,7 +73,7 @@ class DeviceMap:
 
     @property
     def kind(self) -> Layout:
-        """How the trainer and the engines lie to each other."""
+        """How the devices of the trainer and of the engines overlap."""
         if "actor_infer" not in self.roles:
             return "trainer only"
         train, infer = self.devices("actor_train"), self.devices("actor_infer")
@@ -83,7 +83,8 @@ class DeviceMap:
 
     @property
     def one_copy(self) -> bool:
-        """Whether the engine uses the trainer's own parameters: in one process, on one GPU or in one memory."""
+        """Whether the engine uses the trainer's own parameters: both are in one process, on the same GPU or both on the
+        CPU."""
         if self.executor != "local" or "actor_infer" not in self.roles or self.roles["actor_infer"].strategy != "native":
             return False
         if self.roles["actor_train"].mesh is not None:  # its ranks have processes of their own
@@ -93,7 +94,7 @@ class DeviceMap:
 
 
 def make_map(config: Config, inventory: Inventory, *, roles_in_use: Collection[str]) -> DeviceMap:
-    """Places every role in use as the config says, or raises the first `UserError` that keeps it from it."""
+    """Places every role in use as the config says. Raises a `UserError` for the first role that cannot be placed."""
     if config.executor == "local":
         inventory = Inventory(inventory.nodes[:1])
     _refuse_unused(config, roles_in_use)
@@ -183,7 +184,7 @@ Workers = list[tuple[Device, ...]]
 
 
 def _process_workers(role: str, wanted: RoleConfig, inventory: Inventory) -> tuple[Workers, bool]:
-    """Round robin over the nodes: all of them, or those of the cores that are written."""
+    """Round robin over the nodes: all nodes, or those of the configured cores."""
     parsed = parse_devices(wanted.devices, inventory, f"roles.{role}.devices", cores=True)
     if isinstance(parsed, str):
         per_node = [inventory.cores_of(number) for number in range(len(inventory.nodes))]
@@ -195,7 +196,7 @@ def _process_workers(role: str, wanted: RoleConfig, inventory: Inventory) -> tup
 def _model_workers(
     role: str, wanted: RoleConfig, strategy: str, config: Config, inventory: Inventory
 ) -> tuple[Workers, bool]:
-    """The workers of a model role, and whether they are held to devices that were written."""
+    """The workers of a model role, and whether they are pinned to configured devices."""
     own = parse_devices(wanted.devices, inventory, f"roles.{role}.devices")
     choice = parse_devices(config.devices, inventory, "devices") if own == "auto" else own
     if choice == "auto":
@@ -212,8 +213,8 @@ def _model_workers(
 
 
 def _share_of_ranks(role: str, wanted: RoleConfig, devices: tuple[Device, ...]) -> tuple[Device, ...]:
-    """What `auto` gives a sharded role of the devices of all: all cores, and as many GPUs as it has ranks, all if that is
-    not written."""
+    """The part of all devices that `auto` gives to a sharded role: all cores, or one GPU per rank; all GPUs if `replicas`
+    is not set."""
     if devices[0].kind == "cpu" or not wanted.replicas:
         return devices
     if wanted.replicas > len(devices):
@@ -225,8 +226,9 @@ def _share_of_ranks(role: str, wanted: RoleConfig, devices: tuple[Device, ...]) 
 
 
 def _share_of(role: str, devices: tuple[Device, ...], executor: str) -> tuple[Device, ...]:
-    """What `auto` gives a role of the devices of all: on GPUs the first one to train, the last one to who only looks,
-    all of them to generate (in one process: the trainer's); on cores those of one node, or all to generate."""
+    """The part of all devices that `auto` gives to a role. On GPUs: the first GPU to a trainer, the last to the roles of
+    `LAST`, all to `actor_infer` (under `executor: local` the trainer's GPU). On cores: those of one node, or all to
+    `actor_infer`."""
     end = -1 if role in LAST else 0
     if devices[0].kind == "gpu":
         return devices if role == "actor_infer" and executor == "ray" else (devices[end],)
@@ -234,8 +236,8 @@ def _share_of(role: str, devices: tuple[Device, ...], executor: str) -> tuple[De
 
 
 def _free_workers(role: str, wanted: RoleConfig, strategy: str, inventory: Inventory) -> Workers:
-    """Workers held to no core: one on the first node (or the last, see `LAST`); engines round robin over the nodes; ranks
-    spread in the same way, those of one node next to each other."""
+    """Workers that are not pinned to cores. A `single` worker is on the first node (or the last, see `LAST`); engines are
+    placed round robin over the nodes; so are ranks, with those of one node next to each other."""
     if strategy == "single":
         _one_worker(role, wanted)
     nodes = len(inventory.nodes)
@@ -284,7 +286,7 @@ def _gpu_workers(role: str, wanted: RoleConfig, strategy: str, gpus: tuple[Devic
 def _core_workers(
     role: str, wanted: RoleConfig, strategy: str, cores: tuple[Device, ...], inventory: Inventory
 ) -> Workers:
-    """Cores shared evenly by the role's workers, none of which spans nodes."""
+    """Divides the cores evenly among the role's workers; no worker spans nodes."""
     written = format_devices(cores, inventory)
     if strategy == "single":
         _one_worker(role, wanted)
@@ -305,7 +307,7 @@ def _core_workers(
 
 
 def _cut(cores: tuple[Device, ...], replicas: int) -> Workers | None:
-    """Equal parts of the cores in order; None if they do not divide or a part would span nodes."""
+    """Divides the devices into equal parts in order; None if they do not divide evenly or a part would span nodes."""
     size, rest = divmod(len(cores), replicas)
     if rest or not size:
         return None
@@ -322,7 +324,7 @@ def _one_worker(role: str, wanted: RoleConfig) -> None:
 
 
 def _gpus(count: int, *is_are: str) -> str:
-    """`2 GPUs`; with `is` and `are`, the one that fits before it."""
+    """`2 GPUs`; with the verbs `is` and `are`, preceded by the one that agrees with the number."""
     verb = f"{is_are[count != 1]} " if is_are else ""
     return f"{verb}{count} GPU" + ("" if count == 1 else "s")
 
@@ -357,7 +359,7 @@ def _threads(
     rank: int,
     pinned: bool,
 ) -> int:
-    """CPU threads of a worker."""
+    """Number of CPU threads of a worker."""
     worker = workers[rank]
     node = inventory.nodes[worker[0].node]
     if role in PROCESS_ROLES:
@@ -375,8 +377,8 @@ def _threads(
 def _with_equal_threads(
     roles: dict[str, RolePlacement], config: Config, inventory: Inventory
 ) -> dict[str, RolePlacement]:
-    """Deterministic numeric work has as many threads everywhere, whatever the layout: sums over threads would otherwise
-    round differently. Where ranks share the cores, it is what one of them has."""
+    """Gives all workers with a model the same number of threads in a deterministic run, whatever the layout: sums over
+    threads would round differently otherwise. If ranks share the cores of a node, the number is that of one rank."""
     ranks = [len(placed.workers) for placed in roles.values() if placed.mesh is not None and not placed.on_gpus]
     threads = config.threads or max(1, inventory.nodes[0].cores // max(ranks, default=1))
     return {

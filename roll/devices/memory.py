@@ -1,12 +1,12 @@
-"""How much memory a run will take, by device, stage and part, before anything starts.
+"""Estimates how much memory a run will take, by device, stage and item, before anything starts.
 
-A pool is memory of its own: a GPU's, or a node's. What a worker keeps between stages (weights, masters, moments, cache)
-counts wherever it is resident; what it works in (gradients, activations, logits) only in its own stage. The need of a
-pool is the largest sum over stages. On a CPU there is nowhere to go: an offloaded worker gives up its cache and keeps the
-rest. What leaves a GPU lies in its node's memory meanwhile.
+A pool is one memory: a GPU's, or a node's. What a worker keeps between stages (weights, master weights, moments, KV
+cache) counts wherever it is resident; what it allocates while it computes (gradients, activations, logits) counts only in
+its own stage. The need of a pool is the largest sum over stages. On a CPU there is no other memory to offload to: an
+offloaded worker frees its KV cache and keeps the rest. Tensors offloaded from a GPU are in its node's memory.
 
-What a pass keeps and works in is `roll.strategy.train.activation_memory`'s to say, and what the shards of a trainer over
-several devices add to it, `roll.devices.sharded_memory`'s.
+`roll.strategy.train.activation_memory` estimates what a forward and backward pass allocate, and
+`roll.devices.sharded_memory` what sharding adds to that.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ CACHE = "key-value cache"
 MASTERS = "master weights, fp32"
 MOMENTS = {"adamw": "optimizer moments, fp32", "adamw_8bit": "optimizer moments, 8 bits"}
 FULL = 0.9
-"""The share of a pool that may be planned: the rest is for fragments, contexts and what nobody counts."""
+"""The share of a pool that may be planned; the rest is for fragmentation, CUDA contexts and everything not counted."""
 DRAW_BYTES = 12
-"""For each logit an engine draws from: logits, scaled, and the mass of each."""
+"""Bytes per logit that an engine samples from: logits, scaled logits, and probability mass."""
 PURPOSES: dict[str, Purpose] = {
     "actor_train": "policy",
     "reference": "frozen",
     "critic": "critic",
     "reward_model": "scorer",
 }
-"""What the model of a role that may be sharded is for."""
+"""The purpose of the model of each role that may be sharded."""
 WORKS_IN: dict[str, Stage] = {
     "actor_train": "train",
     "reference": "reference",
@@ -82,11 +82,12 @@ def sharded_peak(
     adapters: LoraConfig | None = None,
     optimizer: str = "adamw",
 ) -> Peak:
-    """The memory of one rank of a sharded model at its fullest moment: masters, moments and all that a micro-batch of so
-    many rows (distinct tokens) adds, in an update, or in a forward pass of a model that does not learn.
+    """The peak memory of one rank of a sharded model: master weights, moments and everything that a micro-batch of this
+    size adds, in an update, or in a forward pass of a frozen model.
 
-    `shape` is the transformers config of the model, `dtype` the precision that layers compute in. `several`: an update
-    has several micro-batches. The CUDA context, NCCL's buffers and fragments are not in it.
+    `shape` is the transformers config of the model, `rows` the packed tokens of a micro-batch, `dtype` the precision that
+    layers compute in. `several`: an update has several micro-batches. The CUDA context, NCCL's buffers and fragmentation
+    are not included.
 
     Example: `sharded_peak(AutoConfig.from_pretrained(path), MeshShape(1, 64), 24_576).bytes / 2**30`
     """
@@ -104,8 +105,8 @@ def sharded_peak(
 
 
 def sharded_state(sizes: ShardSizes, dtype: torch.dtype, purpose: Purpose, optimizer: str) -> Sizes:
-    """What a rank keeps from stage to stage. Parameters that learn are fp32 masters, the others have the precision that
-    layers compute in, but for the words of a critic, which are kept as the rest of it."""
+    """What a rank keeps from stage to stage. Trained parameters are fp32 master weights. Frozen ones have the precision
+    that layers compute in, except in a critic, where all parameters are kept in fp32."""
     frozen = sizes.frozen * (4 if purpose == "critic" else dtype.itemsize)
     found = [
         ("weights", frozen),
@@ -116,10 +117,10 @@ def sharded_state(sizes: ShardSizes, dtype: torch.dtype, purpose: Purpose, optim
 
 
 def train_working(footprint: Footprint, work: MemoryInputs, budget: Budget) -> Sizes:
-    """Gradients, activations and logits of an update at its fullest moment.
+    """Gradients, activations and logits at the peak of an update.
 
-    With several micro-batches the gradients of all parameters are there while activations are; with one they appear as
-    activations go, and the fullest moment is the end of the forward pass or of the backward pass.
+    With several micro-batches, the gradients of all parameters exist at the same time as activations. With one, gradients
+    are allocated while activations are freed, and the peak is at the end of the forward pass or of the backward pass.
     """
     model, item = footprint.model, footprint.dtype.itemsize
     sizes = [_activations(footprint, size, budget.checkpointed) for size in work.micro_batches(budget.rows)]
@@ -134,8 +135,8 @@ def train_working(footprint: Footprint, work: MemoryInputs, budget: Budget) -> S
 
 
 def _activations(footprint: Footprint, size: PackedSize, checkpointed: bool) -> tuple[int, int]:
-    """What the layers keep of a micro-batch, and the most there is beside it: the logits at the end of the forward pass,
-    or what the layer at work needs in the backward pass."""
+    """The bytes that the layers keep of a micro-batch, and the most that is allocated besides: the logits at the end of
+    the forward pass, or the working memory of the current layer in the backward pass."""
     logits, chunks = footprint.chunk_logits(size.predicting)
     output_gradient = footprint.model.trained_output * (4 if chunks else footprint.dtype.itemsize)
     predicting = footprint.ends_bytes(size) + footprint.logits_bytes(logits) + output_gradient * chunks
@@ -146,7 +147,7 @@ def _activations(footprint: Footprint, size: PackedSize, checkpointed: bool) -> 
 
 
 def forward_working(footprint: Footprint, work: MemoryInputs, budget: Budget) -> Sizes:
-    """What a pass without gradients over a micro-batch works in."""
+    """Working memory of a pass without gradients over a micro-batch."""
     return [("a forward pass", max(_forward_bytes(footprint, size) for size in work.micro_batches(budget.rows)))]
 
 
@@ -160,7 +161,7 @@ def _forward_bytes(footprint: Footprint, size: PackedSize) -> int:
 def sharded_working(
     sizes: ShardSizes, footprint: Footprint, work: MemoryInputs, budget: Budget, purpose: Purpose
 ) -> Sizes:
-    """What a rank works in, with its part of the samples."""
+    """Working memory of a rank, for its part of the samples."""
     if purpose in ("frozen", "scorer"):
         return [*gathered_parts(sizes, footprint), *forward_working(footprint, work, budget)]
     found = [
@@ -184,8 +185,9 @@ def cache_bytes(
     paged: bool = False,
     recorded: RouteShape | None = None,
 ) -> int:
-    """An engine's keys and values for its longest sequences, and what is still there of a smaller cache while it grows:
-    a layer, or all of a paged one. That takes all it may hold, where that is set. `recorded`: the routes beside them."""
+    """Bytes of an engine's KV cache for its longest sequences, including what remains of a smaller cache while it grows:
+    one layer of a slot cache, or all of a paged one. If `kv_tokens` is set, a paged cache takes exactly that. `recorded`
+    adds the routes."""
     cache, context = SlotCache(shape, dtype, torch.device("cpu"), recorded), longest_sequence(shape)
     if paged and work.kv_tokens:
         return work.kv_tokens * cache.bytes_a_token
@@ -200,7 +202,7 @@ def cache_bytes(
 
 
 def engine_working(footprint: Footprint, work: MemoryInputs) -> Sizes:
-    """What an engine's step works in: the rows of its largest pass, their mask, and the logits it draws from."""
+    """Working memory of an engine's step: the rows of its largest pass, their mask, and the logits it samples from."""
     model, item = footprint.model, footprint.dtype.itemsize
     rows = EXACT_ROWS if work.exact else max(PROMPT_ROWS, work.running + PROMPT_ROWS // 4)
     passed = Spans(1, min(rows, work.longest), work.longest)
@@ -212,7 +214,7 @@ def engine_working(footprint: Footprint, work: MemoryInputs) -> Sizes:
 
 @dataclass(frozen=True)
 class MemoryItem:
-    """What one thing of a worker takes in a pool."""
+    """One item of a worker in a pool."""
 
     worker: str
     """`actor_train[0]`, or `controller`."""
@@ -227,22 +229,22 @@ class MemoryItem:
 
 @dataclass(frozen=True, order=True)
 class DeviceMemory:
-    """Memory of its own: a node's, or that of one of its GPUs."""
+    """One memory: a node's, or that of one of its GPUs."""
 
     node: int
     gpu: int | None
-    """None for the node's own memory."""
+    """None for the node's memory."""
     name: str
     capacity: int
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What is in every pool in every stage."""
+    """The items in every pool in every stage."""
 
     parts: Mapping[tuple[DeviceMemory, Stage], tuple[MemoryItem, ...]]
     budgets: Mapping[str, Budget]
-    """How trainers cut their batches, by worker."""
+    """How trainers split their batches into micro-batches, by worker."""
 
     @property
     def pools(self) -> tuple[DeviceMemory, ...]:
@@ -252,31 +254,31 @@ class MemoryEstimate:
         return sum(part.bytes for part in self.parts[pool, stage])
 
     def peak(self, pool: DeviceMemory) -> tuple[Stage, int]:
-        """The stage in which a pool is fullest, and how full."""
+        """The stage in which a pool is fullest, and its bytes."""
         stages = [stage for other, stage in self.parts if other == pool]
         fullest = max(stages, key=lambda stage: self.bytes(pool, stage))
         return fullest, self.bytes(pool, fullest)
 
     def too_full(self) -> tuple[DeviceMemory, ...]:
-        """Pools that would hold more than may be planned; of one whose size is not known (0) nothing can be said."""
+        """Pools that would hold more than may be planned. A pool of unknown capacity (0) is never too full."""
         return tuple(pool for pool in self.pools if pool.capacity and self.peak(pool)[1] > FULL * pool.capacity)
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The model of all roles but those with one of their own, and how each role holds it."""
+    """The actor's model, the models of other roles, and the precision of each role."""
 
     shape: PretrainedConfig
     sizes: ModelShape
     dtypes: Mapping[str, torch.dtype]
     """By role."""
     own: Mapping[str, tuple[PretrainedConfig, ModelShape]] = field(default_factory=dict)
-    """Models of their own, by role."""
+    """Models of roles that do not use the actor's, by role."""
     shards: Mapping[str, ShardSizes] = field(default_factory=dict)
-    """What a rank has of each sharded role's model."""
+    """What a rank holds of each sharded role's model."""
 
     def sizes_of(self, role: str) -> ModelShape:
-        """The trainer alone has adapters."""
+        """The shape of the role's model. Only the trainer has adapters."""
         if role in self.own:
             return self.own[role][1]
         return self.sizes if role == "actor_train" else replace(self.sizes, adapters=0)
@@ -295,16 +297,16 @@ class _Worker:
     kind: Kind
     pool: DeviceMemory
     home: DeviceMemory
-    """Its node's memory."""
+    """The memory of its node."""
     strategy: str
     devices: int = 1
-    """That hold its weights together, of which this is one."""
+    """Number of devices that hold its weights together; this is one of them."""
     mesh: MeshShape | None = None
     """The mesh of its role, if this is one of the role's ranks."""
 
 
 def estimate(map: DeviceMap, table: ResidencyTable, model: ModelSize, work: MemoryInputs) -> MemoryEstimate:
-    """The memory of a mapped run whose workers are resident as the table says."""
+    """The memory of a mapped run whose workers have the residency of the table."""
     hosts = {number: host(map.inventory, number) for number in range(len(map.inventory.nodes))}
     workers = _workers(map, hosts)
     pools = dict.fromkeys([*hosts.values(), *(worker.pool for worker in workers)])
@@ -375,13 +377,13 @@ def gpu(inventory: Inventory, node: int, index: int) -> DeviceMemory:
 
 
 def _pool_order(item: tuple[tuple[DeviceMemory, Stage], object]) -> tuple[bool, int, int]:
-    """GPUs first, then nodes' own memory; stages stay in order."""
+    """GPUs first, then the memories of nodes; stages stay in order."""
     pool = item[0][0]
     return pool.gpu is None, pool.node, pool.gpu or 0
 
 
 def _resident(map: DeviceMap, worker: _Worker, level: Level, model: ModelSize, work: MemoryInputs) -> tuple[Sizes, Sizes]:
-    """What a worker keeps on its device in a stage, and what lies in its node's memory meanwhile."""
+    """What a worker keeps on its device in a stage, and what it has offloaded to its node's memory."""
     kept = [(what, size // worker.devices) for what, size in _kept(map, worker, model, work)]
     weights = ("weights", MASTERS) if worker.role in model.shards else ("weights",)
     on_device = {"none": (), "weights": weights, "all": tuple(what for what, _ in kept)}[level]
@@ -393,7 +395,7 @@ def _resident(map: DeviceMap, worker: _Worker, level: Level, model: ModelSize, w
 
 
 def _beside(worker: _Worker, model: ModelSize) -> Sizes:
-    """What an engine in processes of its own takes of its node's memory: for them, and for the weights it reads there."""
+    """What vLLM takes of its node's memory: its processes, and the weights that it reads from there."""
     if worker.strategy != "vllm":
         return []
     weights = model.sizes_of(worker.role).parameters * model.dtypes[worker.role].itemsize
@@ -401,7 +403,7 @@ def _beside(worker: _Worker, model: ModelSize) -> Sizes:
 
 
 def _vllm_cache(role: str, shape: PretrainedConfig, dtype: torch.dtype, work: MemoryInputs) -> int:
-    """Of all devices that hold it together."""
+    """The KV cache on all devices of the worker together."""
     written = work.engines.get(role, RoleConfig())
     context, together = written.context_within(longest_sequence(shape)), written.parallel.tensor
     planned = vllm_cache(shape, dtype.itemsize, context, work.running, work.response, together)
@@ -432,7 +434,8 @@ def _kept(map: DeviceMap, worker: _Worker, model: ModelSize, work: MemoryInputs)
 def _working(
     worker: _Worker, stage: Stage, model: ModelSize, work: MemoryInputs, resident: tuple[MemoryItem, ...]
 ) -> tuple[Sizes, Budget | None]:
-    """What a worker works in, in the stage that is its own, beside what is resident; and how a trainer cuts its batch."""
+    """The working memory of a worker in its own stage, in addition to what is resident, and how a trainer splits its
+    batch."""
     role, dtype, sizes = worker.role, model.dtypes[worker.role], model.sizes_of(worker.role)
     device = TORCH_DEVICE[worker.kind]
     tensor = 1 if worker.mesh is None else worker.mesh.tensor
@@ -465,9 +468,9 @@ def _rank_working(
     work: MemoryInputs,
     resident: tuple[MemoryItem, ...],
 ) -> tuple[Sizes, Budget | None]:
-    """The same of a rank, whose part of the samples is one of as many as there are ranks."""
+    """As `_working`, for a rank, which gets its data-parallel share of the groups."""
     role = worker.role
-    if (role, stage) == ("actor_train", "publish"):  # the probe's forward pass gathers parameters
+    if (role, stage) == ("actor_train", "publish"):  # the forward pass of the probe gathers parameters
         transit = 2 * min(work.bucket_bytes, footprint.model.parameters * footprint.dtype.itemsize)
         return [*gathered_parts(sizes, footprint), ("weights in transit", transit)], None
     if stage != WORKS_IN[role]:
@@ -488,7 +491,7 @@ def _spare(
     trained: int,
     transient_bytes: int = 0,
 ) -> int | None:
-    """What a trainer finds to spare on its GPU when it first looks, before it has moments."""
+    """The free memory of a trainer's GPU when it first measures it, before the moments are allocated; None on a CPU."""
     if worker.kind == "cpu":
         return None
     if not worker.pool.capacity:
@@ -498,7 +501,7 @@ def _spare(
 
 
 def largest(parts: Iterable[MemoryItem]) -> MemoryItem:
-    """The largest; what several workers of a role have in the same pool is one part, of the role."""
+    """The largest item, with equal items of a role's workers in the pool summed."""
     found: dict[tuple[str, str], MemoryItem] = {}
     for part in parts:
         key = part.role, part.what

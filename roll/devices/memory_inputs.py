@@ -1,4 +1,4 @@
-"""The work of a run: the sizes that its memory depends on, besides the model's."""
+"""The sizes of a run that its memory depends on, besides those of the model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from roll.strategy.train.layer_wrapping import Compiling
 from roll.strategy.train.microbatch_budget import Budget, Checkpointing, choose
 
 RUBRIC_TOKENS = 256
-"""Of ROLL's own rubric."""
+"""Tokens of ROLL's own rubric."""
 REPLY_TOKENS = 512
-"""Of a judge's longest reply, where its options say nothing."""
+"""Tokens of a judge's longest reply if its options do not set one."""
 
 
 def micro_batch_of(limit: int, prompt: int, response: int, group_size: int, groups: int) -> PackedSize:
-    """The fullest micro-batch of at most `limit` rows where every prompt and response is that long: whole groups first,
-    then a part of one. A group's first sample brings its prompt, the others their responses."""
+    """The fullest micro-batch of at most `limit` packed tokens if every prompt and response has these lengths: whole
+    groups first, then a part of one. The first sample of a group brings its prompt, the others only their responses."""
     full = min(limit // (prompt + group_size * response), groups)
     left = limit - full * (prompt + group_size * response)
     openers, siblings = full, full * (group_size - 1)
@@ -35,7 +35,8 @@ def micro_batch_of(limit: int, prompt: int, response: int, group_size: int, grou
 
 @dataclass(frozen=True)
 class JudgeWork:
-    """The sizes of a judge's work: sequences at once, what it is shown beside an attempt, and its longest reply."""
+    """The sizes of a judge's work: sequences at once, tokens of the rubric shown beside an attempt, and its longest
+    reply."""
 
     running: int
     rubric: int
@@ -43,7 +44,8 @@ class JudgeWork:
 
     @classmethod
     def of(cls, config: Config) -> JudgeWork | None:
-        """The largest of all rewards that ask the role, None if none does. A rubric's characters count as tokens."""
+        """The largest sizes over all rewards that use the role; None if none does. A rubric's characters count as
+        tokens."""
         parts = [part for rule in config.reward_rules.values() for part in (rule.parts.values() or [rule])]
         options = [part.options for part in parts if part.name == "judge" and not part.options.get("url")]
         if not options:
@@ -57,33 +59,33 @@ class JudgeWork:
 
 @dataclass(frozen=True)
 class MemoryInputs:
-    """The sizes of a run that memory depends on, besides the model's."""
+    """The sizes of a run that memory depends on, besides those of the model."""
 
     shortest_prompt: int
     longest_prompt: int
     response: int
     group_size: int
     groups: int
-    """Groups of one update."""
+    """Groups per update."""
     limit_rows: int
-    """Of a micro-batch; 0 for as many as fit."""
+    """Limit on packed tokens per micro-batch; 0 for as many as fit."""
     running: int
-    """Sequences an engine holds at once; 0 without engines."""
+    """Sequences that an engine runs at once; 0 without engines."""
     exact: bool
     bucket_bytes: int
-    """Size of the pieces in which weights travel, of which a side has two; 0 in one process."""
+    """Size of the buckets in which weights are sent; each side has two. 0 if trainer and engines share a process."""
     checkpointing: Checkpointing = "auto"
     optimizer: str = "adamw"
     compile: Compiling = "auto"
     judging: JudgeWork | None = None
     kv_tokens: int = 0
-    """What an engine's cache holds at most; 0 for what its sequences need."""
+    """Limit on the tokens of an engine's KV cache; 0 for what its sequences need."""
     router_replay: bool = False
-    """Whether engines record which experts of a mixture they use."""
+    """Whether engines record MoE routes."""
     evaluated: int = 0
-    """Longest response in an evaluation, where that is longer than in training."""
+    """Longest response in an evaluation; it matters if it is longer than in training."""
     engines: Mapping[str, RoleConfig] = field(default_factory=dict)
-    """What was written of the roles that have engines."""
+    """The configuration of the roles that have engines."""
 
     @classmethod
     def of(cls, config: Config, shortest_prompt: int, longest_prompt: int) -> MemoryInputs:
@@ -109,7 +111,7 @@ class MemoryInputs:
 
     @classmethod
     def of_chats(cls, config: Config, longest_tokens: int) -> MemoryInputs:
-        """Conversations of at most so many tokens: each a group of its own, any token of which may be an answer's."""
+        """For conversations of at most this many tokens: each is a group of its own, and any token may be trained on."""
         return cls(
             shortest_prompt=1,
             longest_prompt=1,
@@ -126,11 +128,11 @@ class MemoryInputs:
         )
 
     def of_role(self, role: str) -> MemoryInputs:
-        """The work as a role sees it: engines also answer what is evaluated; a judge is shown whole attempts, and replies
-        to them."""
+        """The sizes of one role's work: engines also generate evaluation responses; a judge reads whole attempts and
+        replies to them."""
         if role == "actor_infer" and self.evaluated > self.response:
             return replace(self, response=self.evaluated)
-        if role == "reward_model":  # conversations with nothing in common
+        if role == "reward_model":  # conversations share no prefixes
             return replace(self, group_size=1, groups=self.groups * self.group_size, limit_rows=0)
         if role != "judge" or self.judging is None:
             return self
@@ -146,12 +148,13 @@ class MemoryInputs:
         return self.longest_prompt + self.response
 
     def budget(self, footprint: Footprint, spare_bytes: int | None = None) -> Budget:
-        """Of a trainer's micro-batches, where its GPU has so much to spare; None on a CPU."""
+        """The micro-batch limit of a trainer whose GPU has this much free memory; None on a CPU."""
         return choose(footprint, self.limit_rows, self.checkpointing, self.longest, spare_bytes)
 
     def micro_batches(self, limit_rows: int) -> list[PackedSize]:
-        """The fullest micro-batches, for responses of the longest size, its halves, and the longest that leave no row
-        free: long ones make large attentions, many short ones many keys. Several are about as large as each other."""
+        """Candidates for the largest micro-batch: for the longest responses, for repeated halves of that length, and for
+        the longest length that leaves no packed token unused. Long responses need more memory for attention, many short
+        ones more for keys. If an update has several micro-batches, they are about equally large."""
         lengths = {max(self.response >> halvings, 1) for halvings in range(self.response.bit_length())}
         room = limit_rows - self.longest_prompt
         if room > 0:

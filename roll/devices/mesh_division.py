@@ -1,4 +1,4 @@
-"""Whether the mesh of a sharded role divides its model."""
+"""Checks that the mesh of a sharded role divides its model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roll.config.suggest import either
 
 
 def check_divides(role: str, mesh: MeshShape, shape: PretrainedConfig) -> None:
-    """Refuses a mesh that does not divide the model."""
+    """Raises if the mesh does not divide the model."""
     heads = int(shape.num_attention_heads)
     kv_heads = int(getattr(shape, "num_key_value_heads", None) or heads)
     words = int(shape.vocab_size)
@@ -39,18 +39,18 @@ def check_divides(role: str, mesh: MeshShape, shape: PretrainedConfig) -> None:
 
 
 def expert_count(shape: PretrainedConfig) -> int:
-    """Routed experts of a layer, 0 of a model without."""
+    """Number of routed experts per layer; 0 for a model without experts."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return next((int(count) for name in names if (count := getattr(shape, name, None))), 0)
 
 
 def _all_have_one(experts: int, ranks: int) -> bool:
-    """Whether every rank has an expert, where all but the last ones have equally many."""
+    """Whether every rank gets at least one expert if all ranks but the last ones get equally many."""
     return -(-experts // ranks) * (ranks - 1) < experts
 
 
 def _undivided(role: str, name: str, size: int, what: str, fits: int) -> UserError:
-    """A number that does not divide `what` of the model; the divisors of `fits` are what to write instead."""
+    """The error for a mesh dimension that does not divide `what` of the model; it suggests the divisors of `fits`."""
     return UserError(
         f"roles.{role}.parallel.{name} is {size}, which does not divide the model's {what}: write "
         f"roles.{role}.parallel.{name}={either([str(n) for n in _divisors(fits)][:6])}"

@@ -1,4 +1,4 @@
-"""The plan of a run: map, stages, sizes of a step and memory, checked before anything starts."""
+"""The plan of a run: device map, residency, step sizes and memory, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from roll.strategy.train.sharded.sizes import ShardSizes
 
 GIB = 2**30
 MOST_RANKS = 4096
-"""Over which a model that does not fit is tried."""
+"""Largest number of ranks that is tried for a model that does not fit."""
 
 
 @dataclass(frozen=True)
@@ -38,26 +38,26 @@ class Plan:
     model: str
     parameters: int
     adapters: int
-    """Parameters of adapters, beside the model's own."""
+    """Parameters of the LoRA adapters, which are not among the model's own."""
     dtype: str
-    """Of the trainer's parameters."""
+    """Precision of the trainer's parameters."""
     map: DeviceMap
     offload: bool
     why: str
-    """A sentence on why roles leave their devices between turns, or do not."""
+    """A sentence on why roles are offloaded between phases, or why not."""
     stages: ResidencyTable
     memory: MemoryEstimate
     roles: list[tuple[str, str]]
-    """Role, and how it computes in words."""
+    """Each role and a description of how it computes."""
     sizes: tuple[tuple[str, str], ...]
     problem: str | None
-    """Why the run cannot start, and what to write instead."""
+    """Why the run cannot start, and what to write instead; None if it can."""
     writes: DiskEstimate
-    """What it will leave on disk."""
+    """What the run will write to disk."""
 
 
 def make_plan(config: Config, job: RunRequirements, inventory: Inventory | None = None) -> Plan:
-    """Maps the roles over the inventory (this machine's if none is given) and estimates what each device will hold."""
+    """Maps the roles to the inventory (this machine's by default) and estimates the memory of each device."""
     map = make_map(config, inventory or this_machine(), roles_in_use=job.roles)
     shape = load_model_config(find_model(config.model.path))
     dtypes = {role: dtype_of(config, placed) for role, placed in map.roles.items() if placed.strategy}
@@ -92,7 +92,7 @@ def check_memory(plan: Plan) -> None:
 
 
 def dtype_of(config: Config, placed: RolePlacement) -> torch.dtype:
-    """The precision a role holds the model in; of a GPU that is not here, `auto` is bf16."""
+    """The precision in which a role holds the model. For a GPU that is not on this machine, `auto` is bf16."""
     device, role = placed.places[0].device, placed.role
     dtype = getattr(config.roles, role).model.dtype if role in SCORING_ROLES else config.model.dtype
     if placed.on_gpus and dtype == "auto" and not torch.cuda.is_available():
@@ -101,7 +101,7 @@ def dtype_of(config: Config, placed: RolePlacement) -> torch.dtype:
 
 
 def _own_models(config: Config, map: DeviceMap) -> dict[str, tuple[PretrainedConfig, ModelShape]]:
-    """The models of roles that have one of their own."""
+    """The models of roles that do not use the actor's."""
     found = {}
     if "judge" in map.roles:
         shape = load_model_config(find_model(config.roles.judge.model.path))
@@ -115,7 +115,7 @@ def _own_models(config: Config, map: DeviceMap) -> dict[str, tuple[PretrainedCon
 def _shards(
     config: Config, map: DeviceMap, shape: PretrainedConfig, own: Mapping[str, tuple[PretrainedConfig, ModelShape]]
 ) -> dict[str, ShardSizes]:
-    """What a rank has of each sharded role's model."""
+    """What a rank holds of each sharded role's model."""
     found = {}
     for role, placed in map.roles.items():
         if placed.mesh is not None:
@@ -126,7 +126,7 @@ def _shards(
 
 
 def choose_offload(config: Config, map: DeviceMap, model: ModelSize, work: MemoryInputs) -> tuple[bool, str]:
-    """Whether roles leave their devices between turns, and a sentence that says why."""
+    """Whether roles are offloaded between phases, and a sentence that says why."""
     stay, turns = residency(map, False), residency(map, True)
     if config.offload != "auto":
         asked = config.offload == "always"
@@ -150,7 +150,8 @@ def choose_offload(config: Config, map: DeviceMap, model: ModelSize, work: Memor
 
 
 def _unhurried(work: MemoryInputs, trainer: RolePlacement) -> MemoryInputs:
-    """The work with micro-batches that keep a GPU busy and compute nothing twice: what roles take turns for."""
+    """The work with micro-batches that keep a GPU busy and without recomputed activations: offloading is worthwhile if
+    roles do not fit together under these conditions."""
     if not trainer.on_gpus:
         return work
     once = "off" if work.checkpointing == "auto" else work.checkpointing
@@ -160,7 +161,7 @@ def _unhurried(work: MemoryInputs, trainer: RolePlacement) -> MemoryInputs:
 def _problem(
     config: Config, map: DeviceMap, stages: ResidencyTable, model: ModelSize, memory: MemoryEstimate, work: MemoryInputs
 ) -> str | None:
-    """What does not fit, and what to write instead."""
+    """The memory that is too full, and what to write instead; None if everything fits."""
     full = memory.too_full()
     if not full:
         return None
@@ -178,8 +179,8 @@ def _problem(
 def _remedy(
     config: Config, map: DeviceMap, stages: ResidencyTable, model: ModelSize, work: MemoryInputs, part: MemoryItem
 ) -> str:
-    """A setting that makes the run fit: offloading, fewer sequences or shorter micro-batches, whichever helps alone;
-    else where to look."""
+    """A setting that makes the run fit: offloading, fewer running sequences or smaller micro-batches, whichever suffices
+    alone; otherwise which settings to look at."""
     if config.offload == "never" and not estimate(map, residency(map, True), model, work).too_full():
         return "write offload=auto"
     if (fewer := _fewer_copies(config, map, stages, model, work, part)) is not None:
@@ -207,7 +208,7 @@ def _remedy(
 def _fewer_copies(
     config: Config, map: DeviceMap, stages: ResidencyTable, model: ModelSize, work: MemoryInputs, part: MemoryItem
 ) -> str | None:
-    """Fewer copies of a sharded role's parameters, so that each is cut over more ranks."""
+    """A smaller number of replicas of a sharded role, so that each copy of the parameters is sharded over more ranks."""
     mesh = map.roles[part.role].mesh if part.role in map.roles else None
     if mesh is None:
         return None
@@ -221,7 +222,7 @@ def _fewer_copies(
 def _more_ranks(
     config: Config, map: DeviceMap, stages: ResidencyTable, model: ModelSize, work: MemoryInputs, part: MemoryItem
 ) -> str | None:
-    """How many GPUs would hold a sharded role, if any number does."""
+    """The number of GPUs that would hold a sharded role, if there is one."""
     placed = map.roles.get(part.role)
     if placed is None or placed.mesh is None or not placed.on_gpus:
         return None
@@ -233,7 +234,7 @@ def _more_ranks(
 
 
 def _over(config: Config, model: ModelSize, role: str, mesh: MeshShape) -> ModelSize:
-    """The model with a role's parameters cut over the ranks of another mesh."""
+    """The model with a role's parameters sharded over another mesh."""
     sizes = shard_sizes(model.shape_of(role), mesh, PURPOSES[role], config.model.adapters)
     return replace(model, shards={**model.shards, role: sizes})
 
@@ -241,10 +242,10 @@ def _over(config: Config, model: ModelSize, role: str, mesh: MeshShape) -> Model
 def _fewer_workers(
     config: Config, map: DeviceMap, stages: ResidencyTable, model: ModelSize, work: MemoryInputs
 ) -> str | None:
-    """A role of which fewer workers would fit, the one with the most first."""
+    """A role that would fit with fewer workers; roles with more workers are tried first."""
     for role, placement in sorted(map.roles.items(), key=lambda item: -len(item[1].workers)):
         if placement.on_gpus:
-            continue  # as many as its devices make
+            continue  # the number of its workers is that of its devices
         mesh, sizes = placement.mesh, model
         each = 1 if mesh is None else mesh.ranks // mesh.shard
         shards = len(placement.workers) // each

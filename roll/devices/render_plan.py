@@ -1,4 +1,4 @@
-"""A plan as tables: devices across and stages down, then the roles, the sizes of a step and the parts of the memory."""
+"""Renders a plan as tables: devices as columns and stages as rows, then roles, step sizes and memory items."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from roll.strategy.offload import Level
 
 @dataclass(frozen=True)
 class Resident:
-    """A worker in a column, in one stage."""
+    """A worker on the devices of a column, in one stage."""
 
     role: str
     rank: int
@@ -29,12 +29,12 @@ class Resident:
 
 @dataclass(frozen=True)
 class Column:
-    """Devices that hold the same roles at the same levels in every stage; their ranks may differ."""
+    """Devices that hold the same roles at the same residency in every stage; their ranks may differ."""
 
     pools: tuple[DeviceMemory, ...]
     devices: tuple[Device, ...]
     cells: tuple[tuple[tuple[Resident, ...], ...], ...]
-    """For each stage, for each device: who is there."""
+    """The workers on each device, for each stage."""
 
 
 COLUMN_CHARS = 22
@@ -42,7 +42,7 @@ COLUMN_CHARS = 22
 
 
 def draw(plan: Plan, width: int = 100) -> list[Table | Text]:
-    """What `roll plan` shows on a screen so many characters wide."""
+    """The output of `roll plan` for a terminal with `width` characters."""
     engines = plan.map.kind != "trainer only"
     summary = Text((f"Layout: trainer and engines are {plan.map.kind}. " if engines else "") + plan.why)
     tables = [draw_roles(plan), draw_sizes(plan), *draw_ranks(plan), draw_memory(plan), draw_writes(plan)]
@@ -50,7 +50,7 @@ def draw(plan: Plan, width: int = 100) -> list[Table | Text]:
 
 
 def draw_map(plan: Plan, width: int) -> list[Table]:
-    """Devices across and stages down; where not all columns fit, several tables."""
+    """Devices as columns and stages as rows; several tables if not all columns fit."""
     found = columns(plan)
     fit = max((width - len("│ reference │")) // COLUMN_CHARS, 1)
     return [_map_table(plan, found[first : first + fit], found) for first in range(0, len(found), fit)]
@@ -81,7 +81,7 @@ def draw_sizes(plan: Plan) -> Table:
 
 
 def draw_ranks(plan: Plan) -> list[Table]:
-    """What a rank of each sharded role holds in its fullest stage, and of what."""
+    """The memory items of one rank of each sharded role in its fullest stage."""
     sharded = {role: placed for role, placed in plan.map.roles.items() if placed.mesh is not None}
     if not sharded:
         return []
@@ -101,7 +101,7 @@ def draw_ranks(plan: Plan) -> list[Table]:
 
 
 def draw_memory(plan: Plan) -> Table:
-    """The parts of every kind of memory in its fullest stage."""
+    """The items of every memory in its fullest stage."""
     table = Table("memory", "fullest in", "role", "part", "MiB")
     for pools in _alike(plan):
         pool = pools[0]
@@ -116,7 +116,7 @@ def draw_memory(plan: Plan) -> Table:
 
 
 def draw_writes(plan: Plan) -> Table:
-    """What the run will leave on disk; all but checkpoints is estimated, and mostly less."""
+    """What the run will write to disk; everything but checkpoints is an upper estimate."""
     writes = plan.writes
     table = Table("written to disk", "about")
     kept = f"{writes.checkpoints} × {human(writes.checkpoint_bytes)}"
@@ -128,7 +128,7 @@ def draw_writes(plan: Plan) -> Table:
 
 
 def columns(plan: Plan) -> list[Column]:
-    """One column for each run of devices that look alike."""
+    """One column for each run of equal devices."""
     made: list[Column] = []
     for device in _devices(plan):
         cells = tuple(_residents(plan, device, stage) for stage in plan.stages.stages)
@@ -152,7 +152,7 @@ def title(plan: Plan, column: Column) -> str:
 
 
 def _pinned(plan: Plan, device: Device) -> bool:
-    """Whether a model's worker is held to this core by its number."""
+    """Whether a worker with a model is pinned to this core."""
     return any(
         place.cores and device in worker
         for placed in plan.map.roles.values()
@@ -187,7 +187,7 @@ def _residents(plan: Plan, device: Device, stage: Stage) -> tuple[Resident, ...]
 
 
 def _sizes(plan: Plan, pool: DeviceMemory, stage: Stage) -> Counter[str]:
-    """Bytes of each worker in a memory, by its name."""
+    """Bytes per worker name in a pool."""
     sizes: Counter[str] = Counter()
     for part in plan.memory.parts[pool, stage]:
         if part.what != RUNTIME:
@@ -201,7 +201,7 @@ def _alike_columns(column: Column, device: Device, pool: DeviceMemory, cells: tu
         return False
     if pool.capacity != column.pools[-1].capacity:
         return False
-    ranks = device.kind == "cpu"  # cores of one worker are one column, cores of two workers are two
+    ranks = device.kind == "cpu"  # cores of one worker form one column, cores of two workers form two
     return [_signature(many[-1], ranks) for many in column.cells] == [_signature(cell, ranks) for cell in cells]
 
 
@@ -210,7 +210,7 @@ def _signature(cell: tuple[Resident, ...], ranks: bool) -> list[tuple[str, int, 
 
 
 def _cell(stage: Stage, devices: tuple[tuple[Resident, ...], ...], narrow: bool) -> Text:
-    """Who is on each device of a column: `actor_infer[1-7]: all, 3.1 GiB`."""
+    """The workers on each device of a column: `actor_infer[1-7]: all, 3.1 GiB`."""
     lines, between = [], "\n  " if narrow else " "
     for position, one in enumerate(devices[0]):
         ranks = sorted({cell[position].rank for cell in devices})
@@ -221,7 +221,7 @@ def _cell(stage: Stage, devices: tuple[tuple[Resident, ...], ...], narrow: bool)
 
 
 def _peak(plan: Plan, column: Column, all_columns: list[Column]) -> Text:
-    """The most a column's memory holds; cores of one node share theirs."""
+    """The peak of a column's memory; all cores of a node share one memory."""
     pool = column.pools[0]
     need = plan.memory.peak(pool)[1]
     shared = sum(pool in other.pools for other in all_columns) > 1
@@ -231,7 +231,7 @@ def _peak(plan: Plan, column: Column, all_columns: list[Column]) -> Text:
 
 
 def _where(plan: Plan, role: str) -> str:
-    """The devices of a role as they would be written, or `cpu` for workers held to no core."""
+    """The devices of a role as a config would name them, or `cpu` for workers that are not pinned to cores."""
     placed = plan.map.roles[role]
     inventory = plan.map.inventory
     if placed.on_gpus or any(place.cores for place in placed.places):
@@ -242,7 +242,7 @@ def _where(plan: Plan, role: str) -> str:
 
 
 def _alike(plan: Plan) -> Iterable[tuple[DeviceMemory, ...]]:
-    """Pools in runs whose fullest stage has the same parts."""
+    """Runs of pools whose fullest stage has the same items."""
     made: list[list[DeviceMemory]] = []
     for pool in plan.memory.pools:
         if made and (pool.gpu is None) == (made[-1][0].gpu is None) and _look(plan, pool) == _look(plan, made[-1][0]):
@@ -258,7 +258,7 @@ def _look(plan: Plan, pool: DeviceMemory) -> tuple[object, ...]:
 
 
 def _merged(plan: Plan, pool: DeviceMemory, stage: Stage) -> list[tuple[tuple[str, str], int]]:
-    """The parts of a pool by role and kind, those of a role's workers together."""
+    """The items of a pool, summed over the workers of each role."""
     total: dict[tuple[str, str], int] = {}
     for part in plan.memory.parts[pool, stage]:
         key = part.role, part.what

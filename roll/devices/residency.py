@@ -1,9 +1,9 @@
-"""The stages of a step, and what of each worker is on its devices in each.
+"""The stages of a step, and the residency of each worker on its devices in each stage.
 
-Without offloading everything stays where it is. With it, a worker stays as it was unless the stage needs its devices for
-another role: then it leaves them, or, if the stage needs it too, keeps no more than the stage needs.
+Without offloading everything stays on its device. With offloading, a worker keeps its residency unless another role needs
+its devices in the stage: then it is offloaded, or, if the stage needs it too, keeps only what the stage needs.
 
-Example, trainer and engine on one GPU, the reference on another:
+Example: trainer and engine on one GPU, the reference on another:
 
 | stage | actor_train[0] | actor_infer[0] | reference[0] |
 | --- | --- | --- | --- |
@@ -12,7 +12,7 @@ Example, trainer and engine on one GPU, the reference on another:
 | train | all | none | all |
 | publish | weights | weights | all |
 
-An engine that uses the trainer's own parameters (`DeviceMap.one_copy`) holds the trainer at `weights`, never below.
+If the engine uses the trainer's own parameters (`DeviceMap.one_copy`), the trainer's residency is at least `weights`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ NEEDS: dict[Stage, dict[str, Level]] = {
     "train": {"actor_train": "all"},
     "publish": {"actor_train": "weights", "actor_infer": "weights"},
 }
-"""The roles that work in a stage, and what of them must be there. A run has the stages whose roles it has; models that
-give rewards work while samples are generated, and a run may have none."""
+"""The roles that work in a stage, and the residency they need. A run has the stages whose roles it has; reward models and
+judges work while samples are generated and are optional."""
 
 Name = tuple[str, int]
 """A worker: its role and rank."""
@@ -43,7 +43,7 @@ Name = tuple[str, int]
 
 @dataclass(frozen=True)
 class ResidencyTable:
-    """The level of every worker of a model role in every stage of a step."""
+    """The residency of every worker of a model role in every stage of a step."""
 
     stages: tuple[Stage, ...]
     levels: Mapping[Stage, Mapping[Name, Level]]
@@ -52,7 +52,7 @@ class ResidencyTable:
         return self.levels[stage][role, rank]
 
     def lowest(self, role: str, rank: int) -> Level:
-        """The least of the worker that any stage leaves on its devices."""
+        """The lowest residency of the worker over all stages."""
         return min((self.level(stage, role, rank) for stage in self.stages), key=LEVELS.index)
 
     @property
@@ -62,9 +62,9 @@ class ResidencyTable:
 
 
 def residency(map: DeviceMap, offload: bool) -> ResidencyTable:
-    """The table of a map, once a step has gone round."""
+    """The residency table of a device map in the steady state, after a full step."""
     workers = {
-        # the ranks of a reward model leave and come together: the first gives the others their orders
+        # the ranks of a reward model are offloaded and loaded together, because the first commands the others
         (role, place.rank): placement.devices if placement.mesh and role in SCORING_ROLES else frozenset(devices)
         for role, placement in map.roles.items()
         if role not in PROCESS_ROLES
@@ -80,7 +80,7 @@ def residency(map: DeviceMap, offload: bool) -> ResidencyTable:
         floor["actor_train", 0] = "weights"
     state = dict(floor)
     levels: dict[Stage, dict[Name, Level]] = {}
-    for _ in range(2):  # the second time round every worker begins as the step before left it
+    for _ in range(2):  # in the second pass every worker starts with the residency the previous step left
         for stage in stages:
             state = levels[stage] = _enter(stage, state, floor, workers)
     return ResidencyTable(stages, levels)

@@ -1,4 +1,4 @@
-"""The job of a run: what of a pipeline its plan depends on. Which roles it starts, and the sizes of their work."""
+"""What the plan of a run needs to know about its pipeline: the roles it starts, and the sizes of their work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RunRequirements:
     roles: frozenset[str]
     work: MemoryInputs
     sizes: tuple[tuple[str, str], ...]
-    """What is worth knowing before the run starts: names and values."""
+    """Names and values to show before the run starts."""
 
 
 def rlvr_job(config: Config, tasks: TaskSet) -> RunRequirements:
@@ -59,9 +59,10 @@ def _set(name: str, config: Config, tasks: TaskSet) -> str:
 
 
 def rlvr_roles(config: Config, environments: bool = False) -> frozenset[str]:
-    """The roles that a run with rollouts starts; `environments` if its tasks have some."""
+    """The roles that an RLVR run starts; `environments`: its tasks have environments."""
     roles = {"actor_train", "actor_infer", "rollout", "reward"}
-    if config.algorithm.needs_reference and config.model.adapters is None:  # adapters off, the actor is the reference
+    # without its adapters, the actor is the reference
+    if config.algorithm.needs_reference and config.model.adapters is None:
         roles.add("reference")
     if config.algorithm.needs_critic:
         roles.add("critic")

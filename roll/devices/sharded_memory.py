@@ -1,27 +1,28 @@
-"""What a rank of a sharded trainer works in, at its fullest moment.
+"""Working memory of one rank of a sharded trainer at its peak.
 
-With p the rank's trained parameters, e the root (embedding and output layer) and l a layer, both whole in the serving
-precision, I the inputs that checkpointed layers keep, and r the activations of the layer at work, the fullest moment is
-mostly the beginning of the backward pass:
+Let p be the rank's trained parameters, e the root (embedding and output layer) and l a layer, both unsharded in the
+serving precision, I the inputs that checkpointed layers keep, and r the activations of the current layer. The peak is
+usually at the start of the backward pass:
 
-    12 p  masters and moments
-    e + 2 l  gathered parameters: the root's, the layer at work and the next
+    12 p  master weights and moments
+    e + 2 l  gathered parameters: the root's, the current layer's and the next one's
     3 l  the layer's gradients, and their fp32 copy that is reduced
     the output layer's gradient, I and r
 
-and 4 p more of reduced gradients where an update has several micro-batches. With one micro-batch these appear as I goes:
-the end of the backward pass may then be fuller.
+An update with several micro-batches adds 4 p of reduced gradients. With one micro-batch these are allocated while I is
+freed, so the peak may be at the end of the backward pass.
 
-What other layouts add is counted tensor by tensor. Where `tensor` leaves little of the MLP to a rank, the fullest moment
-of a layer is the backward pass of a norm, whose hidden states are whole and in fp32. With `context` the outputs of
-attention are there twice, as a rank's heads of all rows and as its rows of all heads. With `expert`, or `tensor` and
-experts, these are an FSDP unit of their own, so that less of a layer is gathered ahead and reduced at once; but rows are
-copied for each of their experts, and with 8 experts for each row six tensors of 8 rows each (sorted, received, sorted
-again, computed, weighted, in order again) are more than all else in a layer. Ranks are planned to receive as many rows as
-they send: what an uneven router adds is not in it.
+What other layouts add is counted tensor by tensor. If `tensor` leaves a rank only a small part of the MLP, the peak of a
+layer is the backward pass of a norm, whose hidden states are not divided and in fp32. With `context` the outputs of
+attention exist twice: for the rank's heads and all tokens, and for all heads and the rank's tokens. With `expert`, or
+`tensor` and experts, the experts are an FSDP unit of their own, so less of a layer is gathered ahead and reduced at once.
+But tokens are copied for each of their experts: with 8 experts per token, six tensors of 8 copies each (sorted, received,
+sorted again, computed, weighted, in order again) are larger than everything else in a layer. The plan assumes that a rank
+receives as many tokens as it sends; it does not include what an unbalanced router adds.
 
-Compared with one H200 as rank 0 of large worlds (`torch`'s fake process group: real kernels and memory, no wires; bf16,
-checkpointed), the plan is between 0.2 % below and 3.7 % above what was allocated (`benchmarks/sharded.py`, `plan_error`).
+Measured on one H200 as rank 0 of large worlds (`torch`'s fake process group: real kernels and memory, no communication;
+bf16, checkpointed), the estimate is between 0.2 % below and 3.7 % above the allocated memory (`benchmarks/sharded.py`,
+`plan_error`).
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ from roll.strategy.train.activation_memory import Footprint, PackedSize
 from roll.strategy.train.sharded.sizes import ShardSizes
 
 Purpose: TypeAlias = Literal["policy", "frozen", "critic", "scorer"]
-"""What a sharded model is for: one that learns, a reference, a critic, or a reward model."""
+"""The purpose of a sharded model: a trained policy, a frozen reference, a critic, or a reward model."""
 Sizes = list[tuple[str, int]]
-"""Parts and their bytes."""
+"""Items and their bytes."""
 GATHERED = "gathered parameters"
 
 
 @dataclass(frozen=True)
 class Peak:
-    """A rank's memory at its fullest moment, by part."""
+    """A rank's memory at its peak, by item."""
 
     parts: tuple[tuple[str, int], ...]
 
@@ -57,14 +58,14 @@ class Peak:
         return sum(size for _, size in self.parts)
 
     def part(self, name: str) -> int:
-        """Bytes of one part, 0 if it is not there at that moment."""
+        """Bytes of one item; 0 if it does not exist at the peak."""
         return dict(self.parts).get(name, 0)
 
 
 def shard_sizes(
     shape: PretrainedConfig, mesh: MeshShape, purpose: Purpose = "policy", adapters: LoraConfig | None = None
 ) -> ShardSizes:
-    """Counted on a model without storage."""
+    """The sizes of a rank's shards, counted on a model on the meta device."""
     kind = AutoModelForSequenceClassification if purpose == "scorer" else AutoModelForCausalLM
     with torch.device("meta"):
         model = kind.from_config(shape)
@@ -76,7 +77,7 @@ def shard_sizes(
 
 
 def gathered_parts(sizes: ShardSizes, footprint: Footprint) -> Sizes:
-    """What a pass has of parameters beside the rank's own."""
+    """The gathered parameters that a pass holds in addition to the rank's own shards."""
     return [(GATHERED, sizes.gathered_bytes(footprint.dtype.itemsize))]
 
 
@@ -89,10 +90,10 @@ def update_parts(
     several: bool,
     predicts: bool = True,
 ) -> Sizes:
-    """What an update works in beside masters and moments: the fullest of its moments.
+    """The working memory of an update at its peak, besides master weights and moments.
 
-    `several`: it has several micro-batches, so that gradients are there from the second on. `predicts`: it reads words
-    from hidden states, and not one number as a critic does.
+    `several`: the update has several micro-batches, so that gradients exist from the second on. `predicts`: the model
+    computes logits; a critic computes one value per token instead.
     """
     item, gradients = footprint.dtype.itemsize, 4 * sizes.trained
     kept = footprint.kept_bytes(size, checkpointed=checkpointed)
@@ -128,8 +129,8 @@ def update_parts(
 
 
 def _layer_moments(sizes: ShardSizes, footprint: Footprint, size: PackedSize) -> list[tuple[int, int]]:
-    """Of the moments at which a layer may need most when its backward pass comes: whole gradients, and activations beside
-    what it keeps; less where some of that is gone."""
+    """For each moment at which a layer's backward pass may need most memory: the bytes of unreduced gradients, and of
+    activations in addition to those the layer keeps (negative if some of them are already freed)."""
     item, model = footprint.dtype.itemsize, footprint.model
     row, inner = item * size.rows, footprint.inner_bytes(size)
     first, second = sizes.first_bytes(item), sizes.second_bytes(item)
@@ -137,9 +138,10 @@ def _layer_moments(sizes: ShardSizes, footprint: Footprint, size: PackedSize) ->
     if not footprint.compiled:
         found.append((second if sizes.apart else first, footprint.norming_bytes(size) - inner))
     if model.routed:
-        # computed again, with copies of rows on their way to experts and back; then of gate, up, activation and product
-        # the gradients of gate and up are left, and of the copies those that experts got, and their gradient
+        # the layer is recomputed, with the rows copied on their way to the experts and back; then, of gate, up,
+        # activation and product, only the gradients of gate and up remain, and of the copies the experts' input and its
+        # gradient
         found += [(sizes.before_bytes(item), footprint.dispatching_bytes(size))]
         return [*found, (first, row * (2 * model.hidden - 2 * model.inner))]
-    # of the MLP's product nothing is left when the gradients of what it was made from are there
+    # the MLP's product is already freed when the gradients of its factors exist
     return [*found, (first, footprint.working_bytes(size) - row * model.inner)]

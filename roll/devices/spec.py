@@ -1,8 +1,8 @@
-"""Device texts: `auto`, `cpu`, `0-7`, `0,2,4`, `node1:0-3`, `cpu:0-1`.
+"""Parses device specifications: `auto`, `cpu`, `0-7`, `0,2,4`, `node1:0-3`, `cpu:0-1`.
 
-Numbers count the devices of the node they name: its GPUs, or its cores if it has none; after `cpu:` always its cores.
-Without a node they count through all nodes in order, so that `0-15` is every GPU of two nodes with eight. A name holds
-for the numbers after it up to the next name: `node1:0-3,8` is five devices of node1.
+Numbers count the devices of the named node: its GPUs, or its cores if it has none; after `cpu:` always its cores. Without
+a node they count through all nodes in order, so `0-15` is every GPU of two nodes with eight each. A node name applies to
+all numbers up to the next name: `node1:0-3,8` is five devices of node1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NUMBERS = re.compile(r"(\d+)(?:-(\d+))?")
 
 @dataclass(frozen=True)
 class Term:
-    """A run of numbers as written: of a node or of all (empty), of cores although there are GPUs or not."""
+    """A range of numbers as written. `node` is empty for all nodes; `cores`: counts cores even if there are GPUs."""
 
     node: str
     cores: bool
@@ -33,9 +33,9 @@ class Term:
 
 
 def parse_devices(text: str, inventory: Inventory, setting: str, *, cores: bool = False) -> Choice | tuple[Device, ...]:
-    """The devices a text names, in order, all of one kind and each once; `auto` and `cpu` as they are.
+    """The devices that a text names, in order, all of one kind and each once; `auto` and `cpu` are returned as they are.
 
-    `cores` is for roles that only ever run on cores: their numbers count cores also where there are GPUs.
+    `cores` is for roles that run only on cores: their numbers count cores even if there are GPUs.
     """
     stripped = text.strip()
     if stripped == "auto":
@@ -79,7 +79,7 @@ def runs(numbers: Sequence[int]) -> str:
 
 
 def there_are(inventory: Inventory, *, cores: bool = False) -> str:
-    """What the numbers may be: `there are 2 devices here: 0-1 (cpu cores)`."""
+    """A sentence with the valid numbers: `there are 2 devices here: 0-1 (cpu cores)`."""
     several = len(inventory.nodes) > 1
     total, parts = 0, []
     for node in inventory.nodes:

@@ -1,4 +1,4 @@
-"""How a role computes: the strategy that the config and its devices give it, and the mesh of a sharded one."""
+"""Chooses the strategy of a role from the config and its devices, and the mesh of a sharded one."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from roll.devices.inventory import Inventory
 from roll.devices.spec import parse_devices
 
 TRAIN_ROLES = ("actor_train", "critic", "reference", "reward_model")
-"""Computed by a training strategy, with or without gradients."""
+"""Roles computed by a training strategy, with or without gradients."""
 INFER_ROLES = ("actor_infer", "judge")
-"""Computed by an engine."""
+"""Roles computed by an engine."""
 STRATEGIES = {**dict.fromkeys(TRAIN_ROLES, ("single", "sharded")), **dict.fromkeys(INFER_ROLES, ("native", "vllm"))}
-"""How roles with a model may compute; `auto` is the first, but `sharded` for a trainer with several GPUs of its own."""
+"""Possible strategies per role with a model. `auto` is the first one, except for a trainer with several GPUs of its own:
+`sharded`."""
 
 
 def choose_strategy(role: str, wanted: RoleConfig, inventory: Inventory) -> str:
-    """The role's strategy, empty for a role without a model; refuses one that it cannot have, and settings that only
-    another one reads."""
+    """The role's strategy; empty for a role without a model. Raises for a strategy that the role cannot have, and for
+    settings that only another strategy uses."""
     possible = STRATEGIES.get(role, ("",))
     strategy = _auto(role, wanted, inventory) if wanted.strategy == "auto" else wanted.strategy
     if strategy in possible:
@@ -38,7 +39,7 @@ def choose_strategy(role: str, wanted: RoleConfig, inventory: Inventory) -> str:
 
 
 def mesh_of(role: str, wanted: RoleConfig, ranks: int, on_gpus: bool) -> MeshShape:
-    """How the ranks of a sharded role are arranged; what the dimensions that are written leave shards the parameters."""
+    """The mesh of a sharded role's ranks. Ranks not taken by the configured dimensions shard the parameters."""
     asked = wanted.parallel
     taken = asked.replicate * asked.context * asked.tensor
     if ranks % taken:
@@ -78,7 +79,7 @@ def _auto(role: str, wanted: RoleConfig, inventory: Inventory) -> str:
 
 
 def _check_vllm_alone(role: str, wanted: RoleConfig, strategy: str) -> None:
-    """Refuses what only vLLM reads where the role computes otherwise."""
+    """Raises if settings that only vLLM uses are given for a role that vLLM does not compute."""
     if strategy == "vllm":
         return
     other = f", or roles.{role}.strategy=vllm" if role in INFER_ROLES else ""
@@ -90,7 +91,7 @@ def _check_vllm_alone(role: str, wanted: RoleConfig, strategy: str) -> None:
 
 
 def _check_parallel(role: str, wanted: RoleConfig, strategy: str) -> None:
-    """Refuses dimensions that the role's strategy does not have."""
+    """Raises for mesh dimensions that the role's strategy does not have."""
     if strategy == "sharded":
         return
     defaults = dict(ParallelConfig())

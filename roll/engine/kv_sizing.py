@@ -58,7 +58,7 @@ class KVBudget:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Of a cache in slots: how many, and how many tokens each holds."""
+    """The shape of a slot cache: number of slots, and positions per slot."""
 
     slots: int = 0
     positions: int = 0
