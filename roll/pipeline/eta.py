@@ -1,4 +1,4 @@
-"""How long a run will take from here."""
+"""Estimates the remaining time of a run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def seconds_left(
     checkpoint_s: float = 0.0,
     checkpoint_every: int = 0,
 ) -> float:
-    """Seconds to the end of a run that has just finished `step` of `steps`: the steps to come, and the evaluations and
-    checkpoints to come, those after this step and after the last one included. `every` is 0 where there is only the one
-    after the last step.
+    """Seconds to the end of a run that has just finished `step` of `steps`: the remaining steps, evaluations and
+    checkpoints, including those after this step and after the last one. `every` is 0 if there is only the one after the
+    last step.
 
     Example: after step 10 of 40, with an evaluation every 10 steps, 30 steps and 4 evaluations (of the steps 10, 20, 30
     and 40) are left.
@@ -26,7 +26,7 @@ def seconds_left(
 
 
 def still_to_come(step: int, steps: int, every: int) -> int:
-    """How often something that is done every so many steps, and after the last one, is still to be done when a step has
+    """How often something that is done every `every` steps and after the last one is still to be done when `step` has
     just been trained."""
     between = (steps - 1) // every - (step - 1) // every if every else 0
     return between + 1

@@ -1,4 +1,4 @@
-"""Exporting: a run's newest weights as a folder of their own."""
+"""Exports a run's newest weights to a folder."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from roll.run.folder import RunFolder
 
 
 def export_model(run: Path, target: Path, *, adapter: bool = False) -> int:
-    """Writes the newest checkpoint's model, verified, to a folder that does not exist yet; returns the step it is of.
+    """Writes the newest checkpoint's model, verified, to a folder that does not exist yet; returns the checkpoint's step.
 
-    Adapters are merged into the model they belong to, or with `adapter` copied as they are. What the ranks of a sharded
-    trainer wrote is put together tensor by tensor.
+    Adapters are merged into their base model, or copied unmerged with `adapter`. The shards of a sharded trainer are
+    joined tensor by tensor.
     """
     checkpoint = Checkpoints(RunFolder.open(run)).latest()
     if checkpoint is None:

@@ -1,5 +1,5 @@
-"""Whether training is healthy: updates that were skipped, or done again for want of memory, are said, and too many
-skipped in a row end the run."""
+"""Guard against non-finite updates: reports updates that were skipped or repeated after running out of memory, and ends
+the run after too many skipped in a row."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class NanGuard:
         self._reporter = reporter
         self._most = max_skipped_in_a_row
         self._in_a_row: Counter[str] = Counter()
-        """By role."""
+        """Steps in a row with skipped updates, by role."""
 
     def judge(self, step: int, stats: UpdateStats, role: str = "actor_train") -> None:
-        """Takes note of what a role did in a step."""
+        """Checks the update of a role in a step."""
         if stats.oom_retries:
             self._reporter.warned(f"step {step}: {shrunk('train.micro_batch_tokens', stats.micro_batch_tokens)} ({role})")
         if not stats.skipped:

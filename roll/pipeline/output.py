@@ -1,8 +1,8 @@
-"""Standard output and standard error when nobody may be reading them.
+"""Standard output and standard error whose reader may be gone.
 
 A closed pipe (`roll train … | head -1`), a closed terminal or a stream that was closed from the start (`>&-`) is not an
-error: what would be written is dropped, and the exit status is that of the work. Output that is lost for another reason,
-such as a full disk, ends a command whose result it is; training goes on.
+error: output is dropped, and the exit status is that of the work. If output is lost for another reason, such as a full
+disk, a command whose result it is fails; training continues.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _NOBODY_READS = {errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO, errno.ESHUTDO
 
 
 def say(text: str) -> None:
-    """Prints a line at once, or drops it where standard output cannot be written."""
+    """Prints a line at once, or drops it if standard output cannot be written."""
     _attempt(sys.stdout, lambda: print(KNOWN.redact(text), flush=True), lambda error: None)
 
 
 @contextmanager
 def tolerant_output(every_error: bool = False) -> Iterator[None]:
-    """While the block runs, and when it is flushed at the end, output that nobody reads is dropped; with `every_error`,
-    also output that cannot be written for another reason, which is otherwise a `RunError`."""
+    """While the block runs, and at its final flush, output without a reader is dropped; with `every_error`, also output
+    that cannot be written for another reason, which is otherwise a `RunError`."""
     _open_descriptors()
     before = sys.stdout, sys.stderr
     sys.stdout = cast(TextIO, _Stream(sys.stdout, "standard output", every_error))
@@ -43,7 +43,7 @@ def tolerant_output(every_error: bool = False) -> Iterator[None]:
 
 
 class _Stream:
-    """A text stream whose writes do not fail where nobody reads it, and have no secrets in them."""
+    """A text stream whose writes do not fail when its reader is gone, and contain no secrets."""
 
     def __init__(self, stream: Any, name: str, every_error: bool) -> None:
         self._stream: TextIO = stream._stream if isinstance(stream, _Stream) else stream
@@ -78,7 +78,7 @@ def _attempt(stream: TextIO | None, write: Callable[[], object], refuse: Callabl
 
 
 def _silence(stream: TextIO) -> None:
-    """Points the stream at nothing: what it still holds would otherwise fail again when Python flushes it at exit."""
+    """Redirects the stream to /dev/null: its buffer would otherwise fail again when Python flushes it at exit."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         try:
@@ -88,8 +88,8 @@ def _silence(stream: TextIO) -> None:
 
 
 def _open_descriptors() -> None:
-    """Opens nothing where one of the standard streams is closed: the next file to be opened would take its number, and
-    everything that is printed would go into it."""
+    """Opens /dev/null in place of closed standard streams: the next opened file would otherwise get their number, and all
+    output would go into it."""
     for number in range(3):
         try:
             os.fstat(number)

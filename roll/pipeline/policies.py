@@ -1,6 +1,6 @@
-"""Which task is next, which groups are trained on, and what interferes with running ones, as a config names them.
+"""The task sampler, the group filter and the rollout policies that a config names.
 
-Loads neither torch nor transformers: a wrong name is refused before they are imported.
+Imports neither torch nor transformers: a wrong name is refused before they are imported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from roll.scheduler.task_sampler import TaskSampler
 
 
 def check_policies(config: Config, tasks: TaskSet) -> None:
-    """Refuses what names no order, filter, early end or policy, and a loss of the user's that is not there."""
+    """Refuses unknown names of task samplers, filters, early stops and policies, and a custom loss that does not
+    exist."""
     make_policies(config, tasks)
     make_early_end(config.rollout.end_early, config.root)
     make_policy(config.rollout.policy, config.root)
@@ -25,7 +26,7 @@ def check_policies(config: Config, tasks: TaskSet) -> None:
 
 
 def make_policies(config: Config, tasks: TaskSet) -> tuple[TaskSampler, Filter]:
-    """The order of the tasks, and the filter of finished groups."""
+    """The task sampler, and the filter of finished groups."""
     rollout = config.rollout
     order = make_order(
         tasks.train,

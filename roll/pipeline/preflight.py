@@ -1,7 +1,6 @@
-"""What can be refused without the model: a run folder, tasks, rewards and environments that are not there or do not fit.
+"""Checks that need no model: run folder, tasks, rewards and environments that are missing or do not fit together.
 
-Loads neither torch nor transformers, which take seconds to import. What is found is passed on, so that nothing is read
-twice.
+Imports neither torch nor transformers, which take seconds. The results are passed on, so that nothing is read twice.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from roll.run.folder import RunFolder
 
 @dataclass(frozen=True)
 class Found:
-    """What a run works on: tasks and their judge, or for `pipeline: sft` conversations."""
+    """The data of a run: tasks and their reward, or conversations for `pipeline: sft`."""
 
     tasks: TaskSet | None = None
     judge: RewardSpec | None = None
@@ -43,7 +42,7 @@ class Found:
 
 
 def check_folder(config: Config, *, resume: bool, restart: bool) -> None:
-    """Refuses a folder in which the run cannot begin, or continue."""
+    """Refuses a folder in which the run cannot be created, or resumed."""
     place = Path(config.run.dir)
     if not resume:
         RunFolder.check_new(place, restart)
@@ -54,14 +53,14 @@ def check_folder(config: Config, *, resume: bool, restart: bool) -> None:
 
 
 def check_model(config: Config) -> None:
-    """Refuses a model or a chat template that is not there."""
+    """Refuses a model or a chat template that does not exist."""
     config = located(config)
     check_template(config.model)
     find_model(config.model.path)
 
 
 def check_plays(config: Config) -> None:
-    """Refuses to make rollouts with a pipeline that makes none."""
+    """Refuses a pipeline that has no rollouts."""
     if config.pipeline != "rlvr":
         raise UserError(f"pipeline {config.pipeline} makes no rollouts: write pipeline=rlvr")
 
@@ -73,7 +72,8 @@ def find(
     tasks: TaskSource | None = None,
     chats: ChatSource | None = None,
 ) -> Found:
-    """What a config names, or what was given in its place, found good as far as that can be told without the model."""
+    """The tasks or chats that the config names, or the objects given instead, checked as far as possible without the
+    model."""
     config = located(config)
     given = {"reward": reward, "tasks": tasks, "chats": chats}
     unread = {"rlvr": ("chats",), "sft": ("reward", "tasks")}[config.pipeline]
@@ -87,7 +87,7 @@ def find(
 
 
 def find_tasks(config: Config, reward: RewardFn | None, tasks: TaskSource | None) -> tuple[TaskSet, RewardSpec]:
-    """The tasks and the judge of a run with rollouts."""
+    """The tasks and the reward of a run with rollouts."""
     reward = _kept(config.reward.name) if reward is None else reward
     tasks = _kept(config.tasks.source) if tasks is None else tasks
     task_set, judge = _tasks_and_judge(config, reward, tasks)
@@ -105,7 +105,7 @@ def find_tasks(config: Config, reward: RewardFn | None, tasks: TaskSource | None
 
 
 def _kept(name: str) -> Any:
-    """The object that a name of a run's config means: one that the run was given in Python. None if it means none."""
+    """The object that a name in a run's config refers to, if it was given in Python; None otherwise."""
     return load_object(name) if is_object(name) else None
 
 
@@ -123,7 +123,7 @@ def _tasks_and_judge(config: Config, reward: RewardFn | None, tasks: TaskSource 
 
 
 def _located(tasks: TaskSet, root: str) -> TaskSet:
-    """The tasks with environments that every process finds; refuses those that are not there, or take other options."""
+    """The tasks with environments that every process can import; refuses missing environments and unknown options."""
     checked: dict[tuple[str, str], tuple[str | bytes, int | None]] = {}
 
     def located(task: Task) -> Task:
@@ -143,19 +143,19 @@ def _located(tasks: TaskSet, root: str) -> TaskSet:
 
 
 def _set_rewards(config: Config) -> dict[str, RewardRule]:
-    """The rewards of sets to evaluate on that have their own, by the domain of their tasks."""
+    """The rewards of evaluation sets that have their own, by the domain of their tasks."""
     return {domain_of(name): each.reward for name, each in config.eval.sets.items() if each.reward is not None}
 
 
 def rules_of(config: Config) -> dict[str, RewardRule]:
-    """The rewards of the config, by the setting that each is under."""
+    """The rewards of the config, by the setting that names them."""
     if not config.domains:
         return {"reward": config.reward}
     return {f"domains.{name}.reward": domain.reward for name, domain in config.domains.items()}
 
 
 def _check_rewards(config: Config, tasks: TaskSet, given: bool) -> None:
-    """Refuses a reward that would judge nothing, because the environments of the tasks say what an attempt is worth."""
+    """Refuses a reward that would judge nothing, because the environments of all tasks give the rewards."""
     own = _set_rewards(config)
     for domain, rule in own.items():
         if all(task.environment is not None for task in tasks.held_out if task.domain == domain):
@@ -195,7 +195,7 @@ def _check_formats(config: Config) -> None:
 
 
 def _check_votes(config: Config, tasks: TaskSet, judge: RewardSpec) -> None:
-    """Refuses maj@k where nobody says which answer a response gives."""
+    """Refuses maj@k if the reward cannot extract the answer of a response."""
     for task in {task.domain: task for task in tasks.held_out}.values():
         name = set_of(task.domain)
         if not config.eval.settings(name).majority_at:
@@ -217,7 +217,7 @@ def _check_votes(config: Config, tasks: TaskSet, judge: RewardSpec) -> None:
 
 
 def _check_limits(config: Config, tasks: TaskSet) -> None:
-    """Refuses a limit for an environment that no task is played in."""
+    """Refuses a limit for an environment that no task uses."""
     named = {task.environment.name for task in (*tasks.train, *tasks.held_out) if task.environment is not None}
     for name in config.env.limits:
         if name not in named:
@@ -226,7 +226,7 @@ def _check_limits(config: Config, tasks: TaskSet) -> None:
 
 
 def _check_turns(config: Config, tasks: TaskSet) -> None:
-    """Refuses an algorithm that these tasks have nothing for."""
+    """Refuses a turn-level algorithm for tasks without environments."""
     if config.algorithm.turn_weight > 0 and not tasks.has_environments:
         raise UserError(
             f"algorithm.turn_weight is {config.algorithm.turn_weight:g}: it compares turns that began in the same state, "

@@ -1,4 +1,4 @@
-"""Preparing a run: everything that can be wrong is found out here, before anything is created or started."""
+"""Prepares a run: reports every error that can be found before anything is created or started."""
 
 from __future__ import annotations
 
@@ -54,36 +54,36 @@ T = TypeVar("T")
 
 
 class Pipeline(ABC, Generic[R, S]):
-    """A run that is ready to start: what it needs, how its roles are started, and its loop."""
+    """A run that is ready to start: its requirements, how to start its roles, and its loop."""
 
     config: Config
-    """With every size known."""
+    """The config with all derived sizes filled in."""
     job: RunRequirements
     remarks: Sequence[str] = ()
-    """What the user should know before it starts."""
+    """Warnings to show before the run starts."""
     checked: str = ""
-    """What was checked of its tasks, in words."""
+    """A sentence about the checks of the tasks' answers."""
 
     @abstractmethod
     def state(self, saved: Mapping[str, Any]) -> S:
-        """The state that a checkpoint holds; without one, that of the beginning."""
+        """The state saved in a checkpoint; without one, the initial state."""
 
     @abstractmethod
     def start(self, executor: Executor, plan: Plan, run: Path | None = None) -> AbstractAsyncContextManager[R]:
-        """Its roles, running."""
+        """Starts the roles and stops them at the end of the block."""
 
     @abstractmethod
     async def train(self, roles: R, recorder: Recorder, state: S, checkpoint: Path | None) -> S:
-        """The loop, from a state to the end of the run or to the death of a trainer. `checkpoint` is the folder that the
-        state is from."""
+        """Runs the loop from a state until the run ends or a trainer dies. `checkpoint` is the folder that the state was
+        loaded from."""
 
     @abstractmethod
     def panels(self, state: S) -> Sequence[Panel]:
-        """What its curve shows."""
+        """The panels of the run's curve."""
 
     @abstractmethod
     async def evaluate(self, roles: R) -> Evaluation | SFTEval:
-        """Measures the model on held-out data."""
+        """Evaluates the model on held-out data."""
 
 
 class RLVRPipeline(Pipeline[Roles, RLVRState]):
@@ -128,11 +128,11 @@ class RLVRPipeline(Pipeline[Roles, RLVRState]):
         return replace(evaluation, model=model, step=steps_of(model))
 
     async def play(self, roles: Roles, episodes: int) -> list[Transcript]:
-        """Attempts at tasks that it would train on."""
+        """Rolls out `episodes` attempts at training tasks."""
         return await self._with_weights(roles, play(self._tasks.train, roles.pool, self.config, episodes))
 
     async def _with_weights(self, roles: Roles, work: Coroutine[Any, Any, T]) -> T:
-        """What the work finds, with the engines serving the model as it is."""
+        """The result of `work`, run while the engines serve the model's current weights."""
         turns = ResidencyManager(roles)
         try:
             async with supervised(roles, self.config) as (supervision, publisher):
@@ -146,8 +146,8 @@ class RLVRPipeline(Pipeline[Roles, RLVRState]):
 
 
 def _models_beside(config: Config) -> dict[str, BaseModelRef]:
-    """By role, the models of which no checkpoint of the run holds the weights. A run's newest checkpoint may be another
-    when it is asked for again."""
+    """By role, the models whose weights are in no checkpoint of the run. They are recorded because the newest checkpoint
+    of a run used as a model may be another one later."""
     paths = {role: getattr(config.roles, role).model.path for role in config.scoring_roles}
     if "reference" in rlvr_roles(config):
         paths["reference"] = config.model.path
@@ -158,7 +158,7 @@ class SFTPipeline(Pipeline[TrainRoles, SFTState]):
     def __init__(self, config: Config, corpus: SFTDataset) -> None:
         self._corpus = corpus
         self._order = EpochPermutation.of(len(corpus.train), config.data, config.train.steps, config.seed)
-        train = config.train.model_copy(update={"steps": self._order.steps})  # schedules of the learning rate end there
+        train = config.train.model_copy(update={"steps": self._order.steps})  # learning-rate schedules end there
         self.config = config.model_copy(update={"train": train})
         self.job = sft_job(self.config, corpus, self._order)
 
@@ -199,8 +199,8 @@ def prepare(
     chats: ChatSource | None = None,
     found: Found | None = None,
 ) -> Pipeline[Any, Any]:
-    """The pipeline that a config names; `reward`, `tasks` and `chats` replace those the config names. `found` is what was
-    found of them before."""
+    """The pipeline that a config names; `reward`, `tasks` and `chats` replace those the config names. `found` is the
+    result of an earlier `preflight.find`."""
     config = located(config)
     found = find(config, reward=reward, tasks=tasks, chats=chats) if found is None else found
     if found.chats is not None:
@@ -213,7 +213,7 @@ def prepare(
 def check(
     config: Config, *, reward: RewardFn | None = None, tasks: TaskSource | None = None
 ) -> tuple[TaskSet, RewardSpec]:
-    """The tasks and the judge of a run with rollouts, found good together with the model."""
+    """The tasks and the reward of a run with rollouts, checked together with the model."""
     config = located(config)
     return _check_tasks(config, *find_tasks(config, reward, tasks))
 
@@ -222,12 +222,12 @@ def _check_tasks(config: Config, tasks: TaskSet, judge: RewardSpec) -> tuple[Tas
     check_optimizer(config.train.optimizer)
     check_vllm(config)
     check_scorers(config)
-    resolve_loss(make_algorithm(config).loss_to_send)  # loads code that the config names
+    resolve_loss(make_algorithm(config).loss_to_send)  # imports user code that the config names
     answers = check_answers(judge, (*tasks.train, *tasks.held_out), config.reward.deadline_s)
     source = find_model(config.model.path)
     shape = load_model_config(source)
     if config.rollout.router_replay:
-        ExpertLayers.of(shape)  # refuses a mixture that it cannot be for
+        ExpertLayers.of(shape)  # raises for models that router replay cannot work with
     tokenizer = load_tokenizer(source, config.model)
     renderer = ChatRenderer(tokenizer, ())
     tasks = fitting(tasks, renderer, config, longest_sequence(shape))
@@ -235,7 +235,7 @@ def _check_tasks(config: Config, tasks: TaskSet, judge: RewardSpec) -> tuple[Tas
 
 
 def _check_chats(config: Config, chat_set: ChatSet) -> SFTDataset:
-    """The conversations to imitate, in tokens, found good together with the model."""
+    """The conversations to train on, tokenized and checked together with the model."""
     check_optimizer(config.train.optimizer)
     source = find_model(config.model.path)
     tokenizer = load_tokenizer(source, config.model)

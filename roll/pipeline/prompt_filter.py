@@ -1,4 +1,4 @@
-"""The prompts of a run's tasks: whether there is room for them and an answer, and what is done where there is not."""
+"""Prompt length filter: which tasks leave enough tokens for a response, and what happens to those that do not."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from roll.data.task import Task
 from roll.model.chat import ChatRenderer
 
 LOOKED_AT = 256
-"""Tasks of each domain whose prompts are looked at in place of all, unless the config says something of prompts."""
+"""Tasks per domain whose prompts are checked, unless the config has settings about prompts: then all are."""
 
 
 @dataclass(frozen=True)
 class PromptTooLong:
-    """A task that there is no room for."""
+    """A task whose prompt is too long."""
 
     task: Task
     beyond: int
-    """Tokens that it has too many."""
+    """Excess tokens."""
     why: str
     remedy: str
-    """What to write; empty if nothing helps but another task."""
+    """The setting that would help; empty if only another task would."""
 
 
 def fitting(tasks: TaskSet, renderer: ChatRenderer, config: Config, context: int) -> TaskSet:
-    """The tasks whose prompts leave room for an answer. `UserError` if one does not and is not to be left out, or if
-    nothing is left of a domain. What an environment begins with is not known before, so its tasks stay."""
+    """The tasks whose prompts leave enough tokens for a response. Raises `UserError` if one does not and must not be left
+    out, or if a domain has no tasks left. An environment's first observation is not known yet, so its tasks stay."""
     asked = config.tasks
     count = LOOKED_AT if (asked.too_long, asked.max_prompt_tokens) == ("refuse", 0) else len(tasks.train + tasks.held_out)
     some = (*first_of_each(tasks.train, count), *first_of_each(tasks.held_out, count))
@@ -78,7 +78,7 @@ def _too_long(task: Task, renderer: ChatRenderer, config: Config, context: int) 
     setting = f"domains.{task.domain}.max_new_tokens" if own else "rollout.max_new_tokens"
     longest, packed, sample = config.tasks.max_prompt_tokens, config.train.micro_batch_tokens, prompt + response
     if (name := set_of(task.domain)) in config.eval.sets:
-        packed = 0  # nothing of it is trained on
+        packed = 0  # its samples are never trained on
         if config.eval.sets[name].max_new_tokens is not None:
             setting = f"eval.sets.{name}.max_new_tokens"
     what = f"the prompt of task {task.id!r}"

@@ -1,7 +1,7 @@
-"""Publishing during a run: every engine that is alive serves the newest version, also one that was started again.
+"""Publishes weights during a run: every engine that is alive serves the newest version, also after a restart.
 
-What always holds: weights travel only while no update changes them; when `publish` returns, each engine in the router
-serves the version. One that died meanwhile gets it when it is back, before it serves anything.
+Invariants: weights are sent only while no update changes them; when `publish` returns, each engine in the router serves
+the version. An engine that died meanwhile gets it after its restart, before it serves anything.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from roll.workers.publish import publish
 from roll.workers.train import TrainWorker
 
 TRIES = 3
-"""Of a broadcast that breaks though everybody answers."""
+"""Attempts at a broadcast that fails although all workers answer."""
 _PING_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -31,33 +31,34 @@ class Publisher:
         self._roles = roles
         self._config = config
         self._still = asyncio.Lock()
-        """Held while weights change or travel."""
+        """Held while weights change or are sent."""
         self._version: int | None = None
         self._members: frozenset[tuple[int, int]] | None = None
-        """Engines that are in a broadcast group with the trainer, each with its incarnation. None: any of them may still
-        be in a group with workers that were lost."""
+        """Engines in the broadcast group with the trainer, each with its incarnation. None: any of them may still be in a
+        group with workers that died."""
 
     @asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:
-        """While weights change nobody gets them. Ends with `publish`, or with an error that ends the trainer."""
+        """While the block runs, weights may change and none are sent. It ends with `publish`, or with an error that ends
+        the trainer."""
         async with self._still:
             yield
 
     async def publish(self, version: int) -> None:
-        """All engines serve `version` from now on. Called while weights are `changing`."""
+        """All engines serve `version` from now on. Call it inside `changing`."""
         self._version = version
         async with self._interrupted():
             await self._send(set(self._roles.alive), version)
 
     async def restore(self, engine: int) -> None:
-        """An engine that was started again gets the newest version."""
+        """Sends the newest version to a restarted engine."""
         async with self._still:
             if self._version is not None:
                 await self._send({engine}, self._version, must=True)
 
     async def _send(self, ranks: set[int], version: int, must: bool = False) -> None:
-        """Sends the weights to the engines of these ranks, without those that are lost meanwhile, unless they must have
-        it. Raises when the trainer is lost, or when a group of workers that all answer breaks `TRIES` times."""
+        """Sends the weights to the engines of these ranks; skips those that die meanwhile, unless `must`. Raises if the
+        trainer dies, or if a group of workers that all answer fails `TRIES` times."""
         roles, tries = self._roles, TRIES
         while ranks := ranks & roles.alive if not must else ranks:
             await self._regroup(ranks)
@@ -79,8 +80,8 @@ class Publisher:
                     roles.router.close_engine(rank)
 
     async def _lost(self, ranks: set[int], error: RemoteError | GroupBroke) -> set[int]:
-        """The engines that an error is about. Who lost a peer of its group cannot say which: then those without an answer
-        to a ping."""
+        """The engines that caused an error. A worker that lost a peer of its group cannot name it; then those that do not
+        answer a ping."""
         engines = self._roles.engines
         if isinstance(error, RemoteError):
             return {rank for rank in ranks if engines.places[rank].name == error.worker}
@@ -90,20 +91,20 @@ class Publisher:
         return silent | (ranks - self._roles.alive)
 
     async def _regroup(self, ranks: set[int]) -> None:
-        """Has the trainer and the engines leave their broadcast group if it is not one of exactly these engines: it has
-        lost a member, or gets one that was started again."""
+        """Has the trainer and the engines leave their broadcast group if its members are not exactly these engines: it
+        has lost a member, or gets a restarted one."""
         engines = self._roles.engines
         members = frozenset((rank, engines.incarnation(rank)) for rank in ranks)
         if members == self._members or self._config.weights.path not in ("auto", "broadcast"):
             return
         await self._roles.actor.call(TrainWorker.leave_group)
         calls = (engines.call_rank(rank, InferWorker.leave_group) for rank in sorted(ranks))
-        await asyncio.gather(*calls, return_exceptions=True)  # who is lost is missed when the weights are sent
+        await asyncio.gather(*calls, return_exceptions=True)  # a dead engine is noticed when the weights are sent
         self._members = members
 
     @asynccontextmanager
     async def _interrupted(self) -> AsyncIterator[None]:
-        """What is being generated stands still, or leaves its engine, until the block ends."""
+        """In-flight generation is paused, or leaves its engine, until the block ends."""
         roles, pool = self._roles, self._roles.pool
         if not pool.busy:
             yield

@@ -1,7 +1,7 @@
-"""The recorder: everything a run leaves behind, in one place.
+"""The recorder: writes everything a run leaves on disk.
 
-What always holds: the ledger is flushed before anything that depends on it (a checkpoint, the metrics of a step) is
-written; the reporter hears of a step after it is on disk.
+Invariants: the ledger is flushed before anything that depends on it (a checkpoint, the metrics of a step) is written; the
+reporter gets a step after it is on disk.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from roll.run.trace import MAX_BYTES, Trace
 from roll.strategy.train.base import UpdateStats
 
 _SHOW_S = 0.5
-"""How often the stages are shown while samples move."""
+"""Minimum interval between updates of the state table on the display."""
 
 
 class Recorder:
@@ -62,14 +62,14 @@ class Recorder:
         self.ledger = ledger
         self.clock = StateClock()
         self.begun = False
-        """Whether all that the run needs has been started."""
+        """Whether all roles of the run have been started."""
         self.steps = 0
-        """Recorded by this process."""
+        """Steps recorded by this process."""
         self.age: dict[str, Any] = {}
-        """How old the last batch was, for the display."""
+        """Staleness of the last batch, for the display."""
         self.reporter = reporter
         self.stop_signal: signal.Signals | None = None
-        """The latest signal that asked the run to end early."""
+        """The latest signal that requested an early stop."""
         self._trace = trace
         self._shown_s = 0.0
         self._config = config
@@ -80,12 +80,12 @@ class Recorder:
         self._saving: asyncio.Task[None] | None = None
         """A checkpoint that is being written in the background."""
         self._score: tuple[int, float] | None = None
-        """The step that was measured last on held-out data, and how good it was: more is better."""
+        """The step of the last evaluation on held-out data, and its score: higher is better."""
         self._clock = time.monotonic()
         self._recent: deque[float] = deque(maxlen=3)
-        """Seconds of the latest steps; early ones are no guide to later ones."""
+        """Seconds of the latest steps; early steps do not predict later ones."""
         self._took_s: dict[str, float] = {}
-        """Seconds that each kind of work of the controller took the last time, by the name of its stage."""
+        """Seconds that the controller's last span of each name took (evaluate, checkpoint …)."""
 
     @classmethod
     @contextmanager
@@ -101,9 +101,9 @@ class Recorder:
             yield recorder
 
     def close(self) -> None:
-        """Ends the trace. The ledger and the metrics have owners of their own."""
+        """Ends the trace. The context manager in `open` closes the ledger and the metrics."""
         if self._saving is not None and self._saving.done() and not self._saving.cancelled():
-            self._saving.exception()  # the run ends of another error, which this one came with
+            self._saving.exception()  # the run ends with another error that this one accompanies
         if self._trace is not None:
             self._trace.close()
 
@@ -113,7 +113,7 @@ class Recorder:
         return self.stop_signal is not None
 
     def append(self, transition: Transition) -> None:
-        """A sample has moved."""
+        """Records a sample's transition in ledger, state clock and trace."""
         if KNOWN.within(transition.reason) or any(KNOWN.within(str(value)) for value in transition.info.values()):
             info = KNOWN.cleared(transition.info)
             transition = replace(transition, reason=KNOWN.redact(transition.reason), info=info)
@@ -128,7 +128,7 @@ class Recorder:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """What the controller does while the block runs, for the trace and the time left."""
+        """Records the block as a span of the controller, for the trace and the estimate of the remaining time."""
         started = time.time()
         try:
             yield
@@ -138,7 +138,8 @@ class Recorder:
                 self._trace.span(name, "controller", started, time.time())
 
     def begin(self) -> None:
-        """Starts from nothing: what a process that died before its first checkpoint left is rolled back and forgotten."""
+        """Starts a new run: records left by a process that died before its first checkpoint are rolled back or
+        deleted."""
         self.clock = StateClock()
         self.ledger.roll_back(0, 0)
         self._metrics.truncate_after(-1)
@@ -146,8 +147,8 @@ class Recorder:
         self._history.add("began", 0)
 
     def resume(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Goes back to a checkpoint: what came after it is rolled back on the ledger and forgotten by the metrics.
-        Returns the state that was saved. Samples that are not what was written are refused."""
+        """Resumes from a checkpoint: rolls back later transitions in the ledger and deletes later metrics and samples.
+        Returns the saved state. Refuses samples files that differ from what was written."""
         check_samples(self.folder, checkpoint.step)
         self.clock = StateClock()
         state = dict(checkpoint.state)
@@ -160,7 +161,7 @@ class Recorder:
         return state
 
     def change(self, step: int, changes: Sequence[Change], config: Config) -> None:
-        """Puts settings that a run continues with on record and on the screen; config.yaml says them from now on."""
+        """Records changed settings of a resumed run in the history, reports them, and writes config.yaml again."""
         for change in changes:
             self._history.add("changed", step, key=change.key, before=change.before, after=change.after)
             self.reporter.warned(f"from step {step} on {change}")
@@ -168,7 +169,7 @@ class Recorder:
             self.folder.write_config(dump_config(config))
 
     def change_code(self, step: int, code: Recording, config: Config) -> None:
-        """Puts other code that a run continues with on record; the former is kept beside it."""
+        """Records that the resumed run uses other code; the former code is kept next to it."""
         code.replace(self.folder.path, step)
         self.folder.write_config(dump_config(config))
         self._history.add("changed", step, key="code", before=f"code/before_step_{step}", after="code")
@@ -179,8 +180,8 @@ class Recorder:
         self.reporter.evaluated(step, measured)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Puts the numbers of a finished step on disk. Raises what a save in the background failed of meanwhile: without
-        its checkpoint a run does not go on until the next one is due."""
+        """Writes the metrics of a finished step to disk. Raises the error of a failed background checkpoint: the run does
+        not continue to the next one without it."""
         if self._saving is not None and self._saving.done():
             saving, self._saving = self._saving, None
             saving.result()
@@ -203,7 +204,7 @@ class Recorder:
         *,
         worked_s: float,
     ) -> None:
-        """Tells the reporter of a step that is on disk; `worked_s` is how long one like it takes."""
+        """Reports a step that is on disk; `worked_s` is the expected duration of a step like it."""
         if keep := self._config.run.keep.samples:
             drop_samples_before(self.folder, step - keep + 1)
         self._recent.append(worked_s)
@@ -226,11 +227,12 @@ class Recorder:
         write: Callable[[Path], Awaitable[None]],
         written: Callable[[], Awaitable[dict[str, str]]] | None = None,
     ) -> None:
-        """A checkpoint of the run as `state` says it is now, with what `write` puts into its folder; what moves meanwhile
-        comes after it.
+        """Saves a checkpoint of the run as described by `state`, with the files that `write` puts into its folder. Later
+        transitions do not belong to it.
 
-        With `written` it is captured when this returns, and stands later: once `written` has given the digests of what
-        writers in the background wrote. The save before it ends first, and its error is raised here.
+        With `written`, the state is captured when this returns, but the checkpoint is complete later: once `written` has
+        returned the digests of the files that background writers wrote. The previous save ends first; its error is raised
+        here.
         """
         await self.settle()
         latest = self._checkpoints.latest()
@@ -259,14 +261,14 @@ class Recorder:
         self._history.add("saved", saving.step)
 
     async def settle(self) -> None:
-        """Returns once no checkpoint is being written; raises what one failed of."""
+        """Waits until no checkpoint is being written; raises the error of a failed one."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
             # waits: for calls with deadlines, and a thread that writes small files
             await saving
 
     async def abandon_save(self) -> None:
-        """Drops a checkpoint that is being written: it becomes one now or never."""
+        """Drops a checkpoint that is being written: it is either complete when this returns, or never."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
             saving.cancel()
@@ -276,7 +278,7 @@ class Recorder:
                 saving.exception()
 
     def finish(self, state: State, panels: Sequence[Panel]) -> dict[str, Any]:
-        """Writes the summary and draws the curve; returns the summary."""
+        """Writes the summary and plots the curve; returns the summary."""
         state.seconds += self.lap()
         if self._config.run.curve:
             draw_curve(Metrics.read(self.folder.metrics_path), self.folder.curve_path, self._config.model.path, panels)
@@ -297,7 +299,7 @@ class Recorder:
         return summary
 
     def lap(self) -> float:
-        """Seconds since it was asked last."""
+        """Seconds since the last call."""
         now = time.monotonic()
         seconds, self._clock = now - self._clock, now
         return seconds
@@ -308,7 +310,7 @@ def _open_trace(config: Config, folder: RunFolder) -> Trace:
 
 
 def _trace_bytes(config: Config) -> int:
-    """Where a trace file ends: several of them fit into what is kept."""
+    """Size at which a trace file ends, so that several files fit into the configured limit."""
     return min(MAX_BYTES, max((config.run.keep.trace_mb << 20) // 4, 1 << 16)) if config.run.keep.trace_mb else MAX_BYTES
 
 

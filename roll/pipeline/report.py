@@ -1,4 +1,4 @@
-"""What a run tells while it goes: events for a display, a log, or nobody."""
+"""The events that a run reports while it runs: for a display, a log, or nothing."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class StepReport:
     seconds: float
     seconds_left: float
     measure: str
-    """What says how well it learns: `reward`, `loss`."""
+    """The name of the learning measure: `reward` or `loss`."""
     value: float
     facts: tuple[tuple[str, str], ...] = ()
-    """What else is worth a look: names and values in words."""
+    """Further facts to show, as pairs of name and text."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """All numbers of the step, as in metrics.jsonl."""
+    """All metrics of the step, as in metrics.jsonl."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured on held-out data."""
+    """The result of an evaluation on held-out data."""
 
     measure: str
     value: float
@@ -50,7 +50,7 @@ class Reporter(Protocol):
     def stepped(self, report: StepReport) -> None: ...
 
     def stages(self, table: StateTable) -> None:
-        """How the samples stand now; may be told at any time, as often as wanted."""
+        """The samples' current states; may be called at any time and any number of times."""
         ...
 
     def warned(self, text: str) -> None: ...
@@ -59,7 +59,7 @@ class Reporter(Protocol):
 
 
 class PlainReporter:
-    """One line an event: for logs, pipes and scripts."""
+    """Prints one line per event: for logs, pipes and scripts."""
 
     def started(self, run: Path, steps: int, first_step: int) -> None:
         begin = f"from step {first_step} " if first_step else ""
@@ -80,7 +80,7 @@ class PlainReporter:
         )
 
     def stages(self, table: StateTable) -> None:
-        """Nothing: the lines are for steps."""
+        """Prints nothing: the lines are for steps."""
 
     def warned(self, text: str) -> None:
         self._say(f"warning: {text}")
@@ -104,8 +104,8 @@ class SilentReporter(PlainReporter):
 
 
 def held_out_lines(summary: Mapping[str, Any], arrow: str = "→") -> list[str]:
-    """What was measured on held-out data, a line each: before and after training, or, where nothing was measured after
-    the last step, when it was measured last."""
+    """One line per held-out measure: before and after training, or, if there was no evaluation after the last step, the
+    latest one and its step."""
     lines = []
     for measure in MEASURES:
         before, after = summary.get(f"{measure}_before"), summary.get(f"{measure}_after")
@@ -135,7 +135,7 @@ def _sets_changed(summary: Mapping[str, Any]) -> bool:
 
 
 def _set_lines(summary: Mapping[str, Any], arrow: str) -> list[str]:
-    """What was found on each set before and after; of the run's own held-out tasks, what stands nowhere else."""
+    """Each set's results before and after training; for the run's own held-out tasks only those not printed elsewhere."""
     lines = []
     for name, after in summary.get("sets_after", {}).items():
         before, own = summary["sets_before"].get(name, {}), name == HELD_OUT
@@ -151,4 +151,4 @@ def _set_lines(summary: Mapping[str, Any], arrow: str) -> list[str]:
 
 
 MEASURES = ("reward", "loss")
-"""What a summary tells of held-out data: `reward_before`, `reward_after` …"""
+"""The held-out measures in a summary: `reward_before`, `reward_after` …"""

@@ -1,8 +1,8 @@
-"""Turns: who is on the devices in which stage of a step.
+"""Residency manager: which roles are on the devices in which phase of a step.
 
-Roles that share devices leave them for each other as the plan's stage table says: what a stage does not need is laid
-aside before what it needs comes back. An engine that leaves has drained first and gets no samples until it is back;
-engines on other devices go on. Models that give rewards send questions back while they are away.
+Roles that share devices are offloaded for each other as the plan's residency table says: state that a phase does not need
+is offloaded before the state it needs is loaded. An engine is drained before it is offloaded and gets no samples until it
+is back; engines on other devices continue. Models that give rewards reject requests while they are offloaded.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class ResidencyManager:
     def __init__(self, roles: Roles) -> None:
         self._roles = roles
         self._levels: dict[Name, Level] = {name: roles.stages.lowest(*name) for name in roles.stages.levels["generate"]}
-        """What of each worker is on its devices now; they start with the least."""
+        """Current residency of each worker; all start at their lowest level."""
 
     async def enter(self, stage: Stage) -> None:
-        """Returns when all that the stage needs is on its devices, and nothing else that it has to make room for."""
+        """Returns when everything the phase needs is on its devices, and everything that must make space is offloaded."""
         wanted = self._roles.stages.levels[stage]
         down = {name: level for name, level in wanted.items() if _rank(level) < _rank(self._levels[name])}
         up = {name: level for name, level in wanted.items() if _rank(level) > _rank(self._levels[name])}
@@ -38,12 +38,12 @@ class ResidencyManager:
         self._levels.update(wanted)
 
     async def scorer_restored(self, role: str, rank: int) -> None:
-        """A worker of a role that gives rewards was started again: it takes its part in the turns."""
+        """A worker of a role that gives rewards was restarted: sets the residency of the current phase."""
         if (level := self._levels[role, rank]) != "all":
             await self._hold_scorer(role, rank, level)
 
     async def engine_restored(self, engine: int) -> bool:
-        """An engine that was started again takes its part in the turns; whether it is its turn now."""
+        """An engine was restarted: sets the residency of the current phase; returns whether it serves in this phase."""
         level = self._levels["actor_infer", engine]
         if level != "all":
             await self._roles.engines.call_rank(engine, InferWorker.hold, level)
@@ -53,11 +53,11 @@ class ResidencyManager:
         role, rank = name
         if role == "actor_infer":
             if rank not in self._roles.alive:
-                return  # when it is back it is told what to hold
-            with suppress(WorkerDied, CallTimedOut):  # when it is back it is told what to hold
+                return  # its residency is set when it is back
+            with suppress(WorkerDied, CallTimedOut):  # its residency is set when it is back
                 await self._hold_engine(rank, level)
         elif role in SCORING_ROLES:
-            with suppress(WorkerDied, CallTimedOut):  # when it is back it is told what to hold
+            with suppress(WorkerDied, CallTimedOut):  # its residency is set when it is back
                 await self._hold_scorer(role, rank, level)
         else:
             await self._hold_trainer(role, rank, level)

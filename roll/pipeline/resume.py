@@ -1,7 +1,7 @@
-"""Continuing a run: from which checkpoint, and with which settings.
+"""Resuming a run: from which checkpoint, and with which settings.
 
-What always holds: a run that has had a checkpoint never starts from the beginning by itself; a setting that changed is in
-the run's history, and config.yaml says what the run does now.
+Invariants: a run that has had a checkpoint never starts over by itself; every changed setting is in the run's history,
+and config.yaml has the settings that the run uses now.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ MUST_STAY = {
     "algorithm.per_domain": "the checkpoint holds the statistics of the other scale",
     "algorithm.credit": "the checkpoint has, or lacks, the weights of a critic",
 }
-"""Settings, and sections with a dot at their end, that a run keeps to its end, and why."""
+"""Settings that a run cannot change when it resumes, and why. A name with a trailing dot is a section."""
 MAY_CHANGE = ("data.epochs", "reward.workers", "reward.deadline_s", "reward.tries")
-"""All the same, although their sections may not."""
+"""Exceptions: settings in those sections that may change."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that a run continues with, another than before."""
+    """A setting whose value differs from the one before the resume."""
 
     key: str
     before: Any
@@ -61,7 +61,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a run continues from: None for the checkpoint means from the beginning."""
+    """What a run resumes from; without a checkpoint it starts over."""
 
     checkpoint: Checkpoint | None
     changes: tuple[Change, ...]
@@ -69,7 +69,7 @@ class Resumed:
 
 
 def resumed(config: Config, folder: RunFolder) -> Resumed:
-    """How the run in a folder continues with a config; refused where it cannot."""
+    """How the run in a folder resumes with a config; refused if it cannot."""
     changes = changes_of(config, folder)
     _forget_secrets(folder)
     checkpoint = newest_checkpoint(folder)
@@ -79,16 +79,17 @@ def resumed(config: Config, folder: RunFolder) -> Resumed:
 
 
 def _forget_secrets(folder: RunFolder) -> None:
-    """Older versions saved them."""
+    """Removes secrets from config.yaml; older versions saved them."""
     written = folder.config_path.read_text(encoding="utf-8")
     if (without := saved_without_secrets(written)) != written:
         folder.write_config(without)
 
 
 def changes_of(config: Config, folder: RunFolder) -> tuple[Change, ...]:
-    """The settings that the run in a folder continues with other values of; refused where it cannot."""
+    """The settings whose values differ from those of the run in a folder; refused if one cannot change."""
     before = load_config(folder.config_path)
-    before = before.model_copy(update={"run": before.run.model_copy(update={"dir": config.run.dir})})  # it is this folder
+    # run.dir names this folder
+    before = before.model_copy(update={"run": before.run.model_copy(update={"dir": config.run.dir})})
     changes = changes_since(before, config)
     refuse_changes(folder, config, changes)
     return changes
@@ -103,7 +104,7 @@ def changes_since(before: Config, after: Config) -> tuple[Change, ...]:
 
 
 def why_kept(key: str, config: Config) -> str | None:
-    """Why a run cannot continue with another value of a setting; None if it can."""
+    """Why a run cannot resume with another value of a setting; None if it can."""
     if key in MAY_CHANGE:
         return None
     if key == "rollout.groups_per_step" and config.rollout.order in ("in_order", "lookahead"):
@@ -130,7 +131,7 @@ def refuse_changes(folder: RunFolder, config: Config, changes: tuple[Change, ...
 
 
 def newest_checkpoint(folder: RunFolder) -> Checkpoint | None:
-    """The newest checkpoint of a run; None if it has never had one. Refused where they are gone, or one is half there."""
+    """The newest checkpoint of a run; None if it never had one. Refused if they are missing or one is incomplete."""
     checkpoints = Checkpoints(folder)
     if hollow := checkpoints.hollow():
         raise UserError(
@@ -157,11 +158,11 @@ def _once_saved(folder: RunFolder) -> int | None:
     if not every or not folder.metrics_path.exists():
         return None
     done = max((row["step"] for row in Metrics.read(folder.metrics_path)), default=0)
-    return (done - 1) // every * every if done > every else None  # saved before the next step was begun
+    return (done - 1) // every * every if done > every else None  # saved before the next step began
 
 
 def _remarks(folder: RunFolder, checkpoint: Checkpoint | None) -> list[str]:
-    """What whoever resumes should know."""
+    """Warnings for the user who resumes the run."""
     if checkpoint is None:
         return ["the run ended before its first checkpoint: it starts from the beginning"]
     saved = History(folder).newest_saved()

@@ -1,4 +1,4 @@
-"""Models that give rewards: how a run checks them before it starts, and how it starts them."""
+"""Models that give rewards: checks them before a run starts, and starts them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from roll.workers.reward_model_client import RewardModelClient
 
 
 def check_scorers(config: Config) -> None:
-    """Refuses models that cannot give the rewards they are asked for."""
+    """Refuses models that cannot give the rewards that the config asks of them."""
     for role in config.scoring_roles:
         model = getattr(config.roles, role).model
         try:
@@ -34,12 +34,12 @@ def check_scorers(config: Config) -> None:
             else:
                 load_model_config(source)
         except UserError as error:
-            raise UserError(f"roles.{role}.{error}") from error  # what it names is under the role
+            raise UserError(f"roles.{role}.{error}") from error  # prefixes the setting with the role
         check_vllm(config, getattr(config.roles, role), role)
 
 
 async def start_scorers(config: Config, executor: Executor, map: DeviceMap, stages: ResidencyTable) -> RewardModelClient:
-    """The models of a map that give rewards; one after the other where they may not fit together."""
+    """Starts the models of a map that give rewards; one after the other if they may not fit on the devices together."""
     if stages.takes_turns:
         return RewardModelClient(
             await _reward_model(config, executor, map, stages), await _judge(config, executor, map, stages)
@@ -69,5 +69,5 @@ async def _judge(
 
 
 def scorer_peaks(scorers: RewardModelClient) -> dict[str, Coroutine[Any, Any, list[int]]]:
-    """Calls that ask each role for its workers' peak of GPU memory."""
+    """Calls that return each role's peak GPU memory per worker."""
     return {cluster.role: cluster.call_each(DeviceWorker.take_peak_bytes) for cluster in scorers.clusters}

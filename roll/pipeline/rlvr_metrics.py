@@ -1,4 +1,4 @@
-"""What a step of rollouts leaves behind: its numbers, its samples, and a report."""
+"""The records of an RLVR step: its metrics, its samples, and a report."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from roll.strategy.train.base import UpdateStats
 
 
 def panels(state: RLVRState) -> tuple[Panel, Panel]:
-    """What the curve of a run shows."""
+    """The panels of the run's curve."""
     sets = list(state.latest.sets) if state.latest else []
     dots = {f"eval/{name}/reward": f"{name} {measure_of(name not in state.other_rewards)}" for name in sets}
     if sets in ([], [HELD_OUT]):
@@ -51,7 +51,7 @@ class RLVRMetrics:
         self._bytes_before = roles.executor.controller_bytes
         self._told: set[tuple[str, str]] = set()
         self._written: list[FinalState] = []
-        """How the samples of the present step end, by what was written of them."""
+        """Final states of the current step's samples, as they were written to disk."""
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         values = {"eval/reward": evaluation.reward, "eval/tokens_mean": evaluation.tokens_mean}
@@ -61,8 +61,8 @@ class RLVRMetrics:
         self._tell(f"step {step}, held-out tasks", evaluation.failures)
 
     async def samples(self, step: int, rollout: RolloutBatch) -> None:
-        """Has the samples of a step written before it is trained on: what a rollout worker takes along when it dies later
-        is on disk then. Those of an attempt at the step whose tokens were lost are forgotten."""
+        """Writes the samples of a step before it is trained on, so that they are on disk if their rollout worker dies
+        later. Deletes those of an earlier attempt at the step whose tokens were lost."""
         if self._config.run.save_samples:
             drop_samples_after(self._recorder.folder, step - 1)
             self._written = rollout.fates()
@@ -71,7 +71,7 @@ class RLVRMetrics:
     async def step(
         self, state: RLVRState, rollout: RolloutBatch, stats: UpdateStats | None, generating_s: float, training_s: float
     ) -> None:
-        """Puts a finished step on disk and tells the reporter. `state.step` counts it already."""
+        """Writes a finished step to disk and reports it. `state.step` already includes it."""
         roles, recorder = self._roles, self._recorder
         seconds = recorder.lap()
         samples = [s for s in rollout.samples if s.finish is not None and not s.greedy]
@@ -121,7 +121,7 @@ class RLVRMetrics:
         self._tell(f"step {state.step}", failures_of(rollout.samples))
 
     def _tell(self, where: str, failures: Sequence[EvalFailure]) -> None:
-        """Warns of what was not warned of yet: a run goes on without samples that fail, and whoever watches must know."""
+        """Warns of each kind of failure once: the run continues without failed samples, and its user must know."""
         for failure in failures:
             if (failure.domain, failure.kind) not in self._told:
                 self._told.add((failure.domain, failure.kind))
@@ -129,7 +129,7 @@ class RLVRMetrics:
 
 
 def set_metrics(where: str, found: SetEvaluation) -> dict[str, float]:
-    """The numbers of one set, under a name."""
+    """The metrics of one set, prefixed by `where`."""
     values = {name: value for name, value in numbers(found).items() if value is not None}
     values |= {"tokens_mean": found.tokens_mean, "failed": found.failed}
     values |= {f"reward/{part}": mean for part, mean in found.parts.items()}
@@ -167,7 +167,7 @@ def rollout_metrics(rollout: RolloutBatch, samples: list[Sample], lengths: list[
 
 
 def domain_metrics(domain: str, rollout: RolloutBatch, samples: Sequence[Sample]) -> dict[str, float]:
-    """What the step was like in a domain. A mean is there where it is of something."""
+    """The metrics of a domain in a step. A mean over nothing is left out."""
     groups = [group for group in rollout.groups if group.task.domain == domain]
     own = [sample for sample in samples if sample.task.domain == domain]
     values: dict[str, float] = {
@@ -187,7 +187,7 @@ def domain_metrics(domain: str, rollout: RolloutBatch, samples: Sequence[Sample]
 
 
 def staleness_metrics(rollout: RolloutBatch) -> dict[str, float]:
-    """How old the batch is, and whether its lengths are those of all."""
+    """Staleness of the batch, and the bias of its lengths."""
     values = {"bias/length": rollout.length_bias}
     if ages := rollout.ages:
         values |= {"staleness/mean": float(np.mean(ages)), "staleness/max": max(ages)}

@@ -1,6 +1,6 @@
-"""Which code a run is evaluated or resumed with: the copy that it keeps, or the files as they are now.
+"""Which code a run is evaluated or resumed with: the copy in its folder, or the current files.
 
-Loads nothing that computes: a run that must not be resumed is refused before torch is imported.
+Imports no compute library: a run that must not be resumed is refused before torch is imported.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Code: TypeAlias = Literal["run", "current"]
 
 @dataclass(frozen=True)
 class Chosen:
-    """The code that a run continues with."""
+    """The code that a run resumes with."""
 
     config: Config
-    """Names the code."""
+    """The config that names the code."""
     given: dict[str, Any]
-    """Objects passed in Python that take part."""
+    """Objects passed in Python that the run uses."""
     compared: Config
-    """The config as the run's own is compared with it: what is given in Python is no setting."""
+    """The config to compare with the run's own: objects given in Python are not settings."""
     says: tuple[str, ...] = ()
     kept: RunCode | None = None
     changed: bool = False
-    """Whether the code is not the recorded one, and is to be recorded from here on."""
+    """Whether the code differs from the recorded code and must be recorded."""
 
 
 def check_code(code: str | None) -> Code | None:
@@ -46,8 +46,8 @@ def check_code(code: str | None) -> Code | None:
 
 
 def config_of_run(run: Path, overrides: Sequence[str] = (), code: str | None = None) -> tuple[Config, str]:
-    """The config of a run with its newest checkpoint as the model, and what to say about the code that it names: the
-    run's copy unless `code` is `current`."""
+    """The config of a run with its newest checkpoint as the model, and a sentence about the code that it names: the run's
+    copy unless `code` is `current`."""
     check_code(code)
     folder = RunFolder.open(run)
     config = load_config(folder.config_path, [f"model={folder.path}", "model.lora=0", *overrides])
@@ -63,7 +63,7 @@ def config_of_run(run: Path, overrides: Sequence[str] = (), code: str | None = N
 
 
 def code_to_resume(config: Config, given: Given, run: Path, code: str | None) -> Chosen:
-    """The code that the run in a folder continues with. Refused where it has changed and `code` does not say which."""
+    """The code that the run in a folder resumes with. Refused if it has changed and `code` does not say which to use."""
     check_code(code)
     given = {name: value for name, value in given.items() if value is not None}
     recorded = RunCode.open(run)
@@ -74,7 +74,7 @@ def code_to_resume(config: Config, given: Given, run: Path, code: str | None) ->
     differing = recorded.differences(config, given)
     compared = recorded.with_objects(config, given)
     if differing and code is None:
-        changes_of(compared, RunFolder(run))  # another setting is the greater difference, and names other files
+        changes_of(compared, RunFolder(run))  # a changed setting is the larger difference, and names other files
     if code == "run" or (code is None and recorded.manifest.files and not Path(config.root).is_dir()):
         if data := [difference for difference in differing if difference.is_data]:
             raise UserError(
@@ -102,7 +102,7 @@ SETTINGS_OF_PIECES = {".".join(keys): name for name, keys in SETTINGS.items()}
 
 
 def _with_kept_objects(config: Config, given: Given, recorded: RunCode) -> tuple[Config, list[str]]:
-    """The config with those objects that the run was given before and is not given now, and what to say about them."""
+    """The config with the objects that the run was given before and is not given now, and sentences about them."""
     says = []
     for piece in recorded.objects:
         name = SETTINGS_OF_PIECES[piece.setting]

@@ -1,4 +1,4 @@
-"""What a user should know of a run that could start: it is told, and the run goes on."""
+"""Warnings about a run that can start: they are reported, and the run continues."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roll.reward.builtin import OF_SHAPE
 
 
 def remarks(config: Config, tasks: TaskSet, rules: Mapping[str, RewardRule]) -> list[str]:
-    """`rules` are the config's rewards, each by the setting that it is under."""
+    """`rules` are the config's rewards, by the setting that names them."""
     return [*_left_out(tasks), *_skipped(tasks), *_nothing_held_out(tasks), *_answers_unread(config, tasks, rules)]
 
 

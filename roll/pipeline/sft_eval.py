@@ -1,4 +1,4 @@
-"""Held-out conversations: how well a model predicts what their assistants say."""
+"""SFT evaluation: how well a model predicts the assistant tokens of held-out conversations."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from roll.workers.train import TrainWorker
 
 @dataclass(frozen=True)
 class SFTEval:
-    """Means over the tokens of the assistants' answers."""
+    """Means over the assistants' tokens."""
 
     loss: float
     """-log p."""
     token_probability: float
-    """p: how often a token drawn at temperature 1 would be the right one."""
+    """p: how often a token sampled at temperature 1 would be the right one."""
     tokens: int
     step: int | None = None
-    """Training steps of the weights, as far as a run made them."""
+    """Training steps behind the weights; None if no run made them."""
     model: str = ""
 
     @property
@@ -42,7 +42,7 @@ class SFTEval:
 
 
 async def measure(roles: TrainRoles, held_out: Batch, samples: int) -> SFTEval:
-    """Measures so many held-out samples, at even distances if there are more; 0 for all of them."""
+    """Evaluates `samples` held-out samples, evenly spaced if there are more; 0 means all."""
     count = min(samples or len(held_out), len(held_out))
     chosen = np.unique(np.linspace(0, len(held_out) - 1, count).round().astype(np.int64))
     batch = held_out.select(chosen)

@@ -1,4 +1,4 @@
-"""What a step of supervised fine-tuning leaves behind: its samples on the ledger, its numbers, and a report."""
+"""The records of an SFT step: its samples in the ledger, its metrics, and a report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PANELS = (
     Panel("mean probability of a held-out token", dots={"eval/token_probability": ""}),
 )
 OF_SAMPLING = ("train/mismatch", "train/correction")
-"""What a trainer measures against the sampler of its tokens; here nobody sampled them."""
+"""Metrics that compare the trainer with the sampler; in SFT the tokens were not sampled."""
 
 
 class SFTMetrics:
@@ -30,12 +30,12 @@ class SFTMetrics:
         self._recorder = recorder
 
     def left_out(self, some: Sequence[SkippedExample]) -> None:
-        """Conversations that are not trained on are on the ledger too."""
+        """Records conversations that are not trained on in the ledger."""
         for number, left in enumerate(some):
             self._life(f"left-out-{number}.0", left.chat, "dropped", left.reason)
 
     def _life(self, sample: str, chat: str, end: str, reason: str = "", **info: int) -> None:
-        """Nothing happens to a sample before its end."""
+        """Records a sample's two transitions: queued, then its end."""
         self._recorder.ledger.append(Transition(sample, "queued", info={"task": chat}))
         self._recorder.ledger.append(Transition(sample, end, reason, info=info))
 
@@ -49,7 +49,7 @@ class SFTMetrics:
         self._recorder.evaluated(step, values, Measured("held-out loss", found.loss, detail))
 
     async def step(self, state: SFTState, batch: Batch, stats: UpdateStats, training_s: float) -> None:
-        """Puts a finished step on disk and tells the reporter. `state.step` counts it already."""
+        """Writes a finished step to disk and reports it. `state.step` already includes it."""
         recorder, first = self._recorder, (state.step - 1) * self._order.samples_per_step
         seconds = recorder.lap()
         end = ("dropped", NOT_FINITE) if stats.skipped else ("trained", "")  # a step is one update

@@ -1,7 +1,7 @@
 """Signals that end a run early: Ctrl-C (SIGINT), `kill` (SIGTERM), and a terminal that is closed (SIGHUP).
 
-A run that a signal ended raises `Stopped` or says so in its summary; its exit status is 128 + the signal's number, as
-shells have it.
+A run that was ended by a signal raises `Stopped` or notes it in its summary; its exit status is 128 + the signal's
+number, as in shells.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def exit_status(stop: KeyboardInterrupt) -> int:
 def signals_to(handler: Callable[[int], None]) -> Iterator[None]:
     """While the block runs, `handler` is called with the number of each signal that would end the process.
 
-    In another thread than the main one, those that `outside_loop` hands on; without it, whoever started the thread
-    handles signals. SIGHUP stays ignored where it is ignored already, as it is under `nohup`.
+    Outside the main thread it gets the signals that `outside_loop` forwards; without `outside_loop`, the thread's creator
+    handles signals. SIGHUP stays ignored if it is ignored already, as under `nohup`.
     """
     if threading.current_thread() is not threading.main_thread():
         relay = _relay.get(None)
@@ -60,8 +60,8 @@ def signals_to(handler: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def cancelled_by_signals() -> Iterator[None]:
-    """The first signal cancels the running task, so that what the block opened is closed in order; then the block raises
-    `Stopped`. The second raises it without waiting for that."""
+    """The first signal cancels the running task, so that everything the block opened is closed in order; then the block
+    raises `Stopped`. The second raises it without waiting for that."""
     task = asyncio.current_task()
     assert task is not None
     caught: list[int] = []
@@ -82,10 +82,10 @@ def cancelled_by_signals() -> Iterator[None]:
 
 
 def outside_loop(work: Callable[[], T]) -> T:
-    """What `work` returns. It runs an event loop of its own: where one is running in this thread already, as in a
-    notebook, `work` gets a thread of its own. This thread waits for it and hands it the signals it gets."""
+    """Calls `work`, which runs an event loop of its own. If this thread already runs one, as in a notebook, `work` gets
+    its own thread; this thread waits for it and forwards its signals."""
     if not _loop_is_running():
-        return work()  # outside any `except`, so that an error of the work shows no other one as its context
+        return work()  # outside any `except`, so that an error of `work` has no other error as its context
     done: Future[T] = Future()
     relay = _Relay()
 
@@ -112,11 +112,11 @@ def _loop_is_running() -> bool:
 
 
 class _Relay:
-    """Hands signals of the main thread to a run in another one.
+    """Forwards signals from the main thread to a run in another thread.
 
-    What always holds: the first signal reaches the run, also one that came before the run was ready for any; where its
-    handler would end the run by an exception, its task is cancelled instead; once that was done, the next signal ends the
-    wait in the main thread.
+    Invariants: the first signal reaches the run, even if it arrives before the run handles signals; if the handler would
+    end the run by an exception, the run's task is cancelled instead; after that, the next signal ends the wait in the
+    main thread.
     """
 
     def __init__(self) -> None:

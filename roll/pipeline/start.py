@@ -1,4 +1,4 @@
-"""What the workers of a role do once they have started, and when they have been restarted."""
+"""What the workers of a role do after they were started or restarted."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ W = TypeVar("W", bound=Worker)
 G = TypeVar("G", bound=GroupWorker)
 
 LEAST_SILENT_S = 20.0
-"""Importing libraries and loading a model may keep a worker that starts from answering for some seconds."""
+"""Importing libraries and loading a model may keep a starting worker from answering for some seconds."""
 
 
 async def aside(cluster: Cluster[W], hold: Callable[[W, Level], Any], stages: ResidencyTable) -> Cluster[W]:
-    """Makes room for the others that are to start on the same devices."""
+    """Offloads the workers to their lowest residency, to make space for others that start on the same devices."""
     levels = [stages.lowest(cluster.role, place.rank) for place in cluster.places]
     moves = [(rank, level) for rank, level in enumerate(levels) if level != "all"]
     await asyncio.gather(*(cluster.call_rank(rank, hold, level) for rank, level in moves))
@@ -31,15 +31,15 @@ async def aside(cluster: Cluster[W], hold: Callable[[W, Level], Any], stages: Re
 async def met(
     cluster: Cluster[G], hold: Callable[[G, Level], Any], stages: ResidencyTable, supervise: SuperviseConfig
 ) -> Cluster[G]:
-    """The ranks have met and loaded their model, if it is one over ranks, and have made room for others."""
+    """Joins the ranks of a sharded role, which then load their model, and offloads them to make space for other roles."""
     async with watched(supervise, cluster):
         return await aside(await meet(cluster), hold, stages)
 
 
 @asynccontextmanager
 async def watched(supervise: SuperviseConfig, *clusters: Cluster[Any] | None) -> AsyncIterator[None]:
-    """While the block runs, a worker that dies or hangs is ended, a rank together with its group: who waits for one hears
-    of it long before the deadline of the call."""
+    """While the block runs, a worker that dies or hangs is ended, a rank together with its group: its callers get the
+    error long before the deadline of the call."""
     supervisor = Supervisor(RestartPolicy(supervise.ping_s, max(supervise.hang_s, LEAST_SILENT_S)))
     for cluster in clusters:
         if cluster is not None and not cluster.in_process:
@@ -52,11 +52,11 @@ async def watched(supervise: SuperviseConfig, *clusters: Cluster[Any] | None) ->
 
 def _ending(supervisor: Supervisor, cluster: Cluster[Any]) -> Callable[[int, str], None]:
     def lost(rank: int, why: str) -> None:
-        if not cluster.is_group:  # the supervisor ends those
+        if not cluster.is_group:  # the supervisor ends the ranks of a group itself
             supervisor.spawn(cluster.end(rank))
 
     return lost
 
 
 async def _nothing(rank: int) -> None:
-    """Whoever started the worker restarts it."""
+    """The code that started the worker restarts it."""

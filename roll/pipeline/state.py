@@ -1,4 +1,4 @@
-"""The state of a run between steps: what a checkpoint holds besides weights, and what the summary is made of."""
+"""The state of a run between steps: what a checkpoint stores besides weights, and the source of the summary."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from roll.scheduler.evaluate import Evaluation, SetEvaluation, measure_of
 
 @dataclass
 class State:
-    """What every pipeline counts."""
+    """The counters that every pipeline has."""
 
     step: int = 0
-    """Finished training steps, which is also the version of the weights."""
+    """Finished training steps; also the version of the weights."""
     seconds: float = 0.0
-    """Spent since the run began, stops in between left out."""
+    """Run time since the start, without the time between a stop and a resume."""
     seconds_training: float = 0.0
     trained_samples: int = 0
 
@@ -27,7 +27,7 @@ class State:
         return dataclasses.asdict(self)
 
     def summary(self) -> dict[str, Any]:
-        """What came of the run so far."""
+        """The run's results so far."""
         return {
             "seconds": round(self.seconds, 3),
             "seconds_training": round(self.seconds_training, 3),
@@ -37,14 +37,14 @@ class State:
 
 @dataclass
 class Measurement:
-    """What an evaluation found, as far as a summary tells it."""
+    """An evaluation's results, as far as the summary contains them."""
 
     step: int
     reward: float
     sets: dict[str, dict[str, float | None]] = field(default_factory=dict)
-    """Of each set: `reward`, `pass@4` …, and the bounds of their intervals, `reward_low`, `reward_high` …"""
+    """Per set: `reward`, `pass@4` …, and the bounds of their intervals, `reward_low`, `reward_high` …"""
     domains: dict[str, float] = field(default_factory=dict)
-    """Mean rewards by domain, where there are several."""
+    """Mean rewards by domain, if there are several."""
     parts: dict[str, float] = field(default_factory=dict)
     """Means of the parts of held-out rewards; an episode's `success` and `turns` are among them."""
     answers: list[dict[str, Any]] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Measurement:
 
 
 def numbers(found: SetEvaluation) -> dict[str, float | None]:
-    """The estimates of a set and the bounds of their intervals, by the names that metrics and summaries have for them."""
+    """The estimates of a set and the bounds of their intervals, under their names in metrics and summaries."""
     values: dict[str, float | None] = {}
     for name, estimate in found.estimates.items():
         values |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
@@ -74,28 +74,28 @@ class RLVRState(State):
     """The state of a run with rollouts."""
 
     scheduler: dict[str, Any] = field(default_factory=dict)
-    """Where the rollout scheduler goes on, as it says itself."""
+    """The rollout scheduler's own state."""
     algorithm: dict[str, Any] = field(default_factory=dict)
-    """What the algorithm remembers, as it says itself."""
+    """The algorithm's own state."""
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Models that it uses and does not train, by role: what was found under their names when it began."""
+    """Models that the run uses but does not train, by role: their identity when the run began."""
     idle_steps: int = 0
-    """Steps in a row that had no group with signal."""
+    """Consecutive steps without a group to train on."""
     reward: float = 0.0
-    """Mean of the last step."""
+    """Mean reward of the last step."""
     seconds_generating: float = 0.0
     generated_tokens: int = 0
     before: Measurement | None = None
-    """The first evaluation of held-out tasks; None where there are none."""
+    """The first evaluation of held-out tasks; None if there are none."""
     latest: Measurement | None = None
-    """The latest one."""
+    """The latest evaluation."""
     other_rewards: list[str] = field(default_factory=list)
-    """Sets of which a reward other than 0 and 1 was seen."""
+    """Sets in which a reward other than 0 and 1 occurred."""
 
     @classmethod
     def restored(cls, saved: Mapping[str, Any]) -> RLVRState:
-        """The state that a checkpoint holds, or that of the beginning from nothing. `UserError` if another version of
-        ROLL wrote what this one does not know."""
+        """The state saved in a checkpoint, or the initial state if `saved` is empty. Raises `UserError` if another
+        version of ROLL wrote entries that this version does not know."""
         values = _of_first_version(saved)
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(values.keys() - known):
@@ -110,8 +110,8 @@ class RLVRState(State):
         return cls(**values)
 
     def evaluated(self, evaluation: Evaluation) -> Evaluation:
-        """The evaluation, in which a set's mean reward is an accuracy only if every reward of the set so far in the run
-        was 0 or 1."""
+        """Stores the evaluation and returns it. A set's mean reward is called accuracy only if every reward of the set so
+        far in the run was 0 or 1."""
         for name, found in evaluation.sets.items():
             if not found.binary:
                 self.saw_other_rewards(name)
@@ -126,7 +126,7 @@ class RLVRState(State):
         return evaluation
 
     def saw_other_rewards(self, name: str = HELD_OUT) -> None:
-        """A reward of a set was neither 0 nor 1; those of training are of the run's held-out tasks too."""
+        """Notes that a reward of a set was neither 0 nor 1. Training rewards count for the run's held-out tasks too."""
         self.other_rewards = sorted({*self.other_rewards, name})
 
     @property
@@ -136,7 +136,7 @@ class RLVRState(State):
 
     @property
     def measure(self) -> str:
-        """What the mean reward of held-out tasks is called."""
+        """The name of the held-out tasks' mean reward: accuracy or reward."""
         sets = self.latest.sets if self.latest else {HELD_OUT: {}}
         return measure_of(not any(name in self.other_rewards for name in sets))
 
@@ -163,7 +163,7 @@ class RLVRState(State):
 
 
 def _of_first_version(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved state under today's names. The first version called every mean reward an accuracy, and did not note
+    """A saved state under today's names. The first version called every mean reward an accuracy and did not record
     whether it was one."""
     values = dict(saved)
     if "accuracy_step" not in values:
@@ -184,10 +184,10 @@ class SFTState(State):
     """The state of supervised fine-tuning."""
 
     corpus: str = ""
-    """Digest of the samples it trains on."""
+    """Digest of the training samples."""
     trained_tokens: int = 0
     loss_before: float | None = None
-    """Held out."""
+    """Held-out loss of the first evaluation."""
     loss: float | None = None
     evaluated_step: int = -1
 

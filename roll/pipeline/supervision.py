@@ -1,18 +1,19 @@
-"""Supervision of a run's roles: what is done when a worker dies or hangs, and when nothing moves.
+"""Supervision of a run's roles: what happens when a worker dies or hangs, and when nothing makes progress.
 
-    engine           what it had goes on elsewhere from its prefixes; it is started again and gets the weights first
-    grader, env      started again; who waited asks again
+    engine           its requests continue on other engines from their prefixes; it restarts and gets the weights first
+    grader, env      restarted; callers repeat their requests
     judge, reward model   the same; a judge loads its weights first
-    rollout worker   its samples start anew elsewhere; it is started again
-    trainer          ends the step: the run goes back to its last checkpoint (`launch.py`)
+    rollout worker   its samples are generated again on other workers; it is restarted
+    trainer          ends the step: the run rolls back to its last checkpoint (`entrypoints.py`)
 
-A worker whose node is lost is not started again: the others of its role go on, and with the last of them the run ends.
+A worker whose node is lost is not restarted: the other workers of its role continue; when the last one is lost, the run
+ends.
 
-The ranks of a sharded role are lost and started again together. Under `executor: local` only they are watched, because
-only they have processes of their own.
+The ranks of a sharded role die and restart together. Under `executor: local` only they are watched, because only they run
+in processes of their own.
 
-What always holds: a worker that is lost gets nothing until it is back and ready; more deaths than `supervise.restarts`
-allows end the run.
+Invariants: a dead worker gets no work until it is restarted and ready; more deaths than `supervise.restarts` allows end
+the run.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ from roll.workers.reward import RewardWorker
 T = TypeVar("T")
 _CLUSTER_S = 0.5
 _CANCEL_S = 5.0
-"""For a run that was given up to end what it was doing."""
+"""Time for a cancelled run to end its current work."""
 _LOADS_S = 1.0
-"""How often engines say how full they are."""
+"""Interval at which engines report their load."""
 _log = logging.getLogger(__name__)
 
 
 class TrainSupervision:
-    """Of the roles that hold a model to train, or one to compare with."""
+    """Supervision of the roles that hold a model to train or to compare with."""
 
     def __init__(self, roles: TrainRoles, config: SuperviseConfig, warn: Callable[[str], None]) -> None:
         self._trainers, self._learners = roles.trainers, roles.learners
@@ -62,19 +63,19 @@ class TrainSupervision:
         )
 
     def start(self) -> None:
-        """Watches all roles from now on, and what they run on."""
+        """Watches all roles from now on, and the cluster that they run on."""
         self.supervisor.spawn(self._watch_cluster(), endless=True)
         for trainer in self._trainers:
             self._watch_trainer(trainer)
 
     async def _watch_cluster(self) -> None:
-        """Ends the run when no worker can be reached any more, for as long as it lasts."""
+        """Ends the run when the executor reports that no worker can be reached; runs as long as the run does."""
         while (failure := self._executor.failure) is None:  # noqa: ASYNC110
             await asyncio.sleep(_CLUSTER_S)
         self.supervisor.fail(failure)
 
     def stand_by(self) -> None:
-        """Watches the ranks of sharded roles, which alone have processes of their own under `executor: local`."""
+        """Watches the ranks of sharded roles: under `executor: local` only they run in processes of their own."""
         for trainer in self._trainers:
             if not trainer.in_process:
                 self._watch_trainer(trainer)
@@ -83,7 +84,8 @@ class TrainSupervision:
         self.supervisor.watch(trainer, self._trainer_lost(trainer), _nothing, restart=False)
 
     async def keep_spare_trainer(self, config: Config) -> None:
-        """Has a process ready for every worker that is restarted when a trainer dies. A run can do without."""
+        """Keeps a spare process for every worker that is restarted when a trainer dies. If that fails, the run
+        continues."""
         for learner in self._learners:
             warm = partial(warm_up, config.model.path, learner.is_group)
             try:
@@ -92,7 +94,7 @@ class TrainSupervision:
                 _log.warning("no spare process for %s: %s", learner.role, str(error).splitlines()[0])
 
     async def race(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, unless the supervisor gives up first."""
+        """The result of `work`, unless the supervisor ends the run first."""
         task = asyncio.ensure_future(work)
         try:
             both: set[asyncio.Future[Any]] = {task, self.supervisor.failed}
@@ -105,10 +107,10 @@ class TrainSupervision:
         finally:
             if not task.done():
                 task.cancel()
-                # A worker that does not answer would keep it; it ends when the workers are closed.
+                # A worker that does not answer would block it; the task ends when the workers are closed.
                 await asyncio.wait({task}, timeout=_CANCEL_S)
             if task.done() and not task.cancelled():
-                task.exception()  # another error is raised
+                task.exception()  # retrieved so asyncio does not warn; another error is raised
 
     async def close(self) -> None:
         await self.supervisor.close()
@@ -116,25 +118,25 @@ class TrainSupervision:
     def _trainer_lost(self, trainer: Cluster[Any]) -> Callable[[int, str], None]:
         def lost(rank: int, why: str) -> None:
             self._warn(f"{why.splitlines()[0]}; the run goes back to its last checkpoint")
-            if not trainer.is_group:  # the supervisor ends those
-                self.supervisor.spawn(trainer.end(rank))  # one that hangs would keep whoever called it waiting
+            if not trainer.is_group:  # the supervisor ends the ranks of a group itself
+                self.supervisor.spawn(trainer.end(rank))  # a hanging trainer would keep its caller waiting
 
         return lost
 
 
 class Supervision(TrainSupervision):
-    """Of all roles of a run with rollouts."""
+    """Supervision of all roles of a run with rollouts."""
 
     def __init__(self, roles: Roles, publisher: Publisher, config: SuperviseConfig, warn: Callable[[str], None]) -> None:
         super().__init__(roles, config, warn)
         self._roles = roles
         self._publisher = publisher
         self.worker_lost: Callable[[int, str], None] = lambda worker, reason: None
-        """Told when a rollout worker is lost, with the tokens it had."""
+        """Called when a rollout worker dies; its tokens are lost with it."""
         self.engine_restored: Callable[[int], Awaitable[bool]] = _resident
-        """Told of an engine that was started again; whether it may have its device now."""
+        """Called when an engine was restarted; returns whether it may use its device in the current phase."""
         self.scorer_restored: Callable[[str, int], Awaitable[None]] = _stays
-        """Told of a worker of a role that gives rewards that was started again."""
+        """Called when a worker of a role that gives rewards was restarted."""
 
     def start(self) -> None:
         super().start()
@@ -153,7 +155,8 @@ class Supervision(TrainSupervision):
         roles.pool.worker_trouble = lambda worker, reason: self.supervisor.mark_unhealthy("rollout", worker, reason)
 
     def stand_by(self) -> None:
-        """Engines may have processes of their own too, but nobody starts one again: with it the run ends."""
+        """Watches sharded roles and the reward model. An engine may run in a process of its own too, but nothing restarts
+        it under `executor: local`: when it dies, the run ends."""
         super().stand_by()
         scorer = self._roles.scorers.reward_model
         if scorer is not None and not scorer.in_process:
@@ -195,7 +198,7 @@ class Supervision(TrainSupervision):
         self._forget_rollout(worker)
 
     async def _tell_loads(self) -> None:
-        """Has the router know how full the engines are, for as long as the run lasts."""
+        """Reports the load of the engines to the router as long as the run lasts."""
         roles = self._roles
         while True:
             await asyncio.sleep(_LOADS_S)
@@ -207,7 +210,7 @@ class Supervision(TrainSupervision):
                     roles.router.report(rank, load.cached_tokens)
 
     def _engine_trouble(self, engine: int, reason: str) -> None:
-        """What an engine had is elsewhere by now; whatever is wrong with it, it is started again."""
+        """Restarts an engine that misbehaves; its requests have been moved to other engines already."""
         if engine in self._roles.alive:
             self.supervisor.mark_unhealthy(self._roles.engines.role, engine, reason)
 
@@ -260,13 +263,13 @@ class Supervision(TrainSupervision):
         self._forget_rollout(worker)
 
     def _forget_rollout(self, worker: int) -> None:
-        """What a rollout worker had starts anew elsewhere."""
+        """A rollout worker died: its samples are generated again on other workers."""
         self._roles.pool.lost(worker, f"rollout worker died: rollout[{worker}]")
         self.worker_lost(worker, f"rollout worker died: rollout[{worker}]")
         self.supervisor.spawn(self._forget_clients(f"rollout[{worker}]/"))
 
     async def _forget_clients(self, beginning: str) -> None:
-        """The engines need not go on with what a dead rollout worker had asked of them."""
+        """Cancels the requests of a dead rollout worker on all engines."""
         roles = self._roles
         calls = (roles.engines.call_rank(rank, InferWorker.forget_clients, beginning) for rank in sorted(roles.alive))
         await asyncio.gather(*calls, return_exceptions=True)
@@ -278,7 +281,7 @@ class Supervision(TrainSupervision):
 
 
 async def _later(recorder: Recorder, supervision: TrainSupervision, config: Config) -> None:
-    """Makes a spare once the run is under way, so that it does not hold up the start."""
+    """Starts spare processes after the first step, so that they do not delay the start of the run."""
     while not recorder.steps:  # noqa: ASYNC110
         await asyncio.sleep(1.0)
     await supervision.keep_spare_trainer(config)
@@ -289,18 +292,18 @@ async def _resident(engine: int) -> bool:
 
 
 async def _stays(role: str, rank: int) -> None:
-    """Where no roles take turns, it stays on its devices."""
+    """If no roles share devices, the worker stays on its devices."""
 
 
 async def _nothing(rank: int) -> None:
-    """A trainer is not brought back alone: the run goes back with it."""
+    """A trainer is not restored alone: the whole run rolls back to a checkpoint."""
 
 
 @asynccontextmanager
 async def supervised(
     roles: Roles, config: Config, recorder: Recorder | None = None
 ) -> AsyncIterator[tuple[Supervision, Publisher]]:
-    """Supervision of all roles while the block runs."""
+    """Supervises all roles while the block runs."""
     publisher = Publisher(roles, config)
     supervision = Supervision(roles, publisher, config.supervise, _warnings(recorder))
     async with _watching(supervision, roles, config, recorder):
@@ -311,7 +314,7 @@ async def supervised(
 async def supervised_trainer(
     roles: TrainRoles, config: Config, recorder: Recorder | None = None
 ) -> AsyncIterator[TrainSupervision]:
-    """Supervision of the trainer while the block runs."""
+    """Supervises the trainer while the block runs."""
     supervision = TrainSupervision(roles, config.supervise, _warnings(recorder))
     async with _watching(supervision, roles, config, recorder):
         yield supervision

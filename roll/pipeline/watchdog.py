@@ -1,4 +1,4 @@
-"""The watchdog: when nothing has moved for a while, it says who waits on whom."""
+"""The watchdog: when nothing has made progress for a while, it reports who waits for whom."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from roll.pipeline.recorder import Recorder
 from roll.pipeline.roles import TrainRoles
 
 _LINES = 12
-"""Calls and workers that are named at most."""
+"""Maximum number of calls and of workers listed."""
 
 
 class Watchdog:
@@ -30,7 +30,7 @@ class Watchdog:
         self._warn = warn
 
     async def run(self) -> None:
-        """Looks from time to time, for ever. Speaks up once for each silence."""
+        """Checks progress periodically, for ever. Warns once per period of silence."""
         seen, told = self._progress(), False
         quiet_s, pause_s = 0.0, min(self._silent_s / 4, 10.0)
         while True:
@@ -46,7 +46,7 @@ class Watchdog:
         return self._roles.moves, 0 if self._recorder is None else self._recorder.steps
 
     def who_waits(self, quiet_s: float) -> str:
-        """Samples by state with the one that waits longest, calls without an answer, workers that are not well."""
+        """Lists samples by state with the one that has waited longest, unanswered calls, and unhealthy workers."""
         lines = [f"nothing has moved for {quiet_s:.0f} s. Who waits on whom:"]
         if self._recorder is not None:
             lines += [
