@@ -13,7 +13,7 @@ from roll.config.version import __version__ as __version__
 
 if "OMP_WAIT_POLICY" not in os.environ:
     # Torch's threads (of GNU OpenMP, which reads this when it is loaded) spin for milliseconds while they wait for each
-    # other. Two processes that share cores keep each other from going on so, and are twenty times as slow.
+    # other. With that, two processes that share cores block each other and are twenty times as slow.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 if TYPE_CHECKING:

@@ -1,9 +1,9 @@
-"""ROLL as a library: `roll.train`, `roll.evaluate` and `roll.play`, with what a program has at hand.
+"""ROLL as a library: `roll.train`, `roll.evaluate` and `roll.play`, called with Python objects.
 
     roll.train(model="Qwen/Qwen2.5-0.5B-Instruct", tasks=rows, reward=my_reward, train={"steps": 100})
 
-What always holds: everything that a configuration can say is put into the configuration, so that the run folder says what
-the run was; objects (functions, lists, datasets) are passed on beside it. Errors are for a user of Python.
+Invariants: every setting that a configuration can express is put into the configuration, so that the run folder describes
+the run; objects (functions, lists, datasets) are passed separately. Error messages are written for Python users.
 """
 
 from __future__ import annotations
@@ -69,16 +69,17 @@ def train(
 
     `overrides`: as for `roll.load_config`, a list of `"key.sub=value"` or a dict.
 
-    `resume=True` continues from the run folder's newest checkpoint; `restart=True` moves an existing run folder aside
-    first. A run whose code or data has changed is only resumed if `code` says with which: `"run"`, the copy that it
-    keeps, or `"current"`, what is there now. `reporter` is told of every step; without one, a line is printed for each.
+    `resume=True` continues from the newest checkpoint in the run folder; `restart=True` first moves an existing run
+    folder aside. If code or data have changed, the run is resumed only if `code` says which to use: `"run"`, the copy in
+    the run folder, or `"current"`, what is on disk now. `reporter` gets every step; without one, a line is printed per
+    step.
 
     `settings`: sections of the configuration as dicts, and other settings: `train={"steps": 50, "lr": 1e-6}`,
     `rollout={"group_size": 8}`, `algorithm="dapo"`, `run="runs/mine"`, `seed=1`. All of them are in docs/config.md.
 
     Ctrl-C ends the step, saves and returns the summary, with `stopped` true; a second one raises KeyboardInterrupt.
-    In a notebook, or wherever else an event loop is running, the run has a thread of its own, and the call waits for it.
-    Raises `roll.UserError` for what cannot work, before anything is created, and `roll.RunError` where the run failed.
+    In a notebook, or wherever else an event loop is running, the run gets a thread of its own, and the call waits for it.
+    Raises `roll.UserError` for input that cannot work, before anything is created, and `roll.RunError` if the run fails.
     """
     if resume and restart:
         raise UserError("resume=True continues a run and restart=True begins it again: write one of them")
@@ -105,13 +106,13 @@ def evaluate(
     code: Code | None = None,
     **settings: Any,
 ) -> Evaluation | SFTEval:
-    """Measures a model on held-out tasks, or with `pipeline="sft"` on held-out conversations. Nothing is written.
+    """Evaluates a model on held-out tasks, or with `pipeline="sft"` on held-out conversations. Nothing is written.
 
         roll.evaluate("runs/mine")
         roll.evaluate(model="tiny", tasks=rows, reward="number", eval={"samples": 100})
 
-    The arguments are those of `roll.train`; `config` may also be the folder of a run: its newest checkpoint is measured,
-    with the code that the run keeps unless `code` is `"current"`.
+    The arguments are those of `roll.train`; `config` may also be the folder of a run: then its newest checkpoint is
+    evaluated, with the code that the run keeps unless `code` is `"current"`.
     """
     given = arguments(_of_run(config, code), model, tasks, reward, chats, overrides, settings)
     found = find(given.config, **given.objects)
@@ -132,7 +133,7 @@ def play(
     code: Code | None = None,
     **settings: Any,
 ) -> list[Transcript]:
-    """Attempts at tasks with a model, to be looked at: who said what, rewards, and which tokens would be trained on.
+    """Rolls out a model on tasks for inspection: messages, rewards, and which tokens would be trained on.
 
         for transcript in roll.play("runs/mine", episodes=2):
             print(transcript.task, transcript.reward)
@@ -152,7 +153,7 @@ def play(
 
 @dataclass(frozen=True)
 class Arguments:
-    """A run as a program asked for it: a configuration, and the objects that no configuration can hold."""
+    """A run as requested in Python: a configuration, and the objects that no configuration can hold."""
 
     config: Config
     reward: RewardFn | None = None
@@ -161,7 +162,7 @@ class Arguments:
 
     @property
     def objects(self) -> dict[str, Any]:
-        """Those that were given."""
+        """The objects that were given."""
         named = {"reward": self.reward, "tasks": self.tasks, "chats": self.chats}
         return {name: given for name, given in named.items() if given is not None}
 
@@ -183,7 +184,7 @@ def arguments(
     overrides: Overrides,
     settings: Mapping[str, Any],
 ) -> Arguments:
-    """What was passed, sorted into what a configuration says and what it cannot."""
+    """Sorts the arguments into settings of the configuration and objects."""
     found = _Sorted(dict(settings))
     if model is not None:
         found.settings["model"] = _model(model)
@@ -220,7 +221,7 @@ def _model(model: Any) -> Any:
 def _sort_source(
     found: _Sorted, what: str, given: Any, section: type[TasksConfig | DataConfig], source_of: Callable[[Any], Any]
 ) -> None:
-    """Where tasks or conversations come from: a name or settings, or an object in place of a name."""
+    """Sorts the source of tasks or conversations: a name or settings, or an object instead of a name."""
     key = "tasks" if section is TasksConfig else "data"
     written: dict[str, Any] = {}
     if isinstance(given, section):
@@ -237,7 +238,7 @@ def _sort_source(
 
 
 def _sort_reward(found: _Sorted, given: Any) -> None:
-    """What an attempt is worth: a name or settings; a function; or several of these."""
+    """Sorts the reward: a name or settings; a function; or several of these."""
     alone = {"name": RewardConfig().name, "options": {}, "parts": {}}
     if isinstance(given, RewardConfig):
         given = given.model_dump()
@@ -259,7 +260,7 @@ def _sort_reward(found: _Sorted, given: Any) -> None:
 
 
 def _named(given: Sequence[Any]) -> dict[str, Any]:
-    """Rewards by the names that they have themselves."""
+    """Rewards by their own names."""
     parts: dict[str, Any] = {}
     for position, reward in enumerate(given):
         named = reward.get("name") if isinstance(reward, Mapping) else reward
@@ -274,7 +275,7 @@ def _named(given: Sequence[Any]) -> dict[str, Any]:
 
 
 def _sort_reward_settings(found: _Sorted, written: dict[str, Any]) -> None:
-    """Settings of the reward, in which functions may stand for names."""
+    """Sorts settings of the reward, in which functions may replace names."""
     if callable(written.get("name")):
         found.objects["reward"] = _with_options(written.pop("name"), written.pop("options", {}))
         written = {"name": RewardConfig().name, "options": {}, "parts": {}, **written}
@@ -307,7 +308,7 @@ def _function_of(part: Any) -> Any:
 
 
 def _with_label(part: Any) -> dict[str, Any]:
-    """A part's settings with the label of its function in place of the function."""
+    """A part's settings with the label of its function instead of the function."""
     settings = dict(part) if isinstance(part, Mapping) else {"name": part}
     if isinstance(settings.get("name"), PurePath):
         settings["name"] = os.fspath(settings["name"])
@@ -323,7 +324,7 @@ def _with_options(function: Any, options: Any) -> Any:
 
 
 def _of_run(config: ConfigLike, code: Code | None) -> ConfigLike:
-    """The config of a run's folder with the run's newest checkpoint as the model; any other config as it is."""
+    """The config of a run's folder with the run's newest checkpoint as the model; any other config unchanged."""
     if not isinstance(config, str | PurePath) or not Path(config).is_dir():
         if code is not None:
             raise UserError(

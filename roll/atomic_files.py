@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written aside, synced, and renamed into place."""
+"""Atomic files: written to a temporary file, synced, and renamed, so they are complete or absent."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ import orjson
 from roll.config.file_modes import like_its_folder
 from roll.config.secrets import KNOWN
 
-# Fast where the processor has SHA instructions (1.5 GB/s and more), and no collision passes for a match.
+# Fast on processors with SHA instructions (1.5 GB/s and more), and collisions are practically impossible.
 DIGEST = "sha256"
 
 
 @contextmanager
 def atomic_open(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write that takes the name `path` only when the block ends well; until then the old one stands."""
+    """Opens a file that gets the name `path` only when the block ends without an error; until then the old file
+    remains."""
     aside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         with aside.open("wb") as file:
@@ -40,13 +41,13 @@ def atomic_open(path: Path) -> Iterator[IO[bytes]]:
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
-    """Replace the file at `path`: a crash at any moment leaves the old content or the new, whole."""
+    """Replaces the file at `path`: a crash at any moment leaves either the complete old or the complete new content."""
     with atomic_open(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder (new files, renames) survive a power cut."""
+    """Makes the names in a folder (new files, renames) survive a power cut."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -55,7 +56,7 @@ def sync_folder(path: Path) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold of a NumPy or torch value, or a path."""
+    """The JSON form of a NumPy or torch value, or of a path."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, os.PathLike):
@@ -66,7 +67,7 @@ def _plain(value: Any) -> Any:
 
 
 def _without_nan(value: Any) -> Any:
-    """The same value with null for every number that JSON cannot say."""
+    """The same value with null for every number that JSON cannot express."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str | int | None):
@@ -83,8 +84,8 @@ _indented = json.JSONEncoder(indent=2, allow_nan=False, default=_plain)
 
 
 def to_json(value: Any, *, indent: bool = False) -> str:
-    """Valid JSON in ASCII, on one line unless indented; NaN and infinities become null, NumPy scalars numbers. Secrets
-    that are known are left out of its texts."""
+    """Valid JSON in ASCII, on one line unless indented; NaN and infinities become null, NumPy scalars numbers. Known
+    secrets are removed from its strings."""
     encoder = _indented if indent else _compact
     text = _encoded(encoder, value)
     return _encoded(encoder, KNOWN.cleared(_without_nan(value))) if KNOWN.within(text) else text
@@ -98,7 +99,7 @@ def _encoded(encoder: json.JSONEncoder, value: Any) -> str:
 
 
 def to_json_line(value: Any) -> bytes:
-    """The same for what is large, ten times as fast: one line in UTF-8, with its end; NumPy arrays are lists."""
+    """The same for large values, ten times as fast: one line of UTF-8 with its newline; NumPy arrays become lists."""
     try:
         line = orjson.dumps(value, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
         return to_json(value).encode() + b"\n" if KNOWN.within_bytes(line) else line

@@ -1,9 +1,9 @@
-"""What a run leaves on disk, and how it survives being killed.
+"""The files that a run leaves on disk, and how they survive a kill.
 
-A run is a folder (`RunFolder`) with the resolved configuration, the record of every sample (`Ledger`), the numbers of
-every step (`Metrics`), the samples themselves, checkpoints (`Checkpoints`), a summary and a picture. Whatever dies, and
-whenever, each of these files is whole when the run is resumed: appended ones up to their last flush, all others because
-they are written aside and renamed.
+A run is a folder (`RunFolder`) with the resolved configuration, the record of every sample (`Ledger`), the metrics of
+every step (`Metrics`), the samples themselves, checkpoints (`Checkpoints`), a summary and a plot. Whatever dies, and
+whenever, each of these files is complete when the run resumes: appended files up to their last flush, all others because
+they are written to a temporary file and renamed.
 """
 
 from roll.atomic_files import atomic_open, atomic_write, to_json

@@ -1,15 +1,15 @@
 """The code that a run was trained with, kept in its folder.
 
     runs/run/code/
-      manifest.json    every piece of user code: the setting it serves, its name, file and digest; packages; data files
-      files/           copies of the user's modules, as they lay in the project
-      reward.pkl       a reward that was passed in Python, and likewise tasks.pkl and chats.pkl
-      before_step_12/  what was here until the run was resumed with other code from step 12 on
+      manifest.json    every piece of user code: its setting, name, file and digest; packages; data files
+      files/           copies of the user's modules, with the project's folders
+      reward.pkl       a reward that was passed in Python; also tasks.pkl and chats.pkl
+      before_step_12/  the former content, until the run resumed with other code at step 12
 
-What is the user's: the modules in the folder of the configuration, and in the folders of files that it names elsewhere.
+The user's code is: the modules in the folder of the configuration, and in the folders of other files that it names.
 Installed packages are recorded by name and version, never copied. Data files are recorded by digest, never copied.
 
-A run's folder is as trusted as code: whoever evaluates or resumes the run executes what is in here.
+A run's folder must be trusted like code: evaluating or resuming the run executes these files.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from roll.run.code_files import (
 FOLDER, MANIFEST, FILES = "code", "manifest.json", "files"
 FORMAT = 1
 MOST_BYTES = 32 << 20
-"""Bytes of code that a run copies; larger modules are recorded by their digest only."""
+"""Maximum size of the code that a run copies; larger modules are recorded by their digest only."""
 _MOST_DATA_BYTES = 4 << 20
-"""Bytes of a file that code reads; the copy has a link to a larger one."""
+"""Maximum size of a copied data file that code reads; for a larger one the copy has a link."""
 WHOLE_BYTES = 1 << 30
-"""Data files up to this size are digested whole, larger ones by their first and last part of `_END_BYTES`."""
+"""Data files up to this size are hashed completely, larger ones by their first and last `_END_BYTES`."""
 _END_BYTES = 64 << 20
 _KEY_PACKAGES = ("torch", "transformers", "numpy", "ray", "vllm")
 SETTINGS = {"reward": ("reward", "name"), "tasks": ("tasks", "source"), "chats": ("data", "source")}
@@ -62,29 +62,29 @@ Given = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of user code, and the setting that it serves."""
+    """A piece of user code, and the setting that names it."""
 
     setting: str
     name: str
-    """As it is written in the configuration; of an object, what Python calls it."""
+    """As written in the configuration; for an object, its Python name."""
     kind: Literal["file", "package", "object"]
     qualified_name: str = ""
     file: str = ""
-    """Its file; relative ones are in `files/`."""
+    """Its file; relative paths are in `files/`."""
     digest: str = ""
-    """Of the file, or of an object's code."""
+    """Digest of the file, or of an object's code."""
     package: str = ""
     """The installed distribution that it is from, with its version."""
     pickle: str = ""
-    """Of an object, its file in this folder; empty where it could not be written."""
+    """For an object, its pickle in this folder; empty if it could not be pickled."""
     written: str = ""
-    """Of an object, what the configuration said in its place."""
+    """For an object, the value in the configuration that it replaces."""
     source: str = ""
-    """Of an object, its text where there is one."""
+    """For an object, its source if there is one."""
 
     @property
     def label(self) -> str:
-        """The setting and the name in few words: `reward near.py:near`."""
+        """The setting and the name in short: `reward near.py:near`."""
         return f"{self.setting.removesuffix('.name').removesuffix('.source')} {self.name}"
 
 
@@ -96,20 +96,20 @@ class CodeFile:
     digest: str
     bytes: int
     serves: tuple[str, ...] = ()
-    """The settings whose code it is part of; none for a module that the process had imported for another reason."""
+    """The settings whose code it belongs to; empty for a module that the process imported for another reason."""
     copied: bool = True
     compared: bool = True
-    """Whether a run is only resumed with the same file. A script is not compared, since what it passes is, nor is a file
-    that code names, which it may write as well as read."""
+    """Whether a run resumes only with the same file. A script is not compared, because the objects that it passes are;
+    nor is a file that code names, because the code may write it as well as read it."""
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file of data that the configuration names."""
+    """A data file that the configuration names."""
 
     setting: str
     path: str
-    """As it is written."""
+    """As written in the configuration."""
     digest: str
     bytes: int
 
@@ -119,19 +119,19 @@ class CodeManifest:
     root: str
     """The configuration's folder when the run was started."""
     base: str
-    """The folder that paths of files are relative to, as a path from the root."""
+    """The folder that file paths are relative to, as a path from the root."""
     root_from_run: str
     """The root as a path from the run's folder."""
     folders: tuple[str, ...] = ()
-    """Where modules are imported from, as paths from the base."""
+    """The folders that modules are imported from, as paths from the base."""
     pieces: tuple[Piece, ...] = ()
     files: tuple[CodeFile, ...] = ()
     data: tuple[DataFile, ...] = ()
     packages: Mapping[str, str] = field(default_factory=dict)
     from_step: int = 0
-    """The step that this code holds from."""
+    """The step from which this code was used."""
     before: tuple[str, ...] = ()
-    """Folders, beside this manifest, of the code that held before."""
+    """Folders next to this manifest with the code used before."""
     format: int = FORMAT
 
     @property
@@ -142,7 +142,7 @@ class CodeManifest:
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that is not as it was when the run was started."""
+    """Something that has changed since the run was started."""
 
     what: str
     is_data: bool = False
@@ -160,11 +160,11 @@ class Recording:
     """Files to copy, by their path in `files/`."""
     pickles: Mapping[str, bytes]
     remarks: tuple[str, ...] = ()
-    """What could not be kept, and what that means."""
+    """Warnings about what could not be kept."""
 
     @classmethod
     def of(cls, config: Config, given: Given, run: Path, kept: RunCode | None = None) -> Recording:
-        """What a prepared config and the objects given with it consist of, as the files are now; an object that is not
+        """The code of a prepared config and of the objects given with it, as the files are now. An object that is not
         given is the one that the run has `kept`."""
         given = {name: value for name, value in given.items() if value is not None}
         root = Path(root_of(config)).resolve()
@@ -201,13 +201,13 @@ class Recording:
         return cls(manifest, sources, pickles, tuple(remarks))
 
     def write(self, run: Path) -> None:
-        """Puts it into a run's folder that has none."""
+        """Writes it into a run's folder that has no code yet."""
         aside = run / f".{FOLDER}.new"
         self._write_to(aside, self.manifest)
         aside.rename(run / FOLDER)
 
     def replace(self, run: Path, from_step: int) -> None:
-        """Puts it into a run's folder in place of what is there, which is kept beside it."""
+        """Writes it into a run's folder in place of the former code, which is kept inside."""
         aside, there = run / f".{FOLDER}.new", run / FOLDER
         old = RunCode.open(run)
         name = f"before_step_{from_step}"
@@ -229,7 +229,7 @@ class Recording:
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, copy)
         for file in manifest.files:
-            if not file.copied and not file.compared:  # large data that the code reads: where it is
+            if not file.copied and not file.compared:  # large data that the code reads: a link to it
                 copy = folder / FILES / file.path
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 copy.symlink_to(os.path.normpath(Path(manifest.root) / manifest.base / file.path))
@@ -248,7 +248,7 @@ class RunCode:
 
     @classmethod
     def open(cls, run: Path) -> RunCode | None:
-        """The code of the run at `run`; None of a run that recorded none."""
+        """The code of the run at `run`; None if the run recorded none."""
         folder = Path(os.path.abspath(run / FOLDER))
         aside = folder.with_name(f".{FOLDER}.new")
         if not folder.exists() and (aside / MANIFEST).is_file() and any(aside.glob("before_step_*")):
@@ -269,12 +269,12 @@ class RunCode:
 
     @property
     def label(self) -> str:
-        """The pieces in few words: `reward near.py:near, tasks mine.py:tasks`."""
+        """The pieces in short: `reward near.py:near, tasks mine.py:tasks`."""
         return ", ".join(piece.label for piece in self.manifest.pieces)
 
     def with_objects(self, config: Config, besides: Given | None = None) -> Config:
-        """The config with the objects that the run was given in Python, as the run keeps them; those that are given
-        `besides` need not be kept."""
+        """The config with the objects that the run was given in Python, as the run keeps them; those given in `besides`
+        need not be kept."""
         for piece in self.objects:
             name = SETTINGS_OF[piece.setting]
             if not piece.pickle and name not in (besides or {}):
@@ -286,8 +286,8 @@ class RunCode:
         return config
 
     def applied(self, config: Config) -> Config:
-        """The config with all code from the run's copy. Data files stay where they are, and code that the run was not
-        trained with too."""
+        """The config with all code from the run's copy. Data files, and code that the run was not trained with, keep
+        their paths."""
         recorded = {(piece.setting, piece.name) for piece in self.manifest.pieces if piece.kind != "object"}
         files, root = self.folder / FILES, root_of(config)
         names: dict[Any, str] = {}
@@ -304,7 +304,7 @@ class RunCode:
         return self.with_objects(with_names(config, names).model_copy(update={"root": copied}))
 
     def differences(self, config: Config, given: Given) -> list[Difference]:
-        """What is not as it was: files of code by their digests, objects by theirs, and files of data."""
+        """What has changed: code files and objects by their digests, and data files."""
         given = {name: value for name, value in given.items() if value is not None}
         root = Path(root_of(config)).resolve()
         found = [*self._changed_files(root), *self._changed_objects(given), *self._changed_data(config, root)]
@@ -347,7 +347,7 @@ class RunCode:
 
 
 def reward_of(config: Config, code: RunCode | None) -> str | None:
-    """What judges the attempts of a run, in few words; None where nothing does."""
+    """The reward of a run in short; None if it has none."""
     for piece in code.objects if code is not None else []:
         if piece.setting == "reward.name":
             return f"{piece.name} (given in Python)"
@@ -361,13 +361,13 @@ SETTINGS_OF = {".".join(keys): name for name, keys in SETTINGS.items()}
 
 
 def object_name(value: Any) -> str:
-    """What Python calls a function or an object."""
+    """The Python name of a function or an object."""
     name: str = getattr(value, "__qualname__", None) or type(value).__qualname__
     return name
 
 
 def saved_form(config: Config, given: Given) -> Config:
-    """The config as a run's folder has it: where an object was given, it names the object."""
+    """The config as saved in a run's folder: an object that was given is named in it."""
     for name, value in given.items():
         if value is not None:
             config = _with_object(config, name, f"{FOLDER}/{name}.pkl:{object_name(value)}")
@@ -377,7 +377,7 @@ def saved_form(config: Config, given: Given) -> Config:
 
 
 def load_object(name: str) -> Any:
-    """An object that a run keeps, of an absolute name. Executes its code."""
+    """Loads an object that a run keeps, given its absolute name. Executes its code."""
     import pickle
 
     file = Path(name.rpartition(":")[0])
@@ -405,7 +405,7 @@ def _is_replaced(name: Name, given: Given) -> bool:
 
 
 def _file_of(name: Name, root: Path) -> Path | None:
-    """The file of user code, None for a module that has none."""
+    """The file of user code; None for a module without a file."""
     if name.file:
         return find_file(name.file, root).resolve()
     file = getattr(sys.modules.get(name.value.rpartition(":")[0]), "__file__", None)
@@ -413,8 +413,8 @@ def _file_of(name: Name, root: Path) -> Path | None:
 
 
 def _folders_outside(code: Iterable[tuple[Name, Path | None]], given: Given, root: Path) -> Iterator[Path]:
-    """Folders of the user's code that are not in the root: of files that the config names there, and of the modules of
-    objects that were given."""
+    """Folders of the user's code outside the root: those of files that the config names, and those of the modules of
+    given objects."""
     for name, file in code:
         if name.file and file is not None and not file.is_relative_to(root) and is_users(file):
             yield file.parent
@@ -446,7 +446,7 @@ def _pieces(
 
 
 def _objects(config: Config, given: Given, served: dict[str, Path]) -> tuple[list[Piece], dict[str, bytes], list[str]]:
-    """The objects that were given, their pickles, and what could not be kept; adds their files to those that serve."""
+    """The given objects, their pickles, and warnings about what could not be kept; adds their files to `served`."""
     import cloudpickle
 
     pieces: list[Piece] = []
@@ -480,7 +480,7 @@ def _all_files(served: Mapping[str, Path], folders: Sequence[Path]) -> list[Path
 def _code_files(
     files: Sequence[Path], served: Mapping[str, Path], base: Path, uncompared: Collection[Path]
 ) -> tuple[tuple[CodeFile, ...], dict[str, Path], list[str]]:
-    """What is recorded of the files, which are copied, and the names of those that are too large."""
+    """The records of the files, the files to copy, and the names of those that are too large."""
     of_setting = {setting: set(files_of_code([file], [base])) for setting, file in served.items()}
     recorded, sources, too_large, room = [], {}, [], MOST_BYTES
     for file in files:
@@ -510,7 +510,7 @@ def _data_files(names: Iterable[Name], root: Path) -> Iterator[DataFile]:
 
 
 def _digest(file: Path) -> str:
-    """Of a file's content; of one of more than a gigabyte, of its ends and its size."""
+    """Digest of a file's content; for more than a gigabyte, of its two ends and its size."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         if size <= WHOLE_BYTES:

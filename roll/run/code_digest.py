@@ -1,9 +1,9 @@
-"""Digests of functions and objects: the same in every process, another when the code is another.
+"""Digests of functions and objects: the same in every process, different when the code differs.
 
-Pickles do not do: their bytes depend on what else a process has done. A digest is of the source without comments and
-layout, of what the code refers to by name (functions, classes and plain values of the user's, not of packages), of
-default arguments and closures, and of an object's attributes. Of code without a source (an interactive session), and of
-a lambda, it is of the compiled code.
+Pickles cannot be compared: their bytes depend on the history of the process. A digest covers the source without comments
+and layout, everything the code refers to by name (functions, classes and plain values of the user's, not of packages),
+default arguments and closures, and an object's attributes. For code without a source (an interactive session) and for a
+lambda it covers the compiled code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from roll.config.user_code import is_users
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _MOST = 10_000
-"""Values of a container that are looked at one by one."""
+"""Maximum number of values of a container that are included."""
 
 
 def digest_of(value: Any) -> str:
@@ -36,7 +36,7 @@ def digest_of(value: Any) -> str:
 
 
 def source_of(value: Any) -> str:
-    """The text of the code, empty where there is none; an object's is that of its class."""
+    """The source of the code, empty if there is none; for an object, the source of its class."""
     for wanted in (_unwrapped(value), type(value)):
         try:
             return inspect.getsource(wanted)
@@ -46,7 +46,7 @@ def source_of(value: Any) -> str:
 
 
 def file_of(value: Any) -> Path | None:
-    """The file that the code is in, if it is in one."""
+    """The file of the code, if it is in one."""
     for wanted in (_unwrapped(value), type(value)):
         try:
             file = Path(inspect.getfile(wanted))
@@ -70,7 +70,7 @@ def _described(value: Any, seen: dict[int, Any]) -> Iterator[str]:
     if id(value) in seen:
         yield f"again {type(value).__name__}"
         return
-    seen[id(value)] = value  # kept, so that no other value gets its id
+    seen[id(value)] = value  # kept alive, so that no other value gets its id
     if isinstance(value, functools.partial):
         yield "partial"
         for part in (value.func, value.args, value.keywords):
@@ -119,8 +119,8 @@ def _function(function: types.FunctionType, seen: dict[int, Any]) -> Iterator[st
 
 
 def _code(function: Any, code: types.CodeType) -> Iterator[str]:
-    """The source as a syntax tree or, where there is none that stands for itself, the compiled code."""
-    if function.__name__ == "<lambda>":  # its source is that of the whole statement around it
+    """The source as a syntax tree, or the compiled code if there is no source of its own."""
+    if function.__name__ == "<lambda>":  # its source is the whole statement that contains it
         yield from _compiled(code)
         return
     try:
@@ -158,7 +158,7 @@ def _class(kind: type, seen: dict[int, Any]) -> Iterator[str]:
         value = value.__func__ if isinstance(value, staticmethod | classmethod) else value
         value = value.fget if isinstance(value, property) else value
         if name == "_abc_impl" or (name.startswith("__") and not isinstance(value, types.FunctionType)):
-            continue  # Python's own notes, of which it makes more while the class is used
+            continue  # Python's bookkeeping, which changes while the class is used
         yield f"attribute {name}"
         yield from _described(value, seen)
     for base in kind.__bases__:
@@ -180,7 +180,7 @@ def _object(value: Any, seen: dict[int, Any]) -> Iterator[str]:
 
 
 def _is_users(code: Any) -> bool:
-    """Whether a function or a class is the user's own; what has no file, as in a notebook, is."""
+    """Whether a function or a class is the user's own; code without a file, as in a notebook, is."""
     module = getattr(code, "__module__", None) or ""
     if module == "builtins":
         return False

@@ -1,9 +1,9 @@
-"""Which files the user's code consists of: those that a configuration names, and all that these import.
+"""The files of the user's code: those that a configuration names, and everything that they import.
 
-What always holds: every file lies in one of the folders that the user's code is in, and is none of Python's, of an
-installed package or of a virtual environment. Imports are read from the text, those inside functions too, so that a
-module which a reward imports when it is first called is found before that. One whose name is only known when the code
-runs is found if this process has imported it.
+Invariant: every file is in one of the folders of the user's code, and does not belong to Python, an installed package or
+a virtual environment. Imports are read from the source, including those inside functions, so that a module that a reward
+imports at its first call is found before that. A module whose name is only known at run time is found if this process has
+imported it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from roll.config.user_code import is_users
 
 _NEVER = {"site-packages", "dist-packages", "node_modules", "__pycache__", ".venv", "venv", ".git", ".tox", ".nox"}
 _NAME = re.compile(r"[\w*~ ][\w.*/ -]*")
-"""A relative path; `..` leads out of the folder, and an absolute one is no neighbour."""
+"""A relative path. `..` leads out of the folder, and an absolute path is not in it."""
 _LONGEST_NAME = 200
 _SUFFIXES = (".py", ".so", ".pyd")
 
 
 def files_of_code(entries: Iterable[Path], folders: Sequence[Path]) -> list[Path]:
-    """The entries and all files in `folders` that they import, directly or through others, sorted. Imports are looked for
-    beside the importing file and in the folders."""
+    """The entries and all files in `folders` that they import, directly or through others, sorted. Imports are searched
+    in the folder of the importing file and in `folders`."""
     found: set[Path] = set()
     waiting = [entry.resolve() for entry in entries]
     while waiting:
@@ -41,7 +41,7 @@ def files_of_code(entries: Iterable[Path], folders: Sequence[Path]) -> list[Path
 
 
 def loaded_files(folders: Sequence[Path]) -> list[Path]:
-    """The files in `folders` of modules that this process has imported, sorted. The script that runs is none of them."""
+    """The files in `folders` of modules that this process has imported, sorted, without the running script."""
     files = set()
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
@@ -53,8 +53,8 @@ def loaded_files(folders: Sequence[Path]) -> list[Path]:
 
 
 def files_named_by(modules: Iterable[Path], folders: Sequence[Path]) -> list[Path]:
-    """Files beside the modules, other than code, that their text names: `Path(__file__).with_name("words.txt")`,
-    `open("data/words.txt")`, `f"{split}.jsonl"`. Code that is run from a copy needs them there too."""
+    """Files next to the modules, other than code, whose names are in the source: `Path(__file__).with_name("words.txt")`,
+    `open("data/words.txt")`, `f"{split}.jsonl"`. Code that runs from a copy needs them there too."""
     found: set[Path] = set()
     for module in modules:
         texts = _texts(module)
@@ -68,7 +68,7 @@ def files_named_by(modules: Iterable[Path], folders: Sequence[Path]) -> list[Pat
 
 
 def _texts(module: Path) -> set[str]:
-    """What stands in quotes in a module and could be the name of a file or a folder; `*` is for what is filled in."""
+    """String literals of a module that could name a file or a folder; `*` replaces the variable parts of f-strings."""
     try:
         tree = ast.parse(module.read_bytes())
     except (SyntaxError, ValueError, OSError):
@@ -90,7 +90,7 @@ def is_kept(file: Path, folders: Sequence[Path]) -> bool:
 
 
 def _is_copy(file: Path) -> bool:
-    """Whether a file is one of those that a run keeps."""
+    """Whether a file is in a run's copy of code."""
     kept = (folder for folder in file.parents if folder.name == "files" and folder.parent.name == "code")
     return any((folder.parent / "manifest.json").is_file() for folder in kept)
 
@@ -106,11 +106,11 @@ def packages_of(files: Sequence[Path]) -> dict[str, str]:
 
 
 def distribution_of(module: str) -> tuple[str, str] | None:
-    """Name and version of the installed distribution that a module is from."""
+    """Name and version of the installed distribution of a module."""
     top = module.partition(".")[0]
     try:
         return top, importlib.metadata.version(top)
-    except importlib.metadata.PackageNotFoundError:  # its distribution has another name: looking that up takes a while
+    except importlib.metadata.PackageNotFoundError:  # its distribution has another name; looking that up is slow
         names = importlib.metadata.packages_distributions().get(top)
         return (names[0], importlib.metadata.version(names[0])) if names else None
 
@@ -127,7 +127,7 @@ def _imported_by(file: Path, folders: Sequence[Path]) -> Iterator[Path]:
 
 def _imports(file: Path) -> set[tuple[str, int]]:
     """The modules that a file imports, each with the number of dots before its name. `from a import b` may mean the
-    module `a.b`, so it stands for both."""
+    module `a.b`, so both are included."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError, OSError):
@@ -155,7 +155,7 @@ def _named_in_call(node: ast.Call) -> str:
 
 
 def _module_files(name: str, folder: Path) -> Iterator[Path]:
-    """The file of a module and those of the packages around it, as far as they lie in the folder."""
+    """The file of a module and those of its parent packages, as far as they are in the folder."""
     here = folder
     parts = name.split(".") if name else []
     if not parts:
@@ -174,5 +174,5 @@ def _existing(*files: Path) -> Iterator[Path]:
 
 
 def common_folder(folders: Iterable[Path]) -> Path:
-    """The innermost folder that all of them are in."""
+    """The innermost folder that contains all of them."""
     return Path(os.path.commonpath([str(folder) for folder in folders]))

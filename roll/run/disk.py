@@ -1,7 +1,7 @@
-"""A disk that is full: recognised wherever it shows, and said once.
+"""Full disks: recognised in any error, and reported once.
 
-Writers fail in their own ways: Python raises an `OSError`, safetensors and tokenizers errors of their own, a worker in
-another process sends its error as text. All of them quote the operating system.
+Writers fail in different ways: Python raises an `OSError`, safetensors and tokenizers raise errors of their own, a worker
+in another process sends its error as text. All of them quote the operating system.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _FILE = re.compile(r"cannot write to (\S+): |'(/[^']+)'")
 
 
 class DiskFull(RunError):
-    """No more can be written where the run is."""
+    """Nothing more can be written to the run's disk."""
 
 
 def full_disk(error: BaseException) -> str | None:
-    """What the operating system said, if an error comes of a full disk, a used-up quota or a limit on files."""
+    """The operating system's message, if the error was caused by a full disk, a quota or a file size limit."""
     for cause in _causes(error):
         if isinstance(cause, OSError) and cause.errno in _NUMBERS:
             return _WORDS[_NUMBERS.index(cause.errno)]
@@ -41,7 +41,7 @@ def full_disk(error: BaseException) -> str | None:
 
 
 def file_of(error: BaseException) -> str | None:
-    """The file that could not be written, if an error names it."""
+    """The file that could not be written, if the error names it."""
     for cause in _causes(error):
         if isinstance(cause, OSError) and isinstance(cause.filename, str):
             return cause.filename
@@ -51,7 +51,7 @@ def file_of(error: BaseException) -> str | None:
 
 
 def explain(folder: Path, what: str, said: str, saved: int | None) -> DiskFull:
-    """The one message: what could not be written, why, how much is free, and how to continue."""
+    """The message for the user: what could not be written, why, how much is free, and how to continue."""
     how = f"the checkpoint of step {saved} is whole" if saved is not None else "there is no checkpoint yet"
     on = f"continue from step {saved}" if saved is not None else "start from the beginning"
     what = what.removeprefix(f"{folder}/")
@@ -70,7 +70,7 @@ def human_bytes(count: float) -> str:
 
 
 class ClosingOnFullDisk(AbstractContextManager[None]):
-    """Closes a file's writer. Where the disk is full already, that closing it fails too is no news."""
+    """Closes a file's writer. If the disk is already full, a failure to close is not reported as well."""
 
     def __init__(self, writer: Any) -> None:
         self._writer = writer
@@ -84,7 +84,7 @@ class ClosingOnFullDisk(AbstractContextManager[None]):
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, what led to it, and those of a group."""
+    """An error, its causes, and the members of exception groups."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:

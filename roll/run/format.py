@@ -1,10 +1,9 @@
-"""The format of run folders and checkpoints: a number that rises when the names stored in them change.
+"""The format of run folders and checkpoints: a number that increases when the names stored in them change.
 
     format.json                        {"format": 1, "roll": "0.1.0"}, written when the run is created
     checkpoints/step-…/manifest.json   the same two entries
 
-What always holds: ROLL never writes into a folder of a format that it does not know. A folder without a number has
-format 1.
+Invariant: ROLL never writes into a folder whose format it does not know. A folder without a number has format 1.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from roll.config.errors import RunError, UserError
 from roll.config.version import __version__
 
 FORMAT = 1
-"""What this version of ROLL writes. It reads every format up to this one."""
+"""The format that this version of ROLL writes. It reads every format up to this one."""
 FORMAT_FILE = "format.json"
 
 
@@ -34,7 +33,7 @@ def write_format(run: Path) -> None:
 
 
 def check_format(run: Path) -> int:
-    """The format of a run's folder; `UserError` if a newer version has written it."""
+    """The format of a run's folder; raises `UserError` if a newer version has written it."""
     file = run / FORMAT_FILE
     try:
         found = json.loads(file.read_bytes())
@@ -48,7 +47,7 @@ def check_format(run: Path) -> int:
 
 
 def checked(path: Path, entries: Mapping[str, Any]) -> int:
-    """The format that entries of a folder name; `UserError` if this version does not read it."""
+    """The format in a folder's entries; raises `UserError` if this version cannot read it."""
     number = entries.get("format", 1)
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise UserError(f"{path} has format {number!r}, which is no format of ROLL")

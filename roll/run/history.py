@@ -1,4 +1,4 @@
-"""The history of a run: what was done to it, one JSON line each, only ever appended.
+"""The history of a run: one JSON line per event, append-only.
 
     {"time_s": 1794737230.2, "event": "began", "step": 0}
     {"time_s": 1794737305.7, "event": "saved", "step": 20}
@@ -35,7 +35,7 @@ class History:
                 like_its_folder(self.path)
                 size = file.seek(0, os.SEEK_END)
                 if size and _last_byte(self.path) != b"\n":
-                    line = b"\n" + line  # what a kill left half-written is a line of its own, which nobody reads
+                    line = b"\n" + line  # a line half-written by a kill becomes a line of its own, which readers skip
                 file.write(line)
                 file.flush()
                 os.fsync(file.fileno())
@@ -45,11 +45,11 @@ class History:
             sync_folder(self.path.parent)
 
     def read(self) -> list[dict[str, Any]]:
-        """Every event that can be read."""
+        """Every event that can be parsed."""
         return [event for event in map(parse_event, self._lines()) if event is not None]
 
     def newest_saved(self) -> int | None:
-        """The step of the newest checkpoint on record."""
+        """The step of the newest checkpoint in the history."""
         return max((event["step"] for event in self.read() if event["event"] == "saved"), default=None)
 
     def _lines(self) -> list[bytes]:
@@ -60,7 +60,7 @@ class History:
 
 
 def parse_event(line: bytes) -> dict[str, Any] | None:
-    """The event that a line says; None if it says none."""
+    """The event in a line; None if it has none."""
     try:
         event = json.loads(line)
     except (RecursionError, ValueError):

@@ -1,15 +1,15 @@
 """Checksums of the lines that a run writes: `sums/metrics.jsonl.crc` has those of `metrics.jsonl`, and so on.
 
-The files themselves stay plain JSON lines. For each of their lines the file of checksums has one of 14 bytes: the CRC-32
-of the line, begun with the file's name, and a check of the two and the line's number. So a line that was changed, taken
-out, put in twice or moved to another place or file is found, and a checksum that was itself damaged is told from that.
+The files themselves stay plain JSON lines. The checksum file has a record of 14 bytes per line: the CRC-32 of the line,
+seeded with the file's name, and a check over name, line number and CRC. So a line that was changed, removed, duplicated
+or moved within or between files is detected, and can be told apart from a damaged checksum.
 
     6d1c4f0a 93e1     the checksum of line 1
     0d0cbe5a 11c7     the checksum of line 2
-    -------- 70a2     both lines are in the file: a checkpoint was saved, or the file is complete
+    -------- 70a2     both lines are on disk: a checkpoint was saved, or the file is complete
 
-What always holds: a checksum is written before its line, so a kill leaves at most one that has no line yet. A file
-without checksums, of an older version or copied alone, is read as it is.
+Invariant: a checksum is written before its line, so a kill leaves at most one checksum without a line. A file without
+checksums, from an older version or copied alone, is read unchecked.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _SETTLED = b"--------"
 
 
 def sums_path(run: Path, file: Path) -> Path:
-    """Where the checksums of a run's file are."""
+    """The path of the checksums of a run's file."""
     return run / FOLDER / f"{_name(run, file)}.crc"
 
 
 @dataclass(frozen=True)
 class Checksums:
-    """What a file of checksums says."""
+    """The content of a checksum file."""
 
     lines: tuple[int | None, ...] = ()
-    """The checksum of each line; None where it is damaged itself."""
+    """The checksum of each line; None if it is damaged itself."""
     settled: int = 0
-    """So many lines have been in the file."""
+    """Number of lines that are known to have been in the file."""
     damaged: bool = False
-    """Whether some of it is not what was written."""
+    """Whether some of it differs from what was written."""
 
 
 @dataclass
@@ -50,19 +50,19 @@ class Audit:
     """A file's lines, compared with their checksums."""
 
     lines: list[bytes] = field(default_factory=list)
-    """Without their ends."""
+    """Complete lines, without newline."""
     torn: bytes = b""
-    """A last one without an end."""
+    """A last line without newline."""
     bad: list[int] = field(default_factory=list)
-    """Those that the run did not write, or not there, counted from 0."""
+    """Numbers, from 0, of lines that the run did not write, or not at this position."""
     missing: int = 0
-    """Lines that the run wrote and that are not in the file, those that were changed not counted."""
+    """Lines that the run wrote and that are missing; changed lines are not counted."""
     sums_damaged: bool = False
-    """Whether checksums are damaged, or there are fewer than lines."""
+    """Whether checksums are damaged, or there are fewer checksums than lines."""
     has_sums: bool = True
 
     def refuse(self, run: Path, file: Path) -> None:
-        """`RunError` if something is wrong."""
+        """Raises `RunError` if something is wrong."""
         remedy = f"`roll repair {run}` moves what is damaged aside and says what was lost"
         if self.bad:
             raise RunError(
@@ -76,7 +76,7 @@ class Audit:
 
 
 def audit(run: Path, file: Path) -> Audit:
-    """Compares a file with its checksums, also while it is being written. `FileNotFoundError` if there is no file."""
+    """Compares a file with its checksums, also while it is being written. Raises `FileNotFoundError` without a file."""
     before = read_sums(run, file)
     *lines, torn = file.read_bytes().split(b"\n")
     after = read_sums(run, file)
@@ -87,7 +87,7 @@ def audit(run: Path, file: Path) -> Audit:
 
 
 def compared(name: str, lines: Sequence[bytes], torn: bytes, sums: Checksums, least: int) -> Audit:
-    """Which lines are what was written under that name; at least so many must be there."""
+    """Finds the lines that were written under that name; at least `least` lines must be present."""
     found = Audit(list(lines), torn, sums_damaged=sums.damaged)
     places: dict[int, list[int]] = {}
     for place in reversed(range(len(sums.lines))):
@@ -120,13 +120,13 @@ def read_sums(run: Path, file: Path) -> Checksums | None:
         content = sums_path(run, file).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    if not content:  # a power cut, before it was on disk
+    if not content:  # a power cut came before they were on disk
         return None
     return _parse(_name(run, file), content)
 
 
 def write_sums(run: Path, file: Path, values: Iterable[int]) -> None:
-    """Replaces the checksums of a file that is complete: those of `line_summer`, one per line."""
+    """Replaces the checksums of a complete file by `values`, one per line, computed by `line_summer`."""
     path, name = sums_path(run, file), _name(run, file)
     records = [_record(name, number, b"%08x" % value) for number, value in enumerate(values)]
     records.append(_record(name, len(records), _SETTLED))
@@ -138,21 +138,21 @@ def write_sums(run: Path, file: Path, values: Iterable[int]) -> None:
 
 
 def drop_sums(run: Path, file: Path) -> None:
-    """Forgets the checksums of a file, before it is replaced or deleted."""
+    """Deletes the checksums of a file, before it is replaced or deleted."""
     sums_path(run, file).unlink(missing_ok=True)
 
 
 def line_summer(run: Path, file: Path) -> Callable[[bytes | memoryview], int]:
-    """What computes the checksum of a line of the file, without its end."""
+    """A function that computes the checksum of a line of the file, given without newline."""
     start = crc32(_name(run, file).encode())
     return lambda line: crc32(line, start)
 
 
 class ChecksumWriter:
-    """The checksums of a file that grows line by line."""
+    """Writes the checksums of a file that grows line by line."""
 
     def __init__(self, run: Path, file: Path) -> None:
-        """The file is there; where it is damaged it is refused."""
+        """The file must exist; if it is damaged, it is refused."""
         self._name = _name(run, file)
         self._start = crc32(self._name.encode())
         found = audit(run, file)
@@ -164,12 +164,12 @@ class ChecksumWriter:
         self._count = len(lines)
 
     def add(self, line: bytes) -> None:
-        """The checksum of a line that is about to be written, without its end."""
+        """Writes the checksum of a line, given without newline, before the line itself is written."""
         self._file.write(_record(self._name, self._count, b"%08x" % crc32(line, self._start)))
         self._count += 1
 
     def settle(self) -> None:
-        """All lines so far are on disk, and now it is on record that they are."""
+        """Records that all lines so far are on disk."""
         self._file.write(_record(self._name, self._count, _SETTLED))
         os.fsync(self._file.fileno())
 

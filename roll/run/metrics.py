@@ -1,8 +1,8 @@
-"""The numbers of every step: a JSON line in metrics.jsonl and, if asked for, TensorBoard events.
+"""The metrics of every step: a JSON line in metrics.jsonl and, if enabled, TensorBoard events.
 
-Every whole line of metrics.jsonl is valid JSON with a `step` and a `time_s` (seconds since the epoch); a number that is
-not finite is null. A line that a kill left half-written is cut off before anything is added. Lines have checksums
-(`roll.run.line_checksums`), and one that was changed is refused.
+Every complete line of metrics.jsonl is valid JSON with a `step` and a `time_s` (seconds since the epoch); a number that
+is not finite is null. A line half-written by a kill is cut off before anything is added. Lines have checksums
+(`roll.run.line_checksums`); a changed line is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from roll.run.line_checksums import ChecksumWriter, audit, drop_sums
 
 
 class Metrics:
-    """The metrics of a run being written."""
+    """Writes the metrics of a run."""
 
     def __init__(self, folder: RunFolder, tensorboard: bool) -> None:
         self._folder = folder
@@ -36,7 +36,7 @@ class Metrics:
         self._open()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Add the numbers of a step; they are in the file when this returns."""
+        """Adds the metrics of a step; they are in the file when this returns."""
         assert not {"step", "time_s"} & values.keys(), "step and time_s are written by log itself"
         numbers = {KNOWN.without(name): v if isinstance(v, int) else float(v) for name, v in values.items()}
         line = to_json({"step": step, "time_s": time.time(), **numbers}).encode()
@@ -51,7 +51,7 @@ class Metrics:
                 self._event_writer().add_scalar(name, number, step)
 
     def truncate_after(self, step: int) -> None:
-        """Forget the steps after `step`, which a run resumed from there will write anew."""
+        """Deletes the steps after `step`; a run resumed from there writes them again."""
         self.close()
         kept = [line for line in _whole_lines(self._path) if (row := parse_row(line)) is not None and row["step"] <= step]
         drop_sums(self._folder.path, self._path)
@@ -60,7 +60,7 @@ class Metrics:
         self._first_step = step + 1
 
     def settle(self) -> None:
-        """Has all lines on disk, and on record: none of them can be lost unnoticed any more."""
+        """Syncs all lines to disk and records their number, so that a missing line is noticed later."""
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -69,10 +69,10 @@ class Metrics:
             raise RunError(f"cannot write to {self._path}: {error.strerror}") from error
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Closes the files."""
         try:
             if not self._file.closed:
-                with suppress(RunError):  # what could not be written was said then
+                with suppress(RunError):  # the write error was reported when it happened
                     self.settle()
                 self._sums.close()
                 self._file.close()
@@ -89,7 +89,7 @@ class Metrics:
 
     @staticmethod
     def read(path: Path) -> list[dict[str, Any]]:
-        """Every line of a metrics.jsonl, but for a last one still being written. A damaged one is refused."""
+        """Every line of a metrics.jsonl except a last one still being written. A damaged line is refused."""
         try:
             found = audit(path.parent, path)
         except FileNotFoundError as error:
@@ -121,7 +121,7 @@ class Metrics:
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """What a line of metrics.jsonl says; None if it is damaged."""
+    """The content of a line of metrics.jsonl; None if it is damaged."""
     try:
         row = json.loads(line)
     except (RecursionError, ValueError):

@@ -1,4 +1,4 @@
-"""The curve of a run as a picture: what it learned on the left, what else changed on the right."""
+"""The plot of a run: what it learned on the left, another metric on the right."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _DOTS = (_ORANGE, "#8e44ad", "#c0392b", "#16808a", "#7f6000", "#5f6368")
 
 @dataclass(frozen=True)
 class Panel:
-    """A metric of every step as a line, and those that are measured now and then as dots. Either may be left out."""
+    """One metric with a value per step as a line, and metrics that are measured less often as dots. Both are optional."""
 
     title: str
     line: str = ""
     line_label: str = ""
     dots: Mapping[str, str] = field(default_factory=dict)
-    """Labels by the names of metrics."""
+    """Labels by metric name."""
 
 
 def draw_curve(metrics: list[dict[str, Any]], path: Path, title: str, panels: Sequence[Panel]) -> None:
-    """Draw two panels over steps as a PNG; what the metrics lack is left out."""
+    """Plots two panels over steps as a PNG; metrics without values are left out."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -56,7 +56,7 @@ def smooth(values: list[float], window: int) -> list[float]:
 
 
 def _draw_steps(axes: Any, steps: list[int], values: list[float], *, color: str, label: str) -> None:
-    """A value a step: the values themselves, and over them, where there are enough, their course."""
+    """A value per step: the values themselves, and above them a smoothed line if there are at least 10."""
     if not steps:
         return
     if len(steps) < 10:
@@ -67,7 +67,7 @@ def _draw_steps(axes: Any, steps: list[int], values: list[float], *, color: str,
 
 
 def _draw_dots(axes: Any, steps: list[int], values: list[float], *, color: str, label: str) -> None:
-    """A value now and then."""
+    """A metric that has a value in some steps only."""
     if steps:
         axes.plot(
             steps, values, color=color, linewidth=1.2, linestyle=(0, (4, 2)), marker="o", markersize=5.5,

@@ -1,8 +1,7 @@
-"""Repairing a run's folder: what is damaged in it, and making it whole enough to continue.
+"""Repairs a run's folder: finds damage and makes the run resumable.
 
-What always holds: nothing is deleted. A file that is changed, and whatever is taken away, lies as it was in
-`damaged-DATE-TIME/` of the run's folder. After a repair every file can be read, and the run continues from its newest
-whole checkpoint, if one is left.
+Invariants: nothing is deleted. The original of every changed or removed file is kept in `damaged-DATE-TIME/` of the run's
+folder. After a repair every file can be read, and the run resumes from its newest complete checkpoint, if one is left.
 """
 
 from __future__ import annotations
@@ -32,24 +31,24 @@ from roll.run.metrics import parse_row
 from roll.run.samples import parse_sample
 
 UnderWay = Callable[[Mapping[str, Any]], Mapping[str, str]]
-"""Of a checkpoint's state, the samples that it continues with, each with its task."""
+"""Given a checkpoint's state, returns the samples that were in flight, with their tasks."""
 
 
 @dataclass
 class Repair:
-    """What was found, and done unless it is only looked at."""
+    """What was found, and repaired unless it was a dry run."""
 
     folder: RunFolder
     checkpoint: Checkpoint | None
     findings: list[str] = field(default_factory=list)
-    """What is damaged, a sentence each."""
+    """One sentence per damaged file."""
     aside: Path | None = None
-    """Where what was damaged lies now."""
+    """The folder that now has the damaged originals."""
     settings_lost: bool = False
 
     @property
     def next(self) -> str:
-        """What the run can do now."""
+        """What the user can do with the run now."""
         if self.settings_lost:
             return "put config.yaml back: the run cannot continue without it"
         if self.checkpoint is not None:
@@ -66,7 +65,7 @@ class Repair:
 
 
 def repair(run: Path, under_way: UnderWay, *, dry_run: bool = False) -> Repair:
-    """Finds what is damaged in a run and mends it; with `dry_run` it is only found."""
+    """Finds the damage of a run and repairs it; with `dry_run` it is only found."""
     folder = RunFolder.open(run, any_format=True)
     with folder.lock():
         repairing = _Repairing(folder, dry_run)
@@ -107,7 +106,7 @@ class _Repairing:
         self.aside: Path | None = None
 
     def checkpoints(self) -> Checkpoint | None:
-        """The newest whole checkpoint; damaged ones are moved aside."""
+        """The newest complete checkpoint; damaged ones are moved aside."""
         newest: Checkpoint | None = None
         for path, checkpoint, problem in Checkpoints(self._folder).examined():
             if problem is None:
@@ -118,7 +117,7 @@ class _Repairing:
         return newest
 
     def config(self) -> None:
-        """Nothing else says what it said: it can only be put back."""
+        """Reports a damaged config.yaml. No other file has its content, so only the user can restore it."""
         try:
             load_config(self._folder.config_path)
         except UserError as error:
@@ -136,10 +135,10 @@ class _Repairing:
             self._keep(path)
             mended.write(path)
             if index_path(path).exists():
-                self._move(index_path(path))  # it is made again
+                self._move(index_path(path))  # it is built again when queried
 
     def lines(self, path: Path, good: Callable[[bytes], bool], lost: Callable[[list[bytes], list[bytes]], str]) -> None:
-        """Takes damaged lines out of a file, those that the run did not write there among them, and a half-written one at
+        """Removes damaged lines from a file, including lines that the run did not write there, and a half-written line at
         its end."""
         if not path.is_file():
             return
@@ -165,7 +164,7 @@ class _Repairing:
                 write_sums(run, path, map(line_summer(run, path), kept))
 
     def swapped_samples(self) -> None:
-        """Gives files of samples that have each other's names their own."""
+        """Renames samples files whose names were swapped."""
         run, owners = self._folder.path, {}
         for path in sorted(self._folder.samples_dir.glob("step-*.jsonl")):
             found = audit(run, path)
@@ -184,7 +183,7 @@ class _Repairing:
                 atomic_write(owner, contents[path])
 
     def _owner(self, path: Path, lines: list[bytes]) -> Path | None:
-        """The file of samples whose checksums these lines have."""
+        """The samples file whose checksums match these lines."""
         run = self._folder.path
         for other in sorted(self._folder.samples_dir.glob("step-*.jsonl")):
             sums = read_sums(run, other)
@@ -195,7 +194,7 @@ class _Repairing:
         return None
 
     def trace(self, path: Path) -> None:
-        """Takes damaged events out of a trace, and ends one that a kill left open."""
+        """Removes damaged events from a trace and closes an array that a kill left open."""
         bad = number = 0
         with path.open("rb") as file:
             lines = file.read().split(b"\n")
@@ -210,7 +209,7 @@ class _Repairing:
             else:
                 bad += 1
         torn = bool(lines[-1]) and bad == 1 and not _is_object(lines[-1].strip().removesuffix(b","))
-        if not bad or torn:  # viewers read a trace without its end
+        if not bad or torn:  # viewers accept a trace without its end
             return
         self._found(path, f"{bad} of {number} events are damaged, taken out")
         if not self._dry_run:
@@ -236,13 +235,13 @@ class _Repairing:
         self.findings.append(f"{path.relative_to(self._folder.path)}: {what}")
 
     def _keep(self, path: Path) -> None:
-        """Puts a file beside, as it is, before it is changed."""
+        """Keeps a copy of a file before it is changed."""
         if not path.exists():
             return
         target = self._target(path)
         try:
             os.link(path, target)
-        except OSError:  # a file system without links
+        except OSError:  # the file system has no hard links
             shutil.copy2(path, target)
 
     def _move(self, path: Path) -> None:
@@ -284,7 +283,7 @@ def _count_of(bad: list[bytes], kept: list[bytes]) -> str:
 
 
 def _steps_of(bad: list[bytes], kept: list[bytes]) -> str:
-    """How many lines, and of which steps there is none left."""
+    """The number of damaged lines, and the steps that have no line left."""
     steps = {row["step"] for line in kept if (row := parse_row(line)) is not None}
     gone = [step for step in range(1, max(steps, default=0)) if step not in steps]
     of = f" (step{'s' if gone[1:] else ''} {', '.join(map(str, gone[:5]))}{' …' if gone[5:] else ''})" if gone else ""

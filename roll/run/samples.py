@@ -1,5 +1,5 @@
-"""The samples of each step, as text: one JSON line per sample, one file per step, each file whole or absent. Lines have
-checksums (`roll.run.line_checksums`), and one that was changed is refused."""
+"""The samples of each step, as text: one JSON line per sample, one file per step, each file complete or absent. Lines
+have checksums (`roll.run.line_checksums`); a changed line is refused."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from roll.run.folder import RunFolder
 from roll.run.line_checksums import audit, drop_sums, line_summer, write_sums
 
 CHECKED_BYTES = 256 << 20
-"""A resumed run compares so much of its samples: a second's work. `roll repair` compares all of them."""
+"""A resumed run verifies this much of its samples, which takes a second. `roll repair` verifies all of them."""
 
 
 def write_samples(folder: RunFolder, step: int, rows: Iterable[Mapping[str, Any]], part: int | None = None) -> Path:
-    """Write the rows of a step to `samples/step-000010.jsonl`, replacing what an undone attempt at it left.
+    """Writes the rows of a step to `samples/step-000010.jsonl`, replacing the file of a rolled-back attempt at the step.
 
-    Several writers write a part each: `samples/step-000010.part-3.jsonl`.
+    Several writers write one part each: `samples/step-000010.part-3.jsonl`.
     """
     folder.samples_dir.mkdir(exist_ok=True)
     like_its_folder(folder.samples_dir)
@@ -38,14 +38,14 @@ def write_samples(folder: RunFolder, step: int, rows: Iterable[Mapping[str, Any]
 
 
 def drop_samples_after(folder: RunFolder, step: int) -> None:
-    """Forget the samples of steps after `step`, which a run resumed from there will write anew."""
+    """Deletes the samples of steps after `step`; a run resumed from there writes them again."""
     for path in folder.samples_dir.glob("step-*.jsonl"):
         if _step(path) > step:
             _delete(folder, path)
 
 
 def drop_samples_before(folder: RunFolder, step: int) -> None:
-    """Delete the samples of steps before `step`."""
+    """Deletes the samples of steps before `step`."""
     for path in folder.samples_dir.glob("step-*.jsonl"):
         if _step(path) < step:
             _delete(folder, path)
@@ -57,7 +57,7 @@ def steps_with_samples(folder: RunFolder) -> list[int]:
 
 
 def read_samples(folder: RunFolder, step: int) -> list[dict[str, Any]]:
-    """The rows of a step; those in parts in the order of their samples."""
+    """The rows of a step; those stored in parts are sorted by sample."""
     whole = _path(folder, step)
     parts = sorted(folder.samples_dir.glob(f"{whole.stem}.part-*.jsonl"))
     if whole.is_file() or not parts:
@@ -83,7 +83,7 @@ def _rows(folder: RunFolder, step: int, path: Path) -> list[dict[str, Any]]:
 
 
 def check_samples(folder: RunFolder, last: int, most_bytes: int = CHECKED_BYTES) -> None:
-    """Compares the samples of steps up to `last` with their checksums, the newest first, up to so many bytes of them."""
+    """Verifies the samples of steps up to `last`, newest first, until `most_bytes` are reached."""
     size = 0
     for path in sorted(folder.samples_dir.glob("step-*.jsonl"), key=_step, reverse=True):
         if _step(path) <= last:
@@ -99,7 +99,7 @@ def _delete(folder: RunFolder, path: Path) -> None:
 
 
 def parse_sample(line: bytes) -> dict[str, Any] | None:
-    """The row that a line says; None if it is damaged."""
+    """The row in a line; None if it is damaged."""
     try:
         row = json.loads(line)
     except (RecursionError, ValueError):

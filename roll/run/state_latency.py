@@ -1,11 +1,11 @@
-"""How long samples stay in each stage of their life, how many are in it now, and what was generated for nothing.
+"""How long samples stay in each state, how many are in it now, and how many generated tokens were discarded.
 
-`StateClock` hears every transition and answers three questions: what came of an interval (`take`, for metrics), how
-things stand (`table`, for a display), and who waits longest (`open`, for a watchdog).
+`StateClock` gets every transition and answers three questions: what happened in an interval (`take`, for metrics), what
+the current situation is (`table`, for a display), and which samples wait longest (`open`, for a watchdog).
 
-What always holds: a stay is counted once, in the interval in which it ends. Only samples that have not ended are held,
-and of stays that ended only counts: the memory does not grow with a run. Mean and maximum are exact; p99 comes from a
-histogram whose buckets grow by 2 %, so it is within 1 % of the true one, or within a microsecond where that is more.
+Invariants: a stay is counted once, in the interval in which it ends. Only unfinished samples are stored; finished stays
+are only counted, so memory does not grow with the run. Mean and maximum are exact; p99 comes from a histogram whose
+buckets grow by 2 %, so it is within 1 % of the true value, or within a microsecond where that is more.
 
 By example, with `take` called at 4 s and at 9 s:
 
@@ -25,7 +25,7 @@ from typing import Any
 from roll.ledger.log import ROLLED_BACK, Transition
 
 ENDS = frozenset({"trained", "dropped", "failed", ROLLED_BACK})
-"""States in which a sample waits for nothing. One that failed may be queued again; for clocks that is a new life."""
+"""Final states. A failed sample may be queued again; the clock then treats it as a new sample."""
 _ORDER = ("queued", "generating", "paused", "acting", "scoring", "scored", "kept")
 _WIDTH = log(1.02)
 _SHORTEST_S = 5e-7
@@ -33,7 +33,7 @@ _SHORTEST_S = 5e-7
 
 @dataclass(frozen=True)
 class StateRow:
-    """A stage as it stands: samples now in it, and how long those that left it lately had stayed (None: none left)."""
+    """A state now: the samples in it, and how long samples that left it recently had stayed (None: none left)."""
 
     state: str
     now: int
@@ -43,19 +43,19 @@ class StateRow:
 
 @dataclass(frozen=True)
 class StateTable:
-    """All stages that a run has seen, in the order of a sample's life, and what else says how well the rollout goes."""
+    """All states that a run has seen, in the order of a sample's lifecycle, and further measures of the rollout."""
 
     rows: tuple[StateRow, ...] = ()
     waste_share: float | None = None
-    """Tokens of samples that were dropped, failed or sent back to the queue, over the tokens that were generated."""
+    """Tokens of samples that were dropped, failed or requeued, divided by the generated tokens."""
     staleness_mean: float | None = None
-    """Versions between the weights that drew a sample and those it trains."""
+    """Versions between the weights that sampled a sample and the weights that it trains."""
     staleness_max: float | None = None
 
 
 @dataclass(frozen=True)
 class WaitTimes:
-    """A sample that waits: in which state, for how long, and where (empty if nobody said)."""
+    """A waiting sample: its state, for how long, and where (empty if unknown)."""
 
     state: str
     sample: str
@@ -65,7 +65,7 @@ class WaitTimes:
 
 @dataclass(slots=True)
 class _Stay:
-    """Where an open sample is now, and what it has cost."""
+    """The current state of an unfinished sample, and the tokens generated for it."""
 
     state: str
     since_s: float
@@ -80,7 +80,7 @@ class _Stay:
 
 
 class LatencySpread:
-    """How many times were added, their mean and maximum, and their 99th percentile within 1 % or a microsecond."""
+    """Count, mean and maximum of durations, and their 99th percentile within 1 % or a microsecond."""
 
     __slots__ = ("_buckets", "count", "longest", "total")
 
@@ -104,7 +104,7 @@ class LatencySpread:
 
     @property
     def p99(self) -> float:
-        """The shortest time that at least 99 % of them do not exceed."""
+        """The smallest duration that at least 99 % of them do not exceed."""
         rank = -(-99 * self.count // 100)
         if rank == self.count:
             return self.longest
@@ -117,7 +117,7 @@ class LatencySpread:
 
 
 class StateClock:
-    """Hears transitions in the order they arrive; those of one sample in the order they happened."""
+    """Gets transitions in the order they arrive; those of one sample in the order they happened."""
 
     def __init__(self) -> None:
         self._open: dict[str, _Stay] = {}
@@ -153,12 +153,12 @@ class StateClock:
             stay.engine = stay.worker = None
 
     def take(self) -> dict[str, float]:
-        """The numbers of the interval since the last call, which ends with this one.
+        """The metrics of the interval since the last call; a new interval begins.
 
         `stage/<state>_s_mean`, `_p99` and `_max` of stays that ended in it, absent if none did; `queue/<state>`, samples
-        now in the state; `waste/tokens`, generated by samples that in it were dropped, failed or sent back to the queue;
-        `waste/share`, those over the tokens generated in it (above 1 when more from before it was thrown away), absent if
-        none were.
+        now in the state; `waste/tokens`, the tokens of samples that were dropped, failed or requeued in it;
+        `waste/share`, those divided by the tokens generated in it (above 1 if more tokens from earlier intervals were
+        discarded), absent if none were generated.
         """
         values: dict[str, float] = {}
         for state, spread in self._spent.items():
@@ -176,14 +176,15 @@ class StateClock:
         return values
 
     def table(self) -> StateTable:
-        """How things stand. Times are of this interval so far, or of the one before while nothing has left a stage."""
+        """The current situation. Durations are those of this interval, or of the previous one while no sample has left
+        the state in this one."""
         states = [state for state in _ORDER if state in self._depth]
         states += [state for state in self._depth if state not in _ORDER]
         share = self._waste_share
         return StateTable(tuple(map(self._row, states)), share if share is not None else self._waste_before)
 
     def open(self, now_s: float | None = None) -> list[WaitTimes]:
-        """The sample that has waited longest in each state, longest first. `now_s` is the time where that is virtual."""
+        """The sample that has waited longest in each state, longest first. `now_s` is for virtual clocks."""
         now_s = time.time() if now_s is None else now_s
         oldest: dict[str, tuple[str, _Stay]] = {}
         for sample, stay in self._open.items():
@@ -201,7 +202,7 @@ class StateClock:
         spread = self._spent.get(stay.state)
         if spread is None:
             spread = self._spent[stay.state] = LatencySpread()
-        spread.add(max(now_s - stay.since_s, 0.0))  # hosts' clocks may differ by more than a short stay
+        spread.add(max(now_s - stay.since_s, 0.0))  # clocks of nodes may differ by more than a short stay
 
     def _row(self, state: str) -> StateRow:
         spread = self._spent.get(state) or self._before.get(state)

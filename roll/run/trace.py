@@ -1,17 +1,17 @@
-"""The trace: what every sample did at every moment of a run, for a viewer of timelines.
+"""The trace: what every sample did at every moment of a run, for a timeline viewer.
 
-The file is a JSON array of events in the Trace Event Format, one a line, that Perfetto and chrome://tracing open. A
+The file is a JSON array of events in the Trace Event Format, one per line, that Perfetto and chrome://tracing open. A
 killed run leaves the array without its end, which both accept.
 
-What always holds:
+Invariants:
 
-- Every stage of every sample is one event, written when it ends; those still open when the trace is closed are marked
-  `unfinished`. Each begins where the sample's last one ended.
-- Events do not overlap on a lane. A sample that comes to a row takes its lowest free lane and keeps it until it leaves
-  the row: the height of a row is how busy it was.
-- Samples that have not ended are held, and the latest transitions; no more. A file that would grow over its limit ends,
-  and the next one continues: a stage is in the file in which it ended, and rows and lanes keep their numbers. Where there
-  is no next one, the file ends with an event that says so.
+- Every stay of a sample in a state is one event, written when it ends; stays still open when the trace is closed are
+  marked `unfinished`. Each begins where the sample's last one ended.
+- Events on a lane do not overlap. A sample that enters a row takes its lowest free lane and keeps it until it leaves the
+  row, so the height of a row shows how busy it was.
+- Only unfinished samples and the latest transitions are in memory. A file that would exceed its limit ends, and the next
+  file continues: a stay is in the file in which it ended, and rows and lanes keep their numbers. If there is no next
+  file, the last event says that the limit was reached.
 
 Rows and lanes, by example:
 
@@ -22,9 +22,9 @@ Rows and lanes, by example:
     graders    lane 0                           |a scoring|
     buffer     lane 0                                     |a scored …
 
-Workers report in batches, so moves of different samples arrive out of order. Lanes are given in the order of time: a
-transition waits until about a thousand others have arrived after it, or until the trace is flushed. One that comes later
-still gets a lane that was free at its own time.
+Workers report in batches, so transitions of different samples arrive out of order. Lanes are assigned in the order of
+time: a transition is kept until about a thousand others have arrived after it, or until the trace is flushed. A
+transition that arrives even later gets a lane that was free at its own time.
 """
 
 from __future__ import annotations
@@ -51,25 +51,25 @@ from roll.run.state_latency import ENDS
 MAX_BYTES = 512 * 2**20
 _BUFFER_BYTES = 1 << 16
 _RESERVED_BYTES = 512
-"""For what ends a file: the event that says it is full, and the end of the array."""
+"""For the end of a file: the event that says it is full, and the end of the array."""
 _PENDING = 2048
 _FIRST_LANE = 10_001
-"""Perfetto names threads by their number alone and takes the one with its process's number for the main one: so lanes are
-numbered through all rows, away from the numbers of rows."""
+"""Perfetto identifies threads by their number alone and takes the thread with its process's number for the main thread.
+So lanes are numbered across all rows, with numbers that no row has."""
 
 _ROWS = {"queued": "waiting", "scoring": "graders", "scored": "buffer", "kept": "buffer"}
 _ON_ENGINES = frozenset({"generating", "paused", "acting"})
 _PLACES = {"controller": 0, "waiting": 1, "graders": 1_000_000, "buffer": 1_000_001}
-"""Where rows are on the screen: in the order of a sample's life, with the engines in the middle."""
+"""Vertical order of the rows: that of a sample's lifecycle, with the engines in the middle."""
 
 _by_time = itemgetter(0)
 
 
 class Trace:
-    """The trace being written, by one process. Writes are buffered; the caller flushes at the end of each step."""
+    """Writes the trace of one process. Writes are buffered; the caller flushes at the end of each step."""
 
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES, next_path: Callable[[], Path] | None = None) -> None:
-        """Begins the file, which must not exist. `next_path` names the file that continues one that is full."""
+        """Creates the file, which must not exist. `next_path` names the file that continues a full one."""
         assert max_bytes >= 4096, "a trace needs room for the names of its rows"
         self._next_path = next_path
         self.full = False
@@ -77,12 +77,12 @@ class Trace:
         self._max_bytes = max_bytes
         self._begin(path)
         self._writing = True
-        """Until the trace is full, closed or broken; then whatever is added is ignored."""
+        """False once the trace is full, closed or broken; events added later are ignored."""
         self._buffer: list[str] = []
         self._buffered = 0
         self._pending: list[tuple[int, Transition]] = []
         self._moved_us: dict[str, int] = {}
-        """When each open sample moved last, pending moves included."""
+        """Time of the last transition of each unfinished sample, including pending ones."""
         self._open: dict[str, _Stage] = {}
         self._newest_us = 0
         self._lanes = count(_FIRST_LANE)
@@ -92,8 +92,8 @@ class Trace:
 
     @classmethod
     def open(cls, folder: RunFolder, max_bytes: int = MAX_BYTES, keep_bytes: int = 0) -> Trace:
-        """A new trace of the run: `trace.json`, or `trace-2.json` … after those that are there, in files of at most
-        `max_bytes`. Of all its files the newest are kept that have at most `keep_bytes`; 0: all."""
+        """A new trace of the run: `trace.json`, or `trace-2.json` … after existing ones, in files of at most `max_bytes`.
+        Only the newest files with at most `keep_bytes` in all are kept; 0 keeps all."""
 
         def next_path() -> Path:
             if keep_bytes:
@@ -110,10 +110,10 @@ class Trace:
         like_its_folder(path)
         self._glue = "[\n"
         self._labelled: set[int] = set()
-        """Rows and lanes that have their names in this file."""
+        """Rows and lanes whose names are in this file."""
 
     def append(self, transition: Transition) -> None:
-        """Adds a sample's move. Moves of one sample come in order; where hosts' clocks disagree, no time passes."""
+        """Adds a transition. Those of one sample arrive in order; if the nodes' clocks disagree, it takes no time."""
         if not self._writing:
             return
         time_us = round(transition.time_s * 1e6)
@@ -126,7 +126,7 @@ class Trace:
             self._settle(_PENDING // 2)
 
     def span(self, name: str, row: str, start_s: float, end_s: float, **args: Any) -> None:
-        """Adds what somebody other than a sample did: `row` names who, such as the controller."""
+        """Adds a span that does not belong to a sample; `row` names its owner, such as the controller."""
         start_us, end_us = round(start_s * 1e6), round(end_s * 1e6)
         self._newest_us = max(self._newest_us, end_us)
         place = self._row(row)
@@ -150,12 +150,12 @@ class Trace:
         )
 
     def flush(self) -> None:
-        """Writes every stage that has ended, so that it outlives this process."""
+        """Writes every stay that has ended, so that it survives this process."""
         self._settle(len(self._pending))
         self._drain()
 
     def close(self) -> None:
-        """Writes what is left, with the stages still open, and ends the array."""
+        """Writes the rest, including open stays, and ends the array."""
         if self._descriptor < 0:
             return
         self._settle(len(self._pending))
@@ -171,7 +171,7 @@ class Trace:
         self.close()
 
     def _settle(self, number: int) -> None:
-        """Makes events of the earliest pending moves."""
+        """Turns the earliest pending transitions into events."""
         self._pending.sort(key=_by_time)
         settled, self._pending = self._pending[:number], self._pending[number:]
         for time_us, transition in settled:
@@ -199,7 +199,7 @@ class Trace:
         stage.state, stage.since_us, stage.said = state, now_us, said
 
     def _end(self, now_us: int, transition: Transition, said: str) -> None:
-        """Forgets a sample. An end other than `trained` is marked where it happened."""
+        """Removes a sample. A final state other than `trained` is marked where it happened."""
         stage = self._open.pop(transition.sample, None)
         self._moved_us.pop(transition.sample, None)
         if stage is not None:
@@ -216,7 +216,7 @@ class Trace:
             )
 
     def _row_of(self, transition: Transition, stage: _Stage | None) -> _Row:
-        """Where a state shows. `generating` names the engine; a sample that then pauses or acts stays with it."""
+        """The row of a state. `generating` names the engine; a sample that then pauses or acts stays in that row."""
         if transition.state not in _ON_ENGINES:
             return self._row(_ROWS.get(transition.state, "other"))
         engine = transition.info.get("engine")
@@ -240,8 +240,8 @@ class Trace:
         return lane
 
     def _write(self, event: str, row: _Row, lane: int | None = None) -> None:
-        """Buffers an event, after the names of its row and lane if this file has not had them; what does not fit begins
-        the next file, or is replaced by the last event."""
+        """Buffers an event, preceded by the names of its row and lane if this file does not have them yet. If it does not
+        fit, it begins the next file or is replaced by the event that says the trace is full."""
         if not self._writing:
             return
         events = [*self._labels(row, lane), event]
@@ -318,12 +318,12 @@ class Trace:
 
 
 def trace_files(folder: RunFolder) -> list[Path]:
-    """A run's traces, the oldest first."""
+    """A run's traces, oldest first."""
     return sorted((path for path in folder.path.glob("trace*.json") if _number(path)), key=_number)
 
 
 def drop_traces(folder: RunFolder, keep_bytes: int) -> None:
-    """Delete the oldest traces until the others have at most so many bytes; the newest stays."""
+    """Deletes the oldest traces until the others have at most `keep_bytes`; the newest is always kept."""
     files = trace_files(folder)
     size = sum(path.stat().st_size for path in files)
     for path in files[:-1]:
@@ -334,13 +334,13 @@ def drop_traces(folder: RunFolder, keep_bytes: int) -> None:
 
 
 def _number(path: Path) -> int:
-    """Which of a run's traces a file is, from 1; 0 if it is none."""
+    """The number of a run's trace file, from 1; 0 if it is not one."""
     match = re.fullmatch(r"trace(?:-(\d+))?\.json", path.name)
     return 0 if match is None else int(match[1] or 1)
 
 
 class _Row:
-    """A row of the screen, which the format calls a process: its lanes, and those that are free, with since when."""
+    """A row of the display, a process in the format: its lanes, and the free ones with the time since when."""
 
     __slots__ = ("_free", "_since_us", "name", "pid", "places")
 
@@ -348,7 +348,7 @@ class _Row:
         self.pid = pid
         self.name = name
         self.places: dict[int, int] = {}
-        """Of each lane, counted from the top of the row."""
+        """Position of each lane, counted from the top of the row."""
         self._free: list[int] = []
         self._since_us: dict[int, int] = {}
 
@@ -369,7 +369,7 @@ class _Row:
 
 
 class _Stage:
-    """Where an open sample is, since when, and what was said of it: parts of its event, ready to be joined."""
+    """An unfinished sample's current stay: parts of its event, ready to be joined."""
 
     __slots__ = ("lane", "row", "said", "since_us", "state", "who")
 
@@ -393,13 +393,13 @@ class _Stage:
 
 
 def _who(transition: Transition) -> str:
-    """The arguments that every event of a sample begins with."""
+    """The arguments at the beginning of every event of a sample."""
     task = transition.info.get("task")
     return f'"sample":{quote(transition.sample)}' + ("" if task is None else f',"task":{quote(str(task))}')
 
 
 def _said(transition: Transition) -> str:
-    """What a transition says beside sample, task and state, as arguments that follow others."""
+    """A transition's other fields, without sample, task and state, as arguments that follow others."""
     said = f',"reason":{quote(transition.reason)}' if transition.reason else ""
     for key, value in transition.info.items():
         if key != "task":
@@ -413,7 +413,7 @@ def _label(kind: str, name: str, place: int, where: str) -> Iterator[str]:
 
 
 def _json(value: Any) -> str:
-    """As `to_json`, and several times as fast for what transitions mostly hold."""
+    """Same as `to_json`, but several times faster for the usual values of transitions."""
     kind = type(value)
     if kind is int or (kind is float and isfinite(value)):
         return repr(value)
