@@ -1,10 +1,10 @@
-"""Finished groups that wait to be trained on, as a checkpoint holds them.
+"""The checkpoint of the buffer: ready groups that have not been trained on yet.
 
-    buffer/part-3.safetensors    tokens of the samples that rollout worker 3 has: columns of their logs, one after another
-    buffer/part-3.jsonl          the same samples, a line each: everything else of them but their tasks
+    buffer/part-3.safetensors    tokens of the samples of rollout worker 3: their log columns, concatenated
+    buffer/part-3.jsonl          the same samples, one line each: all other fields except their tasks
 
-What the controller knows of a group is JSON in the checkpoint's state. What always holds: a file is whole or absent; a
-sample that is read back has the columns, to the bit, and the verdict that it was written with.
+The controller's data of a group is JSON in the checkpoint's state. Invariants: a file is complete or absent; a sample
+that is read back has bit-identical columns and the same score.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FIELDS = tuple(field.name for field in fields(Sample) if field.name not in _ELS
 
 @dataclass(frozen=True)
 class UnfinishedGroup:
-    """A group that is issued again by whoever goes on from a checkpoint, and its samples that have not ended."""
+    """A group that a resumed run issues again, and its samples that have not ended."""
 
     task: str
     epoch: int
@@ -39,8 +39,8 @@ class UnfinishedGroup:
 
 
 def saved(ready: Sequence[Group], others: Iterable[Group], part_of: Callable[[Sample], int | None]) -> dict[str, Any]:
-    """In-flight groups as JSON: the `ready` ones, with the part that their tokens will be in, and those of which
-    something is missing, `open`."""
+    """In-flight groups as JSON: the `ready` ones, each with the part that will have its tokens, and as `open` all others,
+    including ready groups whose tokens were lost."""
     parts = {group.index: part_of(group.scored[0]) for group in ready}
     whole = [_state_of(group, part) for group in ready if (part := parts[group.index]) is not None]
     lost = [group for group in ready if parts[group.index] is None]
@@ -49,7 +49,7 @@ def saved(ready: Sequence[Group], others: Iterable[Group], part_of: Callable[[Sa
 
 
 def samples_by_part(state: dict[str, Any]) -> dict[int, list[str]]:
-    """The samples of ready groups, by the part that they are to be written to."""
+    """The samples of ready groups, by the part that they will be written to."""
     parts: dict[int, list[str]] = {}
     for group in state["ready"]:
         parts.setdefault(group["part"], []).extend(sample["id"] for sample in group["samples"])
@@ -66,7 +66,7 @@ def groups_by_part(state: dict[str, Any], tasks: Mapping[str, Task]) -> dict[int
 
 
 def unfinished(state: dict[str, Any], ready: Container[int]) -> list[UnfinishedGroup]:
-    """All groups of a state that are not `ready` now, in the order they were issued."""
+    """All groups of a state that are not in `ready`, in the order they were issued."""
     groups = sorted([*state["ready"], *state["open"]], key=lambda group: int(group["index"]))
     return [
         UnfinishedGroup(group["task"], group["epoch"], [s["id"] for s in group["samples"] if s["state"] not in ENDS])
@@ -87,7 +87,7 @@ def write_part(folder: Path, part: int, samples: Sequence[Sample]) -> None:
     tokens.parent.mkdir(exist_ok=True)
     columns = token_block(samples)
     atomic_write(tokens, safetensors.numpy.save({name: columns.column(name) for name in LOGGED}))
-    with atomic_open(lines) as file:  # last: where it is, the tokens are
+    with atomic_open(lines) as file:  # written last: if it exists, the tokens do too
         for sample in samples:
             response = None if sample.response is None else asdict(sample.response)
             said = {**_said_of(sample), "logged": len(sample.log), "response": response}
@@ -95,7 +95,7 @@ def write_part(folder: Path, part: int, samples: Sequence[Sample]) -> None:
 
 
 def read_part(folder: Path, part: int, tasks: dict[int, Task]) -> Iterator[Sample]:
-    """The samples of these groups, by the groups' indices; none if nothing was written."""
+    """Reads the samples of these groups (`tasks` by group index); none if the part was not written."""
     tokens, lines = _files(folder, part)
     if not lines.is_file():
         return
@@ -126,7 +126,7 @@ def _said_of(sample: Sample) -> dict[str, Any]:
 
 
 def _sample_of(said: dict[str, Any], task: Task) -> Sample:
-    return Sample(task=task, **said, entered_s=time.time())  # the time in between is nobody's
+    return Sample(task=task, **said, entered_s=time.time())  # the time between save and load does not count
 
 
 def _files(folder: Path, part: int) -> tuple[Path, Path]:

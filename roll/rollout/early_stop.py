@@ -1,6 +1,6 @@
-"""Early end: predicates on a running response. One that gives a reason ends the response now, as it is.
+"""Early stopping: predicates on a running response. If one returns a reason, the response ends with the tokens so far.
 
-Predicates are asked every so often while a response runs, so when exactly one ends depends on timing.
+Predicates run whenever an engine reports progress, so the exact token at which a response ends depends on timing.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class RunningResponse:
     ids: IntArray
     """Its tokens, without the prompt."""
     text: Callable[[], str]
-    """Its text, decoded when asked for."""
+    """Decodes its text."""
     finished_siblings: Sequence[int] = ()
-    """Response tokens of those samples of its group that are finished."""
+    """Response tokens of each finished sample of its group."""
 
 
 EarlyEnd = Callable[[RunningResponse], str | None]
@@ -37,9 +37,9 @@ EarlyEnd = Callable[[RunningResponse], str | None]
 
 @dataclass(frozen=True)
 class RepetitionStop:
-    """Ends a response that says the same over and over: its end is one span of tokens, at most `span_most` long, at least
-    `times` times in a row and at least `least_tokens` in all. So four newlines or a row of zeros do not end it: a span of
-    1 token must come 64 times, one of 16 or more 4 times."""
+    """Ends a response that repeats itself: its last tokens are one span of at most `span_most` tokens, repeated at least
+    `times` times in a row and at least `least_tokens` tokens in total. By default a span of 1 token must repeat 64 times
+    and a span of 16 or more tokens 4 times, so four newlines or a row of zeros do not end a response."""
 
     span_most: int = 64
     times: int = 4
@@ -77,7 +77,7 @@ class LengthBudget:
 
 @dataclass(frozen=True)
 class AnyOf:
-    """Ends a response for the first reason that one of its predicates gives."""
+    """Ends a response for the reason of the first predicate that returns one."""
 
     predicates: tuple[EarlyEnd, ...]
 
@@ -87,7 +87,7 @@ class AnyOf:
 
 @dataclass(frozen=True)
 class UserStop:
-    """A user's function of a running response: a reason or True ends it, None or False lets it go on."""
+    """A user's function of a running response: a reason or True ends the response, None or False continues it."""
 
     name: str
     function: Callable[[RunningResponse], Any]
@@ -113,7 +113,7 @@ class UserStop:
 
 
 def make_early_end(names: Sequence[str], root: str | os.PathLike[str] | None = None) -> EarlyEnd | None:
-    """The predicate of these names together, None if there are none: `repetition`, `repetition=6` (times),
+    """One predicate that combines all named ones; None without names. Names are `repetition`, `repetition=6` (times),
     `length_budget`, `length_budget=2.5` (factor), or a user's function."""
     predicates = tuple(_make(name, root) for name in names)
     return AnyOf(predicates) if len(predicates) > 1 else next(iter(predicates), None)

@@ -1,4 +1,4 @@
-"""The engines of a rollout worker's samples, as the controller gives and takes them."""
+"""Engine assignments: on which engine each sample of a rollout worker generates, as decided by the controller."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from roll.rollout.messages import EngineAssignment
 
 
 class EngineAssignments:
-    """What always holds: a sample generates only on the seat it was given last; one that lost it waits for another."""
+    """Invariant: a sample generates only on its latest assignment; a sample without one waits for the next."""
 
     def __init__(self) -> None:
         self._given: dict[str, EngineAssignment] = {}
@@ -23,7 +23,7 @@ class EngineAssignments:
             awaited.set_result(None)
 
     def engine(self, sample: str) -> int | None:
-        """The engine a sample has a seat on."""
+        """The engine that a sample is assigned to, or None."""
         seat = self._given.get(sample)
         return None if seat is None else seat.engine
 
@@ -32,20 +32,20 @@ class EngineAssignments:
         self._taken_away.discard(sample)
 
     def take_away(self, sample: str) -> None:
-        """The sample loses its seat while it does not need one; when it does, it has to ask for another."""
+        """Removes the assignment of a sample that is not generating; it must request a new one before its next turn."""
         if self._given.pop(sample, None) is not None:
             self._taken_away.add(sample)
 
     def must_ask(self, sample: str) -> bool:
-        """Whether the sample's seat was taken away without its knowing; told once."""
+        """Whether `take_away` removed the sample's assignment. Resets the flag."""
         if sample not in self._taken_away:
             return False
         self._taken_away.discard(sample)
         return True
 
     async def of(self, sample: str, deadline_s: float) -> EngineAssignment:
-        """The sample's seat; waits for one at most so long, then raises `TimeoutError`."""
-        if (seat := self._given.get(sample)) is not None:  # as in every turn but the first
+        """The sample's assignment. Waits for one for up to `deadline_s`, then raises `TimeoutError`."""
+        if (seat := self._given.get(sample)) is not None:  # the common case
             return seat
         async with asyncio.timeout(deadline_s):
             while sample not in self._given:

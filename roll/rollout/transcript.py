@@ -1,4 +1,4 @@
-"""A transcript: what happened in one attempt, as text, with who said what and what of it would be trained on."""
+"""Transcripts: one sample as text, with the kind of each passage and whether training uses it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from roll.data.tokenlog import IntArray, Kind
 
 @dataclass(frozen=True)
 class Passage:
-    """Tokens of one kind in a row, special ones shown."""
+    """Consecutive tokens of one kind as text, including special tokens."""
 
     kind: Kind
     text: str
     tokens: int
     forks: bool = False
-    """It begins a branch: nothing before it is seen from here on."""
+    """It begins a branch: the model does not see the passages before it from here on."""
     reward: float | None = None
-    """What the environment gave for this response."""
+    """The environment's reward for this response."""
 
     @property
     def is_trained(self) -> bool:
@@ -39,7 +39,7 @@ class Transcript:
     reward: float
     passages: tuple[Passage, ...]
     parts: dict[str, float] = field(default_factory=dict)
-    """Of the reward."""
+    """The parts of the reward, by name."""
 
 
 def transcript_of(sample: Sample, decode: Callable[[IntArray], str]) -> Transcript:

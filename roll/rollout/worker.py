@@ -1,7 +1,7 @@
-"""The rollout role: drives leased samples through engines and graders, and keeps what they said.
+"""The rollout worker: drives leased samples through engines, environments and graders, and stores their tokens.
 
-What always holds: a lease that was taken is reported done once, unless it is cancelled; the tokens of its samples stay
-here, for whoever trains on them, until they are forgotten; what the controller hears does not grow with their length.
+Invariants: a lease is reported done once, unless it is cancelled; the tokens of its samples stay in this process until
+`forget`, and trainers fetch them from here; the size of reports to the controller does not depend on response lengths.
 """
 
 from __future__ import annotations
@@ -50,27 +50,27 @@ from roll.workers.infer import InferWorker
 from roll.workers.reward import RewardWorker
 
 POLL_S = 5.0
-"""How long `report` waits before it says that nothing happened."""
+"""How long `report` waits before it returns an empty report."""
 DISPLACE_S = 60.0
-"""How long engines may take to let go of samples."""
+"""How long `displace` waits for the engines to abort requests."""
 GATHER_S = 0.25
-"""How long moves wait for company; a lease that is done is reported at once."""
+"""How long `report` collects more transitions after the first one; a finished lease is reported at once."""
 
 
 @dataclass
 class _Held:
-    """A lease by its key, its samples and their runner; none of a lease that a checkpoint held."""
+    """A lease: its key, its samples and the task that runs them. Leases loaded from a checkpoint have no task."""
 
     key: str
     samples: list[Sample]
     running: asyncio.Task[None] | None = None
     dropped: dict[str, str] = field(default_factory=dict)
-    """Samples that are to be dropped, and why."""
+    """Reasons of the samples that the controller has dropped."""
 
 
 @dataclass
 class _Outbox:
-    """What the next report will say."""
+    """Collects the next report."""
 
     report: Report = field(default_factory=Report)
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -79,7 +79,7 @@ class _Outbox:
     def append(self, transition: Transition) -> None:
         self.report.moves.append(transition)
         self.news.set()
-        if transition.state == "queued":  # it waits for the controller to give it a seat
+        if transition.state == "queued":  # the sample waits until the controller assigns an engine
             self.urgent.set()
 
     def forget(self, samples: set[str], keys: set[str]) -> None:
@@ -114,7 +114,7 @@ class RolloutWorker(Worker):
         self._held: dict[str, _Held] = {}
         self._home: dict[str, Sample] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        """The coroutine of each running sample."""
+        """The task of each running sample."""
         self._run = None if run is None else RunFolder(run)
         self._part = None if place.world_size == 1 else place.rank
         self._error: Exception | None = None
@@ -126,13 +126,13 @@ class RolloutWorker(Worker):
         rewards: Cluster[RewardWorker],
         environments: Cluster[EnvWorker] | None = None,
     ) -> None:
-        """Names the engines, graders and environments that samples go through; again after one was started again."""
+        """Sets the engines, Reward Workers and Environment Workers to use; called again after one was restarted."""
         helpers = Backends(rewards, environments)
         if self._door is not None and self._runner is not None:
             self._door.reconnect(engines)
             self._runner.reconnect(helpers)
             return
-        # No earlier process of this worker is meant by what engines say.
+        # The random suffix keeps outputs for an earlier process of this worker apart.
         self._door = EngineClient(engines, client=f"{self.place.name}/{secrets.token_hex(4)}")
         self._runner = self.RUNNER(
             self._door,
@@ -149,7 +149,7 @@ class RolloutWorker(Worker):
 
     @dispatch(Dispatch.ONE)
     def take(self, orders: Sequence[WorkerCommand]) -> None:
-        """Leases to carry, seats for samples that wait for one, and samples to interfere with, in this order."""
+        """Executes commands in order: leases to run, engine assignments for waiting samples, and sample commands."""
         for order in orders:
             if isinstance(order, Lease):
                 self._begin(order)
@@ -197,7 +197,7 @@ class RolloutWorker(Worker):
 
     @dispatch(Dispatch.ALL)
     def pause(self) -> None:
-        """New weights are coming: what is being generated stands still until `resume`."""
+        """Moves generating samples to `paused` while the engines receive new weights, until `resume`."""
         for sample in self._home.values():
             if sample.state == "generating":
                 self._lifecycle.move(sample, "paused")
@@ -210,8 +210,8 @@ class RolloutWorker(Worker):
 
     @dispatch(Dispatch.ALL)
     async def displace(self, reason: str, engine: int | None = None) -> None:
-        """Takes what is being generated off its engine, or off all of them: it waits for seats with what it has. Returns
-        once it is off, or could not be taken off in time."""
+        """Requeues the samples that are generating on one engine, or on all engines; they keep their tokens and wait for
+        new assignments. Returns once the engines have aborted them, or after `DISPLACE_S`."""
         assert self._runner is not None
         moved: list[Sample] = []
         for sample in list(self._home.values()):
@@ -229,7 +229,7 @@ class RolloutWorker(Worker):
 
     @dispatch(Dispatch.ONE)
     async def report(self) -> Report:
-        """What happened since the last call; waits a while for something."""
+        """Everything since the last call. Long-polls: waits up to `POLL_S` for the first entry."""
         box = self._outbox
         with suppress(TimeoutError):
             await asyncio.wait_for(box.news.wait(), POLL_S)
@@ -237,7 +237,7 @@ class RolloutWorker(Worker):
         report = box.take()
         if self._error is not None:
             error, self._error = self._error, None
-            for held in self._held.values():  # all who wait for a lease of this worker hear the error, and wait no more
+            for held in self._held.values():  # the error fails all leases of this worker on the controller
                 if held.running is not None:
                     held.running.cancel()
             raise error
@@ -245,7 +245,7 @@ class RolloutWorker(Worker):
 
     @dispatch(Dispatch.ALL)
     async def cancel(self, keys: Sequence[str]) -> None:
-        """Ends leases and forgets them; what is not here is none of this worker's."""
+        """Cancels leases and forgets their samples; unknown keys are ignored."""
         for held in [self._held[key] for key in keys if key in self._held]:
             if held.running is not None:
                 held.running.cancel()
@@ -255,36 +255,37 @@ class RolloutWorker(Worker):
 
     @dispatch(Dispatch.ONE)
     def columns(self, blocks: Sequence[Sequence[str]], mask_below: int = 0) -> list[ColumnBlock]:
-        """The tokens of samples, a block for each list; those of versions before `mask_below` are not trained on."""
+        """The token columns of samples, one block per list; tokens of versions before `mask_below` are masked out of the
+        loss."""
         return [token_block([self._home[sample] for sample in samples], mask_below) for samples in blocks]
 
     @dispatch(Dispatch.ONE)
     def texts(self, samples: Sequence[str]) -> list[str]:
-        """What the samples' responses say."""
+        """The text of the samples' last responses."""
         responses = [self._home[sample].response for sample in samples]
         return [response.text if response is not None else "" for response in responses]
 
     @dispatch(Dispatch.ONE)
     def transcripts(self, samples: Sequence[str]) -> list[Transcript]:
-        """What happened in these samples, as text."""
+        """The transcripts of these samples."""
         decode = self._renderer.tokenizer.decode
         return [transcript_of(self._home[sample], lambda ids: str(decode(ids.tolist()))) for sample in samples]
 
     @dispatch(Dispatch.ONE)
     def write(self, step: int, fates: Sequence[FinalState]) -> None:
-        """Writes the samples of a step, whole, into the run's folder: one part of them, where there are more workers."""
+        """Writes this worker's samples of a step into the run's folder, as one part if there are several workers."""
         assert self._run is not None, "a worker without a run's folder has nowhere to write samples"
-        here = (fate for fate in fates if fate.sample in self._home)  # else it was lost with an earlier process
+        here = (fate for fate in fates if fate.sample in self._home)  # samples of an earlier process are lost
         write_samples(self._run, step, (_row(self._home[fate.sample], fate) for fate in here), part=self._part)
 
     @dispatch(Dispatch.ONE)
     def save(self, folder: Path, samples: Sequence[str]) -> None:
-        """Writes samples with their tokens into a checkpoint's folder; this worker's number names the part."""
+        """Writes samples with their tokens into a checkpoint's folder, as the part with this worker's rank."""
         write_part(folder, self.place.rank, [self._home[sample] for sample in samples if sample in self._home])
 
     @dispatch(Dispatch.ONE)
     def load(self, folder: Path, part: int, groups: Sequence[BufferedGroup]) -> list[str]:
-        """Takes finished groups from a part of a checkpoint; returns the leases of those that are there whole."""
+        """Loads ready groups from a part of a checkpoint; returns the leases of those that are complete there."""
         found: dict[int, list[Sample]] = {group.group: [] for group in groups}
         for sample in read_part(folder, part, {group.group: group.task for group in groups}):
             found[sample.group].append(sample)
@@ -309,7 +310,7 @@ class RolloutWorker(Worker):
     async def _carry(self, held: _Held) -> None:
         try:
             await together(self._carry_one(held, sample) for sample in held.samples)
-        except Exception as error:  # the engines' or the graders' end: the controller must hear of it, whoever asks next
+        except Exception as error:  # the next `report` raises it on the controller
             self._error = self._error or error
             self._outbox.news.set()
         else:

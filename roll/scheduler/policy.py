@@ -1,10 +1,10 @@
-"""Policies: code that interferes with what is under way, through a narrow handle.
+"""Policies: user code that controls in-flight groups through a narrow interface.
 
-A policy is told of every group that was judged, and looks around when a step begins and every few seconds while the step
-waits for groups. It sees copies; what it does goes through `SchedulerControl`.
+The scheduler calls a policy's `judged` for every judged group, and its `look` when a step begins and every few seconds
+while the step waits for groups. A policy sees copies and acts through `SchedulerControl`.
 
-What always holds: a verb does nothing to what has ended or is being trained on, and says so; whatever a policy does, each
-sample ends once, on record.
+Invariants: a method of `SchedulerControl` has no effect on a group that has ended or is being trained on, and returns
+False; whatever a policy does, each sample ends exactly once, and the ledger records it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from roll.scheduler.scheduler import RolloutScheduler
 
 LOOK_S = 2.0
-"""How often a policy looks around while a step waits."""
+"""Seconds between calls of `Policy.look` while a step waits."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class SampleView:
     state: str
     """As in docs/scheduling.md, *The life of a sample*."""
     entered_s: float
-    """When it came into its state, in seconds since the epoch."""
+    """When it entered its state, in seconds since the epoch."""
     tries: int
     oldest: int | None
-    """Version of the weights that drew its first token; None before it has an engine."""
+    """Version of the weights of its oldest token; None before its first lease."""
     tokens: int | None
-    """Of its response; None while it is not finished."""
+    """Response tokens; None while it is not finished."""
     reward: float | None
-    """None before it is judged."""
+    """None until it is scored."""
 
 
 @dataclass(frozen=True)
@@ -51,19 +51,19 @@ class GroupView:
     index: int
     task: Task
     state: Literal["open", "ready", "ended"]
-    """`open`: not all samples are judged; `ready`: waits to be trained on; `ended`: judged, and dropped by the filter."""
+    """`open`: not all samples are judged; `ready`: waits to be trained on; `ended`: judged and dropped."""
     priority: int
     version: int
-    """Of the weights, when it was issued."""
+    """Version of the weights when it was issued."""
     age: int
-    """Versions since then."""
+    """Versions published since then."""
     waited_for: bool
-    """The step cannot be closed before it is ready."""
+    """Whether the batch of the step cannot be complete without it."""
     samples: tuple[SampleView, ...]
 
 
 class SchedulerControl:
-    """What a policy may see and do. Groups go by their index, samples by their id."""
+    """The interface of a policy to the scheduler. Groups are identified by index, samples by id."""
 
     def __init__(self, scheduler: RolloutScheduler, closing: Callable[[], BatchSelector]) -> None:
         self._scheduler = scheduler
@@ -71,7 +71,7 @@ class SchedulerControl:
 
     @property
     def version(self) -> int:
-        """Of the weights that engines serve."""
+        """Version of the weights that the engines serve."""
         return self._closing().version
 
     @property
@@ -84,7 +84,7 @@ class SchedulerControl:
 
     @property
     def now_s(self) -> float:
-        """A clock for measuring how long something lasts."""
+        """A monotonic clock."""
         return asyncio.get_running_loop().time()
 
     @property
@@ -104,18 +104,18 @@ class SchedulerControl:
         return GroupView(group.index, group.task, state, group.priority, group.version, age, waited_for, samples)
 
     def add(self, task: Task, priority: int = 0) -> int:
-        """Issues a group of a task now, whatever the order says; its index."""
+        """Issues a group of a task now, outside the task sampler's order; returns its index."""
         return self._scheduler.add(task, priority).index
 
     def drop(self, group: int, reason: str) -> bool:
-        """Aborts a group that is open or ready; another is issued in its place."""
+        """Drops a group that is open or ready; the scheduler issues a replacement."""
         if (found := self._group(group)) is None:
             return False
         self._scheduler.drop(found, reason)
         return True
 
     def reprioritise(self, group: int, priority: int) -> bool:
-        """Groups with a higher priority get their engine first."""
+        """Sets a group's priority. Groups with a higher priority get engine slots first."""
         if (found := self._group(group)) is None:
             return False
         if found.priority != priority:
@@ -123,15 +123,15 @@ class SchedulerControl:
         return True
 
     def stop(self, sample: str, reason: str) -> bool:
-        """Aborts one sample of a group that goes on without it."""
+        """Drops one sample; its group continues without it."""
         return (found := self._sample(sample)) is not None and self._scheduler.stop(found, reason)
 
     def end(self, sample: str, reason: str) -> bool:
-        """Ends a response that is being generated; it is judged as it stands."""
+        """Ends a response that is being generated; it is scored as it stands."""
         return (found := self._sample(sample)) is not None and self._scheduler.end(found, reason)
 
     def requeue(self, sample: str, reason: str) -> bool:
-        """Takes a response off its engine; it resumes from its prefix when it has a place again."""
+        """Aborts a response on its engine and requeues it; it resumes from its prefix when it gets a slot again."""
         return (found := self._sample(sample)) is not None and self._scheduler.requeue(found, reason)
 
     def _group(self, index: int) -> Group | None:
@@ -144,17 +144,18 @@ class SchedulerControl:
 
 
 class Policy:
-    """Does nothing; a policy overrides what it needs. It is made once a run, and anew when the run is resumed."""
+    """Base class that does nothing; a policy overrides what it needs. One instance is created per run, and a new one when
+    the run is resumed."""
 
     def judged(self, control: SchedulerControl, group: GroupView) -> None:
-        """A group's last sample was judged: it is ready, or was dropped by the filter and has ended."""
+        """Called when a group's last sample was judged: the group is ready, or was dropped and has ended."""
 
     def look(self, control: SchedulerControl) -> None:
-        """It is time to look around."""
+        """Called when a step begins and every `LOOK_S` while it waits."""
 
 
 class PolicyRunner:
-    """A policy as a scheduler asks it, or none. One that raises ends the run."""
+    """Calls a policy, if there is one. A policy that raises ends the run."""
 
     def __init__(self, policy: Policy | None, name: str, control: SchedulerControl) -> None:
         self._policy = policy
@@ -164,7 +165,7 @@ class PolicyRunner:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until it should look again; None if nobody will."""
+        """Seconds until the next `look`; None without a policy."""
         return None if self._policy is None else max(self._next_look_s - self.control.now_s, 0.0)
 
     def look(self) -> None:
@@ -189,8 +190,8 @@ class PolicyRunner:
 class StragglerPolicy(Policy):
     """Ends the responses of the last groups that a step waits for.
 
-    When no more than a tenth of a step's groups (at least one) are waited for, each of them has `seconds`; then those of
-    its responses that are being generated are ended and judged as they stand.
+    When the step waits for at most a tenth of its groups (at least one), each of them has `seconds` left; then those of
+    its responses that are still being generated are ended and scored as they stand.
     """
 
     def __init__(self, seconds: float = 60.0) -> None:
@@ -210,7 +211,7 @@ class StragglerPolicy(Policy):
 
 
 def make_policy(name: str, root: str | os.PathLike[str] | None = None) -> Policy | None:
-    """The policy of that name, None for `none`: `stragglers`, `stragglers=30` (seconds), or a user's class."""
+    """Creates the policy of that name: `stragglers`, `stragglers=30` (seconds), a user's class, or None for `none`."""
     kind, equals, value = name.partition("=")
     if name == "none":
         return None

@@ -1,9 +1,8 @@
-"""The rollout workers as the controller sees them: groups go out as leases, outcomes come back, tokens stay there.
+"""The controller's side of the rollout workers: sends groups as leases and receives results; tokens stay on the workers.
 
-What always holds: the controller's books (states, ledger) change only here and in the scheduler; each lease is with one
-worker; each sample that is being generated has one place on one engine, given back when its response ends, or when it is
-taken off; what passes through is per sample, never per token. When a rollout worker dies, what it held starts anew
-elsewhere, as long as tries are left.
+Invariants: only this module and the scheduler change sample states and the ledger; each lease is on one worker; each
+sample that is being generated has one slot on one engine, released when its response ends or it is requeued; messages
+are per sample, never per token. When a rollout worker dies, its leases restart on other workers while tries are left.
 """
 
 from __future__ import annotations
@@ -26,26 +25,26 @@ from roll.scheduler.token_registry import TokenRegistry
 
 
 class WorkerLost(Exception):
-    """The rollout worker of a lease is gone, and its tokens with it."""
+    """The rollout worker of a lease died, and the tokens it held are lost."""
 
 
 @dataclass(eq=False)
 class _Out:
-    """A lease that is out."""
+    """An in-flight lease."""
 
     worker: int
     samples: dict[str, Sample]
     lifecycle: Lifecycle
     done: asyncio.Future[None]
     ticket: SlotReservation
-    """Of the whole lease; samples that were moved have tickets of their own."""
+    """Slots of the lease; samples that got a slot again later have their own reservation in `moved`."""
     moved: dict[str, SlotReservation] = field(default_factory=dict)
     seatless: set[str] = field(default_factory=set)
-    """Samples whose place was given back."""
+    """Samples whose slot was released."""
     scoring: set[str] = field(default_factory=set)
-    """Samples that wait for verdicts."""
+    """Samples that are being scored."""
     seating: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    """Those that wait for a place of their own."""
+    """Requeued samples, each with the task that waits for its slot."""
 
 
 class RolloutPool:
@@ -58,42 +57,42 @@ class RolloutPool:
         scoring_most: int = 0,
         deadline_s: float = 1800.0,
     ) -> None:
-        """`tries` of a sample whose rollout worker dies; `scoring_most`: samples that may wait for verdicts, 0 for any
-        number; while there are more, no new ones begin."""
+        """`tries`: attempts at a sample whose rollout workers die. `scoring_most`: back-pressure limit; while this many
+        samples or more are being scored, admission to the engines is paused; 0 for no limit."""
         self._workers = workers
         self._router = router
         self._tries = tries
         self._scoring_most = scoring_most
         self._deadline_s = deadline_s
         self.version = 0
-        """Of the weights that engines serve."""
+        """Version of the weights that the engines serve."""
         self._full_s = 0.0
         self.moves = 0
-        """Of samples so far: a watchdog sees whether it still rises."""
+        """Sample transitions so far: the watchdog checks that it keeps increasing."""
         self._full_since: float | None = None
         self._scoring = 0
         self._out: dict[str, _Out] = {}
         self._by_name: dict[str, _Out] = {}
         self._by_sample: dict[str, _Out] = {}
         self._inside = set(range(len(workers)))
-        """Workers that take leases."""
+        """Workers that accept leases."""
         self._joined = asyncio.Event()
         self._joined.set()
         self._loads = [0] * len(workers)
-        """Samples that are with each worker."""
+        """In-flight samples per worker."""
         self._leases = [0] * len(workers)
         self.tokens = TokenRegistry(workers, self._inside)
         self._lines = [self._line(worker) for worker in range(len(workers))]
         self._seating: set[asyncio.Task[None]] = set()
         self.engine_trouble: Callable[[int, str], None] = lambda engine, reason: None
-        """Told when a sample lost its engine."""
+        """Called when a sample's engine died."""
         self.worker_trouble: Callable[[int, str], None] = lambda worker, reason: None
-        """Told when a rollout worker does not answer."""
+        """Called when a rollout worker died or did not answer in time."""
 
     async def run(
         self, key: str, samples: Sequence[Sample], lifecycle: Lifecycle, *, priority: int = 0, order: int | None = None
     ) -> None:
-        """Carries queued samples of one task to their verdicts. Cancelling it ends them where they are."""
+        """Runs queued samples of one task until they are judged. Cancelling this coroutine cancels the lease."""
         while True:
             ticket = await self._router.reserve(len(samples), priority=priority, order=order)
             try:
@@ -105,7 +104,7 @@ class RolloutPool:
                     return
 
     def start_anew(self, samples: Sequence[Sample], lifecycle: Lifecycle, reason: str) -> bool:
-        """What was lost with a rollout worker is queued again; False when its tries are used up: it has failed then."""
+        """Requeues samples that were lost with a rollout worker. If no tries are left, they fail and it returns False."""
         again = max(sample.tries for sample in samples) < self._tries
         for sample in samples:
             if sample.state in ("kept", "scored"):
@@ -127,7 +126,7 @@ class RolloutPool:
             raise ValueError(f"the lease {key!r} is out already")
         name = (
             key if samples[0].tries == 1 else f"{key}~{samples[0].tries}"
-        )  # what is said of an earlier try is not of this
+        )  # reports on an earlier try must not match this lease
         try:
             worker = await self._least_loaded()
         except BaseException:
@@ -159,7 +158,7 @@ class RolloutPool:
         )
         try:
             self._lines[worker].post(lease)
-            # waits: every stage of a sample has a deadline, and a lost worker ends it
+            # waits: every state of a sample has a deadline, and the death of the worker ends it
             await done
         except asyncio.CancelledError:
             self.tokens.unregister(samples)
@@ -179,7 +178,7 @@ class RolloutPool:
                 del self._by_sample[sample.id]
 
     async def _tell(self, worker: int, keys: list[str]) -> None:
-        with suppress(RemoteError):  # then what it held is gone with it
+        with suppress(RemoteError):  # a dead worker has nothing to cancel
             await self._workers.call_rank(worker, RolloutWorker.cancel, keys)
 
     async def _least_loaded(self) -> int:
@@ -188,10 +187,10 @@ class RolloutPool:
                 await self._joined.wait()
         return min(sorted(self._inside), key=lambda worker: self._loads[worker])
 
-    # Interfering with samples
+    # Commands
 
     def stop(self, stop: SampleCommand) -> bool:
-        """Interferes with a sample that is out; False if it is not."""
+        """Sends a command for a sample to its worker. Returns False if the sample is in no in-flight lease."""
         out = self._by_sample.get(stop.sample)
         if out is None:
             return False
@@ -199,25 +198,25 @@ class RolloutPool:
         return True
 
     async def pause(self) -> None:
-        """The books show what is being generated as paused."""
+        """Moves all generating samples to `paused`."""
         await self._all(RolloutWorker.pause)
 
     async def resume(self) -> None:
         await self._all(RolloutWorker.resume)
 
     async def displace(self, reason: str, engine: int | None = None) -> None:
-        """Takes what is being generated off an engine, or off all: it gets places anew and goes on from its prefix."""
+        """Requeues the samples that are generating on one engine, or on all; they resume from their prefix."""
         calls = (self._workers.call_rank(worker, RolloutWorker.displace, reason, engine) for worker in self._inside)
         await asyncio.gather(*calls, return_exceptions=True)
 
     async def _all(self, method: object) -> None:
         calls = (self._workers.call_rank(worker, method) for worker in self._inside)  # type: ignore[call-overload]
-        await asyncio.gather(*calls, return_exceptions=True)  # a worker that is gone has nothing to pause
+        await asyncio.gather(*calls, return_exceptions=True)  # a dead worker has nothing to pause
 
-    # Workers that come and go
+    # Worker membership
 
     def lost(self, worker: int, reason: str) -> None:
-        """A rollout worker is gone: what it had starts anew."""
+        """A rollout worker died: its leases restart elsewhere."""
         self._inside.discard(worker)
         if not self._inside:
             self._joined.clear()
@@ -229,16 +228,17 @@ class RolloutPool:
         self._joined.set()
 
     def has(self, key: str) -> bool:
-        """Whether a lease is out."""
+        """Whether a lease is in flight."""
         return key in self._out
 
     @property
     def busy(self) -> bool:
-        """Whether any sample is with a worker."""
+        """Whether any lease is in flight."""
         return bool(self._out)
 
     def take_full_s(self) -> float:
-        """Seconds, since it was asked last, for which nothing new began because too many verdicts were waited for."""
+        """Seconds of grader back-pressure since the last call: admission was paused because too many samples were being
+        scored."""
         if self._full_since is not None:
             now = asyncio.get_running_loop().time()
             self._full_s += now - self._full_since
@@ -247,12 +247,12 @@ class RolloutPool:
         return seconds
 
     def let_go(self, samples: Sequence[Sample]) -> None:
-        """The tokens of these samples are not needed: they start anew."""
+        """Releases the tokens of samples that restart, in the background."""
         task = asyncio.create_task(self.tokens.release(samples))
         self._seating.add(task)
         task.add_done_callback(self._seating.discard)
 
-    # What workers say
+    # Reports of workers
 
     def _line(self, worker: int) -> BatchedChannel[WorkerCommand, Report]:
         async def send(orders: list[WorkerCommand]) -> None:
@@ -278,7 +278,7 @@ class RolloutPool:
 
     def _take(self, report: Report) -> None:
         for move in report.moves:
-            if (out := self._by_sample.get(move.sample)) is not None:  # else it was cancelled
+            if (out := self._by_sample.get(move.sample)) is not None:  # else its lease was cancelled
                 self._moved(out, out.samples[move.sample], move)
         for outcome in report.outcomes:
             if (out := self._by_sample.get(outcome.sample)) is not None:
@@ -288,7 +288,7 @@ class RolloutPool:
                 done.done.set_result(None)
 
     def _moved(self, out: _Out, sample: Sample, move: Transition) -> None:
-        if sample.state == "dropped":  # here, which the worker has not heard of yet
+        if sample.state == "dropped":  # by the controller, before the worker received the command
             return
         out.lifecycle.move(sample, move.state, move.reason, move.time_s, **move.info)  # type: ignore[arg-type]
         self.moves += 1
@@ -307,7 +307,7 @@ class RolloutPool:
             sample.tries = int(move.info.get("try", sample.tries))
             self._seat_again(out, sample)
         elif move.state == "generating":
-            if sample.id in out.seatless:  # back from its environment
+            if sample.id in out.seatless:  # its next turn, after its environment acted
                 out.seatless.discard(sample.id)
                 out.moved[sample.id] = self._router.take(move.info["engine"])
         elif move.state != "paused":
@@ -324,7 +324,7 @@ class RolloutPool:
             self._router.learn(outcome.tokens)
 
     def _give_back(self, out: _Out, sample: str) -> None:
-        """The sample needs its place no more."""
+        """Releases the slot of a sample."""
         if sample in out.seatless:
             return
         out.seatless.add(sample)
@@ -332,7 +332,7 @@ class RolloutPool:
         self._router.release(ticket or out.ticket, 1)
 
     def _settle(self, out: _Out) -> None:
-        """The lease is over: its places are free."""
+        """Releases all slots of a lease that has ended."""
         self._router.release(out.ticket)
         for ticket in out.moved.values():
             self._router.release(ticket)

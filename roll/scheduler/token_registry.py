@@ -1,7 +1,7 @@
-"""Where samples' tokens are: with the rollout workers that ran them, until nobody needs them any more.
+"""The token registry: which rollout worker holds the tokens of each sample.
 
-What always holds: a sample has one home, or none while its lease is not out and after its worker was lost; tokens pass
-from the workers to those who train on them, or into files, and never through here.
+Invariants: a sample is registered on at most one worker, and on none before its lease is sent and after its worker died;
+tokens go from the rollout workers to the trainers or into files, never through the controller.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from roll.rollout.worker import RolloutWorker
 
 class TokenRegistry:
     def __init__(self, workers: Cluster[RolloutWorker], inside: AbstractSet[int]) -> None:
-        """`inside` are the workers that are not lost, as the pool keeps them."""
+        """`inside`: the live workers; the pool updates this set."""
         self._workers = workers
         self._inside = inside
         self._homes: dict[str, tuple[int, str]] = {}
-        """Worker and lease of every sample whose tokens are kept."""
+        """Worker and lease of every sample whose tokens are stored."""
 
     def register(self, samples: Sequence[Sample], worker: int, lease: str) -> None:
-        """These samples are with a worker, by the name of a lease."""
+        """Records which worker and lease hold these samples."""
         for sample in samples:
             self._homes[sample.id] = (worker, lease)
 
     def unregister(self, samples: Sequence[Sample]) -> None:
-        """The worker has forgotten these samples by itself."""
+        """Removes samples that their worker no longer holds."""
         for sample in samples:
             self._homes.pop(sample.id, None)
 
     def worker_died(self, worker: int) -> None:
-        """A worker is gone with all it had."""
+        """Removes all samples of a dead worker."""
         self._homes = {sample: home for sample, home in self._homes.items() if home[0] != worker}
 
     def locate(self, sample: Sample) -> int | None:
-        """The worker that has a sample's tokens; None if they are lost, or nowhere yet."""
+        """The worker that holds a sample's tokens; None if they are lost or do not exist yet."""
         home = self._homes.get(sample.id)
         return None if home is None else home[0]
 
     async def batch(self, samples: Sequence[Sample], mask_below: int = 0) -> Batch:
-        """A batch of scored samples, in this order; tokens of versions before `mask_below` are not trained on. Their
-        tokens stay where they are."""
+        """A batch of scored samples, in this order; tokens of versions before `mask_below` are masked out of the loss.
+        The batch has references: the tokens stay on the workers."""
         lengths = np.array([sample.tokens for sample in samples], np.int64)
         homes = np.array([self._homes[sample.id][0] for sample in samples], np.int64)
         which, starts = np.zeros(len(samples), np.int64), np.zeros(len(samples), np.int64)
@@ -71,7 +71,7 @@ class TokenRegistry:
         return Batch.from_blocks(samples, lengths, blocks, which, starts)
 
     async def texts(self, samples: Sequence[Sample]) -> list[str]:
-        """What these samples' responses say: for a few of them, since it brings the text here."""
+        """The text of these samples' responses. It is fetched to the controller: use it for a few samples only."""
         homes = [self._homes[sample.id][0] for sample in samples]
         calls = (
             self._workers.call_rank(home, RolloutWorker.texts, [sample.id])
@@ -80,14 +80,14 @@ class TokenRegistry:
         return [text for (text,) in await asyncio.gather(*calls)]
 
     async def transcripts(self, samples: Sequence[Sample]) -> list[Transcript]:
-        """What happened in these samples, of a few: those whose worker is not lost."""
+        """Transcripts of these samples, without those whose tokens are lost. For a few samples only."""
         here = [(home, sample) for sample in samples if (home := self.locate(sample)) is not None]
         calls = (self._workers.call_rank(home, RolloutWorker.transcripts, [sample.id]) for home, sample in here)
         return [transcript for (transcript,) in await asyncio.gather(*calls)]
 
     async def write(self, step: int, fates: Sequence[FinalState], again: bool = False) -> None:
-        """Has the workers write the samples of a step into the run's folder. What is written `again` replaces what they
-        wrote: what those that were lost meanwhile had written stays."""
+        """Has the workers write the samples of a step into the run's folder. `again` overwrites the parts of workers that
+        still hold samples of the step; parts of workers that have died since stay as they are."""
         parts: dict[int, list[FinalState]] = {} if again else {worker: [] for worker in self._inside}
         for fate in fates:
             home = self._homes.get(fate.sample)
@@ -97,14 +97,14 @@ class TokenRegistry:
         _raise_all_but_deaths(await asyncio.gather(*calls, return_exceptions=True))
 
     async def save(self, folder: Path, parts: Mapping[int, Sequence[str]]) -> None:
-        """Has workers write samples into a checkpoint's folder. What a worker that dies has is not in it then."""
+        """Has the workers write samples into a checkpoint's folder. The part of a worker that dies is missing."""
         calls = (
             self._workers.call_rank(worker, RolloutWorker.save, folder, samples) for worker, samples in parts.items()
         )
         _raise_all_but_deaths(await asyncio.gather(*calls, return_exceptions=True))
 
     async def load(self, folder: Path, parts: Mapping[int, Sequence[Group]]) -> None:
-        """Has workers read finished groups from a checkpoint's folder; one that is not there whole gets no home."""
+        """Has the workers read ready groups from a checkpoint's folder; incomplete groups are not registered."""
         workers = sorted(self._inside)
         calls = (self._load(workers[part % len(workers)], folder, part, groups) for part, groups in parts.items())
         # waits: calls have deadlines
@@ -120,10 +120,10 @@ class TokenRegistry:
             self.register(by_lease[lease].samples, worker, lease)
 
     async def release(self, samples: Sequence[Sample] | None = None) -> None:
-        """Lets the workers drop the tokens of these samples, or of all."""
+        """Has the workers free the tokens of these samples, or of all."""
         keys: dict[int, set[str]] = defaultdict(set)
         for sample in list(self._homes) if samples is None else [sample.id for sample in samples]:
-            if (home := self._homes.pop(sample, None)) is not None:  # else its lease was cancelled
+            if (home := self._homes.pop(sample, None)) is not None:  # None after its lease was cancelled
                 keys[home[0]].add(home[1])
         calls = [
             self._workers.call_rank(worker, RolloutWorker.forget, sorted(some))
