@@ -20,7 +20,7 @@ import builtins
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any, TypeAlias
 
@@ -81,8 +81,15 @@ class CodeTests:
             return _after(_imports(source), source)
         if not self.entry_point or not _defines(source, self.entry_point):
             return _after(self.prefix, source)
-        begun = re.search(rf"^(?:async[ \t]+)?def[ \t]+{re.escape(self.entry_point)}\b", self.prefix, re.MULTILINE)
-        return _after(self.prefix[: begun.start()] if begun else self.prefix, source)
+        return _after(self.helpers, source)
+
+    @property
+    def helpers(self) -> str:
+        """What of the prefix comes before the entry point."""
+        begun = self.entry_point and re.search(
+            rf"^(?:async[ \t]+)?def[ \t]+{re.escape(self.entry_point)}\b", self.prefix, re.MULTILINE
+        )
+        return self.prefix[: begun.start()] if begun else self.prefix
 
 
 _ON_SITE: Mapping[str, str] = {
@@ -130,7 +137,7 @@ def tests_of(task: Task) -> CodeTests:
     info = task.info
     try:
         found = _tests_of(info)
-    except (KeyError, TypeError, ValueError, SyntaxError) as error:
+    except (KeyError, TypeError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"the tests of task {task.id!r} cannot be read: {type(error).__name__}: {error}") from error
     if found is None or not found.tests:
         known = "tests, test_list, test with entry_point, inputs with outputs, or input_output"
@@ -142,14 +149,14 @@ def _tests_of(info: Mapping[str, Any]) -> CodeTests | None:
     if "tests" in info:
         setup = str(info.get("setup") or "")
         tests = tuple(_written(test, setup) for test in _sequence(info["tests"]))
-        return CodeTests(tests, setup, str(info.get("prefix") or ""))
+        return _with_own_names(CodeTests(tests, setup, str(info.get("prefix") or "")))
     if "test_list" in info:
         setup = "\n".join(filter(None, (_text(info.get("test_imports") or ""), info.get("test_setup_code"))))
-        return CodeTests(tuple(assertion(text, setup) for text in _sequence(info["test_list"])), setup)
+        return _with_own_names(CodeTests(tuple(assertion(text, setup) for text in _sequence(info["test_list"])), setup))
     if "test" in info and "entry_point" in info:
         text = f"{info['test']}\n\ncheck({info['entry_point']})"
         test = AssertTest(text, free_names(text))
-        return CodeTests((test,), prefix=str(info.get("prompt") or ""), entry_point=str(info["entry_point"]))
+        return _with_own_names(CodeTests((test,), "", str(info.get("prompt") or ""), str(info["entry_point"])))
     if "input_output" in info:
         pairs = info["input_output"]
         return _pairs(_loads(pairs) if isinstance(pairs, str) else pairs)
@@ -161,6 +168,51 @@ def assertion(text: str, setup: str = "") -> CallTest | AssertTest:
     if not setup.strip() and (call := _as_call(text)) is not None:
         return call
     return AssertTest(text, free_names(f"{setup}\n{text}"))
+
+
+def _with_own_names(tests: CodeTests) -> CodeTests:
+    """The same where assertions have modules, and helpers of the prefix, of their own: a program could define them anew,
+    so that every answer is right. Helpers with classes stay the program's, which is given their objects."""
+    texts = [test.text for test in tests.tests if isinstance(test, AssertTest)]
+    wanted = {name for test in tests.tests if isinstance(test, AssertTest) for name in test.names}
+    given = _defined_by(tests.helpers) & wanted - {tests.entry_point} if wanted else set()
+    setup = [tests.helpers] if given else []
+    setup += [f"import {name}" for name in sorted(wanted & _MODULES - given) if all(_only_module(name, t) for t in texts)]
+    if not setup:
+        return tests
+    whole = "\n".join([*setup, tests.setup])
+    named = tuple(
+        replace(test, names=free_names(f"{whole}\n{test.text}")) if isinstance(test, AssertTest) else test
+        for test in tests.tests
+    )
+    return replace(tests, tests=named, setup=whole)
+
+
+def _defined_by(helpers: str) -> set[str]:
+    """Names of the functions, modules and variables of some lines; none where they have classes or are not Python."""
+    try:
+        body = ast.parse(helpers).body
+    except SyntaxError:
+        return set()
+    names: set[str] = set()
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            return set()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
+
+
+def _only_module(name: str, text: str) -> bool:
+    """Whether code asks a name for nothing but attributes, as it does of a module."""
+    tree = ast.parse(text)
+    owners = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return all(id(node) in owners for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name)
 
 
 def free_names(text: str) -> tuple[str, ...]:
@@ -187,7 +239,7 @@ def free_names(text: str) -> tuple[str, ...]:
 def _as_call(text: str) -> CallTest | None:
     try:
         body = ast.parse(text).body
-    except SyntaxError:
+    except (SyntaxError, RecursionError, MemoryError):
         return None
     if len(body) != 1 or not isinstance(body[0], ast.Assert) or not isinstance(body[0].test, ast.Compare):
         return None

@@ -198,6 +198,79 @@ def test_cheating_is_worth_nothing(cheat: str, form: str) -> None:
     assert graded(CHEATS[cheat], FORMS[form], credit="share", seconds=0.5 if cheat == "hangs" else 20.0) == 0
 
 
+_NEAR_ROOT = """
+def check(candidate):
+    for factors in ([1, 2], [-6, 11, -6, 1]):
+        assert math.fabs(poly(factors, candidate(factors))) < 1e-4
+"""
+_HELPED = {
+    "test": _NEAR_ROOT,
+    "entry_point": "root",
+    "prompt": "import math\n\ndef poly(xs, x):\n    return sum(c * x**i for i, c in enumerate(xs))\n\n"
+    "def root(xs):\n    '''a root'''\n",
+}
+_HONEST_ROOT = "    return -xs[0] / xs[1] if len(xs) == 2 else 1.0\n"
+
+
+class TestNamesOfTests:
+    """What tests use beside the program's own functions is never the program's."""
+
+    def test_helpers_of_the_prompt_cannot_be_defined_anew(self) -> None:
+        assert graded(_HONEST_ROOT, _HELPED) == 1
+        assert graded(_HONEST_ROOT + "\ndef poly(xs, x): return 0", _HELPED) == 1
+        assert graded("    return 5\n\ndef poly(xs, x): return 0", _HELPED) == 0
+        assert graded("def poly(xs, x): return 0\ndef root(xs): return 5", _HELPED) == 0
+
+    def test_modules_are_pythons(self) -> None:
+        fake = "class math:\n    fabs = staticmethod(lambda x: 0)\n"
+        assert graded(fake + "def root(xs): return 5", _HELPED) == 0
+        info = {"tests": ["assert math.fabs(add(1, 2) - 3) < 1e-6"]}
+        assert graded(ADD, info) == 1
+        assert graded(fake + "def add(a, b): return 0", info) == 0
+
+    def test_helpers_of_a_prefix_cannot_be_defined_anew(self) -> None:
+        info = {"prefix": "def off(a, b):\n    return abs(a - b)\n", "tests": ["assert off(add(1, 2), 3) < 1e-6"]}
+        assert graded(ADD, info) == 1
+        assert graded("def add(a, b): return 0\ndef off(a, b): return 0", info) == 0
+
+    def test_objects_of_a_prefix_are_the_programs(self) -> None:
+        node = "class Node:\n    def __init__(self, value):\n        self.value = value\n"
+        info = {"prefix": node, "tests": ["assert get(Node(5)) == 5"]}
+        assert graded("def get(node): return node.value", info) == 1
+
+    def test_a_function_may_have_the_name_of_a_module(self) -> None:
+        assert graded("def copy(x): return list(x)", {"tests": ["assert sum(copy([1, 2])) == 3"]}) == 1
+
+
+_ALL = {"tests": ["assert all(map(lambda n: add(n, n) == 2 * n, range(3)))"]}
+
+
+class TestEndOfIteration:
+    def test_a_call_does_not_end_the_tests(self) -> None:
+        assert graded(ADD, _ALL) == 1
+        assert graded("def add(a, b): raise StopIteration", _ALL) == 0
+        assert graded("class Stop(StopIteration): pass\ndef add(a, b): raise Stop", _ALL) == 0
+
+    def test_iterators_of_programs_end(self) -> None:
+        assert graded("def f():\n    yield 1\n    yield 2", {"tests": ["assert [n for n in f()] == [1, 2]"]}) == 1
+        test = "try: f()\nexcept StopIteration: pass\nelse: assert False"
+        assert graded("def f(): return next(iter([]))", {"tests": [test]}) == 1
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {"tests": ["assert f(" + "-" * 50_000 + "1) == 1"]},
+        {"input_output": "[" * 200_000},
+        {"inputs": ["[" * 200_000], "outputs": ["1"], "fn_name": "f"},
+    ],
+    ids=["an assertion", "all tests", "an argument"],
+)
+def test_tests_that_nest_too_deep_are_refused(info: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="the tests of task 't' cannot be read"):
+        graded(ADD, info)
+
+
 def test_graders_go_on_after_every_attack() -> None:
     attacks = [
         "import os\nwhile True: os.fork()",

@@ -44,6 +44,9 @@ class ProgramPipe:
     def __init__(self) -> None:
         self._answers, self._requests = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
         self._known: dict[int, Any] = {}
+        self.may_stop = False
+        """Whether the test is about the end of an iteration. To others a call that says so is an error: `all(map(…))`
+        would take it for the end of the tests."""
 
     def ask(self, *request: Any) -> Any:
         """What the other process answers, or the error that it met."""
@@ -62,7 +65,10 @@ class ProgramPipe:
         answer = self._exchange(*request)
         if answer[0] == "value":
             return answer
-        raise self._error(str(answer[1]), str(answer[-1]))
+        error = self._error(str(answer[1]), str(answer[-1]))
+        if isinstance(error, (StopIteration, StopAsyncIteration)) and request[:2] != ("do", "next") and not self.may_stop:
+            error = RuntimeError(f"a call raised {type(error).__name__}")
+        raise error
 
     def _exchange(self, *request: Any) -> list[Any]:
         try:
@@ -183,6 +189,7 @@ def check(setup: str, tests: Sequence[str], names: Sequence[str]) -> None:
         os.close(nothing)
     sys.modules["tests"] = type(sys)("tests")  # where dataclasses look for the module of a class
     for test in tests:
+        line.may_stop = "StopIteration" in test or "StopAsyncIteration" in test
         os.write(verdicts, _verdict(setup + "\n" + test, _Names(line, names)).encode("utf-8", "replace") + b"\n")
 
 
