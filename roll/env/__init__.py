@@ -1,8 +1,8 @@
-"""Environments: where attempts take place, turn by turn.
+"""Environments for multi-turn episodes.
 
-An environment is a class with `reset(seed)`, `step(action)` and `close()`. Many of them live together in environment
-processes (`EnvPool`), where they may print, hang, leak or crash without harming the run: every call ends in what the
-environment said or in an `EnvFailure` that says why there is nothing.
+An environment is a class with `reset(seed)`, `step(action)` and `close()`. Many of them share environment processes
+(`EnvPool`), where they may print, hang, leak or crash without harming the run: every call returns the environment's
+result or raises an `EnvFailure` with the reason.
 
     async with EnvPool(workers=2) as pool:
         opened = await pool.reset("17.3", EnvSpec("guess", seed=5))

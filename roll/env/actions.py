@@ -1,11 +1,11 @@
-"""What an agent says, and the action in it: formats of actions, and environments that take them.
+"""Action formats: how an agent's text contains its action, and environments that use them.
 
     <think>the goal is below me</think> <answer>down</answer>                         format `answer`: `down`
     {"name": "move", "arguments": {"action": "down"}}                                 format `json`: `down`
     I'd go down.                                        format `free`: what the environment reads there, `down`
 
-Where what was said holds several, the last one counts. What `write` writes, `parse` reads back. An `Invalid` says in a
-sentence what is wrong, for the agent to read.
+If the text has several actions, the last one counts. `parse` reads what `write` writes. An `Invalid` tells the agent in
+one sentence what is wrong.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 _JSON_CHARS = 32_768
-"""How much of the end of what was said is searched for a tool call."""
+"""Characters at the end of the text that are searched for a tool call."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """The tool call that an action is in the format `json`: its name, and the argument that is the action."""
+    """The tool that an action calls in the format `json`: its name, and the argument that is the action."""
 
     name: str = "act"
     argument: str = "action"
@@ -37,7 +37,7 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As chat templates show it to a model."""
+        """The JSON schema that chat templates show to a model."""
         argument = {self.argument: {"type": "string"}}
         parameters = {"type": "object", "properties": argument, "required": [self.argument]}
         return {"type": "function", "function": {"name": self.name, "description": self.does, "parameters": parameters}}
@@ -48,7 +48,7 @@ ACT = Tool()
 
 @dataclass(frozen=True)
 class Action:
-    """What the agent wants done, as text, without the format's frame. A tool call also has all its arguments."""
+    """The agent's action as text, without the format's markup. A tool call also has all its arguments."""
 
     text: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Invalid:
-    """There is no action, and why."""
+    """The text has no valid action, and why."""
 
     reason: str
 
@@ -66,7 +66,7 @@ Parser: TypeAlias = Callable[[str], "str | Invalid"]
 
 
 def parse(text: str, format: Format, *, tool: Tool = ACT, parser: Parser | None = None) -> Action | Invalid:
-    """The action that was said. In the format `free` the `parser` finds it; without one it is the whole text."""
+    """The action in the text. In the format `free` the `parser` finds it; without a parser it is the whole text."""
     if format == "answer":
         return _parse_answer(text)
     if format == "json":
@@ -78,7 +78,7 @@ def parse(text: str, format: Format, *, tool: Tool = ACT, parser: Parser | None 
 
 
 def write(action: str, format: Format, *, tool: Tool = ACT) -> str:
-    """The action as an agent would say it."""
+    """The action in the format's markup, as an agent would write it."""
     if format == "answer":
         return f"<answer>{action}</answer>"
     if format == "json":
@@ -87,18 +87,18 @@ def write(action: str, format: Format, *, tool: Tool = ACT) -> str:
 
 
 def check_format(name: str, format: str) -> None:
-    """`ValueError` if there is no such format."""
+    """Raises `ValueError` for an unknown format."""
     if format not in FORMATS:
         raise ValueError(f"{name}: format is {format!r}: write {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
 
 
 class ActingEnvironment(Environment):
-    """An environment whose actions are said in a `format`.
+    """An environment whose actions are written in a `format`.
 
-    A subclass has `begin`, which starts the episode, `act`, which does what is asked or says in an `Invalid` why that is
-    no action, and `view`, what the agent sees now; its observations are texts. What is no action changes nothing: the
-    agent is told what is wrong, is shown the view again, and pays `invalid_penalty`. Every step's info has `invalid`, the
-    number of such actions so far. After `turns` actions of either kind the episode is cut off (0: never).
+    A subclass implements `begin`, which starts the episode, `act`, which executes an action or returns an `Invalid`, and
+    `view`, the agent's current observation; observations are texts. An invalid action changes nothing: the agent gets the
+    reason and the view again, and pays `invalid_penalty`. Every step's info has `invalid`, the number of invalid actions
+    so far. After `turns` actions of either kind the episode is truncated (0: never).
     """
 
     tool: ClassVar[Tool] = ACT
@@ -116,40 +116,40 @@ class ActingEnvironment(Environment):
 
     @abstractmethod
     def begin(self, seed: int) -> str:
-        """Starts the episode of that seed, and says what it is about and how to act."""
+        """Starts the episode of that seed; returns the instructions and the first view."""
 
     @abstractmethod
     def act(self, action: Action) -> Step | Invalid:
-        """Does what is asked, or says why it is nothing that can be done."""
+        """Executes the action, or says why it is invalid."""
 
     @abstractmethod
     def view(self) -> str:
-        """What the agent sees now."""
+        """The agent's current observation."""
 
     def state(self) -> str | float | None:
-        """The name of the state the agent is in; None where the view shows all of it."""
+        """The name of the current state; None if the view shows all of it."""
         return None
 
     @property
     def episodes(self) -> int | None:
-        """How many there are at most, of the seeds from 0 on; None where every seed makes one."""
+        """The number of episodes, for seeds from 0 on; None if every seed has one."""
         return None
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """The tool that actions are calls of, in the format `json`."""
+        """The tool that actions call, in the format `json`."""
         return [self.tool.schema] if self._format == "json" else []
 
     def facts(self) -> dict[str, float | str]:
-        """What else the info of every step tells."""
+        """Further entries for the info of every step."""
         return {}
 
     def read(self, text: str) -> str | Invalid:
-        """The action in free text: all of it, unless a subclass knows better."""
+        """The action in free text: all of it, unless a subclass overrides this."""
         return text.strip() or Invalid("You said nothing.")
 
     def says(self, action: str) -> str:
-        """An action in this environment's format, as in an example or as an expert says it."""
+        """An action in this environment's format, for examples and for the expert."""
         return write(action, self._format, tool=self.tool)
 
     def reset(self, seed: int) -> tuple[str, dict[str, float | str]]:
@@ -191,7 +191,8 @@ def _parse_call(text: str, tool: Tool) -> Action | Invalid:
         example = write("…", "json", tool=tool)
         return Invalid(f"there is no tool call in what you said. Write one as JSON: {example}")
     name, arguments = call
-    arguments = json.loads(json.dumps(arguments, ensure_ascii=False).encode(errors="replace"))  # half a character: a `?`
+    # half of a surrogate pair becomes a `?`
+    arguments = json.loads(json.dumps(arguments, ensure_ascii=False).encode(errors="replace"))
     if name != tool.name:
         return Invalid(f"there is no tool {name!r:.40}: the tool is {tool.name!r}.")
     if tool.argument not in arguments:
@@ -207,7 +208,7 @@ def _last_call(text: str) -> tuple[str, dict[str, Any]] | None:
     while at >= 0:
         try:
             value, end = decoder.raw_decode(text, at)
-        except RecursionError:  # no call is that deep, and trying every level of it would take long
+        except RecursionError:  # no tool call is that deep, and trying every level would take long
             return found
         except ValueError:
             end = at + 1
@@ -218,8 +219,8 @@ def _last_call(text: str) -> tuple[str, dict[str, Any]] | None:
 
 
 def _as_call(value: Any) -> tuple[str, dict[str, Any]] | None:
-    """Models write calls in several ways: the arguments may be called parameters or be JSON in a string, and the call may
-    be the `function` of an object."""
+    """Name and arguments of a tool call. Models write calls in several ways: the arguments may be called parameters or be
+    JSON in a string, and the call may be the `function` of an object."""
     if isinstance(value.get("function"), dict):
         value = value["function"]
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))

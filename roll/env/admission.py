@@ -1,7 +1,8 @@
-"""Who waits for room in the environment processes, and whose turn it is.
+"""The admission queue: which episodes wait for a slot in the environment processes, and which is next.
 
-What always holds: of those whose kind may have one more episode, the one that came first goes first; a kind at its limit
-holds up nobody else. What a turn costs does not grow with the number that waits.
+Invariants: among the episodes whose environment may have one more, the one that came first is admitted first; an
+environment at its limit does not delay others. The cost of an admission does not grow with the number of waiting
+episodes.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ class Waiter(Protocol):
 
     @property
     def place(self) -> int:
-        """Smaller for who came first."""
+        """Smaller for those that came first."""
 
     @property
     def turn(self) -> asyncio.Future[None] | None:
-        """Done when it need not wait any more."""
+        """Done when it no longer waits."""
 
 
 W = TypeVar("W", bound=Waiter)
 
 
 class AdmissionQueue(Generic[W]):
-    """Those that wait, and how many of each kind are inside. `limits` is the most of a kind that may be; kinds without
-    have no limit of their own."""
+    """The waiting episodes, and how many of each kind have been admitted. `limits` is the maximum per kind; a kind
+    without an entry has no limit of its own."""
 
     def __init__(self, limits: Mapping[str, int]) -> None:
         self._limits = dict(limits)
         self._queues: dict[str, deque[W]] = {}
-        """By kind; all kinds without a limit share one."""
+        """By kind; all kinds without a limit share one queue."""
         self.inside: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[W]:
@@ -45,30 +46,30 @@ class AdmissionQueue(Generic[W]):
         return sum(map(len, self._queues.values()))
 
     def limit(self, kind: str) -> int | None:
-        """The most of a kind that may be inside; None if it has no limit of its own."""
+        """The maximum of a kind; None if it has no limit of its own."""
         return self._limits.get(kind)
 
     def join(self, waiter: W) -> None:
         self._queues.setdefault(waiter.kind if waiter.kind in self._limits else "", deque()).append(waiter)
 
     def first(self) -> W | None:
-        """Whose turn it is; None if nobody's."""
+        """The next to be admitted; None if there is none."""
         heads = [queue[0] for queue in self._queues.values() if _skip_done(queue)]
         return min(filter(self._may_enter, heads), key=lambda head: head.place, default=None)
 
     def enter(self, waiter: W) -> None:
-        """The one whose turn it was is inside."""
+        """Admits the one that `first` returned."""
         queue = self._queues[waiter.kind if waiter.kind in self._limits else ""]
         assert queue[0] is waiter, "turns are given to the first of a queue"
         queue.popleft()
         self.inside[waiter.kind] += 1
 
     def leave(self, waiter: W) -> None:
-        """One that was inside is not any more."""
+        """Removes one that was admitted."""
         self.inside[waiter.kind] -= 1
 
     def clear(self) -> list[W]:
-        """Sends everybody away who waits."""
+        """Removes and returns all that wait."""
         waiters = list(self)
         self._queues.clear()
         return waiters
@@ -79,7 +80,7 @@ class AdmissionQueue(Generic[W]):
 
 
 def _skip_done(queue: deque[W]) -> bool:
-    """Whether somebody in the queue still waits, who is its first then."""
+    """Removes cancelled or admitted waiters from the front; returns whether one is left, which is then the first."""
     while queue and queue[0].turn is not None and queue[0].turn.done():
         queue.popleft()
     return bool(queue)

@@ -1,4 +1,4 @@
-"""The shortest way from one state to another: A*, which without a bound on the rest of the way is Dijkstra's."""
+"""The shortest path between states: A*; without a lower bound it is Dijkstra's algorithm."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def shortest_path(
     at_least: Callable[[S], int] = lambda state: 0,
     most_states: int = 200_000,
 ) -> list[A] | None:
-    """The actions of a cheapest way to a goal; None if there is none, or none was found within `most_states`.
+    """The actions of a cheapest path to a goal; None if there is none, or none was found within `most_states`.
 
-    `moves` are the actions from a state, what each costs and where it leads. `at_least` is what the rest of the way costs
-    at least, and never falls by more than a move costs.
+    `moves` returns the actions from a state, with their costs and the states they lead to. `at_least` is a lower bound of
+    the remaining cost that never decreases by more than a move's cost.
     """
-    order = itertools.count()  # of states that cost the same, the first found goes first
+    order = itertools.count()  # tie-break: among states of equal cost the first found goes first
     came: dict[S, tuple[S, A] | None] = {}
     queue: list[tuple[int, int, int, S, tuple[S, A] | None]] = [(at_least(start), next(order), 0, start, None)]
     while queue and len(came) < most_states:

@@ -1,4 +1,4 @@
-"""The event loop that a process's async environments share. Imported when the first of them comes."""
+"""The event loop that a process's async environments share. Imported when the first of them is created."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class SharedLoop:
         threading.Thread(target=self._run, daemon=True).start()
 
     def start(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Runs the coroutine. Called from any thread."""
+        """Runs the coroutine. May be called from any thread."""
         self._loop.call_soon_threadsafe(self._begin, work)
 
     def wait_for(self, awaitable: Awaitable[R]) -> R:
-        """Awaits something for a thread that is not the loop's."""
+        """Awaits something on behalf of a thread other than the loop's."""
 
         async def waited() -> R:
             # waits: the pool has a deadline for every call
@@ -47,12 +47,12 @@ class SharedLoop:
         while True:
             try:
                 self._loop.run_forever()
-            except BaseException:  # an environment's own task called sys.exit(): the others go on
+            except BaseException:  # a task of an environment called sys.exit(): the others continue
                 traceback.print_exc()
 
 
 class AsyncRunner:
-    """An environment on the event loop."""
+    """Runs an environment on the shared event loop."""
 
     def __init__(self, tenant: EnvInstance, answer: Answer, loop: SharedLoop, left: Callable[[], None]) -> None:
         """`left` is called when the environment has been closed."""

@@ -1,7 +1,7 @@
-"""What an environment is, what its methods may return, and how a call on one fails.
+"""The environment interface: what its methods may return, and how a call fails.
 
-This module is imported by every environment process, and imports little: what a message is, only type checkers need to
-know.
+Every environment process imports this module, so it imports little: the type of messages is imported for type checkers
+only.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ if TYPE_CHECKING:
     from roll.data.task import Message
 
 Observation: TypeAlias = "str | Sequence[Message]"
-"""What the agent sees next: text (a user's message), or messages."""
+"""What the agent sees next: text (a user message), or messages."""
 
 FailureKind: TypeAlias = Literal["raised", "deadline", "crashed", "invalid", "lost"]
-"""The environment raised; took too long; its process died under it; it, or what it returned, is not what it must be; or
-the episode is gone through no fault of its own, and may be started anew."""
+"""`raised`: the environment raised an exception. `deadline`: it took too long. `crashed`: it ended its process.
+`invalid`: the environment, or what it returned, breaks the interface. `lost`: the episode ended through no fault of its
+own and may be started again."""
 
 
 STATE = "state"
-"""The name, in the info of a step or a beginning, of the state that it led to: any text or number, the same for the same
-state. An environment that names its states says which turns of a task's episodes can be compared with each other."""
+"""The key, in the info of `reset` and `step`, of the state that was reached: any text or number, equal for equal states.
+Environments that name their states say which turns of a task's episodes can be compared."""
 
 
 class EnvFailure(Exception):
-    """A call on an environment came to nothing, and the episode is over. `reason` is one line; `detail` is the
-    environment's traceback, if it raised; `suspects` is the number of calls of which one crashed the process."""
+    """A call of an environment failed, and the episode is over. `reason` is one line; `detail` is the environment's
+    traceback, if it raised; `suspects` is the number of calls of which one crashed the process."""
 
     def __init__(self, kind: FailureKind, reason: str, detail: str = "", suspects: int = 1) -> None:
         super().__init__(kind, reason, detail, suspects)
@@ -47,18 +48,18 @@ class EnvFailure(Exception):
 
 @dataclass(frozen=True)
 class ResetResult:
-    """How an episode begins: the messages that the agent answers first."""
+    """The beginning of an episode: the first messages for the agent."""
 
     messages: tuple[Message, ...]
     info: dict[str, float | str] = field(default_factory=dict)
     tools: tuple[dict[str, Any], ...] = ()
-    """Functions that the agent may call, as JSON schemas: chat templates that know of tools show them."""
+    """Functions that the agent may call, as JSON schemas; chat templates with tool support show them."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What an action led to. `terminated`: the task is over; `truncated`: it was cut off, by a limit that is no part of
-    it. What arrives from an environment process has a finite reward and a text or a tuple of messages."""
+    """The result of an action. `terminated`: the task is over; `truncated`: it was cut off by a limit that is not part of
+    the task. A step from an environment process has a finite reward, and a text or a tuple of messages."""
 
     observation: Observation
     reward: float = 0.0
@@ -73,7 +74,7 @@ class Step:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The observation as messages: a text is a user's."""
+        """The observation as messages: a text becomes a user message."""
         return as_messages(self.observation)
 
 
@@ -85,16 +86,16 @@ Outcome: TypeAlias = "Step | tuple[Observation, SupportsFloat, bool, bool, Mappi
 
 
 class Environment(ABC):
-    """One episode's world, made anew for each: `reset` comes once and first, then `step` until one is the last, `close`
-    at the end.
+    """The environment of one episode, created for each: `reset` is called once and first, then `step` until the last one,
+    then `close`.
 
-    All that is random in an episode must come from the seed, so that it can be played again anywhere. Methods may be
-    `async def`. Plain ones run in a thread of the episode's own, the same for all its calls; async ones share an event
-    loop with the process's other environments, which a blocking call would hold up. A class need not derive from this
-    one: its methods are what counts.
+    All randomness of an episode must come from the seed, so that it can be reproduced anywhere. Methods may be `async
+    def`. Plain methods run in the episode's own thread, the same for all its calls; async methods share an event loop
+    with the other environments of the process, which a blocking call would delay. A class need not inherit from this one;
+    only its methods matter.
 
-    An attribute `tools`, or a method that returns them once the episode has begun, names the functions that the agent may
-    call, as JSON schemas, for chat templates that show them; what it calls still arrives as text.
+    An attribute `tools`, or a method that returns them after `reset`, lists the functions that the agent may call, as
+    JSON schemas, for chat templates that show them; the agent's calls still arrive as text.
     """
 
     @abstractmethod
@@ -103,20 +104,20 @@ class Environment(ABC):
 
     @abstractmethod
     def step(self, action: str) -> Outcome | Awaitable[Outcome]:
-        """Does what the agent said."""
+        """Executes the agent's action."""
 
     def close(self) -> Awaitable[None] | None:
-        """Frees what the environment holds. Also called after a failure, but not when its process dies."""
+        """Releases the environment's resources. Also called after a failure, but not if its process dies."""
         return None
 
 
 def as_messages(observation: Observation) -> tuple[Message, ...]:
-    """An observation as messages: a text is a user's."""
+    """An observation as messages: a text becomes a user message."""
     return ({"role": "user", "content": observation},) if isinstance(observation, str) else tuple(observation)
 
 
 def opened(result: Any, tools: Any = ()) -> ResetResult:
-    """What `reset` returned, and the environment's tools; `ValueError` says what is wrong with it."""
+    """Validates the result of `reset` and the environment's tools; `ValueError` says what is wrong."""
     info: object = {}
     if isinstance(result, tuple) and len(result) == 2 and not isinstance(result[0], Mapping):
         result, info = result
@@ -127,7 +128,7 @@ def opened(result: Any, tools: Any = ()) -> ResetResult:
 
 
 def stepped(result: Any) -> Step:
-    """What `step` returned; `ValueError` says what is wrong with it."""
+    """Validates the result of `step`; `ValueError` says what is wrong."""
     if isinstance(result, Step):
         result = (result.observation, result.reward, result.terminated, result.truncated, result.info)
     if not isinstance(result, tuple):
@@ -148,7 +149,7 @@ def stepped(result: Any) -> Step:
 
 
 def tools_of(environment: Any) -> Any:
-    """What an environment says its tools are."""
+    """The tools that an environment declares."""
     tools = getattr(environment, "tools", ())
     return tools() if callable(tools) else tools
 
@@ -157,7 +158,7 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(tool, Mapping) for tool in value):
         raise ValueError(f"the environment's tools are {named(value)}, not a list of JSON schemas")
     try:
-        return tuple(json.loads(json.dumps([dict(tool) for tool in value])))  # plain types: the pool reads no others
+        return tuple(json.loads(json.dumps([dict(tool) for tool in value])))  # plain types: the pool unpickles no others
     except (TypeError, ValueError) as error:
         raise ValueError(f"the environment's tools are no JSON: {error}") from error
 
@@ -184,11 +185,11 @@ def _text(value: str, what: str) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{what} text that is not Unicode: {error}; decode bytes with errors='replace'") from None
-    return str.__str__(value)  # not of a subclass: the pool may not have it
+    return str.__str__(value)  # not a subclass: the pool may not be able to import it
 
 
 def _flag(value: Any, name: str) -> bool:
-    if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):  # the latter two are NumPy's
+    if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):  # the last two are NumPy's
         raise ValueError(f"step returned, as {name}, {named(value)}, not True or False")
     return bool(value)
 

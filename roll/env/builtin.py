@@ -1,4 +1,4 @@
-"""The environments that come with ROLL."""
+"""Small built-in environments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from roll.env.base import Environment, Step
 from roll.env.resolve import register
 
-# A minus after a word or a digit is a dash ("3-5" ends in 5); what follows a decimal point is no number of its own.
+# A minus after a word or a digit is a dash ("3-5" ends in 5); digits after a decimal point are no number of their own.
 _INTEGER = re.compile(r"(?:(?<![\w)])-)?(?<![0-9])(?<![0-9]\.)(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)")
 
 
@@ -20,7 +20,7 @@ class Guess(Environment):
         if low > high or tries < 1:
             raise ValueError(f"guess: from {low} to {high} in {tries} tries leaves nothing to guess")
         self._low, self._high, self._tries = low, high, tries
-        """What the number may still be, and the guesses left."""
+        """The range that still contains the number, and the remaining guesses."""
         self._number = low
 
     def reset(self, seed: int) -> str:
@@ -43,7 +43,7 @@ class Guess(Environment):
         return Step(f"{answer} Tries left: {self._tries}.", info={"state": state, "success": 0.0})
 
     def expert(self) -> str:
-        """The middle of what is left."""
+        """The middle of the remaining range."""
         return str((self._low + self._high) // 2)
 
     def _answer(self, guess: int | None) -> str:
@@ -58,7 +58,7 @@ class Guess(Environment):
 
 @register("echo_turns")
 class EchoTurns(Environment):
-    """Say the symbol you are shown, `turns` times over, each right answer worth 1 / turns: a toy for models made from
+    """Repeat the symbol that is shown, `turns` times; each right answer is worth 1 / turns. A toy for models trained from
     scratch."""
 
     def __init__(self, turns: int = 3, symbols: str = "0123456789") -> None:
@@ -85,7 +85,7 @@ class EchoTurns(Environment):
 
 
 def last_integer(text: str) -> int | None:
-    """The last whole number written in the text, or None. Of more than forty digits only the size is kept."""
+    """The last whole number in the text, or None. More than forty digits count as 10**40."""
     written = _INTEGER.findall(text)
     if not written:
         return None

@@ -1,4 +1,4 @@
-"""What other libraries' environments return, as an agent or a run can take it."""
+"""Adapters for what other libraries' environments return."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CODES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def plain_info(info: Mapping[Any, Any]) -> dict[str, float | str]:
-    """The texts of an info, and the numbers that a run takes; arrays, lists and all else stay behind."""
+    """The texts and finite numbers of an info; arrays, lists and everything else are dropped."""
     kept: dict[str, float | str] = {}
     for key, value in info.items():
         if isinstance(value, str):
@@ -29,7 +29,7 @@ def plain_info(info: Mapping[Any, Any]) -> dict[str, float | str]:
 
 
 def plain_text(text: str) -> str:
-    """Terminal output as text: what stands out by its colour stands in brackets."""
+    """Terminal output as plain text: coloured parts are put in brackets."""
     return _CODES.sub("", _COLOURED.sub(r"[\1]", text)).strip("\n")
 
 
@@ -39,7 +39,7 @@ def user_function(given: Callable[..., Any] | str | None, what: str) -> Callable
 
 
 def check_takes_seed(name: str, environment: Any) -> None:
-    """`UserError` if episodes of another library's environment cannot be begun with a seed."""
+    """Raises `UserError` if another library's environment cannot be reset with a seed."""
     try:
         inspect.signature(environment.reset).bind(seed=0)
     except TypeError as error:

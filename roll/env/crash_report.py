@@ -1,9 +1,8 @@
-"""Who ended an environment process: the environment that did it says so, as far as that can be had.
+"""Crash reports: finds out which environment ended an environment process, as far as that is possible.
 
-Code that calls `os._exit`, `os.abort`, or sends its own process a signal that kills it is noticed before it is done. Of a
-fault in native code the interpreter's fault handler writes the thread, right after the last frame of the connection. Who
-is ended by another process, by the kernel for want of memory, or by a thread that an environment started itself, is not
-known.
+Calls of `os._exit`, `os.abort`, or a deadly signal to the own process are noticed before they take effect. For a fault in
+native code, the interpreter's fault handler writes the thread right after the last frame of the connection. If another
+process, the kernel's OOM killer, or a thread that an environment started ends the process, the environment is unknown.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 FAULT = b"Fatal Py"
-"""How what the fault handler writes begins, where the header of a frame would be."""
+"""The first bytes of the fault handler's output, in place of a frame header."""
 MAIN = -1
-"""In place of an environment: the code that is being imported."""
+"""Instead of an environment: the code that is being imported."""
 current: contextvars.ContextVar[int | None] = contextvars.ContextVar("place", default=None)
-"""The environment whose code runs."""
+"""The environment whose code is running."""
 
 _DEADLY = {signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTERM}
 _THREAD = re.compile(rb"Current thread 0x([0-9a-f]+)")
@@ -28,7 +27,8 @@ _FRAME = re.compile(rb'File "([^"]+)", line (\d+)')
 
 
 def confess_by(tell: Callable[[int, str], None]) -> None:
-    """From now on `tell` is called with the environment, and what it is about to do, before it ends this process."""
+    """From now on, before an environment ends this process, calls `tell` with the environment and what it is about to
+    do."""
     pid = os.getpid()
 
     def before(how: str) -> None:
@@ -64,19 +64,19 @@ def _is_deadly(number: int) -> bool:
 
 
 def faulty_part(words: bytes) -> bytes:
-    """What the fault handler says of the thread that it was, without the others."""
+    """The fault handler's output about the crashed thread, without the other threads."""
     head, *parts = words.split(b"\n\n")
     own = [part for part in parts if _THREAD.match(part)]
     return b"\n\n".join([head, *own]).rstrip() + b"\n" if own else words
 
 
 def faulty_thread(words: bytes) -> int | None:
-    """The thread that the fault handler names."""
+    """The crashed thread in the fault handler's output."""
     found = _THREAD.search(words)
     return None if found is None else int(found[1], 16)
 
 
 def faulty_line(words: bytes) -> str:
-    """Where that was, for a message."""
+    """The file and line of the crash, for a message."""
     found = _FRAME.search(words)
     return "" if found is None else f" ({os.path.basename(found[1].decode(errors='replace'))}:{found[2].decode()})"

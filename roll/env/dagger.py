@@ -1,17 +1,17 @@
-"""DAgger: what the expert would have said in the states that a policy came to.
+"""DAgger: the expert's actions in the states that a policy visited.
 
-A policy that imitates demonstrations errs, and then is where the expert never was. So the expert labels the states that
-the policy itself visits, and the policy is trained on these labels; then it plays again.
+A policy that imitates demonstrations makes mistakes and then reaches states that the expert never visited. So the expert
+labels the states that the policy itself visits, the policy is trained on these labels, and then it plays again.
 
     the lake: P . .   the policy: up   the lake: You did not move. P . .   the policy: right   …
 
-gives the conversations, of which what is in brackets is learned:
+gives these conversations; the parts in brackets are trained on:
 
     the lake: P . .   [down]
     the lake: P . .   the policy: up   the lake: You did not move. P . .   [down]
 
-Every visited state is a conversation of its own, with what the policy really said before, and only its last answer is
-imitated. A state in which the expert has no advice teaches nothing and is left out.
+Every visited state is a conversation of its own, with the policy's own actions before it, and only its last answer is
+trained on. States in which the expert has no advice are left out.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def dagger(
     held_out: float = 0.05,
     root: str = "",
 ) -> Iterator[Chat]:
-    """A chat source: the expert's labels for the states that the samples of some runs came to, of their `last_steps`
-    steps (0: of all). As many `demonstrations` of the first run's training tasks come with them. A share `held_out` of
-    the tasks, at even distances, is held out with all its states."""
+    """A chat source: the expert's labels for the states in the samples of some runs, from their `last_steps` last steps
+    (0: all). As many `demonstrations` of the first run's training tasks are added. A share `held_out` of the tasks,
+    evenly spaced, is held out with all its states."""
     if not 0 <= held_out < 1 or last_steps < 0 or demonstrations < 0:
         raise UserError(
             f"data.options: held_out={held_out}, last_steps={last_steps}, demonstrations={demonstrations}: write a share "
@@ -88,8 +88,8 @@ def labels(
     max_turns: int = 100,
     window: int = 0,
 ) -> Iterator[ExpertTurn]:
-    """The states that a policy comes to in an episode and that the expert has advice for. The policy is given what was
-    said so far, as far as the `window` shows it, and says something, or None to end there."""
+    """The states of an episode that a policy visits and that the expert has advice for. The policy gets the conversation
+    so far, limited by `window`, and returns an action, or None to stop."""
     for turn in turns(spec, lambda turn: policy(turn.messages), opening, max_turns, window):
         if turn.advice is not None:
             yield turn
@@ -101,7 +101,7 @@ def _recorded(actions: Sequence[str]) -> Callable[[Sequence[Message]], str | Non
 
 
 def _played(folder: RunFolder, last_steps: int) -> Iterator[tuple[Task, list[str]]]:
-    """The episodes of a run: the task of each, and what was said in it."""
+    """The episodes of a run: the task of each, and the policy's actions."""
     config = _config(folder)
     tasks = _tasks(folder, config)
     source = find_model(str(folder.path))
@@ -120,7 +120,7 @@ def _responses(row: Mapping[str, Any]) -> Iterator[list[int]]:
 
 
 def _tasks(folder: RunFolder, config: Config) -> dict[str, Task]:
-    """The tasks of a run that are played in an environment, by id."""
+    """The tasks of a run that have an environment, by id."""
     found = _task_set(config)
     tasks = {task.id: task for task in (*found.held_out, *found.train) if task.environment is not None}
     if not tasks:

@@ -1,4 +1,4 @@
-"""Demonstrations: episodes that an environment's expert plays, as conversations to imitate."""
+"""Demonstrations: episodes played by an environment's expert, as conversations for SFT."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def demonstrations(
     root: str = "",
     **options: Any,
 ) -> Iterator[Chat]:
-    """A chat source: the expert's episodes of an environment, one a seed. The seeds of both splits are those of the tasks
-    that `environment` makes of the same options, so what is held out from a later run is not shown here either. `window`
-    is for runs with `env.window`: each answer is then shown after what the agent sees there."""
+    """A chat source: the expert's episodes of an environment, one per seed. Both splits have the same seeds as the tasks
+    that `environment` makes from the same options, so tasks held out in a later run are not shown here either. `window`
+    is for runs with `env.window`: each answer then follows only what the agent sees in such a run."""
     if max_turns < 1 or window < 0:
         raise UserError(f"data.options: max_turns={max_turns}, window={window}: write turns above 0, a window not below")
     spec = EnvSpec(name, first_seed, options, root=root)
@@ -41,8 +41,8 @@ def demonstrations(
 def demonstration(
     id: str, spec: EnvSpec, opening: tuple[Message, ...] = (), max_turns: int = 100, window: int = 0
 ) -> Iterator[Chat]:
-    """The expert's episode, to its last answer: one chat or, with a window, one for each answer; none where it has no
-    advice from the beginning."""
+    """The expert's episode, up to its last answer: one chat or, with a window, one per answer; none if the expert has no
+    advice at the start."""
     played = turns(spec, lambda turn: turn.advice, opening, max_turns, window)
     advised = [turn for turn in played if turn.advice is not None]
     chats = [Chat(f"{id}/{number}", turn.advised, tools=turn.tools) for number, turn in enumerate(advised)]

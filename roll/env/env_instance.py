@@ -1,4 +1,4 @@
-"""One environment in its process: how it is made and called, and what is made of all it may raise or return."""
+"""One environment inside its process: how it is created and called, and how its errors and results are reported."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from roll.env.async_runner import SharedLoop
 
 Answer: TypeAlias = Callable[[int, Result, float], None]
-"""Tells the pool what a request came to, and the seconds it took."""
+"""Sends the result of a request to the pool, with the seconds it took."""
 
 
 class EnvRunner(Protocol):
-    """Where an environment's calls run, one after the other."""
+    """Runs the calls of one environment, one after the other."""
 
     def take(self, number: int, request: Visit) -> None:
-        """Has the request done, and answered. Returns at once."""
+        """Executes and answers the request. Returns at once."""
 
 
 class EnvInstance:
-    """An environment, from its making in `EnvReset` to its `EnvClose`."""
+    """An environment, from its creation in `EnvReset` to its `EnvClose`."""
 
     def __init__(self, factory: Factory, root: str = "", place: int | None = None) -> None:
         self.place = place
@@ -40,15 +40,15 @@ class EnvInstance:
         self._root = root
         self._environment: Any = None
         self.ran_out = False
-        """Whether it has met the memory limit."""
+        """Whether it has reached the memory limit."""
 
     @property
     def is_async(self) -> bool:
-        """Whether it wants an event loop."""
+        """Whether it needs an event loop."""
         return any(inspect.iscoroutinefunction(getattr(self._factory, method, None)) for method in ("reset", "step"))
 
     def begin(self, request: Visit) -> Any:
-        """What the environment returns, still to be awaited if that is needed."""
+        """Calls the environment; the result may still have to be awaited."""
         current.set(self.place)
         if isinstance(request, EnvReset):
             self._environment = self._make(request)
@@ -60,7 +60,7 @@ class EnvInstance:
         return None if close is None else close()
 
     def finish(self, request: Visit, returned: Any) -> Result:
-        """What the environment returned, as the pool will have it."""
+        """The environment's return value as a result for the pool."""
         try:
             if isinstance(request, EnvClose):
                 return EnvReady()
@@ -74,12 +74,12 @@ class EnvInstance:
             return EnvFailed("invalid", f"{method} returned what cannot be read: {reason(error)}", detail(error))
 
     def fail(self, error: BaseException) -> EnvFailed:
-        """What the environment raised; SystemExit too: one that calls sys.exit() has raised."""
+        """The failure for an exception of the environment, including the SystemExit of a `sys.exit()`."""
         if isinstance(error, EnvSpecError):
             return EnvFailed("invalid", str(error)[:REASON_CHARS])
         if isinstance(error, MemoryError):
             self.ran_out = True
-            traceback.clear_frames(error.__traceback__)  # what the call had taken
+            traceback.clear_frames(error.__traceback__)  # frees the memory that the call's frames hold
         try:
             failed = EnvFailed("raised", reason(error), detail(error))
             tell(failed.detail)
@@ -105,7 +105,7 @@ class EnvInstance:
 
 
 class ThreadRunner:
-    """A thread of its own for one environment, from beginning to end: some libraries insist on that."""
+    """Runs one environment in a thread of its own from beginning to end, as some libraries require."""
 
     def __init__(
         self, tenant: EnvInstance, answer: Answer, loop: Callable[[], SharedLoop], left: Callable[[], None]

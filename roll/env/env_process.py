@@ -1,4 +1,4 @@
-"""One environment process, seen from the pool."""
+"""The pool's handle of one environment process."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from roll.process.bounded_log import LIMIT_BYTES, BoundedLog, is_bounded
 from roll.process.framing import HEADER
 from roll.process.managed_process import ManagedProcess
 
-_AT_ONCE = 256  # enough for environments that wait, few enough that one which computes is done before its deadline
+_AT_ONCE = 256  # enough for environments that wait, few enough that a computing one meets its deadline
 _GRACE_S = 1.0
 _LAST_WORDS_S = 1.0
-"""For the status of a process that broke its connection to arrive: its keepers end after it."""
+"""Time to wait for the exit status of a process that closed its connection: its reapers end after it."""
 _FAULT_BYTES = 1 << 20
 
 Reply: TypeAlias = tuple[ipc.Result, float]
-"""What the process answered, and the seconds the environment took."""
+"""The answer of the process, and the seconds that the environment took."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class _Call:
     timer: asyncio.TimerHandle | None = None
 
     def settle(self, result: Reply | EnvFailure) -> None:
-        """Ends it, also if who waited has cancelled it."""
+        """Ends the call, also if its caller has cancelled it."""
         if self.timer is not None:
             self.timer.cancel()
         if self.reply.done():
@@ -52,15 +52,14 @@ class _Call:
 
 
 class EnvProcess:
-    """A process in which environments live. Up to `_AT_ONCE` calls are under way; more wait, first come, first served.
+    """A process that runs environments. Up to `_AT_ONCE` calls are in flight; more wait, first in, first out.
 
-    What always holds: a call under way ends, in a reply or an `EnvFailure`, when its deadline has passed and at most
-    `_GRACE_S` more, whoever waits for it or no longer does. One environment cannot be ended alone, so a call beyond its
-    deadline ends the process: it fails with `deadline`, the others with `lost`; where the process does not even answer a
-    ping, all under way fail with `deadline`, because one of them holds it up. When the process ends by itself, the call
-    that did it fails with `crashed`, if that is known (`roll.env.crash_report`), and the others with `lost`; else all
-    that were under way fail with `crashed`: one of them did it. Those that had to wait, or come after the end, fail with
-    `lost`.
+    Invariant: an in-flight call ends, with a reply or an `EnvFailure`, at most `_GRACE_S` after its deadline, even if its
+    caller no longer waits. One environment cannot be ended alone, so a call beyond its deadline ends the process: that
+    call fails with `deadline`, the others with `lost`. If the process does not even answer a ping, all in-flight calls
+    fail with `deadline`, because one of them blocks it. If the process ends by itself, the call that caused it fails with
+    `crashed`, if it is known (`roll.env.crash_report`), and the others with `lost`; otherwise all in-flight calls fail
+    with `crashed`, because one of them caused it. Calls that were still waiting, or come after the end, fail with `lost`.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class EnvProcess:
         self._calls: dict[int, _Call] = {}
         self._queue: deque[_Call] = deque()
         self._outbox: list[bytes] = []
-        """Frames that go out together, as soon as whoever is about to ask has asked."""
+        """Frames to be sent together in the next turn of the event loop."""
         self._loads: dict[str, asyncio.Future[Reply]] = {}
         self._why = ""
         self._threads: dict[int, int] = {}
@@ -94,9 +93,9 @@ class EnvProcess:
         on_end: Callable[[EnvProcess], None],
         log_bytes: int = LIMIT_BYTES,
     ) -> EnvProcess:
-        """A process that is ready for environments. `RunError` says why there is none. `on_end` is called once, when a
-        process that was ready has ended."""
-        same_order = {"PYTHONHASHSEED": "0"}  # of a set, in every process
+        """Starts a process that is ready for environments. `RunError` says why it did not start. `on_end` is called once,
+        when the process ends after it was ready."""
+        same_order = {"PYTHONHASHSEED": "0"}  # sets iterate in the same order in every process
         words = None if log is None or not is_bounded(log) else BoundedLog(log, log_bytes)
         host = cls(await ManagedProcess.start(COMMAND, log, same_order, log_bytes), lambda host: None, words)
         try:
@@ -115,16 +114,16 @@ class EnvProcess:
 
     @property
     def pid(self) -> int:
-        """The process's id, also its group's."""
+        """The process id, also the id of its process group."""
         return self._child.pid
 
     @property
     def usable(self) -> bool:
-        """Whether it can be given a call."""
+        """Whether it accepts calls."""
         return not (self._why or self._child.exit.done() or self._hearing.done())
 
     def ask(self, request: ipc.Request, deadline_s: float, what: str) -> asyncio.Future[Reply]:
-        """Sends a request, now or when its turn comes. The future may be left alone: the call stays watched, and ends."""
+        """Sends a request, now or when a slot is free. The future may be dropped: the call still ends by its deadline."""
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         reply.add_done_callback(_seen)
         if self.usable:
@@ -135,8 +134,8 @@ class EnvProcess:
         return reply
 
     async def load(self, name: str, code: str | bytes, deadline_s: float) -> None:
-        """Has an environment's code imported, once, by its `code` if there is one, else by its name; `EnvFailure` if that
-        does not work."""
+        """Has the process import an environment's code once, from `code` if given, otherwise by its name; raises
+        `EnvFailure` if that fails."""
         if name not in self._loads:
             self._loads[name] = self.ask(ipc.EnvLoad(name, code), deadline_s, f"importing environment {name!r}")
         load = self._loads[name]
@@ -144,15 +143,15 @@ class EnvProcess:
             # waits: it was asked with a deadline
             result, _ = await asyncio.shield(load)
         except EnvFailure as failure:
-            # each who waits has one of its own
+            # each waiting caller gets an error object of its own
             raise EnvFailure(failure.kind, failure.reason, suspects=failure.suspects) from None
         if isinstance(result, ipc.EnvFailed):
             if self._loads.get(name) is load:
-                del self._loads[name]  # the next may find the file mended
+                del self._loads[name]  # a later attempt may succeed after the file was fixed
             raise EnvFailure(result.kind, result.reason, result.detail)
 
     async def end(self, why: str) -> None:
-        """Ends the process and all it started, and waits until it is gone. Calls under way are lost. Safe to repeat."""
+        """Ends the process and all its children, and waits for that. In-flight calls are lost. May be called again."""
         self._end("lost", why)
         await self._child.gone()
         for task in (self._watching, self._hearing):
@@ -176,9 +175,9 @@ class EnvProcess:
         self._child.writer.write(b"".join(frames))
 
     def _late(self, number: int) -> None:
-        """A deadline has passed. What has arrived counts, but it may not have been read yet, if the event loop was held
-        up: the answer to a ping comes after it."""
-        if self._hearing.done():  # it broke off, and is about to be ended for that
+        """A deadline has passed. A reply that has arrived counts, but the event loop may have been blocked and not read
+        it yet: the answer to a ping arrives after it."""
+        if self._hearing.done():  # the connection broke; `_watch` ends the process for that
             return
         loop, call = asyncio.get_running_loop(), self._calls[number]
         call.timer = loop.call_later(_GRACE_S, self._stuck, number)
@@ -196,7 +195,7 @@ class EnvProcess:
         self._end("lost", f"its process was killed, because {why}")
 
     def _stuck(self, number: int) -> None:
-        """Not even a ping is answered: any environment that has a call under way may hold up the whole process."""
+        """Not even a ping is answered: any environment with an in-flight call may be blocking the whole process."""
         call = self._calls.get(number)
         if call is not None and not self._hearing.done():
             self._end("deadline", f"{call.what} took more than {call.deadline_s:g} s, and its whole process is stuck")
@@ -221,18 +220,18 @@ class EnvProcess:
         self._on_end(self)
 
     async def _watch(self) -> None:
-        """Waits until the process ends or breaks off, and says how it was."""
+        """Waits until the process ends or closes its connection, and records the reason."""
         # waits: for as long as the process lives
         await asyncio.wait({self._hearing, self._child.exit}, return_when=asyncio.FIRST_COMPLETED)
         if self._child.exit.done():
-            await asyncio.wait({self._hearing}, timeout=_GRACE_S)  # what it said before it ended counts
+            await asyncio.wait({self._hearing}, timeout=_GRACE_S)  # replies sent before the end count
         await asyncio.wait({self._child.exit}, timeout=_LAST_WORDS_S)
         self._tell_fault()
         self._end("lost" if self._exited_full() else "crashed", self._obituary())
 
     async def _hear(self) -> None:
-        """Passes replies on until none can come any more."""
-        with contextlib.suppress(Exception):  # it ended, or something wrote to its end of the connection
+        """Passes replies on until the connection ends."""
+        with contextlib.suppress(Exception):  # the process ended, or something else wrote to its end of the connection
             while True:
                 # waits: who asks has a deadline
                 header = await self._child.reader.readexactly(HEADER.size)
@@ -262,7 +261,7 @@ class EnvProcess:
             self._ending = news
 
     def _tell_fault(self) -> None:
-        """Passes on what the process's fault handler wrote before it ended, and learns from it who it was."""
+        """Logs the output of the process's fault handler, and finds out from it which environment crashed."""
         if not self._fault:
             return
         words = faulty_part(self._fault)
@@ -285,13 +284,13 @@ class EnvProcess:
 
 
 def _place(request: ipc.Request) -> int | None:
-    """Which environment a request is for."""
+    """The environment that a request is for."""
     if isinstance(request, ipc.EnvLoad):
         return MAIN
     return None if isinstance(request, ipc.EnvPing | ipc.EnvSetUp) else request.place
 
 
 def _seen(reply: asyncio.Future[Reply]) -> None:
-    """An error of a call that nobody waits for any more is no news."""
+    """Retrieves the error of a call whose caller no longer waits, so that asyncio does not warn."""
     if not reply.cancelled():
         reply.exception()

@@ -1,8 +1,8 @@
-"""An environment process: hosts many environments at once until the pool goes away.
+"""Main module of an environment process: runs many environments until the pool closes its connection.
 
-One thread reads requests and is never held up by an environment; environments' code is imported in the main thread, where
-signal handlers can be set; each environment then runs in a thread of its own or, if its methods are async, on the event
-loop. This module imports little, because every replacement of a killed process pays for it.
+One thread reads requests and never waits for an environment. Environment code is imported in the main thread, where
+signal handlers can be set. Each environment then runs in its own thread or, if its methods are async, on the shared event
+loop. This module imports little, because every replacement of a killed process pays for the imports.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ if TYPE_CHECKING:
 COMMAND = command("roll.env.env_server")
 
 _TELL_S = 1.0
-_exit = os._exit  # environments' calls of it are noticed
+_exit = os._exit  # the original: environments' calls of `os._exit` are intercepted
 EXIT_FULL = 113
-"""The exit status of a process whose environments have left too little memory."""
+"""Exit status of a process whose environments left too little memory."""
 
 
 def main() -> None:
-    """Serve the pool that started this process."""
+    """Serves the pool that started this process."""
     connection = connect()
-    # Only of all threads does it say which one it was; the pool writes the stack of that one to the log.
+    # Only with all threads does the handler name the crashed one; the pool writes the stack of that one to the log.
     faulthandler.enable(connection.fileno(), all_threads=True)
     server = EnvServer(connection)
     confess_by(server.tell_end)
@@ -64,10 +64,10 @@ def main() -> None:
 
 
 class EnvServer:
-    """Passes requests on to environments, and their results back.
+    """Forwards requests to environments, and their results to the pool.
 
-    Nothing here waits for an environment. When this part itself fails, or the pool has gone, the process ends at once:
-    threads and exit handlers of environments do not hold it up.
+    Nothing here waits for an environment. If the server itself fails, or the pool is gone, the process ends at once
+    without waiting for threads or exit handlers of environments.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -113,11 +113,11 @@ class EnvServer:
             self._homes[request.place].take(number, request)
         elif request.place in self._homes:
             self._homes.pop(request.place).take(number, request)
-        else:  # it was not admitted
+        else:  # the environment was never created
             self._answer(number, EnvReady(), 0.0)
 
     def tell_end(self, place: int, how: str) -> None:
-        """An environment is about to end this process."""
+        """Reports that an environment is about to end this process."""
         if self._writing.acquire(timeout=_TELL_S):
             with contextlib.suppress(OSError):
                 self._connection.sendall(frame((BY_ITSELF, EnvEnding(place, how), 0.0)))
@@ -138,7 +138,7 @@ class EnvServer:
         return EnvReady()
 
     def _admit(self, number: int, request: EnvReset) -> None:
-        """Give a new environment its home."""
+        """Creates the runner of a new environment."""
         tenant = EnvInstance(self._factories[request.name], self._root, request.place)
         try:
             home = self._home(tenant)
@@ -170,12 +170,12 @@ class EnvServer:
         self._memory.thread_goes()
 
     def _look_after(self, tenant: EnvInstance) -> None:
-        """What an environment that met the memory limit has left behind decides whether its neighbours can go on."""
+        """Ends the process if an environment reached the memory limit and too little memory is left for the others."""
         if tenant.ran_out and self._memory.is_short():
             _exit(EXIT_FULL)
 
     def _answer(self, number: int, result: Result | EnvSettled, seconds: float) -> None:
-        if os.getpid() != self._pid:  # an environment forked, and its copy of this process came back from it
+        if os.getpid() != self._pid:  # an environment forked, and the copy of this process reached this code
             _exit(0)
         try:
             message = frame((number, result, seconds))

@@ -1,7 +1,7 @@
-"""An episode played here, in this process, with the expert's advice at every turn.
+"""Plays an episode in this process, with the expert's advice at every turn.
 
-An environment that has an expert offers a method `expert() -> str | None`: what it would say now, in the environment's
-own format, or None where it has no advice.
+An environment with an expert has a method `expert() -> str | None`: the expert's next action in the environment's own
+format, or None if it has no advice.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from roll.env.resolve import resolve, with_files
 
 @dataclass(frozen=True)
 class ExpertTurn:
-    """What the agent answers now, and what the expert would say."""
+    """A turn of an episode: the conversation that the agent sees, and the expert's advice."""
 
     messages: tuple[Message, ...]
-    """What was said so far, as the agent sees it; the last is the environment's."""
+    """The conversation so far, as the agent sees it; the last message is the environment's."""
     advice: str | None
     tools: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def advised(self) -> tuple[Message, ...]:
-        """The conversation with the expert's answer to it."""
+        """The conversation with the expert's answer appended."""
         assert self.advice is not None, "the expert has no advice"
         return (*self.messages, Message(role="assistant", content=self.advice))
 
 
 Says: TypeAlias = Callable[[ExpertTurn], str | None]
-"""What is said at a turn; None ends the episode."""
+"""Chooses the action of a turn; None ends the episode."""
 
 
 def check_expert(spec: EnvSpec) -> None:
-    """`UserError` if the spec's environment cannot be made so or has no expert."""
+    """Raises `UserError` if the spec's environment cannot be created or has no expert."""
     check(spec)
     factory = resolve(spec.name, spec.root)
     if inspect.isclass(factory) and not callable(getattr(factory, "expert", None)):
@@ -49,9 +49,9 @@ def check_expert(spec: EnvSpec) -> None:
 def turns(
     spec: EnvSpec, says: Says, opening: tuple[Message, ...] = (), most: int = 100, window: int = 0
 ) -> Iterator[ExpertTurn]:
-    """The turns of an episode in which `says` speaks: to its end, to a turn that nothing is said to, or to turn `most`.
-    `opening` comes before what the environment begins with; with a `window`, the agent sees the beginning and only so
-    many of the turns before the present one."""
+    """The turns of an episode in which `says` acts: until its end, until a turn without an action, or until turn `most`.
+    `opening` precedes the environment's first messages; with a `window`, the agent sees the first messages and only the
+    last `window` turns."""
     environment = resolve(spec.name, spec.root)(**with_files(spec.name, spec.options, spec.root))
     expert = getattr(environment, "expert", None)
     if not callable(expert):

@@ -1,4 +1,4 @@
-"""FrozenLake: over the ice to the goal, past the holes. The world is `gymnasium`'s; the map is drawn as text.
+"""FrozenLake: cross the ice to the goal without falling into a hole. `gymnasium`'s world with its map as text.
 
 P . . .        P is you, . is ice, O is a hole, G is the goal
 . O . O
@@ -19,15 +19,15 @@ from roll.env.grid import DIRECTIONS, Cell, GridEnvironment, beside, drawn
 from roll.env.resolve import register
 
 _ACTIONS = ("left", "down", "right", "up")
-"""As gymnasium numbers them."""
+"""In gymnasium's order."""
 _DISCOUNT = 0.99
-"""Of a step's delay, for the expert on slippery ice: without it, one that waits for ever does no worse."""
+"""Discount per step for the expert on slippery ice: without it, waiting for ever would be as good as moving."""
 
 
 @register("frozen_lake")
 class FrozenLake(GridEnvironment):
-    """A random map that can be solved, `size` cells wide and high, each of them a hole with probability `holes`. Where it
-    is `slippery`, two moves of three go to one side of where they should. The goal is worth 1."""
+    """A random solvable map of `size` × `size` cells, each a hole with probability `holes`. If it is `slippery`, two of
+    three moves go to one side of the intended direction. Reaching the goal is worth 1."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class FrozenLake(GridEnvironment):
         return self._letter(self._cell) == "G"
 
     def plan(self) -> list[str] | None:
-        """The shortest way; on slippery ice the one move that is best, since none can be foreseen after it."""
+        """The shortest path; on slippery ice only the best next move, since the result of a move is random."""
         if not self._slippery:
             return shortest_path(self._cell, self._ways, lambda cell: self._letter(cell) == "G")
         self._choices = self._choices or best_choices(self._lake)
@@ -118,7 +118,7 @@ def best_choices(lake: FrozenLakeEnv) -> list[str]:
     """The best move in each cell, by value iteration."""
     cells, actions = len(lake.P), len(_ACTIONS)
     gain = np.zeros((cells, actions))
-    goes = np.zeros((cells, actions, cells))  # the chance to go on from there
+    goes = np.zeros((cells, actions, cells))  # transition probabilities to non-final cells
     for cell, by_action in lake.P.items():
         for action, ways in by_action.items():
             for chance, there, reward, done in ways:

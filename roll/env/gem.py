@@ -1,13 +1,13 @@
-"""Environments of the GEM kind, which speak text by themselves: `reset(seed) -> (observation, info)` and
+"""Environments with GEM's interface, which already use text: `reset(seed) -> (observation, info)` and
 `step(action) -> (observation, reward, terminated, truncated, info)`.
 
     gem:game:GuessTheNumber-v0      made by gem.make("game:GuessTheNumber-v0"), of the package gem-llm
 
-In Python, `GemEnvironment` takes a name, an environment, or a function that makes one: nothing else of GEM is needed.
+In Python, `GemEnvironment` takes a name, an environment, or a function that creates one; the package is not needed then.
 
-Environments of this kind seed and draw from Python's and NumPy's global generators, which all that live in a process
-share. So each has states of these generators of its own, put in place while it is called, and one is called at a time:
-its episodes come from their seeds alone, whatever its neighbours do.
+Such environments use Python's and NumPy's global random generators, which all environments of a process share. So each
+has its own states of these generators, which are installed while it is called, and only one is called at a time: its
+episodes depend on their seeds alone, whatever other environments do.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from roll.env.base import Environment, Step
 from roll.env.compat import check_takes_seed, plain_info
 
 _SUFFIX = "suffix"
-"""Under this name some of them put into the info what the agent is to read after the observation."""
+"""The info key under which some of them put text for the agent to read after the observation."""
 _TURN = threading.Lock()
 
 
 class GemEnvironment(Environment):
-    """`make` are arguments of the environment, which reads actions and tells what is wrong with them by itself."""
+    """`make` are the environment's arguments. It parses actions and reports invalid ones itself."""
 
     def __init__(self, environment: Any, make: Mapping[str, Any] | None = None) -> None:
         if isinstance(environment, str):
@@ -70,7 +70,7 @@ class GemEnvironment(Environment):
 
 
 def named(name: str) -> Callable[..., GemEnvironment]:
-    """What makes the environment that the package gem-llm knows by that name."""
+    """The factory of the environment that the package gem-llm knows by that name."""
     _gem()
     return partial(GemEnvironment, name)
 

@@ -1,4 +1,4 @@
-"""Worlds of cells in which an agent moves up, down, left and right."""
+"""Grid worlds in which an agent moves up, down, left and right."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ _WORD = re.compile(r"[^\W\d_]+")
 
 
 def beside(cell: Cell, direction: str, steps: int = 1) -> Cell:
-    """The cell that lies so many steps away."""
+    """The cell `steps` steps away."""
     down, right = DIRECTIONS[direction]
     return cell[0] + steps * down, cell[1] + steps * right
 
 
 def drawn(rows: Iterable[Iterable[str]]) -> str:
-    """A grid as text. Cells are apart, so that tokenizers keep them apart."""
+    """A grid as text. Spaces between cells make tokenizers keep them apart."""
     return "\n".join(" ".join(row) for row in rows)
 
 
 class GridEnvironment(ActingEnvironment):
-    """An action is one move, or up to `moves` of them in a row, done until one of them ends the episode.
+    """An action is one move, or up to `moves` of them in a row, executed until one ends the episode.
 
-    A subclass has `move`, `over`, `success` and `plan`. The expert says as many moves of the plan as fit in an action.
+    A subclass implements `move`, `over`, `success` and `plan`. The expert says as many moves of the plan as fit in an
+    action.
     """
 
     tool: ClassVar[Tool] = Tool("move", "direction", "Move one cell: up, down, left or right.")
@@ -44,29 +45,29 @@ class GridEnvironment(ActingEnvironment):
 
     @abstractmethod
     def move(self, direction: str) -> tuple[float, str]:
-        """Goes there; returns the reward, and what is to be said about it, if anything."""
+        """Moves there; returns the reward, and a remark for the agent or ""."""
 
     @property
     @abstractmethod
     def over(self) -> bool:
-        """Whether nothing is left to do."""
+        """Whether the episode is over."""
 
     @property
     @abstractmethod
     def success(self) -> bool:
-        """Whether what was to be done is done."""
+        """Whether the task is solved."""
 
     @abstractmethod
     def plan(self) -> list[str] | None:
-        """The best moves from here; None where none lead to the end."""
+        """The best moves from here; None if no moves lead to the goal."""
 
     def expert(self) -> str | None:
-        """What to say now; None where nothing helps any more."""
+        """The next action; None if the task can no longer be solved."""
         plan = None if self.over else self.plan()
         return self.says(", ".join(plan[: self._moves])) if plan else None
 
     def how(self) -> str:
-        """A line on how to act."""
+        """One line of instructions about actions."""
         listed = ", ".join(list(DIRECTIONS)[:-1]) + f" or {list(DIRECTIONS)[-1]}"
         if self._moves == 1:
             return f"Each turn, say one move, {listed}, like this: {self.says('down')}"
@@ -90,7 +91,7 @@ class GridEnvironment(ActingEnvironment):
         return Step("\n\n".join([*said, self.view()]), total, terminated=self.over)
 
     def read(self, text: str) -> str | Invalid:
-        """The last move in what was said; where an action may have more of them, those of the last line with any."""
+        """The last move in the text; if an action may have several, the moves of the last line that has any."""
         lines = [[word for word in _WORD.findall(line.lower()) if word in DIRECTIONS] for line in text.splitlines()]
         found = next((words for words in reversed(lines) if words), None)
         if found is None:

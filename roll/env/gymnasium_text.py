@@ -1,10 +1,10 @@
-"""Any `gymnasium` environment, played in text.
+"""Any `gymnasium` environment as a text environment.
 
-    gymnasium:Taxi-v4          made by gymnasium.make("Taxi-v4"), seen as it draws itself in text
-    gymnasium:CartPole-v1      which cannot draw itself so, is seen as its numbers
-    gymnasium:worlds:Maze-v0   gymnasium's own way to name one that the module `worlds` registers
+    gymnasium:Taxi-v4          made by gymnasium.make("Taxi-v4"), observed by its text rendering
+    gymnasium:CartPole-v1      has no text rendering; observed as numbers
+    gymnasium:worlds:Maze-v0   gymnasium's syntax for one that the module `worlds` registers
 
-In Python, `GymnasiumText` takes a name, an environment, or a function that makes one.
+In Python, `GymnasiumText` takes a name, an environment, or a function that creates one.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 class GymnasiumText(ActingEnvironment):
-    """`make` are arguments of the environment. `actions` names the actions of a discrete space, in their order; else they
-    are numbers. `intro` is said first.
+    """`make` are the environment's arguments. `actions` names the actions of a discrete space, in their order; without it
+    they are numbers. `intro` is the first text.
 
-    `show(observation, environment) -> str` is what the agent sees, in place of how the environment draws itself in text
-    or, where it does not, of its observation. `read(text, environment)` is the action that was said, in place of the name
-    or the numbers in it; a `ValueError` of it is what the agent is told. Both may be given by name, `file.py:function`.
+    `show(observation, environment) -> str` is what the agent sees, instead of the environment's text rendering or,
+    without one, its observation. `read(text, environment)` returns the action in a text, instead of the name or the
+    numbers in it; the message of its `ValueError` is shown to the agent. Both may be given by name, `file.py:function`.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class GymnasiumText(ActingEnvironment):
         self._world.close()
 
     def _how(self) -> str:
-        """A line on how to act, where that is known."""
+        """One line of instructions about actions, if they are known."""
         if self._names:
             return f"Each turn, say one of {', '.join(self._names)}, like this: {self.says(self._names[0])}"
         if self._read is not None or isinstance(self._space, spaces.Text):
@@ -92,7 +92,7 @@ class GymnasiumText(ActingEnvironment):
         return f"Each turn, say the numbers of your action, like this: {self.says(example)}"
 
     def _chosen(self, text: str) -> Any:
-        """The action that a text names; `ValueError` tells the agent why there is none."""
+        """The action that a text names; the message of a `ValueError` is shown to the agent."""
         space = self._space
         if isinstance(space, spaces.Text):
             return self._contained(text, text)
@@ -106,7 +106,7 @@ class GymnasiumText(ActingEnvironment):
             raise ValueError(f"{len(numbers)} numbers are in what you said, but an action has {wanted}.")
         if space.dtype is not None and np.issubdtype(space.dtype, np.integer) and any(n % 1 for n in numbers):
             raise ValueError(f"{text[:40]!r} is no action: write whole numbers.")
-        with np.errstate(all="ignore"):  # what does not fit is not contained
+        with np.errstate(all="ignore"):  # values that overflow are rejected by `contains`
             chosen = np.array(numbers).astype(space.dtype).reshape(space.shape)
         return self._contained(text, chosen if space.shape else chosen[()])
 
@@ -117,7 +117,7 @@ class GymnasiumText(ActingEnvironment):
 
 
 def named(name: str) -> Callable[..., GymnasiumText]:
-    """What makes the environment that gymnasium knows by that name."""
+    """The factory of the environment that gymnasium knows by that name."""
     try:
         gymnasium.spec(name)
     except Exception as error:
@@ -126,7 +126,7 @@ def named(name: str) -> Callable[..., GymnasiumText]:
 
 
 def told(observation: Any) -> str:
-    """An observation in words and numbers: a text as it is, parts by name, numbers to four digits."""
+    """An observation as text: texts unchanged, parts by name, numbers with four digits."""
     if isinstance(observation, str):
         return observation
     if isinstance(observation, Mapping):

@@ -1,9 +1,9 @@
-"""What the pool and an environment process say to each other: pickled frames, each after its length.
+"""IPC between the pool and an environment process: length-prefixed, pickled frames.
 
-The pool sends `(number, request)` and gets one `(number, result, seconds)` for each, in any order, and news besides.
-Of one environment, called by its `place`, the pool never has two requests under way. Results hold only numbers and
-strings; no type of the user's ever has to be read by the pool, and none that a request brings is read before the
-environment's own turn.
+The pool sends `(number, request)` and gets one `(number, result, seconds)` for each, in any order, besides notifications.
+The pool never has two in-flight requests for one environment, which `place` identifies. Results contain only numbers and
+strings: the pool never unpickles a user's type, and the process unpickles those of a request only when the environment
+handles it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from roll.env.base import FailureKind, ResetResult, Step
 from roll.process import framing
 
 LIMIT_BYTES = 64 << 20
-"""No frame of a process is larger: what claims to be is none."""
+"""Maximum size of a frame from a process; anything larger is invalid."""
 
 
 @dataclass(frozen=True)
 class EnvSetUp:
-    """The first request: where names are looked up from, and the memory limit, 0 for none."""
+    """The first request: the folder that names are resolved from, and the memory limit, 0 for none."""
 
     root: str
     memory_mb: int
@@ -29,12 +29,12 @@ class EnvSetUp:
 
 @dataclass(frozen=True)
 class EnvPing:
-    """Answered at once by a process that lives, after all it had said before."""
+    """Answered at once by a live process, after everything that it sent before."""
 
 
 @dataclass(frozen=True)
 class EnvLoad:
-    """Import an environment's code, by its name or from the place that is given."""
+    """Import an environment's code, by its name or from `code`."""
 
     name: str
     code: str | bytes
@@ -42,7 +42,7 @@ class EnvLoad:
 
 @dataclass(frozen=True)
 class EnvReset:
-    """Make an environment and begin its episode. `options` is a pickled dict."""
+    """Create an environment and begin its episode. `options` is a pickled dict."""
 
     place: int
     name: str
@@ -63,12 +63,12 @@ class EnvClose:
 
 @dataclass(frozen=True)
 class EnvReady:
-    """Done, nothing to tell."""
+    """Done, without a result."""
 
 
 @dataclass(frozen=True)
 class EnvFailed:
-    """The environment gave no answer."""
+    """The call failed."""
 
     kind: FailureKind
     reason: str
@@ -77,7 +77,7 @@ class EnvFailed:
 
 @dataclass(frozen=True)
 class EnvSettled:
-    """An environment has a thread of its own. Sent by itself, with the number `BY_ITSELF`."""
+    """Notification: an environment has a thread of its own. Sent with the number `BY_ITSELF`."""
 
     place: int
     thread: int
@@ -85,14 +85,14 @@ class EnvSettled:
 
 @dataclass(frozen=True)
 class EnvEnding:
-    """An environment is about to end the process. Sent by itself too."""
+    """Notification: an environment is about to end the process."""
 
     place: int
     how: str
 
 
 BY_ITSELF = -1
-"""The number of what answers no request."""
+"""The number of messages that answer no request."""
 
 Visit: TypeAlias = EnvReset | EnvAct | EnvClose
 """A request for one environment."""
@@ -100,9 +100,9 @@ Request: TypeAlias = EnvSetUp | EnvPing | EnvLoad | Visit
 Result: TypeAlias = EnvReady | ResetResult | Step | EnvFailed
 News: TypeAlias = EnvSettled | EnvEnding
 RESULTS = framing.Reader(get_args(Result | News))
-"""Reads what a process says."""
+"""Decodes the messages of a process."""
 
 
 def frame(message: tuple[int, Request] | tuple[int, Result | News, float]) -> bytes:
-    """A message, ready to be written."""
+    """An encoded message, ready to be sent."""
     return framing.frame(pickle.dumps(message))

@@ -1,4 +1,4 @@
-"""Maths with retries: a question, and after a wrong answer another try, for less."""
+"""Math with retries: a question, and after a wrong answer another try for a smaller reward."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from roll.env.resolve import register
 # A minus after a word, a digit or a bracket is a dash ("3-5" ends in 5); a point belongs to a number only before a digit.
 _NUMBER = re.compile(r"(?<![\w)\].,])([-−]?)[$€£]?((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?)(?![\d])|(\d+)(?!\d)")
 _LONGEST = 40
-"""Characters of a number; a longer one is no answer."""
+"""Maximum number of characters of a number; a longer one is not an answer."""
 _OPERATIONS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
 
 
 @register("maths_retries")
 class MathRetry(ActingEnvironment):
-    """Questions about numbers, answered by the last number in what is said: sums of `terms` numbers from `low` to `high`
-    with the `operations` given, or the problems of a JSONL file `problems`, each of which is one seed's, with the
-    columns `question` and `answer` (whose last number counts). A question that is there again is not asked again.
+    """Questions about numbers, answered by the last number in the text: calculations with `terms` numbers from `low` to
+    `high` and the given `operations`, or the problems of a JSONL file `problems`, one per seed, with the columns
+    `question` and `answer` (whose last number counts). A repeated question is asked only once.
 
-    There are `tries`. A right answer is worth 1, or `decay` of that for every try before it, and ends the episode; what
-    has no number in it is a try too."""
+    The agent has `tries` tries. A right answer is worth 1, multiplied by `decay` for every earlier try, and ends the
+    episode; a text without a number counts as a try too."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class MathRetry(ActingEnvironment):
         return {"tries": float(self._turn), "success": float(self._right)}
 
     def read(self, text: str) -> str | Invalid:
-        return text  # of any text the last number counts
+        return text  # the last number of any text counts
 
     def expert(self) -> str:
         """The right answer."""
@@ -117,7 +117,7 @@ class MathRetry(ActingEnvironment):
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number written in the text: whole, decimal or a fraction; None if there is none."""
+    """The last number in the text: whole, decimal or a fraction; None if there is none."""
     last = None
     for last in _NUMBER.finditer(text):  # noqa: B007 (the last one)
         pass
@@ -131,7 +131,7 @@ def last_number(text: str) -> Fraction | None:
 
 
 def shown(number: Fraction) -> str:
-    """A number as people write it: with a point if that is exact, as a fraction if not."""
+    """A number in its usual form: decimal if that is exact, otherwise a fraction."""
     if number.denominator == 1:
         return str(number.numerator)
     short = f"{float(number):.10g}"
@@ -144,14 +144,14 @@ def _fraction(digits: str) -> Fraction:
 
 
 def _problems(path: str, question: str, answer: str) -> tuple[tuple[str, Fraction], ...]:
-    """Questions and answers of a file, read once in a process as long as it does not change."""
+    """Questions and answers of a file, read once per process unless the file changes."""
     file = Path(path).expanduser()
     return _read(file, file.stat().st_mtime_ns if file.is_file() else 0, question, answer)
 
 
 @lru_cache(maxsize=8)
 def _read(file: Path, changed_ns: int, question: str, answer: str) -> tuple[tuple[str, Fraction], ...]:
-    """Each question is there once: the first."""
+    """Only the first occurrence of each question is kept."""
     found: dict[str, Fraction] = {}
     for number, row in json_lines(file, "maths_retries: problems"):
         missing = [column for column in (question, answer) if row.get(column) is None]

@@ -1,7 +1,7 @@
-"""Whether an environment can be made, found out before a run starts.
+"""Checks before a run starts whether an environment can be created.
 
-One of ROLL's own, or of gymnasium's, is made with the options, to see. Others may be costly, or do something when they
-are made: of them only the names of the options are looked at.
+ROLL's own environments and gymnasium's are created with their options. Others may be expensive to create, or have side
+effects: only the names of their options are checked.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _GYMNASIUM = "gymnasium:"
 
 
 def check(spec: EnvSpec) -> None:
-    """Holds that the spec's environment is there, takes its options and has its episode: `UserError` if not."""
+    """Raises `UserError` unless the spec's environment exists, accepts its options and has an episode for the seed."""
     check_seed(spec, episodes(spec))
 
 
 def check_seed(spec: EnvSpec, most: int | None) -> None:
-    """`EnvSpecError` if the spec's environment, which has at most so many episodes, has not this one."""
+    """Raises `EnvSpecError` if the environment has at most `most` episodes and the seed is not among them."""
     if most is not None and not 0 <= spec.seed < most:
         raise EnvSpecError(f"environment {spec.name!r}: the seed is {spec.seed}, but its episodes are 0 to {most - 1}")
 
 
 def episodes(spec: EnvSpec) -> int | None:
-    """How many episodes the spec's environment has at most with its options, of the seeds from 0 on; None where every
-    seed makes one, or that is not known. `UserError` if it is not there or cannot be made so."""
+    """The number of episodes of the spec's environment with its options, for seeds from 0 on; None if every seed has one,
+    or the number is unknown. Raises `UserError` if the environment does not exist or cannot be created."""
     factory = resolve(spec.name, spec.root)
     check_options(spec.name, factory, spec.options)
     if not minds_values(spec.name):
@@ -41,7 +41,7 @@ def episodes(spec: EnvSpec) -> int | None:
 
 
 def minds_values(name: str) -> bool:
-    """Whether not only the names of its options are looked at, but what they are."""
+    """Whether the values of its options are checked, and not only their names."""
     return name in BUILT_IN or name.startswith(_GYMNASIUM)
 
 
@@ -60,13 +60,13 @@ def _made(spec: EnvSpec, factory: Factory) -> int | None:
 
 
 def _called(factory: Factory) -> Factory:
-    """The class: of a library's environment, that which is called with its name."""
+    """The class whose signature to check: for a library's environment, the wrapper around it."""
     called: Factory = getattr(factory, "func", factory)
     return called
 
 
 def _is_foreign(name: str) -> bool:
-    """Whether gymnasium only knows of it, and its code is another's."""
+    """Whether gymnasium only registers it, and its code is another package's."""
     if name in BUILT_IN:
         return False
     import gymnasium

@@ -1,6 +1,6 @@
-"""`python`: a question to be answered with the help of programs, which run in the sandbox.
+"""`python`: a question to be answered with the help of programs that run in the sandbox.
 
-The agent writes a program, sees what it printed, and goes on until it answers:
+The agent writes a program, sees its output, and continues until it answers:
 
     agent         ```python
                   print(sum(n for n in range(1000) if n % 7 == 0))
@@ -29,19 +29,19 @@ Kind: TypeAlias = Literal["arithmetic", "sum", "primes", "digits", "sequence", "
 
 TOOL = Tool("python", "code", "Run a Python program and see what it prints.")
 _LONGEST = 1 << 17
-"""Characters of a program whose last line is looked at: reading one as Python takes some 300 bytes of memory for each."""
+"""Longer programs are not parsed for their last line: parsing takes some 300 bytes of memory per character."""
 _NEITHER = "There is neither a program nor <answer>…</answer> in what you said."
 
 
 @register("python")
 class PythonTool(Environment):
-    """A question whose answer is a number: one of `kinds`, drawn by the seed, or that of `question` and `answer`.
+    """A question whose answer is a number: one of `kinds`, chosen by the seed, or the given `question` and `answer`.
 
     Every turn is a program, in a fenced block or, with `form` `json`, a call of the tool `python`; or the answer, between
-    `<answer>` and `</answer>`, which ends the episode: a right one is worth 1. After `turns` turns it ends anyway. A turn
-    that is neither costs `invalid_penalty`, and a program that fails `error_penalty`. Every program begins anew, and may
-    take `seconds` and `memory_mb`; of what it prints, `output_chars` are shown. `sandbox` is the weakest level that will
-    do; with `memory_counted` the kernel must count the memory of programs.
+    `<answer>` and `</answer>`, which ends the episode: a right one is worth 1. The episode also ends after `turns` turns.
+    A turn that is neither costs `invalid_penalty`, and a program that fails `error_penalty`. Programs share no state;
+    each may take `seconds` and `memory_mb`; `output_chars` of its output are shown. `sandbox` is the minimum isolation
+    level; with `memory_counted` the kernel must account the memory of programs.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class PythonTool(Environment):
         return [TOOL.schema] if self._form == "json" else []
 
     def reset(self, seed: int) -> str:
-        best(*self._weakest)  # says what is missing before the first turn
+        best(*self._weakest)  # reports what is missing before the first turn
         question, answer = self._given
         if answer is None:
             dice = random.Random(f"python/{seed}")
@@ -166,7 +166,7 @@ def shows_last(source: str) -> str:
 
 
 def _shortened(text: str, limit: int) -> str:
-    """Beginning and end of what is too long."""
+    """The beginning and the end of a text that is too long."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -232,4 +232,4 @@ QUESTIONS: Mapping[Kind, Callable[[random.Random], tuple[str, int]]] = MappingPr
         "calendar": _calendar,
     }
 )
-"""What draws a question of each kind, and its answer."""
+"""By kind, the function that generates a question and its answer."""

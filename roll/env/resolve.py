@@ -1,12 +1,11 @@
-"""From an environment's name to what makes it.
+"""Resolves an environment's name to its factory.
 
-A name is one of ROLL's own, one that was registered (`@register("guess")`, or an entry point of the group
-`roll.environments` of an installed package), says where the class is (`package.module:Class` or
-`path/to/file.py:Class`), or is another library's (`gymnasium:Taxi-v4`). In place of a class, a function that returns an
-environment will do.
+A name is one of ROLL's own, a registered one (`@register("guess")`, or an entry point of the group `roll.environments` of
+an installed package), a path to the class (`package.module:Class` or `path/to/file.py:Class`), or another library's
+(`gymnasium:Taxi-v4`). A function that returns an environment can replace a class.
 
-Only the module of the environment that is asked for is imported, so an environment process starts as fast as its own
-environments let it, and a package that one of them needs is needed by nobody else.
+Only the module of the requested environment is imported, so an environment process imports only what its environments
+need, and a package that one of them requires is not required by the others.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from roll.data.task import EnvSpec
 
 Factory: TypeAlias = Callable[..., Any]
-"""Makes an environment from a spec's options."""
+"""Creates an environment from a spec's options."""
 
 F = TypeVar("F", bound=Factory)
 
@@ -45,13 +44,13 @@ BUILT_IN = {
 }
 """ROLL's own environments, and the modules that register them."""
 LIBRARIES = {"gem": "roll.env.gem", "gymnasium": "roll.env.gymnasium_text"}
-"""Libraries whose environments are called by `library:name`, and the modules whose `named(name)` makes them."""
+"""Libraries whose environments are named `library:name`, and the modules whose `named(name)` returns their factories."""
 _REGISTRY: dict[str, Factory] = {}
 
 
 def register(name: str) -> Callable[[F], F]:
-    """Gives a class, or a function that makes environments, a short name. The same code may run again, as the cell of a
-    notebook does: the newest counts."""
+    """Registers a class, or a function that creates environments, under a short name. The same code may run again, like a
+    notebook cell: the newest definition is used."""
 
     def mark(factory: F) -> F:
         if name in BUILT_IN and factory.__module__ != BUILT_IN[name]:
@@ -66,12 +65,12 @@ def register(name: str) -> Callable[[F], F]:
 
 
 class EnvSpecError(UserError):
-    """There is such an environment, but it cannot be made that way."""
+    """The environment exists, but cannot be created like this."""
 
 
 def resolve(name: str, root: str | os.PathLike[str] | None = None) -> Factory:
-    """What makes environments of that name: a registered one, a library's, or a user's, looked for from `root`.
-    `UserError` if it is none of them."""
+    """The factory of environments with that name: registered, from a library, or the user's, searched from `root`. Raises
+    `UserError` if there is none."""
     if name in BUILT_IN:
         _module(name, BUILT_IN[name])
     if name in _REGISTRY:
@@ -86,8 +85,8 @@ def resolve(name: str, root: str | os.PathLike[str] | None = None) -> Factory:
 
 
 def located(spec: EnvSpec) -> EnvSpec:
-    """The spec as processes can follow it that never ran the `@register` of its environment: with the place of its code,
-    or, of a notebook or a function's inside, with the code itself. `UserError` if that cannot travel."""
+    """The spec in a form that processes can use that never ran the `@register` of its environment: with the path of its
+    code, or, for a notebook or a local function, with the pickled code. Raises `UserError` if it cannot be pickled."""
     if spec.code or spec.name in BUILT_IN or spec.name not in _REGISTRY:
         return spec
     factory = _REGISTRY[spec.name]
@@ -97,12 +96,12 @@ def located(spec: EnvSpec) -> EnvSpec:
 
 
 def unpacked(name: str, code: str | bytes, root: str) -> Factory:
-    """What makes environments of a spec in another process than that which located it."""
+    """The factory of a located spec, in the process that receives it."""
     return pickle.loads(code) if isinstance(code, bytes) else resolve(code or name, root)
 
 
 def with_files(name: str, options: Mapping[str, Any], root: str) -> dict[str, Any]:
-    """An environment's options with the files and functions that they name found from `root`."""
+    """An environment's options, with the files and functions that they name resolved from `root`."""
     found: dict[str, Any] = resolved(options, "tasks.options")
     KNOWN.learn(found)
     for option, kind in named_in_options(name).items():
@@ -115,7 +114,7 @@ def with_files(name: str, options: Mapping[str, Any], root: str) -> dict[str, An
 
 
 def check_options(name: str, factory: Factory, options: Mapping[str, Any]) -> None:
-    """`EnvSpecError` if the environment cannot be made with these options."""
+    """Raises `EnvSpecError` if the environment does not accept these options."""
     try:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):  # some callables written in C have none
@@ -132,7 +131,7 @@ def check_options(name: str, factory: Factory, options: Mapping[str, Any]) -> No
 
 
 def _module(name: str, module: str) -> Any:
-    """A module of ROLL's own; `UserError` if a package that it needs is not installed."""
+    """Imports a module of ROLL's own; raises `UserError` if a package that it needs is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -143,7 +142,7 @@ def _module(name: str, module: str) -> Any:
 
 
 def _offered() -> dict[str, str]:
-    """Where the environments of installed packages are, by name."""
+    """The environments of installed packages: paths by name."""
     from importlib.metadata import entry_points  # not above: it takes a while, and only short names need it
 
     return {point.name: point.value for point in entry_points(group=GROUP)}
@@ -190,11 +189,11 @@ def _pickled(name: str, factory: Factory) -> bytes:
 
 
 def _origin(factory: Factory) -> tuple[str, str, str]:
-    """The file that what makes environments is from, or, of a package, the module; and its name there. A script has no
-    module that another process could import, and a module beside one is found there by its file alone."""
+    """The file of the factory, or for a package its module; and its name there. Another process cannot import a script as
+    a module, and finds a module next to a script only by its file."""
     module = sys.modules.get(factory.__module__)
     spec = getattr(module, "__spec__", None)
-    imported = spec.name if spec is not None else factory.__module__  # of `python -m package.module`, not `__main__`
+    imported = spec.name if spec is not None else factory.__module__  # with `python -m package.module`, not `__main__`
     name = getattr(factory, "__qualname__", "<nameless>")
     if "." in imported or hasattr(module, "__path__"):
         return "", imported, name

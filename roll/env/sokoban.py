@@ -18,9 +18,9 @@ from roll.env.sokoban_levels import Level, check_shape, make_room, solve
 
 @register("sokoban")
 class Sokoban(GridEnvironment):
-    """A room of `height` × `width` cells, walls included, with `boxes` boxes, that takes `min_pushes` to `max_pushes`
-    pushes (0: any number). A move costs `step_cost`; a box is worth `box_reward` when it comes onto a target, and as much
-    less when it leaves one; `done_reward` is for all of them."""
+    """A level of `height` × `width` cells, walls included, with `boxes` boxes, that takes `min_pushes` to `max_pushes`
+    pushes (0: any number). A move costs `step_cost`; moving a box onto a target earns `box_reward`, moving it off costs
+    the same; solving the level earns `done_reward`."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Sokoban(GridEnvironment):
 
     @property
     def room(self) -> Level:
-        """The room as it is now."""
+        """The level in its current state."""
         assert self._room is not None, "an environment is reset first"
         return self._room
 

@@ -1,4 +1,4 @@
-"""What environments did, in numbers that can be added up over workers and taken apart by time."""
+"""Statistics of environments that can be added over workers and subtracted over time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields, replace
 
 @dataclass(frozen=True)
 class EnvStats:
-    """Calls by how they ended, and how things are now."""
+    """Calls by how they ended, and the current number of episodes."""
 
     resets: int = 0
     steps: int = 0
     finished: int = 0
-    """Episodes that came to their last step."""
+    """Episodes that reached their last step."""
     raised: int = 0
     deadline: int = 0
     crashed: int = 0
@@ -22,9 +22,9 @@ class EnvStats:
     """Processes replaced."""
     reset_s: float = 0.0
     step_s: float = 0.0
-    """Seconds of all answers given, inside the environments."""
+    """Seconds spent inside the environments, over all answered calls."""
     open: int = 0
-    """Episodes open now, those waiting for room among them."""
+    """Episodes open now, including those that wait for a slot."""
     waiting: int = 0
 
     @property
@@ -39,12 +39,12 @@ class EnvStats:
         return EnvStats(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
     def since(self, earlier: EnvStats) -> EnvStats:
-        """What came after, and how things are now."""
+        """The counts since `earlier`, and the current number of episodes."""
         counted = [each.name for each in fields(self) if each.name not in ("open", "waiting")]
         return replace(self, **{name: getattr(self, name) - getattr(earlier, name) for name in counted})
 
     def metrics(self) -> dict[str, float]:
-        """As a run records them; latencies only of what was done."""
+        """As a run records them; latencies only if there were calls."""
         values: dict[str, float] = {
             "environments/failed": self.raised + self.deadline + self.crashed + self.invalid,
             "environments/deadlines": self.deadline,

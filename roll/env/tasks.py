@@ -1,4 +1,4 @@
-"""Tasks that take place in an environment."""
+"""Tasks that are episodes of an environment."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from roll.data.task import EnvSpec, Task
 from roll.env.preflight import episodes
 
 COUNT, HELD_OUT = 1000, 100
-"""How many episodes train and how many are held out, where nothing is said and there are so many."""
+"""Default numbers of training and held-out episodes, if the environment has that many."""
 _SHARE = 10
-"""Of fewer episodes, one of so many is held out."""
+"""With fewer episodes, one in this many is held out."""
 
 
 def environment_tasks(
@@ -26,17 +26,17 @@ def environment_tasks(
     root: str = "",
     **options: Any,
 ) -> Iterable[Task]:
-    """A task source: the episodes of an environment, one a seed. `count` of them train, the next `held_out` are held out;
-    the first seed is `first_seed`. The domain is the environment's name unless another is given. All other options are
-    the environment's own. Of an environment with few episodes, all are used where nothing else is said."""
+    """A task source: the episodes of an environment, one per seed. The first `count` train, the next `held_out` are held
+    out; the first seed is `first_seed`. The domain is the environment's name unless another is given. All other options
+    are the environment's own. An environment with few episodes uses all of them by default."""
     spec = EnvSpec(name, first_seed, options, root=root)
     for seed in seeds(split, spec, count, held_out, "tasks"):
         yield Task(f"{name}#{seed}", (), domain=domain or name, environment=EnvSpec(name, seed, options, root=root))
 
 
 def seeds(split: Split, first: EnvSpec, count: int | None, held_out: int | None, section: str) -> range:
-    """The seeds of a split: those that train begin with that of `first`, and those held out come next. `UserError` if
-    the environment cannot be made so or has fewer; `section` is the part of the config that has the options."""
+    """The seeds of a split: the training seeds begin with that of `first`, the held-out seeds follow. Raises `UserError`
+    if the environment cannot be created or has fewer; `section` is the config section that has the options."""
     for option, given in (("count", count), ("held_out", held_out), ("first_seed", first.seed)):
         if given is not None and (not isinstance(given, int) or isinstance(given, bool)):
             raise UserError(f"{section}.options: {option} is {given!r}: write a whole number")
@@ -63,8 +63,8 @@ def seeds(split: Split, first: EnvSpec, count: int | None, held_out: int | None,
 
 
 def _sizes(there: int | None, count: int | None, held_out: int | None) -> tuple[int, int]:
-    """How many train and how many are held out, of all that are there. Of 50 it is 45 and 5, of 5000 it is 1000 and 100;
-    what is said counts, even where there are too few."""
+    """The numbers of training and held-out episodes. Of 50 episodes they are 45 and 5, of 5000 they are 1000 and 100;
+    given numbers are used even if there are too few episodes."""
     if there is None:
         return COUNT if count is None else count, HELD_OUT if held_out is None else held_out
     if held_out is None:
