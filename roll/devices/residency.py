@@ -57,7 +57,7 @@ class ResidencyTable:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether any worker leaves its devices for another."""
+        """Whether any worker is offloaded in any stage."""
         return any(level != "all" for stage in self.stages for level in self.levels[stage].values())
 
 

@@ -1,17 +1,17 @@
-"""Which data rank trains which samples of a batch: equal work, with prefixes shared where that is cheaper.
+"""Assigns the samples of a batch to data-parallel ranks: equal work, with shared prefixes where that is cheaper.
 
 A rank computes the prefix tree of its own samples, so the samples of a group cost least on one rank: their prompt is
 computed once. But all ranks wait for the slowest, and a few long groups can make one rank slow. Three assignments are
-compared, and the one whose slowest rank computes least is taken:
+compared, and the one whose slowest rank computes least is used:
 
 - whole groups, the most expensive one first, each on the least loaded rank;
-- adaptive: from there on, the most expensive group of the slowest rank is halved, which computes its prompt twice, as
-  long as that makes the slowest rank faster and that rank is more than 3 % above the mean;
+- adaptive: starting from that, the most expensive group of the slowest rank is halved, which computes its prompt twice,
+  as long as that makes the slowest rank faster and that rank is more than 3 % above the mean;
 - single samples, the most expensive one first.
 
-What always holds: every sample is on exactly one rank; the slowest rank computes no more than with whole groups or with
-single samples; the assignment depends on the batch, the model's shape and the number of ranks alone, so every rank
-computes the same one without asking the others.
+Invariants: every sample is on exactly one rank; the slowest rank computes no more than with whole groups or with single
+samples; the assignment depends only on the batch, the model's shape and the number of ranks, so every rank computes the
+same one without communication.
 
 Example: three groups of cost 4, 3 and 2 on two ranks are placed as {4} and {3, 2}. Halving 3 into 1.6 and 1.6 would give
 {4, 1.6} and {2, 1.6}, which is slower, so they stay.
@@ -33,7 +33,7 @@ from roll.model.shape import ModelShape
 from roll.strategy.train.packing import sorted_order
 
 TOLERANCE = 0.03
-"""How far the slowest rank may be above the mean without a group being halved for it."""
+"""How far the slowest rank may be above the mean before one of its groups is halved."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class TokenCost:
     """FLOP of a forward pass, in units of one token's matrix products."""
 
     pair: float
-    """Of one token that attends to one other."""
+    """Cost of one token attending to one other."""
 
     @classmethod
     def of(cls, model: ModelShape) -> TokenCost:
@@ -49,19 +49,18 @@ class TokenCost:
         return cls(4 * model.layers * model.queries / (2 * max(model.parameters, 1)))
 
     def of_tree(self, lengths: Indices, shared: Indices) -> float:
-        """Of the prefix tree of sequences in lexicographic order: each distinct token once, each attending to its own
-        prefix. `shared` is how many tokens each has in common with the one before."""
+        """Cost of the prefix tree of sequences in lexicographic order: each distinct token once, each attending to its
+        own prefix. `shared` is the length of the prefix that each has in common with the previous one."""
         rows = int((lengths - shared).sum())
         pairs = int((lengths * (lengths + 1) - shared * (shared + 1)).sum()) // 2
         return rows + self.pair * pairs
 
 
 class Forest:
-    """The cost of any samples' prefix tree, without reading their tokens again.
+    """Computes the cost of the prefix tree of any subset of samples without reading their tokens again.
 
-    All branches of all samples are sorted once. Of two of them, however far apart, the common prefix is the shortest one
-    of any two neighbours between them; `_shortest[k, i]` is that of the branch before i
-    and the 2**k branches from i on.
+    All branches of all samples are sorted once. The common prefix of any two branches is the shortest common prefix of
+    neighbours between them; `_shortest[k, i]` is that over the branch before i and the 2**k branches from i on.
     """
 
     def __init__(self, batch: Batch, cost: TokenCost) -> None:
@@ -71,7 +70,7 @@ class Forest:
         order = sorted_order(flat)
         owner = np.repeat(np.arange(len(sequences)), [len(own) for own in sequences])
         self._branches: list[list[int]] = [[] for _ in sequences]
-        """The places of each sample's branches in lexicographic order, ascending."""
+        """The indices of each sample's branches in lexicographic order, ascending."""
         for place, branch in enumerate(order):
             self._branches[owner[branch]].append(place)
         self._lengths = np.array([len(flat[branch]) for branch in order], np.int64)
@@ -94,8 +93,9 @@ class Forest:
         return self._cost.of_tree(self._lengths[places], shared)
 
     def _common(self, before: Indices, after: Indices) -> Indices:
-        """The common prefixes of branches at these places: two overlapping runs of neighbours cover what is between."""
-        level = np.frexp((after - before).astype(np.float64))[1] - 1  # of the largest power of two within
+        """The common prefix lengths of the branches at these indices: two overlapping runs of neighbours cover the range
+        between."""
+        level = np.frexp((after - before).astype(np.float64))[1] - 1  # exponent of the largest power of two within
         last = after + 1 - (1 << level)
         found: Indices = np.minimum(self._shortest[level, before + 1], self._shortest[level, last])
         return found
@@ -106,11 +106,11 @@ class RankBalance:
     parts: list[Indices]
     """The samples of each rank, ascending."""
     loads: tuple[float, ...]
-    """What each rank computes, in units of one token's matrix products: the cost of its own prefix tree."""
+    """The cost of each rank's prefix tree, in units of one token's matrix products."""
 
     @property
     def imbalance(self) -> float:
-        """How much longer the slowest rank computes than the mean: 0.1 is a tenth longer."""
+        """How much longer the slowest rank computes than the mean: 0.1 means 10 % longer."""
         mean = sum(self.loads) / len(self.loads)
         return max(self.loads) / mean - 1 if mean else 0.0
 
@@ -124,7 +124,7 @@ class _Unit:
 
 
 def balance(batch: Batch, ranks: int, model: ModelShape) -> RankBalance:
-    """The assignment of a batch's samples to data ranks. Samples without a token to train on cost nothing."""
+    """Assigns a batch's samples to data-parallel ranks. Samples without a token to train on cost nothing."""
     trained = batch.sum_tokens(batch.loss_mask) > 0
     forest = Forest(batch, TokenCost.of(model))
     groups = [np.flatnonzero((batch["group"] == group) & trained) for group in dict.fromkeys(batch["group"].tolist())]
@@ -140,7 +140,7 @@ def balance(batch: Batch, ranks: int, model: ModelShape) -> RankBalance:
 
 
 def _halved(units: list[_Unit], ranks: int, forest: Forest) -> _Placed:
-    """Whole groups, of which the most expensive one of the slowest rank is halved as long as it helps."""
+    """Starts with whole groups, and halves the most expensive one of the slowest rank as long as that helps."""
     best = placed = _place(units, ranks)
     failures = 0
     while failures <= ranks and (halves := _halves(placed, forest)) is not None:
@@ -170,7 +170,7 @@ def _place(units: Sequence[_Unit], ranks: int) -> _Placed:
 
 
 def _halves(placed: _Placed, forest: Forest) -> tuple[_Unit, list[_Unit]] | None:
-    """The most expensive unit of the slowest rank that can be halved, and its halves; None where ranks are even."""
+    """The most expensive unit of the slowest rank that can be halved, and its halves; None if the ranks are balanced."""
     slowest = max(range(len(placed.loads)), key=lambda rank: placed.loads[rank])
     mean = sum(placed.loads) / len(placed.loads)
     several = [unit for unit in placed.units[slowest] if len(unit.samples) > 1]

@@ -1,7 +1,7 @@
-"""Training a critic: the policy's micro-batches, a number in place of words.
+"""Trains a critic: the micro-batches of the policy, with one predicted value per token instead of logits.
 
-What always holds: an update's gradient is that of the mean over its sampled tokens, whatever the micro-batches; a
-prediction is made from the state before its token, so it does not know the token.
+Invariants: an update's gradient is that of the mean over its sampled tokens, for any micro-batches; a value is predicted
+from the state before its token, so it does not depend on the token.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from roll.strategy.train.work_split import OneProcess, RankShare, WorkSplit
 
 
 class CriticTrainer:
-    """The part of a strategy that computes; where its parameters are and how they are saved is the strategy's own."""
+    """The computation of a critic strategy. The strategy that inherits from it decides where parameters are stored and
+    how they are saved."""
 
     def __init__(
         self, model: ValueModel, config: TrainConfig, value_clip: float | None, spread: WorkSplit, passes: ForwardRunner
@@ -51,7 +52,7 @@ class CriticTrainer:
 
     @torch.no_grad()
     def values(self, batch: Batch) -> FloatArray:
-        """What is predicted from the state before each sampled token; 0 elsewhere."""
+        """Predicted values of the state before each sampled token; 0 elsewhere."""
         self._passes.prepare(batch)
         return self._passes.attempt(batch, lambda: self._all_values(batch))
 
@@ -65,9 +66,9 @@ class CriticTrainer:
         return whole_column(self._spread, batch, share, own)
 
     def update(self, batch: Batch, credit: CreditSpec, step: int) -> UpdateStats:
-        """Trains on the batch's returns, in as many updates as the actor makes of it; its column `values` is what was
-        predicted for it. With a KL penalty in the rewards of several updates the batch has the column `proximal`, from
-        which the actor's penalties are computed too."""
+        """Trains on the batch's returns, in as many updates as the actor makes. The batch's column `values` has the
+        values predicted before the step. If rewards contain a KL penalty and the step has several updates, the batch
+        needs the column `proximal`, from which the actor's penalties are computed as well."""
         if credit.kl_coef > 0 and self._config.several_updates and "proximal" not in batch:
             raise ValueError("the batch has no column 'proximal': the critic would see other rewards than the actor")
         returns = token_credit(batch, credit).returns
@@ -89,7 +90,8 @@ class CriticTrainer:
         return UpdateStats(float(total), norm, 0.0, rows, batch.tokens, 1, int(not done.applied), sick, metrics)
 
     def _gradients(self, batch: Batch, share: RankShare) -> tuple[Tensor, NonFiniteTracker, int]:
-        """Sums the gradients of an update, and gives its loss, what made it and how many rows were computed."""
+        """Accumulates the gradients of an update. Returns its loss, the tracker of non-finite samples, and the number of
+        packed tokens computed."""
         own, weights = share.batch, token_weights(batch, "token_mean")[share.tokens]
         columns = {"before": own["values"], "returns": own["returns"], "weights": weights}
         total = torch.zeros((), device=self._spread.device)
@@ -151,18 +153,18 @@ class CriticStrategy(CriticTrainer):
         return {}
 
     def close(self) -> None:
-        """Nothing is held beyond this process."""
+        """There is nothing to free: all tensors belong to this process."""
 
 
 def joined_sums(spread: WorkSplit, total: Tensor, rows: int) -> tuple[Tensor, int]:
-    """A loss and a number of rows, over all ranks."""
+    """A loss and a number of packed tokens, summed over all ranks."""
     both = torch.stack([total.double(), torch.tensor(float(rows), dtype=torch.float64, device=spread.device)])
     loss, count = spread.sum(both)
     return loss, int(count)
 
 
 def _explained(batch: Batch) -> float:
-    """The share of the returns' variance that the predictions had explained before the step."""
+    """The share of the returns' variance that the values predicted before the step explain."""
     values, returns = (batch[name][batch.loss_mask].astype(np.float64) for name in ("values", "returns"))
     spread = float(np.var(returns)) if len(returns) else 0.0
     return 1 - float(np.mean((values - returns) ** 2)) / spread if spread > 0 else 0.0

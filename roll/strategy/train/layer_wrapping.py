@@ -1,7 +1,7 @@
-"""How the decoder's layers run in the trainer's passes: as they are, compiled, with their activations computed twice.
+"""Wraps the decoder's layers in the trainer's passes: plain, compiled, or with activation checkpointing.
 
-The model may be the engine's too, whose passes are of another kind: so layers are changed only while a pass of the
-trainer runs. One compiled function serves all layers of a decoder, with any number of rows.
+The engine may use the same model, with different passes. So layers are wrapped only while a pass of the trainer runs. One
+compiled function serves all layers of a decoder, for any number of packed tokens.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Compiling = Literal["auto", "on", "off"]
 
 
 def compiles(asked: Compiling, device: str, dtype: torch.dtype, *, adapted: bool, tensor: int = 1) -> bool:
-    """Whether a trainer compiles its layers. Adapters take minutes to compile; padded attention cuts a layer in two, and
-    what is left may not pay. Layers that are divided over `tensor` ranks cannot be compiled for any number of rows:
-    torch 2.13 recurses without end in the backward pass of their DTensors."""
+    """Whether a trainer compiles its layers. Adapters take minutes to compile; padded attention breaks the graph of a
+    layer, and the rest may not be worth compiling. Layers divided over `tensor` ranks cannot be compiled with dynamic
+    shapes: torch 2.13 recurses without end in the backward pass of their DTensors."""
     if asked == "on" and tensor > 1:
         raise UserError(
             f"train.compile is on, but layers that are divided over parallel.tensor={tensor} cannot be compiled: write "
@@ -41,14 +41,14 @@ class LayerWrapping:
     def __init__(self, model: PreTrainedModel, *, compiled: bool) -> None:
         self._layers: list[nn.Module] = list(model.get_decoder().layers)
         kinds = {type(layer): type(layer).forward for layer in self._layers} if compiled else {}
-        # What is computed twice must be dropped alike.
+        # A recomputed layer must apply the same dropout.
         self._noisy = any(isinstance(part, nn.Dropout) and part.p > 0 for part in model.modules())
         self._compiled: dict[type[nn.Module], Forward] = {k: torch.compile(f, dynamic=True) for k, f in kinds.items()}
 
     @contextmanager
     def running(self, *, checkpointed: bool, within: Within | None = None) -> Iterator[None]:
-        """A pass of the trainer, each of its layers inside of what `within` gives: also where a backward pass computes
-        it again, which may be long after."""
+        """Wraps the layers for one pass of the trainer. Each layer runs inside the context that `within` returns, also
+        when a backward pass recomputes it, which may be much later."""
         if not (self._compiled or checkpointed or within):
             yield
             return

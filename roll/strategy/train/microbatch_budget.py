@@ -1,7 +1,7 @@
-"""How many rows a micro-batch has, and whether its activations are kept or computed twice.
+"""Chooses the number of packed tokens per micro-batch, and whether activations are kept or recomputed.
 
-What a row costs is `footprint`'s to say. What all rows may cost is what the device has free, less gradients and moments
-that are still to come and two chunks of logits; a fifth is left for fragments.
+`activation_memory` has the bytes per packed token. The bytes for all of them are the device's free memory minus the
+gradients and moments that are still to be allocated and two chunks of logits; a fifth is left for fragmentation.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from roll.strategy.train.sharded.sizes import ShardSizes
 
 CPU_ROWS = 4096
 MOST_ROWS = 131_072
-"""A large model's memory ends before; a small one's layers are so quick that the host can hardly feed more of them."""
+"""A large model runs out of memory before this. A small model's layers are so fast that more tokens hardly help."""
 FEWEST_ROWS = 8192
-"""Below this, activations are rather computed twice."""
+"""If fewer fit with all activations kept, activations are recomputed."""
 USED_SHARE = 0.8
 GRADIENT_BYTES = 4
 MOMENT_BYTES = {"adamw": 8, "adamw_8bit": 2}
-"""Both moments of a trained parameter."""
+"""Bytes of both moments per trained parameter."""
 
 Checkpointing = Literal["auto", "on", "off"]
 
@@ -38,8 +38,8 @@ class Budget:
 def choose(
     footprint: Footprint, asked_rows: int, checkpointing: Checkpointing, longest: int, spare_bytes: int | None
 ) -> Budget:
-    """The budget for samples of up to `longest` tokens; 0 rows are asked for to have as many as fit. On a CPU free memory
-    is not asked for (None)."""
+    """The limit for samples of up to `longest` tokens. With `asked_rows` 0, as many packed tokens as fit. On a CPU
+    `spare_bytes` is None: free memory is not considered."""
     asked = {"on": True, "off": False, "auto": None}[checkpointing]
     whole = footprint.row_bytes(checkpointed=False)
     if asked_rows or spare_bytes is None:
@@ -53,7 +53,7 @@ def choose(
 
 
 def spare(footprint: Footprint, free_bytes: int, trained: int, optimizer: str, transient_bytes: int = 0) -> int:
-    """What of a GPU's free memory activations may take before the first update of so many trained parameters.
+    """Bytes of a GPU's free memory that activations may take, before the first update of `trained` parameters.
     `transient_bytes` is what a sharded model gathers and reduces in a pass."""
     to_come = (GRADIENT_BYTES + MOMENT_BYTES[optimizer]) * trained + transient_bytes
     logits = 2 * footprint.logits_bytes(footprint.chunk_logits(MOST_ROWS)[0])
@@ -63,7 +63,7 @@ def spare(footprint: Footprint, free_bytes: int, trained: int, optimizer: str, t
 def spare_of(
     model: PreTrainedModel, footprint: Footprint, optimizer: str, device: torch.device, mesh: MeshShape | None = None
 ) -> int | None:
-    """What the GPU that computes the model, or a rank's part of it, has to spare now; None on a CPU."""
+    """Bytes that activations may take on the GPU that computes the model, or a rank's part of it; None on a CPU."""
     if device.type != "cuda":
         return None
     free: int = torch.cuda.mem_get_info(device)[0]

@@ -1,7 +1,7 @@
-"""A device that has run out of memory: how that is recognised, what is kept to try again, and what is said.
+"""Handles a device that has run out of memory: recognises the error, restores state for a retry, and words the message.
 
-What always holds: an error of this kind comes from an allocation that was refused. The device and what was computed
-before are as they were, so a pass may be tried again with less at a time.
+Invariant: such an error comes from a refused allocation. The device and all earlier results are intact, so the pass can
+be retried with smaller micro-batches.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 
 _WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-"""How libraries that allocate by themselves, and a compiler that wraps errors, say it. A host without memory says
-`can't allocate memory`: halving a micro-batch would not help it."""
+"""Error texts of libraries that allocate by themselves, and of a compiler that wraps errors. A host that runs out of
+memory reports `can't allocate memory`, which smaller micro-batches would not solve."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -23,14 +23,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def said_first(error: BaseException) -> str:
-    """The error's first sentence: how much was asked for, without the advice that follows."""
+    """The error's first sentence: how much was requested, without the advice that follows."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return ". ".join(line.split(". ")[:2]).rstrip(".")
 
 
 def kept_noise(device: torch.device) -> Callable[[], None]:
-    """Gives what brings the random numbers of host and device back to where they are now: what is dropped in a pass that
-    is tried again is what would have been dropped."""
+    """Returns a function that restores the current random states of host and device, so that a repeated pass applies the
+    same dropout."""
     host = torch.get_rng_state()
     own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
@@ -43,14 +43,14 @@ def kept_noise(device: torch.device) -> Callable[[], None]:
 
 
 def free_memory(device: torch.device) -> None:
-    """Gives back what nobody refers to: to be called when the error, whose frames hold tensors, is gone."""
+    """Releases unreferenced memory. To be called after the error, whose frames hold tensors, is out of scope."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def shrunk(setting: str, tokens: int) -> str:
-    """What is said of a pass that was done again."""
+    """The warning about a repeated pass."""
     return (
         f"the GPU ran out of memory: the pass was done again with at most {tokens} tokens in a micro-batch, and all "
         f"later ones keep to that, which changes no gradient; write {setting}={tokens} to start with it"

@@ -1,11 +1,11 @@
-"""Packing: sequences into rows of tokens without padding, every shared prefix once.
+"""Packs sequences into tokens without padding, with every shared prefix stored once.
 
-Sequences that begin alike (siblings share their prompt, prompts share their system message, short answers are often the
-same) form a tree; each node of it is computed once and used by all sequences through it. A token's hidden state depends
-on its ancestors alone, so outputs and gradients are those of separate sequences.
+Sequences with a common prefix (the samples of a group share their prompt, prompts share their system message, short
+answers are often equal) form a tree; each node is computed once and used by all sequences through it. A token's hidden
+state depends only on its ancestors, so outputs and gradients are those of separate sequences.
 
-Example: `[1 2 3]`, `[1 2 4]` and `[1 2]` pack into the rows `1 2 3 4`; their paths are `[0 1 2]`, `[0 1 3]` and `[0 1]`;
-row 3 (the token 4) attends to rows 0, 1 and 3.
+Example: `[1 2 3]`, `[1 2 4]` and `[1 2]` pack into the tokens `1 2 3 4`; their paths are `[0 1 2]`, `[0 1 3]` and `[0
+1]`; packed token 3 (the token 4) attends to packed tokens 0, 1 and 3.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from roll.data.tokenlog import IntArray, common_prefix
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """Rows of tokens; `paths[i][t]` is the row of token t of sequence i, and `new[i]` how many of its tokens no earlier
-    sequence has, which are the rows at the end of its path."""
+    """Packed tokens. `paths[i][t]` is the index of the packed token for token t of sequence i. `new[i]` is how many of
+    its tokens no earlier sequence has; they are at the end of its path."""
 
     ids: IntArray
     positions: IntArray
@@ -37,7 +37,7 @@ class PrefixTree:
 
 
 def pack(sequences: Sequence[IntArray], share: bool = True) -> PrefixTree:
-    """The prefix tree of the sequences. Sorted, each shares its longest prefix with the one before it.
+    """The prefix tree of the sequences. In sorted order, each shares its longest prefix with the previous one.
 
     Without `share` every sequence is a tree of its own.
     """
@@ -63,8 +63,9 @@ def pack(sequences: Sequence[IntArray], share: bool = True) -> PrefixTree:
 
 
 def cut(sequences: Sequence[IntArray], limit_rows: int, share: bool = True) -> list[Indices]:
-    """Cuts sequences, in sorted order, into runs whose trees have at most `limit_rows` rows (or one sequence), no more
-    of them than it takes and about as large as each other: a small rest costs nearly what a large one does."""
+    """Splits sequences, in sorted order, into runs whose trees have at most `limit_rows` packed tokens (or a single
+    sequence). There are no more runs than necessary, and they are about equally large, because a small last run costs
+    nearly as much as a full one."""
     order = sorted_order(sequences)
     pairs = pairwise([np.zeros(0, np.int32), *(sequences[i] for i in order)])
     fresh = [len(after) - (common_prefix(before, after) if share else 0) for before, after in pairs]
@@ -77,7 +78,7 @@ def cut(sequences: Sequence[IntArray], limit_rows: int, share: bool = True) -> l
 
 
 def _runs(fresh: list[int], whole: list[int], limit: int) -> list[range]:
-    """Runs of neighbours; the first of a run counts whole, the others with what they do not share."""
+    """Runs of neighbours. The first sequence of a run counts in full, the others without the prefix they share."""
     starts: list[int] = []
     rows = 0
     for i, new in enumerate(fresh):

@@ -1,7 +1,7 @@
-"""The trainer's side of the check that every publish makes: its log-probs of a fixed prompt.
+"""The trainer's side of the probe check that every publish makes: its log-probs of a fixed prompt.
 
-On CUDA the pass is captured once and replayed: launched piece by piece, a model's worth of kernels for a dozen tokens
-would cost a publish more than everything else in it.
+On CUDA the pass is captured as a CUDA graph once and replayed: launching all kernels of the model one by one for a dozen
+tokens would take longer than the rest of a publish.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ class Probe:
         self.prompt = probe_ids(int(model.config.vocab_size))
         self._graph: torch.cuda.CUDAGraph | None = None
         self._places: tuple[int, ...] = ()
-        """Addresses of the parameters, which the graph holds."""
+        """Addresses of the parameters that the graph was captured with."""
         self._inputs: MicroBatch | None = None
         self._result: Tensor | None = None
 
     @torch.no_grad()
     def log_probs(self) -> Tensor:
-        """fp32 log-probs of the prompt's tokens after the first, under the parameters as they are."""
+        """fp32 log-probs of the prompt's tokens after the first, under the current parameters."""
         if self._model.device.type != "cuda":
             return self._compute(sequence(self.prompt.numpy(), self._model)).cpu()
         places = tuple(parameter.data_ptr() for parameter in self._model.parameters())
-        if self._graph is None or self._places != places:  # a turn elsewhere moves them
+        if self._graph is None or self._places != places:  # offloading and loading moves the parameters
             self._capture()
             self._places = places
         assert self._graph is not None
@@ -48,7 +48,7 @@ class Probe:
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            self._compute(self._inputs)  # compiles kernels and opens libraries, which a capture may not
+            self._compute(self._inputs)  # compiles kernels and loads libraries, which is not possible during a capture
         torch.cuda.current_stream(device).wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):

@@ -1,7 +1,7 @@
-"""Scoring: the trainer's micro-batches, one number per conversation, nothing learned.
+"""Reward-model inference: the trainer's micro-batches, one score per conversation, no training.
 
-What always holds: a conversation's score is what the model itself gives it alone, to rounding; where it must be `exact`,
-to the bit, whatever else waits: then each is computed alone.
+Invariant: a conversation's score is that of the model for this conversation alone, up to rounding. With `exact` it is
+equal to the bit, whatever else is scored: each conversation is then computed alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ SETTING = "roles.reward_model.micro_batch_tokens"
 
 
 class RewardModelTrainer:
-    """The part of a strategy that computes; where its parameters are is the strategy's own."""
+    """The computation of a reward-model strategy. The strategy that inherits from it decides where parameters are
+    stored."""
 
     def __init__(self, model: PreTrainedModel, spread: WorkSplit, passes: ForwardRunner, *, exact: bool = False) -> None:
         """`model` is a decoder with a head `score` of one output."""
@@ -36,7 +37,7 @@ class RewardModelTrainer:
         self._spread, self._passes, self._exact = spread, passes, exact
 
     def scores(self, conversations: Sequence[IntArray]) -> FloatArray:
-        """fp32, one per conversation of at least two tokens that are read."""
+        """fp32 scores, one per conversation, each of at least two tokens."""
         if not self._exact:
             return self._scores(conversations)
         return np.concatenate([self._scores([ids]) for ids in conversations])
@@ -75,15 +76,15 @@ class RewardModelStrategy(RewardModelTrainer):
         self._shelf = TensorOffloader(model.device)
 
     def hold(self, level: Level) -> None:
-        """Keeps so much on the device and lays the rest aside in host memory."""
+        """Keeps the tensors named by `level` on the device and offloads the rest to host memory."""
         self._shelf.hold(level, dict(self.model.named_parameters()), {})
 
     def close(self) -> None:
-        """Nothing is held beyond this process."""
+        """There is nothing to free: all tensors belong to this process."""
 
 
 def _batch(conversations: Sequence[IntArray]) -> Batch:
-    """The conversations, each with its last token marked."""
+    """The conversations as a batch in which only the last token of each is marked as sampled."""
     offsets = np.cumsum([0, *map(len, conversations)])
     mask = np.zeros(offsets[-1], np.bool_)
     mask[offsets[1:] - 1] = True

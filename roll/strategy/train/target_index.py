@@ -1,10 +1,11 @@
-"""Which tokens are predicted from which rows, each distribution over the vocabulary and each of its tokens once.
+"""Which tokens are predicted from which packed tokens: each distribution over the vocabulary, and each of its targets,
+once.
 
-A distribution is a row of hidden states at a temperature; a pair is a token of a distribution. Siblings whose answers
-begin alike ask for the same pair several times: its log-prob is computed once.
+A distribution is the hidden state of a packed token at a temperature; a pair is a target token of a distribution. Samples
+of a group whose responses start with the same tokens need the same pair several times: its log-prob is computed once.
 
-Example: the tokens 7, 8, 7 predicted from the rows 4, 4, 4 at one temperature are one distribution and two pairs, (0, 7)
-and (0, 8); `pair_of` is `[0 1 0]`.
+Example: the tokens 7, 8, 7 predicted from the packed tokens 4, 4, 4 at one temperature are one distribution and two
+pairs, (0, 7) and (0, 8); `pair_of` is `[0 1 0]`.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ class TargetChunk:
 @dataclass(frozen=True)
 class TargetIndex:
     rows: Tensor
-    """[distributions] the row each is made from."""
+    """[distributions] the packed token of each."""
     temperatures: Tensor
     """[distributions]"""
     sources: Tensor
-    """[pairs] the distribution of each pair, never falling."""
+    """[pairs] the distribution of each pair, non-decreasing."""
     targets: Tensor
     """[pairs] the token of each pair."""
     pair_of: Tensor
-    """[tokens]"""
+    """[tokens] the pair of each token."""
     pair_starts: Indices
     """[distributions + 1] on the host: distribution i has the pairs `pair_starts[i]:pair_starts[i + 1]`."""
     row_numbers: Indices
-    """[distributions] on the host: `rows`, never falling."""
+    """[distributions] on the host: `rows`, non-decreasing."""
 
     @classmethod
     def of(
@@ -71,7 +72,7 @@ class TargetIndex:
         return len(self.rows)
 
     def chunks(self, distributions: int) -> list[TargetChunk]:
-        """All of it in pieces of at most so many distributions."""
+        """All distributions in chunks of at most `distributions`."""
         found = []
         for first in range(0, len(self), distributions):
             last = min(first + distributions, len(self))
@@ -80,6 +81,6 @@ class TargetIndex:
 
 
 def on_device(values: NDArray[Any], device: torch.device) -> Tensor:
-    """A copy to the device that nobody waits for."""
+    """Copies to the device without waiting."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

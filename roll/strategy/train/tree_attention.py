@@ -1,7 +1,7 @@
-"""Attention within a prefix tree: every row sees its ancestors and itself.
+"""Attention within a prefix tree: every packed token attends to its ancestors and itself.
 
-A span is the new rows of one sequence: the queries of one attention over the sequence's whole path. On CUDA in 16 bits
-all spans of a layer are one call of variable-length flash attention; elsewhere spans of similar size are computed
+A span is the new packed tokens of one sequence: the queries of one attention over the sequence's whole path. On CUDA in
+16 bits all spans of a layer are one call of variable-length flash attention; elsewhere spans of similar size are computed
 together, padded to a common size, and padding is never read.
 """
 
@@ -24,46 +24,46 @@ from roll.strategy.train.packing import PrefixTree
 from roll.strategy.train.target_index import on_device
 
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""Before torch 2.13 heads that share keys need no asking for."""
+"""Before torch 2.13, `varlen_attn` supports grouped-query attention without an argument."""
 
 _WIDE_KEYS = 256
-"""Keys up to which a CPU attends in fp32."""
+"""Up to this many keys, a CPU attends in fp32."""
 
 
 @dataclass(frozen=True)
 class AttentionSpan:
-    """The new rows of one sequence: the last `fresh` of its path."""
+    """The new packed tokens of one sequence: the last `fresh` of its path."""
 
     path: Indices
     fresh: int
 
 
 def tree_plan(tree: PrefixTree, device: torch.device, dtype: torch.dtype) -> AttentionPlan:
-    """The fastest plan there is for a model of that type on that device."""
+    """The fastest attention plan for a model of that precision on that device."""
     varlen = attends_varlen(device.type, dtype)
     return VarlenPlan(tree, device) if varlen else BucketPlan(tree, device, dtype)
 
 
 def attends_varlen(device: str, dtype: torch.dtype) -> bool:
-    """Whether all spans are one call there, without padding or a mask."""
+    """Whether all spans are one call, without padding or a mask."""
     return device == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
 def attends_in(device: str, dtype: torch.dtype, keys: int) -> torch.dtype:
-    """The precision of a padded attention over so many keys: for few of them, torch's backward pass in 16 bits takes
-    longer on a CPU than one in fp32."""
+    """The precision of a padded attention over this many keys: for few keys, torch's backward pass in 16 bits is slower
+    on a CPU than in fp32."""
     return torch.float32 if device == "cpu" and dtype.itemsize == 2 and keys <= _WIDE_KEYS else dtype
 
 
 def spans_of(tree: PrefixTree) -> list[AttentionSpan]:
-    """All spans in the order of their rows."""
+    """All spans in the order of their packed tokens."""
     spans = [AttentionSpan(path, fresh) for path, fresh in zip(tree.paths, tree.new, strict=True) if fresh]
     return sorted(spans, key=lambda span: int(span.path[-span.fresh]))
 
 
 class VarlenPlan:
-    """One call a layer. A tree's rows are its spans one after the other, so queries and outputs stay where they are; keys
-    and values are gathered along the paths, or stay too where nothing is shared."""
+    """One call per layer. The packed tokens of a tree are its spans one after the other, so queries and outputs stay in
+    place; keys and values are gathered along the paths, or stay in place too if nothing is shared."""
 
     def __init__(self, tree: PrefixTree, device: torch.device) -> None:
         spans = spans_of(tree)
@@ -99,15 +99,15 @@ def _ends(sizes: list[int], device: torch.device) -> Tensor:
 
 
 def _gathered(tensor: Tensor, rows: Tensor) -> Tensor:
-    """tensor[rows]; a row's gradients, one from each sibling, are summed in fp32."""
+    """tensor[rows]; the gradients of a packed token, one per sequence that uses it, are summed in fp32."""
     return tensor.float().index_select(0, rows).to(tensor.dtype)
 
 
 class BucketPlan:
-    """Padded attentions of similar size together: [spans, queries] over [spans, keys].
+    """Padded attentions of similar size, computed together: [spans, queries] over [spans, keys].
 
-    No two micro-batches have the same buckets: a compiled layer calls this one and does not look inside, or it would be
-    compiled for each of them.
+    No two micro-batches have the same buckets, so compilation skips this function; otherwise a layer would be recompiled
+    for each micro-batch.
     """
 
     def __init__(self, tree: PrefixTree, device: torch.device, dtype: torch.dtype) -> None:
@@ -129,8 +129,8 @@ class BucketPlan:
 class Bucket:
     """Spans whose attentions are computed together.
 
-    Spans that share nothing need no mask: their padding comes after them, where no row looks. The mask of the others is
-    made once for all layers and heads.
+    Spans that share nothing need no mask: their padding follows them, where causal attention does not look. The mask of
+    the others is built once for all layers and heads.
     """
 
     def __init__(self, spans: list[AttentionSpan], device: torch.device, dtype: torch.dtype) -> None:
@@ -150,7 +150,8 @@ class Bucket:
         self._mask = _mask(shared, self.queries, self.keys, device, self._dtype) if shared.any() else None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """query [rows, heads, dim], key and value [rows, kv_heads, dim] → outputs of the spans' rows, in their order."""
+        """query [rows, heads, dim], key and value [rows, kv_heads, dim] → outputs of the spans' packed tokens, in their
+        order."""
         out = scaled_dot_product_attention(
             self._padded(query, self._query_rows),
             self._padded(key, self._key_rows),
@@ -163,13 +164,13 @@ class Bucket:
         return out.transpose(1, 2).flatten(0, 1).index_select(0, self._real).to(query.dtype)
 
     def _padded(self, tensor: Tensor, rows: Tensor) -> Tensor:
-        """[rows, heads, dim] → [spans, heads, size, dim], in the precision to attend in."""
+        """[rows, heads, dim] → [spans, heads, size, dim], in the precision of the attention."""
         return _rows(tensor, rows).to(self._dtype).transpose(1, 2)
 
 
 def _mask(shared: Indices, queries: int, keys: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """[spans, 1, queries, keys]: 0 where a query sees a key, else -inf. Query q of a span that shares s rows sees the
-    keys 0 to s + q."""
+    """[spans, 1, queries, keys]: 0 where a query attends to a key, else -inf. Query q of a span that shares s packed
+    tokens attends to keys 0 to s + q."""
     last = on_device(shared, device)[:, None] + torch.arange(queries, device=device)
     hidden = torch.arange(keys, device=device) > last[:, :, None]
     return torch.zeros(hidden.shape, device=device, dtype=dtype).masked_fill_(hidden, -torch.inf)[:, None]

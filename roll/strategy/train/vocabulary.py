@@ -1,7 +1,7 @@
-"""What is computed over the whole vocabulary: a chunk of logits to its normalisers and entropies, and to its gradient.
+"""Computations over the whole vocabulary: from a chunk of logits to normalisers and entropies, and to its gradient.
 
-Both come twice: in plain torch, and on CUDA as one Triton kernel each that reads the logits once. All arithmetic is in
-fp32, or in plain torch in fp64 where the logits are.
+There are two implementations: plain torch, and on CUDA one Triton kernel each that reads the logits once. All arithmetic
+is in fp32; plain torch uses fp64 for fp64 logits.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Kernels(Protocol):
         totals: Tensor,
         entropy_slopes: Tensor | None,
     ) -> Tensor:
-        """-p (total + entropy_slope (log p + entropy)) / T for every logit, in the logits' own storage. No entropy
-        slopes are zeros."""
+        """-p (total + entropy_slope (log p + entropy)) / T for every logit, written to the logits' own storage. Without
+        `entropy_slopes` they are zero."""
         ...
 
 
@@ -42,12 +42,12 @@ def kernels_for(device: torch.device) -> Kernels:
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
-    """The precision of what is computed from logits of a precision: fp32 at least."""
+    """The precision of computations from logits of a precision: at least fp32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 BLOCK_ELEMENTS = 1 << 19
-"""Logits that plain torch works on at once: in fp32, with the exponentials beside them, they stay in a CPU's cache."""
+"""Logits that plain torch processes at once: in fp32, with their exponentials, they fit into a CPU's cache."""
 
 
 class TorchKernels:
@@ -89,13 +89,13 @@ class TorchKernels:
 
 
 def _blocks(logits: Tensor) -> list[slice]:
-    """Rows to be worked on one block after another."""
+    """Blocks of rows to process one after another."""
     step = max(1, BLOCK_ELEMENTS // logits.shape[1])
     return [slice(first, first + step) for first in range(0, len(logits), step)]
 
 
 def _scaled(logits: Tensor, temperatures: Tensor, cap: float | None) -> Tensor:
-    """A new tensor."""
+    """cap(logits) / T, as a new tensor."""
     values = logits.to(computed_in(logits.dtype), copy=True)
     if cap:
         values.div_(cap).tanh_().mul_(cap)

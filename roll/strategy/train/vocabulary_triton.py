@@ -21,8 +21,8 @@ def _tanh(values):
 def _summarise(
     logits, temperatures, normalisers, entropies, cap, VOCAB: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program a row: the running maximum, Σ exp(z - max) and Σ (z - max) exp(z - max), rescaled as the maximum
-    rises."""
+    """One program per row: the running maximum, Σ exp(z - max) and Σ (z - max) exp(z - max), rescaled whenever the
+    maximum rises."""
     row = tl.program_id(0).to(tl.int64)
     scale = 1 / tl.load(temperatures + row)
     largest = tl.full((), float("-inf"), tl.float32)

@@ -1,7 +1,8 @@
-"""How a trainer's work is spread: over one process, or over the ranks of a mesh (`sharded.spread`).
+"""How a trainer's work is split: one process does all of it (`OneProcess`), or the ranks of a mesh do
+(`sharded.work_split`).
 
-What always holds: every token's weight in the loss comes from the whole batch. Each rank computes its share of the
-samples, and what ranks add up is what one process would have added up. All ranks do the same things in the same order.
+Invariants: every token's weight in the loss comes from the whole batch. Each rank computes its share of the samples, and
+the sums over ranks equal the sums of a single process. All ranks do the same operations in the same order.
 """
 
 from __future__ import annotations
@@ -26,31 +27,31 @@ class RankShare:
 
     batch: Batch
     tokens: Indices | slice = field(default_factory=lambda: slice(None))
-    """Where their tokens are in the whole batch."""
+    """Indices of their tokens in the whole batch."""
     samples: Indices | None = None
-    """Their numbers in the whole batch; None where they are all of it."""
+    """Their indices in the whole batch; None if they are all of it."""
     imbalance: float | None = None
-    """How much longer the slowest rank computes than the mean; None where there is one process."""
+    """How much longer the slowest rank computes than the mean; None with one process."""
 
 
 class SplitRows(Protocol):
-    """The rows of a micro-batch that this process computes."""
+    """The packed tokens of a micro-batch that this process computes."""
 
     @property
     def micro(self) -> MicroBatch:
-        """With these rows alone, and the predictions from them."""
+        """The micro-batch with only these packed tokens and the predictions from them."""
         ...
 
     def tokens(self, values: Tensor) -> Tensor:
-        """Values of all tokens of the micro-batch, from those of the predictions from its own rows."""
+        """Values of all tokens of the micro-batch, from the values predicted from this process's packed tokens."""
         ...
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over the processes that have the other rows, in place."""
+        """The sum over the processes that have the other packed tokens, in place."""
         ...
 
     def ends(self, hidden: Tensor) -> Tensor:
-        """The hidden state of each sample's last row, without gradients."""
+        """The hidden state of each sample's last packed token, without gradients."""
         ...
 
 
@@ -60,23 +61,24 @@ class WorkSplit(Protocol):
 
     @property
     def ranks(self) -> int:
-        """Parts that samples are spread over; each may be computed by several processes together."""
+        """Number of data-parallel parts of the samples; several processes may compute one part together."""
         ...
 
     @property
     def noise(self) -> int:
-        """A number of the processes that compute the same rows, by which they draw the same noise."""
+        """A seed offset that is equal on all processes that compute the same packed tokens, so that they apply the same
+        dropout."""
         ...
 
     def share(self, batch: Batch) -> RankShare: ...
 
     def in_step(self, micros: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
-        """The micro-batches, each with whether it is one of this process's own: a rank that has fewer than another goes
-        on with ones that count for nothing, so that all make the same number of passes."""
+        """The micro-batches, each with whether it is one of this process's own. A rank with fewer micro-batches than
+        another continues with dummy ones that do not count, so that all make the same number of passes."""
         ...
 
     def forward(self, run: Callable[[], T]) -> T:
-        """What `run` computes from the model's parameters."""
+        """The result of `run`, which computes with the model's parameters."""
         ...
 
     def rows(self, micro: MicroBatch) -> SplitRows: ...
@@ -86,7 +88,7 @@ class WorkSplit(Protocol):
         ...
 
     def sum_rows(self, tensor: Tensor) -> Tensor:
-        """The sum over all rows of the parts, in place, where a process may have some rows of a part only."""
+        """The sum over all packed tokens of all parts, in place; a process may have only some packed tokens of a part."""
         ...
 
     def gathered(self, value: T) -> list[T]:
@@ -95,7 +97,7 @@ class WorkSplit(Protocol):
 
 
 class AllRows:
-    """All rows of a micro-batch are computed here."""
+    """This process computes all packed tokens of a micro-batch."""
 
     def __init__(self, micro: MicroBatch) -> None:
         self.micro = micro
@@ -111,7 +113,7 @@ class AllRows:
 
 
 class OneProcess:
-    """The whole batch is computed here."""
+    """This process computes the whole batch."""
 
     ranks, noise = 1, 0
 
