@@ -1,4 +1,5 @@
-"""A role's workers as one object, the executors that run them, and who brings them back. Knows no role."""
+"""Clusters (the workers of a role as one object), the executors that run workers, and the supervisor that restarts them.
+This package is independent of any particular role."""
 
 from roll.cluster.cluster import Cluster, PendingCall
 from roll.cluster.executor import Executor, LocalExecutor

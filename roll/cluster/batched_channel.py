@@ -1,12 +1,12 @@
-"""A line to one worker: what is posted goes out in batches, and news comes back in batches.
+"""A duplex channel to one worker that batches in both directions.
 
-A call to a worker costs most of a millisecond, so nothing is sent alone that could travel together: while one call is on
-its way, all that is posted meanwhile waits for the next.
+A call to a worker costs most of a millisecond, so items are sent in batches: while one send is in flight, all items
+posted in the meantime wait for the next one.
 
-What always holds: items go out in the order they were posted; news is asked for as long as `busy` says that somebody
-waits for some; an error on either way is told once, and ends both until something is posted again. Who gives up on an
-item takes it back, or, when it has gone out, waits until it has arrived before saying so to the worker: else the word
-could overtake the item.
+Invariants: items are sent in the order they were posted. The client long-polls while `busy()` is true. The first error in
+either direction is reported once and stops both loops until the next `post`. To cancel an item, remove it from the queue
+with `take_back`; if it was already sent, wait with `arrived` for the send to finish before sending the cancellation,
+otherwise the cancellation could arrive first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class BatchedChannel(Generic[Q, A]):
         fail: Callable[[Exception], None],
         busy: Callable[[], bool],
     ) -> None:
-        """`send` delivers items; `ask` waits for news, for a bounded time; `take` gets the news, `fail` an error."""
+        """`send` delivers items; `ask` is the long poll, with a bounded wait; `take` is called with its result, `fail`
+        with an error."""
         self._send, self._ask = send, ask
         self._take, self._fail, self._busy = take, fail, busy
         self._posted: list[Q] = []
@@ -43,7 +44,7 @@ class BatchedChannel(Generic[Q, A]):
             self._sender = asyncio.create_task(self._send_all())
 
     def take_back(self, item: Q) -> bool:
-        """Keeps an item from going out; False if it has gone."""
+        """Removes an item from the send queue. Returns False if it was already sent."""
         for number, posted in enumerate(self._posted):
             if posted is item:
                 del self._posted[number]
@@ -51,13 +52,13 @@ class BatchedChannel(Generic[Q, A]):
         return False
 
     async def arrived(self) -> None:
-        """Returns once what has gone out has arrived, or failed to."""
+        """Returns once the send in flight, if any, has finished or failed."""
         if self._on_its_way is not None and not self._on_its_way.done():
             # waits: it is a call, which has a deadline
             await asyncio.wait([self._on_its_way])
 
     async def _send_all(self) -> None:
-        await asyncio.sleep(0)  # what is posted in this turn of the loop goes along
+        await asyncio.sleep(0)  # items posted in this iteration of the event loop join the first batch
         try:
             while self._posted:
                 items, self._posted = self._posted, []

@@ -1,11 +1,11 @@
-"""Calls that are made by the hundred on one worker in another process: they travel together, and so do their answers.
+"""Batched RPC: hundreds of concurrent calls to one worker in another process share messages, and so do their results.
 
-A call to another process costs most of a millisecond, whatever is in it. Here a call is a number and bytes; those made
-while others are on their way wait for the next trip (`line.py`).
+A message to another process costs most of a millisecond, whatever its size. Here a call is a number and bytes; calls made
+while a batch is in flight wait for the next batch (`batched_channel.py`).
 
-What always holds: every call ends in its own answer, or in the error that took the worker; calls begin there in the order
-they were made here; of a call that was given up nothing is heard any more, and if it has not gone out, it never does; no
-trip keeps others waiting for much longer than the deadline.
+Invariants: every call ends in its own result, or in the error that ended the worker; calls start on the worker in the
+order they were made; the result of a cancelled call is discarded, and a cancelled call that was not sent yet never is; a
+batch in flight delays other calls by not much more than the deadline.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from roll.cluster.errors import CallTimedOut
 T = TypeVar("T")
 
 POLL_S = 5.0
-"""How long `BatchedServer.answers` waits before it says that there are none yet."""
+"""How long `BatchedServer.answers` waits before it returns an empty list."""
 
 Packed = tuple[int, bytes]
-"""A call or its answer: the number of the call, and what is in it."""
+"""A call or its result: the number of the call, and the serialized content."""
 
 
 class BatchedClient:
-    """The side of those who call."""
+    """The caller's side."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class BatchedClient:
         answers: Callable[[str], Awaitable[list[Packed]]],
         deadline_s: float,
     ) -> None:
-        """`post` and `answers` are those of the worker's desk. Whatever they raise ends every call that waits, and
-        so does a trip that takes longer than the deadline, not counting the desk's own wait."""
+        """`post` and `answers` call the methods of the worker's `BatchedServer`. If one of them raises, or takes longer
+        than the deadline (not counting the server's own `POLL_S`), all in-flight calls fail with that error."""
         client = uuid.uuid4().hex
         self._worker = worker
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
@@ -91,7 +91,7 @@ class BatchedClient:
 
 @dataclass
 class _Box:
-    """Answers that a client has not asked for yet."""
+    """Results that a client has not fetched yet."""
 
     answers: list[Packed] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -101,11 +101,11 @@ class BatchedServer:
     """The worker's side."""
 
     def __init__(self, do: Callable[[bytes], Awaitable[bytes]]) -> None:
-        """`do` answers a call, and says in its answer what went wrong."""
+        """`do` executes a call and returns its result; an error is part of the result."""
         self._do = do
         self._boxes: defaultdict[str, _Box] = defaultdict(_Box)
         self._under_way: Counter[str] = Counter()
-        """Calls of each client."""
+        """Running calls per client."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def post(self, client: str, calls: list[Packed]) -> None:
@@ -116,7 +116,7 @@ class BatchedServer:
             task.add_done_callback(self._tasks.discard)
 
     async def answers(self, client: str) -> list[Packed]:
-        """Answers to the client's calls, as soon as there are any; none after a while."""
+        """Results of the client's calls. Long-polls: an empty list after `POLL_S` without any."""
         box = self._boxes[client]
         with suppress(TimeoutError):
             async with asyncio.timeout(POLL_S):
@@ -128,7 +128,7 @@ class BatchedServer:
         return answers
 
     async def _work(self, client: str, number: int, packed: bytes) -> None:
-        # waits: the caller gives up after its deadline
+        # waits: the caller has a deadline
         answer = await self._do(packed)
         self._under_way[client] -= 1
         box = self._boxes[client]

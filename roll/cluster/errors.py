@@ -1,4 +1,4 @@
-"""What a caller hears when a worker fails: who, where, and the first cause first."""
+"""Errors that callers get when a worker fails: they name the worker, the process and the root cause first."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ E = TypeVar("E", bound=BaseException)
 
 @dataclass(frozen=True)
 class CallFailure:
-    """An error on its way from a worker to its caller, in plain text, so that it arrives whatever its types are."""
+    """An error in plain text, so that it can be sent from a worker to its caller whatever its type is."""
 
     worker: str
     method: str
     where: str
     """Process and node."""
     causes: tuple[str, ...]
-    """One line an error, the first cause first."""
+    """One line per error of the chain, root cause first."""
     trace: str
     at_s: float = field(default_factory=time.time)
 
@@ -36,7 +36,7 @@ class CallFailure:
 
 
 class RemoteError(RunError):
-    """Something went wrong at a worker. It may pass through other workers on its way."""
+    """A worker failed. Other workers may pass this error on to their callers."""
 
     worker: str
     at_s: float
@@ -46,7 +46,7 @@ class RemoteError(RunError):
 
 
 def _told(kind: type[RemoteError], args: tuple[Any, ...]) -> RemoteError:
-    """An error that was raised elsewhere, with its message as it is."""
+    """Unpickles an error that was raised in another process, with its message unchanged."""
     return kind.__new__(kind, *args)
 
 
@@ -66,7 +66,7 @@ class WorkerError(RemoteError):
 
 
 class WorkerDied(RemoteError):
-    """A worker's process ended, or cannot be reached any more."""
+    """A worker's process ended or cannot be reached."""
 
     def __init__(self, worker: str, reason: str, log: Path | None = None) -> None:
         said = _tail(log)
@@ -77,7 +77,7 @@ class WorkerDied(RemoteError):
 
 
 class CallTimedOut(RemoteError):
-    """A worker has not answered in time."""
+    """A worker has not answered a call within its deadline."""
 
     def __init__(self, worker: str, method: str, deadline_s: float) -> None:
         super().__init__(f"{worker} has not answered {method} for {deadline_s:g} s")
@@ -86,10 +86,10 @@ class CallTimedOut(RemoteError):
 
 
 class NodeLost(RunError):
-    """The node that a worker was on is gone, and Ray with it: nothing can be started there."""
+    """The node of a worker is lost, and Ray on it: no worker can be restarted there."""
 
     def __init__(self, worker: str, node: str) -> None:
-        """`node` says which, and why it is lost."""
+        """`node` names the node and says why it is lost."""
         super().__init__(f"{worker} was on {node}")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -103,7 +103,7 @@ def _said(kind: type[NodeLost], message: str) -> NodeLost:
 
 
 class ClusterLost(RunError):
-    """What all workers depend on is gone: the head of Ray's cluster, or Ray on the node of this program."""
+    """No worker can be reached: the head of the Ray cluster is gone, or Ray on the node of this process."""
 
     def __init__(self, why: str) -> None:
         super().__init__(
@@ -113,17 +113,16 @@ class ClusterLost(RunError):
 
 
 class TokensLost(RunError):
-    """Tokens cannot be fetched any more: the worker that held them is gone."""
+    """Tokens cannot be fetched: the worker that held them died."""
 
 
 def first_of(errors: Iterable[E]) -> E | None:
-    """The error that came first, if there is one: what a role's other workers then say is often only that they lost each
-    other."""
+    """The earliest error, or None. Later errors of a role's workers are often only lost connections to each other."""
     return min(errors, key=lambda error: getattr(error, "at_s", float("inf")), default=None)
 
 
 def _causes(error: BaseException) -> list[str]:
-    """The chain that ended in this error, one line each, the first cause first."""
+    """The chain of exceptions that led to this error, one line each, root cause first."""
     chain: list[str] = []
     seen: set[int] = set()
     at: BaseException | None = error

@@ -1,4 +1,4 @@
-"""Executors: where workers live and how a call gets to one of them."""
+"""Executors: where workers run and how a call reaches one of them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from roll.process.structured_gather import together
 W = TypeVar("W", bound=Worker)
 
 _CLOSE_S = 10.0
-"""For workers in processes of their own to close; then they are ended."""
+"""Deadline for workers in separate processes to close; then the executor kills them."""
 
 
 class Handle(Protocol):
-    """One worker, wherever it is."""
+    """A reference to one worker, in this process or another."""
 
     @property
     def place(self) -> WorkerPlacement: ...
 
     @property
     def in_process(self) -> bool:
-        """Whether the worker is in this process, so that what it returns may share memory with it."""
+        """Whether the worker runs in this process, so that its results may share memory with it."""
         ...
 
     @property
@@ -40,15 +40,15 @@ class Handle(Protocol):
         ...
 
     async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Calls the worker's method of that name. An error it raises is raised here."""
+        """Calls the worker's method of that name. An exception of the method is raised here."""
         ...
 
     async def end(self, deadline_s: float) -> None:
-        """Ends the worker's process for good; returns once it is gone."""
+        """Kills the worker's process; returns once it has ended."""
         ...
 
     async def ping(self, deadline_s: float) -> None:
-        """Returns once the worker's process has answered, which it does also while a method keeps it busy.
+        """Returns once the worker's process has answered; it answers also while a method is running.
 
         Raises `WorkerDied` or `CallTimedOut`.
         """
@@ -58,7 +58,7 @@ class Handle(Protocol):
 class Executor(Protocol):
     @property
     def deadline_s(self) -> float:
-        """Seconds a call on a worker may take."""
+        """Deadline of a call on a worker in seconds."""
         ...
 
     @property
@@ -71,49 +71,49 @@ class Executor(Protocol):
         ...
 
     def write_logs_to(self, folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:
-        """Where workers in processes of their own write what they print, a log each of at most so many bytes."""
+        """Sets the folder for the logs of workers in separate processes: one log of at most `limit_bytes` per worker."""
         ...
 
     def reserve(self, places: Sequence[WorkerPlacement], spares: Sequence[WorkerPlacement] = ()) -> None:
-        """Takes the devices of all places a run will start workers at; at some of them also for a spare."""
+        """Reserves the devices of all workers of a run; those in `spares` may also have a spare process."""
         ...
 
     @property
     def failure(self) -> ClusterLost | None:
-        """Why no worker can be reached any more; None while they can."""
+        """Why no worker can be reached; None while the cluster is alive."""
         ...
 
     async def lost_node(self, place: WorkerPlacement) -> str | None:
-        """Which node a place is on and why that is lost; None while it is there. Raises `ClusterLost`."""
+        """Names the lost node of a placement and why it is lost; None while the node is alive. Raises `ClusterLost`."""
         ...
 
     def disconnect(self) -> None:
-        """Lets go of what the executor itself started. Safe to repeat."""
+        """Stops everything that the executor itself started. Idempotent."""
         ...
 
     async def fetch(self, batch: Batch) -> Batch:
-        """The batch with all its tokens in this process."""
+        """Returns the batch with all of its tokens in this process."""
         ...
 
     async def start(self, make: Callable[[WorkerPlacement], W], places: Sequence[WorkerPlacement]) -> list[Handle]:
-        """Starts one worker a place, made there by `make`."""
+        """Starts one worker per placement; `make` creates it there."""
         ...
 
     async def keep_spare(self, handle: Handle, warm: Callable[[], None]) -> None:
-        """Has a process ready, warmed up by `warm`, in which the worker can be restarted faster; where its place was
-        reserved with a spare, and the worker has a process of its own."""
+        """Keeps a spare process ready, warmed up by `warm`, in which the worker restarts faster. Only for placements that
+        were reserved with a spare, and for workers in a separate process."""
         ...
 
     async def restart(self, handle: Handle) -> None:
-        """Ends a worker for good and starts another in its place, made as the first was; the handle is then its own.
+        """Ends a worker and starts a new one with the same placement and the same `make`; the handle then refers to it.
 
-        Calls in progress fail as `WorkerDied`, as do calls until the new worker has started. Copies of the handle in
-        other processes stay with the old worker: send the handle again. A restart that fails may be tried again.
+        In-flight calls fail with `WorkerDied`, as do calls until the new worker has started. Copies of the handle in
+        other processes still refer to the old worker: send the handle again. A failed restart may be retried.
         """
         ...
 
     async def close(self) -> None:
-        """Closes every worker, the youngest first, even if some of them fail to."""
+        """Closes every worker, the newest first, even if some of them raise."""
         ...
 
 
@@ -131,13 +131,13 @@ class LocalHandle:
         return await result if inspect.isawaitable(result) else result
 
     async def end(self, deadline_s: float) -> None:
-        """It ends with this process."""
+        """Does nothing: the worker ends with this process."""
 
     async def ping(self, deadline_s: float) -> None:
-        """A worker in this process is as well as this process."""
+        """Returns at once: a worker in this process is alive."""
 
     async def restart(self, make: Callable[[WorkerPlacement], Worker]) -> Worker:
-        """Closes the worker and makes another in its place, which it returns."""
+        """Closes the worker, creates a new one with the same placement and returns it."""
         old = self.__dict__.pop("_worker")  # two of them may not fit into memory
         await old.close()
         del old
@@ -147,18 +147,18 @@ class LocalHandle:
 
 
 class LocalExecutor:
-    """Every worker in this process; a call is a call. Roles take turns, nothing is pickled, a debugger works. Only the
-    ranks of a mesh have a process each, because they compute at the same time."""
+    """Runs every worker in this process: a call is a plain method call, roles run one after another, nothing is pickled,
+    and a debugger works. Only the ranks of a mesh have a process each, because they compute at the same time."""
 
     def __init__(self, deadline_s: float = 1800.0, start_deadline_s: float = 300.0, silent_s: float = 60.0) -> None:
-        """`start_deadline_s`: seconds that workers in processes of their own may take to start. One that answers no ping
-        for `silent_s` meanwhile is given up."""
+        """`start_deadline_s`: seconds that workers in separate processes may take to start. The start fails if such a
+        worker answers no ping for `silent_s`."""
         self.deadline_s = deadline_s
         self._start_s = start_deadline_s
         self._silent_s = silent_s
         self._workers: list[Worker] = []
         self._makes: dict[LocalHandle, Callable[[WorkerPlacement], Worker]] = {}
-        """How each worker of this process is made."""
+        """The function that creates each worker of this process."""
         self._processes: list[ProcessHandle] = []
         self._spare_places: set[WorkerPlacement] = set()
         self._log_dir: Path | None = None
@@ -169,27 +169,27 @@ class LocalExecutor:
         return sum(handle.bytes for handle in self._processes)
 
     def connect(self) -> None:
-        """Workers are started here."""
+        """Does nothing: workers run in this process."""
 
     def write_logs_to(self, folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:
-        """What workers in this process print stays where it is; the others have a log each."""
+        """Sets the folder for the logs of workers in separate processes; those in this process print to its streams."""
         self._log_dir, self._log_bytes = folder, limit_bytes
 
     def reserve(self, places: Sequence[WorkerPlacement], spares: Sequence[WorkerPlacement] = ()) -> None:
-        """This process has its devices already."""
+        """Reserves nothing: this process already has its devices."""
         self._spare_places = set(spares)
 
     @property
     def failure(self) -> ClusterLost | None:
-        """Workers of this machine can be reached."""
+        """Always None: workers of this machine can be reached."""
         return None
 
     async def lost_node(self, place: WorkerPlacement) -> str | None:
-        """This machine is there."""
+        """Always None: the workers are on this machine."""
         return None
 
     def disconnect(self) -> None:
-        """There is nothing to let go of."""
+        """Does nothing: there is no connection to close."""
 
     async def fetch(self, batch: Batch) -> Batch:
         return batch
@@ -229,7 +229,7 @@ class LocalExecutor:
     async def close(self) -> None:
         processes, self._processes = self._processes, []
         try:
-            # waits: each is ended after the time it has
+            # waits: each has a deadline and is killed after it
             await asyncio.gather(*(handle.close(_CLOSE_S) for handle in processes))
         finally:
             async with AsyncExitStack() as stack:
@@ -246,7 +246,7 @@ class LocalExecutor:
 
 
 async def started_in_time(starts: Awaitable[Any], seconds: float, who: str) -> None:
-    """Waits for a start, and says that `who` has not started when it takes longer."""
+    """Waits for a start; after `seconds`, raises a `RunError` that says that `who` has not started."""
     limit = asyncio.timeout(seconds)
     try:
         async with limit:

@@ -1,12 +1,13 @@
-"""How the ranks of one role are arranged.
+"""The device mesh: how the ranks of one role are arranged.
 
-    replicate   copies of the parameters
-    shard       parameters are cut over these ranks (FSDP), and each trains on samples of its own
-    context     the ranks of one `context` hold parts of the rows of the same samples, and cut parameters like `shard`
+    replicate   full replicas of the parameters
+    shard       parameters are sharded over these ranks (FSDP), and each rank trains on different samples
+    context     the ranks of one `context` hold parts of the rows of the same samples, and shard parameters like `shard`
     tensor      the ranks of one `tensor` hold parts of each layer, and compute the same rows
-    expert      groups of this size, within a copy, hold all experts of a layer; each expert is cut over the groups
+    expert      groups of this size, within a replica, hold all experts of a layer; each expert is sharded over the groups
 
-Ranks are numbered with `tensor` fastest, then `context`, `shard` and `replicate`: those that talk most are neighbours.
+Ranks are numbered with `tensor` fastest, then `context`, `shard` and `replicate`: ranks that communicate most are
+neighbours.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MeshShape:
-    """How many ranks each dimension of the mesh has; `expert` regroups the ranks of the others.
+    """Size of each mesh dimension; `expert` regroups the ranks of the other dimensions.
 
     Example: with four ranks and two replicas, ranks 0 and 1 hold the first copy of the weights, ranks 2 and 3 the second.
     """
@@ -41,21 +42,21 @@ class MeshShape:
 
     @property
     def data(self) -> int:
-        """Over how many parts samples are spread."""
+        """Number of data-parallel parts of a batch."""
         return self.replicate * self.shard
 
     @property
     def cuts(self) -> int:
-        """Ranks over which FSDP cuts a parameter that is no expert's."""
+        """Ranks over which FSDP shards a parameter outside the experts."""
         return self.shard * self.context
 
     @property
     def expert_cuts(self) -> int:
-        """Ranks over which FSDP cuts an expert's parameter."""
+        """Ranks over which FSDP shards an expert's parameter."""
         return self.copy // self.expert
 
     def data_rank(self, rank: int) -> int:
-        """Which part of the samples a rank computes."""
+        """The data-parallel part that a rank computes."""
         return rank // (self.context * self.tensor)
 
     def __str__(self) -> str:

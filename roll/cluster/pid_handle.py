@@ -1,4 +1,4 @@
-"""A process of this machine that must end."""
+"""A handle to a process of this machine, for killing it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _LOOK_S = 0.01
 
 @dataclass(frozen=True)
 class PidHandle:
-    """A process, told apart from a later one with the same number by the moment it began.
+    """A process, identified by its pid and start time, because the kernel reuses pids.
 
-    Where the system does not tell (no /proc), a process counts as gone.
+    Without /proc a process counts as ended.
     """
 
     pid: int
     began: str
-    """The kernel's clock when it began."""
+    """Its start time in kernel clock ticks, as in /proc."""
 
     @classmethod
     def of(cls, pid: int) -> PidHandle:
@@ -32,7 +32,7 @@ class PidHandle:
         return _began(self.pid) == self.began
 
     def end(self, deadline_s: float) -> bool:
-        """Kills it, also if it is stopped, and says whether it was gone in time. Blocks."""
+        """Kills the process, also if it is stopped; returns whether it ended within the deadline. Blocks."""
         until_s = time.monotonic() + deadline_s
         while self.is_there:
             if time.monotonic() > until_s:
@@ -44,11 +44,11 @@ class PidHandle:
 
 
 def _began(pid: int) -> str | None:
-    """When the process began; None if there is none, or nothing but its exit status."""
+    """The start time of a process; None if there is none, or only a zombie."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):
         return None
     threads, began = fields[16], fields[18]
-    # A first thread that has ended while others still do holds the process's memory and devices.
+    # A process whose main thread has exited still holds its memory and devices while other threads run.
     return None if state in "ZX" and int(threads) <= 1 else began

@@ -1,8 +1,7 @@
-"""A worker of the `local` executor in a process of its own, as each rank of a sharded trainer is.
+"""The handle of a worker that the `local` executor runs in a separate process, such as a rank of a sharded trainer.
 
-What always holds: a call ends in its answer, or in `WorkerDied` once the process has ended, however that happened; calls
-begin there in the order in which they were made here; killing the process kills all that it started; the process ends
-with this one.
+Invariants: a call ends in its result, or in `WorkerDied` once the process has ended for any reason; calls start on the
+worker in the order they were made; killing the process also kills its child processes; the process ends with this one.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from roll.process.managed_process import ManagedProcess
 _COMMAND = command("roll.cluster.process_main")
 _CHUNK_BYTES = 1 << 20
 _REAP_S = 5.0
-"""For a process that broke its connection to end, so that what ended it can be told."""
+"""How long to wait for the exit of a process that closed its connection, so that the error can name its exit reason."""
 _END_S = 60.0
-"""For a killed process to be gone: one with much memory takes a while."""
+"""Deadline for a killed process to end: freeing much memory takes a while."""
 
 
 class ProcessHandle:
@@ -47,37 +46,37 @@ class ProcessHandle:
         self.place = place
         self.incarnation = 0
         self.bytes = 0
-        """Of calls and results so far."""
+        """Bytes of calls and results so far."""
         self._make = make
         self._log = log
         self._log_bytes = log_bytes
         self._where = "not started yet"
         self._connection: _Connection | None = None
         self._spare: _Connection | None = None
-        """A process that has imported what the worker needs, for its next start."""
+        """A spare process that has done the worker's imports, for the next restart."""
 
     async def start(self, silent_s: float) -> None:
-        """Starts the process and makes the worker in it; the executor bounds how long that may take. A process that
-        answers no ping for `silent_s` meanwhile is given up. A start that fails or is given up leaves no process."""
+        """Starts the process and creates the worker in it; the executor has a deadline for it. The start fails if the
+        process answers no ping for `silent_s`. A start that fails or is cancelled leaves no process."""
         spare, self._spare = self._spare, None
         if spare is not None:
             try:
                 await self._start_in(spare, silent_s)
                 return
             except (WorkerDied, CallTimedOut):
-                await spare.end(_END_S)  # it was lost meanwhile
+                await spare.end(_END_S)  # the spare has died or hangs
         await self._start_in(await self._process(), silent_s)
 
     async def keep_spare(self, warm: Callable[[], None]) -> None:
-        """Has another process ready, which has been sent what makes the worker and has called `warm`: what the two import
-        is the longest part of a start."""
+        """Keeps a spare process ready that has unpickled `make` and called `warm`: their imports are the longest part of
+        a start."""
         if self._spare is not None and self._spare.is_open:
             return
         spare = self._spare = await self._process()
         try:
             await self._ask_in(spare, cloudpickle.dumps(WarmUpMessage(self._make, warm)), "its warm-up")
         except BaseException:
-            if self._spare is spare:  # else it is the worker's by now
+            if self._spare is spare:  # else a restart is already using it
                 self._spare = None
                 spare.kill()
             raise
@@ -90,7 +89,7 @@ class ProcessHandle:
         return _Connection(child, self.place.name, self._log)
 
     async def _start_in(self, process: _Connection, silent_s: float) -> None:
-        """Makes the worker in a process."""
+        """Creates the worker in a process."""
         self._connection = process
         try:
             self._where = (await self._made(silent_s)).where
@@ -102,7 +101,7 @@ class ProcessHandle:
         asking = self._ask(cloudpickle.dumps(StartMessage(self.place, self._log, self._make)), "its start")
         starting: asyncio.Future[StartInfo] = asyncio.ensure_future(asking)
         try:
-            # waits: the executor bounds every start; how long an interpreter takes to begin says nothing
+            # waits: the executor bounds every start; `silent_s` does not apply to the start of the interpreter
             await self._reached.ask(b"")
             while not starting.done():
                 await asyncio.wait({starting}, timeout=silent_s / 2)
@@ -123,7 +122,7 @@ class ProcessHandle:
             raise CallTimedOut(self.place.name, "ping", deadline_s) from None
 
     async def end(self, deadline_s: float) -> None:
-        """Kills the process; returns once it is gone, and what it had of its devices with it."""
+        """Kills the process; returns once it has ended and freed its device memory."""
         if self._connection is not None and not await self._connection.end(deadline_s):
             raise RunError(f"{self.place.name} ({self._where}) could not be ended within {deadline_s:g} s")
 
@@ -133,12 +132,12 @@ class ProcessHandle:
         self.incarnation += 1
 
     async def close(self, deadline_s: float) -> None:
-        """Closes the worker, then ends its process, also if closing fails or takes too long."""
+        """Closes the worker, then kills its process, also if closing fails or takes longer than the deadline."""
         try:
             async with asyncio.timeout(deadline_s):
                 await self._ask(cloudpickle.dumps(CloseMessage()), "close")
         except (TimeoutError, RunError):
-            pass  # it is ended now, which is all that closing is for then
+            pass  # the process is killed below anyway
         finally:
             spare, self._spare = self._spare, None
             if spare is not None:
@@ -180,7 +179,7 @@ class ProcessHandle:
 
 
 class _Connection:
-    """Requests to one process and their answers. A request that was given up is still sent, and its answer ignored."""
+    """Requests to one process and their results. A cancelled request is still sent, and its result is ignored."""
 
     def __init__(self, child: ManagedProcess, worker: str, log: Path | None) -> None:
         self._child = child
@@ -200,7 +199,7 @@ class _Connection:
         self._child.kill()
 
     async def ask(self, request: bytes) -> memoryview:
-        """The answer to a request; that to an empty one, a ping, is empty."""
+        """Sends a request and returns the result. An empty request is a ping, whose result is empty."""
         if not self.is_open:
             raise self._death()
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
@@ -214,7 +213,7 @@ class _Connection:
             del self._waiting[number]
 
     async def end(self, deadline_s: float) -> bool:
-        """Kills the process, also if it is stopped; whether it was gone in time."""
+        """Kills the process, also if it is stopped; returns whether it ended within the deadline."""
         self._child.kill()
         await asyncio.wait({self._child.exit}, timeout=deadline_s)
         if not self._child.exit.done():
@@ -223,7 +222,7 @@ class _Connection:
         return True
 
     async def _send(self) -> None:
-        """A piece at a time, so that what several workers are sent is in memory once."""
+        """Sends requests in chunks, so that arguments shared by several workers are in memory once."""
         try:
             while True:
                 # waits: for as long as the process lives
@@ -237,7 +236,7 @@ class _Connection:
             pass  # the process has ended, which `_read` notices too
 
     async def _read(self) -> None:
-        """Until the process ends; whoever waits for an answer then hears of it."""
+        """Reads results until the process ends; then all pending requests fail with `WorkerDied`."""
         reader = self._child.reader
         try:
             while True:
@@ -265,6 +264,6 @@ class _Connection:
 
 
 def _environment(place: WorkerPlacement) -> dict[str, str]:
-    """Libraries read these when they are imported."""
+    """Environment variables that libraries read at import."""
     threads = {"OMP_NUM_THREADS": str(place.threads)} if place.threads else {}
     return threads | ({"CUDA_VISIBLE_DEVICES": ""} if place.device == "cpu" else {})

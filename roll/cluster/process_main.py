@@ -1,11 +1,11 @@
-"""The process of a worker that the `local` executor runs apart from its own.
+"""Main module of a worker process of the `local` executor.
 
-Methods run in the main thread, where numeric libraries expect them. Calls begin in the order in which they arrived; a
-method that is a coroutine lets others run while it waits. A second thread reads the connection and answers pings, also
-while a method computes.
+Methods run in the main thread, where numeric libraries expect them. Calls start in the order in which they arrived; while
+a coroutine method waits, other calls run. A second thread reads the connection and answers pings, also while a method
+computes.
 
-The process ends with its parent, and only then: signals that a job scheduler or a terminal sends to all processes of a
-job are the parent's to handle, which may want to save first.
+The process ignores signals and ends with its parent: a job scheduler or a terminal sends signals to all processes of a
+job, and the parent, which handles them, may want to save first.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from roll.process.child_main import connect
 from roll.process.framing import HEADER, read_payload
 
 NUMBER = struct.Struct("!Q")
-"""Every payload begins with the number of its request; one that has nothing else is a ping or its answer."""
+"""Every payload begins with the number of its request; a payload with nothing else is a ping or its reply."""
 
 
 @dataclass(frozen=True)
 class StartMessage:
-    """Makes the worker."""
+    """Creates the worker."""
 
     place: WorkerPlacement
     log: Path | None
@@ -48,7 +48,7 @@ class StartMessage:
 
 @dataclass(frozen=True)
 class WarmUpMessage:
-    """Imports what the worker will need, by having it sent here, and does what else can be done before it is made."""
+    """Prepares the process for the worker: unpickling `make` imports the worker's modules; then `warm` is called."""
 
     make: Callable[[WorkerPlacement], Worker]
     warm: Callable[[], None]
@@ -79,7 +79,7 @@ class _Server:
         self.closed = asyncio.Event()
 
     def read(self) -> None:
-        """In a thread of its own, until the parent is gone, and this process with it."""
+        """Runs in a separate thread until the parent has ended; then this process exits."""
         stream = io.BufferedReader(socket.SocketIO(self._connection, "r"))
         while (payload := read_payload(stream)) is not None:
             if len(payload) == NUMBER.size:
@@ -107,7 +107,7 @@ class _Server:
     async def _done(self, request: StartMessage | WarmUpMessage | CallMessage | CloseMessage) -> CallResult | CallFailure:
         if isinstance(request, StartMessage):
             self._name = request.place.name
-            if request.log is not None:  # where this process's keeper writes what it prints
+            if request.log is not None:  # the parent redirects this process's stderr to it
                 log_to_stderr()
             self._host = WorkerRuntime(request.place, None, _get, None)
             return await self._host.start(request.make)

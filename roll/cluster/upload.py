@@ -1,6 +1,7 @@
-"""What of a folder is sent to the nodes of a cluster: code and small data, not what runs and exports left in it.
+"""Selects the files of a folder that Ray sends to the nodes of a cluster: code and small data, without run folders and,
+if the folder is too large, without model weights.
 
-Ray packs the folder into one file, hashes it and refuses 512 MiB and more (older versions 500).
+Ray packs the folder into one archive, hashes it and rejects 512 MiB and more (older versions 500).
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ NOT_SENT = (
     *("runs", ".git", ".hg", ".venv", "venv", "node_modules", "__pycache__"),
     *(".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", ".ipynb_checkpoints", ".tox", "wandb"),
 )
-"""Folders of these names, wherever they are."""
+"""Names of folders that are never sent, at any depth."""
 WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".onnx", ".h5", ".msgpack", ".distcp")
-"""Files that hold models, which are left out where the folder would be too large with them."""
+"""Suffixes of model files, which are left out if the folder would be too large with them."""
 MOST_BYTES = 400 << 20
-"""Packed it may not have 512 MiB; what is sent is mostly text, which packs well."""
+"""Limit of the unpacked size. Ray's limit is 512 MiB packed; the files are mostly text, which compresses well."""
 _RUN = frozenset({"config.yaml", "ledger.log"})
 _SHOWN = 5
 
 
 def excluded(folder: Path, most_bytes: int = MOST_BYTES) -> list[str]:
-    """What of a folder is not sent, as lines of a .gitignore: caches and environments, the folders of runs, and where the
-    rest is too large, files of weights."""
+    """The exclusions of a folder as lines of a .gitignore: caches and environments, run folders, and model files if the
+    rest is too large."""
     found = [*NOT_SENT, *(_line(run, folder) + "/" for run in _runs(folder))]
     sizes = _sizes(folder)
     if sum(sizes.values()) <= most_bytes:
@@ -36,7 +37,7 @@ def excluded(folder: Path, most_bytes: int = MOST_BYTES) -> list[str]:
 
 
 def too_large(folder: Path, said: str) -> UserError:
-    """That Ray refused the folder, with what is largest in it."""
+    """The error for a folder that Ray rejected as too large; it names the largest entries."""
     sizes: Counter[Path] = Counter()
     for file, size in _sizes(folder).items():
         if file.suffix.lower() not in WEIGHTS:
@@ -50,7 +51,7 @@ def too_large(folder: Path, said: str) -> UserError:
 
 
 def _walk(folder: Path) -> Iterator[tuple[Path, list[str]]]:
-    """The folders that may be sent, each with its files. Runs are passed over."""
+    """The folders that may be sent, each with its files. Run folders are skipped."""
     for path, folders, files in os.walk(folder):
         if set(files) >= _RUN and Path(path) != folder:
             folders.clear()
@@ -70,18 +71,18 @@ def _runs(folder: Path) -> list[Path]:
 
 
 def _sizes(folder: Path) -> dict[Path, int]:
-    """Every file that may be sent, with its bytes."""
+    """Every file that may be sent, with its size in bytes."""
     sizes = {}
     for path, names in _walk(folder):
         for name in names:
             try:
                 sizes[path / name] = (path / name).stat().st_size
-            except OSError:  # it is gone, or a link to nothing
+            except OSError:  # deleted in the meantime, or a broken link
                 continue
     return sizes
 
 
 def _line(path: Path, folder: Path) -> str:
-    """A path as a line of a .gitignore: from the folder on, with what means something there quoted."""
+    """A path as a line of a .gitignore: relative to the folder, with special characters escaped."""
     name = path.relative_to(folder).as_posix()
     return "/" + "".join(f"\\{char}" if char in "*?[]!# \\" else char for char in name)

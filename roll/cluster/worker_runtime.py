@@ -1,8 +1,8 @@
-"""A worker's process: makes the worker and passes calls on to it.
+"""The runtime of a worker process: creates the worker and executes calls on it.
 
-What always holds: an error never leaves as itself unless the method declared it (`@parallel(raises=...)`) or it is the
-user's or the run's; token columns of a result stay here and a reference travels; token columns of a batch among the
-arguments are fetched before the method sees them.
+Invariants: an exception is sent as itself only if the method declared it (`@dispatch(raises=...)`) or it is a `UserError`
+or `RunError`; token columns of a result stay in this process and the caller gets a reference; token columns of a batch
+argument are fetched before the method runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Put = Callable[[Columns], Any]
 
 @dataclass(frozen=True)
 class CallResult:
-    """What a call came to: a value, or a declared error."""
+    """The result of a call: a value, or a declared error."""
 
     value: Any = None
     error: Exception | None = None
@@ -43,16 +43,16 @@ class CallResult:
 
 @dataclass(frozen=True)
 class StartInfo:
-    """What a process says of itself once its worker is made."""
+    """Reported by a process once its worker is created."""
 
     where: str
     crowded: frozenset[str]
-    """The worker's methods whose calls travel together."""
+    """The worker's methods whose calls are sent in batches."""
 
 
 class WorkerRuntime:
-    """One worker's process, without the executor that runs it: `get` and `put` are its way to shared memory. Without
-    `put`, token columns of results travel whole."""
+    """Runs one worker in its process, independent of the executor: `get` and `put` access the object store. Without
+    `put`, token columns of results are sent in full."""
 
     def __init__(
         self, place: WorkerPlacement, log: Path | None, get: Get, put: Put | None, log_bytes: int = LIMIT_BYTES
@@ -64,7 +64,7 @@ class WorkerRuntime:
         self._worker: Worker | None = None
 
     async def start(self, make: Callable[[WorkerPlacement], Worker]) -> CallResult | CallFailure:
-        """Makes the worker, in the thread that its calls will run in: thread counts and cores are a thread's own."""
+        """Creates the worker in the thread that will execute its calls: thread counts and CPU affinity are per thread."""
         try:
             if self._log is not None:
                 _write_output_to(self._log, self._log_bytes)
@@ -100,7 +100,7 @@ class WorkerRuntime:
             return self._failure(error, method)
 
     async def call_packed(self, packed: bytes) -> bytes:
-        """A call that travelled as bytes, to an answer that does; what cannot be sent is told in it."""
+        """Executes a pickled call and returns its pickled result; a pickling error becomes a `CallFailure`."""
         method = "a call"
         try:
             method, args, kwargs = cloudpickle.loads(packed)
@@ -115,7 +115,7 @@ class WorkerRuntime:
             await worker.close()
 
     async def _here(self, arg: Any) -> Any:
-        """A batch with all its tokens in this process; anything else as it is."""
+        """A batch with all of its tokens in this process; any other argument unchanged."""
         if not isinstance(arg, Batch):
             return arg
         refs = [block.columns.ref for block in arg.blocks if isinstance(block.columns, RemoteRef)]
@@ -123,12 +123,12 @@ class WorkerRuntime:
         return arg.resolved(lambda wanted: [fetched[id(ref)] for ref in wanted])
 
     def _is_repeated(self, how: DispatchSpec) -> bool:
-        """Whether the result is the first rank's too, from whom the caller takes it: all ranks of a mesh compute a call
-        together, and only a method for all workers has something to say on each."""
+        """Whether the caller takes this result from rank 0 instead: the ranks of a mesh execute a call together, and only
+        `Dispatch.ALL` methods have a result per rank."""
         return self._place.mesh is not None and self._place.rank > 0 and how.dispatch is not Dispatch.ALL
 
     def _left_here(self, result: Any) -> Any:
-        """References in place of token columns."""
+        """The result with its token columns replaced by references."""
         put = self._put
         if put is None:
             return result
@@ -144,7 +144,7 @@ class WorkerRuntime:
         return result
 
     def _answer(self, error: Exception, method: str) -> CallResult | CallFailure:
-        """The error as itself, with a note where it comes from, if it can be sent."""
+        """The exception itself, with a note on its origin, if it can be pickled; else its description."""
         error.add_note(f"in {self._place.name}.{method} ({where()})")
         try:
             cloudpickle.loads(cloudpickle.dumps(error))
@@ -159,7 +159,7 @@ class WorkerRuntime:
 
 
 def unsent(failure: CallFailure) -> CallFailure:
-    """Of a call whose arguments did not arrive, or whose result could not leave or be read."""
+    """The failure of a call whose arguments or result could not be pickled or unpickled."""
     return replace(failure, causes=(*failure.causes, "an argument or a result that cannot be sent to another process"))
 
 
@@ -168,13 +168,13 @@ def where() -> str:
 
 
 def _own_cores(place: WorkerPlacement) -> set[int]:
-    """The numbers of a place's cores count through those this process may use."""
+    """The cores of a placement, which are indices into the cores that this process may use."""
     allowed = sorted(os.sched_getaffinity(0))
     return {allowed[core] for core in place.cores if core < len(allowed)} or set(allowed)
 
 
 def _write_output_to(log: Path, limit_bytes: int) -> None:
-    """Everything this process prints goes to the file, which takes at most so many bytes."""
+    """Redirects stdout and stderr of this process to a log of at most `limit_bytes`."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         like_its_folder(log.parent)
@@ -195,7 +195,7 @@ def _write_output_to(log: Path, limit_bytes: int) -> None:
 
 
 def log_to_stderr() -> None:
-    """What ROLL and other libraries have to say goes to standard error; what is printed has no secrets in it."""
+    """Sends log records of ROLL and other libraries to stderr; secrets are redacted from all output."""
     print_no_secrets()
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, force=True, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
