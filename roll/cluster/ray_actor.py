@@ -1,7 +1,7 @@
-"""One worker as a Ray actor, and the handle by which it is called.
+"""A worker as a Ray actor, and the handle that calls it.
 
-What always holds: an actor answers pings also while a method blocks its event loop, because they have a loop and a thread
-of their own; what an actor holds is lost with its process, and a caller then hears `TokensLost`.
+Invariants: an actor answers pings also while a method blocks its event loop, because pings have a separate event loop and
+thread; tokens that an actor holds are lost with its process, and fetching them then raises `TokensLost`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _HEALTH = "health"
 _CONCURRENT_CALLS = 10_000
 _CONCURRENT_PINGS = 100
 _TASK_S = 30.0
-"""For a task to start on another node."""
+"""Deadline for a Ray task to start on another node."""
 
 
 class ByteCounter:
-    """Bytes of calls and results that went through this process, references not counted with what they stand for."""
+    """Bytes of calls and results that went through this process; objects behind references are not counted."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -65,7 +65,7 @@ class ActorLocation:
     process: PidHandle
 
     async def clear(self, deadline_s: float) -> bool:
-        """Ends the process on its node, also if it is stopped; whether it was gone in time."""
+        """Kills the process on its node, also if it is stopped; returns whether it ended within the deadline."""
         if self.node == this_node():
             return await asyncio.to_thread(self.process.end, deadline_s)
         there = NodeAffinitySchedulingStrategy(self.node, soft=False)
@@ -75,7 +75,7 @@ class ActorLocation:
                 gone: bool = await task.remote(self.process, deadline_s)
         except TimeoutError:
             return False
-        except RayError:  # the node is gone, and the process with it
+        except RayError:  # the node is lost, and the process with it
             return True
         return gone
 
@@ -85,7 +85,7 @@ def _end(process: PidHandle, deadline_s: float) -> bool:
 
 
 class _Actor:
-    """What Ray runs: a host, and the object store as its shared memory."""
+    """The Ray actor: a worker runtime with Ray's object store."""
 
     def __init__(
         self, place: WorkerPlacement, log: Path | None, deadline_s: float, gpus: str | None, log_bytes: int
@@ -109,7 +109,7 @@ class _Actor:
         return await self._host.start(make)
 
     async def warm_up(self, make: Callable[[WorkerPlacement], Worker], warm: Callable[[], None]) -> None:
-        """Imports what the worker will need, by having it sent here, and does what else can be done before."""
+        """Prepares the process for the worker: unpickling `make` imports the worker's modules; then calls `warm`."""
         warm()
 
     async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> CallResult | CallFailure:
@@ -133,15 +133,15 @@ def new_actor(
     log_bytes: int = LIMIT_BYTES,
     **options: Any,
 ) -> Any:
-    """An actor for the place, with Ray's `options`; Ray never restarts it by itself. `gpus` are those it sees, where they
-    are others than Ray gives it."""
+    """Creates an actor for a placement, with Ray's `options`; Ray never restarts it by itself. `gpus`: its visible GPUs,
+    if they differ from those that Ray assigns."""
     kind = ray.remote(concurrency_groups={_HEALTH: _CONCURRENT_PINGS})(_Actor)
     options |= {"max_concurrency": _CONCURRENT_CALLS, "max_restarts": 0}
     return kind.options(**options).remote(place, log, deadline_s, gpus, log_bytes)
 
 
 def get_all(refs: Sequence[Any], deadline_s: float) -> list[Columns]:
-    """All at once, which costs much less than awaiting each. Blocks: call it in a thread."""
+    """Fetches all references at once, which is much cheaper than awaiting each. Blocks: call it in a thread."""
     try:
         found: list[Columns] = ray.get(list(refs), timeout=deadline_s)
     except ObjectLostError as error:
@@ -150,8 +150,8 @@ def get_all(refs: Sequence[Any], deadline_s: float) -> list[Columns]:
 
 
 class RayHandle:
-    """One worker's actor. It may travel to other actors; only where it was made its traffic is counted, and only there
-    another actor can take the worker's place."""
+    """The handle of one worker's actor. It can be sent to other actors; only the process that created it counts its bytes
+    and can restart the worker."""
 
     in_process = False
 
@@ -166,8 +166,8 @@ class RayHandle:
         crowded: frozenset[str] = frozenset(),
         traffic: ByteCounter | None = None,
     ) -> None:
-        """`crowded` names the worker's methods whose calls travel together, and `deadline_s` bounds each of their trips:
-        `Cluster` bounds calls, but what travels for many of them is no one's call."""
+        """`crowded`: the worker's methods whose calls are sent in batches. `deadline_s`: deadline of one batch; `Cluster`
+        has deadlines for calls only."""
         self.place = place
         self.incarnation = incarnation
         self._actor = actor
@@ -184,7 +184,7 @@ class RayHandle:
         return RayHandle, told
 
     async def start(self, make: Callable[[WorkerPlacement], Worker], silent_s: float | None = None) -> None:
-        """Makes the worker; one that answers no ping for `silent_s` meanwhile is given up."""
+        """Creates the worker; fails if the actor answers no ping for `silent_s` in the meantime."""
         self._home = await self._ask(self._reached.ping.remote(), "its start")
         starting = asyncio.ensure_future(self._ask(self._reached.start.remote(make), "its start"))
         try:
@@ -213,7 +213,7 @@ class RayHandle:
         return self._open(answer)
 
     async def _call_along(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """A call that travels with others."""
+        """Makes a call that is sent in a batch with others."""
         try:
             packed = cloudpickle.dumps((method, args, kwargs))
         except Exception as error:
@@ -253,19 +253,19 @@ class RayHandle:
 
     @property
     def _reached(self) -> Any:
-        """The actor. Once Ray has ended there is none, and to call it would start Ray anew."""
+        """The actor. Raises `WorkerDied` once Ray has been shut down, because a call would start Ray again."""
         if not ray.is_initialized():
             raise WorkerDied(self.place.name, "Ray has ended", self.log)
         return self._actor
 
     async def _ask(self, ref: Any, method: str) -> Any:
-        """What the actor answers. Its own failures are raised; those of its worker are answers."""
+        """The result of a call on the actor. Failures of the actor are raised; failures of its worker are results."""
         try:
             # waits: `Cluster` bounds every call, the executor every start
             return await ref
         except RayActorError as error:
             raise WorkerDied(self.place.name, reason(error), self.log) from None
-        except (RayTaskError, RaySystemError) as error:  # what the worker's own code raises comes as an answer
+        except (RayTaskError, RaySystemError) as error:  # (un)pickling failed: errors of the worker's code are results
             return _unsent(error, self.place.name, method, self._where)
         except RayError as error:
             raise WorkerDied(self.place.name, reason(error), self.log) from error
@@ -280,42 +280,42 @@ class RayHandle:
         await asyncio.wait_for(self._reached.close.remote(), deadline_s)
 
     async def warm_up(self, make: Callable[[WorkerPlacement], Worker], warm: Callable[[], None]) -> None:
-        """Prepares the process to start the worker at once some day."""
+        """Prepares a spare process for a fast start of the worker."""
         self._home = await self._ask(self._reached.ping.remote(), "its warm-up")
         await self._ask(self._reached.warm_up.remote(make, warm), "its warm-up")
 
     def kill(self) -> None:
-        if ray.is_initialized():  # else Ray has ended, and the actor with it
+        if ray.is_initialized():  # else Ray was shut down, and the actor with it
             ray.kill(self._actor)
 
     async def end(self, deadline_s: float) -> None:
-        """Kills the actor; returns once its process is gone, and what it had of its devices with it."""
+        """Kills the actor; returns once its process has ended and freed its device memory."""
         self.kill()
         if self._home is not None and not await self._home.clear(deadline_s):
             raise RunError(f"{self.place.name} ({self._where}) could not be ended within {deadline_s:g} s")
 
     def become(self, other: RayHandle) -> None:
-        """The worker's next incarnation is the other's actor."""
+        """Switches this handle to the actor of another handle: the restarted worker."""
         self._actor, self._where, self._home = other._actor, other._where, other._home
         self._crowded, self._crowd = other._crowded, None
         self.incarnation += 1
 
 
 def _raised(answer: Any) -> Any:
-    """The answer, unless it is a failure."""
+    """Returns the result, or raises `WorkerError` if it is a failure."""
     if isinstance(answer, CallFailure):
         raise WorkerError(answer)
     return answer
 
 
 def reason(error: Exception) -> str:
-    """What Ray says of an actor's end, without its advice."""
+    """Ray's reason for the death of an actor, without its advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1].partition(" Some common causes")[0] if lines else type(error).__name__
 
 
 def _unsent(error: RayError, worker: str, method: str, where: str) -> CallFailure:
-    """A call whose arguments did not arrive, or whose result could not leave or be read here."""
+    """The failure of a call whose arguments or result could not be pickled or unpickled."""
     cause = getattr(error, "cause", None) or error
     failure = CallFailure.of(getattr(cause, "client_exc", cause), worker, method, where)
     return unsent(replace(failure, trace=re.sub(r"\x1b\[\d*m", "", str(error))))

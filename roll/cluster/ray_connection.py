@@ -1,4 +1,4 @@
-"""The connection to Ray: joining the cluster the config names, or starting Ray here, and what its nodes have."""
+"""The connection to Ray: joins the configured cluster or starts Ray on this machine, and lists the nodes' resources."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 _FACTS_S = 60.0
 _REACH_S = 5.0
-"""Ray itself tries for minutes to reach an address nobody listens at."""
+"""Deadline for reaching the configured address; Ray itself would retry for minutes."""
 _TOO_LARGE = re.compile(r"Package size \(.*?\) exceeds the maximum size of [\d.]+\s?\w+")
 
 
 @dataclass(frozen=True)
 class NodeResources:
-    """A node of the cluster as Ray counts it."""
+    """A node of the cluster with its resources as Ray reports them."""
 
     id: str
     host: str
@@ -40,18 +40,18 @@ class NodeResources:
     gpus: int
     memory_bytes: int
     gpu_bytes: int
-    """Memory of each GPU, 0 if it could not be found out."""
+    """Memory of its smallest GPU, 0 if unknown."""
 
 
 def connect(config: RayConfig, root: str = "") -> None:
-    """Joins the cluster at the config's address, or starts Ray on this machine if it names none. `root` is the folder of
-    the user's code, which the nodes of a cluster get a copy of."""
+    """Joins the cluster at the config's address, or starts Ray on this machine without one. `root` is the folder of the
+    user's code, which is copied to the nodes of a joined cluster."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if config.address is None:
         settings |= {"address": "local", "include_dashboard": False}
-        # What Ray has started here ends within seconds after its head has, also when that was killed. This process has
-        # the same limit, and needs some of it to end in order.
+        # Ray's processes end this long after their head has died, also if it was killed. The limit applies to this
+        # process too, which needs some of that time for an orderly end.
         os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "30")
         if config.object_store_gb:
             settings["object_store_memory"] = int(config.object_store_gb * 2**30)
@@ -73,7 +73,7 @@ def connect(config: RayConfig, root: str = "") -> None:
 
 
 def this_node() -> str:
-    """Id of the node this process is on."""
+    """Id of this process's node."""
     here: str = ray.get_runtime_context().get_node_id()
     return here
 
@@ -95,7 +95,7 @@ def node_facts() -> list[NodeResources]:
 
 
 def node_names() -> dict[str, str]:
-    """How messages call the nodes, by their ids: counted as in a device map."""
+    """Names of the nodes for messages, by node id; numbered as in a device map."""
     return {
         node["NodeID"]: f"node{number} ({node['NodeManagerHostname']}, {node['NodeManagerAddress']})"
         for number, node in enumerate(_alive())
@@ -103,7 +103,7 @@ def node_names() -> dict[str, str]:
 
 
 def head_address() -> str:
-    """Where the head of the cluster that is joined listens."""
+    """Address of the head of the connected cluster."""
     address: str = ray.get_runtime_context().gcs_address
     return address
 
@@ -116,12 +116,12 @@ def _alive() -> list[dict[str, Any]]:
 
 
 def _reach(address: str) -> None:
-    """Refuses an address nobody listens at. What names none is Ray's to judge."""
+    """Raises `UserError` if nothing listens at a host:port address. Ray itself checks other forms of addresses."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         return
     if host in ("localhost", "127.0.0.1", "::1"):
-        host = ray.util.get_node_ip_address()  # where a cluster of this machine listens
+        host = ray.util.get_node_ip_address()  # a cluster on this machine listens at this address
     try:
         # waits: its second argument is the limit
         socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
@@ -130,18 +130,19 @@ def _reach(address: str) -> None:
 
 
 def _with_code(given: Mapping[str, Any], root: str) -> dict[str, Any]:
-    """A runtime environment with the code for workers; what is `given` counts."""
+    """A runtime environment with the code for workers; settings in `given` take precedence."""
     code = _code_for_workers(root)
     variables = {**code.get("env_vars", {}), **given.get("env_vars", {})}
     if "working_dir" in given:
-        variables.pop(SENT_FOLDER, None)  # the user says what the workers' folder is
+        variables.pop(SENT_FOLDER, None)  # the user chose the workers' folder
     lines = [*code.get("excludes", ()), *given.get("excludes", ())]
     return {**code, **given, **({"excludes": lines} if lines else {}), "env_vars": variables}
 
 
 def _code_for_workers(root: str = "") -> dict[str, Any]:
-    """How the nodes of a cluster get this code and the user's: the working directory if the root is in it, or else the
-    root; and this package if it is elsewhere and not installed. A job that Ray runs has its environment already."""
+    """The runtime environment that copies this package and the user's code to the nodes: the working directory if the
+    root is in it, else the root; and this package if it is elsewhere and not installed. Empty for a Ray job, which
+    already has its environment."""
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
         return {}
     folder, package = _folder_to_send(Path(root) if root else Path.cwd()), Path(__file__).parents[1]
@@ -153,8 +154,9 @@ def _code_for_workers(root: str = "") -> dict[str, Any]:
 
 
 def _folder_to_send(root: Path) -> Path:
-    """The working directory, which may hold code that the root's refers to, if the root is in it and is sent with it. Of
-    the code that a run keeps, all of it: runs are not sent."""
+    """The folder to copy: the working directory, which may contain code that the root imports, if the root is in it and
+    not excluded; else the root. If the root is in the code folder that a run keeps, that whole folder: run folders are
+    excluded from the working directory."""
     for folder in (root, *root.parents):
         if folder.name == "files" and (folder.parent / "manifest.json").is_file():
             return folder
@@ -168,7 +170,7 @@ def _is_installed(package: Path) -> bool:
 
 
 def _gpu_bytes(node: str) -> int:
-    """Asks a node for the memory of its smallest GPU."""
+    """Queries a node for the memory of its smallest GPU."""
     task = ray.remote(_ask_driver_for_memory).options(
         num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
     )

@@ -1,9 +1,8 @@
-"""The `ray` executor: every worker an actor in a process of its own, on devices that were reserved for it.
+"""The `ray` executor: every worker is an actor in its own process, on devices that were reserved for it.
 
-What always holds: all of a run's devices are one placement group, so a run has all of them or none; an actor sees its own
-GPUs and no others, whoever else has them; a worker is restarted on the devices it had, after its old process is gone;
-whatever ends the executor, no actor of it stays. Ray is started for the run if it is not told where to join; what it
-started, it stops.
+Invariants: all devices of a run are one placement group, so a run gets all of them or none; an actor sees only its own
+GPUs; a worker is restarted on the same devices, after its old process has ended; no actor outlives the executor. Without
+`ray.address` the executor starts Ray for the run, and then also stops it.
 """
 
 from __future__ import annotations
@@ -37,26 +36,26 @@ from roll.process.structured_gather import together
 W = TypeVar("W", bound=Worker)
 T = TypeVar("T")
 Seat: TypeAlias = tuple[str, int | None]
-"""A node, and the number of one of its GPUs; None for its cores."""
+"""A node and the index of one of its GPUs, or None for its CPU cores."""
 
 _CLOSE_S = 10.0
-"""For all workers to close; then they are ended."""
+"""Deadline for all workers to close; then the executor kills them."""
 _END_S = 60.0
-"""For a killed process to be gone: one with much memory takes a while."""
+"""Deadline for a killed process to end: freeing much memory takes a while."""
 
 _HEAD_S = 3.0
-"""After which a silent head of Ray is lost: where it was started here, and it has no other machine to be slow on."""
+"""How long Ray's head may be silent before it counts as lost, if it was started on this machine."""
 _FAR_HEAD_S = 8.0
-"""The same of a cluster that was joined: such a head may be restarted with what it knew."""
+"""The same for the head of a joined cluster, which may be restarted with its state."""
 _ASK_S = 3.0
 
 
 class RayExecutor:
-    """Joins the cluster the config names, or starts Ray on this machine, when it is first needed."""
+    """Joins the configured cluster, or starts Ray on this machine, on first use."""
 
     def __init__(self, config: RayConfig, log_dir: Path | None = None, silent_s: float = 60.0, root: str = "") -> None:
-        """`silent_s`: a worker that answers no ping for so long while it is started again is given up. `root` is the
-        folder of the user's code."""
+        """`silent_s`: a restart fails if the worker answers no ping for this long. `root` is the folder of the user's
+        code."""
         self._root = root
         self._config = config
         self._silent_s = silent_s
@@ -64,18 +63,18 @@ class RayExecutor:
         self._log_bytes = LIMIT_BYTES
         self._traffic = ByteCounter()
         self._workers: dict[RayHandle, Callable[[WorkerPlacement], Worker]] = {}
-        """What made each worker, the oldest first."""
+        """The function that creates each worker, oldest worker first."""
         self._restarting: set[RayHandle] = set()
         self._spares: dict[RayHandle, RayHandle] = {}
-        """A warm process for each worker that is to be restarted fast."""
+        """Warm spare processes, by the worker that they replace."""
         self._spare_places: set[WorkerPlacement] = set()
         self._group: PlacementGroup | None = None
         self._bundles: dict[Seat, int] = {}
-        """Bundle number by seat."""
+        """Index of the placement-group bundle of each device."""
         self._shares: Counter[Seat] = Counter()
-        """Workers and spares that are at home in each bundle: a worker of several GPUs in that of its first."""
+        """Number of workers and spares per bundle; a worker with several GPUs counts in the bundle of its first."""
         self._gpu_names: dict[Seat, str] = {}
-        """How the driver of a node names the GPUs of workers that have several: which they are, Ray decides."""
+        """Driver names of the GPUs of multi-GPU workers; Ray chooses the physical GPUs."""
         self._watch: NodeWatch | None = None
         self._owner = False
 
@@ -88,7 +87,7 @@ class RayExecutor:
         return self._traffic.bytes
 
     def write_logs_to(self, folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:
-        """Where workers started from now on write what they print, a file each."""
+        """Sets the folder for the logs of workers that start from now on: one log per worker."""
         self._log_dir, self._log_bytes = folder, limit_bytes
 
     def connect(self) -> None:
@@ -103,7 +102,7 @@ class RayExecutor:
         return node_facts()
 
     def reserve(self, places: Sequence[WorkerPlacement], spares: Sequence[WorkerPlacement] = ()) -> None:
-        """Takes the devices of all places at once, or says what the cluster lacks."""
+        """Reserves the devices of all placements at once; raises `RunError` with the free resources if that fails."""
         self.connect()
         self._watch_nodes()
         cores_of = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]}
@@ -152,7 +151,8 @@ class RayExecutor:
         return None if self._watch is None else self._watch.lost(place.node)
 
     async def _unless_lost(self, place: WorkerPlacement, work: Awaitable[T]) -> T:
-        """What comes of some work at a place, or `NodeLost` when its node is lost meanwhile: Ray would wait for it."""
+        """Awaits work on a placement; raises `NodeLost` if its node is lost in the meantime, because Ray would wait for
+        the node."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
@@ -164,7 +164,7 @@ class RayExecutor:
             task.cancel()
 
     def _names_of(self, seats: Sequence[Seat]) -> dict[Seat, str]:
-        """Asks the node of each GPU how it is named there."""
+        """Queries the node of each GPU for its driver name."""
         assert self._group is not None
         task, asked = ray.remote(_gpu_name), []
         for seat in seats:
@@ -215,8 +215,8 @@ class RayExecutor:
         return own
 
     async def _successor(self, old: RayHandle) -> RayHandle:
-        """Another actor at the old one's place: its spare if that lives, else one whose devices Ray gives it once the old
-        one's are free."""
+        """A new actor for the old one's placement: its spare if that is alive, else a new one, which Ray schedules once
+        the old actor's devices are free."""
         spare = self._spares.pop(old, None)
         if spare is not None:
             try:
@@ -229,11 +229,11 @@ class RayExecutor:
         make = self._workers.get(old)
         if make is None:
             raise RunError(f"{old.place.name} cannot be restarted: its executor was closed")
-        self._workers[new] = make  # so that closing finds it
+        self._workers[new] = make  # so that `close` finds it
         try:
             await self._in_time(new.start(make, self._silent_s), f"{old.place.name} has")
         except CallTimedOut:
-            await new.end(_END_S)  # a stopped process does not hear that it is killed
+            await new.end(_END_S)  # Ray's kill does not reach a stopped process
             raise
         except BaseException:
             new.kill()
@@ -255,7 +255,7 @@ class RayExecutor:
         return batch.resolved(lambda wanted: [values[id(ref)] for ref in wanted])
 
     async def close(self) -> None:
-        """Closes every worker, the youngest first, then ends their processes, then Ray if this executor started it."""
+        """Closes every worker, newest first, then kills their processes, then stops Ray if this executor started it."""
         handles = [*self._spares.values(), *list(self._workers)[::-1]]
         self._workers.clear()
         self._spares.clear()
@@ -263,8 +263,8 @@ class RayExecutor:
         try:
             for handle in handles if self.failure is None else ():
                 if self._watch is not None and self._watch.lost(handle.place.node) is not None:
-                    continue  # Ray would wait for its node until the deadline
-                # One that is dead or hangs is killed below, which is all that closing is for then.
+                    continue  # Ray would wait for the lost node until the deadline
+                # A dead or hung worker is killed below.
                 await asyncio.gather(handle.close(max(end_s - time.monotonic(), 0.1)), return_exceptions=True)
         finally:
             for handle in handles:
@@ -276,7 +276,7 @@ class RayExecutor:
             self.disconnect()
 
     def disconnect(self) -> None:
-        """Leaves Ray, and stops it if it was started here. Safe to repeat."""
+        """Disconnects from Ray, and stops it if this executor started it. Idempotent."""
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
@@ -288,7 +288,7 @@ class RayExecutor:
         return None if self._log_dir is None else self._log_dir / f"{place.role}-{place.rank}.log"
 
     def _handle(self, place: WorkerPlacement, log: Path | None) -> RayHandle:
-        """A new actor at the place; its worker is not made yet."""
+        """Creates an actor for a placement; its worker is not created yet."""
         seats = _seats(place)
         seat = seats[0]
         assert self._group is not None, "devices are reserved before workers start"
@@ -296,13 +296,13 @@ class RayExecutor:
         index = self._bundles[seat]
         cores = self._group.bundle_specs[index].get("CPU", 0)
         on_gpu = seat[1] is not None
-        # An actor's process sees its own GPUs and no other, counted from 0.
+        # An actor's process sees only its own GPUs, numbered from 0.
         seen = replace(place, device="cuda:0", gpus=tuple(range(len(seats)))) if on_gpu else place
         actor = new_actor(
             seen,
             log,
             self.deadline_s,
-            # Ray shows an actor the GPU of its bundle; one of several GPUs is told all of them.
+            # Ray makes only the GPU of its bundle visible; a multi-GPU worker gets the names of all of its GPUs.
             ",".join(self._gpu_names[each] for each in seats) if len(seats) > 1 else None,
             self._log_bytes,
             num_cpus=int(cores * share * 1e4) / 1e4,
@@ -313,14 +313,14 @@ class RayExecutor:
 
 
 def _seats(place: WorkerPlacement) -> list[Seat]:
-    """What a place takes of the cluster: each of its GPUs, or some cores of its node."""
+    """The devices of a placement: each of its GPUs, or the CPU cores of its node."""
     if not place.device.startswith("cuda"):
         return [(place.node, None)]
     return [(place.node, gpu) for gpu in place.gpus or (int(place.device.removeprefix("cuda:")),)]
 
 
 def _gpu_name() -> str:
-    """How the driver names the one GPU that this task has."""
+    """The driver's name of this task's GPU."""
     (name,) = ray.get_runtime_context().get_accelerator_ids()["GPU"]
     return str(name)
 

@@ -1,9 +1,8 @@
-"""Which nodes of the cluster are lost, and whether Ray itself still answers.
+"""Detects lost nodes of the Ray cluster, and whether Ray itself still answers.
 
-A node is lost when Ray's list says so, or when its raylet refuses connections: Ray's own health check takes 15 seconds
-and more to find a raylet that was killed, and longer where several are. What always holds: a lost node stays lost,
-because one that comes back has another id; no look at Ray holds up the event loop: Ray's own calls hang for a minute once
-its head is gone.
+A node is lost when Ray lists it as dead, or when its raylet refuses connections: Ray's own health check takes 15 seconds
+and more to detect a killed raylet, and longer for several. Invariants: a lost node stays lost, because a node that comes
+back has a new id; no query to Ray blocks the event loop, because Ray's calls hang for a minute once its head is gone.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from ray.exceptions import RayError
 
 LOOK_S = 1.0
 REFUSED_S = 3.0
-"""A raylet that has refused connections for that long is gone."""
+"""A node is lost once its raylet has refused connections for this long."""
 _CONNECT_S = 2.0
 _JOIN_S = 3.0
 _HEAD = "the head of Ray's cluster"
 
 
 class NodeWatch:
-    """Looks once a second, in threads of its own, from `start` to `stop`."""
+    """Polls once per second, in two threads, from `start` to `stop`."""
 
     def __init__(
         self, names: Mapping[str, str], own: str, head: str, silent_s: float, refused_s: float = REFUSED_S
     ) -> None:
-        """`names` are the nodes by their ids, `own` is the one this process is on, `head` where Ray's head listens: it is
-        lost when nothing has listened there for `silent_s`. Other nodes are lost when they have answered and then refuse
-        connections for `refused_s`."""
+        """`names`: names of the nodes by id. `own`: id of this process's node. `head`: address of Ray's head, which is
+        lost when no connection succeeds for `silent_s`. A node is lost when its raylet has accepted a connection before
+        and then refuses connections for `refused_s`."""
         self.failure: str | None = None
-        """Why no worker can be reached any more."""
+        """Why no worker can be reached; None while Ray is alive."""
         self._names, self._own = names, own
         self._head = head
         self._silent_s = silent_s
@@ -53,38 +52,38 @@ class NodeWatch:
             thread.start()
 
     def stop(self) -> None:
-        """Asks Ray for nothing from now on."""
+        """Stops polling Ray."""
         self._stopped.set()
         for thread in self._threads:
             thread.join(_JOIN_S if self.failure is None else 0.0)
 
     def lost(self, node: str) -> str | None:
-        """What a lost node is called, and why Ray says that it is lost; None for one that is there."""
+        """The name of a lost node and why it is lost; None for a live node."""
         return self._lost.get(node)
 
     async def look_now(self, most_s: float) -> None:
-        """Returns once Ray's list of nodes has been taken over, or after `most_s`."""
+        """Polls the nodes now; returns when that is done, or after `most_s`."""
         loop, seen = asyncio.get_running_loop(), asyncio.Event()
 
         def look() -> None:
             self.look()
-            with suppress(RuntimeError):  # the loop has ended by now
+            with suppress(RuntimeError):  # the event loop has been closed
                 loop.call_soon_threadsafe(seen.set)
 
-        # No thread of the loop's own, which waits for all of them when it ends.
+        # Not a thread of the event loop's executor: the loop waits for those when it ends.
         threading.Thread(target=look, daemon=True).start()
         with suppress(TimeoutError):
             async with asyncio.timeout(most_s):
                 await seen.wait()
 
     def look(self) -> None:
-        """Takes over what Ray says of its nodes. Blocks, for a minute when Ray's head is gone."""
-        if self._stopped.is_set() or not ray.is_initialized():  # to ask Ray then would start it anew
+        """Updates the lost nodes from Ray's list and the raylets. Blocks, for a minute if Ray's head is gone."""
+        if self._stopped.is_set() or not ray.is_initialized():  # a query would start Ray again
             return
         try:
             nodes = ray.nodes()
         except (RayError, OSError, RuntimeError):
-            return  # whether Ray is gone is the other thread's to say
+            return  # the other thread detects whether Ray is gone
         for node in nodes:
             if not node["Alive"] and node["NodeID"] in self._names:
                 why = node.get("DeathReasonMessage") or "Ray does not say why"
@@ -95,8 +94,8 @@ class NodeWatch:
             self.failure = f"this program runs on {self._lost[self._own]}"
 
     def _look_at_raylet(self, node: Mapping[str, Any]) -> None:
-        """A refused connection means that no process listens any more. Silence may be a slow network, and is left to
-        Ray's health check, and so is a raylet that this process could never reach."""
+        """Checks whether a raylet refuses connections, which means that its process has ended. A timeout may be a slow
+        network; Ray's health check decides then, and also for a raylet that this process could never reach."""
         id, host, port = node["NodeID"], node.get("NodeManagerAddress"), node.get("NodeManagerPort")
         if not host or not port:
             return

@@ -1,33 +1,35 @@
-"""Supervision of workers: one that dies or hangs is noticed, reported, and brought back.
+"""The supervisor: detects workers that die or hang, reports them, and restarts them.
 
     supervisor = Supervisor(RestartPolicy())
     supervisor.watch(engines, lost=router.lost, restored=give_weights)
     await asyncio.wait({run, supervisor.failed}, return_when=asyncio.FIRST_COMPLETED)
 
-The life of a watched worker, which a task of its own drives:
+The life cycle of a watched worker, driven by one task per worker:
 
     well ── died, or silent for hang_s ──▶ lost ── back-off ──▶ restarting ──▶ restoring ──▶ well
                                             ▲                       │              │
                                             └── a failure, counted ─┴──────────────┘
 
-The ranks of a group (`Cluster.is_group`) are watched as one worker: it is lost when any of them is, all of them are ended
-at once and restarted together; `lost` is called with the rank that was lost, `restored` with rank 0.
+The ranks of a group (`Cluster.is_group`) are watched as one worker: it is lost when any rank is; then all ranks are ended
+at once and restarted together. `lost` is called with the rank that failed, `restored` with rank 0.
 
-A worker whose node is lost (`Cluster.lost_node`) is not restarted: it is retired, and the role goes on with the others.
-With the last of them, or one of a role that is not restarted or is a group, the supervisor has failed.
+A worker whose node is lost (`Cluster.lost_node`) is not restarted: it is retired, and the role continues with the other
+workers. The supervisor fails if the retired worker was the last one of its role, or if its role is not restarted or is a
+group.
 
-What always holds:
+Invariants:
 - `retired` is called once for each worker that is never restarted because its node is lost: instead of `lost`, or after
   it if the node was lost during a restart.
-- `lost` is called once each time a worker leaves `well`, before anything is done about it.
-- `restored` is awaited only for a worker that has just been restarted, and only when it has returned the worker is well.
-  Pings go on meanwhile: if the worker is lost again, it is cancelled. It may run for several workers at once.
-- The wait before a restart is `backoff_s` after a worker's first failure within `window_s`, and twice the last after each
-  further one, `backoff_most_s` at most: 0.5, 1, 2, 4, … 30 s.
-- With more than `restarts` failures of a worker within `window_s`, or of a role if it has no more workers than that, else
-  more than one a worker, the supervisor has failed: `failed` gets the error, and from then on nothing is reported or
-  restarted.
-- No wait is unbounded: a ping ends after `hang_s`, a restart by the executor's deadline, `restored` by the cluster's.
+- `lost` is called once each time a worker leaves `well`, before the supervisor does anything else about it.
+- `restored` is awaited only for a worker that has just been restarted; the worker is `well` once `restored` has returned.
+  Pings continue during `restored`: if the worker is lost again, `restored` is cancelled. It may run for several workers
+  at once.
+- The wait before a restart is `backoff_s` after a worker's first failure within `window_s` and doubles with each further
+  one, up to `backoff_most_s`: 0.5, 1, 2, 4, … 30 s.
+- A worker may fail `restarts` times within `window_s`, and a role max(`restarts`, number of its workers) times. After one
+  failure more the supervisor fails: `failed` gets the error, and from then on nothing is reported or restarted.
+- No wait is unbounded: a ping ends after `hang_s`, a restart after the executor's deadline, `restored` after the
+  cluster's.
 """
 
 from __future__ import annotations
@@ -53,17 +55,18 @@ State = Literal["well", "lost", "restarting", "restoring", "gone"]
 _log = logging.getLogger(__name__)
 
 _END_S = 5.0
-"""For a task that was cancelled to end."""
+"""How long to wait for a cancelled task to end."""
 
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """When a worker counts as lost, and how often one is brought back."""
+    """When a worker counts as lost, and how often it is restarted."""
 
     ping_s: float = 1.0
     hang_s: float = 60.0
     restarts: int = 5
-    """Failures within `window_s` that are mended, of one worker and of a small role; one more ends the run."""
+    """Restarts allowed within `window_s` per worker, and per role (a role with more workers is allowed one restart per
+    worker); one more failure ends the run. 0 allows none."""
     window_s: float = 600.0
     backoff_s: float = 0.5
     backoff_most_s: float = 30.0
@@ -80,21 +83,21 @@ class WorkerStatus:
     """Seconds since it last answered."""
     incarnation: int
     why: str
-    """What was last wrong with it; empty if nothing was."""
+    """Its last error; empty if there was none."""
 
 
 class Supervisor:
-    """Made inside a running event loop, by whose clock it measures."""
+    """Must be created inside a running event loop, whose clock it uses."""
 
     def __init__(self, policy: RestartPolicy | None = None) -> None:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Gets the error that ends the run; None when the supervisor is closed. Wait for it by `asyncio.wait`."""
+        """Gets the error that ends the run, or None when the supervisor is closed. Wait for it with `asyncio.wait`."""
         self._policy = policy or RestartPolicy()
         self._watches: dict[tuple[str, int], _Watch] = {}
         self._failures: dict[str, _Failures] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._endless: set[asyncio.Task[Any]] = set()
-        """Those of the tasks that end with the supervisor."""
+        """Those of `_tasks` that `close` cancels."""
 
     def watch(
         self,
@@ -104,11 +107,11 @@ class Supervisor:
         restart: bool = True,
         retired: Lost = lambda rank, why: None,
     ) -> None:
-        """Watches every worker of a role from now on, instead of what was watched of it before.
+        """Watches every worker of a role, replacing an earlier watch of the role.
 
-        `lost(rank, why)`: the first line of `why` says it all; the end of the worker's log may follow. Without `restart`
-        nothing else is done about a lost worker, and it is not watched any more. `retired(rank, why)`: its node is lost.
-        Once the supervisor has failed or is closed, this does nothing.
+        `lost(rank, why)`: the first line of `why` is the reason; the end of the worker's log may follow. Without
+        `restart`, a lost worker is reported but not restarted or pinged again. `retired(rank, why)`: its node is lost.
+        Has no effect once the supervisor has failed or is closed.
         """
         self.unwatch(cluster.role)
         if self.failed.done():
@@ -121,27 +124,27 @@ class Supervisor:
             watch.task = self.spawn(watch.run(self._policy.ping_s * ranks[0] / len(cluster)))
 
     def unwatch(self, role: str) -> None:
-        """Leaves a role alone; a restart in progress is given up."""
+        """Stops watching a role and cancels its restarts in progress."""
         for key in [key for key in self._watches if key[0] == role]:
             self._watches.pop(key).task.cancel()
 
     def probe_now(self, role: str, rank: int) -> None:
-        """Has a worker pinged at once; one that is not watched is ignored."""
+        """Pings a worker at once; has no effect on a worker that is not watched."""
         if (watch := self._watches.get((role, rank))) is not None:
             watch.suspected.set()
 
     def mark_unhealthy(self, role: str, rank: int, why: str) -> None:
-        """Treats a worker as lost though it answers pings: whoever uses it says that it does not work."""
+        """Treats a worker as lost although it answers pings, because its users found that it does not work."""
         if (watch := self._watches.get((role, rank))) is not None:
             watch.condemned = WorkerDied(f"{role}[{rank}]", (why or "it does not work").splitlines()[0])
             watch.suspected.set()
 
     def status(self) -> list[WorkerStatus]:
-        """Of every worker, and of every group."""
+        """One status per worker, and one per group."""
         return [watch.status() for watch in dict.fromkeys(self._watches.values())]
 
     async def close(self) -> None:
-        """Gives up everything in progress, and returns when it has ended. Safe to repeat, and inside a callback."""
+        """Cancels all watches and restarts, and waits until they have ended. Idempotent; may be called in a callback."""
         if not self.failed.done():
             self.failed.set_result(None)
         for role in {role for role, _ in self._watches}:
@@ -152,8 +155,8 @@ class Supervisor:
             await asyncio.wait(self._tasks, timeout=_END_S)
 
     def spawn(self, work: Coroutine[Any, Any, T], endless: bool = False) -> asyncio.Task[T]:
-        """A task that closing waits for. Closing cancels one that is `endless`; any other ends by itself, or is cancelled
-        by who spawned it."""
+        """Starts a task that `close` waits for. `close` cancels `endless` tasks; other tasks end by themselves or are
+        cancelled by their creator."""
         task = asyncio.get_running_loop().create_task(work)
         for tasks in (self._tasks, self._endless) if endless else (self._tasks,):
             tasks.add(task)
@@ -163,25 +166,25 @@ class Supervisor:
     def fail(self, error: Exception) -> None:
         if not self.failed.done():
             self.failed.set_exception(error)
-        elif not isinstance(error, ClusterLost):  # which everybody hears of
-            _log.error("%s", error)  # the run ends with another one, and would say nothing of this
+        elif not isinstance(error, ClusterLost):  # every caller gets a `ClusterLost` anyway
+            _log.error("%s", error)  # the run ends with an earlier error and would not report this one
         for watch in self._watches.values():
             watch.task.cancel()
 
 
 class _Failures:
-    """A role's failures within the window, the oldest first."""
+    """A role's failures within the window, oldest first."""
 
     def __init__(self, role: str, policy: RestartPolicy) -> None:
         self._role = role
         self.workers = 1
         self.retired = 0
-        """Workers whose nodes are lost."""
+        """Number of workers whose nodes are lost."""
         self._policy = policy
         self._recent: deque[tuple[float, str, str]] = deque()
 
     def count(self, worker: str, why: str) -> float:
-        """Notes a failure; how long to wait before the restart. Raises when there have been too many."""
+        """Counts a failure and returns the back-off before the restart. Raises `RunError` after too many failures."""
         now_s, policy, recent = _now_s(), self._policy, self._recent
         recent.append((now_s, worker, why))
         while recent[0][0] < now_s - policy.window_s:
@@ -199,7 +202,7 @@ class _Failures:
 
 
 class _Watch:
-    """One worker's life, or a group's, see the head of this file."""
+    """Watches one worker or one group; see the life cycle in the module's docstring."""
 
     task: asyncio.Task[None]
 
@@ -216,7 +219,7 @@ class _Watch:
     ) -> None:
         self.suspected = asyncio.Event()
         self.condemned: RemoteError | None = None
-        """Set while the worker is well, taken when it is noticed."""
+        """The error of `mark_unhealthy`; reset after the restart."""
         self._owner = owner
         self._cluster, self._ranks = cluster, ranks
         self._worker = cluster.role if cluster.is_group else cluster.places[ranks[0]].name
@@ -258,14 +261,14 @@ class _Watch:
             self._owner.fail(error)
 
     async def _until_node_lost(self, rank: int) -> None:
-        """A worker that is not restarted may have died with its node, which Ray finds out later: whoever goes on without
-        the worker until then hears of it at once."""
+        """Waits until the node of a worker that is not restarted is lost, then raises `NodeLost`: the worker may have
+        died with its node, which Ray detects later."""
         while (node := await self._cluster.lost_node(rank)) is None:  # noqa: ASYNC110
             await asyncio.sleep(self._policy.ping_s)
         raise NodeLost(self._cluster.places[rank].name, node)
 
     def _retire(self, error: NodeLost) -> None:
-        """The worker is not restarted; the role goes on if it has others."""
+        """Retires the worker; the role continues if it has other workers, else the supervisor fails."""
         self._why = str(error)
         self._enter("gone")
         self._failures.retired += 1
@@ -278,7 +281,7 @@ class _Watch:
         self._owner.fail(without_role(role, error))
 
     async def _until_silent(self) -> RemoteError:
-        """Pings the worker until it does not answer any more; what was heard instead."""
+        """Pings the worker until a ping fails or `mark_unhealthy` is called; returns that error."""
         while True:
             try:
                 if len(self._ranks) == 1:
@@ -293,12 +296,12 @@ class _Watch:
             await self._pause(self._policy.ping_s)
 
     def _rank_of(self, error: RemoteError) -> int:
-        """Which of the ranks an error is of."""
+        """The rank that an error names; the first rank if it names none."""
         names = [place.name for place in self._cluster.places]
         return names.index(error.worker) if error.worker in names else self._ranks[0]
 
     async def _ping(self, rank: int) -> None:
-        """Two pings, if need be: the silence may have been that of this process, when something has kept it busy."""
+        """Pings a second time after a timeout: this process itself may have been blocked during the first ping."""
         hang_s = self._policy.hang_s
         last_s = min(self._policy.ping_s, hang_s / 2)
         try:
@@ -310,7 +313,7 @@ class _Watch:
                 raise CallTimedOut(self._cluster.places[rank].name, "a ping", hang_s) from None
 
     async def _pause(self, seconds: float) -> None:
-        """Until the time has passed or somebody suspects the worker."""
+        """Sleeps, but returns early on `probe_now` or `mark_unhealthy`."""
         try:
             async with asyncio.timeout(seconds):
                 await self.suspected.wait()
@@ -319,7 +322,7 @@ class _Watch:
         self.suspected.clear()
 
     async def _bring_back(self, restored: Restored) -> asyncio.Task[RemoteError]:
-        """Restarts and restores the worker until it is well; its pings go on."""
+        """Restarts and restores the worker, retrying until it is well; returns the task that continues to ping it."""
         while True:
             await asyncio.sleep(self._failures.count(self._worker, self._why))
             try:
@@ -335,7 +338,7 @@ class _Watch:
 
     async def _restore(self, restored: Restored) -> asyncio.Task[RemoteError]:
         async def restore() -> None:
-            # waits: who awaits this task has a limit
+            # waits: the code that awaits this task has a deadline
             await restored(self._ranks[0])
 
         restoring, pinging = self._owner.spawn(restore()), self._owner.spawn(self._until_silent())
@@ -355,7 +358,7 @@ class _Watch:
     def _wrong(self, state: State, error: RunError) -> None:
         self._why = str(error)
         self._enter(state)
-        # What is not restarted fails the calls of whoever uses it, who says so.
+        # A worker that is not restarted makes its callers' calls fail, and they report it.
         _log.log(logging.INFO if state == "gone" else logging.WARNING, "%s", self._why)
 
     def _enter(self, state: State) -> None:
@@ -363,7 +366,7 @@ class _Watch:
 
 
 def without_role(role: str, lost: NodeLost) -> RunError:
-    """That a run cannot go on: the nodes of a role's last workers are lost."""
+    """The error of a run that cannot continue because the nodes of all workers of a role are lost."""
     return RunError(
         f"{lost}, and no worker of {role} is left: start Ray on that node again or give {role} the devices of another "
         f"one, and continue from the last checkpoint with {option('resume')}"
@@ -371,7 +374,7 @@ def without_role(role: str, lost: NodeLost) -> RunError:
 
 
 async def _ended(*tasks: asyncio.Task[Any]) -> None:
-    """Cancels tasks and waits until they have ended; what they then say is not asked for."""
+    """Cancels tasks and waits until they have ended; ignores their errors."""
     for task in tasks:
         task.cancel()
     done, _ = await asyncio.wait(tasks, timeout=_END_S)
