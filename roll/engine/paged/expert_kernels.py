@@ -1,11 +1,11 @@
-"""The Triton kernels of a mixture's experts. Imported only where Triton is installed.
+"""Triton kernels for the experts of an MoE layer. Imported only where Triton is installed.
 
-A row goes to `chosen` experts; a row and one of its experts are a pair, and pair row · chosen + n is the row with its
-n-th expert. Pairs are sorted by expert without the host: each takes the next place in its expert's line of `order`, and
-programs of the products find their expert and its pairs from how long the lines are. How many programs there are depends
-on the number of rows alone, so that a captured graph holds for any routes; those that are left over end at once.
+A row is routed to `chosen` experts; a row and one of its experts are a pair, and pair row · chosen + n is the row with
+its n-th expert. Pairs are sorted by expert without the host: each takes the next place in its expert's line of `order`,
+and the programs of the products find their expert and its pairs from the lengths of the lines. The number of programs
+depends only on the number of rows, so that a CUDA graph works for any routes; surplus programs end at once.
 
-    logits → routed → pairs in lines → gate and up, gated → down → weighed and summed by `add_norm`
+    logits → routed → pairs in lines → gate and up, gated → down → weighted and summed by `add_norm`
 
 Values are rounded where the model's own code rounds them. A pair's result does not depend on its place in the line.
 """

@@ -1,7 +1,7 @@
-"""Log-probs of given tokens and the entropies of their distributions, without [rows, vocab] ever being held.
+"""Log-probs of given tokens and the entropies of their distributions, without ever holding [packed tokens, vocab].
 
-Rows go through the output layer in chunks. Of a chunk three numbers a distribution are kept (its normaliser, its entropy,
-the log-probs asked for); the backward pass computes the logits again and turns them into their gradient in place.
+Hidden states go through the output layer in chunks. Per distribution, a chunk keeps its normaliser, its entropy and the
+requested log-probs; the backward pass recomputes the logits and turns them into their gradient in place.
 
 With z = logits / T, p = softmax(z) and H the entropy, a chunk's gradient is
 
@@ -9,10 +9,10 @@ With z = logits / T, p = softmax(z) and H the entropy, a chunk's gradient is
 
 for gradients g_t of the log-probs of the distribution's tokens and e of its entropy.
 
-Of a vocabulary that is divided over ranks, each computes the logits of its own words. From every rank's normaliser n_r
-and entropy H_r, with N = log Σ exp(n_r) and q_r = exp(n_r - N), the whole has the normaliser N and the entropy
-Σ q_r (H_r - log q_r); a token's log-prob comes from the rank that has its word. The gradients of the hidden states are
-summed over the ranks; [rows, vocab] never leaves one.
+If the vocabulary is divided over ranks, each computes the logits of its own part. From every rank's normaliser n_r and
+entropy H_r, with N = log Σ exp(n_r) and q_r = exp(n_r - N), the whole has the normaliser N and the entropy
+Σ q_r (H_r - log q_r); a token's log-prob comes from the rank that has its logit. The gradients of the hidden states are
+summed over the ranks; logits are never sent.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from roll.strategy.train.target_index import TargetChunk, TargetIndex
 from roll.strategy.train.vocabulary import Kernels, computed_in, kernels_for
 
 CHUNK_ELEMENTS = {"cpu": 1 << 26, "cuda": 1 << 29}
-"""Most logits held at once: 256 MiB in fp32, 1 GiB in bf16. Large chunks, because each adds to the whole weight's
-gradient."""
+"""Largest number of logits held at once: 256 MiB in fp32, 1 GiB in bf16. Chunks are large because each adds to the
+gradient of the whole output weight."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Head:
     weight: Tensor
     bias: Tensor | None
     cap: float | None
-    """Logits are squeezed into (-cap, cap) by a tanh."""
+    """A tanh limits the logits to (-cap, cap)."""
     first: int = 0
-    """The word of the weight's first row."""
+    """The token id of the weight's first row."""
     group: dist.ProcessGroup | None = None
-    """The ranks that have the other words, if this one has not all."""
+    """The ranks that have the rest of the vocabulary; None if this rank has all of it."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Head:
@@ -65,8 +65,8 @@ class Head:
         return max(1, CHUNK_ELEMENTS[self.weight.device.type] // len(self.weight))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """In the model's precision, before the cap, of this rank's words; where these are not all, with one row
-        more, which takes what belongs to other ranks."""
+        """Logits of this rank's part of the vocabulary, in the model's precision, before the cap. If the vocabulary is
+        divided, there is one more row, a dummy for targets that belong to other ranks."""
         if self.group is None:
             return torch.nn.functional.linear(hidden, self.weight, self.bias)
         found = hidden.new_zeros(len(hidden) + 1, len(self.weight))
@@ -74,7 +74,7 @@ class Head:
         return found if self.bias is None else found.add_(self.bias)
 
     def joined(self, normalisers: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the distributions over all words, from those over this rank's."""
+        """Normalisers and entropies over the whole vocabulary, from those over this rank's part."""
         if self.group is None:
             return normalisers, entropies
         own = torch.stack([normalisers, entropies])
@@ -85,7 +85,7 @@ class Head:
         return whole, (shares.exp() * (parts[:, 1] - shares)).sum(0)
 
     def summed(self, tensor: Tensor) -> Tensor:
-        """Over the ranks that have the other words, in place."""
+        """The sum over the ranks that have the rest of the vocabulary, in place."""
         if self.group is not None:
             dist.all_reduce(tensor, group=self.group)
         return tensor
@@ -96,8 +96,8 @@ def token_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of the predicted tokens under softmax(logits / temperature), and the entropies of those distributions.
 
-    hidden [rows, dim] → two tensors [tokens], in fp32, or in fp64 from an fp64 model. The entropies have a gradient only
-    if it is asked for.
+    hidden [rows, dim] → two tensors [tokens], in fp32, or in fp64 for an fp64 model. The entropies have a gradient only
+    with `entropy_gradient`.
     """
     if not len(predictions):
         nothing = hidden.new_zeros(0, dtype=computed_in(hidden.dtype))
@@ -153,7 +153,8 @@ class _LogProbs(torch.autograd.Function):
             view = _View(chunk, predictions, ctx.head)
             rows, local = view.rows, view.local
             logits = kept if kept is not None else ctx.head.logits(hidden[rows])
-            # A likely token's own slope is the small difference of large terms: taken in fp32 before it is rounded.
+            # The gradient of a likely token's own logit is a small difference of large terms: compute it in fp32 before
+            # rounding.
             log_p = log_probs[view.pairs]
             pulled = totals[rows][local]
             if entropy_slope is not None:
@@ -183,7 +184,7 @@ class _LogProbs(torch.autograd.Function):
 
 
 class _View:
-    """A chunk's part of the predictions, its pairs' distributions counted from the chunk's first."""
+    """A chunk's part of the predictions; distributions are counted from the chunk's first."""
 
     def __init__(self, chunk: TargetChunk, predictions: TargetIndex, head: Head) -> None:
         self.rows = slice(chunk.first, chunk.last)
@@ -194,17 +195,17 @@ class _View:
         targets = predictions.targets[self.pairs] - head.first
         self._here = None if head.group is None else (targets >= 0) & (targets < len(head.weight))
         self.at = (self.local, targets)
-        """Where the pairs' logits are; those of words that other ranks have are in the row after the last."""
+        """Indices of the pairs' logits; targets that other ranks have point to the dummy row after the last."""
         if self._here is not None:
             self.at = torch.where(self._here, self.local, self.size), torch.where(self._here, targets, 0)
 
     def own(self, values: Tensor) -> Tensor:
-        """Of pairs whose words are here, and zero of the others."""
+        """The values of pairs whose targets this rank has; zero for the others."""
         return values if self._here is None else torch.where(self._here, values, 0.0)
 
 
 class _Sum:
-    """Σ gradientᵀ · hidden over chunks, in fp32 or better where there are several."""
+    """Σ gradientᵀ · hidden over chunks, in at least fp32 if there are several."""
 
     def __init__(self, weight: Tensor, chunks: int) -> None:
         self._weight, self._chunks = weight, chunks

@@ -1,13 +1,13 @@
-"""The micro-batch: some whole samples of a batch, packed, on the device.
+"""A micro-batch: some whole samples of a batch, packed, on the device.
 
-What always holds: a sample is in one micro-batch or, without a sampled token, in none; every sampled token appears once.
-Everything that depends on the data's values (sorting, unique rows) is settled on the host, so that a device never has to
-be waited for to make one.
+Invariants: a sample is in exactly one micro-batch, or in none if it has no sampled token; every sampled token appears
+once. Everything that depends on the values of the data (sorting, unique packed tokens) is computed on the host, so that
+building a micro-batch never waits for the device.
 
-A sample that forks has a path through the rows for each of its branches: they are sequences of one sample.
+A sample that forks has one path through the packed tokens per branch: these are several sequences of one sample.
 
-Example: of the samples `[1 2 | 3 4]` and `[1 2 | 5]` (sampled tokens after the bar) the rows are `1 2 3 4 5`, and the
-sampled tokens 3, 4, 5 are predicted from the rows 1, 2, 1; `sample` is `[0 0 1]`.
+Example: the samples `[1 2 | 3 4]` and `[1 2 | 5]` (sampled tokens after the bar) give the packed tokens `1 2 3 4 5`. The
+sampled tokens 3, 4, 5 are predicted from the packed tokens with index 1, 2, 1; `sample` is `[0 0 1]`.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from roll.strategy.train.tree_attention import tree_plan
 
 @dataclass(frozen=True)
 class SampleRows:
-    """All tokens of some samples, also those that were not sampled."""
+    """All tokens of some samples, including those that were not sampled."""
 
     row: Tensor
-    """[tokens]"""
+    """[tokens] the index of the packed token."""
     sample: Tensor
-    """[tokens] the number of the token's sample within the micro-batch."""
+    """[tokens] the index of the token's sample within the micro-batch."""
     own: Tensor
-    """[tokens] whether this process has the row."""
+    """[tokens] whether this process has the packed token."""
     lengths: Tensor
-    """[samples] their tokens, as fp32."""
+    """[samples] their number of tokens, as fp32."""
 
     @classmethod
     def of(cls, paths: Sequence[Indices], device: torch.device) -> SampleRows:
-        """From the rows of each sample's tokens."""
+        """From the packed-token indices of each sample's tokens."""
         lengths = np.array([len(path) for path in paths])
         row, sample = np.concatenate(paths), np.repeat(np.arange(len(paths)), lengths)
         own = np.ones(len(row), np.bool_)
@@ -57,34 +57,35 @@ class SampleRows:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of tokens, and the sampled ones among them: `where` each lies in the batch's token columns."""
+    """Packed tokens, and the sampled ones among them: `where` has the index of each in the batch's token columns."""
 
     ids: Tensor
     positions: Tensor
     plan: AttentionPlan
     predictions: TargetIndex
     sample: Tensor
-    """[tokens] the number of the token's sample within the micro-batch."""
+    """[tokens] the index of the token's sample within the micro-batch."""
     turn: Tensor
-    """[tokens] the number of the token's turn within the micro-batch, counted through all its samples."""
+    """[tokens] the index of the token's turn within the micro-batch, counted through all its samples."""
     where: Indices
     members: Indices
-    """The batch's samples it holds, in order."""
+    """Indices of its samples in the batch, in order."""
     ends: Tensor
-    """[samples] the row of each sample's last token."""
+    """[samples] the packed token of each sample's last token."""
     uses: Tensor
-    """[rows] how many tokens of samples each row is, as fp32."""
+    """[packed tokens] how many tokens of samples each of them stands for, as fp32."""
     routes: Tensor | None = None
-    """[rows, layers x chosen] the experts that the sampler sent each row to; None where it did not say."""
+    """[packed tokens, layers x chosen] the experts that the engine routed each packed token to; None if it did not record
+    them."""
     samples: SampleRows | None = None
-    """Where all tokens of the samples are, if it was asked for."""
+    """All tokens of the samples, if requested."""
 
     @property
     def rows(self) -> int:
         return len(self.ids)
 
     def hidden(self, model: PreTrainedModel) -> Tensor:
-        """The last hidden state of every row."""
+        """The last hidden state of every packed token."""
         return forward_rows(model, self.ids, self.positions, self.plan)
 
     def column(self, values: NDArray[Any]) -> Tensor:
@@ -103,17 +104,17 @@ def micro_batches(
     routes: bool = False,
     samples: bool = False,
 ) -> Iterator[MicroBatch]:
-    """The batch as micro-batches for the model, of at most `limit_rows` rows or one sample each.
+    """The batch as micro-batches for the model, each of at most `limit_rows` packed tokens, or of one sample.
 
-    Without `share` a prefix that samples have in common is computed for each of them. `dtype` is the precision that
-    layers compute in, and `device` where, if these are not those of the parameters. With `routes` each says which experts
-    the sampler sent its rows to, with `samples` where all tokens of its samples are.
+    Without `share`, a prefix that samples have in common is computed for each of them. `dtype` and `device` are where the
+    layers compute, if they differ from those of the parameters. With `routes`, micro-batches have the recorded experts of
+    their packed tokens; with `samples`, the packed tokens of all tokens of their samples.
     """
     device, dtype = device or model.device, dtype or model.dtype
     sequences, masks, spans = batch.rows("ids"), batch.rows("loss_mask"), _spans(batch)
     turns, heat = _turns(batch), batch["temperature"]
     known = batch.rows("routes") if routes and "routes" in batch else []
-    recorded = any(each.shape[1] for each in known[:1])  # all have one width
+    recorded = any(each.shape[1] for each in known[:1])  # all have the same width
     for members, tree in _packed(batch, limit_rows, share):
         found = iter(tree.paths)
         paths = [np.concatenate([next(found) for _ in spans[i]]) for i in members]
@@ -144,7 +145,7 @@ def micro_batches(
 
 
 def _of_rows(routes: Sequence[NDArray[Any]], paths: Sequence[Indices], rows: int) -> NDArray[np.int16]:
-    """The experts of each row, as the first of the samples that go through it has them recorded."""
+    """The experts of each packed token, as recorded for the first sample that goes through it."""
     found = np.full((rows, routes[0].shape[1]), FREE, np.int16)
     for unsigned, path in zip(reversed(routes), reversed(paths), strict=True):
         values = signed(unsigned)
@@ -154,7 +155,7 @@ def _of_rows(routes: Sequence[NDArray[Any]], paths: Sequence[Indices], rows: int
 
 
 def largest_rows(batch: Batch, limit_rows: int, share: bool = True) -> int:
-    """The rows of the largest of the batch's micro-batches; 0 where it has none."""
+    """Packed tokens of the batch's largest micro-batch; 0 if it has none."""
     return max((tree.rows for _, tree in _packed(batch, limit_rows, share)), default=0)
 
 
@@ -168,14 +169,14 @@ def _packed(batch: Batch, limit_rows: int, share: bool) -> Iterator[tuple[Indice
 
 
 def _spans(batch: Batch) -> list[list[slice]]:
-    """Where the branches of each sample are among its tokens."""
+    """The token ranges of each sample's branches."""
     return [branches(turn) for turn in batch.rows("turn")] if "turn" in batch else [[slice(None)]] * len(batch)
 
 
 def sequence(
     ids: NDArray[Any], model: PreTrainedModel, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> MicroBatch:
-    """One sequence, every token after its first to be predicted at temperature 1."""
+    """One sequence; every token after the first is predicted, at temperature 1."""
     sampled = np.arange(len(ids)) > 0
     columns = {"ids": ids.astype(np.int32), "loss_mask": sampled, "temperature": np.ones(1, np.float32)}
     batch = Batch(np.array([0, len(ids)]), columns)
@@ -185,7 +186,7 @@ def sequence(
 def response_positions(
     loss_mask: np.ndarray[tuple[int], np.dtype[np.bool_]],
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Where a sample's trained tokens are. The first token of a sequence has nothing to be predicted from."""
+    """Indices of a sample's trained tokens. The first token of a sequence cannot be predicted from anything."""
     where = np.flatnonzero(loss_mask)
     if len(where) and where[0] == 0:
         raise ValueError("the first token of a sample is marked as sampled: a token log begins with a prompt")
@@ -193,9 +194,9 @@ def response_positions(
 
 
 def _turns(batch: Batch) -> NDArray[np.int64]:
-    """[tokens of the batch] which of its sample's responses a sampled token is in, by any rising numbers.
+    """[tokens of the batch] a number for the response that a sampled token is in, increasing within its sample.
 
-    Without a column that says so, a response is a run of sampled tokens: what is between two was not sampled.
+    Without the column `turn`, a response is a run of consecutive sampled tokens.
     """
     if "turn" in batch:
         return np.asarray(batch["turn"], np.int64)
@@ -205,6 +206,6 @@ def _turns(batch: Batch) -> NDArray[np.int64]:
 
 
 def _numbered(sample: NDArray[np.int64], turn: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0, 0, 1, …: a new number wherever the sample or the turn changes."""
+    """0, 0, 1, …: the number increases wherever the sample or the turn changes."""
     changes = (np.diff(sample) != 0) | (np.diff(turn) != 0)
     return np.concatenate([np.zeros(min(len(sample), 1), np.int64), np.cumsum(changes)])

@@ -1,16 +1,16 @@
-"""The experts of a policy that is a mixture: the sampler's choices replayed, and how evenly experts are used.
+"""Training of a mixture-of-experts policy: router replay, and balancing of the experts.
 
-In the log-probs and updates of a batch that has the column `routes`, rows go to the experts that the sampler sent them to
-(`roll.model.routing`).
+If a batch has the column `routes`, log-probs and updates route packed tokens to the experts that the engine chose while
+sampling (`roll.model.routing`).
 
-The balance loss is DeepSeek-V3's, by sequence. Of a sample with T tokens, f_e is the number of its tokens that expert e
+The balance loss is DeepSeek-V3's, per sequence. For a sample with T tokens, f_e is the number of its tokens that expert e
 got, times experts / (chosen · T), and p_e the mean share of scores that its tokens give to e. Its loss, Σ_e f_e · p_e, is
-1 where all experts are used alike; that of an update is the mean over its samples and over layers. Its gradient goes
-through p alone, so each row adds a product of its own shares and a constant: the sum is the same whatever the
+1 if all experts are used equally; the loss of an update is the mean over its samples and over layers. The gradient flows
+through p only, so each packed token adds a product of its own shares and a constant: the sum is the same for any
 micro-batches and ranks.
 
-The bias is theirs too: after an update, that of each expert which got more tokens than the mean falls by
-`router_bias_rate`, and the others' rise. It counts in the choice of experts only, and has no gradient.
+The bias is DeepSeek-V3's too: after an update, the bias of each expert that got more tokens than the mean is lowered by
+`router_bias_rate`, and that of the others is raised. It affects only the choice of experts, and has no gradient.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from roll.strategy.train.microbatch import MicroBatch, SampleRows
 from roll.strategy.train.work_split import SplitRows, WorkSplit
 
 BIAS = "e_score_correction_bias"
-"""A router's buffer, as `transformers` names it."""
+"""The name of a router's bias buffer in `transformers`."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class SampleBalance:
 
     samples: SampleRows
     scale: float
-    """The loss's coefficient over samples and layers."""
+    """The loss's coefficient divided by the number of samples and layers."""
     sum: Callable[[Tensor], Tensor]
-    """Over the ranks that have other rows of the same samples, in place."""
+    """Sums over the ranks that have other packed tokens of the same samples, in place."""
 
     @torch.no_grad()
     def slopes(self, choices: Tensor, experts: int) -> Tensor:
@@ -71,13 +71,14 @@ class Mixture:
                 )
 
     def stats(self, batch: Batch, device: torch.device) -> RouterStats | None:
-        """Of an update with the batch; None for a model that is no mixture."""
+        """Router statistics for an update with the batch; None for a model without experts."""
         if not self._routers.layers:
             return None
         return RouterStats(self._routers, int((batch.sum_tokens(batch.loss_mask) > 0).sum()), device)
 
     def pass_over(self, rows: SplitRows, *, replays: bool, stats: RouterStats | None) -> RouterPass | None:
-        """What is asked of the routers in a pass over the rows; what they do is counted if there are `stats`."""
+        """The replayed routes and the balance loss of a pass over these packed tokens. With `stats`, the routers' choices
+        are counted."""
         micro, routers, coefficient = rows.micro, self._routers, self._config.router_balance_loss
         if not routers.layers:
             return None
@@ -90,11 +91,11 @@ class Mixture:
         return asked
 
     def within(self, asked: RouterPass) -> Within:
-        """In which layers are computed."""
+        """The context that layers are computed in."""
         return partial(self._routers.within, asked)
 
     def end_update(self, stats: RouterStats) -> None:
-        """Moves the routers' biases, after an update that was applied."""
+        """Moves the routers' biases, after an applied update."""
         if self._config.router_bias_rate:
             move_biases(self._routers, stats.load, self._config.router_bias_rate)
 
@@ -107,18 +108,18 @@ class Mixture:
 
 
 class RouterStats:
-    """What routers did in the passes of an update, summed on the device."""
+    """Router statistics of an update, summed on the device over its passes."""
 
     def __init__(self, routers: Routers, samples: int, device: torch.device) -> None:
         self.samples = samples
-        """That are trained on, of the whole update."""
+        """Number of samples that the whole update trains on."""
         self.load = torch.zeros(routers.layers, routers.experts, dtype=torch.float64, device=device)
-        """Tokens that each expert of each layer got; one that samples share is one of each."""
+        """Tokens that each expert of each layer got; a packed token counts once per sample that shares it."""
         self._chosen = routers.chosen
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)  # entropies, balance loss, tokens
 
     def add(self, done: RouterPass) -> None:
-        if not done.load:  # routers that do not say what they choose
+        if not done.load:  # routers that do not report their choices
             return
         assert len(done.load) == len(self.load), "every layer's router is asked in a pass"
         self.load += torch.stack([done.load[layer] for layer in range(len(self.load))])
@@ -129,14 +130,14 @@ class RouterStats:
         self._sums[2] += done.uses.sum()
 
     def join(self, spread: WorkSplit) -> None:
-        """Adds what the ranks that have other rows have seen."""
+        """Adds the statistics of the ranks that have other packed tokens."""
         whole = spread.sum_rows(torch.cat([self.load.flatten(), self._sums]))
         self.load, self._sums = whole[:-3].view_as(self.load), whole[-3:]
 
     def metrics(self) -> dict[str, float]:
         """`expert_load_max`: tokens of the busiest expert over the mean of its layer, in the worst layer; `experts_idle`:
-        the share of experts that got none; `router_entropy`: of a router's distribution, in nats; `dropped_tokens`: those
-        that an expert was chosen for and no expert got."""
+        the share of experts that got no token; `router_entropy`: mean entropy of the routers' distributions, in nats;
+        `dropped_tokens`: choices of an expert that no expert computed."""
         entropy, loss, tokens = self._sums.tolist()
         if not tokens:
             return {}
@@ -152,14 +153,14 @@ class RouterStats:
 
 @torch.no_grad()
 def move_biases(routers: Routers, load: Tensor, rate: float) -> None:
-    """Makes experts that got fewer tokens than the mean of their layer likelier to be chosen, and others less."""
+    """Raises the bias of experts that got fewer tokens than the mean of their layer, and lowers that of the others."""
     for router, tokens in zip(routers.modules, load, strict=True):
         bias: Tensor = getattr(router, BIAS)
         bias += rate * torch.sign(tokens.mean() - tokens).to(bias)
 
 
 def check_biases(routers: Routers) -> None:
-    """Refuses a model whose routers have no bias to move."""
+    """Raises if the model's routers have no bias to move."""
     if not routers.layers or not all(hasattr(router, BIAS) for router in routers.modules):
         kind = (
             "has no experts"

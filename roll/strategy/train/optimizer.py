@@ -1,8 +1,8 @@
-"""AdamW over fp32 master weights, for parameters that live in the serving precision.
+"""AdamW over fp32 master weights, for parameters in the serving precision.
 
-What always holds: gradients are summed in fp32 across micro-batches, the update happens in fp32, and the parameters are
-the masters rounded, written in place (an engine may be using that very storage). Parameters that are fp32 already, or
-fp64, are their own masters.
+Invariants: gradients are summed in fp32 across micro-batches, the update happens in fp32, and the parameters are the
+rounded master weights, written in place (an engine may be using that storage). fp32 and fp64 parameters are their own
+masters.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from roll.strategy.train.out_of_memory import is_out_of_memory, said_first
 @dataclass(frozen=True)
 class OptimizerStep:
     norm: float
-    """Of the gradients before clipping."""
+    """Norm of the gradients before clipping."""
     applied: bool
     sick: tuple[str, ...] = ()
-    """Parameters whose gradient was not finite, if it was not applied."""
+    """If the update was not applied: parameters with a non-finite gradient."""
 
 
 class MasterAdamW:
@@ -73,8 +73,9 @@ class MasterAdamW:
     def step(self, step: int, loss: Tensor | None = None) -> OptimizerStep:
         """Applies the summed gradients at training step `step` (from 0).
 
-        A norm or a loss that is not finite leaves weights and moments as they are. The device is waited for once. Without
-        memory for it the run ends: some weights may have been written, so it cannot be done again.
+        If the norm or the loss is not finite, weights and moments stay unchanged. The host waits for the device once.
+        Running out of memory here ends the run: some weights may have been written already, so the step cannot be
+        repeated.
         """
         try:
             return self._step(step, loss)
@@ -110,7 +111,7 @@ class MasterAdamW:
         return {name: master.grad for name, master in self._masters.items() if master.grad is not None}
 
     def zero_grad(self) -> None:
-        """Drops all gradients, also one that a backward pass left before it was added to its master."""
+        """Drops all gradients, including one that a failed backward pass left before it was added to its master."""
         self._adamw.zero_grad(set_to_none=True)
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -123,38 +124,39 @@ class MasterAdamW:
 
     def _set_lr(self, lr: float) -> None:
         for group in self._adamw.param_groups:
-            if isinstance(group["lr"], Tensor):  # as a compiled optimizer has it
+            if isinstance(group["lr"], Tensor):  # a compiled optimizer has a tensor here
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
 
     def _state(self, name: str) -> dict[str, Tensor]:
-        """Moments and step of a parameter, if it was ever updated; a quantised moment as the tensors it is made of."""
+        """Moments and step count of a parameter, if it was ever updated; a quantised moment as its component tensors."""
         state = self._adamw.state.get(self._masters[name], {})
         return {key: tensor for moment, value in state.items() for key, tensor in plain_tensors(moment, value).items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """What belongs to the optimizer alone: moments, and masters that are not the parameters themselves."""
+        """Tensors that only the optimizer has: moments, and masters that are not the parameters themselves."""
         own: dict[str, Tensor] = {f"master/{n}": m for n, m in self._masters.items() if m is not self._parameters[n]}
         for name in self._masters:
             own.update({f"{key}/{name}": tensor for key, tensor in self._state(name).items()})
         return own
 
     def state(self) -> dict[str, Tensor]:
-        """All that training continues from: masters, also where they are the parameters themselves, and moments."""
+        """Everything that resuming needs: masters, including those that are the parameters themselves, and moments."""
         return {f"master/{name}": master for name, master in self._masters.items()} | self.tensors()
 
     def save(self, path: Path) -> None:
         save_file({name: tensor.detach() for name, tensor in self.tensors().items()}, path)
 
     def has_masters(self, saved: Tensors) -> bool:
-        """Whether all masters are among what was saved; parameters that are their own are saved with the model."""
+        """Whether the checkpoint has all masters. If not, the parameters are their own masters and were saved with the
+        model."""
         return all(f"master/{name}" in saved for name in self._masters)
 
     @torch.no_grad()
     def load(self, saved: Tensors) -> None:
-        """Reads masters and moments, of which this process may have shards, and writes the parameters. A master that is
-        not among them stays as the parameter is."""
+        """Reads masters and moments (this process may have only shards of them) and writes the parameters. A parameter
+        that is its own master, and is not in the checkpoint's state, keeps its value."""
         self._make_state([name for name in self._masters if f"step/{name}" in saved])
         own = {f"master/{name}" for name, master in self._masters.items() if master is self._parameters[name]}
         for name, tensor in self.state().items():
@@ -169,7 +171,8 @@ class MasterAdamW:
         self._write_parameters()
 
     def _make_state(self, names: list[str]) -> None:
-        """Moments of these parameters, by updates that change nothing: one by one, so that there is one gradient."""
+        """Allocates the moments of these parameters by updates with learning rate 0: one by one, so that only one
+        gradient exists at a time."""
         self._set_lr(0.0)
         self.zero_grad()
         for name in names:
@@ -179,8 +182,8 @@ class MasterAdamW:
 
 
 class PartwiseAdamW(torch.optim.AdamW):
-    """AdamW over what this rank holds of each parameter: nothing in it needs the other ranks, and one operation on
-    hundreds of DTensors would keep the host busy for longer than the device."""
+    """AdamW over this rank's shard of each parameter. The update needs no communication, and DTensor operations on
+    hundreds of parameters would keep the host busy for longer than the device."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -206,7 +209,7 @@ class PartwiseAdamW(torch.optim.AdamW):
             )
 
     def _state_of(self, master: Tensor) -> dict[str, Tensor]:
-        """Moments and number of steps, as AdamW names and begins them."""
+        """Moments and step count, with the names and initial values that AdamW uses."""
         state: dict[str, Tensor] = self.state[master]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
@@ -216,8 +219,8 @@ class PartwiseAdamW(torch.optim.AdamW):
 
 @torch.no_grad()
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """The norm of all gradients together: each rank's parts first, then one sum over the ranks that hold the others. A
-    model may be on several meshes."""
+    """The norm of all gradients together: the norm of each rank's shards first, then one sum over the ranks that hold the
+    others. A model may be on several meshes."""
     meshes: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
     for gradient in gradients:
         cut = _cut_over(gradient) if isinstance(gradient, DTensor) else None
@@ -227,14 +230,14 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def _cut_over(gradient: DTensor) -> tuple[DeviceMesh, tuple[int, ...]]:
-    """The mesh, and those of its dimensions over which the tensor is cut; over the others it is repeated."""
+    """The mesh, and the dimensions of it over which the tensor is sharded; over the others it is replicated."""
     return gradient.device_mesh, tuple(
         dim for dim, placed in enumerate(gradient.placements) if not isinstance(placed, Replicate)
     )
 
 
 def _summed(norm: Tensor, cut: tuple[DeviceMesh, tuple[int, ...]] | None) -> Tensor:
-    """The norm of the whole from that of this rank's parts."""
+    """The norm of the whole gradient from that of this rank's shards."""
     if cut is None:
         return norm
     mesh, dims = cut
@@ -244,7 +247,7 @@ def _summed(norm: Tensor, cut: tuple[DeviceMesh, tuple[int, ...]] | None) -> Ten
             squares = norm.square()
             dist.all_reduce(squares, group=mesh.get_group(dim))
             norm = squares.sqrt()
-    for dim in range(mesh.ndim):  # each replica has added by itself, perhaps in another order: all clip by one number
+    for dim in range(mesh.ndim):  # replicas may have summed in different orders: make all clip by the same number
         if dim not in dims and mesh.size(dim) > 1:
             dist.all_reduce(norm, dist.ReduceOp.MAX, group=mesh.get_group(dim))
     return norm
@@ -252,7 +255,7 @@ def _summed(norm: Tensor, cut: tuple[DeviceMesh, tuple[int, ...]] | None) -> Ten
 
 @torch.no_grad()
 def clip(gradients: Iterable[Tensor], limit: float, norm: Tensor) -> None:
-    """Makes the gradients, whose norm is given, no longer than the limit."""
+    """Scales the gradients, whose total norm is given, so that the norm does not exceed the limit."""
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
     by_device: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
@@ -262,7 +265,7 @@ def clip(gradients: Iterable[Tensor], limit: float, norm: Tensor) -> None:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """What this rank holds of it, in the same storage; to be called without gradients."""
+    """This rank's shard, in the same storage. To be called without gradients."""
     part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return part
 
@@ -273,8 +276,8 @@ def _is_finite(gradient: Tensor) -> bool:
 
 
 def plain_tensors(name: str, value: Tensor) -> dict[str, Tensor]:
-    """A tensor by its name, or the tensors that a quantised one is made of: `exp_avg.codes`, `exp_avg.scale`. A sharded
-    tensor counts as plain; of a quantised one they are those of this rank's shard."""
+    """A tensor by its name, or the component tensors of a quantised one: `exp_avg.codes`, `exp_avg.scale`. A sharded
+    tensor counts as plain; the components of a quantised one are those of this rank's shard."""
     with torch.no_grad():
         local = _local(value)
     if not hasattr(local, "__tensor_flatten__"):
@@ -303,7 +306,7 @@ def _adamw(groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.Opt
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """The learning rate of a step, counted from 0: a linear rise over the warm-up, then the schedule down to 0."""
+    """The learning rate of a step, counted from 0: linear warm-up, then the schedule down to 0."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":

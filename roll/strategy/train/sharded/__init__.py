@@ -1,1 +1,1 @@
-"""A trainer over many devices: FSDP2 around the model's own code, every rank a process."""
+"""A trainer over several devices: FSDP2 around the model's own code, one process per rank."""

@@ -1,7 +1,7 @@
-"""A model over the ranks of a mesh, from its files to shards that compute: no process ever holds the whole of it.
+"""Builds a sharded model over the ranks of a mesh from its files. No process ever holds the whole model.
 
-What always holds: parameters are made without storage, cut, given storage for their shards alone, and read slice by
-slice. Those that are trained are fp32, as masters; frozen ones have the precision that layers compute in.
+Invariants: parameters are created without storage, sharded, given storage only for their shards, and read slice by slice.
+Trained parameters are fp32 master weights; frozen ones have the precision that layers compute in.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ Purpose = Literal["policy", "frozen", "critic", "scorer"]
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A model that is cut over the ranks of a group."""
+    """A model that is sharded over the ranks of a group."""
 
     module: TrainModule
-    """The root that FSDP gathers parameters for: everything is computed inside its forward pass."""
+    """The FSDP root: everything is computed inside its forward pass."""
     model: PreTrainedModel
     dtype: torch.dtype
     """The precision that layers compute in."""
     value: ValueModel | None = None
-    """The model with the head of a critic."""
+    """The model with a critic's value head."""
     adapters: Adapters | None = None
-    """In the model, if only they learn."""
+    """The adapters in the model, if only they are trained."""
 
 
 def build_sharded(
@@ -59,8 +59,8 @@ def build_sharded(
     lora: LoraConfig | None = None,
     on_host: bool = False,
 ) -> ShardedModel:
-    """The model of the files at `source`, or a fresh one from `seed`, cut over the group's mesh. With `lora` a policy is
-    frozen but for adapters, which are fresh from `seed`: those that one process would begin with."""
+    """The model of the files at `source`, or a new one from `seed`, sharded over the group's mesh. With `lora` a policy
+    is frozen except for adapters, which are initialised from `seed` with the same values as in a single process."""
     kept = dtype if purpose in ("frozen", "scorer") or lora is not None else torch.float32
     model = _empty(source, purpose, kept, seed)
     fix_angles(model)
@@ -88,7 +88,7 @@ def build_sharded(
 
 
 def _empty(source: ModelSource, purpose: Purpose, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    """The model without storage for its parameters; one that is made from scratch has its weights."""
+    """The model without storage for its parameters. A model made from scratch has its weights."""
     if source.location is None:
         return in_precision(tiny_model(seed if source.seed is None else source.seed), dtype)
     from accelerate import init_empty_weights
@@ -101,8 +101,8 @@ def _empty(source: ModelSource, purpose: Purpose, dtype: torch.dtype, seed: int)
 
 
 def _with_adapters(model: PreTrainedModel, lora: LoraConfig, source: ModelSource, seed: int) -> Adapters:
-    """Puts fresh adapters into the model. Every rank draws all of them, and FSDP keeps a shard. They are rounded to the
-    model's precision, as `single` rounds them, before they become masters."""
+    """Adds new adapters to the model. Every rank initialises all of them, and FSDP keeps a shard. They are rounded to the
+    model's precision, as in `single`, before they become master weights."""
     with _seen_on_host(model):
         adapters = Adapters(model, lora, source.base(seed), seed)
     for parameter in adapters.parameters().values():
@@ -112,8 +112,8 @@ def _with_adapters(model: PreTrainedModel, lora: LoraConfig, source: ModelSource
 
 @contextmanager
 def _seen_on_host(model: nn.Module) -> Iterator[None]:
-    """Meanwhile parameters without storage seem to be in host memory, each a single number that is repeated: `peft` puts
-    adapters on the device of their layers, and would leave them without storage too."""
+    """While active, parameters without storage appear to be in host memory, each as one expanded number: `peft` creates
+    adapters on the device of their layers, and would create them without storage otherwise."""
     held = [(part, name, p) for part in model.modules() for name, p in part.named_parameters(recurse=False)]
     empty = [(part, name, parameter) for part, name, parameter in held if parameter.is_meta]
     for part, name, parameter in empty:
@@ -127,14 +127,14 @@ def _seen_on_host(model: nn.Module) -> Iterator[None]:
 
 
 def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Buffers are whole on every rank: angles of positions, for the most part."""
+    """Moves the buffers, which are whole on every rank (mostly rotary angles), to the device."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
 
 
 def _folder(source: ModelSource) -> Path:
-    """Where the model's files are on this machine; one of the hub is fetched."""
+    """The folder of the model's files on this machine; downloads a model of the hub."""
     assert source.location is not None
     if Path(source.location).is_dir():
         return Path(source.location)
@@ -142,5 +142,5 @@ def _folder(source: ModelSource) -> Path:
 
     try:
         return Path(snapshot_download(source.location, allow_patterns=["*.safetensors", "*.json"]))
-    except Exception as error:  # of any kind: no network, no such model, not for everybody
+    except Exception as error:  # of any kind: no network, no such model, no access
         raise UserError(f"model: {source.name!r} could not be fetched: {first_line(error)}") from error

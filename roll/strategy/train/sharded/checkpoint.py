@@ -1,12 +1,12 @@
-"""Saving what the ranks of a sharded trainer hold, in the background.
+"""Saves the shards of a sharded trainer's ranks in the background.
 
-What always holds: when `save` returns, the values are in host memory, and training may change the trainer's own. The
-ranks of one replica write, each what it holds, and each hashes the files that it wrote. The writers talk to each other
-in a process group of their own: in the group that the trainer computes in, their messages would mix with its gradients.
+Invariants: when `save` returns, the values are copied to host memory, and training may change the trainer's own. The
+ranks of one replica write, each its own shards, and each hashes the files that it wrote. The writers communicate in a
+process group of their own: in the trainer's group, their messages would mix with its gradients.
 
     shards/
-      .metadata      what is where, written by rank 0 once all others have written
-      __0_0.distcp   what rank 0 held
+      .metadata      which file has which shard, written by rank 0 once all others have written
+      __0_0.distcp   the shards of rank 0
       __1_0.distcp   …
 """
 
@@ -44,34 +44,34 @@ from roll.strategy.train.optimizer import MasterAdamW
 from roll.strategy.train.sharded.process_group import RankGroup
 
 _WRITE_S = 3600.0
-"""How long a rank waits for the slowest writer. Whoever waits for the checkpoint has a deadline of its own."""
+"""How long a rank waits for the slowest writer. Callers that wait for the checkpoint have their own deadline."""
 
 
 class ShardWriter:
-    """Writes tensors of this rank, and of the others that do so at the same time, to a folder."""
+    """Writes the tensors of this rank to a folder, together with the other ranks."""
 
     def __init__(self, group: RankGroup) -> None:
-        """Every rank makes one at the same time."""
+        """A collective call: every rank creates its writer at the same time."""
         self._group = group
         writers = list(range(group.shape.copy))  # the ranks of the first replica: the others hold the same
         self._own = dist.new_group(writers, backend="gloo", timeout=timedelta(seconds=_WRITE_S))
         self._written: Future[dict[str, str]] | None = None
 
     def save(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
-        """Captures the values, and begins to write them to `folder/shards`. Waits for the write before it, if one is
-        under way."""
+        """Copies the values to host memory and starts writing them to `folder/shards`. Waits for the previous write, if
+        one is in progress."""
         if self._group.replica:
             return
         if self._written is not None:
             self._written.exception()
         captured = capture(tensors, self._group)
         written: Future[dict[str, str]] = Future()
-        # A daemon: a write that waits for a rank that is gone must not keep the process.
+        # A daemon thread: a write that waits for a dead rank must not keep the process alive.
         threading.Thread(target=self._write, args=(captured, folder, written), name="checkpoint", daemon=True).start()
         self._written = written
 
     def saved(self) -> dict[str, str]:
-        """Waits until all ranks have written, and gives the digests of the files that this rank wrote, by their names in
+        """Waits until all ranks have written. Returns the digests of the files that this rank wrote, by their names in
         the folder of `save`."""
         return {} if self._written is None else self._written.result()
 
@@ -91,8 +91,8 @@ class ShardWriter:
 
 
 class _Writer(FileSystemWriter):
-    """Says a full disk as the operating system does: torch writes zip files, says that a position in one is wrong, and
-    sends nothing but that to the other ranks."""
+    """Reports a full disk as the operating system does. Torch writes zip files, reports only a wrong file position, and
+    sends nothing else to the other ranks."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         with _saying_full():
@@ -114,8 +114,8 @@ def _saying_full() -> Iterator[None]:
 
 
 def capture(tensors: Mapping[str, Tensor], group: RankGroup) -> dict[str, Tensor]:
-    """What this rank writes of the tensors, in host memory: its shards, and on the first rank what every rank has
-    whole."""
+    """The part of the tensors that this rank writes, in host memory: its shards, and on the first rank the tensors that
+    every rank has in full."""
     found = {name: tensor for name, tensor in tensors.items() if _is_written_here(tensor, group)}
     captured = {name: _on_host(tensor.detach()) for name, tensor in found.items()}
     if group.device.type == "cuda":
@@ -128,19 +128,19 @@ def _is_written_here(tensor: Tensor, group: RankGroup) -> bool:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, pinned where it comes from a GPU; under way until the device is waited for."""
+    """A copy in host memory, pinned if it comes from a GPU; it is complete after the device is synchronised."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     host = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
     host.copy_(local, non_blocking=True)
     if not isinstance(tensor, DTensor):
         return host
-    # `from_local` would copy it to the mesh's kind of device.
+    # `from_local` would copy it to the mesh's device type.
     cut: Tensor = DTensor(host, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
     return cut
 
 
 def _failed(error: CheckpointException, folder: Path) -> RunError:
-    """What went wrong on which rank, in a sentence."""
+    """The error of a rank as one sentence."""
     rank, (cause, _) = next(iter(sorted(error.failures.items())))
     said = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
     failed = RunError(f"cannot write to {folder / SHARDS}: {said} (rank {rank})")
@@ -149,8 +149,8 @@ def _failed(error: CheckpointException, folder: Path) -> RunError:
 
 
 def state_of(model: nn.Module, optimizer: MasterAdamW, *, adapters: bool = False) -> dict[str, Tensor]:
-    """All that a checkpoint has of a trainer, by name: masters and moments, and, unless only adapters are trained, the
-    model's other tensors."""
+    """Everything that a checkpoint has of a trainer, by name: masters and moments, and, unless only adapters are trained,
+    the model's other tensors."""
     state = optimizer.state()
     if adapters:
         return state
@@ -161,7 +161,7 @@ def state_of(model: nn.Module, optimizer: MasterAdamW, *, adapters: bool = False
 
 
 def save_settings(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> None:
-    """Writes what a model folder has beside weights: the model's settings, with the precision that it is served in."""
+    """Writes the files of a model folder besides weights: the model's config, with the precision it is served in."""
     settings: Any = copy.deepcopy(model.config)
     settings.dtype = dtype
     settings.architectures = [type(model).__name__]
@@ -171,8 +171,8 @@ def save_settings(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> N
 
 
 def save_adapters(adapters: Adapters, dtype: torch.dtype, folder: Path, group: RankGroup) -> None:
-    """Writes adapters as one process would, in the precision that they are served in: they are small, and put together on
-    the first rank. Every rank calls it."""
+    """Writes adapters as a single process would, in the precision they are served in. They are small: the first rank
+    gathers them in full. Every rank calls this."""
     values: dict[str, Tensor] = {}
     for name, parameter in adapters.parameters().items():
         whole = _put_together(parameter.detach(), group.device)
@@ -183,7 +183,7 @@ def save_adapters(adapters: Adapters, dtype: torch.dtype, folder: Path, group: R
 
 
 def _put_together(tensor: Tensor, device: torch.device) -> Tensor:
-    """The whole of a tensor, on the device; its shards may be in host memory."""
+    """The whole tensor, on the device; its shards may be in host memory."""
     if not isinstance(tensor, DTensor):
         return tensor
     here, cut, size = tensor.to_local().to(device), tensor.placements, tensor.shape

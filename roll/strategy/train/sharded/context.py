@@ -1,12 +1,13 @@
-"""A micro-batch whose rows are divided over the ranks of a context (Ulysses).
+"""Context parallelism (Ulysses): the packed tokens of a micro-batch are divided over ranks.
 
-Each rank has an equal run of the packed rows, padded at the end. Everything but attention works row by row. Around
-attention ranks exchange: each sends its rows of all heads and gets all rows of its heads, so the plan of the prefix tree
-attends as in one process. Each rank predicts from its own rows; then one sum gives all ranks the values of all tokens, so
-losses see whole samples. All ranks compute the same loss, and its gradient goes back through each rank's own values.
+Each rank has an equal run of the packed tokens, padded at the end. Everything but attention works per token. Around
+attention the ranks exchange: each sends all heads of its tokens and receives its heads of all tokens, so that the
+attention plan of the prefix tree works as in one process. Each rank predicts from its own packed tokens; one sum then
+gives all ranks the values of all tokens, so losses see whole samples. All ranks compute the same loss, and its gradient
+flows back through each rank's own values.
 
-Example: of 7 rows and 4 heads, two ranks have the rows 0-3 and 4-6 (and one of padding). The first attends with the heads
-0 and 1, the second with 2 and 3, each over all 7 rows.
+Example: of 7 packed tokens and 4 heads, two ranks have the tokens 0-3 and 4-6 (and one padding token). The first attends
+with heads 0 and 1, the second with 2 and 3, each over all 7 tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from roll.strategy.train.target_index import TargetIndex
 
 
 class ContextRows:
-    """This rank's rows of a micro-batch, and what they contribute to the whole."""
+    """This rank's packed tokens of a micro-batch, and how their values are combined with those of the other ranks."""
 
     def __init__(self, micro: MicroBatch, group: dist.ProcessGroup) -> None:
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -72,12 +73,12 @@ class ContextRows:
         return whole[self._whole.predictions.pair_of]
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Over the ranks that have the other rows, in place."""
+        """Sums over the ranks that have the other packed tokens, in place."""
         dist.all_reduce(tensor, group=self._group)
         return tensor
 
     def ends(self, hidden: Tensor) -> Tensor:
-        """The hidden state of each sample's last row, [samples, dim], without gradients."""
+        """The hidden state of each sample's last packed token, [samples, dim], without gradients."""
         at = self._whole.ends - self._begin
         inside = (at >= 0) & (at < len(hidden))
         found = hidden[at.clamp(0, len(hidden) - 1)] * inside[:, None]
@@ -94,18 +95,18 @@ class ContextRows:
 
 
 def _one(device: torch.device) -> TargetIndex:
-    """A prediction that counts for nothing, for a rank whose rows predict no token: it must take part in the backward
-    pass, with a gradient for every parameter, or the other ranks would wait for it."""
+    """A dummy prediction with weight zero, for a rank whose packed tokens predict nothing. The rank must take part in the
+    backward pass, with a gradient for every parameter, or the other ranks would wait for it."""
     none, start = np.zeros(1, np.int64), np.array([0, 1])
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     return TargetIndex(zero, torch.ones(1, device=device), zero, zero, zero, start, none)
 
 
 class UlyssesPlan:
-    """Attention over all rows with this rank's share of the heads."""
+    """Attention over all packed tokens with this rank's share of the heads."""
 
     def __init__(self, inner: AttentionPlan, group: dist.ProcessGroup, rows: int) -> None:
-        """`inner` attends over all rows; `rows` is their number without padding."""
+        """`inner` attends over all packed tokens; `rows` is their number without padding."""
         self._inner, self._group, self._rows = inner, group, rows
         self._ranks = dist.get_world_size(group)
 
@@ -134,7 +135,8 @@ class UlyssesPlan:
 
 
 def exchange(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[ranks, …] → [ranks, …]: the first dimension's part r goes to rank r, and part r of the result comes from it."""
+    """[ranks, …] → [ranks, …]: part r of the first dimension goes to rank r, and part r of the result comes from rank
+    r."""
     found: Tensor = _Exchange.apply(tensor, group)  # type: ignore[no-untyped-call]
     return found
 
@@ -158,8 +160,9 @@ def _exchanged(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _SumOfParts(torch.autograd.Function):
-    """The sum over ranks, of which each has other elements and zeros elsewhere. All ranks go on with it alike, so the
-    gradient of each rank's elements is there already."""
+    """The sum over ranks, each of which has different elements and zeros elsewhere. All ranks compute the same loss from
+    the result, so every rank already has the gradient of its own elements and the backward pass needs no
+    communication."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,13 +1,13 @@
-"""Experts divided over ranks: rows travel to the ranks that have their experts, and back.
+"""Expert parallelism: packed tokens ("rows") are sent to the ranks that have their experts, and back.
 
-What always holds: every row is computed by all experts that its router chose, none is dropped, whatever the number of
-rows that an expert gets; each row is sent by one rank. Ranks of a `tensor` dimension have the same rows: each takes its
-run of them; afterwards all of them have all rows again. Experts need not be as many on every rank.
+Invariants: every row is computed by all experts that its router chose, none is dropped, whatever the number of rows that
+an expert gets; each row is sent by one rank. Ranks of a `tensor` dimension have the same rows: each takes its run of
+them; afterwards all of them have all rows again. Ranks may have different numbers of experts.
 
     own rows → sorted by expert → exchanged → the rank's experts → exchanged back → weighted and summed
 
-`transformers` asks for the products of experts by a name (`ExpertsInterface`); the function that is registered here sends
-rows, and leaves the products of the rank's own experts to `transformers`' grouped ones.
+`transformers` selects the implementation of expert products by name (`ExpertsInterface`). The function registered here
+exchanges rows, and computes the products of the rank's own experts with `transformers`' grouped ones.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _DISPATCH = "roll_dispatch"
 
 @dataclass(frozen=True)
 class ExpertDispatch:
-    """Who has which experts of a layer, and who has the same rows."""
+    """Which ranks have which experts of a layer, and which ranks have the same packed tokens."""
 
     experts: int
-    """Of the whole layer."""
+    """Number of experts in the layer."""
     expert: DeviceMesh | None
-    """Over which they are divided; None where every rank has all."""
+    """The mesh that experts are divided over; None if every rank has all."""
     tensor: DeviceMesh | None
-    """Whose ranks have the same rows."""
+    """The mesh whose ranks have the same packed tokens."""
 
     def owned(self) -> list[int]:
-        """How many experts each rank has."""
+        """Number of experts per rank."""
         if self.expert is None:
             return [self.experts]
         ranks = self.expert.size()
@@ -51,8 +51,8 @@ class ExpertDispatch:
 
 
 def split_experts(model: PreTrainedModel, expert: DeviceMesh | None, tensor: DeviceMesh | None) -> list[nn.Module]:
-    """Divides the experts of each layer over the mesh, before FSDP cuts what each rank then has. Gives the modules that
-    hold them."""
+    """Divides the experts of each layer over the mesh, before FSDP shards each rank's part. Returns the modules that hold
+    experts."""
     found = experts_of(model)
     for module in found:
         setattr(module, _DISPATCH, ExpertDispatch(_count(module), expert, tensor))
@@ -96,13 +96,13 @@ ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
 def _exchanged_products(
     module: nn.Module, dispatch: ExpertDispatch, mesh: DeviceMesh, sent: Tensor, flat: Tensor
 ) -> Tensor:
-    """The products of rows that are sorted by expert, each computed by the rank that has the expert."""
+    """The expert outputs of rows that are sorted by expert; each is computed by the rank that has the expert."""
     owned, rank, group = dispatch.owned(), mesh.get_local_rank(), mesh.get_group()
     sending = torch.bincount(flat, minlength=dispatch.experts)
     coming = sending.new_empty(len(owned) * owned[rank])
     dist.all_to_all_single(coming, sending, [owned[rank]] * len(owned), owned, group=group)
     by_rank = torch.stack([part.sum() for part in torch.split(sending, owned)] + list(coming.view(len(owned), -1).sum(1)))
-    sizes: list[int] = by_rank.tolist()  # the layer's one wait for the device
+    sizes: list[int] = by_rank.tolist()  # the only synchronisation with the device in this layer
     send, receive = sizes[: len(owned)], sizes[len(owned) :]
     rows: Tensor = _Exchange.apply(sent, send, receive, group)  # type: ignore[no-untyped-call]
     own = torch.arange(owned[rank], device=flat.device).repeat(len(owned))
@@ -112,20 +112,20 @@ def _exchanged_products(
 
 
 def _products(module: nn.Module, experts: int, rows: Tensor, expert: Tensor) -> Tensor:
-    """What each row's expert, of those of this rank, makes of it."""
+    """The outputs of each row's expert, all of which this rank has."""
     if not experts:
         return rows
     empty = not len(rows)
-    if empty:  # parameters need a gradient on every rank, or the others would wait for it
+    if empty:  # parameters need a gradient on every rank, or the other ranks would wait for it
         rows, expert = pad(rows, (0, 0, 0, 1)), expert.new_zeros(1)
-    kind = "batched_mm" if rows.dtype == torch.float64 else "grouped_mm"  # which have no fp64
+    kind = "batched_mm" if rows.dtype == torch.float64 else "grouped_mm"  # grouped_mm does not support fp64
     products = ALL_EXPERTS_FUNCTIONS[kind]
     found: Tensor = products(_Own(module, experts), rows, expert[:, None], rows.new_ones(len(rows), 1))
     return found[:-1] if empty else found
 
 
 class _Own:
-    """A module of experts as if those of this rank were all."""
+    """A module of experts that shows only those of this rank."""
 
     def __init__(self, module: nn.Module, experts: int) -> None:
         self._module = module
@@ -156,13 +156,14 @@ def _exchanged(rows: Tensor, send: list[int], receive: list[int], group: dist.Pr
 
 
 def _own_rows(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's run of rows that all ranks of the mesh have; its gradients are gathered from them."""
+    """This rank's run of the rows that all ranks of the mesh have; its gradients are gathered from all ranks."""
     found: Tensor = _OwnRows.apply(tensor, mesh)  # type: ignore[no-untyped-call]
     return found
 
 
 def _all_rows(tensor: Tensor, rows: int, mesh: DeviceMesh) -> Tensor:
-    """All rows from each rank's run; the gradients, which all ranks have, of the own run go back."""
+    """All rows from the ranks' runs. In the backward pass, where every rank has all gradients, each keeps those of its
+    run."""
     found: Tensor = _AllRows.apply(tensor, rows, mesh)  # type: ignore[no-untyped-call]
     return found
 
@@ -196,10 +197,10 @@ def _run(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _gathered(tensor: Tensor, rows: int, mesh: DeviceMesh) -> Tensor:
-    """`rows` rows from the ranks' runs of them."""
+    """All `rows` rows from the ranks' runs."""
     each = -(-rows // mesh.size())
     found = tensor.new_empty(mesh.size() * each, *tensor.shape[1:])
     own = torch.zeros_like(found[:each])
     own[: len(tensor)] = tensor
     dist.all_gather(list(torch.split(found, each)), own, group=mesh.get_group())
-    return found if len(found) == rows else found[:rows].clone()  # FSDP looks for gradients on what it is given
+    return found if len(found) == rows else found[:rows].clone()  # FSDP looks for gradients on the tensor it is given

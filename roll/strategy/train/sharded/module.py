@@ -1,13 +1,14 @@
-"""The model as FSDP sees it: decoder and output layer in one forward, parameters cut over the ranks.
+"""The model as FSDP sees it: decoder and output layer in one forward pass, parameters sharded over the ranks.
 
-What always holds: gradients are sums over ranks, never means: every token's weight in the loss is fixed by the whole step
-before it is cut, so a mean over ranks would be wrong by their number. Sharded parameters that learn are the fp32 masters;
-layers compute in the serving precision, gathered one at a time, and gradients are reduced in fp32. Frozen parameters,
-beside adapters, may be in the serving precision: FSDP wants one precision of those alone that learn.
+Invariants: gradients are sums over ranks, never means: every token's weight in the loss is fixed for the whole step
+before the batch is split, so a mean over ranks would be wrong by a factor of their number. Sharded trained parameters are
+the fp32 master weights; layers compute in the serving precision, gathered one at a time, and gradients are reduced in
+fp32. Frozen parameters, next to adapters, may be in the serving precision: FSDP requires one precision only for the
+trained ones.
 
 FSDP gathers a module's parameters in its forward hooks. ROLL runs the decoder alone and reads the output layer's weight
-by itself, so both happen inside `forward` of one root module, whose own parameters (embedding, last norm, output layer)
-stay gathered from the forward to the backward pass.
+itself, so both happen inside `forward` of one root module, whose own parameters (embedding, last norm, output layer) stay
+gathered from the forward to the backward pass.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from roll.strategy.train.sharded.tensor import split_layers
 
 
 class TrainModule(nn.Module):
-    """A decoder and what reads its hidden states, in one forward pass."""
+    """A decoder and the layers that read its hidden states, in one forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, run: Callable[[], Any]) -> Any:
-        """What `run` computes from the model, with the root's parameters gathered."""
+        """The result of `run`, computed with the root's parameters gathered."""
         return run()
 
 
@@ -49,9 +50,9 @@ def shard(
     on_host: bool = False,
     exact: Sequence[nn.Module] = (),
 ) -> None:
-    """Divides layers over the mesh's dimension `tensor`, and cuts what each rank then has, layer by layer. Parameters
-    compute in `dtype`, but for the `exact` modules, which compute in their own; with `on_host` they stay in host memory,
-    and a GPU has a layer only while it computes."""
+    """Divides layers over the mesh's dimension `tensor`, then shards each rank's part layer by layer with FSDP.
+    Parameters compute in `dtype`, except for the `exact` modules, which compute in their own precision. With `on_host`
+    parameters stay in host memory, and a GPU has a layer only while it computes it."""
     policy = MixedPrecisionPolicy()
     if any(parameter.dtype != dtype for parameter in module.parameters()):
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -90,13 +91,13 @@ def shard(
         if isinstance(part, FSDPModule):
             if (
                 meshes.cuts.size() * meshes.expert_cuts.size() > 1
-            ):  # by one rank's own number FSDP would divide too, into one more copy of the gradients
+            ):  # with one rank FSDP would still divide, into another copy of the gradients
                 part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
 
 
 def _causal(module: TrainModule) -> PreTrainedModel:
-    """The model of `transformers` in it, also within a critic's."""
+    """The `transformers` model, also inside a critic."""
     model = module.model
     found = model if isinstance(model, PreTrainedModel) else model.model
     assert isinstance(found, PreTrainedModel)
@@ -104,8 +105,8 @@ def _causal(module: TrainModule) -> PreTrainedModel:
 
 
 def _cut_dim(parameter: nn.Parameter, size: int) -> int:
-    """The dimension in which FSDP cuts a parameter over `size` ranks. If `tensor` divides it, that is the first one,
-    unless the ranks of one part would then hold different sizes."""
+    """The dimension in which FSDP shards a parameter over `size` ranks. If `tensor` divides the parameter, it is the
+    first one, unless the ranks of one part would then hold different sizes."""
     if not isinstance(parameter, DTensor):
         return cut_dim(parameter.shape, size)
     local, divided = parameter.to_local().shape, {each.dim for each in parameter.placements if isinstance(each, Shard)}

@@ -1,11 +1,11 @@
-"""Offload of a sharded trainer: its shards and moments in host memory while another role needs the GPU.
+"""Offloads a sharded trainer: its shards and moments are in host memory while another role needs the GPU.
 
-What always holds: a tensor keeps its values wherever it is, so a checkpoint can be taken at any level; it stays the same
-object, so the optimizer finds its moments. Host memory is pinned and kept for the next time, because pinning takes longer
-than copying. On a CPU nothing moves.
+Invariants: a tensor keeps its values wherever it is, so a checkpoint can be taken at any residency; it stays the same
+object, so the optimizer finds its moments. Host memory is pinned and kept for the next offload, because pinning takes
+longer than copying. On a CPU nothing moves.
 
-FSDP keeps references of its own to the storage of each shard, and learns of a new one by `_apply`, as in `Module.to`.
-The tensors are copied before that: all copies are launched, then waited for once.
+FSDP keeps its own references to the storage of each shard, and learns of a new one by `_apply`, as in `Module.to`. The
+tensors are copied before that: all copies are launched, then waited for once.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from torch.utils import swap_tensors
 from roll.strategy.offload import Level
 
 BLOCK_BYTES = 1 << 30
-"""PyTorch rounds each pinned allocation up to a power of two: whole blocks of one waste nothing."""
+"""PyTorch rounds each pinned allocation up to a power of two: whole blocks of such a size waste nothing."""
 _ALIGNED = 512
 
 
 class ShardOffload:
     def __init__(self, module: nn.Module, device: torch.device) -> None:
-        """`module` is the root that `fully_shard` was called on last, with its parameters where they are trained: with
-        those in host memory throughout (`shard(on_host=True)`), nothing is left to move."""
+        """`module` is the root that `fully_shard` was called on last. If its parameters are in host memory throughout
+        (`shard(on_host=True)`), there is nothing to move."""
         self._module, self._device = module, device
         self._moves = any(parameter.device.type == "cuda" for parameter in module.parameters())
         self._memory = PinnedMemory()
         self._buffers: dict[str, Tensor] = {}
 
     def hold(self, level: Level, own: Mapping[str, Tensor]) -> None:
-        """Keeps what the level says on the device and the rest in host memory; `own` is what the optimizer has beside the
-        parameters, by names that stay the same."""
-        reshard(self._module)  # gathered parameters are no shards: they would stay on the device
+        """Keeps the tensors named by `level` on the device and the rest in host memory; `own` are the optimizer's tensors
+        besides the parameters, by names that stay the same."""
+        reshard(self._module)  # gathered parameters are not shards: they would stay on the device
         if self._device.type == "cuda" and self._moves:
             self._move(level, own)
         if self._device.type == "cuda" and level != "all":
-            torch.cuda.empty_cache()  # for the other processes on this GPU
+            torch.cuda.empty_cache()  # leaves the memory to the other processes on this GPU
 
     def _move(self, level: Level, own: Mapping[str, Tensor]) -> None:
         weights = dict(self._module.named_parameters())
@@ -51,7 +51,7 @@ class ShardOffload:
         replace_locals(self._module, own, self._to_host(leaving) | self._to_device(coming))
 
     def _to_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Pinned copies of the local parts of those that are on the device."""
+        """Pinned copies of the local parts of the tensors that are on the device."""
         found: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             local = _local(tensor)
@@ -66,8 +66,9 @@ class ShardOffload:
         return found
 
     def _to_device(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies on the device of the local parts of those that are not: also of counters, which AdamW makes where the
-        parameters are, so that those of a trainer that was resumed in host memory have never been there."""
+        """Device copies of the local parts of the tensors that are not on the device. This includes AdamW's step
+        counters, which are created where the parameters are: if the trainer was resumed in host memory, they have never
+        been on the device."""
         found = {
             name: _local(tensor).to(self._device, non_blocking=True)
             for name, tensor in tensors.items()
@@ -79,7 +80,7 @@ class ShardOffload:
 
 
 class PinnedMemory:
-    """Pinned host memory in large blocks. What was taken is never given back: it is used again."""
+    """Pinned host memory in large blocks. It is never freed, but reused."""
 
     def __init__(self, block_bytes: int = BLOCK_BYTES, *, pinned: bool = True) -> None:
         self._block_bytes, self._pinned = block_bytes, pinned
@@ -87,7 +88,7 @@ class PinnedMemory:
         """The unused end of each block."""
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Room for a tensor of this one's shape and type, contiguous."""
+        """Contiguous memory for a tensor of this shape and type."""
         wanted = tensor.numel() * tensor.element_size()
         taken = -(-wanted // _ALIGNED) * _ALIGNED
         which = next((i for i, block in enumerate(self._free) if len(block) >= taken), None)
@@ -101,7 +102,7 @@ class PinnedMemory:
 
 
 def reshard(module: nn.Module) -> None:
-    """Frees what the modules have gathered; their parameters are the shards again."""
+    """Frees the gathered parameters of all FSDP modules, so that their parameters are the shards again."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
@@ -109,8 +110,8 @@ def reshard(module: nn.Module) -> None:
 
 @torch.no_grad()
 def replace_locals(module: nn.Module, own: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
-    """Gives parameters of the sharded module, and tensors of `own`, other local parts of the same shape, by name. All of
-    them stay the same objects."""
+    """Replaces the local parts of the sharded module's parameters and of the tensors of `own`, by name, with others of
+    the same shape. The tensor objects stay the same."""
     shards = {id(weight): new[name] for name, weight in module.named_parameters() if name in new}
     if shards:
         module._apply(  # type: ignore[no-untyped-call]
@@ -130,12 +131,12 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _with_local(tensor: Tensor, local: Tensor) -> Tensor:
-    """A tensor that is cut as the given one is, with this local part, on the host too."""
+    """A tensor sharded like the given one, with this local part, which may be on the host."""
     if not isinstance(tensor, DTensor):
         return local
     if local.device.type == tensor.device_mesh.device_type:
         cut, size, stride = tensor.placements, tensor.shape, tensor.stride()
         return DTensor.from_local(local, tensor.device_mesh, cut, run_check=False, shape=size, stride=stride)
-    made = torch.empty_like(tensor, device=local.device)  # `from_local` would copy it to the mesh's kind of device
+    made = torch.empty_like(tensor, device=local.device)  # `from_local` would copy it to the mesh's device type
     _local(made).data = local
     return made

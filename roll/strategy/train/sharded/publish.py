@@ -1,7 +1,7 @@
-"""What a sharded trainer publishes: the tensors that `single` would, from shards, in the serving precision.
+"""The tensors that a sharded trainer publishes: the same as `single`, from shards, in the serving precision.
 
-What always holds: names, shapes, precisions and bytes are those that one process with the whole model would publish; no
-rank ever holds a whole tensor for it, but for the adapters of one layer. In a mesh with replicas, the ranks of the first
+Invariants: names, shapes, precisions and bytes are those that one process with the whole model would publish. No rank
+ever holds a whole tensor for it, except for the adapters of one layer. In a mesh with replicas, the ranks of the first
 replica contribute all bytes.
 """
 
@@ -27,8 +27,8 @@ from roll.weight_sync.shards import Shard, ShardedTensors
 
 
 def sharded_source(module: TrainModule, group: RankGroup, dtype: torch.dtype) -> ShardedTensors:
-    """The weights as they are now, to be published in `dtype`. Every version needs a new one, which
-    all ranks make together."""
+    """The current weights, to be published in `dtype`. Every version needs a new source, which all ranks create
+    together."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()  # a forward pass leaves the root's parameters gathered
@@ -44,8 +44,8 @@ def sharded_source(module: TrainModule, group: RankGroup, dtype: torch.dtype) ->
 
 
 def served_dtype(model: PreTrainedModel, name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The precision in which an engine holds a tensor when it loads the model in `dtype`: `transformers` keeps some of a
-    few models' tensors in fp32."""
+    """The precision in which an engine holds a tensor when it loads the model in `dtype`: `transformers` keeps some
+    tensors of a few models in fp32."""
     if not tensor.dtype.is_floating_point:
         return tensor.dtype
     kept = getattr(model, "_keep_in_fp32_modules_strict", None) or () if dtype != torch.float32 else ()
@@ -53,7 +53,7 @@ def served_dtype(model: PreTrainedModel, name: str, tensor: Tensor, dtype: torch
 
 
 class _Shards:
-    """This rank's part of each tensor, by name. The adapters of one layer are kept at a time."""
+    """This rank's part of each tensor, by name. Only the adapters of one layer are kept at a time."""
 
     def __init__(self, plain: dict[str, tuple[Tensor, Any]], specs: list[TensorSpec], group: RankGroup) -> None:
         self._plain = plain
@@ -72,13 +72,13 @@ class _Shards:
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
         if layer is None:
             return Shard.of(shape, box, local.contiguous(), dtype)
-        if self._last is None or self._last[0] != name:  # one that is cut over several buckets is asked for again
+        if self._last is None or self._last[0] != name:  # a tensor that spans several buckets is requested again
             self._last = None
             self._last = name, _Merged(local, box, layer, dtype, self._group.device)
         return Shard.reading(shape, box, dtype, self._last[1])
 
     def _contributes(self, tensor: Tensor) -> bool:
-        """Whether no rank before this one has the same part: those that a tensor is not cut over have."""
+        """Whether this is the first rank with this part. Ranks over which a tensor is not sharded have the same part."""
         if not isinstance(tensor, DTensor):  # a buffer: every rank has all of it
             return self._group.is_first
         mesh = tensor.device_mesh
@@ -88,7 +88,7 @@ class _Shards:
 
 
 class _Merged:
-    """Elements of this rank's part of W + scale · B A. Making it gathers A and B from all ranks."""
+    """Elements of this rank's part of W + scale · B A. The constructor gathers A and B from all ranks."""
 
     def __init__(self, base: Tensor, box: Box, layer: Any, dtype: torch.dtype, device: torch.device) -> None:
         self._base, self._begin, self._columns, self._scale = base, box[0].start, box[1], scale_of(layer)
@@ -116,7 +116,7 @@ class _Merged:
 
 
 def _whole(weight: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """All of an adapter's matrix, rounded as layers compute with it, on every rank."""
+    """The whole matrix of an adapter, rounded as layers compute with it, on every rank."""
     assert isinstance(weight, DTensor)
     local = weight.to_local().to(device, dtype)
     rounded = DTensor.from_local(

@@ -1,9 +1,9 @@
 """How much of a model each rank of a mesh holds and gathers, counted parameter by parameter.
 
-Parameters of layers are divided over `tensor`, experts over `expert`. What a rank then has of a parameter is cut along
-one dimension, and every rank has room for the largest part, numel / dim · ⌈dim / ranks⌉. FSDP gathers a unit at a time: a
-decoder layer, or the root's own parameters (embedding, last norm, output layer), which stay gathered from the forward to
-the backward pass. With `tensor` or `expert` a layer's experts are a unit of their own, and the rest of the layer is one.
+Layers are divided over `tensor`, experts over `expert`. FSDP shards a rank's part of a parameter along one dimension, and
+every rank allocates the largest shard, numel / dim · ⌈dim / ranks⌉. FSDP gathers one unit at a time: a decoder layer, or
+the root's own parameters (embedding, last norm, output layer), which stay gathered from the forward to the backward pass.
+With `tensor` or `expert` the experts of a layer are a unit of their own, and the rest of the layer is another.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from roll.strategy.train.sharded.tensor import divided_dims
 
 
 def cut_dim(shape: Sequence[int], shards: int) -> int:
-    """The dimension along which a parameter is cut: the first, but of tensors with an expert dimension the first that
-    divides evenly. Cut unevenly, the fullest rank would hold up to twice its share."""
+    """The dimension along which a parameter is sharded: the first, but for tensors with an expert dimension the first
+    that divides evenly. With an uneven split, the fullest rank would hold up to twice its share."""
     even = [dim for dim, size in enumerate(shape) if size % shards == 0]
     return even[0] if len(shape) > 2 and even else 0
 
 
 def local_numel(shape: Sequence[int], shards: int) -> int:
-    """Elements of a rank's part of a parameter, padding included."""
+    """Elements of a rank's shard of a parameter, padding included."""
     if not shape:
         return 1
     dim = cut_dim(shape, shards)
@@ -38,28 +38,28 @@ def local_numel(shape: Sequence[int], shards: int) -> int:
 
 @dataclass(frozen=True)
 class ShardSizes:
-    """Parameters of a model over the ranks of a mesh."""
+    """Parameter counts of a model over the ranks of a mesh."""
 
     trained: int
-    """Of those that learn, what a rank holds."""
+    """Trained parameters per rank."""
     frozen: int
-    """Of the others."""
+    """Frozen parameters per rank."""
     layer: int
-    """The largest layer, before FSDP cuts it."""
+    """The largest layer, before FSDP shards it."""
     layer_trained: int
     apart: int
-    """What of that layer are experts that are a unit of their own."""
+    """The part of that layer that is experts in a unit of their own."""
     apart_trained: int
     root: int
-    """All that is in no layer, before FSDP cuts it."""
+    """All parameters outside the layers, before FSDP shards them."""
     root_trained: int
     output_trained: int
-    """The output layer, before FSDP cuts it, if it learns."""
+    """The output layer, before FSDP shards it, if it is trained."""
 
     @classmethod
     def of(cls, model: PreTrainedModel, mesh: MeshShape, *more: nn.Module) -> ShardSizes:
-        """Of a model with storage or without, cut already or not, and of `more` modules beside it; parameters that need
-        gradients are those that learn."""
+        """The sizes of a model with or without storage, sharded or not, and of `more` modules beside it. Parameters that
+        require gradients are the trained ones."""
         divided = _Divided(model, mesh)
         layers = list(model.get_decoder().layers)
         inside = {id(p) for layer in layers for p in layer.parameters()}
@@ -80,31 +80,32 @@ class ShardSizes:
         )
 
     def gathered_bytes(self, itemsize: int) -> int:
-        """The root's parameters, the layer at work and the next unit, which is gathered meanwhile."""
+        """The root's parameters, the current layer's and those of the next unit, which is prefetched."""
         return itemsize * (self.root + 2 * self.layer - self.apart)
 
     def reducing_bytes(self, itemsize: int) -> int:
-        """Gradients that are whole, at most."""
+        """The most unreduced gradients at any moment."""
         return max(self.before_bytes(itemsize), self.first_bytes(itemsize), self.second_bytes(itemsize))
 
     def before_bytes(self, itemsize: int) -> int:
-        """Before the backward pass of a layer: of the layer after it the fp32 copy that is reduced (of the last of its
-        units), and those of the output layer, which wait for the rest of the root."""
+        """Unreduced gradients before the backward pass of a layer: the fp32 copy of the following layer (its last unit)
+        that is being reduced, and the gradients of the output layer, which wait for the rest of the root."""
         return 4 * (self.layer_trained - self.apart_trained) + itemsize * self.output_trained
 
     def first_bytes(self, itemsize: int) -> int:
-        """While the layer's own gradients are made: of experts, if they are a unit, else of all of it."""
+        """While the layer's first gradients are computed: those of its experts if they are a unit, else all of them."""
         return self.before_bytes(itemsize) + itemsize * (self.apart_trained or self.layer_trained)
 
     def second_bytes(self, itemsize: int) -> int:
-        """While those of the rest of it are made, if experts are a unit, whose gradients are then reduced."""
+        """While the gradients of the rest of the layer are computed, if experts are a unit, whose gradients are then
+        being reduced."""
         rest = self.layer_trained - self.apart_trained
         return itemsize * (rest + self.output_trained) + 4 * (self.apart_trained or rest)
 
 
 def of_rank(shape: ModelShape, mesh: MeshShape) -> ModelShape:
-    """What one rank computes of each row, where rows are divided over `context` and layers over `tensor`: as wide as a
-    part of each row would be, if the rank had that of all rows."""
+    """The shape that one rank computes if packed tokens are divided over `context` and layers over `tensor`: dimensions
+    are reduced as if the rank had a part of the width of all tokens."""
     context, heads = mesh.context, mesh.context * (mesh.tensor if shape.divides_heads else 1)
     sorted_twice, exchanged = mesh.expert * mesh.tensor > 1, mesh.expert > 1  # by `experts`, and within its products
     return replace(
@@ -121,7 +122,7 @@ def of_rank(shape: ModelShape, mesh: MeshShape) -> ModelShape:
 
 
 class _Divided:
-    """What a rank has of each parameter before FSDP cuts it, and after."""
+    """What a rank has of each parameter before and after FSDP shards it."""
 
     def __init__(self, model: PreTrainedModel, mesh: MeshShape) -> None:
         self._mesh = mesh
@@ -142,7 +143,8 @@ class _Divided:
         return self.numel(p for p in parameters if p.requires_grad)
 
     def unit_sizes(self, layer: nn.Module) -> tuple[int, int, int, int]:
-        """Of a layer, of those of it that learn, and the same of its experts if they are a unit of their own."""
+        """Parameters of a layer, the trained ones among them, and both counts for its experts if they are a unit of their
+        own."""
         own = list(layer.parameters())
         apart = [p for p in own if id(p) in self._experts]
         return self.numel(own), self.trained(own), self.numel(apart), self.trained(apart)

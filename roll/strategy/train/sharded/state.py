@@ -1,4 +1,4 @@
-"""What a sharded trainer keeps: its shards of parameters and moments, in device or host memory and in checkpoints."""
+"""The state of a sharded trainer: its shards of parameters and moments, in device memory, host memory and checkpoints."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class ShardedState:
         self._writer: ShardWriter | None = None
 
     def published(self) -> TensorSource:
-        """What engines are sent: collective."""
+        """The tensors to send to engines. A collective call."""
         return sharded_source(self._sharded.module, self._group, self._sharded.dtype)
 
     def hold(self, level: Level) -> None:
-        """Keeps so much on the device and the rest in host memory."""
+        """Keeps the tensors named by `level` on the device and offloads the rest to host memory."""
         self._offload.hold(level, {} if self._optimizer is None else self._optimizer.tensors())
 
     def save(self, folder: Path) -> None:
-        """Begins a checkpoint: what it holds is captured when this returns."""
+        """Starts a checkpoint: its values are copied when this returns."""
         assert self._optimizer is not None, "a frozen model has nothing to save"
         writer, model = self._shard_writer(), self._sharded.value or self._sharded.model
         writer.save(state_of(model, self._optimizer, adapters=self._adapters is not None), folder)
@@ -57,15 +57,15 @@ class ShardedState:
             self._passes.save(folder)
 
     def saved(self) -> dict[str, str]:
-        """Waits until this rank has written: the digests of its files, by their names in the folder."""
+        """Waits until this rank has written. Returns the digests of its files by their names in the folder."""
         return {} if self._writer is None else self._writer.saved()
 
     def load(self, folder: Path) -> None:
-        """Reads what `save` wrote on any number of ranks, or what one process wrote."""
+        """Reads a checkpoint that `save` wrote on any number of ranks, or that a single process wrote."""
         assert self._optimizer is not None, "a frozen model is not resumed"
         if self._adapters is not None:
             self._adapters.check_base(folder / "model")
-        reshard(self._sharded.module)  # what a forward pass has left gathered would stay as it was
+        reshard(self._sharded.module)  # parameters that a forward pass left gathered would keep the old values
         load_state(folder, self._optimizer, lambda parameters: self._load_model(folder, parameters))
         self._passes.load(folder)
 
@@ -78,7 +78,7 @@ class ShardedState:
             self._adapters.load(folder / "model")
 
     def _shard_writer(self) -> ShardWriter:
-        """Made at the first checkpoint, by all ranks together."""
+        """Created at the first checkpoint, by all ranks together."""
         if self._writer is None:
             self._writer = ShardWriter(self._group)
         return self._writer

@@ -1,5 +1,5 @@
-"""Trainers over many devices: what `single` computes, over FSDP2 shards (`spread`), with parameters that no process holds
-whole."""
+"""The `sharded` strategies: they compute what `single` computes, split over ranks (`work_split`) with FSDP2 shards. No
+process holds all parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from roll.weight_sync.weights import probe_ids
 
 
 class _Rank:
-    """One rank of a role, and what it keeps: shards on the device, in host memory and in checkpoints."""
+    """One rank of a role, with its state: shards on the device, in host memory and in checkpoints."""
 
     group: RankGroup
     _state: ShardedState
@@ -47,7 +47,7 @@ class _Rank:
 
 
 class ShardedStrategy(_Rank, PolicyTrainer):
-    """A policy over the ranks of a mesh; frozen, a reference."""
+    """A policy over the ranks of a mesh; without `trainable`, a reference."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class ShardedStrategy(_Rank, PolicyTrainer):
         tokenizer: Tokenizer | None = None,
         trainable: bool = True,
     ) -> None:
-        """Of a model with adapters, only they are trained and saved. The tokenizer is saved beside the model."""
+        """If the model has adapters, only they are trained and saved. The tokenizer is saved beside the model."""
         model = sharded.model
         spread = OverRanks(group, sharded.module, model, sharded.dtype)
         passes = ForwardRunner(model, config, dtype=sharded.dtype, device=group.device, retries=False, group=group)

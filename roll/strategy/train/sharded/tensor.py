@@ -1,12 +1,12 @@
-"""Layers divided over the ranks of a mesh's dimension `tensor`: `transformers` says which layer is cut how (`tp_plan`),
-`torch.distributed.tensor.parallel` cuts it.
+"""Tensor parallelism: layers divided over the ranks of a mesh's dimension `tensor`. `transformers` defines how each layer
+is divided (`tp_plan`), `torch.distributed.tensor.parallel` divides it.
 
-What always holds: what is between layers (hidden states, norms, routers) is whole on every rank, and so are its
-gradients; a weight that is whole but sees a rank's part of the heads alone (the norms of queries and keys) has its
-gradients summed over the ranks in every backward pass. The embedding and the output layer are cut along the vocabulary.
-Experts are not cut here: their rows are (`experts`).
+Invariants: everything between layers (hidden states, norms, routers) is whole on every rank, and so are its gradients. A
+weight that is whole but sees only a rank's part of the heads (the norms of queries and keys) has its gradients summed
+over the ranks in every backward pass. The embedding and the output layer are divided along the vocabulary. Experts are
+not divided here; their packed tokens are (`experts`).
 
-What of `transformers` is used stands here and nowhere else: `PreTrainedModel.tp_plan`, its patterns and names of styles.
+Only this module uses these parts of `transformers`: `PreTrainedModel.tp_plan`, its patterns and names of styles.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from roll.config.errors import UserError
 
 
 class PerHead(ParallelStyle):
-    """A weight that every rank has whole and applies to its own heads, of which its gradient is a part of a sum: DTensor
-    sums it over the ranks in every backward pass."""
+    """A weight that every rank has whole and applies to its own heads. Its gradient is then a part of a sum: DTensor sums
+    it over the ranks in every backward pass."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        heads_in: Any = self._heads_in  # its annotation in torch says that hooks return nothing
+        heads_in: Any = self._heads_in  # torch annotates the hooks as returning nothing
         heads_out: Any = self._heads_out
         return distribute_module(module, device_mesh, self._whole, heads_in, heads_out)
 
@@ -58,11 +58,11 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     "replicated_with_grad_allreduce": PerHead,
 }
-"""Of `transformers`' styles those that decoders have, as torch's."""
+"""The styles of `transformers` that decoders use, as torch's."""
 
 
 def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Cuts the model's layers over the mesh, before FSDP cuts what each rank then has. The model may have no storage
+    """Divides the model's layers over the mesh, before FSDP shards each rank's part. The model may have no storage
     yet."""
     words, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = words is not None and words.weight is embedding.weight
@@ -74,7 +74,8 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def layer_styles(model: PreTrainedModel) -> dict[str, str]:
-    """How each of the model's layers is cut, by name. Raises if `transformers` has no plan, or one of other styles."""
+    """How each of the model's layers is divided, by name. Raises if `transformers` has no plan, or one with unsupported
+    styles."""
     plan: dict[str, str] = dict(model.tp_plan or {})
     embedding, words, found = model.get_input_embeddings(), model.get_output_embeddings(), {}
     for name, module in model.named_modules():
@@ -93,7 +94,7 @@ def layer_styles(model: PreTrainedModel) -> dict[str, str]:
 
 
 def divided_dims(model: PreTrainedModel) -> dict[str, int]:
-    """The dimension in which each parameter is divided, by name; those that are not divided are left out."""
+    """The dimension in which each parameter is divided, by name, without those that are not divided."""
     found: dict[str, int] = {}
     for name, style in layer_styles(model).items():
         module = model.get_submodule(name)
@@ -109,8 +110,8 @@ def _is_experts(name: str) -> bool:
 
 
 def _of_adapters(name: str, module: nn.Module, style: str) -> dict[str, str]:
-    """The layers that compute in one's place if it is adapted: W x + B A x. Cut by its outputs, B is cut so too; cut by
-    its inputs, A is."""
+    """The parts of an adapted layer, W x + B A x, that are divided. If W is divided by its outputs, so is B; if by its
+    inputs, so is A."""
     if not hasattr(module, "base_layer"):
         return {name: style}
     part = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style)

@@ -1,4 +1,5 @@
-"""A trainer's work over the ranks of a mesh: prefix trees balanced over them, passes in step, sums over all."""
+"""Splits a trainer's work over the ranks of a mesh: balanced prefix trees, the same number of passes on all ranks, sums
+over ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ T = TypeVar("T")
 
 
 class OverRanks:
-    """One rank's part in what all of them do together; every rank is given the whole batch."""
+    """One rank's part of the work; every rank gets the whole batch."""
 
     def __init__(self, group: RankGroup, module: TrainModule, model: PreTrainedModel, dtype: torch.dtype) -> None:
         """`module` holds the model, sharded over the group's mesh; its layers compute in `dtype`."""
