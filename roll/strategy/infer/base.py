@@ -1,4 +1,4 @@
-"""What an inference engine can do, whichever it is. Requests come and go one by one."""
+"""The protocol of an inference engine. Requests are submitted and finish one by one."""
 
 from __future__ import annotations
 
@@ -16,45 +16,46 @@ from roll.weight_sync.weights import Weights
 
 class InferStrategy(Protocol):
     def submit(self, requests: Sequence[Request]) -> None:
-        """Takes requests in; a request that can never run is refused by name."""
+        """Submits requests. Raises for a request that can never run, naming it."""
         ...
 
     async def results(self) -> list[Completion]:
-        """What finished since the last call: waits for at least one while anything is submitted."""
+        """The requests that finished since the last call. Waits for at least one while any request is submitted."""
         ...
 
     def progress(self, heard: Mapping[str, int]) -> list[Progress]:
-        """What running requests have drawn beyond the number of tokens that was heard of each."""
+        """New tokens of running requests. `heard` is the number of tokens already reported per request id."""
         ...
 
     def abort(self, ids: Sequence[str]) -> None:
-        """Ends requests early; what they have so far arrives among the results, marked `abort`."""
+        """Ends requests early; the tokens they have so far arrive among the results, with finish reason `abort`."""
         ...
 
     async def pause(self) -> None:
-        """Stops generating; requests stay where they are, with what they have, also while weights are loaded."""
+        """Stops generation. Requests keep their state, also while weights are loaded."""
         ...
 
     async def resume(self) -> None: ...
 
     async def load_weights(self, weights: Weights) -> None:
-        """Serves these weights, which are in this process, from now on, once they are verified."""
+        """Serves these weights, which are in this process, from now on, after verifying them."""
         ...
 
     def begin_loading(self, manifest: WeightManifest) -> Mapping[str, Tensor]:
-        """The tensors that the version is about to be received into; nothing is served until `end_loading`."""
+        """The tensors that the new version is received into. Nothing is served until `end_loading`."""
         ...
 
     async def end_loading(self, manifest: WeightManifest) -> None:
-        """Serves the version whose tensors were received, once the probe agrees."""
+        """Serves the version whose tensors were received, after the probe check."""
         ...
 
     async def hold(self, level: Level) -> None:
-        """Keeps so much on the device and lays the rest aside; below `all` nothing may be running."""
+        """Keeps the tensors named by `level` on the device and offloads the rest. Below `all` no request may be
+        running."""
         ...
 
     def stats(self) -> EngineStats: ...
 
     async def close(self) -> None:
-        """Ends the engine, with whatever it runs."""
+        """Ends the engine, with all requests that are running."""
         ...

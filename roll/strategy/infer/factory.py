@@ -1,4 +1,4 @@
-"""The engine that a config names, for a worker's place."""
+"""Builds the engine that a config names, for a worker's placement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from roll.strategy.infer.base import InferStrategy
 
 
 def make_engine(place: WorkerPlacement, config: Config, *, own_weights: bool) -> InferStrategy:
-    """Without `own_weights` an embedded engine uses the parameters of the trainer, which is in its process."""
+    """Without `own_weights`, the embedded engine uses the parameters of the trainer in the same process."""
     if config.roles.actor_infer.strategy == "vllm":
         return vllm_engine(place, config)
     return _native(place, config, own_weights)
@@ -39,14 +39,14 @@ def _native(place: WorkerPlacement, config: Config, own_weights: bool) -> InferS
 
 
 def vllm_engine(place: WorkerPlacement, config: Config, role: str = "actor_infer") -> InferStrategy:
-    """An engine of vLLM as `roles.actor_infer` describes it; `role` is whose settings those are."""
+    """A vLLM engine as described by `roles.actor_infer`; `role` is the role these settings came from, for messages."""
     from roll.engine.routes import ExpertLayers
     from roll.strategy.infer.vllm import VllmStrategy
     from roll.strategy.infer.vllm_args import check_vllm, environment, length_args, memory_args, process_args, route_args
     from roll.strategy.infer.vllm_engine import VllmSettings
 
     wanted = config.roles.actor_infer
-    check_vllm(config, wanted, role)  # also where the worker's machine is not the one the run was started on
+    check_vllm(config, wanted, role)  # again, because the worker's machine may differ from the one the run was started on
     source = find_model(config.model.path)
     shape, dtype = load_model_config(source), choose_dtype(config.model.dtype, place.device)
     layers = ExpertLayers.of(shape) if config.rollout.router_replay and role == "actor_infer" else None

@@ -1,7 +1,7 @@
-"""An engine with a model of its own, loaded from disk: no trainer's weights ever reach it.
+"""An engine with a model of its own, loaded from disk. It never receives a trainer's weights.
 
-What always holds: it serves what was loaded once its log-probs of the probe agree with a plain pass over the same
-parameters, and never anything else.
+Invariant: it serves only the loaded model, and only after its log-probs of the probe agree with a plain forward pass over
+the same parameters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VERSION = 0
 
 
 def as_judged(config: Config) -> Config:
-    """The run as it would be with the judge in the actor's place."""
+    """The config with the judge in place of the actor."""
     judge = config.roles.judge
     roles = config.roles.model_copy(update={"actor_infer": judge})
     model = config.model.model_copy(update=judge.model.model_dump())
@@ -50,7 +50,7 @@ class FrozenEngine:
             self.strategy = vllm_engine(place, self._config, "judge")
 
     async def start(self) -> None:
-        """Loads the weights and serves them, verified."""
+        """Loads the weights, verifies them and starts to serve them."""
         device = self._place.device if self._native else "cpu"
         dtype = choose_dtype(self._config.model.dtype, self._place.device)
         model = load_model(self._source, dtype, self._config.seed).to(device).requires_grad_(False)

@@ -1,7 +1,7 @@
 """The embedded engine as an inference strategy, in its process's event loop.
 
-What always holds: nothing is generated before weights were loaded and verified; every submitted request ends in exactly
-one completion; the engine steps only while somebody waits for results, and lets other coroutines run between steps.
+Invariants: nothing is generated before weights are loaded and verified; every submitted request ends in exactly one
+completion; the engine steps only while a caller waits for results, and lets other coroutines run between steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from roll.weight_sync.stream import WeightManifest
 from roll.weight_sync.weights import Weights, check_probe, check_shared, named_tensors
 
 _PAUSE_S = 0.05
-"""How often a paused engine looks whether something was aborted."""
+"""How often a paused engine checks for aborted requests."""
 
 
 class NativeStrategy:
@@ -39,10 +39,10 @@ class NativeStrategy:
         model: PreTrainedModel | None = None,
         make_model: Callable[[], PreTrainedModel] | None = None,
     ) -> None:
-        """`model` is the engine's own, to receive weights into; without one it uses that of the weights it is given, or
-        makes one with `make_model` when weights first come from another process.
-        `kv_tokens`: what its cache holds at most, 0 for what the requests need, as far as memory goes.
-        `records_routes`: completions say which experts tokens were sent to, if the model has any."""
+        """`model` is the engine's own, to receive weights into. Without it the engine uses the model of the weights it is
+        given, or creates one with `make_model` when weights first come from another process. `kv_tokens` limits the
+        tokens in the KV cache; 0 means what the requests need, as far as memory allows. With `records_routes`,
+        completions contain the experts that each token was routed to, if the model has experts."""
         self._tokenizer = tokenizer
         self._own_model = model
         self._make_model = make_model
@@ -66,7 +66,7 @@ class NativeStrategy:
         return self._engine
 
     def submit(self, requests: Sequence[Request]) -> None:
-        engine = self.engine if self._running.is_set() else self._present()  # a paused one may be loading weights
+        engine = self.engine if self._running.is_set() else self._present()  # a paused engine may be loading weights
         for request in requests:
             engine.add(request)
 
@@ -83,7 +83,7 @@ class NativeStrategy:
         return finished
 
     async def _while_paused(self) -> None:
-        """Waits until it may go on, or something was aborted, or a while has passed."""
+        """Waits until generation resumes or the polling interval has passed."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._running.wait(), _PAUSE_S)
 
@@ -105,7 +105,7 @@ class NativeStrategy:
         self._running.set()
 
     def _present(self) -> SlotEngine | PagedEngine:
-        """The engine, whether or not its weights are verified."""
+        """The engine, even if its weights are not verified."""
         return self.engine if self._engine is None else self._engine
 
     async def load_weights(self, weights: Weights) -> None:
@@ -157,4 +157,4 @@ class NativeStrategy:
         return self.engine.stats()
 
     async def close(self) -> None:
-        """It lives in this process, and goes with it."""
+        """There is nothing to end: the engine is part of this process."""

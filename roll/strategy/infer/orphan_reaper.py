@@ -1,11 +1,11 @@
-"""The processes of a vLLM engine: they end with the process that started the engine, however that ends, and do not hear a
-terminal's Ctrl-C, which ends a run after its step.
+"""Manages the processes of a vLLM engine: they end with the process that started the engine, however that ends, and do
+not receive a terminal's Ctrl-C, which is meant to end the run after its current step.
 
-For the first a keeper waits beside the owner and, should that end, ends what has the engine's mark in its environment:
-vLLM outlives its owner otherwise, and keeps the device. For the second they are started with the signal blocked, which
-every process inherits from the one that starts it.
+For the first, a reaper process waits for the owner to end, then kills the processes that have the engine's mark in their
+environment: otherwise vLLM outlives its owner and keeps the device. For the second, the processes are started with the
+signal blocked, which child processes inherit.
 
-The keeper runs this file alone, so it imports nothing of ROLL.
+The reaper process runs this file alone, so it imports nothing of ROLL.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from pathlib import Path
 from types import FrameType
 
 MARK = "ROLL_VLLM_ENGINE"
-"""Variable of the engine's processes: the process that started them and a name of the engine's own."""
+"""Environment variable of the engine's processes: the pid of the process that started them and a unique name of the
+engine."""
 _LOOKS = 10
 _LOOK_S = 0.5
-"""A process that is ended may just be starting another."""
+"""Repeated, because a process that is killed may just have started another."""
 
 
 class _Interrupted(BaseException):
-    """Ctrl-C, where a KeyboardInterrupt would not get through."""
+    """Ctrl-C, for code that would swallow a KeyboardInterrupt."""
 
 
 @contextmanager
 def deaf_to_ctrl_c() -> Iterator[None]:
-    """What this thread starts in here does not hear Ctrl-C, nor does what that starts. This process does, if a moment
-    later: another thread hears it meanwhile, and the main one handles it when it next comes back to Python. It then ends
-    what is done in here: vLLM would take a KeyboardInterrupt for its own and go on to wait, so it gets another exception.
-    """
+    """Processes that this thread starts in the block do not receive Ctrl-C, nor do their children. This process does,
+    with a short delay: another thread receives it, and the main thread handles it when it returns to Python code. That
+    ends the block: vLLM would take a KeyboardInterrupt for its own and continue to wait, so it gets another exception."""
     done = threading.Event()
     threading.Thread(target=done.wait, name="hears Ctrl-C", daemon=True).start()
     handler = signal.getsignal(signal.SIGINT)
@@ -74,7 +74,7 @@ def deaf_to_ctrl_c() -> Iterator[None]:
 
 
 class OrphanReaper:
-    """Of one engine's processes, which are started with its `mark`."""
+    """Reaps the processes of one engine, which are started with its `mark`."""
 
     def __init__(self) -> None:
         _start_tracker()
@@ -85,21 +85,21 @@ class OrphanReaper:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables to start the engine's processes with. vLLM names its processes, and a process that is named
-        overwrites what can be read of its environment unless it is told not to."""
+        """Variables to start the engine's processes with. vLLM renames its processes, which overwrites the readable copy
+        of their environment unless `SPT_NOENV` is set."""
         return {MARK: self._mark, "SPT_NOENV": "1"}
 
     def close(self) -> None:
-        """The engine has ended, or shall: none of its processes is left."""
+        """Kills all remaining processes of the engine."""
         self._process.kill()
-        # waits: it is killed
+        # returns at once: it is killed
         self._process.wait()
         end(self._mark)
 
 
 def _start_tracker() -> None:
-    """The owner's tracker of shared memory, which else would be started with the engine, and have its mark. It removes
-    what an engine that is ended leaves, and need not say so at the end of every run."""
+    """Starts the owner's tracker of shared memory now: otherwise it would be started with the engine, and have its mark.
+    It removes the shared memory that a killed engine leaves, without a warning at the end of every run."""
     before = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (before, "ignore:resource_tracker")))
     try:
@@ -113,14 +113,14 @@ def _start_tracker() -> None:
 
 def end(mark: str) -> None:
     for place in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or is somebody else's
+        with suppress(OSError):  # it has ended, or belongs to another user
             variables = (place / "environ").read_bytes().split(b"\0")
             if f"{MARK}={mark}".encode() in variables and int(place.name) != os.getpid():
                 os.kill(int(place.name), signal.SIGKILL)
 
 
 def keep(mark: str) -> None:
-    """Waits for the owner's end, then ends the engine's processes."""
+    """Waits until the owner has ended, then kills the engine's processes."""
     with suppress(ProcessLookupError):  # it has ended already
         select.select([os.pidfd_open(int(mark.partition(":")[0]))], [], [])
     for _ in range(_LOOKS):

@@ -1,15 +1,15 @@
 """vLLM as an inference strategy: its engine in processes of its own, its client in this process's event loop.
 
-What always holds: nothing leaves here that was drawn by weights that are not verified; every submitted request ends in
-exactly one completion, or in the error of the engine's death; a token carries the version that drew it. That last is so
-because weights change only while the engine stands still and everything it had drawn has arrived.
+Invariants: tokens sampled by weights that are not verified are never returned; every submitted request ends in exactly
+one completion, or in the error of the engine's death; a token carries the version of the weights that sampled it. The
+last holds because weights change only while the engine is paused and all tokens sampled before have arrived.
 
-    pause ─► the engine keeps what it has and draws nothing ─► weights into its workers ─► go on ─► probe ─► verified
+    pause ─► requests keep their state, no sampling ─► load weights into the workers ─► resume ─► probe ─► verified
 
-The probe is a request like others, so others go on beside it: what they draw meanwhile is told only once it has agreed.
-Stop strings are looked for here, so that they mean what they mean for the embedded engine.
+The probe is a normal request, so others run beside it: their new tokens are withheld until the probe check has passed.
+Stop strings are matched here, so that they mean the same as for the embedded engine.
 
-`vllm_engine` is how an engine is started and asked, `vllm_worker` is what its own workers load.
+`vllm_engine` starts an engine and builds its sampling parameters; `vllm_worker` is loaded by its workers.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from roll.weight_sync.weights import Weights, check_probe
 T = TypeVar("T")
 
 _ANSWER_S = 600.0
-"""For the engine to do what it is told: to take in weights, say."""
+"""How long the engine may take to answer, for example to load weights."""
 _LOOK_S = 0.5
-"""How often whoever waits looks whether the engine lives."""
+"""How often a waiting call checks that the engine is alive."""
 _CLOSE_S = 1.0
 _QUIET_TURNS = 50
-"""Turns of the event loop without a token after which everything that had been drawn has arrived."""
+"""Iterations of the event loop without a new token after which all sampled tokens have arrived."""
 
 
 @dataclass(eq=False)
 class _Running:
-    """A request and what it has drawn. Of its tokens, the first `known` were drawn by verified weights."""
+    """A request and its tokens. The first `known` tokens were sampled by verified weights."""
 
     request: Request
     ids: list[int] = field(default_factory=list)
@@ -67,9 +67,9 @@ class _Running:
     versions: list[int] = field(default_factory=list)
     known: int = 0
     salt: str = ""
-    """Of the prefixes that it shares."""
+    """Cache salt: only requests with the same salt share prefixes."""
     experts: NDArray[Any] | None = None
-    """[tokens, layers, chosen] as vLLM tells them at the end, from `told_from` on."""
+    """[tokens, layers, chosen] as reported by vLLM when the request ends, from `told_from` on."""
     finish: Finish | None = None
     task: asyncio.Task[None] | None = None
 
@@ -79,12 +79,12 @@ class _Running:
 
     @property
     def told_from(self) -> int | None:
-        """The first token whose experts vLLM is asked for: at least one of the prompt's (0.24)."""
+        """The first token whose experts are requested from vLLM: at least one prompt token must be included (0.24)."""
         start = self.request.routes_from
         return None if start is None else min(start, len(self.request.ids) - 1)
 
     def routes(self, layers: ExpertLayers | None) -> Routes | None:
-        """From `routes_from` on, without the last token's; None where vLLM has told nothing."""
+        """Routes from `routes_from` on, without the last token's; None if vLLM has not reported any."""
         start, told_from = self.request.routes_from, self.told_from
         if layers is None or self.experts is None or start is None or told_from is None:
             return None
@@ -104,8 +104,8 @@ class _Running:
 
 class VllmStrategy:
     def __init__(self, tokenizer: Tokenizer, settings: VllmSettings, name: str = "the engine") -> None:
-        """Starts the engine, within a running event loop: returns once it can take weights. `name` is said of it when it
-        dies."""
+        """Starts the engine, within a running event loop. Returns once it can load weights. `name` is used in the error
+        if it dies."""
         self._tokenizer = tokenizer
         self._name = name
         self._settings = settings
@@ -122,24 +122,24 @@ class VllmStrategy:
         self._vocab = int(self._llm.model_config.get_vocab_size())
         self._copy: HostCopy | None = None
         self._address: dict[str, Any] = {}
-        """Where the engine's workers find the tensors."""
+        """Where the engine's workers find the tensors in shared host memory."""
         self._served: int | None = None
-        """The version that was verified last."""
+        """The last verified version."""
         self._version = -1
-        """The version that draws."""
+        """The version that tokens are sampled with."""
         self._verified = False
         self._probing = False
         self._unproven: Weights | WeightManifest | None = None
-        """Weights that were loaded while the engine slept: the probe waits until it is awake."""
+        """Weights loaded while the engine was asleep: they are probed once it is awake."""
         self._paused = False
         self._level: Level = "all"
         self._turn = asyncio.Lock()
-        """Held while the engine stands still or its weights change."""
+        """Held while the engine is being paused or its weights change."""
         self._salt = 0
-        """Prefixes are shared among requests of the same one: of the same weights."""
+        """Changes with the weights, so that requests share prefixes only under the same weights."""
         self._running: dict[str, _Running] = {}
         self._held: list[_Running] = []
-        """Those that ended while the weights that draw were being probed."""
+        """Requests that ended while the current weights were being probed."""
         self._finished: list[Completion] = []
         self._news = asyncio.Event()
         self._death: WorkerDied | None = None
@@ -186,7 +186,7 @@ class VllmStrategy:
                 self._end(running, "abort")
 
     def _end(self, running: _Running, finish: Finish) -> None:
-        """The request leaves with what it has of verified weights."""
+        """Ends the request with the tokens it has from verified weights."""
         self._running.pop(running.request.id)
         if running.task is not None:
             running.task.cancel()
@@ -194,7 +194,7 @@ class VllmStrategy:
         self._news.set()
 
     async def _carry(self, running: _Running) -> None:
-        """Has the engine go on with a request until it ends or is cancelled."""
+        """Runs a request in the engine until it ends or is cancelled."""
         self._count += 1
         running.salt = str(self._salt)
         prompt = {"prompt_token_ids": running.request.ids.tolist(), "cache_salt": running.salt}
@@ -219,8 +219,9 @@ class VllmStrategy:
             self._end(running, running.finish)
 
     async def _recalled(self, running: _Running, start: int) -> Any:
-        """The experts of a request that was ended here, at a stop string, where vLLM tells them only of what it ends:
-        asked for as those of a prompt, most of which is in its cache. None if there is no room to draw after it."""
+        """The experts of a request that was ended here, at a stop string. vLLM reports experts only for requests it ends
+        itself, so the tokens are submitted again as a prompt, most of which is in its prefix cache. None if the context
+        leaves no token to sample after it."""
         self._count += 1
         ids = np.concatenate([running.request.ids, np.array(running.ids, np.int32)]).tolist()
         if len(ids) >= self.context:
@@ -230,7 +231,7 @@ class VllmStrategy:
             return (await _last(outputs)).outputs[0].routed_experts
 
     def _take(self, running: _Running, output: Any) -> bool:
-        """Adds what was drawn; whether the request has ended."""
+        """Adds newly sampled tokens. Returns whether the request has ended."""
         (drawn,) = output.outputs
         if not running.ids:
             shared = output.num_cached_tokens or 0
@@ -254,7 +255,7 @@ class VllmStrategy:
             running.finish = drawn.finish_reason
         return running.finish is not None
 
-    # standing still
+    # pausing
 
     async def pause(self) -> None:
         self._paused = True
@@ -268,11 +269,12 @@ class VllmStrategy:
         self._news.set()
 
     async def _stand_still(self) -> None:
-        """Returns when nothing is being drawn and everything that was has arrived.
+        """Returns when the engine has stopped sampling and all sampled tokens have arrived.
 
-        The engine answers after all it had drawn, by the same way; what is left is to let the event loop pass it on.
+        The engine acknowledges the pause after all tokens sampled before it, on the same channel; after that, only the
+        event loop has to deliver them.
         """
-        self._salt += 1  # what is submitted from now on may meet other weights
+        self._salt += 1  # requests submitted from now on may run with other weights
         await self._ask(self._llm.pause_generation(mode="keep", clear_cache=False))
         seen, quiet = self._generated, 0
         while quiet < _QUIET_TURNS:
@@ -327,7 +329,8 @@ class VllmStrategy:
                 await self._prove()
 
     async def _prove(self) -> None:
-        """Verifies what was loaded, then draws with it; or lets go of all that was drawn with it."""
+        """Verifies the loaded weights and serves them. If they are refused, aborts all requests without the tokens
+        sampled with them."""
         weights, self._unproven = self._unproven, None
         if weights is None:
             return
@@ -349,15 +352,15 @@ class VllmStrategy:
             await self._stand_still()
 
     def _tell(self, held: Sequence[_Running]) -> None:
-        """What was drawn while the weights were probed was drawn by verified ones."""
+        """Releases the tokens and finished requests of the probing period: their weights are now verified."""
         for running in self._running.values():
             running.known = len(running.ids)
         for running in held:
-            if self._running.get(running.request.id) is running:  # else it was aborted meanwhile
+            if self._running.get(running.request.id) is running:  # otherwise it was aborted in the meantime
                 self._end(running, running.finish or "abort")
 
     def _begin_anew(self) -> None:
-        """Requests that have drawn nothing yet share no prefix that older weights have computed."""
+        """Restarts requests without tokens, so that they share no prefix computed with older weights."""
         for running in self._running.values():
             if not running.ids and running.task is not None:
                 running.task.cancel()
@@ -370,7 +373,7 @@ class VllmStrategy:
         pairs = zip(ids[1:], found.prompt_logprobs[1:], strict=True)
         return torch.tensor([given[token].logprob for token, given in pairs])
 
-    # life
+    # lifecycle
 
     async def hold(self, level: Level) -> None:
         if level != "all" and self._running:
@@ -380,7 +383,7 @@ class VllmStrategy:
         async with self._turn:
             before, self._level = self._level, level
             if level == "none":
-                if before == "weights":  # it sleeps whole or not at all
+                if before == "weights":  # vLLM can only put everything to sleep
                     await self._ask(self._llm.wake_up())
                 await self._ask(self._llm.sleep(level=1))
             elif level == "weights":
@@ -421,7 +424,7 @@ class VllmStrategy:
         self._folder.cleanup()
 
     def _check_serving(self, allow_paused: bool = False) -> None:
-        """Raises where nothing may be served; one that is paused may be about to get its weights."""
+        """Raises if nothing may be served. With `allow_paused`, a paused engine may still be waiting for its weights."""
         self._check_alive()
         if self._served is None:
             raise RunError("the engine has no weights yet: publish a version before generating")
@@ -441,7 +444,7 @@ class VllmStrategy:
         self._news.set()
 
     async def _ask(self, answer: Awaitable[T]) -> T:
-        """The engine's answer, which is not waited for once it is dead."""
+        """Waits for the engine's answer; raises if the engine dies or does not answer in time."""
         asked = asyncio.ensure_future(answer)
         try:
             async with asyncio.timeout(_ANSWER_S):
@@ -457,7 +460,7 @@ class VllmStrategy:
 
 
 async def _last(outputs: Any) -> Any:
-    """The last of a stream."""
+    """The last item of a stream."""
     last = None
     async for output in outputs:
         last = output

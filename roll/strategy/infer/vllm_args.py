@@ -1,6 +1,7 @@
-"""The arguments of a vLLM engine: which names there are, which of them ROLL sets itself, and what it sets them to.
+"""The arguments of a vLLM engine: which exist, which of them ROLL sets itself, and to what values.
 
-Names are read from the installed package's source: to import vLLM takes many seconds, and a slip in a config should not.
+The names are read from the installed package's source, because importing vLLM takes many seconds and a typo in a config
+should be reported faster.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ OWN = {
     "enable_return_routed_experts": "write rollout.router_replay",
     "stream_interval": "every token is told when it is drawn, with its version",
 }
-"""Arguments that are not the user's to write in `engine_args`, and what to do instead."""
+"""Arguments that `engine_args` must not contain, and what to write instead."""
 
 _JUDGES_OWN = {
     "model": "write roles.judge.model",
@@ -59,22 +60,22 @@ _JUDGES_OWN = {
     "override_generation_config": "the judge's answers are drawn by reward.options",
 }
 LEAST_TEMPERATURE = 0.01
-"""vLLM draws at this temperature where a smaller one above 0 is asked for."""
+"""The lowest positive temperature at which vLLM samples; it raises lower ones to this."""
 _SPARE_PROMPT_TOKENS = 256
-"""Of each running sequence, beside its response, where a cache is sized for what may run."""
+"""Prompt tokens per running sequence, in addition to its response, for which the cache is sized."""
 _LEAST_SHARE = 0.02
-"""Of a GPU that must be free for vLLM to start at all, where the cache has a size of its own."""
+"""Share of a GPU that must be free for vLLM to start at all, if the cache has an explicit size."""
 _ROUTES = "enable_return_routed_experts"
 _COUNTS = ("max_model_len", "kv_cache_memory_bytes")
 """Arguments that the plan of a run depends on."""
 _LEAST_TOKENS = 1024
-"""In any cache, which is a few of vLLM's blocks."""
+"""Least tokens in any cache: a few of vLLM's blocks."""
 _MARGIN = 1.25
 """vLLM rounds its cache down to whole blocks of all layers."""
 
 
 def check_vllm(config: Config, wanted: RoleConfig | None = None, role: str = "actor_infer") -> None:
-    """Raises if the engines of a run, or those of the role that `wanted` describes, cannot be vLLM's as it asks."""
+    """Raises if vLLM cannot serve the engines of a run, or those of the role that `wanted` describes, as configured."""
     wanted = wanted or config.roles.actor_infer
     if wanted.strategy != "vllm":
         return
@@ -109,7 +110,7 @@ def check_vllm(config: Config, wanted: RoleConfig | None = None, role: str = "ac
 
 
 def route_args(layers: ExpertLayers | None, device: str, role: str) -> dict[str, Any]:
-    """Has vLLM tell which experts tokens are sent to, where a model has such `layers` and it is to be told."""
+    """Makes vLLM report the experts that tokens are routed to, if `layers` with experts are to be recorded."""
     if layers is None:
         return {}
     instead = f"write rollout.router_replay=false, or roles.{role}.strategy=native"
@@ -126,7 +127,7 @@ def route_args(layers: ExpertLayers | None, device: str, role: str) -> dict[str,
 
 
 def argument_names() -> frozenset[str]:
-    """The arguments that the installed vLLM's engines take."""
+    """The arguments that the installed vLLM's engines accept."""
     found = importlib.util.find_spec("vllm")
     assert found is not None, "it was found to be installed"
     assert found.submodule_search_locations is not None
@@ -140,8 +141,8 @@ def argument_names() -> frozenset[str]:
 
 
 def memory_args(shape: PretrainedConfig, itemsize: int, config: Config, place: WorkerPlacement) -> dict[str, Any]:
-    """A cache that is large enough for what may run, where the user has not said how much memory an engine takes: vLLM
-    takes nearly all there is by itself, and others may be on the same device."""
+    """A cache large enough for the sequences that may run, unless the user has set the memory of an engine: by default
+    vLLM takes nearly all memory of a device, which others may share."""
     given = config.roles.actor_infer.engine_args
     if "kv_cache_memory_bytes" in given or "gpu_memory_utilization" in given:
         return {}
@@ -153,8 +154,8 @@ def memory_args(shape: PretrainedConfig, itemsize: int, config: Config, place: W
 
 
 def length_args(shape: PretrainedConfig, wanted: RoleConfig, role: str) -> dict[str, Any]:
-    """The longest sequence, where vLLM would take another: that which positions are stretched to, by which it may choose
-    other angles than the trainer has."""
+    """Sets the longest sequence if vLLM would use the length that positions are scaled to, with which it may choose other
+    rotary angles than the trainer."""
     longest, given = longest_sequence(shape), wanted.engine_args.get("max_model_len")
     if given is None:
         return {"max_model_len": longest} if is_stretched(shape) else {}
@@ -172,16 +173,16 @@ def length_args(shape: PretrainedConfig, wanted: RoleConfig, role: str) -> dict[
 
 
 def process_args(place: WorkerPlacement, tensor_parallel: int) -> dict[str, Any]:
-    """On a CPU compiling takes minutes and is not repaid by a run of minutes. The devices are the worker's own already:
-    where that is Ray's, vLLM would ask Ray for others."""
+    """On a CPU, compilation takes minutes, which a run of minutes does not repay. With tensor parallelism, vLLM uses its
+    own processes: the worker already has its devices, and inside Ray vLLM would request others."""
     eager = {"enforce_eager": True} if place.device == "cpu" else {}
     return {**eager, "distributed_executor_backend": "mp"} if tensor_parallel > 1 else eager
 
 
 def environment(place: WorkerPlacement, config: Config) -> dict[str, str]:
-    """Variables of an engine's processes: their threads, and the devices they see."""
+    """Environment variables of an engine's processes: their threads, and the devices they see."""
     threads = {"OMP_NUM_THREADS": str(place.threads)} if place.threads else {}
-    if config.executor != "local" or place.device == "cpu":  # a worker in a process of its own sees its devices alone
+    if config.executor != "local" or place.device == "cpu":  # a worker in a process of its own sees only its devices
         return threads
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     names = [seen[number] if number < len(seen) and seen[0] else str(number) for number in place.gpus]
@@ -191,14 +192,14 @@ def environment(place: WorkerPlacement, config: Config) -> dict[str, str]:
 def cache_bytes(
     shape: PretrainedConfig, itemsize: int, context: int, running: int, response: int, tensor_parallel: int = 1
 ) -> int:
-    """Keys and values of so many sequences with responses of that length, at least of the longest sequence there is, on
-    each of the devices that hold them together."""
+    """Bytes per device of keys and values for this many sequences with responses of that length, and at least for the
+    longest possible sequence."""
     tokens = max(_LEAST_TOKENS, context, running * min(context, response + _SPARE_PROMPT_TOKENS))
     return int(_MARGIN * tokens * bytes_a_token(shape, itemsize, tensor_parallel))
 
 
 def bytes_a_token(shape: PretrainedConfig, itemsize: int, tensor_parallel: int = 1) -> int:
-    """Keys and values of one token in all layers, on each of those devices: a head is on one at least."""
+    """Bytes per device of one token's keys and values in all layers; every device has at least one head."""
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     return int(2 * shape.num_hidden_layers * -(-heads // tensor_parallel) * size * itemsize)

@@ -1,6 +1,6 @@
-"""An engine of vLLM: how it is started, and how it is asked for tokens. The one file that imports vLLM, when it is used.
+"""Starts a vLLM engine and builds its sampling parameters. The only file that imports vLLM, and only when it is used.
 
-Interfaces that are public in vLLM 0.24 and 0.32, and the same in both.
+It uses interfaces that are public and equal in vLLM 0.24 and 0.32.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from roll.engine.routes import ExpertLayers
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """What an engine is started with."""
+    """The settings of an engine."""
 
     model: str | None
-    """Folder or hub id of the model's shape; None to write `shape` to a folder."""
+    """Folder or hub id of the model's config; None to write `shape` to a folder."""
     shape: PretrainedConfig
     dtype: torch.dtype
     max_running: int
     device: str = "cpu"
     tensor_parallel: int = 1
     sleeps: bool = False
-    """Whether it may leave its device; a GPU's engine alone can."""
+    """Whether it can be offloaded; only engines on GPUs can."""
     seed: int = 0
     args: Mapping[str, Any] = field(default_factory=dict)
-    """More arguments of vLLM's engine, by its own names."""
+    """Additional engine arguments, by vLLM's names."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that the engine's processes are started with."""
+    """Environment variables of the engine's processes."""
     role: str = "actor_infer"
-    """Whose settings these are, for what is said of them."""
+    """The role these settings belong to, for messages."""
     layers: ExpertLayers | None = None
-    """Those whose experts are recorded, where that is asked for in `args`."""
+    """The layers whose experts are recorded, if `args` requests that."""
 
     @property
     def untied(self) -> bool:
-        """Whether the engine's output layer is made a tensor of its own: on a CPU vLLM packs a copy of it when it starts,
-        and would go on with that copy of a tied one."""
+        """Whether the engine's output layer is a separate tensor. On a CPU vLLM packs a copy of it at the start, and with
+        tied weights would continue to use the old copy."""
         return self.device == "cpu" and bool(self.shape.tie_word_embeddings)
 
 
 def drawing(sampling: SamplingParams, prompt_tokens: int, routes_from: int | None = None) -> Any:
-    """How tokens are drawn, for vLLM; it tells their experts from this one on, if at all."""
+    """Sampling parameters for vLLM. It reports routed experts from token `routes_from` on, if given."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -61,8 +61,8 @@ def drawing(sampling: SamplingParams, prompt_tokens: int, routes_from: int | Non
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         stop_token_ids=list(sampling.stop_ids),
-        ignore_eos=True,  # what ends a response is said by its request
-        seed=seed_of(sampling.seed, prompt_tokens) >> 1,  # a resumed request draws new noise; vLLM's seeds are signed
+        ignore_eos=True,  # the request itself says what ends a response
+        seed=seed_of(sampling.seed, prompt_tokens) >> 1,  # a resumed request gets new noise; vLLM's seeds are signed
         logprobs=0,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
@@ -71,14 +71,14 @@ def drawing(sampling: SamplingParams, prompt_tokens: int, routes_from: int | Non
 
 
 def probing() -> Any:
-    """How a prompt's own log-probs are asked for."""
+    """Sampling parameters that return a prompt's own log-probs."""
     from vllm import SamplingParams
 
     return SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, ignore_eos=True, detokenize=False)
 
 
 def recalling(routes_from: int) -> Any:
-    """How the experts of a prompt are asked for, from this token on."""
+    """Sampling parameters that return the routed experts of a prompt, from this token on."""
     from vllm import SamplingParams
 
     return SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, **_telling(routes_from))
@@ -89,7 +89,7 @@ def _telling(routes_from: int | None) -> dict[str, Any]:
 
 
 def start(settings: VllmSettings, folder: str) -> Any:
-    """An engine whose weights are noise."""
+    """Starts an engine with random weights."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -126,8 +126,8 @@ def start(settings: VllmSettings, folder: str) -> Any:
 
 
 def _arguments(settings: VllmSettings) -> dict[str, Any]:
-    """The user's, and what an engine on a CPU needs beside them: its output layer, and prompts that are computed whole,
-    because with a seed of its own a request whose prompt is computed in parts ends vLLM's worker (0.32)."""
+    """The user's arguments, and those an engine on a CPU needs: an untied output layer, and no chunked prefill, because a
+    request with its own seed whose prompt is computed in chunks crashes vLLM's worker (0.32)."""
     given = dict(settings.args)
     if settings.device == "cpu":
         given.setdefault("enable_chunked_prefill", False)
@@ -138,15 +138,15 @@ def _arguments(settings: VllmSettings) -> dict[str, Any]:
 
 @contextmanager
 def environment_of(settings: VllmSettings, more: Mapping[str, str]) -> Iterator[None]:
-    """Variables of this process while the engine's processes are started, which inherit them."""
+    """Sets environment variables of this process while the engine's processes are started, which inherit them."""
     defaults = {
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are shared with roles that take turns
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are shared with roles that are offloaded in turn
         "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it is compiled on first use
     }
     if settings.dtype == torch.float32:
-        defaults["TRITON_F32_DEFAULT"] = "ieee"  # fp32 is asked for where log-probs shall be the trainer's: no TF32
+        defaults["TRITON_F32_DEFAULT"] = "ieee"  # fp32 is chosen to match the trainer's log-probs: no TF32
     # A forked process would miss the threads of its parent's libraries.
     forced = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", **settings.environment, **more}
     before = dict(os.environ)

@@ -1,4 +1,4 @@
-"""What ROLL adds to vLLM's workers: the class that `worker_extension_cls` names. Loaded inside vLLM's own processes."""
+"""The class that ROLL adds to vLLM's workers through `worker_extension_cls`. Loaded inside vLLM's own processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from roll.weight_sync.host_copy import read
 
 
 class _Worker(Protocol):
-    """As far as a worker of vLLM is known here."""
+    """The parts of a vLLM worker that are used here."""
 
     device: torch.device
     model_config: Any
@@ -23,11 +23,11 @@ class _Worker(Protocol):
 
 
 class RollWorker:
-    """Its methods are called by name, on every worker of an engine; their names begin with `roll_` because vLLM refuses
-    to add what a worker of its own has already."""
+    """Its methods are called by name on every worker of an engine. Their names start with `roll_` because vLLM refuses an
+    extension with names that its own worker has."""
 
     def roll_load(self: _Worker, path: str, inode: int, nbytes: int, pieces: Sequence[Sequence[Any]]) -> None:
-        """Loads the tensors at an address in place of those it has."""
+        """Loads the tensors at an address in host memory in place of the current weights."""
         tensors = read(path, inode, nbytes, pieces)
         self.reload_weights(weights_iterator=checkpoint_form(self.model_config.hf_config, tensors))
         if self.device.type == "cpu":
@@ -35,8 +35,8 @@ class RollWorker:
 
 
 def _pack_experts(model: torch.nn.Module) -> None:
-    """Brings experts into the order that vLLM's kernels for CPUs read: so they are once a model is loaded, but loading it
-    again leaves them as they came (vLLM 0.32). Were it otherwise, the probe would say so."""
+    """Packs experts into the layout that vLLM's CPU kernels read. vLLM does this when it first loads a model, but not
+    when weights are reloaded (vLLM 0.32). If this were wrong, the probe check would fail."""
     for layer in model.modules():
         kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
         if kernel is not None:
