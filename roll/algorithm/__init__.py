@@ -1,6 +1,6 @@
-"""Advantages, losses and the algorithms made of them: pure functions, and one class that puts them together.
+"""Advantages, losses and the algorithms built from them: pure functions, and one class that combines them.
 
-What needs torch is loaded when first used: a setting that is refused costs no import of it.
+Modules that need torch are loaded on first use, so that an invalid setting is refused without importing it.
 """
 
 from __future__ import annotations

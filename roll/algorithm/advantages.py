@@ -1,7 +1,7 @@
-"""How scores become advantages: baselines, scales and turns compared in the same state. Pure functions.
+"""From scores to advantages: baselines, scales, and comparison of turns that start in the same state. Pure functions.
 
-What always holds: samples are compared only with those of their own group, batch or domain; where scores have no spread
-there is no signal, and the advantage is exactly 0.
+Invariants: samples are compared only within their own group, batch or domain; if scores have zero variance there is no
+signal, and the advantage is exactly 0.
 """
 
 from __future__ import annotations
@@ -15,52 +15,54 @@ from roll.algorithm.reward_shaping import Floats
 from roll.data.remote_columns import Indices
 
 STD_FLOOR = 1e-6
-"""Scores that spread less count as equal: what is left is the rounding of fp32 log-probs and rewards."""
+"""Scores with a smaller standard deviation count as equal: it is only the rounding of fp32 log-probs and rewards."""
 
 
 def index_of(keys: NDArray[Any]) -> Indices:
-    """Each key as a number counted from 0."""
+    """Maps each key to an index, counted from 0."""
     return np.asarray(np.unique(keys, return_inverse=True)[1], np.int64).reshape(-1)
 
 
 def mean_within(values: Floats, which: Indices) -> Floats:
-    """The mean of the values with the same number, at each of them.
+    """For each value, the mean of the values with the same index.
 
-    It is the first of them plus the mean distance from it, so that the mean of equal values is exactly that value.
+    It is computed as the first value plus the mean difference from it, so that the mean of equal values is exactly that
+    value.
     """
     counts = np.bincount(which)
     first = np.zeros(len(counts))
-    first[which[::-1]] = values[::-1]  # of several assignments to one place the last one stays
+    first[which[::-1]] = values[::-1]  # of several assignments to one index the last one stays
     apart = np.bincount(which, weights=values - first[which]) / np.maximum(counts, 1)
     return np.asarray((first + apart)[which])
 
 
 def std_within(values: Floats, which: Indices) -> Floats:
-    """The standard deviation (n - 1) of the values with the same number, at each of them; 0 for one alone."""
+    """For each value, the standard deviation (n - 1) of the values with the same index; 0 for a single one."""
     centred = values - mean_within(values, which)
     counts = np.bincount(which)
     return np.asarray(np.sqrt(np.bincount(which, weights=centred**2) / np.maximum(counts - 1, 1))[which])
 
 
 def leave_one_out(values: Floats, which: Indices) -> Floats:
-    """The mean of the others with the same number, at each value; its own value where there is no other."""
+    """For each value, the mean of the others with the same index; the value itself if there is no other."""
     counts = np.bincount(which)[which]
     others = np.bincount(which, weights=values)[which] - values
     return np.asarray(np.where(counts > 1, others / np.maximum(counts - 1, 1), values))
 
 
 def without_noise(centred: Floats, spread: Floats) -> Floats:
-    """Zeros where there is no spread."""
+    """Sets values without variance to 0."""
     return np.asarray(np.where(spread > STD_FLOOR, centred, 0.0))
 
 
 def scaled(centred: Floats, spread: Floats) -> Floats:
-    """centred / spread, and 0 where there is no spread."""
+    """centred / spread, and 0 if there is no variance."""
     return without_noise(centred, spread) / np.maximum(spread, STD_FLOOR)
 
 
 def whitened(values: Floats) -> Floats:
-    """The values with mean 0 and standard deviation (n - 1) 1; zeros where they have no spread, as one alone has none."""
+    """The values normalised to mean 0 and standard deviation (n - 1) 1; zeros if they have no variance, or if there is
+    only one."""
     together = np.zeros(len(values), np.int64)
     return scaled(values - mean_within(values, together), std_within(values, together))
 
@@ -73,9 +75,10 @@ def group_relative(scores: NDArray[Any], groups: NDArray[Any], scale_by_std: boo
 
 
 def returns_of(rewards: NDArray[Any], offsets: Indices, discount: float) -> Floats:
-    """Discounted sums from each entry to the end of its row, rows being `offsets[i]:offsets[i + 1]`.
+    """Discounted sums from each entry to the end of its row; row i is `offsets[i]:offsets[i + 1]`.
 
-    Rewards 1 and 4 with a discount of 0.5 have the returns 3 and 4. All rows go backwards together, the longest first.
+    Rewards 1 and 4 with a discount of 0.5 have the returns 3 and 4. All rows are processed backwards together, the
+    longest first.
     """
     sums = np.asarray(rewards, np.float64).copy()
     if discount == 0.0:
@@ -90,9 +93,9 @@ def returns_of(rewards: NDArray[Any], offsets: Indices, discount: float) -> Floa
 
 
 def turn_relative(returns: Floats, states: NDArray[Any], groups: NDArray[Any], scale_by_std: bool) -> Floats:
-    """Each turn's return relative to those of all turns of its group that began in the same state.
+    """Each turn's return relative to those of all turns of its group that started in the same state (GiGPO).
 
-    A state met once in its group has nothing to be compared with: 0.
+    A state that occurs once in its group gives 0.
     """
     both = np.stack([index_of(groups), index_of(states)], axis=1)
     pairs = np.unique(both, axis=0, return_inverse=True)[1].reshape(-1)

@@ -1,4 +1,4 @@
-"""What an algorithm is: how rewards become advantages, and which loss trains on them. Made of the config's pieces."""
+"""The algorithm: how rewards become advantages, and which loss trains on them. Built from the config's pieces."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from roll.data.finite import LARGEST_REWARD
 
 _COMPARABLE = 1e150
 EVERYWHERE = ""
-"""The domain of statistics that are not taken by domain."""
+"""The domain of statistics that are not kept per domain."""
 
 
 class Algorithm:
-    """The pieces an `AlgorithmConfig` names. A class of your own may replace any method.
+    """Combines the pieces that an `AlgorithmConfig` names. A user's subclass may replace any method.
 
-    What always holds: `credit` compares samples on the controller, where only sample columns are read; what is per token
-    is said by `loss` and happens on the trainer.
+    Invariant: `credit` compares samples on the controller and reads only sample columns; everything per token is
+    described by `loss` and happens in the trainer.
     """
 
     def __init__(self, config: AlgorithmConfig, max_new_tokens: int) -> None:
         self.config = config
         self._longest = max_new_tokens
         self.longest_of: Mapping[str, int] = {}
-        """The longest responses of domains that have a limit of their own."""
+        """The longest response of each domain."""
         self.root = ""
-        """The folder that the config's names of user code are found from."""
+        """The folder that user code named in the config is imported from."""
         self._kl = AdaptiveKLController(config.kl_coef, config.kl_target, config.kl_horizon)
         self._running = RunningScores()
 
@@ -62,7 +62,7 @@ class Algorithm:
 
     @property
     def has_kl_in_reward(self) -> bool:
-        """Whether rewards, those that a critic learns from included, have a KL penalty in them."""
+        """Whether rewards, including those that a critic learns from, contain a KL penalty."""
         return self.config.needs_reference and self.config.kl_in == "reward"
 
     @property
@@ -72,12 +72,12 @@ class Algorithm:
 
     @property
     def loss_to_send(self) -> LossSpec:
-        """The loss as a trainer finds its code, whoever wrote `loss`."""
+        """The loss with the folder of its user code, also if a subclass replaces `loss`."""
         return replace(self.loss, root=self.root)
 
     @property
     def loss(self) -> LossSpec:
-        """The loss that trains on its advantages, as it is sent to the trainer."""
+        """The loss that trains on these advantages, as it is sent to the trainer."""
         config = self.config
         in_loss = config.kl_in == "loss"
         correction = None
@@ -107,8 +107,8 @@ class Algorithm:
         )
 
     def credit(self, batch: Batch) -> Batch:
-        """The samples that are to be trained on, with their column `advantage` (and `turn_advantage` where turns are
-        compared). Those left out still count in what others are compared with."""
+        """The samples to train on, with the column `advantage` (and `turn_advantage` if turns are compared). Samples that
+        are left out still count in the baselines of the others."""
         check_rewards(batch)
         config, scores = self.config, self.scores(batch)
         if "turn_reward" in batch:
@@ -130,7 +130,7 @@ class Algorithm:
         return batch if keep.all() else batch.select(np.flatnonzero(keep))
 
     def _one_each(self, advantage: Floats, samples: int) -> Floats:
-        """The advantages that `relative` gave, which may be the user's: one for each sample."""
+        """The advantages from `relative`, which may be the user's code, checked to be one per sample."""
         given = np.asarray(advantage, np.float64)
         if given.shape != (samples,):
             raise UserError(
@@ -140,7 +140,7 @@ class Algorithm:
         return given
 
     def scores(self, batch: Batch) -> Floats:
-        """Rewards as they are compared."""
+        """Rewards after shaping, as they are compared."""
         config = self.config
         scores = shaped_alone(batch["reward"], config)
         if config.overlong_share > 0:
@@ -152,7 +152,8 @@ class Algorithm:
         return scores
 
     def relative(self, batch: Batch, scores: Floats) -> Floats:
-        """Scores less their baseline, divided by their scale; 0 where what they are compared with has no spread."""
+        """Scores minus their baseline, divided by their scale; 0 if the scores they are compared with have no
+        variance."""
         config, group = self.config, index_of(batch["group"])
         domains = batch["domain"] if config.per_domain else np.full(len(batch), EVERYWHERE)
         mean, std = self._moments(scores, domains) if "running" in (config.baseline, config.scale) else (scores, scores)
@@ -176,7 +177,7 @@ class Algorithm:
         return scaled(advantage, std) if config.scale == "running" else advantage
 
     def _moments(self, scores: Floats, domains: Any) -> tuple[Floats, Floats]:
-        """Mean and spread of all scores so far, these included, at each of them."""
+        """For each score, the running mean and standard deviation of its domain, these scores included."""
         mean, spread = np.zeros(len(scores)), np.zeros(len(scores))
         for domain in np.unique(domains):
             here = domains == domain
@@ -186,7 +187,7 @@ class Algorithm:
         return mean, spread
 
     def _with_turns(self, batch: Batch, advantage: Floats) -> Batch:
-        """Adds to each turn's share of its sample's advantage what it earned over turns that began in the same state."""
+        """Adds to the sample's advantage, for each turn, its return relative to turns that started in the same state."""
         if "turn_state" not in batch:
             raise UserError(
                 "algorithm.turn_weight compares turns that began in the same state, but these tasks have no environment: "
@@ -199,27 +200,28 @@ class Algorithm:
         return batch.with_columns(turn_advantage=np.repeat(advantage, turns) + config.turn_weight * step)
 
     def metrics(self) -> dict[str, float]:
-        """What the next step is trained with, of what changes from step to step; they become metrics of that step."""
+        """Values that change from step to step and that the next step is trained with; they become metrics of that
+        step."""
         return {"kl_coef": self._kl.value} if self.config.kl_coef > 0 else {}
 
     def observe(self, metrics: dict[str, float], samples: int) -> None:
-        """A step was trained, with these means over its tokens."""
+        """Called after a step was trained, with the means of its metrics over tokens."""
         if "kl" in metrics:
             self._kl.observe(metrics["kl"], samples)
 
     def state(self) -> dict[str, Any]:
-        """What it remembers, as JSON."""
+        """Its state as JSON, for a checkpoint."""
         return {"kl_coef": self._kl.value, "scores": self._running.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Takes back what `state` returned, of a checkpoint."""
+        """Restores what `state` returned."""
         self._kl.restore(state["kl_coef"])
         self._running.restore(state["scores"])
 
 
 def check_rewards(batch: Batch) -> None:
-    """Raises if a batch has a reward that cannot be compared: its square is beyond fp64, and all advantages would be 0 or
-    no numbers. In a run such a sample has failed before (`roll.data.finite`); a loop of one's own may give any."""
+    """Raises if a reward cannot be compared: its square overflows fp64, and all advantages would be 0 or NaN. In a run
+    such a sample has failed before (`roll.data.finite`); a custom loop may pass any value."""
     sick = np.flatnonzero(~(np.abs(batch["reward"]) <= _COMPARABLE))
     if len(sick):
         where = "".join(f" {what} {str(batch[what][sick[0]])!r}" for what in ("task", "sample") if what in batch)
@@ -230,8 +232,8 @@ def check_rewards(batch: Batch) -> None:
 
 
 def check_advantages(batch: Batch, name: str) -> None:
-    """Raises if the algorithm of this name gave advantages that are not finite, or not in the fp32 that trainers compute
-    in: their update could only be skipped."""
+    """Raises if the algorithm of this name gave advantages that are not finite in fp32, in which trainers compute: their
+    update could only be skipped."""
     with np.errstate(over="ignore"):
         sick = np.flatnonzero(~np.isfinite(np.asarray(batch["advantage"]).astype(np.float32)))
     if not len(sick):

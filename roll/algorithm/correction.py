@@ -1,6 +1,7 @@
-"""Off-policy correction: how much the trainer's log-probs differ from the sampler's, and what is done about it.
+"""Off-policy correction: measures how the trainer's log-probs differ from the sampler's, and computes importance weights.
 
-Sampler and trainer differ where weights are older, and a little even where they are not: other kernels, other rounding.
+Sampler and trainer differ if the sampler's weights are older, and slightly even if they are not, because kernels and
+rounding differ.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from roll.algorithm.loss_inputs import CorrectionSpec, LossInputs, sum_within
 
 
 def correction_weight(streams: LossInputs, spec: CorrectionSpec) -> Tensor:
-    """proximal / behaviour of each token, or the product over its turn or sample: cut at the cap (truncated importance
-    sampling), or 0 outside [low, cap] (masked)."""
+    """The importance weight proximal / behaviour of each token, or the product over its turn or sample: capped (truncated
+    importance sampling), or 0 outside [low, cap] (masked)."""
     log_ratio, segments = streams.proximal - streams.behaviour, streams.segments(spec.level)
     weight = bounded_exp(log_ratio if segments is None else sum_within(log_ratio, segments))
     if spec.mode == "truncated":
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 
 class RankReducer(Protocol):
-    """The ranks of a trainer, which add up what each has seen."""
+    """Sums and gathers over the ranks of a trainer."""
 
     @property
     def device(self) -> torch.device: ...
@@ -42,9 +43,9 @@ class RankReducer(Protocol):
 
 @dataclass
 class Mismatch:
-    """Statistics of proximal - behaviour over all sampled tokens of a step, gathered micro-batch by micro-batch.
+    """Statistics of proximal - behaviour over all sampled tokens of a step, accumulated per micro-batch.
 
-    Sums stay on the device until they are asked for.
+    Sums stay on the device until `metrics` or `join` is called.
     """
 
     tokens: int = 0
@@ -82,8 +83,8 @@ class Mismatch:
         self._largest = torch.tensor(max(largest)) if largest else None
 
     def metrics(self) -> dict[str, float]:
-        """Mean and largest |gap|, KL estimate k3, effective sample size as a share, and the share of tokens whose
-        weight was cut."""
+        """Mean and largest |gap|, KL estimate k3, effective sample size as a share, and the share of tokens whose weight
+        was capped or masked."""
         tokens, sums = max(self.tokens, 1), {name: float(value) for name, value in self._sums.items()}
         square = sums.get("square", 0.0)
         return {

@@ -1,7 +1,7 @@
-"""From samples' advantages to tokens': pure functions over a batch whose tokens are here, run where it is trained on.
+"""From advantages of samples to advantages of tokens: pure functions over a batch with token columns, run in the trainer.
 
-What always holds: tokens that were not sampled get 0; sampled tokens of a sample follow each other, whatever was observed
-in between; sums over the step (whitening) are over all of its sampled tokens, before any cut.
+Invariants: tokens that were not sampled get 0; the sampled tokens of a sample follow each other, whatever observations
+are in between; sums over the step (whitening) are over all of its sampled tokens, before the batch is split.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from roll.data.remote_columns import Indices
 
 @dataclass(frozen=True)
 class TokenCredit:
-    """One value a token of the batch; `returns` is what a critic should have predicted, where there is one."""
+    """One value per token of the batch; `returns` are the critic's targets, if there is a critic."""
 
     advantages: Floats
     returns: Floats | None = None
@@ -49,7 +49,7 @@ def token_credit(batch: Batch, spec: CreditSpec) -> TokenCredit:
 def gae(rewards: Floats, values: Floats, offsets: Indices, discount: float, lam: float) -> tuple[Floats, Floats]:
     """Generalised advantage estimation (Schulman et al., 2015, arXiv 1506.02438) within each row of tokens.
 
-    After the last token of a row there is nothing more to get. Returns are advantages plus values.
+    The value after the last token of a row is 0. Returns are advantages plus values.
     """
     following = np.append(values[1:], 0.0)
     following[offsets[1:][np.diff(offsets) > 0] - 1] = 0.0
@@ -64,14 +64,15 @@ def sample_kl(batch: Batch, estimator: Estimator) -> Floats:
 
 
 def _of_samples(batch: Batch, sampled: Indices, counts: Indices) -> Floats:
-    """Each sampled token has its turn's advantage if turns have some, else its sample's."""
+    """The advantage of each sampled token: its turn's if there are turn advantages, else its sample's."""
     if "turn_advantage" not in batch:
         return np.repeat(np.asarray(batch["advantage"], np.float64), counts)
     return np.asarray(batch["turn_advantage"], np.float64)[_turns(batch, sampled)]
 
 
 def _token_rewards(batch: Batch, sampled: Indices, offsets: Indices, spec: CreditSpec) -> Floats:
-    """A penalty at each token, a turn's reward at its last token, and what is left of the sample's score at its end."""
+    """Per-token rewards: the KL penalty at each token, a turn's reward at its last token, and the rest of the sample's
+    score at its last token."""
     rewards = np.zeros(len(sampled))
     if spec.kl_coef > 0:
         rewards -= spec.kl_coef * _token_kl(batch, sampled, spec.kl_estimator)
@@ -91,7 +92,7 @@ def _token_rewards(batch: Batch, sampled: Indices, offsets: Indices, spec: Credi
 
 
 def _token_kl(batch: Batch, sampled: Indices, estimator: Estimator) -> Floats:
-    """From the proximal log-probs where the batch has them (a step of several updates), else from the sampler's."""
+    """From the proximal log-probs if the batch has them (a step with several updates), else from the sampler's."""
     if "ref" not in batch:
         raise ValueError("a KL penalty needs the reference's log-probs: the batch has no column 'ref'")
     drawn = "proximal" if "proximal" in batch else "behaviour"
@@ -99,7 +100,7 @@ def _token_kl(batch: Batch, sampled: Indices, estimator: Estimator) -> Floats:
 
 
 def _turns(batch: Batch, sampled: Indices) -> Indices:
-    """Where each sampled token's turn stands in the turn columns."""
+    """The index of each sampled token's turn in the turn columns."""
     first = np.repeat(batch.turn_offsets[:-1], batch.lengths)
     return np.asarray((first + batch["turn"])[sampled], np.int64)
 

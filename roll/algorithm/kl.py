@@ -1,4 +1,4 @@
-"""Estimates of KL(p ‖ q) from log-probs of tokens drawn from p (Schulman, 2020), for arrays and tensors alike."""
+"""Estimates of KL(p ‖ q) from log-probs of tokens sampled from p (Schulman, 2020), for arrays and tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roll.algorithm.loss_inputs import Estimator
 from roll.algorithm.reward_shaping import Floats
 
 LARGEST_LOG_RATIO = 20.0
-"""A ratio beyond e^20 counts as e^20: finite, so that an advantage of 0 still makes it 0."""
+"""Larger log-ratios are clamped to this: the ratio stays finite, so that its product with an advantage of 0 is 0."""
 
 
 @overload

@@ -1,8 +1,8 @@
-"""What a loss sees: the step's tokens as parallel streams, and how token losses become one number.
+"""The inputs of a loss: per-token tensors of sampled tokens, and the weights that turn token losses into one number.
 
-The three log-probabilities of a token: `behaviour`, the sampler's when it drew the token; `proximal`, the trainer's
-before this batch's first update; `current`, the trainer's now, the only one with a gradient. All are under
-softmax(logits / temperature).
+The three log-probs of a token: `behaviour`, the sampler's when it sampled the token; `proximal`, the trainer's before
+this batch's first update; `current`, the trainer's now, the only one with a gradient. All are under softmax(logits /
+temperature).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Estimator = Literal["k1", "k2", "k3", "abs"]
 
 @dataclass(frozen=True)
 class CreditSpec:
-    """How samples' advantages become tokens'."""
+    """How advantages of samples become advantages of tokens."""
 
     kind: Literal["sample", "returns", "gae"] = "sample"
     discount: float = 1.0
@@ -48,23 +48,23 @@ class CorrectionSpec:
 
 @dataclass(frozen=True)
 class LossSpec:
-    """Which loss, with which parameters: a name of `roll.algorithm.losses` or user code, `module:name`.
+    """Which loss with which parameters: a name of `roll.algorithm.losses`, or user code as `module:name`.
 
-    It travels to the trainers in place of a closure.
+    It is sent to the trainers instead of a closure.
     """
 
     name: str
     params: dict[str, Any] = field(default_factory=dict)
     aggregation: Aggregation = "token_mean"
     length: int = 0
-    """What `fixed_length` divides by."""
+    """The divisor of `fixed_length`."""
     credit: CreditSpec = CreditSpec()
     correction: CorrectionSpec | None = None
     kl_coef: float = 0.0
     kl_estimator: Estimator = "k3"
     entropy_coef: float = 0.0
     root: str = field(default="", compare=False)
-    """The folder that user code is found from."""
+    """The folder that user code is imported from."""
 
     @property
     def wants_entropy(self) -> bool:
@@ -74,26 +74,26 @@ class LossSpec:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Sampled tokens of a micro-batch, one value each, sample after sample. Whole samples only."""
+    """Sampled tokens of a micro-batch, one value each, sample after sample. Samples are always complete."""
 
     current: Tensor
     proximal: Tensor
     behaviour: Tensor
     advantage: Tensor
     sample: Tensor
-    """Number of the token's sample within the micro-batch."""
+    """Index of the token's sample within the micro-batch."""
     turn: Tensor
-    """Number of the token's turn within the micro-batch: turns of different samples differ."""
+    """Index of the token's turn within the micro-batch; turns of different samples have different indices."""
     ref: Tensor | None = None
     entropy: Tensor | None = None
 
     def segments(self, level: Level) -> Tensor | None:
-        """The number of each token's segment; None where every token is its own."""
+        """The index of each token's segment; None if every token is its own segment."""
         return {"token": None, "turn": self.turn, "sequence": self.sample}[level]
 
 
 def sum_within(values: Tensor, segments: Tensor) -> Tensor:
-    """The sum over each value's segment, at each value. Segments are numbered below the number of values."""
+    """For each value, the sum over its segment. Segment indices are below the number of values."""
     return torch.zeros_like(values).index_add(0, segments, values)[segments]
 
 
@@ -103,18 +103,18 @@ def mean_within(values: Tensor, segments: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """A loss for every token, and what is worth watching, one value a token each."""
+    """A loss per token, and metrics with one value per token each."""
 
     values: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
 def token_weights(batch: Batch, aggregation: Aggregation, length: int = 0) -> NDArray[np.float64]:
-    """The weight of every token in the step's loss, so that the loss is the sum of weight × token loss.
+    """The weight of every token in the step's loss: the loss is the sum of weight × token loss.
 
-    The weights are fixed by the whole step, before it is cut into micro-batches or ranks; so no cut can change the loss.
-    With S samples that have sampled tokens, and n of them in the token's own sample: `token_mean` 1 / all sampled tokens,
-    `sequence_mean` 1 / (S n), `sequence_sum` 1 / S, `fixed_length` 1 / (S length).
+    The weights are computed from the whole step, before it is split into micro-batches or over ranks, so the split cannot
+    change the loss. With S samples that have sampled tokens, and n of them in the token's own sample: `token_mean` 1 /
+    all sampled tokens, `sequence_mean` 1 / (S n), `sequence_sum` 1 / S, `fixed_length` 1 / (S length).
     """
     mask = batch.loss_mask.astype(np.float64)
     if aggregation == "token_mean":

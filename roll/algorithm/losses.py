@@ -1,6 +1,6 @@
-"""Losses: pure functions from streams of tokens to a loss for every token. None knows how the work is cut.
+"""Losses: pure functions from per-token inputs to a loss per token. They do not depend on how the batch is split.
 
-`resolve_loss` puts the whole loss of a spec together:
+`resolve_loss` builds the complete loss of a spec:
 
     correction × policy loss + kl_coef × KL(current ‖ ref) - entropy_coef × entropy
 """
@@ -41,9 +41,9 @@ def clipped(
 
 
 def cispo(streams: LossInputs, *, clip_low: float, clip_high: float, ratio: Level = "token") -> TokenLoss:
-    """-clip(r, 1 - low, 1 + high) A log current, the clipped ratio a constant (MiniMax, 2025, arXiv 2506.13585).
+    """-clip(r, 1 - low, 1 + high) A log current, with the clipped ratio as a constant (MiniMax, 2025, arXiv 2506.13585).
 
-    A clipped token's gradient is bounded, not lost.
+    The gradient of a clipped token is bounded, not zero.
     """
     r = policy_ratio(streams, ratio).detach()
     weight = r.clamp(1 - clip_low, 1 + clip_high)
@@ -52,7 +52,7 @@ def cispo(streams: LossInputs, *, clip_low: float, clip_high: float, ratio: Leve
 
 def topr(streams: LossInputs) -> TokenLoss:
     """-w A log current (Le Roux et al., 2025, arXiv 2503.14286): w is 1 where A ≥ 0, else the likelihood ratio of the
-    whole sample to the sampler's, at most 1. What the policy has left behind is not pushed down further."""
+    whole sample to the sampler's, at most 1. Negative samples that have become unlikely are not pushed down further."""
     log_ratio = sum_within((streams.current - streams.behaviour).detach(), streams.sample)
     taper = torch.exp(log_ratio.clamp(max=0.0))
     weight = torch.where(streams.advantage >= 0, torch.ones_like(taper), taper)
@@ -60,8 +60,8 @@ def topr(streams: LossInputs) -> TokenLoss:
 
 
 def sapo(streams: LossInputs, *, tau_positive: float, tau_negative: float, ratio: Level = "token") -> TokenLoss:
-    """-(4 / τ) sigmoid(τ (r - 1)) A (Qwen, 2025, arXiv 2511.20347): a soft gate in place of the clip, whose slope is 1
-    at r = 1 and falls on both sides; τ is `tau_positive` where A > 0, else `tau_negative`."""
+    """-(4 / τ) sigmoid(τ (r - 1)) A (Qwen, 2025, arXiv 2511.20347): a soft gate instead of the clip, whose slope is 1 at
+    r = 1 and falls on both sides; τ is `tau_positive` where A > 0, else `tau_negative`."""
     r = policy_ratio(streams, ratio)
     tau = torch.full_like(r, tau_negative).masked_fill(streams.advantage > 0, tau_positive)
     gate = torch.sigmoid(tau * (r - 1))
@@ -90,13 +90,13 @@ LOSSES: dict[str, Loss] = {
 
 def policy_ratio(streams: LossInputs, level: Level) -> Tensor:
     """current / proximal of each token, or the geometric mean over its turn or its sample (Zheng et al., 2025, GSPO,
-    arXiv 2507.18071), whose gradient goes to all of them."""
+    arXiv 2507.18071), whose gradient flows to all of the segment's tokens."""
     log_ratio, segments = streams.current - streams.proximal, streams.segments(level)
     return bounded_exp(log_ratio if segments is None else mean_within(log_ratio, segments))
 
 
 def resolve_loss(spec: LossSpec) -> Callable[[LossInputs], TokenLoss]:
-    """The whole loss of a spec."""
+    """The complete loss of a spec."""
     policy: Loss = LOSSES.get(spec.name) or _users_loss(spec.name, spec.params, spec.root)
 
     def loss_of(streams: LossInputs) -> TokenLoss:
@@ -121,8 +121,8 @@ def resolve_loss(spec: LossSpec) -> Callable[[LossInputs], TokenLoss]:
 
 
 def _users_loss(name: str, options: Mapping[str, Any], root: str) -> Loss:
-    """A loss of the user's, which is held to what every loss gives: a value a token, with a gradient, and metrics of its
-    own."""
+    """A user's loss, checked for what every loss must return: one value per token, with a gradient, and metrics with
+    names of its own."""
     users = load_user_code(name, what="algorithm.loss", known=LOSSES, root=root)
     _check_options(name, users, options)
 
@@ -143,7 +143,7 @@ def _users_loss(name: str, options: Mapping[str, Any], root: str) -> Loss:
 
 
 def _check_values(what: str, values: Any, streams: LossInputs) -> None:
-    """A single number would go through as if it were every token's."""
+    """Raises unless there is one value per token: a scalar would be broadcast to all tokens."""
     if not isinstance(values, Tensor) or values.shape != streams.current.shape:
         got = f"has shape {list(values.shape)}" if isinstance(values, Tensor) else f"is a {type(values).__name__}"
         raise UserError(

@@ -1,6 +1,6 @@
-"""The names of a step's metrics, `kl` for `train/kl`: who gives which.
+"""The names of a step's metrics (`kl` for `train/kl`) and which component provides each.
 
-What always holds: no two give the same, so nobody's numbers are shown as another's.
+Invariant: no two components provide the same name.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Container, Iterable
 from roll.config.errors import UserError
 
 OF_MIXTURE = frozenset({"expert_load_max", "experts_idle", "router_entropy", "router_balance_loss", "dropped_tokens"})
-"""What a trainer gives besides of a model with experts."""
+"""Additional metrics of a trainer for a model with experts."""
 OF_TRAINER = frozenset(
     {
         *("loss", "grad_norm", "lr", "tokens", "rows", "updates", "skipped"),
@@ -22,13 +22,13 @@ OF_TRAINER = frozenset(
     }
 )
 OF_ALGORITHM = frozenset({"kl_coef"})
-"""What an `Algorithm` gives that does not replace `metrics`."""
+"""Metrics of an `Algorithm` that does not replace `metrics`."""
 OF_CRITIC = "critic_"
-"""How all names of a critic's metrics begin."""
+"""Prefix of all metrics of a critic."""
 
 
 def refuse_taken(names: Iterable[str], taken: Container[str], whose: str) -> None:
-    """Refuses names that others give; `whose` they are is for the message."""
+    """Raises if a name is already taken; `whose` names the component in the message."""
     for name in names:
         if name in taken or name.startswith(OF_CRITIC):
             raise UserError(

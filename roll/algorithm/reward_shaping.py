@@ -1,4 +1,4 @@
-"""What a reward is worth before samples are compared: pure functions over sample columns."""
+"""Reward shaping before samples are compared: pure functions over sample columns."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def shaped(rewards: NDArray[Any], bounds: tuple[float, float] | None, scale: flo
 
 
 def turn_factors(rewards: NDArray[Any], bounds: tuple[float, float] | None, scale: float) -> Floats:
-    """What the turns of samples with these rewards are multiplied by, so that what they earned keeps its share of a
-    reward that is clipped and scaled: turns of 2, 0 and 1 under a clip at 1 become two thirds, 0 and a third."""
+    """Factors for the turn rewards of samples with these rewards, so that each turn keeps its share of a reward that is
+    clipped and scaled: turns of 2, 0 and 1 with a clip at 1 become two thirds, 0 and a third."""
     values = np.asarray(rewards, np.float64)
     kept = values if bounds is None else np.clip(values, *bounds)
     share = np.divide(kept, values, out=np.ones(len(values)), where=values != 0)

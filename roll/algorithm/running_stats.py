@@ -1,4 +1,4 @@
-"""What an algorithm remembers from step to step; a checkpoint holds it."""
+"""Statistics that an algorithm keeps from step to step; a checkpoint contains them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from roll.algorithm.reward_shaping import Floats
 
 @dataclass
 class Moments:
-    """Mean and spread of all numbers seen so far."""
+    """Running mean and standard deviation of all numbers so far."""
 
     count: int = 0
     mean: float = 0.0
     squares: float = 0.0
-    """Sum of squared distances from the mean."""
+    """Sum of squared differences from the mean."""
 
     def add(self, values: Floats) -> None:
         if not len(values):
             return
-        mean = float(values[0] + (values - values[0]).mean())  # of equal numbers it is exactly that number
+        mean = float(values[0] + (values - values[0]).mean())  # for equal numbers it is exactly that number
         squares = float(((values - mean) ** 2).sum())
         total, gap = self.count + len(values), mean - self.mean
         self.squares += squares + gap**2 * self.count * len(values) / total
@@ -35,7 +35,7 @@ class Moments:
 
 
 class RunningScores:
-    """Moments by domain, or of all under one name."""
+    """Moments per domain, or of everything under one name."""
 
     def __init__(self) -> None:
         self._by_domain: dict[str, Moments] = {}
@@ -51,7 +51,7 @@ class RunningScores:
 
 
 class AdaptiveKLController:
-    """The weight of the KL penalty: fixed, or steered towards a target (Ziegler et al., 2019, arXiv 1909.08593)."""
+    """The weight of the KL penalty: fixed, or adapted towards a target (Ziegler et al., 2019, arXiv 1909.08593)."""
 
     def __init__(self, start: float, target: float | None, horizon: float) -> None:
         self.value = start
@@ -59,12 +59,12 @@ class AdaptiveKLController:
         self._horizon = horizon
 
     def restore(self, value: float) -> None:
-        """Continue with the weight that was reached. One that nothing steers is what the config says."""
+        """Restores the adapted weight of a checkpoint. Without a target the weight is always the config's."""
         if self._target is not None:
             self.value = value
 
     def observe(self, kl: float, samples: int) -> None:
-        """The KL a token was so large over so many samples."""
+        """Adapts the weight to the mean KL per token over this many samples."""
         if self._target is not None and math.isfinite(kl):
             error = min(max(kl / self._target - 1, -0.2), 0.2)
             self.value *= 1 + error * samples / self._horizon

@@ -1,4 +1,4 @@
-"""What a critic learns from."""
+"""The loss of a critic."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """Half the squared error of each prediction. A prediction further than `clip` from the one the step began with is
-    also judged as if it had stopped there, and the larger error counts: moving further gains nothing."""
+    """Half the squared error of each predicted value. With `clip`, the error is also computed for the value clipped to at
+    most `clip` from the one before the step, and the larger error counts, so that moving further gains nothing."""
     loss = (values - returns) ** 2
     if clip is not None:
         loss = torch.maximum(loss, (before + (values - before).clamp(-clip, clip) - returns) ** 2)
