@@ -1,8 +1,8 @@
 """Rewards: how attempts are judged.
 
 A reward is a plain function `(task, response) -> float`, or `-> {part: value}`. It runs in grader processes
-(`GraderPool`), where it may print, hang, leak or crash without harming the run: every attempt ends in a `Verdict` or in
-a `ScoreFailure` that says why.
+(`GraderPool`), where it may print, hang, leak or crash without harming the run: every attempt ends with a `Verdict` or
+with a `ScoreFailure` that has the reason.
 
     async with GraderPool(RewardSpec.of("number"), workers=4) as pool:
         verdict = await pool.score(task, response)

@@ -1,8 +1,8 @@
-"""Whether tasks can be solved at all: their answers, held against the reward that judges them, before a run starts.
+"""Checks before a run starts whether tasks can be solved: whether the reward accepts their own answers.
 
-Numbers, letters, texts and tests are checked for every task. Where only a verdict tells (the LaTeX of `math`, about 50 ms
-each), a number of tasks, spread evenly, are judged in a grader process with their own answer as the response: it must be
-worth 1. An answer that no response satisfies is refused by name.
+Numbers, letters, texts and tests are checked for every task. If only judging can tell (the LaTeX of `math`, about 50 ms
+each), a number of tasks, evenly spaced, are judged in a grader process with their own answer as the response: it must be
+worth 1. The error names a task whose answer no response satisfies.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from roll.reward.pool import GraderPool
 from roll.reward.reward_spec import RewardSpec
 
 MOST = 256
-"""Tasks whose answers are tried by a verdict, of each reward."""
+"""Maximum number of tasks per reward whose answers are judged."""
 _NAMED = 3
 _RAISED = re.compile(r"^ValueError: | \([\w.]+:\d+\)$")
-"""What a grader puts around the text of an exception."""
+"""What a grader adds around an exception's message."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class AnswersChecked:
-    """Of how many tasks the answers were checked."""
+    """The number of tasks whose answers were checked."""
 
     checked: int
     tasks: int
@@ -45,8 +45,8 @@ class AnswersChecked:
 
 
 def check_answers(source: RewardSpec, tasks: Sequence[Task], deadline_s: float = 10.0) -> AnswersChecked | None:
-    """Of how many tasks the answers were checked; None where nothing in the reward looks at answers. `UserError` names a
-    task whose answer no response satisfies, and says what to write instead."""
+    """The number of tasks whose answers were checked; None if the reward does not use answers. A `UserError` names a task
+    whose answer no response satisfies, and says what to write instead."""
     parts = source.parts()
     judged = [task for task in tasks if task.environment is None]
     slow: dict[int, list[Task]] = {}
@@ -88,7 +88,7 @@ def _refuse(faults: dict[str, str]) -> None:
 async def _tried(
     source: RewardSpec, setting: str, reward: RewardFn, tasks: Sequence[Task], deadline_s: float
 ) -> dict[str, str]:
-    """What is wrong with the answers of tasks, by their ids."""
+    """What is wrong with the answers of tasks, by task id."""
     faults: dict[str, str] = {}
 
     async def attempt(pool: GraderPool, task: Task) -> None:
@@ -110,13 +110,13 @@ async def _tried(
 
 
 def _spread(tasks: Sequence[Task], most: int) -> list[Task]:
-    """So many of the tasks, at even distances."""
+    """At most `most` of the tasks, evenly spaced."""
     count = min(most, len(tasks))
     return [tasks[place * len(tasks) // count] for place in range(count)]
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """What the work finds, also where an event loop is running, as in a notebook."""
+    """The result of `work`, also if an event loop is already running, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

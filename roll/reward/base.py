@@ -1,4 +1,4 @@
-"""What a reward is, what it may return, and how judging fails."""
+"""The reward interface: what a reward may return, and how judging fails."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from roll.data.task import Response, Task
 RewardFn: TypeAlias = Callable[[Task, Response], SupportsFloat | Mapping[str, SupportsFloat]]
 
 FailureKind: TypeAlias = Literal["raised", "deadline", "crashed", "invalid", "unanswered"]
-"""The function raised; took too long; its process died; or returned what is not a reward; a role did not answer in time.
-"""
+"""`raised`: the function raised an exception. `deadline`: it took too long. `crashed`: its process died. `invalid`: its
+result is not a reward. `unanswered`: a model role did not answer in time."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A finite reward, and the named parts a reward function gave beside it (metrics)."""
+    """A finite reward, and the named parts that the reward function returned with it (metrics)."""
 
     reward: float
     parts: dict[str, float] = field(default_factory=dict)
     answer: str | None = None
-    """The answer that was read from the response, for a vote; None if there is none, or nobody asked for it."""
+    """The answer extracted from the response, for a vote; None if there is none, or none was requested."""
 
 
 class ScoreFailure(Exception):
@@ -42,7 +42,7 @@ class ScoreFailure(Exception):
 
 
 class Result(dict[str, float]):
-    """Named values, `reward` among them, and the seconds each part took."""
+    """Named values, including `reward`, and the seconds that each part took."""
 
     def __init__(self, values: Mapping[str, float], seconds: Mapping[str, float]) -> None:
         super().__init__(values)
@@ -50,7 +50,7 @@ class Result(dict[str, float]):
 
 
 class PartFailure(Exception):
-    """A part of a composed reward raised, or returned what is not a reward; why is its cause."""
+    """A part of a composed reward raised, or its result is not a reward; the error is the cause."""
 
     def __init__(self, part: str, kind: FailureKind) -> None:
         super().__init__(part, kind)
@@ -59,42 +59,42 @@ class PartFailure(Exception):
 
 
 entering: ContextVar[Callable[[str], None] | None] = ContextVar("entering")
-"""Told by a composed reward which part is about to judge, so that one that hangs or dies can be named."""
+"""Called by a composed reward with the part that is about to judge, so that a part that hangs or crashes can be named."""
 
 
 def is_deterministic(reward: RewardFn, task: Task) -> bool:
-    """Whether a reward says that it judges the same response to this task the same every time.
+    """Whether a reward declares that it always judges the same response to this task the same.
 
-    It says so by an attribute or a method `deterministic`; one that says nothing may draw lots, or ask others.
+    It declares so by an attribute or a method `deterministic`; without one, it may be random or call other services.
     """
     said = getattr(reward, "deterministic", False)
     return bool(said(task) if callable(said) else said)
 
 
 def check_answer(reward: RewardFn, task: Task) -> bool:
-    """Whether the task's answer is found good.
+    """Whether the task's answer is known to be valid.
 
-    A reward says so by a method `check_answer(task)`: True for an answer that is good, False for one that only a verdict
-    can tell, and `ValueError` for one that no response satisfies, with what is wrong with it and what to write instead.
-    Of a reward that has no such method, every answer is good.
+    A reward declares so by a method `check_answer(task)`: True for a valid answer, False if only judging can tell, and
+    `ValueError` for an answer that no response satisfies, with what is wrong and what to write instead. Without such a
+    method every answer is valid.
     """
     check = getattr(reward, "check_answer", None)
     return bool(check(task)) if callable(check) else True
 
 
 def is_quick(reward: RewardFn) -> bool:
-    """Whether a reward says, by an attribute `quick`, that it is done with a short text at once whatever stands in it, so
-    that it needs no process to hang or die in."""
+    """Whether a reward declares, by an attribute `quick`, that it judges any short text at once, so that it needs no
+    process."""
     return bool(getattr(reward, "quick", False))
 
 
 def reads_answers(reward: RewardFn) -> bool:
-    """Whether a reward can say, by a method `answer_of(task, response)`, which answer it read from a response."""
+    """Whether a reward can extract the answer of a response, by a method `answer_of(task, response)`."""
     return callable(getattr(reward, "answer_of", None))
 
 
 def answer_of(reward: RewardFn, task: Task, response: Response) -> str | None:
-    """The answer that a reward reads from a response, in a form in which equal answers are equal strings."""
+    """The answer that a reward extracts from a response, normalised so that equal answers are equal strings."""
     answer = cast(Any, reward).answer_of(task, response)
     if answer is not None and not isinstance(answer, str):
         raise ValueError(f"answer_of returned {short(answer)} ({type(answer).__name__}), not a string or None")
@@ -102,10 +102,10 @@ def answer_of(reward: RewardFn, task: Task, response: Response) -> str | None:
 
 
 def normalise(result: object, who: str = "the reward function") -> Verdict:
-    """What a reward function returned, as a verdict; `ValueError` says what is wrong with it, and `who` returned it.
+    """The verdict of a reward function's result; `ValueError` says what is wrong, and that `who` returned it.
 
-    A number is the reward. Of a mapping, the value under `reward` is the reward and the rest are its parts; without
-    that key the parts' sum is the reward: `{"right": 1, "format": 0.2}` is worth 1.2.
+    A number is the reward. In a mapping, the value under `reward` is the reward and the others are its parts; without
+    that key the sum of the parts is the reward: `{"right": 1, "format": 0.2}` is worth 1.2.
     """
     if not isinstance(result, Mapping):
         return Verdict(reward_of(result, f"{who} returned", _IF_ASYNC))
@@ -124,7 +124,7 @@ def normalise(result: object, who: str = "the reward function") -> Verdict:
 
 
 def name_of(reward: RewardFn) -> str:
-    """What a reward is called in messages: a function's name, or its class's."""
+    """The name of a reward in messages: that of the function or of its class."""
     return str(getattr(reward, "__qualname__", None) or type(reward).__qualname__)
 
 

@@ -1,4 +1,4 @@
-"""The rewards that come with ROLL: where each is made. A module is loaded when its reward is first asked for."""
+"""The built-in rewards: name and import path. A module is imported when its reward is first used."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ BUILTINS: Mapping[str, str] = MappingProxyType(
         "reward_model": "roll.reward.model_reward:ModelScore",
     }
 )
-"""What each name calls with the reward's options: a class whose instances are rewards, or a function that returns one."""
+"""What to call with the reward's options: a class whose instances are rewards, or a function that returns one."""
 
 OF_SHAPE = frozenset({"format", "length", "repetition"})
-"""Those that never look at a task: how a text is written is all they judge."""
+"""Rewards that never look at a task: they judge only the form of a text."""
 
 OF_ROLES = ("judge", "reward_model")
-"""Those that a role may give."""
+"""Rewards that a model role may give."""
 
 ASKS_OTHERS = frozenset({"http", *OF_ROLES})
-"""Those that somebody else decides for, so that they may judge any task."""
+"""Rewards that a service or a model decides, so that they may judge any task."""

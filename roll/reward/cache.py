@@ -1,4 +1,4 @@
-"""Verdicts kept, so that the same response to the same task is judged once."""
+"""A cache of verdicts, so that the same response to the same task is judged once."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from roll.reward.base import Verdict
 
 
 class VerdictCache:
-    """The verdicts of the `size` jobs asked for last, by the bytes of the job: all of the task and of the response.
+    """The verdicts of the `size` most recently used jobs, by the bytes of the job: the whole task and response.
 
-    Two jobs with the same bytes are the same job. It belongs to one pool, and so to one reward.
+    Two jobs with the same bytes are the same job. A cache belongs to one pool, and so to one reward.
     """
 
     def __init__(self, size: int) -> None:
@@ -20,7 +20,7 @@ class VerdictCache:
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
 
     def get(self, job: bytes) -> Verdict | None:
-        """The verdict on a job, if it is kept."""
+        """The cached verdict on a job, or None."""
         if not self._size:
             return None
         key = _key(job)
@@ -31,7 +31,7 @@ class VerdictCache:
         return replace(verdict, parts=dict(verdict.parts))
 
     def put(self, job: bytes, verdict: Verdict) -> None:
-        """Keeps a verdict, in place of the one not asked for the longest."""
+        """Adds a verdict; evicts the least recently used one if the cache is full."""
         if not self._size:
             return
         self._verdicts[_key(job)] = replace(verdict, parts=dict(verdict.parts))

@@ -1,4 +1,4 @@
-"""`choice`: the letter of the right answer among several."""
+"""`choice`: the letter of the right answer in a multiple-choice task."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from roll.data.task import Response, Task
 from roll.reward.extract import marked, visible
 
 _WRAP = r"(?:[\s*_$(\[{\"'`]|\\text|\\mathrm|\\textbf|\\boxed|\\\(){0,8}"
-"""What may stand around a letter: brackets, quotes, emphasis, LaTeX. So much and no more: searches must end."""
+"""What may surround a letter: brackets, quotes, emphasis, LaTeX. Bounded, so that searches end."""
 _AFTER = r"(?![\w])(?!['’](?:s|m|d|ll|ve|re)\b)"
 
 _BETWEEN = re.compile(r"[\s*_]{0,4}(?:,|/|&|;|,?\s{0,2}\bor\b|,?\s{0,2}\band\b)[\s*_]{0,4}", re.IGNORECASE)
@@ -35,17 +35,17 @@ class Choice:
 
     The answer is a letter, however written (`B`, `(b)`, `B.`). For tasks whose info has `choices`, in any form that
     `Choices` reads, it is the label of the right one, its position counted from 0, or its text: the first of these that
-    there is. Choices whose labels are digits may be named by digit or by letter. What the text chose is looked for in
-    this order, the last of a kind counts: an `<answer>` tag, a box, what follows `####`, a sentence such as `The answer
-    is (B)`, a text or line that is a letter and its choice, a letter in brackets, a capital letter standing alone; at
-    last, where `texts` allows it, the text of exactly one choice. A tag, a box or `####` decides, whatever it holds; one
-    that names several letters chooses none.
+    exists. Choices whose labels are digits may be named by digit or by letter. The chosen letter is searched in this
+    order, the last of a kind counts: an `<answer>` tag, a box, the text after `####`, a sentence such as `The answer is
+    (B)`, a text or line that is a letter and its choice, a letter in brackets, a capital letter on its own; finally, if
+    `texts` allows it, the text of exactly one choice. A tag, a box or `####` decides, whatever its content; if it names
+    several letters, none is chosen.
     """
 
     letters: str = ""
-    """The letters there are; empty: as many as the task's `choices`, without those A to J."""
+    """The possible letters; empty: as many as the task's `choices`, or A to J without choices."""
     texts: bool = True
-    """Whether the text of a choice counts in place of its letter."""
+    """Whether the text of a choice counts like its letter."""
     deterministic = True
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class Choice:
         return chosen
 
     def check_answer(self, task: Task) -> bool:
-        """Always checks: `ValueError` if the task's answer is none of its choices."""
+        """Always checks: raises `ValueError` if the task's answer is none of its choices."""
         self(task, Response("", 0, "stop"))
         return True
 
@@ -91,15 +91,15 @@ def chosen_letter(text: str, letters: str = "ABCDEFGHIJ") -> str | None:
 
 
 def _only(text: str, letters: str) -> str | None:
-    """The letter that a tag or a box holds; None if it names several."""
+    """The letter in a tag or a box; None if it names several."""
     if _hedged(text, letters) or _lists(text, letters):
         return None
     return _leading(text, letters) or _said(text, letters) or _alone(text, letters)
 
 
 def _lists(text: str, letters: str) -> bool:
-    """Whether the text is several letters and nothing else (`A B C D`, `A or maybe B`), or several choices with theirs
-    (`A) Paris B) Rome`)."""
+    """Whether the text is only several letters (`A B C D`, `A or maybe B`), or several choices with their letters (`A)
+    Paris B) Rome`)."""
     labels = re.finditer(rf"(?<![\w'’-])([{letters}])[*_]{{0,2}}[).:\]][*_]{{0,2}}\s{{0,4}}\w", text)
     return _are_letters(text, letters) or len({label[1] for label in labels}) > 1
 
@@ -111,13 +111,13 @@ def _are_letters(text: str, letters: str) -> bool:
 
 
 def _is_denied(text: str, letter: re.Match[str]) -> bool:
-    """Whether a text says of a letter that it is not the answer: `not A`, `(A) is wrong`."""
+    """Whether the text says that a letter is not the answer: `not A`, `(A) is wrong`."""
     before = text[max(0, letter.start(1) - 40) : letter.start(1)]
     return bool(_DENIED_BEFORE.search(before) or _DENIED_AFTER.match(text, letter.end(1)))
 
 
 def _hedged(text: str, letters: str) -> bool:
-    """Whether the text, or the last sentence of it that gives an answer, names several letters: `B or C`, `(A), (B)`."""
+    """Whether the text, or its last sentence that gives an answer, names several letters: `B or C`, `(A), (B)`."""
     one = rf"{_WRAP}[{letters}](?!\w)[)\]}}*_\"'`$.]{{0,6}}"
     between = r"(?:\s{0,2}(?:,|/|&|;|\bor\b|\band\b)\s{0,2}){1,2}"
     several = re.compile(rf"\s{{0,4}}{one}{between}{one}\s{{0,4}}(?:[.,;\n]|\Z|or\b|and\b)", re.IGNORECASE)
@@ -131,7 +131,7 @@ def _hedged(text: str, letters: str) -> bool:
 
 
 def _leading(text: str, letters: str) -> str | None:
-    """Of `(b) Paris`, `B.` or `b`: the letter. A letter that begins a sentence (`A cat`) is no choice."""
+    """The letter of `(b) Paris`, `B.` or `b`. A letter that begins a sentence (`A cat`) is not a choice."""
     match = re.match(rf"{_WRAP}([{letters}])(?:[\s*_)\]}}\"'`$.:,]*\Z|[*_]*[)\]}}.:]|\s*[-–:])", text, re.IGNORECASE)
     if match is None or _is_denied(text, match) or _lists(text, letters):
         return None
@@ -139,8 +139,8 @@ def _leading(text: str, letters: str) -> str | None:
 
 
 def _said(text: str, letters: str) -> str | None:
-    """Of `The answer is (B)`, `Answer: **B**`, `I choose option c.`: the letter, the last said; only without one, of
-    `Option B holds`."""
+    """The last letter in `The answer is (B)`, `Answer: **B**` or `I choose option c.`; only if there is none, in `Option
+    B holds`."""
     named, one = r"(?:\s{1,4}(?:option|choice|letter|answer))?", rf"{_WRAP}([{letters}]){_AFTER}"
     verb = r"(?:\s{1,4}(?:is|was|(?:would|should|must|to)\s{1,4}be)\b[\s:]{0,4}|[\s*_]{0,4}[:=→-]{1,3})"
     chosen = rf"\b(?:(?:answer|choice|option)\b{verb}|(?:choose|pick|select)\b){named}{one}"
@@ -159,19 +159,19 @@ def _last_said(pattern: str, text: str) -> str | None:
 
 
 def _line(text: str, letters: str) -> str | None:
-    """The letter of the last line that is nothing but a letter."""
+    """The letter of the last line that is only a letter."""
     lines = (line for line in reversed(text.splitlines()) if line.strip())
     matches = (re.fullmatch(rf"{_WRAP}([{letters}])[\s*_)\]}}\"'`$.:,]*", line, re.IGNORECASE) for line in lines)
     return next((match[1].upper() for match in matches if match), None)
 
 
 def _alone(text: str, letters: str) -> str | None:
-    """The last letter in brackets; without one, the last capital letter that is a word and no article or pronoun. None if
-    it is one of several that are listed: `either A or B`."""
+    """The last letter in brackets; without one, the last capital letter that is a word and not an article or pronoun.
+    None if it is one of several listed letters: `either A or B`."""
     bracketed = list(re.finditer(rf"[(\[]([{letters}])[)\]]", text, re.IGNORECASE))
     alone = rf"(?<![\w'’-])(?!(?:A|I)\s+(?!(?:or|and)\b)\w)([{letters}])(?![\w'’-])"
     found = [each for each in bracketed or re.finditer(alone, text) if not _is_denied(text, each)]
-    if _lists(text, letters):  # what begins the line of a choice does not choose it
+    if _lists(text, letters):  # a letter at the start of a choice's line does not choose it
         found = [each for each in found if not _labels(text, each)]
     if not found:
         return None
@@ -189,7 +189,7 @@ def _labels(text: str, letter: re.Match[str]) -> bool:
 
 
 def _by_text(text: str, letters: str, choices: Sequence[str]) -> str | None:
-    """The letter of the one choice whose text is in the text, or in its tag or box."""
+    """The letter of the only choice whose text occurs in the text, or in its tag or box."""
     shown = visible(text) or ""
     place = marked(shown)
     text = shown if place is None else place.text
@@ -199,7 +199,7 @@ def _by_text(text: str, letters: str, choices: Sequence[str]) -> str | None:
 
 
 def _says(said: str, words: str) -> bool:
-    """Whether the words are said, and not denied: `not Paris`, `it isn't Paris`."""
+    """Whether the words occur and are not denied: `not Paris`, `it isn't Paris`."""
     return words in said and not any(f" {no}{words}" in said for no in ("not", "n t", "isn t", "never", "neither", "nor"))
 
 

@@ -1,8 +1,8 @@
 """`code`: the program in the text passes the task's tests, which run in the sandbox.
 
-The program never shares a process with what is expected of it: outputs and results are compared here, and tests that are
-code themselves run in a sandbox of their own. So it gains nothing by ending early, by printing what a test would print,
-by changing `assert` or `==`, or by searching its memory and files: it has to give the right answers.
+The program never shares a process with the expected results: outputs and results are compared here, and tests that are
+code run in a sandbox of their own. So it gains nothing by ending early, by printing what a test would print, by changing
+`assert` or `==`, or by searching its memory and files: it has to give the right answers.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ _FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.DOTA
 
 @dataclass(frozen=True)
 class Code:
-    """What the program in the text is worth: 1 if it passes all tests, else 0; or the share of tests that it passes."""
+    """The value of the program in the text: 1 if it passes all tests, else 0; or the share of tests that it passes."""
 
     credit: Credit = "all"
     """`all`: all tests or nothing. `share`: the share of tests passed."""
     block: Block = "last"
-    """Which fenced block of the text, without its thinking, is the program: `last`, `first`, or `all`, one after the
-    other. A text that has none is the program itself, and so, with `text`, is every one."""
+    """Which fenced block of the text, without its thinking, is the program: `last`, `first`, or `all`, concatenated. A
+    text without blocks is the program itself; with `text`, every text is."""
     seconds: float = 4.0
-    """What one program may compute; by the clock it may take twice that, so that a busy machine fails nobody. Each input
-    is a program of its own; all calls of a response, and all its assertions, are one."""
+    """CPU seconds per program; its wall time may be twice that, so that a busy machine fails no program. Each input is a
+    separate program; all calls of a response, and all its assertions, are one."""
     total_s: float = 8.0
-    """What all tests of one response may take; those not begun by then have failed. Keep `reward.deadline_s` above it."""
+    """Seconds for all tests of one response; tests not begun by then have failed. Keep `reward.deadline_s` above it."""
     memory_mb: int = 512
     """Memory of one program."""
     tolerance: float = 0.0
-    """How far, relatively, a number may be off (in outputs too) and still be right."""
+    """Relative tolerance of numbers, also in outputs."""
     sandbox: Level = "plain"
-    """The weakest level of the sandbox that will do: `plain`, `namespaces` or `bubblewrap`. On a machine that has only a
-    weaker one the run stops."""
+    """The minimum sandbox level: `plain`, `namespaces` or `bubblewrap`. On a machine that has only a weaker one the run
+    stops."""
     memory_counted: bool = False
-    """Whether the run stops where the kernel does not count the memory of programs."""
+    """Whether the run stops if the kernel does not account the memory of programs."""
 
     def __post_init__(self) -> None:
         for name, kind in (("credit", Credit), ("block", Block), ("sandbox", Level)):
@@ -68,18 +68,18 @@ class Code:
         return {"reward": float(all(passed)) if self.credit == "all" else share, "tests_passed": share}
 
     def warm_up(self) -> None:
-        """Finds the sandbox, which the first verdict would have to."""
+        """Detects the sandbox, which the first verdict would have to do."""
         self._sandbox()
 
     def _sandbox(self) -> Sandbox:
         return best(self.sandbox, self.memory_counted)
 
     def check_answer(self, task: Task) -> bool:
-        """Always checks: `ValueError` if the task has no tests that can be read."""
+        """Always checks: raises `ValueError` if the task has no tests that can be read."""
         return bool(tests_of(task).tests)
 
     def passed(self, source: str, tests: CodeTests, sandbox: Sandbox | None = None) -> list[bool]:
-        """Of each test, whether the program passes it. Where only all of them count, the first failure ends it."""
+        """Per test, whether the program passes it. If only all of them count, the first failure ends it."""
         trial = _Trial(self, tests.whole(source), tests.setup, sandbox or self._sandbox())
         passed: list[bool] = []
         for batch in _batches(tests.tests):
@@ -91,7 +91,7 @@ class Code:
 
 @dataclass
 class _Trial:
-    """A program on its way through its tests."""
+    """Runs a program through its tests."""
 
     code: Code
     source: str
@@ -139,7 +139,7 @@ class _Trial:
 
 
 def program_in(text: str, block: Block = "last") -> str:
-    """The program that a text holds. A block that is not closed goes on to the end."""
+    """The program in a text. A block that is not closed extends to the end."""
     blocks = [found[1] for found in _FENCE.finditer(text)] if block != "text" else []
     if not blocks:
         return text
@@ -149,8 +149,8 @@ def program_in(text: str, block: Block = "last") -> str:
 
 
 def same_output(expected: str, got: str, tolerance: float = 0.0) -> bool:
-    """Whether two outputs are the same but for spaces at the ends of lines and empty lines at the end; with a tolerance,
-    words that are numbers may be that far off."""
+    """Whether two outputs are equal up to spaces at line ends and empty lines at the end; with a tolerance, words that
+    are numbers may differ by that much."""
     left, right = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (expected, got))
     if left == right or not tolerance:
         return left == right
@@ -161,7 +161,8 @@ def same_output(expected: str, got: str, tolerance: float = 0.0) -> bool:
 
 
 def same(expected: Any, got: Any, tolerance: float = 0.0, exact: bool = False) -> bool:
-    """Whether two plain values are equal; numbers may be that far off, and unless `exact`, a tuple is a list."""
+    """Whether two plain values are equal; numbers may differ by the tolerance, and unless `exact`, a tuple equals a
+    list."""
     if exact and not tolerance:
         return bool(expected == got)
     if isinstance(expected, list | tuple) and isinstance(got, list | tuple):
@@ -177,10 +178,10 @@ def same(expected: Any, got: Any, tolerance: float = 0.0, exact: bool = False) -
 
 
 def _near(expected: Any, got: Any, tolerance: float) -> bool:
-    """Whether two numbers, of any size, are so far apart at most."""
+    """Whether two numbers of any size differ by at most the tolerance."""
     try:
         return math.isclose(expected, got, rel_tol=tolerance, abs_tol=tolerance)
-    except OverflowError:  # a whole number that no float holds
+    except OverflowError:  # an integer that no float can represent
         if isinstance(expected, float) or isinstance(got, float):
             return False
         over, under = tolerance.as_integer_ratio()
@@ -202,7 +203,7 @@ def _same_word(left: str, right: str, tolerance: float) -> bool:
 
 
 def _batches(tests: Sequence[CodeTest]) -> list[list[CodeTest]]:
-    """Neighbours of one kind that can share a process; each input has one of its own."""
+    """Adjacent tests of one kind that can share a process; each input has a process of its own."""
     batches: list[list[CodeTest]] = []
     for test in tests:
         if batches and type(batches[-1][-1]) is type(test) and not isinstance(test, InOut):

@@ -1,4 +1,4 @@
-"""From a task to its tests: what a program has to do to be right.
+"""Reads a task's tests: what a program has to do to be right.
 
 A task carries tests in its `info`, in one of these forms (docs/sandbox.md):
 
@@ -7,10 +7,10 @@ A task carries tests in its `info`, in one of these forms (docs/sandbox.md):
     test: "def check(candidate): …", entry_point: add, prompt: "…"     as in HumanEval
     inputs: […], outputs: […], fn_name: add                            as in APPS and TACO, also as `input_output`
 
-With `fn_name` the function may be a method of a class `Solution`, an output may stand in a list of one, and what sites
-with such tasks import for a program (`_ON_SITE`) need not be imported.
+With `fn_name` the function may be a method of a class `Solution`, an output may be wrapped in a list of one, and names
+that sites with such tasks import for a program (`_ON_SITE`) need not be imported.
 
-An assertion that compares a call with a literal becomes a call, so that the comparison is made outside of the sandbox.
+An assertion that compares a call with a literal becomes a call, so that the comparison happens outside the sandbox.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class InOut:
 
 @dataclass(frozen=True)
 class CallTest:
-    """A function, called so, must return that."""
+    """A function, called with these arguments, must return that result."""
 
     name: str
     arguments: Sequence[Any]
     result: Any
     named: Mapping[str, Any] = field(default_factory=dict)
     exact: bool = False
-    """Whether a tuple is no list, as in Python. Results that were written as JSON know no tuples."""
+    """Whether a tuple differs from a list, as in Python. Results that were written as JSON have no tuples."""
     as_apps: bool = False
-    """Whether the function may be a method of a class `Solution`, and the result may stand in a list of one."""
+    """Whether the function may be a method of a class `Solution`, and the result may be wrapped in a list of one."""
 
 
 @dataclass(frozen=True)
@@ -62,21 +62,21 @@ CodeTest: TypeAlias = InOut | CallTest | AssertTest
 
 @dataclass(frozen=True)
 class CodeTests:
-    """What a program is judged by."""
+    """The tests of a program."""
 
     tests: tuple[CodeTest, ...]
     setup: str = ""
-    """What comes before every assertion."""
+    """Code before every assertion."""
     prefix: str = ""
-    """What comes before the program."""
+    """Code before the program."""
     entry_point: str = ""
-    """The function that the prefix begins and the program goes on with, if that is the manner."""
+    """The function that the prefix begins and the program continues, if the tests work like that."""
     as_on_site: bool = False
-    """Whether names that sites for such tasks import for a program (`List`, `deque`, `math`) are there."""
+    """Whether names that sites for such tasks import for a program (`List`, `deque`, `math`) are available."""
 
     def whole(self, source: str) -> str:
-        """The program with what comes before it. One that defines the entry point itself goes on with nothing: it gets
-        the imports and helpers from before the entry point's beginning."""
+        """The program with the code before it. A program that defines the entry point itself gets only the imports and
+        helpers before the entry point."""
         if self.as_on_site:
             return _after(_imports(source), source)
         if not self.entry_point or not _defines(source, self.entry_point):
@@ -85,7 +85,7 @@ class CodeTests:
 
     @property
     def helpers(self) -> str:
-        """What of the prefix comes before the entry point."""
+        """The part of the prefix before the entry point."""
         begun = self.entry_point and re.search(
             rf"^(?:async[ \t]+)?def[ \t]+{re.escape(self.entry_point)}\b", self.prefix, re.MULTILINE
         )
@@ -104,18 +104,18 @@ _ON_SITE: Mapping[str, str] = {
     "typing": "Any Callable DefaultDict Deque Dict FrozenSet Generator Iterable Iterator List NamedTuple Optional "
     "Sequence Set Tuple TypeVar Union",
 }
-"""Names that a program may use without importing them where its site does so, by their modules."""
+"""Names that a program may use without importing them if its site does so, by module."""
 _MODULES = {*_ON_SITE, "copy", "datetime", "decimal", "fractions", "operator", "random", "re", "sys", "time"}
 _IMPORTS = {name: f"import {name}" for name in sorted(_MODULES)} | {
     name: f"from {module} import {name}" for module, names in _ON_SITE.items() for name in names.split()
 }
 _LONGEST = 1 << 17
-"""Characters of a program that is read for the names it uses: that takes about 300 bytes of memory for each."""
+"""Longer programs are not parsed for the names they use: parsing takes about 300 bytes of memory per character."""
 _FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t][^\n]*\n?", re.MULTILINE)
 
 
 def _imports(source: str) -> str:
-    """Imports of those names that a program uses, does not define, and may take for granted."""
+    """Imports of the names that a program uses, does not define, and may take for granted."""
     if len(source) > _LONGEST:
         return ""
     try:
@@ -126,14 +126,14 @@ def _imports(source: str) -> str:
 
 
 def _after(prefix: str, source: str) -> str:
-    """A program after other lines; imports of `__future__` must come first of all."""
+    """A program after other lines; its `__future__` imports are moved to the top."""
     if not prefix:
         return source
     return "".join([*_FUTURE.findall(source), prefix, "\n", _FUTURE.sub("", source)])
 
 
 def tests_of(task: Task) -> CodeTests:
-    """The task's tests; `ValueError` if it has none or they cannot be read."""
+    """The task's tests; raises `ValueError` if it has none or they cannot be read."""
     info = task.info
     try:
         found = _tests_of(info)
@@ -164,15 +164,15 @@ def _tests_of(info: Mapping[str, Any]) -> CodeTests | None:
 
 
 def assertion(text: str, setup: str = "") -> CallTest | AssertTest:
-    """One assertion: as a call where it compares one with a literal, so that the comparison is made outside."""
+    """One assertion: as a call if it compares one with a literal, so that the comparison happens outside the sandbox."""
     if not setup.strip() and (call := _as_call(text)) is not None:
         return call
     return AssertTest(text, free_names(f"{setup}\n{text}"))
 
 
 def _with_own_names(tests: CodeTests) -> CodeTests:
-    """The same where assertions have modules, and helpers of the prefix, of their own: a program could define them anew,
-    so that every answer is right. Helpers with classes stay the program's, which is given their objects."""
+    """The same, with modules and prefix helpers of the assertions' own: a program could redefine them to make every
+    answer right. Helpers with classes stay the program's, because the assertions get their objects."""
     texts = [test.text for test in tests.tests if isinstance(test, AssertTest)]
     wanted = {name for test in tests.tests if isinstance(test, AssertTest) for name in test.names}
     given = _defined_by(tests.helpers) & wanted - {tests.entry_point} if wanted else set()
@@ -189,7 +189,8 @@ def _with_own_names(tests: CodeTests) -> CodeTests:
 
 
 def _defined_by(helpers: str) -> set[str]:
-    """Names of the functions, modules and variables of some lines; none where they have classes or are not Python."""
+    """Names of the functions, modules and variables that some lines define; none if they have classes or are not
+    Python."""
     try:
         body = ast.parse(helpers).body
     except SyntaxError:
@@ -209,7 +210,7 @@ def _defined_by(helpers: str) -> set[str]:
 
 
 def _only_module(name: str, text: str) -> bool:
-    """Whether code asks a name for nothing but attributes, as it does of a module."""
+    """Whether code uses a name only for its attributes, as it does with a module."""
     tree = ast.parse(text)
     owners = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     return all(id(node) in owners for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name)
@@ -248,7 +249,7 @@ def _as_call(text: str) -> CallTest | None:
     if len(compare.ops) != 1 or not isinstance(compare.ops[0], ast.Eq) or not isinstance(call, ast.Call):
         return None
     if not isinstance(call.func, ast.Name) or any(keyword.arg is None for keyword in call.keywords):
-        return None  # a function of Python's own name is the program's too: nobody tests Python on literals
+        return None  # a program may define a function with the name of a builtin: nobody tests Python itself on literals
     try:
         arguments = [ast.literal_eval(argument) for argument in call.args]
         named = {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in call.keywords}
@@ -282,7 +283,7 @@ def _pairs(info: Mapping[str, Any]) -> CodeTests:
 
 
 def _arguments(given: Any) -> Sequence[Any]:
-    """Some data has the arguments as JSON, one a line."""
+    """Some data has the arguments as JSON, one per line."""
     return [_loads(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else _sequence(given)
 
 
@@ -291,7 +292,7 @@ def _result(given: Any, result: Any) -> Any:
 
 
 def _loads(text: str) -> Any:
-    """JSON, with whole numbers of any length: Python reads no more than some thousand digits from text."""
+    """Parses JSON with integers of any length: Python's parser takes only some thousand digits."""
     return json.loads(text, parse_int=_whole)
 
 
@@ -303,8 +304,8 @@ def _whole(digits: str) -> int:
 
 
 def _defines(source: str, name: str) -> bool:
-    """Whether a program defines a function, as far as can be told without reading it as Python: what begins indented is
-    the rest of another's."""
+    """Whether a program defines a function, judged without parsing: a program that begins indented continues another's
+    body."""
     lines = [line for line in source.splitlines() if line.strip()]
     if not lines or lines[0][0] in " \t":
         return False

@@ -1,10 +1,10 @@
-"""Rewards made of rewards: a weighted sum of named parts, behind gates.
+"""Composed rewards: a weighted sum of named parts, with gates.
 
 With parts `right` (weight 1) and `form` (weight 0.2, a gate), an attempt that is right and in form is worth 1.2; one that
-is right out of form is worth `gate_value`, whatever the sum says. Every part's own value stands beside the reward, gates
-open or closed; what a part returns beside its value stands there as `part/name`.
+is right but not in form is worth `gate_value`, whatever the sum is. The value of every part is returned with the reward,
+whether gates are open or closed; further values of a part are returned as `part/name`.
 
-What always holds: the reward does not depend on the order of the parts, and a part that fails is named.
+Invariants: the reward does not depend on the order of the parts, and a part that fails is named.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WeightedPart:
-    """One part of a rule, as `roll.config.reward.RewardPart` says it."""
+    """One part of a rule, as `roll.config.reward.RewardPart` describes it."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -50,13 +50,13 @@ class WeightedPart:
     gate_value: float = 0.0
 
     def closes(self, value: float) -> bool:
-        """Whether the part is a gate, closed at this value of it."""
+        """Whether the part is a gate and closed at this value."""
         return self.gate and (value <= 0 if self.gate_at is None else value < self.gate_at)
 
 
 @dataclass(frozen=True)
 class ComposedRule:
-    """What an attempt is worth, in plain types: grader processes read it without the configuration's library."""
+    """A reward in plain types: grader processes read it without importing the configuration's library."""
 
     name: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class ComposedRule:
 
     @property
     def names(self) -> set[str]:
-        """Of the rewards in it."""
+        """The names of its rewards."""
         return {part.name for part in self.parts.values()} or {self.name}
 
     @classmethod
@@ -78,7 +78,7 @@ class ComposedRule:
 def compose(
     config: RewardRule | ComposedRule, *, root: str | os.PathLike[str] | None = None, where: str = "reward"
 ) -> RewardFn:
-    """The reward that a configuration or a rule describes. `UserError` names the setting that is wrong, under `where`."""
+    """The reward that a configuration or a rule describes. A `UserError` names the wrong setting, prefixed by `where`."""
     rule = config if isinstance(config, ComposedRule) else ComposedRule.of(config)
     if not rule.parts:
         return told("", make(rule.name, rule.options, root=root, where=where))
@@ -90,14 +90,14 @@ def compose(
 
 
 def asked_of_roles(rule: ComposedRule) -> dict[str, ModelBackedReward]:
-    """The rewards of a rule that roles give, by the part's name; empty for a whole reward."""
+    """The rewards of a rule that model roles give, by the part's name; "" for a whole reward."""
     named = {name: (part.name, part.options) for name, part in rule.parts.items()} or {"": (rule.name, rule.options)}
     made = {part: make(name, options) for part, (name, options) in named.items() if name in OF_ROLES}
     return {part: reward for part, reward in made.items() if asks_role(reward)}
 
 
 def check_rule(rule: ComposedRule, where: str = "reward") -> None:
-    """`UserError` where an option is of the wrong type, or names a token that is not there."""
+    """Raises `UserError` if an option has the wrong type or names a missing token."""
     if not rule.parts:
         check_built_in(rule.name, rule.options, where)
     for name, part in rule.parts.items():
@@ -105,14 +105,14 @@ def check_rule(rule: ComposedRule, where: str = "reward") -> None:
 
 
 def warm_up(reward: RewardFn) -> None:
-    """Has a reward do before its first job what no verdict's deadline should pay for."""
+    """Does a reward's one-time setup before its first job, so that no verdict's deadline pays for it."""
     prepare = getattr(reward, "warm_up", None)
     if callable(prepare):
         prepare()
 
 
 class Composed:
-    """A weighted sum of rewards behind gates."""
+    """A weighted sum of rewards with gates."""
 
     def __init__(self, parts: Mapping[str, WeightedPart], rewards: Mapping[str, RewardFn]) -> None:
         self._parts = parts
@@ -147,17 +147,17 @@ class Composed:
         return Result({"reward": reward, **values}, seconds)
 
     def deterministic(self, task: Task) -> bool:
-        """Whether all parts give the same verdict every time."""
+        """Whether all parts are deterministic."""
         return all(is_deterministic(reward, task) for reward in self._rewards.values())
 
     def check_answer(self, task: Task) -> bool:
-        """Whether all parts find the task's answer good."""
+        """Whether all parts accept the task's answer."""
         found = [check_answer(reward, task) for reward in self._rewards.values()]
         return all(found)
 
     @property
     def answer_of(self) -> Callable[[Task, Response], str | None] | None:
-        """That of the one part that reads answers; None if there is none, or more than one."""
+        """The `answer_of` of the only part that extracts answers; None if there is none, or more than one."""
         reading = [reward for reward in self._rewards.values() if reads_answers(reward)]
         return functools.partial(answer_of, reading[0]) if len(reading) == 1 else None
 
@@ -166,6 +166,6 @@ class Composed:
         return all(is_quick(reward) for reward in self._rewards.values())
 
     def warm_up(self) -> None:
-        """Warms all parts up."""
+        """Warms up all parts."""
         for reward in self._rewards.values():
             warm_up(reward)

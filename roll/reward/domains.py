@@ -1,4 +1,4 @@
-"""The rewards of several domains as one: each task is judged by its own domain's."""
+"""The rewards of several domains as one: the reward of a task's domain judges it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from roll.reward.compose import warm_up
 
 
 class ByDomain:
-    """What always holds: nothing but a task's domain decides who judges it. `others` judges those of all domains that
-    have no reward of their own."""
+    """Invariant: only a task's domain decides which reward judges it. `others` judges the tasks of domains without a
+    reward of their own."""
 
     def __init__(self, rewards: Mapping[str, RewardFn], others: RewardFn | None = None) -> None:
         self._rewards = rewards
@@ -22,11 +22,11 @@ class ByDomain:
         return self._of(task)(task, response)
 
     def deterministic(self, task: Task) -> bool:
-        """Whether the reward of the task's domain gives the same verdict every time."""
+        """Whether the reward of the task's domain is deterministic."""
         return is_deterministic(self._of(task), task)
 
     def answer_of(self, task: Task, response: Response) -> str | None:
-        """The answer that the reward of the task's domain reads."""
+        """The answer that the reward of the task's domain extracts."""
         return answer_of(self._of(task), task, response)
 
     def of(self, domain: str) -> RewardFn | None:
@@ -34,7 +34,7 @@ class ByDomain:
         return self._rewards.get(domain, self._others)
 
     def warm_up(self) -> None:
-        """Warms up those of all domains."""
+        """Warms up the rewards of all domains."""
         for reward in self._rewards.values():
             warm_up(reward)
         if self._others is not None:

@@ -1,14 +1,14 @@
-"""Where in a text its answer stands: the one search that all rewards share.
+"""Finds the answer in a text: the search that all rewards share.
 
-First the thinking is removed (`visible`); it is never judged. In what is left the answer is looked for in this order
-(`stated`), and the first place that is there decides, whatever it holds:
+First the thinking is removed (`visible`); it is never judged. In the rest the answer is searched in this order
+(`stated`), and the first one that exists decides, whatever its content:
 
-    tag        the last closed `<answer>…</answer>`; if it holds a box, what the box holds
+    tag        the last closed `<answer>…</answer>`; if it contains a box, the content of the box
     box        the last closed `\\boxed{…}`
-    hashes     what follows the last `####` on its line
-    statement  what follows the last "the answer is" or "Answer:" on its line
+    hashes     the text after the last `####` on its line
+    statement  the text after the last "the answer is" or "Answer:" on its line
 
-A text that has none of these is left to the reward that reads it: `number` takes the last number, and so on.
+Without any of these the reward itself decides: `number` takes the last number, and so on.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from typing import Literal, TypeAlias, get_args
 from roll.reward.time_limit import patiently
 
 Place: TypeAlias = Literal["stated", "text", "last_line", "boxed", "answer"]
-"""The first of tag, box, `####` and final statement that there is, else all of the text; all of the text; its last line
-that is not empty; its last `\\boxed{}`; its last `<answer>…</answer>`. Thinking is no part of the text."""
+"""`stated`: the first of tag, box, `####` and final statement that exists, otherwise the whole text; `text`: the whole
+text; `last_line`: its last non-empty line; `boxed`: its last `\\boxed{}`; `answer`: its last `<answer>…</answer>`.
+Thinking is not part of the text."""
 
 Source: TypeAlias = Literal["tag", "box", "hashes", "statement"]
 
@@ -39,14 +40,14 @@ _SAID = re.compile(
     | ^[ \t\#*_]{{0,12}}(?:the[ ])?(?:final[ ])?answer[ \t*_]{{0,12}}$""",
     re.IGNORECASE | re.VERBOSE | re.MULTILINE,
 )
-"""What introduces an answer: `the answer to this is`, `**Answer:**`, or a heading `Final Answer` over it."""
+"""Introduces an answer: `the answer to this is`, `**Answer:**`, or a heading `Final Answer` above it."""
 _HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*([^\n]*)")
 _SENTENCE_END = re.compile(r"[.!?]{1,4}[\"')*_`$]{0,4}(?=\s{1,4}[A-Z\\$(*#])")
 
 
 @dataclass(frozen=True)
 class Stated:
-    """The answer that a text states, and where."""
+    """The answer that a text states, and where it was found."""
 
     text: str
     source: Source
@@ -55,8 +56,9 @@ class Stated:
 def visible(text: str) -> str | None:
     """The text without its thinking; None if it ends while thinking: then there is no answer.
 
-    Thinking is what stands between `<think>` and `</think>`; `<thinking>`, `<thought>`, `<reasoning>` and `[THINK]` are
-    the same. A closing tag that nothing opened ends thinking that the prompt began: all before it is thinking too.
+    Thinking is the text between `<think>` and `</think>`; `<thinking>`, `<thought>`, `<reasoning>` and `[THINK]` are
+    equivalent. A closing tag without an opening one ends thinking that the prompt began: everything before it is
+    thinking.
     """
     kept: list[str] = []
     at, thinking = 0, ""
@@ -77,7 +79,7 @@ def visible(text: str) -> str | None:
 
 
 def stated(text: str | None) -> Stated | None:
-    """The answer that a text without thinking states, or None if none of the places is there."""
+    """The answer that a text without thinking states, or None if it states none."""
     return None if text is None else marked(text) or statement(text)
 
 
@@ -95,8 +97,8 @@ def marked(text: str) -> Stated | None:
 
 
 def statement(text: str) -> Stated | None:
-    """What the last sentence that says "the answer is" gives as the answer, to the end of its line, without the mark that
-    ends it; after a heading `Answer`, the next line."""
+    """The answer in the last sentence with "the answer is", to the end of its line, without the final punctuation; after
+    a heading `Answer`, the next line."""
     if "answer" not in text.lower():  # the search below takes ten times as long
         return None
     last = None
@@ -106,7 +108,7 @@ def statement(text: str) -> Stated | None:
 
 
 def _line(rest: str) -> str:
-    """The first line of a text that is not empty, or the formula that begins there, without markup around it."""
+    """The first non-empty line of a text, or the formula that begins there, without surrounding markup."""
     rest = rest.lstrip(" \t\r\n*_`:=#>")
     for opening, closing in (("\\[", "\\]"), ("$$", "$$")):
         end = rest.find(closing, 2)
@@ -116,19 +118,19 @@ def _line(rest: str) -> str:
 
 
 def trimmed(text: str) -> str:
-    """Without emphasis around it and the full stop that ends it."""
+    """Without surrounding emphasis and final full stop."""
     return text.strip().strip("*`").rstrip("_ ").removesuffix(".").strip("*` \t").rstrip("_")
 
 
 def first_sentence(text: str) -> str:
-    """The first sentence of a line: of `5. I hope this helps`, `5`."""
+    """The first sentence of a line: `5` for `5. I hope this helps`."""
     end = _SENTENCE_END.search(text)
     return trimmed(text[: end.start()] if end else text)
 
 
 def _after_hashes(text: str) -> str | None:
-    """What follows the last `####` on its line, or on the next, if nothing follows on its own. Words that more text
-    follows are a heading of Markdown, and no answer."""
+    """The text after the last `####` on its line, or on the next if nothing follows on its own. Words followed by more
+    text are a Markdown heading, not an answer."""
     last = None
     for last in _HASHES.finditer(text):  # noqa: B007 (the last one)
         pass
@@ -144,7 +146,7 @@ def _after_hashes(text: str) -> str | None:
 
 
 def last_tag(text: str, tag: str) -> str | None:
-    """What the last closed `<tag>…</tag>` of the text holds, the innermost if they nest, or None."""
+    """The content of the last closed `<tag>…</tag>`, the innermost if they nest, or None."""
     start, opened, end = -1, -1, -1
     for mark in re.finditer(rf"<(/?){re.escape(tag)}(?:\s[^<>]{{0,200}})?>", text, re.IGNORECASE):
         if not mark[1]:
@@ -155,8 +157,8 @@ def last_tag(text: str, tag: str) -> str | None:
 
 
 def last_box(text: str) -> str | None:
-    """What the last closed `\\boxed{}` of the text holds, the innermost if they nest, or None."""
-    opened: list[int | None] = []  # where each open brace's content starts, if the brace is a box's
+    """The content of the last closed `\\boxed{}`, the innermost if they nest, or None."""
+    opened: list[int | None] = []  # where the content of each open brace starts, if it is a box's
     start, end = -1, -1
     for match in _BRACES.finditer(text):
         if match["box"]:
@@ -171,7 +173,7 @@ def last_box(text: str) -> str | None:
 
 
 def check_place(place: str, pattern: str | None) -> None:
-    """`ValueError` if there is no such place or the pattern is none."""
+    """Raises `ValueError` for an unknown `find` or an invalid pattern."""
     if place not in get_args(Place):
         raise ValueError(f"find is {place!r}, but takes {', '.join(get_args(Place))}")
     if pattern is not None:
@@ -179,7 +181,7 @@ def check_place(place: str, pattern: str | None) -> None:
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
-    """The regular expression, in which a point matches line ends too."""
+    """The regular expression, in which a dot also matches newlines."""
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
@@ -187,8 +189,8 @@ def compiled(pattern: str) -> re.Pattern[str]:
 
 
 def extract(text: str, place: Place, pattern: str | None = None) -> list[str]:
-    """What stands at the place in the text without its thinking; of that, where there is a pattern, its last match (its
-    first group, if it has one). Empty: nothing does. Two, where a statement was found that may be the whole answer."""
+    """The text at `place`, without thinking; with a pattern, its last match there (its first group, if it has one). Empty
+    if there is none. Two texts if a statement was found, because the whole text may be the answer too."""
     shown = visible(text)
     if shown is None:
         return []
@@ -199,7 +201,7 @@ def extract(text: str, place: Place, pattern: str | None = None) -> list[str]:
 
 
 def _last_match(pattern: str, text: str) -> str | None:
-    """What the last match of a pattern finds; None if there is none, or searching takes too long."""
+    """The last match of a pattern; None if there is none, or the search takes too long."""
     last = patiently(lambda: functools.reduce(lambda _, match: match, compiled(pattern).finditer(text), None), None)
     if last is None:
         return None
@@ -224,7 +226,7 @@ def _at(text: str, place: Place) -> list[str]:
 
 
 def plain(text: str, ignore_case: bool, ignore_punctuation: bool) -> str:
-    """The text with runs of white space as one space, and without what is to be ignored."""
+    """The text with white space collapsed, and without ignored characters."""
     if ignore_punctuation:
         text = re.sub(r"[^\w\s]|_", " ", text)
     if ignore_case:

@@ -1,7 +1,7 @@
-"""From what the user wrote to a reward: a built-in's name, `package.module:name` or `file.py:name`, and options.
+"""Creates a reward from its name (a built-in, `package.module:name` or `file.py:name`) and options.
 
-What a user names is a function, whose options are its arguments after `(task, response)`, or a class, whose options make
-an instance that is called with `(task, response)`.
+A user's name refers to a function, whose options are its arguments after `(task, response)`, or to a class, whose options
+are the arguments of an instance that is called with `(task, response)`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def make(
     root: str | os.PathLike[str] | None = None,
     where: str = "reward",
 ) -> RewardFn:
-    """The reward of that name with these options; users' code is looked for from `root`. `UserError` says what is wrong
+    """The reward of that name with these options; user code is searched from `root`. A `UserError` says what is wrong
     with the setting `where`."""
     KNOWN.learn(options := resolved(options or {}, f"{where}.options"))
     if name not in BUILTINS:
@@ -44,8 +44,8 @@ def make(
 
 
 def check_built_in(name: str, options: Mapping[str, Any], where: str = "reward") -> None:
-    """`UserError` where an option of a built-in is of the wrong type, or the token that one names is not there. Loads
-    pydantic: grader processes do without."""
+    """Raises `UserError` if an option of a built-in has the wrong type, or names a token that is not set. Imports
+    pydantic, which grader processes do without."""
     if name not in BUILTINS:
         return
     check_types(_factory(name), options, f"{where}.options.")
@@ -91,7 +91,7 @@ def _made(factory: Callable[..., Any], options: Mapping[str, Any], where: str) -
 
 
 def _bind(name: str, function: Any, arguments: tuple[Any, ...], options: Mapping[str, Any], where: str) -> None:
-    """Holds that the function takes these arguments and options."""
+    """Raises `UserError` unless the function accepts these arguments and options."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some callables written in C have none

@@ -1,8 +1,8 @@
-"""Whose turn it is when a grader is free: domains wait in queues of their own, so that a slow one holds up only itself.
+"""The fair queue in front of the graders: each domain has its own queue, so that a slow domain delays only itself.
 
-The next job is of the domain with the fewest jobs running, of several such of the one served least recently; within a
-domain, of those that came first. With four graders, a domain whose verdicts take minutes and one whose verdicts take
-milliseconds, both always waiting, each has two.
+The next job is taken from the domain with the fewest running jobs, among several from the one served least recently;
+within a domain it is first in, first out. Example: with four graders, a domain whose verdicts take minutes and one whose
+verdicts take milliseconds, both always waiting, have two graders each.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class FairQueue(Generic[G]):
         self._count = 0
 
     def wait(self, domain: str, ahead: bool = False) -> asyncio.Future[G]:
-        """A place in the domain's queue, at its end or `ahead` of all in it. Who calls `next` sets its result."""
+        """Adds a waiter to the domain's queue, at its end or `ahead` of all others. The caller of `next` sets its
+        result."""
         turn: asyncio.Future[G] = asyncio.get_running_loop().create_future()
         queue = self._queues.setdefault(domain, deque())
         if ahead:
@@ -33,9 +34,9 @@ class FairQueue(Generic[G]):
         return turn
 
     def next(self) -> tuple[str, asyncio.Future[G]] | None:
-        """The domain and the place whose turn it is, taken from its queue, or None if nobody waits."""
+        """Removes and returns the next waiter and its domain, or None if nobody waits."""
         for queue in self._queues.values():
-            while queue and queue[0].done():  # who waited was cancelled
+            while queue and queue[0].done():  # the waiter was cancelled
                 queue.popleft()
         waiting = [domain for domain, queue in self._queues.items() if queue]
         if not waiting:
@@ -44,17 +45,17 @@ class FairQueue(Generic[G]):
         return domain, self._queues[domain].popleft()
 
     def begin(self, domain: str) -> None:
-        """A job of the domain has a grader."""
+        """A job of the domain has got a grader."""
         self._count += 1
         self._served[domain] = self._count
         self._running[domain] += 1
 
     def end(self, domain: str) -> None:
-        """It has none any more."""
+        """A job of the domain has returned its grader."""
         self._running[domain] -= 1
 
     def clear(self) -> Iterator[asyncio.Future[G]]:
-        """All who wait, taken from their queues."""
+        """Removes and returns all waiters."""
         for queue in self._queues.values():
             while queue:
                 turn = queue.popleft()

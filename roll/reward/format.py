@@ -1,4 +1,4 @@
-"""`format`: a text of the right form, whatever it says."""
+"""`format`: rewards a text of the right form, whatever its content."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _FENCE = re.compile(r"\s*```[\w-]*\n(.*?)\n?```\s*", re.DOTALL)
 
 @dataclass(frozen=True)
 class FormatReward:
-    """1 if the text is of the form that the options describe, all of them, else 0; or the share of them that hold."""
+    """1 if the text satisfies all conditions in the options, else 0; or the share of conditions that it satisfies."""
 
     pattern: str | None = None
-    """Regular expression the text must match; a point matches line ends too."""
+    """Regular expression that the text must match; a dot also matches newlines."""
     search: bool = False
-    """Whether it is enough that the pattern matches somewhere; else it must match the whole text, white space around it
-    aside."""
+    """Whether a match anywhere is enough; otherwise the pattern must match the whole text, without surrounding white
+    space."""
     tags: list[str] = field(default_factory=list)
-    """Tags that must stand in the text in this order, each opened and closed once: `[think, answer]`."""
+    """Tags that the text must contain in this order, each opened and closed once: `[think, answer]`."""
     only_tags: bool = False
-    """Whether there may be nothing but white space outside the tags."""
+    """Whether only white space is allowed outside the tags."""
     json: bool = False
     """Whether the text, without its thinking, must be JSON, in a code fence or not."""
     schema: dict[str, Any] = field(default_factory=dict)
-    """JSON schema of it: type, enum, const, properties, required, additionalProperties, items, minItems, maxItems,
+    """JSON schema of the text: type, enum, const, properties, required, additionalProperties, items, minItems, maxItems,
     minLength, maxLength, pattern, minimum, maximum."""
     share: bool = False
-    """Whether the value is the share of the conditions that hold."""
+    """Whether the value is the share of satisfied conditions."""
     deterministic = True
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class FormatReward:
 
 
 def has_tags(text: str, tags: list[str], only: bool = False) -> bool:
-    """Whether the text has these tags in this order, each opened and closed once; nothing else, if `only` they may be."""
+    """Whether the text has these tags in this order, each opened and closed once; with `only`, nothing else."""
     at = 0
     for tag in tags:
         opening, closing = f"<{tag}>", f"</{tag}>"
@@ -84,7 +84,7 @@ def has_tags(text: str, tags: list[str], only: bool = False) -> bool:
 
 
 def read_json(text: str) -> tuple[bool, Any]:
-    """Whether the text, or what its one code fence holds, is JSON, and its value. `NaN` is not JSON."""
+    """Whether the text, or the content of its only code fence, is JSON, and its value. `NaN` is not JSON."""
     fenced = _FENCE.fullmatch(text)
     try:
         return True, json.loads(fenced[1] if fenced else text, parse_constant=_refuse)

@@ -1,4 +1,4 @@
-"""One grader process, seen from the pool."""
+"""The pool's handle of one grader process."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from roll.reward.reward_spec import RewardSpec
 
 _GRACE_S = 0.2
 _STATUS_S = 2.0
-"""For the status of a process that broke its connection to arrive: its keepers end after it."""
+"""Time to wait for the exit status of a process that closed its connection: its reapers end after it."""
 
 
 class Grader:
     """A process that has loaded the reward function and judges one job at a time.
 
-    It is `usable` while it lives and owes no answer: a wait that was cut short (deadline, crash, cancellation) leaves
-    it unusable for good, and its owner kills it.
+    It is `usable` while it is alive and has no unanswered job: after an interrupted wait (deadline, crash, cancellation)
+    it stays unusable, and its owner kills it.
     """
 
     def __init__(self, child: ManagedProcess) -> None:
@@ -41,7 +41,7 @@ class Grader:
         memory_mb: int = 0,
         log_bytes: int = LIMIT_BYTES,
     ) -> Grader:
-        """A process that is ready for jobs. `UserError` or `RunError` says why there is none."""
+        """Starts a process that is ready for jobs. `UserError` or `RunError` says why it did not start."""
         grader = cls(await ManagedProcess.start(COMMAND, log, log_bytes=log_bytes))
         try:
             await grader._load(source, memory_mb, deadline_s)
@@ -53,16 +53,16 @@ class Grader:
 
     @property
     def pid(self) -> int:
-        """The process's id, also its group's."""
+        """The process id, also the id of its process group."""
         return self._child.pid
 
     @property
     def usable(self) -> bool:
-        """Whether it can be given a job."""
+        """Whether it accepts jobs."""
         return not (self._owes_answer or self._child.killed or self._child.exit.done())
 
     async def ask(self, job: bytes, deadline_s: float) -> ipc.GraderScored | ipc.GraderFailed:
-        """The answer to a job; `ScoreFailure` if the process hangs or dies over it."""
+        """The answer to a job; raises `ScoreFailure` if the process hangs or dies."""
         answer = await self._exchange(job, deadline_s)
         if not isinstance(answer, ipc.GraderScored | ipc.GraderFailed):
             self.kill()
@@ -72,11 +72,11 @@ class Grader:
         return answer
 
     def kill(self) -> None:
-        """End the process and all it started, now. Safe to repeat."""
+        """Ends the process and all its children, now. May be called again."""
         self._child.kill()
 
     async def gone(self) -> None:
-        """Wait for a killed process's end."""
+        """Waits until a killed process has ended."""
         await self._child.gone()
 
     async def _load(self, source: RewardSpec, memory_mb: int, deadline_s: float) -> None:
@@ -104,8 +104,8 @@ class Grader:
         try:
             await asyncio.wait({reading, self._child.exit}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
             if not reading.done():
-                # What has arrived counts. It may not have been read yet: the process ended right after it answered, or
-                # the event loop was held up for longer than the deadline.
+                # An answer that has arrived counts. It may not have been read yet: the process ended right after it
+                # answered, or the event loop was blocked for longer than the deadline.
                 await asyncio.wait({reading}, timeout=_GRACE_S)
             if not reading.done() and not self._child.exit.done():
                 raise ScoreFailure("deadline", f"no verdict after {deadline_s:g} s{self._where()}")
@@ -117,7 +117,7 @@ class Grader:
         return answer
 
     async def _read(self) -> ipc.Answer | None:
-        """The next answer, or None if none can come any more. Says along the way which part it is about."""
+        """The next answer, or None if none can come any more. Records which part is being judged."""
         while True:
             try:
                 # waits: who asks has a deadline
@@ -126,7 +126,8 @@ class Grader:
                     return None
                 # waits: who asks has a deadline
                 answer: ipc.Answer = ipc.ANSWERS.read(await self._child.reader.readexactly(size))
-            except Exception:  # it ended, or something wrote to its end of the connection: no answer can be trusted now
+            # the process ended, or something else wrote to its end of the connection: no answer can be trusted now
+            except Exception:
                 return None
             if not isinstance(answer, ipc.GraderEntered):
                 return answer

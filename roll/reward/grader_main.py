@@ -1,7 +1,8 @@
-"""A grader process: loads the reward function, then judges one attempt at a time until the pool goes away.
+"""Main module of a grader process: loads the reward function, then judges one attempt at a time until the pool closes its
+connection.
 
-The function runs in the main thread, where time-outs by signal work. This module imports little, because every
-replacement of a killed process pays for it.
+The function runs in the main thread, where timeouts by signal work. This module imports little, because every replacement
+of a killed process pays for the imports.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ COMMAND = command("roll.reward.grader_main")
 
 
 def main() -> None:
-    """Serve the pool that started this process."""
+    """Serves the pool that started this process."""
     with contextlib.suppress(ConnectionError):
         serve(cast(BinaryIO, connect().makefile("rwb")))
-    os._exit(0)  # threads and exit handlers of the function's do not hold the process up
+    os._exit(0)  # without waiting for threads or exit handlers of the function
 
 
 def serve(stream: BinaryIO) -> None:
-    """Load the reward that the first frame names, then answer jobs until the other side has gone."""
+    """Loads the reward that the first frame names, then answers jobs until the connection ends."""
     payload = read_payload(stream)
     if payload is None:
         return
@@ -70,7 +71,7 @@ def serve(stream: BinaryIO) -> None:
     pid = os.getpid()
     while (job := read_payload(stream)) is not None:
         answer, ran_out = judge(function, job)
-        if os.getpid() != pid:  # the function forked, and its copy of this process came back from it
+        if os.getpid() != pid:  # the function forked, and the copy of this process reached this code
             return
         if ran_out and isinstance(answer, GraderFailed):
             why = f"it took more memory than reward.memory_mb={setup.memory_mb} allows: {answer.reason}"
@@ -81,7 +82,7 @@ def serve(stream: BinaryIO) -> None:
 
 
 def judge(function: RewardFn, job: bytes) -> tuple[Answer, bool]:
-    """What the function makes of a job, whatever it raises or returns, and whether it ran out of memory."""
+    """The answer to a pickled job, whatever the function raises or returns, and whether it ran out of memory."""
     try:
         task, response, known, votes = pickle.loads(job)
     except BaseException as error:
@@ -94,7 +95,8 @@ def judge(function: RewardFn, job: bytes) -> tuple[Answer, bool]:
 def judged(
     function: RewardFn, task: Task, response: Response, known: Said | None = None, votes: bool = False
 ) -> tuple[GraderScored | GraderFailed, bool]:
-    """The same of a job that is here; `known` is what roles said of it; `votes`: its answer is asked for too."""
+    """The same for an unpickled job; `known` has the scores of model roles; with `votes` it includes the extracted
+    answer."""
     started = time.perf_counter()
     said.set(known or {})
     try:
@@ -103,7 +105,7 @@ def judged(
         parts_s = dict(result.seconds) if isinstance(result, Result) else {}
         deterministic = is_deterministic(function, task)
         answer = answer_of(function, task, response) if votes else None
-    except BaseException as error:  # SystemExit too: a grader that calls sys.exit() has raised
+    except BaseException as error:  # SystemExit too: sys.exit() in a reward counts as raised
         return _failed(error)
     try:
         return GraderScored(
@@ -117,13 +119,13 @@ def judged(
 
 
 def _who(function: RewardFn, task: Task) -> str:
-    """Whom a message about a result names: of the rewards of several domains, the one that judged."""
+    """The name of the function in a message; for rewards of several domains, that of the task's domain."""
     own = function.of(task.domain) if isinstance(function, ByDomain) else function
     return f"the reward function {name_of(own or function)!r}"
 
 
 def _failed(error: BaseException) -> tuple[GraderFailed, bool]:
-    """What was raised, named by the part that raised it, and whether that was for want of memory."""
+    """The failure for an exception, naming the part that raised it, and whether it ran out of memory."""
     kind: FailureKind = "raised"
     part = ""
     if isinstance(error, PartFailure):
@@ -131,7 +133,7 @@ def _failed(error: BaseException) -> tuple[GraderFailed, bool]:
         assert error.__cause__ is not None
         error = error.__cause__
     if isinstance(error, MemoryError):
-        traceback.clear_frames(error.__traceback__)  # what the call had taken
+        traceback.clear_frames(error.__traceback__)  # frees the memory that the call's frames hold
     why = str(error)[:REASON_CHARS] if kind == "invalid" else reason(error)
     return GraderFailed(kind, f"{part}{why}", detail(error)), isinstance(error, MemoryError)
 

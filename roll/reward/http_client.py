@@ -1,4 +1,4 @@
-"""JSON posted to a server, with tries and a deadline: what the `http` and `judge` rewards ask others with."""
+"""Posts JSON to a server, with retries and a deadline: the client of the `http` and `judge` rewards."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from roll.config.secrets import KNOWN, redacted
 
 _MOST_BYTES = 2 << 20
-"""Of an answer: as JSON it may take forty times as much memory."""
+"""Maximum size of an answer: parsed JSON may take forty times as much memory."""
 _READ_BYTES = 1 << 16
 _MOST_TOLD_BYTES = 8192
 _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""Statuses after which the same question may have an answer."""
+"""HTTP statuses after which a retry may succeed."""
 
 
 _BROKEN = (OSError, ValueError, RecursionError, http.client.HTTPException)
-"""What a server that is not there, or answers with what is no answer, raises."""
+"""Exceptions for a server that cannot be reached or whose answer is invalid."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirected POST would become a GET, and take its token to a server nobody named."""
+    """Follows no redirect: a redirected POST would become a GET, and send its token to a server that nobody
+    configured."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -39,15 +40,15 @@ _OPENER = urllib.request.build_opener(_NoRedirect)
 
 
 class HttpFailure(Exception):
-    """The server gave no answer that can be used."""
+    """The server gave no usable answer."""
 
 
 @dataclass(frozen=True)
 class HttpClient:
-    """Where JSON is posted to, and how often and how long it is tried.
+    """Where JSON is posted, and the limits on attempts and time.
 
-    A server that cannot be reached, or says that it is busy or broken, is asked again after `backoff_s`, doubled each
-    time, as long as the deadline allows; another refusal is final.
+    If a server cannot be reached, or answers that it is busy or broken, the request is repeated after `backoff_s`,
+    doubled each time, until the deadline; any other refusal is final.
     """
 
     url: str
@@ -69,7 +70,7 @@ class HttpClient:
                 raise ValueError(f"{name} is {getattr(self, name):g}, but takes a number > 0")
 
     def send(self, payload: Any, read: Callable[[Any], Any] = lambda answer: answer) -> Any:
-        """What `read` makes of the server's answer; a `ValueError` of it counts as a broken server."""
+        """The server's answer, converted by `read`; a `ValueError` of `read` counts as a broken server."""
         body = json.dumps(payload, default=str).encode()
         ends_s = time.monotonic() + self.deadline_s
         wait_s = self.backoff_s
@@ -80,7 +81,7 @@ class HttpClient:
                 problem = f"status {error.code}: {_told(error)}"
                 if error.code not in _AGAIN:
                     raise HttpFailure(KNOWN.redact(f"{self.url} answered with {problem}")) from None
-            except _BROKEN as error:  # not reached, not in time, not HTTP, not JSON, not what was asked for
+            except _BROKEN as error:  # unreachable, late, not HTTP, not JSON, or not the expected answer
                 problem = f"{type(error).__name__}: {error}"
             if not tries_left or time.monotonic() + wait_s >= ends_s:
                 break
@@ -108,7 +109,7 @@ class HttpClient:
 
 
 def _all_of(answer: IO[bytes], ends_s: float) -> bytes:
-    """An answer's content. The connection's own time-out begins anew with every byte, so the whole has one too."""
+    """An answer's content. The socket timeout restarts with every byte, so the whole answer has a deadline too."""
     content = b""
     while piece := answer.read1(_READ_BYTES):  # type: ignore[attr-defined]
         content += piece
@@ -120,7 +121,7 @@ def _all_of(answer: IO[bytes], ends_s: float) -> bytes:
 
 
 def _without_login(url: str) -> tuple[str, dict[str, str]]:
-    """The address of a URL with a user and a password in it, and the header that sends them."""
+    """A URL without its user and password, and the header that sends them."""
     parts = urlsplit(url)
     login, at, host = parts.netloc.rpartition("@")
     if not at:
@@ -132,6 +133,7 @@ def _without_login(url: str) -> tuple[str, dict[str, str]]:
 def _told(error: urllib.error.HTTPError) -> str:
     try:
         told = error.read(_MOST_TOLD_BYTES).decode(errors="replace").strip()
-        return KNOWN.redact(told)[:500] or str(error.reason)  # before it is cut: part of a secret is one too
+        # redacted before it is cut: a part of a secret would not be recognised
+        return KNOWN.redact(told)[:500] or str(error.reason)
     except OSError:
         return str(error.reason)

@@ -1,4 +1,4 @@
-"""`http`: a service elsewhere judges."""
+"""`http`: an HTTP service judges."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from roll.reward.http_client import HttpClient
 
 @dataclass(frozen=True)
 class HttpReward:
-    """What a service answers to a POST of the task and the response, as JSON.
+    """The answer of a service to a POST of the task and the response, as JSON.
 
-    It is sent `{"task": {"id", "domain", "messages", "answer", "info"}, "response": {"text", "tokens", "finish"}}`, and
-    answers with a number, or with named numbers, of which `reward` is the reward; without it, their sum.
+    The request is `{"task": {"id", "domain", "messages", "answer", "info"}, "response": {"text", "tokens", "finish"}}`.
+    The answer is a number, or named numbers, of which `reward` is the reward; without it, their sum.
     """
 
     url: str
-    """Address that is posted to."""
+    """Address of the service."""
     headers: dict[str, str] = field(default_factory=dict)
-    """Headers sent along."""
+    """Additional headers."""
     token_env: str = ""
     """Environment variable with a token, sent as `Authorization: Bearer …`."""
     tries: int = 3
-    """Times it is asked while it cannot be reached or says that it is busy or broken."""
+    """Attempts while the service cannot be reached or answers that it is busy or broken."""
     backoff_s: float = 0.2
-    """Seconds before it is asked again; doubled each time."""
+    """Seconds before the next attempt; doubled each time."""
     timeout_s: float = 8.0
-    """Seconds all tries together may take. Keep it below `reward.deadline_s`."""
+    """Timeout in seconds for all attempts together. Keep it below `reward.deadline_s`."""
     deterministic: bool = False
-    """Whether the service judges the same response the same every time, so that verdicts may be kept."""
+    """Whether the service always judges the same response the same, so that verdicts may be cached."""
 
     def __post_init__(self) -> None:
         self._post()

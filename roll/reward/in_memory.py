@@ -1,4 +1,4 @@
-"""Rewards that a program gives as functions, several of them beside each other."""
+"""Rewards that a program passes as functions, alone or composed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from roll.reward.factory import callable_reward, check_built_in, make
 
 
 def compose_given(parts: Mapping[str, Mapping[str, Any]], functions: Mapping[str, RewardFn]) -> Composed:
-    """A weighted sum of named parts, as settings say it, some of which are functions; their options are arguments."""
+    """A weighted sum of named parts, described by settings; some are functions, whose options are their arguments."""
     rewards = {name: _reward(name, part, functions.get(name)) for name, part in parts.items()}
     return Composed({name: WeightedPart(**part) for name, part in parts.items()}, rewards)
 
 
 def refuse_roles(parts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuses parts that a role's model gives: it is asked before a grader is, which functions cannot wait for."""
+    """Refuses parts that a role's model gives: roles are queried before the grader, which does not work with
+    functions."""
     for name, part in parts.items():
         if part.get("name") in OF_ROLES:
             raise UserError(

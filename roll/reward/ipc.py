@@ -1,10 +1,10 @@
-"""What the pool and a grader process say to each other: pickled frames, each after its length.
+"""IPC between the pool and a grader process: length-prefixed, pickled frames.
 
-The pool sends a `GraderSetUp`, and the process says `GraderReady` or `GraderRefused`. Then the pool sends a job, a
-pickled `(task, response, said, votes)`, where `said` is what roles said of it and `votes` asks for its answer, and the
-process answers `GraderScored` or `GraderFailed`, after an `GraderEntered` for each part of a composed reward: one job at
-a time, so answers need no names. Answers hold only numbers and strings; no type of the user's ever has to be read by the
-pool.
+The pool sends a `GraderSetUp`, and the process answers `GraderReady` or `GraderRefused`. Then the pool sends a job, a
+pickled `(task, response, said, votes)`, where `said` has the scores of model roles and `votes` requests the extracted
+answer. The process answers `GraderScored` or `GraderFailed`, after a `GraderEntered` for each part of a composed reward.
+There is one job at a time, so answers need no number. Answers contain only numbers and strings: the pool never unpickles
+a user's type.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class GraderEntered:
 
 @dataclass(frozen=True)
 class GraderScored:
-    """The function's verdict, the seconds it and its parts took, and whether it would be the same another time."""
+    """The verdict, the seconds that the function and its parts took, and whether the reward is deterministic."""
 
     verdict: Verdict
     seconds: float
@@ -69,12 +69,12 @@ class GraderFailed:
 
 Answer: TypeAlias = GraderReady | GraderRefused | GraderEntered | GraderScored | GraderFailed
 ANSWERS = Reader((*get_args(Answer), Verdict))
-"""Reads what a process answers."""
+"""Decodes the answers of a process."""
 LIMIT_BYTES = 16 << 20
-"""No answer of a process is larger: what claims to be is none."""
+"""Maximum size of an answer from a process; anything larger is invalid."""
 
 
 def write_answer(stream: BinaryIO, answer: Answer) -> None:
-    """Send one answer at once."""
+    """Sends one answer at once."""
     stream.write(frame(pickle.dumps(answer)))
     stream.flush()

@@ -1,4 +1,4 @@
-"""The part of JSON Schema that the `format` reward knows. What it does not know is refused, not ignored."""
+"""The subset of JSON Schema that the `format` reward supports. Unsupported keywords are refused, not ignored."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _WORDS = {*_RULES, "additionalProperties", "title", "description"}
 
 
 def fits(value: Any, shape: Mapping[str, Any]) -> bool:
-    """Whether a JSON value is as the schema says."""
+    """Whether a JSON value satisfies the schema."""
     if not all(_RULES[word](value, rule) for word, rule in shape.items() if word in _RULES):
         return False
     others = shape.get("additionalProperties", True)
@@ -52,7 +52,7 @@ def fits(value: Any, shape: Mapping[str, Any]) -> bool:
 
 
 def check_shape(shape: Any, path: str = "schema") -> None:
-    """`ValueError` names what in a schema cannot be held."""
+    """Raises a `ValueError` that names the unsupported part of a schema."""
     if not isinstance(shape, Mapping):
         raise ValueError(f"{path} is {shape!r}, but takes a mapping such as {{type: object}}")
     for word, rule in shape.items():
@@ -87,7 +87,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """As JSON has it, where true is not 1, however deep."""
+    """Equality of JSON values, where true is not 1, at any depth."""
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, dict) and isinstance(b, dict):

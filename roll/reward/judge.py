@@ -1,7 +1,7 @@
 """`judge`: a language model judges by a rubric.
 
-A judge is whatever answers a conversation with text: `ask(messages) -> text`. What is read of its reply is the last
-verdict in it, so that it may think before. A reply without one is asked for again; several votes are put together.
+A judge is any function that answers a conversation with text: `ask(messages) -> text`. The last verdict in its reply
+counts, so it may reason first. If a reply has no verdict, the judge is asked again; several votes are combined.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ reference).
 """
 
 VOTING = 0.7
-"""Temperature of replies that must differ, where none is asked for."""
+"""Default temperature of replies that must differ."""
 
 _NAMES = ("question", "answer", "response", "low", "high")
 _PLACE = re.compile(r"\{([A-Za-z_]\w*)\}")
@@ -58,21 +58,21 @@ class Judge:
     ask: Ask
     """Answers a conversation."""
     rubric: str = RUBRIC
-    """What it is asked, with `{question}`, `{response}`, `{answer}`, `{low}` and `{high}` where these go."""
+    """The prompt, with the placeholders `{question}`, `{response}`, `{answer}`, `{low}` and `{high}`."""
     system: str = ""
-    """System message before it."""
+    """System message before the prompt."""
     low: float = 0.0
     """Score that is worth 0."""
     high: float = 10.0
     """Score that is worth 1."""
     words: Mapping[str, float] = field(default_factory=dict)
-    """In place of a score: what each word of a verdict is worth, such as `{yes: 1, no: 0}`; the last one said counts."""
+    """Instead of a score: the value of each verdict word, such as `{yes: 1, no: 0}`; the last one counts."""
     votes: int = 1
-    """Times it is asked for a verdict."""
+    """Number of verdicts requested."""
     combine: Literal["mean", "median", "majority"] = "mean"
-    """How votes become one; `majority`: the commonest, of equally common ones the lowest."""
+    """How votes are combined; `majority`: the most frequent one, the lowest among equally frequent ones."""
     tries: int = 3
-    """Times it is asked for one vote until its reply has a verdict."""
+    """Attempts per vote until a reply has a verdict."""
     deterministic = False
 
     def __post_init__(self) -> None:
@@ -89,12 +89,12 @@ class Judge:
                 raise ValueError(f"{name} is {getattr(self, name)}, but takes a whole number ≥ 1")
 
     def __call__(self, task: Task, response: Response) -> dict[str, float]:
-        """The votes together; beside it, how far they were apart, and the share of votes without a verdict."""
+        """The combined votes, their spread, and the share of votes without a verdict."""
         messages = self.messages(task, response)
         return self.verdict([self._vote(messages) for _ in range(self.votes)])
 
     def verdict(self, replies: Sequence[float | str]) -> dict[str, float]:
-        """What votes come to, of which some may be replies that have no verdict."""
+        """Combines votes; a string is a reply without a verdict."""
         votes = [reply for reply in replies if isinstance(reply, float)]
         if len(votes) * 2 <= len(replies):
             unread = next(reply for reply in replies if isinstance(reply, str))
@@ -103,7 +103,7 @@ class Judge:
         return {"reward": self._combined(votes), "spread": max(votes) - min(votes), "unread": unread_share}
 
     def messages(self, task: Task, response: Response) -> list[Message]:
-        """The conversation that asks for a verdict. What stands in the response is never taken for a place to fill."""
+        """The conversation that asks for a verdict. Placeholders inside the response are not filled in."""
         answer = "(none given)" if task.answer is None else str(task.answer)
         values = {"question": task.question, "answer": answer, "response": visible(response.text) or "(no answer)"}
         values |= {"low": f"{self.low:g}", "high": f"{self.high:g}"}
@@ -112,7 +112,7 @@ class Judge:
         return [Message(role="system", content=self.system), asked] if self.system else [asked]
 
     def read(self, reply: str) -> float | None:
-        """The last verdict of a reply after its thinking, as a value from 0 to 1 (of words: their values), or None."""
+        """The last verdict of a reply after its thinking, scaled to 0..1 (for words: their values), or None."""
         reply = visible(reply) or ""
         if self.words:
             pattern = "|".join(re.escape(word) for word in sorted(self.words, key=len, reverse=True))
@@ -126,11 +126,11 @@ class Judge:
         return (float(scores[-1]) - self.low) / (self.high - self.low)
 
     def heat(self, asked: float | None, attempt: int = 0) -> float:
-        """The temperature of a try. One vote is greedy, unless it has to be asked for again; several must differ."""
+        """The temperature of an attempt. A single vote is greedy unless it is repeated; several votes must differ."""
         return asked if asked is not None else 0.0 if self.votes == 1 and not attempt else VOTING
 
     def _vote(self, messages: Sequence[Message]) -> float | str:
-        """A verdict, or the last reply, which has none."""
+        """A verdict, or the last reply if none had one."""
         reply = ""
         for _ in range(self.tries):
             reply = self.ask(messages)
@@ -161,7 +161,7 @@ def judge(
     token_env: str = "",
     timeout_s: float = 30.0,
 ) -> Judge | RoleJudge:
-    """A judge behind an OpenAI-compatible server; without its `url`, the role `judge`."""
+    """A judge behind an OpenAI-compatible server; without a `url`, the role `judge`."""
     asked = Judge(_nobody, rubric, system, low, high, words or {}, votes, combine, tries)
     if url:
         if not model:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RoleJudge:
-    """A rubric put to the role. Its noise depends on what it is shown and on the number of the vote and the try alone: it
-    says the same of the same response."""
+    """A rubric for the judge role. The sampling seeds depend only on the conversation, the vote and the attempt, so the
+    same response always gets the same verdict."""
 
     judge: Judge
     temperature: float | None
@@ -31,13 +31,13 @@ class RoleJudge:
         raise LookupError("the role judge was not asked: this reward is given where a run has that role")
 
     async def ask(self, task: Task, response: Response, models: ScoreBackend) -> Mapping[str, float]:
-        """All votes at once; those without a verdict again, as often as there are tries."""
+        """Requests all votes at once; votes without a verdict are repeated up to `tries` times."""
         messages = self.judge.messages(task, response)
         votes: list[float | str] = [""] * self.judge.votes
         for attempt in range(self.judge.tries):
             temperature = self.judge.heat(self.temperature, attempt)
             missing = [number for number, vote in enumerate(votes) if isinstance(vote, str)]
-            if not missing or (attempt and not temperature):  # a greedy judge would only repeat itself
+            if not missing or (attempt and not temperature):  # a greedy judge would repeat its reply
                 break
             drawing = JudgeSampling(tuple(_seed(messages, n, attempt) for n in missing), temperature, self.max_tokens)
             for number, reply in zip(missing, await models.replies(messages, drawing, self.timeout_s), strict=True):

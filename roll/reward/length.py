@@ -1,4 +1,4 @@
-"""`length`: a response as long as it should be."""
+"""`length`: rewards a response of the right length."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ Unit: TypeAlias = Literal["tokens", "words", "characters"]
 class Length:
     """Shaping by length, in one of three ways.
 
-    `target`: 1 at that length, less on both sides, 0 where `ramp` away. `budget`: 1 up to that length, then less, 0 where
-    `ramp` beyond it. `overlong`: 0 while `ramp` or more is left to that length, then less, -1 there and beyond. With
-    `overlong: 100, ramp: 20` a response of 80 tokens gets 0, one of 90 gets -0.5, one of 100 or 300 gets -1.
+    `target`: 1 at that length, decreasing on both sides to 0 at a distance of `ramp`. `budget`: 1 up to that length, then
+    decreasing to 0 over `ramp`. `overlong`: 0 while `ramp` or more is left to that length, then decreasing to -1 at and
+    beyond it. With `overlong: 100, ramp: 20` a response of 80 tokens gets 0, one of 90 gets -0.5, one of 100 or 300 gets
+    -1.
     """
 
     target: int = 0
-    """Length that is best."""
+    """The best length."""
     budget: int = 0
-    """Length up to which all are equally good."""
+    """Length up to which all responses get 1."""
     overlong: int = 0
-    """Length that is as bad as any beyond it."""
+    """Length from which all responses get -1."""
     ramp: int = 0
-    """Over what length the value changes; 0: at once, for `target` the target itself."""
+    """The length over which the value changes; 0: at once, for `target` the target itself."""
     unit: Unit = "tokens"
-    """What is counted: `tokens`, `words` or `characters`."""
+    """The unit: `tokens`, `words` or `characters`."""
     deterministic = True
     quick = True
 
@@ -54,7 +55,7 @@ class Length:
 
 
 def measure(response: Response, unit: Unit) -> int:
-    """How long a response is."""
+    """The length of a response."""
     if unit == "tokens":
         return response.tokens
     return len(response.text.split()) if unit == "words" else len(response.text)

@@ -1,6 +1,6 @@
-"""`exact` and `fuzzy`: the text is the answer, or is like it.
+"""`exact` and `fuzzy`: the text equals the answer, or is similar to it.
 
-A task's answer is text, a number, or a list of answers of which any will do.
+A task's answer is a text, a number, or a list of alternative answers.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from roll.reward.time_limit import patiently
 
 @dataclass(frozen=True)
 class Exact:
-    """1 if the answer that the text states is the task's, else 0; a text that states none is the answer as a whole. White
-    space around it, and how much of it stands between words, does not matter."""
+    """1 if the answer that the text states is the task's, else 0; if the text states none, the whole text is the answer.
+    Surrounding white space, and its amount between words, does not matter."""
 
     find: Place = "stated"
-    """Where the answer stands: `stated` (the first of tag, box, `####` and final statement that there is, else all of the
+    """Where the answer is: `stated` (the first of tag, box, `####` and final statement that exists, otherwise the whole
     text), `text` (all of it), `last_line`, `boxed`, `answer` (the last `<answer>…</answer>`)."""
     pattern: str | None = None
     """Regular expression whose last match there, or its first group, is the answer."""
     ignore_case: bool = False
-    """Whether capital letters are the same as small ones."""
+    """Whether upper and lower case are equal."""
     ignore_punctuation: bool = False
-    """Whether what is no letter, digit or space is left out."""
+    """Whether all characters but letters, digits and spaces are removed."""
     deterministic = True
 
     def __post_init__(self) -> None:
@@ -36,7 +36,7 @@ class Exact:
 
     @property
     def quick(self) -> bool:
-        """Unless a pattern decides how long it takes."""
+        """True unless a pattern determines the time."""
         return self.pattern is None
 
     def __call__(self, task: Task, response: Response) -> float:
@@ -44,7 +44,7 @@ class Exact:
         return float(any(found in answers for found in self._found(response)))
 
     def answer_of(self, task: Task, response: Response) -> str | None:
-        """What stands where the answer is looked for, without what does not matter."""
+        """The normalised text at the answer's position."""
         return next(iter(self._found(response)), None)
 
     def _found(self, response: Response) -> list[str]:
@@ -52,7 +52,7 @@ class Exact:
         return [plain(each, self.ignore_case, self.ignore_punctuation) for each in found]
 
     def check_answer(self, task: Task) -> bool:
-        """Always checks: `ValueError` if there is no answer, or nothing is left of it to compare."""
+        """Always checks: raises `ValueError` if there is no answer, or nothing of it is left to compare."""
         return bool(_comparable(task, self._answers(task)))
 
     def _answers(self, task: Task) -> list[str]:
@@ -61,22 +61,22 @@ class Exact:
 
 @dataclass(frozen=True)
 class Fuzzy:
-    """How like the task's answer the text is, from 0 to 1; of several answers, the likest."""
+    """Similarity of the text to the task's answer, from 0 to 1; with several answers, the highest."""
 
     by: Literal["words", "characters"] = "words"
     """`words`: F1 of the words in common, in any order. `characters`: share of the characters that match in order."""
     threshold: float = 0.0
-    """Likeness below this is 0."""
+    """Lower similarity counts as 0."""
     all_or_nothing: bool = False
-    """Whether likeness at or above the threshold is 1."""
+    """Whether similarity at or above the threshold counts as 1."""
     find: Place = "stated"
     """As in `exact`."""
     pattern: str | None = None
     """As in `exact`."""
     ignore_case: bool = True
-    """Whether capital letters are the same as small ones."""
+    """Whether upper and lower case are equal."""
     ignore_punctuation: bool = True
-    """Whether what is no letter, digit or space is left out."""
+    """Whether all characters but letters, digits and spaces are removed."""
     deterministic = True
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class Fuzzy:
         return 1.0 if self.all_or_nothing else likeness
 
     def check_answer(self, task: Task) -> bool:
-        """Always checks: `ValueError` if there is no answer, or nothing is left of it to compare."""
+        """Always checks: raises `ValueError` if there is no answer, or nothing of it is left to compare."""
         return bool(_comparable(task, self._answers(task)))
 
     def _answers(self, task: Task) -> list[str]:
@@ -113,8 +113,8 @@ def answers_of(task: Task) -> list[str]:
 
 
 def _comparable(task: Task, answers: list[str]) -> list[str]:
-    """Answers as they are compared; an empty one would reward saying nothing, and a text of signs has nothing left when
-    punctuation is ignored."""
+    """The normalised answers, validated: an empty answer would reward saying nothing, and an answer of punctuation marks
+    is empty if punctuation is ignored."""
     for given, left in zip(answers_of(task), answers, strict=True):
         if not given.strip():
             raise ValueError(f"the answer of task {task.id!r}, {given!r}, is empty: write what is right, or skip the row")
@@ -127,12 +127,12 @@ def _comparable(task: Task, answers: list[str]) -> list[str]:
 
 
 def likeness_by_words(a: str, b: str) -> float:
-    """F1 of two bags of words; two texts without words are alike."""
+    """F1 of two bags of words; 1 for two texts without words."""
     left, right = Counter(a.split()), Counter(b.split())
     total = left.total() + right.total()
     return 2 * (left & right).total() / total if total else 1.0
 
 
 def likeness_by_characters(a: str, b: str) -> float:
-    """Twice the matching characters over all characters (difflib); 0 for texts that take too long to compare."""
+    """Twice the matching characters divided by all characters (difflib); 0 if the comparison takes too long."""
     return patiently(SequenceMatcher(None, a, b, autojunk=False).ratio, 0.0)

@@ -1,8 +1,8 @@
-"""Mathematics as people write it, brought into the LaTeX that math-verify reads. Pure functions of text.
+"""Converts mathematics in free text to LaTeX that math-verify parses. Pure functions of text.
 
-`tidy` removes what surrounds an expression (dollars, emphasis) and writes what Unicode has a character for as LaTeX.
-`expression_in` finds the expression in a sentence. `is_listed`, `sides` and `has_words` find answers that say more than
-one thing, of which math-verify would choose the part that fits.
+`tidy` removes markup around an expression (dollars, emphasis) and replaces Unicode symbols by LaTeX. `expression_in`
+finds the expression in a sentence. `is_listed`, `sides` and `has_words` detect answers that state more than one thing, of
+which math-verify would choose the part that fits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import unicodedata
 from roll.reward.numerals import VULGAR, numerals, plain_numerals, tail_with_digits
 
 LONGEST = 2000
-"""Characters of an expression."""
+"""Maximum characters of an expression."""
 
 _SUPER = {ord(sup): digit for sup, digit in zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n", strict=True)}
 _SUB = {ord(sub): digit for sub, digit in zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True)}
@@ -63,7 +63,7 @@ _COMPUTED = frozenset(
         text textbf textit textrm mathrm mathbf mathit mbox operatorname infty approx boldsymbol""",
     )
 )
-"""Commands of an expression that comes to a number."""
+"""Commands in expressions that evaluate to a number."""
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mathit|boldsymbol|mbox)\s?\{([^{}]*)\}")
 _WORD = re.compile(r"[^\W\d_]{2,}")
@@ -95,7 +95,7 @@ _LISTED_BETWEEN = re.compile(r"[ \t,;]*(?:or|and|nor|to)?[ \t,;]*", re.IGNORECAS
 
 
 def tidy(text: str) -> str:
-    """An expression in LaTeX, without what people and models put around it."""
+    """An expression in LaTeX, without markup around it."""
     text = text.strip().strip("`").strip()
     text = re.sub(r"\*\*", "", re.sub(r"(?<=[\w)])\*\*(?=[\d(-])", "^", text))
     text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+", lambda m: f"^{{{m[0].translate(_SUPER)}}}", text)
@@ -134,13 +134,13 @@ def _repeated(match: re.Match[str]) -> str:
 
 
 def _bare(text: str) -> str:
-    """Without brackets around a single number: `(-5)` is -5, while `(1, 2)` stays."""
+    """Removes brackets around a single number: `(-5)` is -5, while `(1, 2)` stays."""
     inner = re.fullmatch(r"[({]\s*([-+]?[\d.]+(?:/\d+)?|-?\\frac\s?\{\d+\}\s?\{\d+\})\s*[)}]", text)
     return inner[1] if inner else text
 
 
 def without_unit(text: str) -> str:
-    """A number without the words after it: of `5 cm^2` or `7 apples`, the number."""
+    """A number without the words after it: for `5 cm^2` or `7 apples`, the number."""
     unit = _UNIT.search(text)
     if unit is None or not unit.start():
         return text
@@ -150,50 +150,50 @@ def without_unit(text: str) -> str:
 
 
 def has_words(text: str) -> bool:
-    """Whether there are words of a language beside the mathematics."""
+    """Whether there are natural-language words besides the mathematics."""
     bare = _COMMAND.sub(" ", _TEXT.sub(r" \1 ", re.sub(r"\\(?:begin|end)\s?\{[^{}]*\}", " ", text)))
     return any(word.lower() not in _FUNCTIONS and not word.isupper() for word in _WORD.findall(bare))
 
 
 def unmarked(text: str) -> str:
-    """The text with what LaTeX marks as text written plainly."""
+    """The text, with LaTeX text commands replaced by their content."""
     return _TEXT.sub(r" \1 ", text)
 
 
 def outside_text(text: str) -> str:
-    """The text without what LaTeX marks as text, and without the words that join several answers."""
+    """The text without LaTeX text commands and without the words that join several answers."""
     return _JOINED.sub(" ", _TEXT.sub(" ", text))
 
 
 def joined(text: str) -> str:
-    """The text with what LaTeX marks as text written plainly, without the words that join several answers."""
+    """The text with LaTeX text commands replaced by their content, without the words that join several answers."""
     return _JOINED.sub(" ", unmarked(text))
 
 
 def is_letters(text: str) -> bool:
-    """Whether it is letters alone, words or the name of a choice: such answers are compared as text."""
+    """Whether it is letters only, words or the name of a choice: such answers are compared as text."""
     return bool(re.fullmatch(r"[(\s]*[^\W\d_]+(?:[\s'’-]+[^\W\d_]+)*[)\s.]*", _TEXT.sub(r"\1", text)))
 
 
 def words(text: str) -> str:
-    """Words in a form to compare."""
+    """Normalised words, for comparison."""
     return " ".join(re.findall(r"[^\W_]+", _TEXT.sub(r" \1 ", text).casefold()))
 
 
 def is_listed(text: str) -> bool:
-    """Whether it names several things, by a comma, `or`, `and` or a gap between numbers, outside of brackets."""
+    """Whether it names several things, by a comma, `or`, `and` or a gap between numbers, outside brackets."""
     flat = _outside_brackets(unmarked(text))
     return bool("," in flat or _OR.search(flat) or re.search(r"\d\s+-?\d", flat) or re.search(r"\\pm|\\mp|/\s*/", flat))
 
 
 def bare_base(text: str) -> str:
-    """A numeral and its base without brackets and spaces: of `1010_{2}` and `1010_{\\text{2}}`, `1010_2`."""
+    """A numeral and its base without brackets and spaces: `1010_2` for `1010_{2}` and `1010_{\\text{2}}`."""
     return re.sub(r"[\s{}()]", "", unmarked(text))
 
 
 def is_computed(text: str) -> bool:
-    """Whether all of an expression is arithmetic, so that it can come to one number: no relation but `=`, no arrow, dots,
-    union or anything else of which math-verify would read one side."""
+    """Whether the whole expression is arithmetic, so that it can evaluate to one number: no relation but `=`, no arrow,
+    dots, union or anything else of which math-verify would parse one side."""
     if not text.isascii() or re.search(r"[<>?;&#@~]|\.\.|:=|==|\|\s*\|", text) or text.count("|") % 2:
         return False
     commands = [command[1:] for command in _COMMAND.findall(text)]
@@ -203,8 +203,8 @@ def is_computed(text: str) -> bool:
 
 
 def sides(text: str) -> list[str]:
-    """The sides of an equation, without those that only name what is looked for: of `x = 3 + 4 = 7`, `3 + 4` and `7`. The
-    whole text, where it is no equation or several."""
+    """The sides of an equation, without those that only name the unknown: `3 + 4` and `7` for `x = 3 + 4 = 7`. The whole
+    text, if it is not exactly one equation."""
     if is_listed(text):
         return [text]
     parts = [part.strip() for part in _SIDE.split(text)]
@@ -217,8 +217,8 @@ def sides(text: str) -> list[str]:
 
 
 def expression_in(text: str) -> str | None:
-    """The expression that a sentence gives: all of it if it has no words, else its last formula, or its last number; None
-    if it lists several, or says what the answer is not."""
+    """The expression that a sentence gives: all of it if it has no words, otherwise its last formula or its last number;
+    None if it lists several, or says what the answer is not."""
     if len(text) > LONGEST:
         return _last_numeral(text)
     whole = tidy(text)
@@ -236,7 +236,7 @@ def expression_in(text: str) -> str | None:
 
 
 def _is_formula(match: re.Match[str]) -> bool:
-    """Dollars may be money: `$5 and $7` is no formula."""
+    """Dollar signs may mean money: `$5 and $7` is not a formula."""
     inside = next(group for group in match.groups() if group is not None)
     return not has_words(inside)
 
@@ -252,7 +252,7 @@ def _last_numeral(text: str) -> str | None:
 
 
 def _outside_brackets(text: str) -> str:
-    """The text without what stands in brackets, the brackets of a whole set or tuple included."""
+    """The text outside brackets; the brackets of a whole set or tuple count too."""
     flat: list[str] = []
     depth = 0
     for token in re.findall(r"\\[{}]|\\.|[()\[\]{}]|.", text, re.DOTALL):

@@ -1,4 +1,4 @@
-"""`math`: the text's answer equals the task's as mathematics (math-verify)."""
+"""`math`: the text's answer is mathematically equal to the task's (math-verify)."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from roll.reward.numbers import plain_number
 from roll.reward.numerals import Numeral, read_number
 
 _PLACES = 6
-"""Decimal places in which numbers must agree, as math-verify has it: 0.333333 is a third, 0.33 is not."""
+"""Decimal places in which numbers must agree, as in math-verify: 0.333333 is a third, 0.33 is not."""
 _TOWER = re.compile(r"\d[\s})]{0,3}(?:(?:\^|\*\*)[\s{(]{0,3}\d{1,9}[\s})]{0,3}){3}|!\s?\)?\s?!")
-"""A power of a power of a power of numbers, or a factorial of a factorial: computing one may take all memory before its
-time is up. It is right only where the gold is written the same."""
+"""A power of a power of a power, or a factorial of a factorial: computing one may use all memory before the timeout. It
+is right only if the gold answer is written the same."""
 _MOST_SIDES = 4
-"""Sides that an equation may have."""
+"""Maximum number of sides of an equation."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Math:
     boxed: bool = False
     """Whether only a boxed answer counts."""
     step_s: int = 2
-    """Seconds each of the three steps (reading the answer, reading the text, comparing) may take. An honest answer takes
-    about 50 ms; one that cannot be compared in this time is a wrong answer, not a broken grader."""
+    """Timeout in seconds for each of the three steps (parsing the answer, parsing the text, comparing). An honest answer
+    takes about 50 ms; one that cannot be compared in this time is a wrong answer, not a broken grader."""
     deterministic = True
 
     def __post_init__(self) -> None:
@@ -63,8 +63,8 @@ class Math:
         return float(bool(attempt) and _equal(gold, attempt or "", self.step_s))
 
     def answer_of(self, task: Task, response: Response) -> str | None:
-        """The answer as it is compared: `0.5` and `\\frac12` are the same, `x(x+1)` and `x^2+x` are not. Of what
-        math-verify cannot read, its text."""
+        """The normalised answer: `0.5` and `\\frac12` are the same, `x(x+1)` and `x^2+x` are not. If math-verify cannot
+        parse it, its text."""
         attempt = attempt_in(response.text, self.boxed)
         if not attempt:
             return None
@@ -78,11 +78,11 @@ class Math:
         return _written(parsed[0]) if parsed else "".join(told.split())
 
     def warm_up(self) -> None:
-        """Loads what the first verdict would have to."""
+        """Imports what the first verdict would have to import."""
         self(Task.ask("warm-up", "", r"\sqrt{8}"), Response(r"\boxed{2\sqrt{2}}", 1, "stop"))
 
     def check_answer(self, task: Task) -> bool:
-        """Checks numbers and words here. Whether math-verify can read another answer, a verdict tells."""
+        """Checks numbers and words here. For other answers, only judging can tell whether math-verify can parse them."""
         return _is_plain(_gold(task))
 
     def model_answer(self, task: Task) -> str:
@@ -114,7 +114,7 @@ def attempt_in(text: str, boxed: bool = False) -> str | None:
 
 
 def _last_line(text: str) -> str:
-    """The last line that has a digit or a formula in it, or else the last that is not empty."""
+    """The last line with a digit or a formula, otherwise the last non-empty line."""
     lines = [line.strip() for line in text.splitlines() if line.strip(" \t*_`#")]
     told = (
         line for line in reversed(lines) if any(c.isdigit() or c in "$\\" or c.isnumeric() for c in line.strip("\\[]"))
@@ -123,7 +123,7 @@ def _last_line(text: str) -> str:
 
 
 def _gold(task: Task) -> str:
-    """The task's answer in tidy LaTeX; `ValueError` if it has none, or one that no answer equals."""
+    """The task's answer in tidy LaTeX; raises `ValueError` if there is none, or none that a response could equal."""
     if task.answer is None or isinstance(task.answer, bool):
         raise ValueError(f"task {task.id!r} has no answer to compare with")
     text = str(task.answer)
@@ -141,7 +141,7 @@ def _answer(task: Task) -> str:
 
 
 def _is_plain(gold: str) -> bool:
-    """Whether an answer is compared without math-verify's help, or can be: a number, or words."""
+    """Whether an answer can be compared without math-verify: a number, or words."""
     return _number(gold) is not None or is_letters(gold)
 
 
@@ -167,7 +167,7 @@ def _equal(gold: str, attempt: str, step_s: int) -> bool:
         return True
     if _TOWER.search(attempt):
         return False
-    if re.search(r"\d\s?_", attempt):  # the base of a numeral, which math-verify does not read
+    if re.search(r"\d\s?_", attempt):  # the base of a numeral, which math-verify does not parse
         return bare_base(gold) == bare_base(attempt)
     if _says_more(gold, attempt) or (is_listed(attempt) and not _may_be_several(gold)):
         return False
@@ -178,7 +178,7 @@ def _equal(gold: str, attempt: str, step_s: int) -> bool:
 
 
 def _equal_numbers(gold: Numeral, found: Numeral) -> bool:
-    """Whether two numbers are the same. 50% is one half; where the gold has a percent sign it may be left out."""
+    """Whether two numbers are equal. 50% is one half; if the gold has a percent sign, it may be left out."""
     assert gold.value is not None
     assert found.value is not None
     if gold.percent and not found.percent and gold.value == found.value:
@@ -191,12 +191,12 @@ def _equal_numbers(gold: Numeral, found: Numeral) -> bool:
 
 
 def _says_more(gold: str, attempt: str) -> bool:
-    """Whether there are words beside the mathematics: of a language, or marked as text where the gold has no text."""
+    """Whether there are words besides the mathematics: of a language, or marked as text where the gold has no text."""
     return has_words(outside_text(attempt)) or (has_words(joined(attempt)) and not has_words(unmarked(gold)))
 
 
 def _without_word(attempt: str) -> str:
-    """Without a unit that stands apart: of `5\\sqrt{2} cm`, but not of `2ab`."""
+    """Removes a separate unit: from `5\\sqrt{2} cm`, but not from `2ab`."""
     head = without_unit(attempt)
     return head if attempt[len(head) :].startswith((" ", "\\")) and has_words(attempt[len(head) :]) else attempt
 
@@ -222,7 +222,7 @@ def _verified(gold: str, attempt: str, step_s: int) -> bool:
 def _math_verify() -> Any:
     import math_verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of every time-out, with the whole text
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of every timeout, with the whole text
     return math_verify
 
 
@@ -232,4 +232,4 @@ def _parse(text: str, step_s: int) -> list[Any]:
 
 
 _parsed = functools.lru_cache(maxsize=1024)(_parse)
-"""Of golds, which many attempts are compared with."""
+"""Cached, for gold answers, which are compared with many attempts."""

@@ -1,7 +1,7 @@
 """Rewards that a role's model gives: `reward_model`, and `judge` without a server.
 
-A grader process knows no roles. So who has a job asks them first (`ask`), and what they said travels with the job; in the
-grader the part reads it there (`PrecomputedScore`), and weights, gates and metrics are those of any part.
+A grader process has no access to roles. So the reward worker asks them first (`ask`), and sends their scores with the
+job; in the grader the part reads them (`PrecomputedScore`), and has weight, gate and metrics like any other part.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from roll.reward.base import RewardFn
 from roll.reward.extract import visible
 
 Said: TypeAlias = Mapping[str, Mapping[str, float]]
-"""What roles said of an attempt: the values of each part they were asked for, by its name; empty for a whole reward."""
+"""The scores that roles gave an attempt: the values of each part, by the part's name ("" for a whole reward)."""
 
 said: ContextVar[Said] = ContextVar("said")
-"""What roles said of the attempt that is being judged."""
+"""The roles' scores of the attempt that is being judged."""
 
 
 @dataclass(frozen=True)
 class JudgeSampling:
-    """How a judge's replies are drawn: one for each seed."""
+    """Sampling parameters of a judge's replies: one reply per seed."""
 
     seeds: tuple[int, ...]
     temperature: float
@@ -33,23 +33,24 @@ class JudgeSampling:
 
 
 class ScoreBackend(Protocol):
-    """What the models of roles answer; `ScoreTimeout` if they do not in time, `ValueError` if they never can."""
+    """Access to the models of roles. Raises `ScoreTimeout` if they do not answer in time, `ValueError` if they never
+    can."""
 
     async def score(self, messages: Sequence[Message], timeout_s: float) -> float:
         """The reward model's score of a conversation."""
         ...
 
     async def replies(self, messages: Sequence[Message], drawing: JudgeSampling, timeout_s: float) -> list[str]:
-        """The judge's next answers to a conversation."""
+        """The judge's replies to a conversation."""
         ...
 
 
 class ScoreTimeout(Exception):
-    """A role gave no answer in time."""
+    """A role did not answer in time."""
 
 
 class ModelBackedReward(Protocol):
-    """A reward that is a role's to give. In a grader it is `PrecomputedScore`; called as it is, it has nobody to ask."""
+    """A reward that a role gives. In a grader `PrecomputedScore` replaces it; called directly, it raises."""
 
     role: ClassVar[str]
     deterministic: ClassVar[bool]
@@ -57,7 +58,7 @@ class ModelBackedReward(Protocol):
     def __call__(self, task: Task, response: Response) -> Mapping[str, float]: ...
 
     async def ask(self, task: Task, response: Response, models: ScoreBackend) -> Mapping[str, float]:
-        """The part's values; of them `reward` is its own."""
+        """The part's values; `reward` is its own value."""
         ...
 
 
@@ -66,7 +67,7 @@ def asks_role(reward: object) -> TypeGuard[ModelBackedReward]:
 
 
 class PrecomputedScore:
-    """A part that a role was asked for before."""
+    """A part that a role has already scored."""
 
     quick = True
 
@@ -82,22 +83,22 @@ class PrecomputedScore:
 
 
 def told(part: str, reward: RewardFn) -> RewardFn:
-    """The reward as a grader calls it."""
+    """The reward in the form that a grader calls."""
     return PrecomputedScore(part, reward) if asks_role(reward) else reward
 
 
 @dataclass(frozen=True)
 class ModelScore:
-    """The score of `roles.reward_model` for the conversation, as its own chat template shows it."""
+    """The score of `roles.reward_model` for the conversation, rendered with that model's own chat template."""
 
     scale: float = 1.0
-    """What the score is multiplied by."""
+    """Factor of the score."""
     shift: float = 0.0
-    """What is added then."""
+    """Added after scaling."""
     sigmoid: bool = False
-    """Whether the result is squeezed between 0 and 1."""
+    """Whether the result is passed through a sigmoid, to lie between 0 and 1."""
     timeout_s: float = 60.0
-    """Seconds for one score."""
+    """Timeout in seconds for one score."""
 
     role: ClassVar[str] = "reward_model"
     deterministic: ClassVar[bool] = True

@@ -1,7 +1,7 @@
-"""Asking roles for their parts of a reward, before a grader has the job.
+"""Queries model roles for their parts of a reward, before a grader gets the job.
 
-What always holds: every attempt ends in what the roles said of it or in a `ScoreFailure` that names the part; the same
-response to the same task is asked about once, also while the first answer is awaited.
+Invariants: every attempt ends with the roles' scores or with a `ScoreFailure` that names the part; the same response to
+the same task is sent once, also while the first answer is still awaited.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from roll.reward.pool import pack
 
 
 class ModelScoreClient:
-    """`rewards` are those of each domain, or under None of all others, by their parts' names; `cache` answers are
-    kept."""
+    """`rewards` are those of each domain (None: of all others), by part name; `cache` is the number of cached answers."""
 
     def __init__(
         self, rewards: Mapping[str | None, Mapping[str, ModelBackedReward]], models: ScoreBackend, cache: int = 0
@@ -30,10 +29,10 @@ class ModelScoreClient:
         self._models = models
         self._cache = cache
         self._answers: OrderedDict[bytes, asyncio.Task[Said]] = OrderedDict()
-        """By the bytes of the job, those that are awaited among them; the one asked for last at the end."""
+        """By the bytes of the job, including those still awaited; the most recently used is last."""
 
     async def said(self, task: Task, response: Response) -> Said:
-        """What the roles say of an attempt; nothing where its reward asks none."""
+        """The roles' scores of an attempt; empty if its reward needs none."""
         rewards = self._rewards.get(task.domain, self._rewards.get(None))
         if not rewards:
             return {}
@@ -66,7 +65,7 @@ class ModelScoreClient:
             raise ScoreFailure("raised", f"{where}{reason(error)}") from error
 
     def _ended(self, key: bytes, asked: asyncio.Task[Said]) -> None:
-        """Keeps an answer in place of the one not asked for the longest; a failure is not kept."""
+        """Caches an answer and evicts the least recently used ones; a failure is not cached."""
         if asked.cancelled() or asked.exception() is not None:
             if self._answers.get(key) is asked:
                 del self._answers[key]

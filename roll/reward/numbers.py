@@ -1,4 +1,4 @@
-"""`number`: the number that the text gives as its answer is the task's."""
+"""`number`: the number that the text gives as its answer is compared with the task's."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from roll.reward.extract import first_sentence, marked, stated, visible
 from roll.reward.numerals import LONGEST, Numeral, numerals, plain_numerals, read_number, tail_with_digits
 
 _LISTED = re.compile(r"[ \t]*(?:[,;&+*/-]|x|,?[ \t]*(?:or|and|to|nor|vs\.?))?[ \t(]*", re.IGNORECASE)
-"""What stands between numbers that are listed, or are parts of an expression."""
+"""Text between numbers that are listed, or are parts of an expression."""
 _WORKED_OUT = re.compile(r"[^,;|\n]*(?:[=≈→⇒]|[-=]>)[\s(]*")
-"""What stands between two numbers of which the second is what the first comes to: `3 + 4 = 7`."""
+"""Text between two numbers where the second is the result of the first: `3 + 4 = 7`."""
 _DOUBTED = re.compile(
     r"\b(?:or|maybe|perhaps|possibly|might|could|alternatively|also|either|through|vs|versus|aka|oder|ou)\b",
     re.IGNORECASE,
@@ -23,13 +23,13 @@ _DOUBTED = re.compile(
 
 @dataclass(frozen=True)
 class Number:
-    """1 if the number that the text gives as its answer is the task's, else 0: the last number of the place where the
-    answer stands (tag, box, `####`, final statement), or of the whole text if it has none of these."""
+    """1 if the number that the text gives as its answer is the task's, else 0: the last number in the stated answer (tag,
+    box, `####`, final statement), or in the whole text if there is none."""
 
     tolerance: float = 0.0
-    """How far off a right number may be."""
+    """Absolute tolerance."""
     relative: float = 0.0
-    """How far off it may be as a share of the answer; the larger of the two holds."""
+    """Tolerance as a share of the answer; the larger of the two applies."""
     deterministic = True
     quick = True
 
@@ -49,12 +49,12 @@ class Number:
         return float(abs(found - answer) <= allowed)
 
     def answer_of(self, task: Task, response: Response) -> str | None:
-        """The number that the text gives, written without what does not change it: `1,234.50` is `1234.5`."""
+        """The number that the text gives, in canonical form: `1,234.50` is `1234.5`."""
         found = given_number(response.text)
         return None if found is None else plain_number(found)
 
     def check_answer(self, task: Task) -> bool:
-        """Always checks: `ValueError` if the task's answer is no number."""
+        """Always checks: raises `ValueError` if the task's answer is not a number."""
         number_of(task)
         return True
 
@@ -79,16 +79,16 @@ def _are_listed(between: str) -> bool:
 
 
 def _are_several(between: str) -> bool:
-    """Whether two numbers in one place are two answers: listed in any way, or with doubt in words. A sentence may have
-    other numbers in it, and an equation comes to its last."""
+    """Whether two numbers in one position are two answers: listed in any way, or with words of doubt between them. A
+    sentence may contain other numbers, and an equation ends with its result."""
     if _WORKED_OUT.fullmatch(between):
         return False
     return _DOUBTED.search(between) is not None or _are_listed(between) or not re.search(r"[^\W\d_]{2}", between)
 
 
 def last_number(text: str, several: Callable[[str], bool] = _are_listed) -> Fraction | None:
-    """The last number written in the text; None if there is none, if what stands there only begins like one (`3:30`), or
-    if it is one of a list (`6, 7`, `6 or 7`) or of an expression that is not worked out (`2 + 3`)."""
+    """The last number in the text; None if there is none, if the last one only begins like a number (`3:30`), or if it is
+    one of a list (`6, 7`, `6 or 7`) or of an unevaluated expression (`2 + 3`)."""
     plain = plain_numerals(tail_with_digits(text))
     last: Numeral | None = None
     before: Numeral | None = None
@@ -102,7 +102,7 @@ def last_number(text: str, several: Callable[[str], bool] = _are_listed) -> Frac
 
 
 def plain_number(value: Fraction) -> str:
-    """Equal numbers as equal strings: a decimal where there is an exact one, else a fraction."""
+    """Equal numbers as equal strings: a decimal if that is exact, otherwise a fraction."""
     places = next((places for places in range(1, LONGEST) if not 10**places % value.denominator), 0)
     if value.denominator == 1 or not places:
         return str(value)

@@ -1,4 +1,4 @@
-"""Numbers as people, and LaTeX, write them: exact values of numerals in a text.
+"""Parses numerals in plain text and LaTeX to exact values.
 
 A text is first brought into plain characters (`plain_numerals`): one kind of minus, `*` for every multiplication sign,
 `^` for exponents, `3/4` for `\\frac{3}{4}` and `¾`, no currency signs, emphasis or dollars around formulas. Then numerals
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 LONGEST = 400
-"""Characters of a numeral, and digits that an exponent may make; what is longer has no value."""
+"""Maximum characters of a numeral, and digits from an exponent; a longer numeral has no value."""
 
 _TRANSLATED = str.maketrans(
     {
@@ -46,7 +46,7 @@ VULGAR = {
 _DIGITS = "0123456789" + "".join(chr(0xFF10 + digit) for digit in range(10)) + "⁰¹²³⁴⁵⁶⁷⁸⁹" + "".join(VULGAR)
 _RUNNING = _DIGITS + ".,:/'^- "
 _TAIL = 200
-"""Characters that are read for the last numerals of a text, and more where these begin within a numeral."""
+"""Characters that are read for the last numerals of a text, and more if they begin inside a numeral."""
 _VULGAR = re.compile(f"(\\d?)([{''.join(VULGAR)}])")
 _SUPERSCRIPTS = {ord(sup): digit for sup, digit in zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-", strict=True)}
 _SUPER = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
@@ -112,7 +112,7 @@ _OPERATED = re.compile(r"[\w)\]}.%-]\Z", re.ASCII)
 
 @dataclass(frozen=True)
 class Numeral:
-    """A numeral of a text: where it stands, and its value; None for what only begins like a number."""
+    """A numeral in a text: its position and its value; None for text that only begins like a number."""
 
     start: int
     end: int
@@ -121,7 +121,7 @@ class Numeral:
 
 
 def tail_with_digits(text: str) -> str:
-    """The end of a text that holds its last numerals: long texts are not read whole for one number."""
+    """The end of a text with its last numerals, so that a long text is not read completely for one number."""
     end = max(text.rfind(digit) for digit in _DIGITS) + 1
     start = max(0, end - _TAIL)
     while start and end - start < _TAIL + 2 * LONGEST and text[start - 1] in _RUNNING:
@@ -146,7 +146,7 @@ def plain_numerals(text: str) -> str:
 
 
 def numerals(text: str) -> Iterator[Numeral]:
-    """The numerals of a text in plain characters, from the first to the last."""
+    """The numerals of a text in plain characters, in order."""
     at = 0
     while match := _NUMERAL.search(text, at):
         at = match.end()
@@ -175,8 +175,8 @@ def numerals(text: str) -> Iterator[Numeral]:
 
 
 def _under_sign(value: Fraction, before: str) -> Fraction | None:
-    """The value of an unsigned numeral after what stands before it: of `minus 5`, `-(5)` and `= - 5`, -5. None for the
-    argument of a function, `f(5)`, and for what is subtracted, `9 minus 5`."""
+    """The value of an unsigned numeral, given the text before it: -5 for `minus 5`, `-(5)` and `= - 5`. None for the
+    argument of a function, `f(5)`, and for a subtrahend, `9 minus 5`."""
     sign = re.search(r"(\S?)\s{0,2}(?:\b(?:minus|negative)\s{1,2}|-\s?[({]{1,2}\s?)$", before, re.IGNORECASE)
     if sign:
         return None if sign[1] and _OPERATED.search(sign[1]) and sign[0].lower().find("negative") < 0 else -value
@@ -186,7 +186,7 @@ def _under_sign(value: Fraction, before: str) -> Fraction | None:
 
 
 def read_number(text: str) -> Numeral | None:
-    """The number that a text is as a whole: nothing around it but a currency or percent sign, brackets or a full stop."""
+    """The number if the whole text is one: only a currency or percent sign, brackets or a full stop may surround it."""
     if len(text) > 4 * LONGEST:
         return None
     plain = plain_numerals(text).strip()
@@ -202,7 +202,7 @@ def _is_layout(command: str) -> bool:
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    """The value of a match of a numeral, or None where it has none, or one of too many digits."""
+    """The value of a matched numeral; None if it has none, or too many digits."""
     if len(match[0]) > LONGEST:
         return None
     try:

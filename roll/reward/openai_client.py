@@ -12,7 +12,7 @@ from roll.reward.http_client import HttpClient
 
 @dataclass(frozen=True)
 class OpenAIClient:
-    """Answers conversations. `url` is the server's, up to `/v1`."""
+    """Sends conversations to a model. `url` is the server's, up to `/v1`."""
 
     url: str
     model: str
@@ -42,7 +42,7 @@ class OpenAIClient:
 
 
 def check_drawing(temperature: float | None, max_tokens: int) -> None:
-    """`ValueError` where no reply can be drawn so."""
+    """Raises `ValueError` for invalid sampling parameters."""
     if temperature is not None and temperature < 0:
         raise ValueError(f"temperature is {temperature:g}, but takes a number ≥ 0")
     if max_tokens < 1:

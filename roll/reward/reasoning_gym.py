@@ -1,4 +1,4 @@
-"""`reasoning_gym`: the verifiers of that package, for the tasks of its source."""
+"""`reasoning_gym`: that package's verifiers, for the tasks of its source."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from roll.reward.extract import extract
 from roll.reward.time_limit import patiently
 
 _LONGEST = 1 << 16
-"""Characters of an answer."""
+"""Maximum characters of an answer."""
 _EXPONENT = re.compile(r"[\d.][eE][+-]?[\d_]{5,}")
-"""A numeral such as 1e999999999: written out by a verifier, it takes minutes that no timer interrupts."""
+"""A numeral such as 1e999999999: a verifier that writes it out takes minutes that no timer interrupts."""
 
 
 @dataclass(frozen=True)
 class ReasoningGym:
-    """What the puzzle's own verifier gives the answer that the text states, or the text if it states none; of a final
-    statement and the whole text, the better. An answer that the verifier cannot read is worth 0."""
+    """The score of the puzzle's own verifier for the answer that the text states, or for the text if it states none; for
+    a final statement, the better of statement and whole text. An answer that the verifier cannot parse is worth 0."""
 
     wrong: float = 0.01
-    """Scores up to this are 0: what many families give an answer for being one."""
+    """Scores up to this count as 0: many families give a small score for any answer."""
     partial: bool = True
-    """Whether an answer that is partly right is worth something; else all but a score of 1 is 0."""
+    """Whether a partly right answer is worth something; otherwise every score below 1 counts as 0."""
     deterministic = True
 
     def __call__(self, task: Task, response: Response) -> float:
@@ -38,17 +38,17 @@ class ReasoningGym:
         return score if score > self.wrong and (self.partial or score >= 1) else 0.0
 
     def check_answer(self, task: Task) -> bool:
-        """Checks that the task says how its puzzle is made. A puzzle's own answer is its verifier's affair."""
+        """Checks that the task says how its puzzle is generated. The verifier itself handles the puzzle's answer."""
         return bool(_made_by(task))
 
     def warm_up(self) -> None:
-        """Loads the package, which takes a second or more."""
+        """Imports the package, which takes a second or more."""
         make_puzzles("chain_sum", {}, 0, 1)
 
 
 def _score(puzzles: Any, entry: Any, answer: str) -> float:
-    """The verifier's score; 0 for an answer that breaks it or that it is not done with in time: verifiers parse, and some
-    compute, answers as they come."""
+    """The verifier's score; 0 if the verifier fails on the answer or takes too long: verifiers parse, and some compute,
+    answers unchecked."""
     if len(answer) > _LONGEST or _EXPONENT.search(answer):
         return 0.0
     try:
@@ -58,7 +58,7 @@ def _score(puzzles: Any, entry: Any, answer: str) -> float:
 
 
 def _made_by(task: Task) -> tuple[str, str, int, int, int]:
-    """How a task's puzzle is made."""
+    """How a task's puzzle is generated."""
     try:
         made = task.info
         return made["family"], json.dumps(made["parameters"]), made["seed"], made["size"], made["index"]
@@ -76,5 +76,5 @@ def _puzzles(family: str, parameters: str, seed: int, size: int) -> Any:
 
 @lru_cache(maxsize=256)
 def _entry(family: str, parameters: str, seed: int, size: int, index: int) -> Any:
-    """Some puzzles take long to make, and siblings are judged one after the other."""
+    """Cached: some puzzles take long to generate, and siblings are judged one after the other."""
     return _puzzles(family, parameters, seed, size)[index]

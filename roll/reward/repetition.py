@@ -1,4 +1,4 @@
-"""`repetition`: a penalty for saying the same again."""
+"""`repetition`: a penalty for repeated text."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from roll.data.task import Response, Task
 
 @dataclass(frozen=True)
 class RepetitionPenalty:
-    """0 for a text that never repeats itself, down to -1: minus the share of its n-grams that stood before in it."""
+    """0 for a text without repetition, down to -1: minus the share of its n-grams that occurred before."""
 
     n: int = 4
-    """Words or characters in an n-gram; a text with fewer is 0."""
+    """Words or characters in an n-gram; a shorter text gets 0."""
     allowed: float = 0.0
-    """Share of repeated n-grams that costs nothing; above it, all of the share counts."""
+    """Share of repeated n-grams without a penalty; above it, the whole share counts."""
     unit: Literal["words", "characters"] = "words"
-    """What n-grams are of: `words`, or `characters` for languages without spaces."""
+    """The unit of n-grams: `words`, or `characters` for languages without spaces."""
     deterministic = True
     quick = True
 
@@ -35,6 +35,6 @@ class RepetitionPenalty:
 
 
 def repeated_share(items: list[str], n: int) -> float:
-    """Share of the n-grams that stood before: of `a b a b a`, with n = 2, two of four."""
+    """Share of n-grams that occurred before: in `a b a b a` with n = 2, two of four."""
     grams = [tuple(items[i : i + n]) for i in range(len(items) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0

@@ -1,4 +1,4 @@
-"""A reward in a form that travels to grader processes."""
+"""A picklable description of a reward, for grader processes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """A reward in a form that travels to a process: its rule, or a function itself, pickled by value where it must be.
+    """A picklable reward: its rule, or the function itself, pickled by value if necessary.
 
-    A function of `__main__` or of a notebook can only travel pickled; it takes along the variables it uses.
+    A function of `__main__` or of a notebook can only be sent pickled; the variables that it uses are included.
     """
 
     label: str
@@ -34,11 +34,11 @@ class RewardSpec:
     domains: Mapping[str, ComposedRule] | None = None
     """The rule of each domain."""
     sets: Mapping[str, ComposedRule] = field(default_factory=dict)
-    """The rules of sets to evaluate on that have their own, by the domain of their tasks."""
+    """The rules of evaluation sets that have their own, by the domain of their tasks."""
 
     @classmethod
     def of(cls, reward: str | RewardFn, root: str = "") -> RewardSpec:
-        """The source of a name or of a function. Names are looked at by `check`, not here, from `root`."""
+        """The spec of a name or a function. `check`, not this, resolves names, from `root`."""
         root = root or os.getcwd()
         if isinstance(reward, str):
             return cls(reward, root, ComposedRule(reward))
@@ -56,28 +56,28 @@ class RewardSpec:
 
     @classmethod
     def of_config(cls, config: RewardRule, root: str = "") -> RewardSpec:
-        """The source of what a configuration says. Names and options are looked at by `check`, not here."""
+        """The spec of a configuration. `check`, not this, resolves names and options."""
         return cls(config.label, root or os.getcwd(), ComposedRule.of(config))
 
     @classmethod
     def of_domains(cls, configs: Mapping[str, RewardRule], root: str = "") -> RewardSpec:
-        """The source of one reward that judges each task by its own domain's rule."""
+        """The spec of one reward that judges each task by the rule of its domain."""
         label = ", ".join(f"{config.label} ({domain})" for domain, config in configs.items())
         rules = {domain: ComposedRule.of(config) for domain, config in configs.items()}
         return cls(label, root or os.getcwd(), domains=rules)
 
     def with_sets(self, configs: Mapping[str, RewardRule]) -> RewardSpec:
-        """The same, with rewards of sets to evaluate on, by the domain of their tasks."""
+        """The same, with the rewards of evaluation sets, by the domain of their tasks."""
         return replace(self, sets={domain: ComposedRule.of(config) for domain, config in configs.items()})
 
     def reads_answers(self, domain: str) -> bool:
-        """Whether the reward of a domain's tasks can say which answer it read from a response."""
+        """Whether the reward of a domain's tasks can extract the answer of a response."""
         function = self._function()
         own = function.of(domain) if isinstance(function, ByDomain) else function
         return own is not None and reads_answers(own)
 
     def check(self) -> None:
-        """Load the reward here and now: a wrong name or option then costs a second, not a started run."""
+        """Loads the reward in this process: a wrong name or option is then reported before the run starts."""
         if self.rule is not None:
             check_rule(self.rule)
         for domain, rule in {**(self.domains or {}), **self.sets}.items():
@@ -85,14 +85,13 @@ class RewardSpec:
         self._function()
 
     def load(self) -> RewardFn:
-        """The reward, ready for its first job: a grader process calls this once."""
+        """The reward, ready for its first job; a grader process calls this once."""
         function = self._function()
         warm_up(function)
         return function
 
     def quick(self) -> dict[str | None, RewardFn]:
-        """Those of the rewards that need no process, by `key_of` the domain. Only ROLL's own: no other code is loaded
-        here."""
+        """The rewards that need no process, by `key_of` the domain. Only built-in ones: no user code is imported here."""
         return {domain: reward for domain, rule in self._rules().items() if (reward := self._quick(rule)) is not None}
 
     def key_of(self, domain: str) -> str | None:
@@ -100,7 +99,7 @@ class RewardSpec:
         return domain if domain in self.sets or domain in (self.domains or {}) else None
 
     def parts(self) -> list[SourcePart]:
-        """The rewards that judge on their own: each part of a rule, or a function."""
+        """The rewards that judge separately: each part of a rule, or a function."""
         found: list[SourcePart] = []
         if self.pickled is not None:
             found.append(SourcePart(None, "reward", self._trained(), replace(self, sets={})))
@@ -113,7 +112,8 @@ class RewardSpec:
         return found
 
     def asked_of_roles(self) -> dict[str | None, dict[str, ModelBackedReward]]:
-        """What roles are to be asked before a grader is, by domain, or under None for all that are not named."""
+        """The parts that model roles score before the grader gets the job, by domain; None stands for all other
+        domains."""
         asked = {domain: asked_of_roles(rule) for domain, rule in self._rules().items()}
         return {domain: parts for domain, parts in asked.items() if parts or domain in self.sets}
 
@@ -136,7 +136,7 @@ class RewardSpec:
         return ByDomain(own, self._trained())
 
     def _trained(self) -> RewardFn:
-        """The reward of tasks that are of no set with its own."""
+        """The reward of tasks outside evaluation sets with their own reward."""
         if self.rule is not None:
             return compose(self.rule, root=self.root)
         if self.domains is not None:
@@ -148,13 +148,13 @@ class RewardSpec:
 
 @dataclass(frozen=True)
 class SourcePart:
-    """One reward of a source, `key_of` the domain whose tasks it judges, and the setting that names it."""
+    """One reward of a spec, `key_of` the domain whose tasks it judges, and the setting that names it."""
 
     domain: str | None
     setting: str
     reward: RewardFn
     source: RewardSpec
-    """Of this reward alone."""
+    """The spec of this reward alone."""
 
 
 def _setting(domain: str) -> str:

@@ -1,4 +1,4 @@
-"""What graders did, in numbers that can be added up over workers and taken apart by time."""
+"""Statistics of graders that can be added over workers and subtracted over time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds that something took, and how often it was done."""
+    """Total seconds and count of an operation."""
 
     count: int = 0
     seconds: float = 0.0
@@ -27,12 +27,12 @@ class Latency:
 
 @dataclass(frozen=True)
 class RoleStats:
-    """Answers of a role, those that did not come, and the most questions that waited for it at once."""
+    """A role's answers, its missing answers, and the maximum number of requests that waited for it at once."""
 
     answers: Latency = Latency()
-    """From when the role had the question."""
+    """Time from when the role got the request."""
     waits: Latency = Latency()
-    """Until it could have it."""
+    """Time until the role got the request."""
     unanswered: int = 0
     most_waiting: int = 0
 
@@ -48,8 +48,7 @@ class RoleStats:
 
 @dataclass(frozen=True)
 class GraderStats:
-    """Attempts at verdicts by how they ended (a retried job counts each time), verdicts kept that were asked for again,
-    and processes replaced."""
+    """Attempts at verdicts by how they ended (a retried job counts each time), cache hits, and replaced processes."""
 
     scored: int = 0
     raised: int = 0
@@ -60,15 +59,15 @@ class GraderStats:
     hits: int = 0
     restarts: int = 0
     verdicts: Latency = Latency()
-    """Inside the reward function."""
+    """Time inside the reward function."""
     latency: Mapping[str, Latency] = field(default_factory=dict)
-    """Of each domain: `DOMAIN/verdict` inside the reward function, `DOMAIN/wait` for a grader, `DOMAIN/part/PART`."""
+    """Per domain: `DOMAIN/verdict` inside the reward function, `DOMAIN/wait` for a grader, `DOMAIN/part/PART`."""
     roles: Mapping[str, RoleStats] = field(default_factory=dict)
-    """Of roles that were asked for parts of rewards."""
+    """Statistics of the roles that scored parts of rewards."""
 
     @property
     def mean_s(self) -> float:
-        """Mean seconds of the verdicts given, inside the reward function."""
+        """Mean seconds per verdict, inside the reward function."""
         return self.verdicts.mean_s
 
     def __add__(self, other: GraderStats) -> GraderStats:
@@ -79,12 +78,12 @@ class GraderStats:
         return GraderStats(**{name: a + b for name, a, b in self._beside(other)}, latency=latency, roles=roles)
 
     def __sub__(self, earlier: GraderStats) -> GraderStats:
-        """What came since; of roles there is nothing to take away."""
+        """The statistics since `earlier`; those of roles are left out."""
         latency = {name: took - earlier.latency.get(name, Latency()) for name, took in self.latency.items()}
         return GraderStats(**{name: a - b for name, a, b in self._beside(earlier)}, latency=latency)
 
     def metrics(self) -> dict[str, float]:
-        """As a run records them; latencies only of what was done."""
+        """As a run records them; latencies only if there were any."""
         asked = self.scored + self.hits
         values: dict[str, float] = {
             "graders/verdict_s": self.mean_s,

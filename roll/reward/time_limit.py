@@ -1,7 +1,7 @@
-"""A limit on the time that judging one text may take, where nothing else bounds it.
+"""A limit on the time for judging one text.
 
-A pattern of the user's, a verifier of a library's or a comparison of two long texts can take hours on a text made for
-that. Such a text is a wrong answer, not a broken reward: it is given up after some seconds, and is worth nothing.
+A user's regular expression, a library's verifier or a comparison of two long texts can take hours on an adversarial text.
+Such a text is a wrong answer, not a broken reward: judging stops after some seconds and the text is worth nothing.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import TypeVar
 R = TypeVar("R")
 
 PATIENCE_S = 1.0
-"""Seconds of computing that a search or a comparison may take; an honest text takes milliseconds. They are the process's
-own, so that a busy machine changes no verdict."""
+"""CPU seconds for a search or a comparison; an honest text takes milliseconds. They are the process's own CPU time, so
+that a busy machine changes no verdict."""
 
 _AGAIN_S = 0.2
-"""Python drops what is raised in a finalizer or a callback of the garbage collector: it is interrupted again."""
+"""Interval of further interrupts: Python drops exceptions raised in finalizers and garbage-collector callbacks."""
 
 
 class TimeLimitReached(BaseException):
-    """It took too long. No `except Exception` of a verifier's takes it for an error of its own."""
+    """Judging took too long. A BaseException, so that a verifier's `except Exception` does not catch it."""
 
 
 def patiently(judge: Callable[[], R], otherwise: R, seconds: float | None = None) -> R:
-    """What `judge` returns, or `otherwise` if that takes longer (`PATIENCE_S` where nothing else is said).
+    """The result of `judge`, or `otherwise` if it takes longer than `seconds` (default `PATIENCE_S`).
 
     A timer interrupts it, which works only in a process's main thread, where graders judge; elsewhere there is no limit.
-    A timer that was running goes on afterwards.
+    A timer that was already running continues afterwards.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         return judge()

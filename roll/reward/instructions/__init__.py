@@ -1,4 +1,4 @@
-"""`instructions`: whether a response does what it was told, by constraints that a program can check."""
+"""`instructions`: whether a response follows constraints that a program can check."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Instructions:
     """
 
     mode: Literal["strict", "loose"] = "strict"
-    """`loose`: an instruction is also followed if it is without the text's first line, last line or asterisks."""
+    """`loose`: an instruction also counts as followed if it is without the text's first line, last line or asterisks."""
     score: Literal["share", "all"] = "share"
     """`share` of the instructions followed, or `all` or nothing."""
     deterministic = True
@@ -34,7 +34,7 @@ class Instructions:
         return {"reward": values[self.score], **values}
 
     def check_answer(self, task: Task) -> bool:
-        """Always checks: `ValueError` if the task has no instructions, or not as many arguments."""
+        """Always checks: raises `ValueError` if the task has no instructions, or a different number of arguments."""
         return bool(instructions_of(task))
 
     def _follows(self, text: str, name: str, arguments: Mapping[str, Any]) -> bool:
@@ -43,7 +43,7 @@ class Instructions:
 
 
 def instructions_of(task: Task) -> list[tuple[str, Mapping[str, Any]]]:
-    """The names of a task's instructions and the arguments of each, without those that are null."""
+    """The names of a task's instructions and their arguments, without null values."""
     names = task.info.get("instruction_id_list")
     if not isinstance(names, Sequence) or isinstance(names, str) or not names:
         raise ValueError(f"task {task.id!r} has no instruction_id_list in its info")

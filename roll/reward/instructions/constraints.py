@@ -20,7 +20,7 @@ _ANSWERS = ("my answer is yes.", "my answer is no.", "my answer is maybe.")
 
 
 def follows(text: str, name: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether the text does what the instruction of that name says. `ValueError` if there is none, or it does not take
+    """Whether the text follows the instruction of that name. Raises `ValueError` if there is none, or it does not take
     these arguments."""
     if name not in CONSTRAINTS:
         raise ValueError(f"instruction {name!r} is not known{did_you_mean(name, CONSTRAINTS)}")

@@ -9,7 +9,7 @@ _ABBREVIATIONS = re.compile(
     r"|jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec"
 )
 _NEAR = 80
-"""Characters before a point that tell what it is."""
+"""Characters before a full stop that decide whether it ends a sentence."""
 _SOMETHING = re.compile(r"\S")
 _END = re.compile(r"[.!?…。！？]+[\"'”’)\]*_]*(?=\s|\Z)|[。！？]")
 
@@ -49,7 +49,7 @@ def divided(text: str, divider: str) -> list[str]:
 
 
 def _goes_on(text: str, start: int, end: re.Match[str]) -> bool:
-    """Whether a sentence that began at `start` goes on behind this point. Only what stands near it is looked at."""
+    """Whether a sentence that began at `start` continues after this full stop. Only the text near it is examined."""
     stop = end.start()
     near = text[max(start, stop - _NEAR) : stop]
     if not near or near[-1].isspace():

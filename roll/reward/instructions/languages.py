@@ -39,11 +39,12 @@ _SCRIPTS = {
     "zh": "CJK",
 }
 _BESIDE = {"ja": ("HIRAGANA", "KATAKANA", "CJK")}
-"""Scripts that a language is written in besides."""
+"""Further scripts of a language."""
 
 
 def is_written_in(text: str, language: str) -> bool:
-    """Whether more than half of the letters are of the language's script. `ValueError` if the script does not tell it."""
+    """Whether more than half of the letters are of the language's script. Raises `ValueError` if the script is
+    ambiguous."""
     if language not in _SCRIPTS:
         raise ValueError(f"language {language!r} cannot be told by its script; those that can: {', '.join(_SCRIPTS)}")
     letters = [unicodedata.name(character, "") for character in text if character.isalpha()]
