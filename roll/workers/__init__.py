@@ -1,1 +1,1 @@
-"""The roles: what the controller calls and where it computes."""
+"""The Parallel Workers of each role: training, inference, reward, environment, critic, judge and reward model."""

@@ -1,4 +1,4 @@
-"""A worker's membership in the group that weights are broadcast in."""
+"""A worker's membership in the broadcast process group of weight sync."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # those who only call a worker do without torch
+if TYPE_CHECKING:  # processes that only call a worker do not import torch
     from roll.weight_sync.broadcast import BroadcastGroup
 
 
 class BroadcastMember:
-    """What always holds: one broadcast at a time; after `leave` has returned no thread of an earlier broadcast runs, also
-    if whoever waited for it was cancelled."""
+    """Invariants: one broadcast at a time; after `leave` has returned, no thread of an earlier broadcast runs, even if
+    its caller was cancelled."""
 
     def __init__(self) -> None:
         self._group: BroadcastGroup | None = None
@@ -26,8 +26,8 @@ class BroadcastMember:
         move: Callable[[BroadcastGroup], None],
         otherwise: Callable[[], None] = lambda: None,
     ) -> None:
-        """Has a thread `move` the weights in the group, after it has joined one if there is none yet. When none forms,
-        the thread does the `otherwise` part."""
+        """Runs `move` in a thread with the process group, which it joins first if there is none. If joining fails, the
+        thread runs `otherwise` and the error is raised."""
 
         def work() -> None:
             if self._group is None:
@@ -41,14 +41,14 @@ class BroadcastMember:
         await self.contribute(work)
 
     async def contribute(self, work: Callable[[], None]) -> None:
-        """The part of a rank that broadcasts nothing itself."""
+        """Runs in a thread the work of a rank that does not broadcast itself."""
         await self._ended()
         thread = self._under_way = asyncio.get_running_loop().run_in_executor(None, work)
         # waits: the group has a deadline
         await asyncio.shield(thread)
 
     async def leave(self) -> None:
-        """Ends a broadcast that is under way; the next one is in a new group."""
+        """Aborts a broadcast in progress and destroys the process group; the next publish creates a new one."""
         self._abandoned.set()
         if self._group is not None:
             self._group.close()
@@ -56,13 +56,13 @@ class BroadcastMember:
         self.close()
 
     async def _ended(self) -> None:
-        """Returns when no broadcast is under way."""
+        """Returns when no broadcast is in progress."""
         if self._under_way is not None:
-            # waits: who broadcasts sees within a second that the group was abandoned
+            # waits: the broadcasting thread checks at least once per second whether the group was abandoned
             await asyncio.gather(self._under_way, return_exceptions=True)
 
     def close(self) -> None:
-        """Leaves without waiting for a broadcast."""
+        """Destroys the process group without waiting for a broadcast in progress."""
         self._abandoned.set()
         group, self._group = self._group, None
         self._abandoned = threading.Event()

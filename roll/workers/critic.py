@@ -1,4 +1,4 @@
-"""The critic's role: a model that predicts what a sample will still earn, from the state before each token."""
+"""The critic worker: a value model that predicts the remaining return of a sample from the state before each token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from roll.strategy.train.sharded.process_group import RankGroup
 
 FOLDER = "critic"
-"""Of a checkpoint."""
+"""The critic's folder in a checkpoint."""
 
 
 class CriticWorker(GroupWorker):
@@ -35,23 +35,23 @@ class CriticWorker(GroupWorker):
 
     @property
     def strategy(self) -> ValueStrategy:
-        """What computes with this rank's share of the critic: there once the ranks have met."""
+        """The Parallel Strategy of this rank's part of the critic; available once the ranks have joined their group."""
         assert self._strategy is not None, "the ranks of a role meet before they compute"
         return self._strategy
 
     @dispatch(Dispatch.DATA, join=join_tokens)
     def values(self, batch: Batch) -> TokenColumn:
-        """One value a token: what is predicted from the state before each sampled token, 0 elsewhere."""
+        """One value per token: the prediction from the state before each sampled token, 0 for other tokens."""
         return TokenColumn.flat(self.strategy.values(batch), batch.offsets)
 
     @dispatch(Dispatch.ONE)
     def update(self, batch: Batch, credit: CreditSpec, step: int) -> UpdateStats:
-        """Trains on the returns of a batch whose column `values` is what was predicted, at training step `step`."""
+        """Trains on the returns of a batch at training step `step`; column `values` has the predictions before it."""
         return self.strategy.update(batch, credit, step)
 
     @dispatch(Dispatch.ALL)
     def hold(self, level: Level) -> None:
-        """Keeps so much on the device and lays the rest aside in host memory."""
+        """Sets the residency level: keeps that much on the device and offloads the rest to host memory."""
         self.strategy.hold(level)
 
     @dispatch(Dispatch.ONE)
@@ -64,7 +64,7 @@ class CriticWorker(GroupWorker):
 
     @dispatch(Dispatch.ALL)
     async def saved(self) -> dict[str, str]:
-        """Returns once this worker has written what `save` began, with the digests of its files."""
+        """Returns once the files that `save` started to write are complete, with their digests."""
         written = await asyncio.to_thread(self.strategy.saved)
         return {f"{FOLDER}/{name}": digest for name, digest in written.items()}
 

@@ -1,4 +1,4 @@
-"""Workers that compute on devices: the process they need before numeric work, and the memory they took."""
+"""Base class of workers that compute on devices: sets up torch in the process and reports GPU memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from roll.cluster import Dispatch, Worker, WorkerPlacement, dispatch
 
 class DeviceWorker(Worker):
     def __init__(self, place: WorkerPlacement, deterministic: bool) -> None:
-        """Sets the process's threads, and fixed choices where bits must repeat."""
+        """Sets torch's thread count, and deterministic algorithms if results must be bit-identical."""
         import torch
 
         super().__init__(place)
@@ -18,7 +18,7 @@ class DeviceWorker(Worker):
 
     @dispatch(Dispatch.ALL)
     def take_peak_bytes(self) -> int:
-        """The most GPU memory the worker's process has had allocated since it was asked last; 0 on a CPU."""
+        """Peak GPU memory allocated by the worker's process since the last call; 0 on a CPU."""
         if not self.place.device.startswith("cuda"):
             return 0
         import torch

@@ -1,4 +1,4 @@
-"""The environment role: plays episodes in environment processes of its own."""
+"""The Environment Worker: runs episodes in its environment processes."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ class EnvWorker(Worker):
 
     @dispatch(Dispatch.ONE, raises=(EnvFailure,), crowded=True)
     async def reset(self, episode: str, spec: EnvSpec, alone: bool = False) -> ResetResult:
-        """Begins an episode, in a process of its own if it is to be alone, or says in an `EnvFailure` why it cannot."""
+        """Starts an episode, in a process of its own if `alone`. Raises `EnvFailure` if that fails."""
         return await self._pool.reset(episode, spec, alone)
 
     @dispatch(Dispatch.ONE, raises=(EnvFailure,), crowded=True)
     async def step(self, episode: str, action: str) -> Step:
-        """What the action led to, or an `EnvFailure`, which ends the episode. So does a step that is the last."""
+        """Performs an action. An `EnvFailure` closes the episode, and so does a step that is `done`."""
         return await self._pool.step(episode, action)
 
     @dispatch(Dispatch.ONE, crowded=True)
     async def close_episodes(self, episodes: Sequence[str]) -> None:
-        """Leaves episodes; those that are not open here are none of this worker's."""
+        """Closes episodes; unknown ones are ignored."""
         for episode in episodes:
             await self._pool.close_episode(episode)
 
     @dispatch(Dispatch.ONE)
     def take_stats(self) -> EnvStats:
-        """What the environments did since this was asked last."""
+        """Statistics of the environments since the last call."""
         return self._pool.take_stats()
 
     async def close(self) -> None:

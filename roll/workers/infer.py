@@ -1,4 +1,4 @@
-"""The inference role: an engine that serves one version of the weights at a time."""
+"""The inference worker: an engine that serves one version of the weights at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from roll.engine.request import Completion, Progress, Request
 from roll.workers.broadcast_membership import BroadcastMember
 from roll.workers.device import DeviceWorker
 
-if TYPE_CHECKING:  # those who only call an engine do without torch
+if TYPE_CHECKING:  # processes that only call an engine do not import torch
     from roll.engine.slot_engine import EngineStats
     from roll.strategy.infer.base import InferStrategy
     from roll.strategy.offload import Level
@@ -25,16 +25,16 @@ if TYPE_CHECKING:  # those who only call an engine do without torch
     from roll.weight_sync.weights import Weights
 
 POLL_S = 5.0
-"""How long `results` waits before it says that there are none yet."""
+"""How long `results` waits before it returns an empty batch."""
 NOBODY = ""
-"""The client of a request that nobody waits for."""
+"""Stands for the client of a request whose output is discarded."""
 PROGRESS_S = 0.5
-"""How often it says what running requests have drawn so far."""
+"""Seconds between progress messages of running requests."""
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """A request that can never run, and why."""
+    """A rejected request, which can never run, and the reason."""
 
     id: str
     reason: str
@@ -42,7 +42,7 @@ class Rejection:
 
 @dataclass(frozen=True)
 class OutputBatch:
-    """What a client hears of its requests: how some have got on, and which have ended."""
+    """Outputs for one client: completions of finished requests and new tokens of running ones."""
 
     completions: list[Completion]
     progress: list[Progress]
@@ -50,7 +50,7 @@ class OutputBatch:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """How full an engine is."""
+    """Load of an engine: running and waiting requests, and tokens in its KV cache."""
 
     running: int
     waiting: int
@@ -59,7 +59,7 @@ class EngineLoad:
 
 @dataclass
 class _Box:
-    """What a client has not asked for yet: completions, or the error that took all its requests."""
+    """Outputs that a client has not fetched yet: completions and progress, or the error that ended all its requests."""
 
     completions: list[Completion] = field(default_factory=list)
     progress: list[Progress] = field(default_factory=list)
@@ -71,7 +71,8 @@ class InferWorker(DeviceWorker):
     """A worker with an inference engine: it takes requests and serves one version of the weights at a time."""
 
     def __init__(self, place: WorkerPlacement, config: Config, *, own_weights: bool | None = None) -> None:
-        """By default an engine has weights of its own where it has a process of its own."""
+        """`own_weights`: whether the engine has its own copy of the weights; the default is no for the `local` executor,
+        else yes."""
         from roll.strategy.infer.factory import make_engine
 
         super().__init__(place, config.deterministic)
@@ -81,31 +82,31 @@ class InferWorker(DeviceWorker):
         self._receiver: Receiver | None = None
         self._member = BroadcastMember()
         self._clients_of: dict[str, list[str]] = {}
-        """Who waits for completions of each id: more than one where an aborted request was followed by another."""
+        """Clients that wait for completions of each request id: several if an aborted request was followed by another."""
         self._boxes: defaultdict[str, _Box] = defaultdict(_Box)
         self._heard: dict[str, int] = {}
-        """Tokens of each running request that its client was told of."""
+        """Tokens of each running request that were already sent to its client."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @dispatch(Dispatch.ALL)
     async def load_weights(self, weights: Weights) -> None:
-        """Loads weights that are here whole, and verifies their digests."""
+        """Loads the weights of a trainer in this process, and verifies them."""
         await self._strategy.load_weights(weights)
 
     @dispatch(Dispatch.ALL)
     def begin_weights(self, offer: WeightAnnouncement) -> None:
-        """Prepares to receive a version; nothing is served until `end_weights`."""
+        """Prepares to receive a version; the engine serves nothing until `end_weights`."""
         from roll.weight_sync.stream import Receiver
 
         tensors = self._strategy.begin_loading(offer.manifest)
         if self._receiver is None:
             self._receiver = Receiver(tensors)
-        self._receiver.rebind(tensors)  # a turn elsewhere moves their storage
+        self._receiver.rebind(tensors)  # offloading moves their storage
         self._receiver.begin(offer.manifest, offer.handle)
 
     @dispatch(Dispatch.ONE)
     def load_bucket(self, bucket: int) -> None:
-        """Takes over the bucket of weights that the trainer has written."""
+        """Loads the bucket of weights that the trainer has written."""
         assert self._receiver is not None
         self._receiver.load(bucket)
 
@@ -118,12 +119,12 @@ class InferWorker(DeviceWorker):
 
     @dispatch(Dispatch.ALL)
     async def leave_group(self) -> None:
-        """Ends a broadcast that is under way; the next one is in a new group."""
+        """Aborts a broadcast in progress and destroys the process group; the next publish creates a new one."""
         await self._member.leave()
 
     @dispatch(Dispatch.ALL)
     async def end_weights(self, manifest: WeightManifest) -> list[str]:
-        """Serves the version if every tensor is the trainer's; else the names of those that are not."""
+        """Verifies the digests of all tensors and serves the version if they match; returns the names that do not."""
         assert self._receiver is not None
         wrong = self._receiver.finish()
         if not wrong:
@@ -132,7 +133,7 @@ class InferWorker(DeviceWorker):
 
     @dispatch(Dispatch.ONE)
     def submit(self, client: str, requests: Sequence[Request]) -> list[Rejection]:
-        """Takes requests in; the refusals among them say why they can never run."""
+        """Submits requests; returns the rejected ones, each with the reason why it can never run."""
         refusals: list[Rejection] = []
         for request in requests:
             try:
@@ -151,7 +152,7 @@ class InferWorker(DeviceWorker):
             self._tasks[name] = asyncio.create_task(work())
 
     def _take_in(self, request: Request) -> None:
-        """One that is here already is of a client that died: it gives way to the new one."""
+        """Submits a request. A running request with the same id belongs to a client that died: it is aborted first."""
         try:
             self._strategy.submit([request])
         except ValueError:
@@ -163,7 +164,7 @@ class InferWorker(DeviceWorker):
 
     @dispatch(Dispatch.ALL)
     def forget_clients(self, beginning: str) -> None:
-        """Clients whose names begin so have died: their requests end, and nobody hears of them."""
+        """Drops dead clients, whose names start with `beginning`: aborts their requests and discards the outputs."""
         for client in [client for client in self._boxes if client.startswith(beginning)]:
             del self._boxes[client]
         orphans = [id for id, clients in self._clients_of.items() if any(c.startswith(beginning) for c in clients)]
@@ -174,7 +175,7 @@ class InferWorker(DeviceWorker):
 
     @dispatch(Dispatch.ONE)
     async def results(self, client: str) -> OutputBatch:
-        """What became of the client's requests; waits a while for something."""
+        """New outputs of the client's requests. Long-polls: waits up to `POLL_S` for the first output."""
         box = self._boxes[client]
         with suppress(TimeoutError):
             await asyncio.wait_for(box.news.wait(), POLL_S)
@@ -187,7 +188,7 @@ class InferWorker(DeviceWorker):
         return news
 
     async def _tell_progress(self) -> None:
-        """Tells clients from time to time what their requests have so far, while there are any."""
+        """Sends the new tokens of running requests to their clients every `PROGRESS_S`, while there are any requests."""
         while self._clients_of:
             await asyncio.sleep(PROGRESS_S)
             for progress in self._strategy.progress(self._heard):
@@ -199,7 +200,7 @@ class InferWorker(DeviceWorker):
                     box.news.set()
 
     async def _sort_results(self) -> None:
-        """Puts each completion into its client's box, while there is any to come."""
+        """Puts each completion into the box of its client, while there are any requests."""
         try:
             while self._clients_of:
                 for completion in await self._strategy.results():
@@ -218,7 +219,7 @@ class InferWorker(DeviceWorker):
                 box.news.set()
 
     def _client_of(self, id: str) -> str | None:
-        """Whose completion this is; None if an error took the request it belongs to."""
+        """The client that a completion belongs to; None if an error ended its request."""
         clients = self._clients_of.pop(id, [])
         if len(clients) > 1:
             self._clients_of[id] = clients[1:]
@@ -226,35 +227,35 @@ class InferWorker(DeviceWorker):
 
     @dispatch(Dispatch.ALL)
     def abort(self, ids: Sequence[str]) -> None:
-        """Ends requests; what they have sampled so far is returned as their result."""
+        """Aborts requests; their completions have the tokens sampled so far."""
         self._strategy.abort(ids)
 
     @dispatch(Dispatch.ALL)
     async def pause(self) -> None:
-        """Holds all running requests where they are, until `resume`."""
+        """Pauses all running requests until `resume`; they keep their state."""
         await self._strategy.pause()
 
     @dispatch(Dispatch.ALL)
     async def resume(self) -> None:
-        """Continues the requests that `pause` held."""
+        """Resumes the requests that `pause` stopped."""
         await self._strategy.resume()
 
     @dispatch(Dispatch.ALL)
     async def hold(self, level: Level) -> None:
-        """Keeps so much on the device; below `all` nothing may be running."""
+        """Sets the residency level: keeps that much on the device. Below `all` no request may be running."""
         if self._receiver is not None:
             self._receiver.let_go()
         await self._strategy.hold(level)
 
     @dispatch(Dispatch.ONE)
     def stats(self) -> EngineStats:
-        """What the engine has done so far."""
+        """The engine's counters since its start."""
         return self._strategy.stats()
 
     @dispatch(Dispatch.ALL)
     def load(self) -> EngineLoad:
-        """How many requests and tokens the engine holds."""
-        if not self._clients_of:  # also while it has no weights yet
+        """The current load of the engine."""
+        if not self._clients_of:  # also before the engine has weights
             return EngineLoad(0, 0, 0)
         stats = self._strategy.stats()
         return EngineLoad(stats.running, stats.waiting, stats.cached_tokens)

@@ -1,7 +1,7 @@
-"""The judge's role: an engine of its own answers conversations in words.
+"""The judge worker: an engine with frozen weights that generates replies to conversations.
 
-What always holds: the engine serves the weights that were loaded from the judge's files, once the probe agrees, and no
-others; a question is answered whole, sent back because it is not the judge's turn, or refused.
+Invariants: the engine serves only the weights loaded from the judge's files, once the probe prompt agrees; a question
+gets all of its replies, or None because the judge is offloaded, or a `ValueError`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from roll.strategy.offload import Level
 
 _LEAVE_S = 60.0
-"""How long the engine may take to let go of what it has."""
+"""Deadline for the engine to abort its requests."""
 
 
 class JudgeWorker(DeviceWorker):
@@ -46,17 +46,18 @@ class JudgeWorker(DeviceWorker):
         self._engine = FrozenEngine(place, config)
         self._turn = ResidencyGate()
         self._open: dict[str, asyncio.Future[Completion]] = {}
-        """Replies that are being generated."""
+        """Replies in progress, by request id."""
         self._sorting: asyncio.Task[None] | None = None
 
     @dispatch(Dispatch.ALL)
     async def start(self) -> None:
-        """Loads the weights, and serves them once they are verified."""
+        """Loads and verifies the weights, then serves them."""
         await self._engine.start()
 
     @dispatch(Dispatch.ONE, raises=(ValueError,))
     async def replies(self, question: str, messages: Sequence[Message], drawing: JudgeSampling) -> list[str] | None:
-        """An answer for each seed; None while it is not this worker's turn. `ValueError` if there can be none."""
+        """One reply per seed; None while this worker is offloaded: ask again. Raises `ValueError` if no reply is
+        possible."""
         prompt = self._prompt(messages)
         room = min(drawing.max_tokens, self._context - len(prompt))
         if room < 1:
@@ -68,7 +69,7 @@ class JudgeWorker(DeviceWorker):
             sampling = SamplingParams(room, drawing.temperature, stop_ids=self._stop_ids, seed=noise)
             self._submit(Request(f"{question}.{number}", np.array(prompt, np.int32), sampling))
         answers = [self._open[f"{question}.{number}"] for number in range(len(drawing.seeds))]
-        # waits: who asks has a deadline, and says so when it has passed
+        # waits: the caller has a deadline and calls `forget` after it
         found = await asyncio.gather(*answers)
         if any(completion.finish == "abort" for completion in found):
             return None
@@ -76,12 +77,13 @@ class JudgeWorker(DeviceWorker):
 
     @dispatch(Dispatch.ONE)
     def forget(self, question: str) -> None:
-        """Ends the replies to a question that nobody waits for any more."""
+        """Aborts the replies to a question that its caller has given up."""
         self._engine.strategy.abort([id for id in self._open if id.rpartition(".")[0] == question])
 
     @dispatch(Dispatch.ALL)
     async def hold(self, level: Level) -> None:
-        """Keeps so much on the device; below `all` nothing is answered: what was being generated is asked for again."""
+        """Sets the residency level: keeps that much on the device. Below `all` the judge answers nothing: it aborts
+        replies in progress, and their callers ask again."""
         if level != "all":
             self._turn.end()
             self._engine.strategy.abort(list(self._open))
@@ -110,7 +112,7 @@ class JudgeWorker(DeviceWorker):
             self._sorting = asyncio.create_task(self._sort())
 
     async def _sort(self) -> None:
-        """Gives every completion to who waits for it, while there is any to come."""
+        """Resolves the future of every completion, while there are any requests."""
         try:
             while self._open:
                 for completion in await self._engine.strategy.results():

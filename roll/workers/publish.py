@@ -1,9 +1,9 @@
-"""Publishing: the actor's weights become a version the engines serve.
+"""Weight sync: publishes the actor's weights as a version that the engines serve.
 
-What always holds: when it returns, every engine has verified that it holds the actor's bytes; an engine that has not
-serves nothing. Engines in the actor's process use its parameters, so nothing moves; to others the weights travel in
-buckets, by the path that suits where they are. An actor of several ranks is called on all of them: each adds its shards
-to every bucket, and the first sends it.
+Invariants: when `publish` returns, every engine has verified that it has the actor's bytes; an engine serves nothing
+before. Engines in the actor's process use its parameters, so nothing is copied; other engines receive the weights in
+buckets, by the path that suits their placement. If the actor has several ranks, all of them are called: each adds its
+shards to every bucket, and rank 0 sends it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from roll.workers.train import TrainWorker
 
 TRIES = 2
 _GRACE_S = 2.0
-"""How long the other side is heard after one has failed: that may be because the other has died."""
+"""How long to wait for the other side after one side of a broadcast has failed: its death may be the cause."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,8 +59,8 @@ async def publish(
 
 
 def choose_path(sender: WorkerPlacement, engines: Sequence[WorkerPlacement]) -> Path:
-    """How the weights travel from the trainer's first rank, which alone sends, wherever the other ranks are: `cuda_ipc`
-    if all engines are on its GPU, `shared_memory` if they are on its node, else `broadcast`."""
+    """The transport from the trainer's rank 0, the only rank that sends: `cuda_ipc` if all engines are on its GPU,
+    `shared_memory` if they are on its node, else `broadcast`."""
     if any(place.node != sender.node for place in engines):
         return "broadcast"
     one_gpu = sender.device != "cpu" and all(place.device == sender.device for place in engines)
@@ -68,8 +68,8 @@ def choose_path(sender: WorkerPlacement, engines: Sequence[WorkerPlacement]) -> 
 
 
 def choose_backend(sender: WorkerPlacement, engines: Sequence[WorkerPlacement]) -> BroadcastBackend:
-    """`nccl` if the sender and every engine have a GPU of their own: NCCL refuses two ranks of a group on one GPU, such
-    as a trainer and an engine that take turns on it. Else `gloo`, through host memory."""
+    """`nccl` if the sender and every engine have a GPU each: NCCL rejects two ranks of a group on one GPU, such as a
+    trainer and an engine that time-share it. Else `gloo`, through host memory."""
     places = [sender, *engines]
     gpus = {(place.node, place.device) for place in places if place.device != "cpu"}
     return "nccl" if len(gpus) == len(places) else "gloo"
@@ -101,7 +101,7 @@ async def _broadcast(actor: Cluster[TrainWorker], engines: Cluster[InferWorker])
             await asyncio.wait(pending, timeout=_GRACE_S)
         errors = [error for each in both if each.done() and (error := each.exception()) is not None]
         if errors:
-            await actor.call(TrainWorker.leave_group)  # its ranks are in step again when it returns
+            await actor.call(TrainWorker.leave_group)  # its ranks are synchronized again when it returns
             raise next((error for error in errors if isinstance(error, WorkerDied)), errors[0])
     finally:
         for each in both:

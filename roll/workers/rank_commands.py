@@ -1,9 +1,9 @@
-"""What the first rank of a mesh has the other ranks do, for a role that is asked at any time and by many.
+"""Commands from rank 0 of a mesh to the other ranks, for a role that many clients call at any time.
 
-A trainer's calls come from the controller, to all ranks in one order. A reward model's come from every grader: so only
-its first rank is asked, and it gives the others their orders, through the store at which all of them met.
+The controller calls all ranks of a trainer in the same order. A reward model is called by every reward worker: they call
+rank 0 only, and it sends commands to the other ranks through the rendezvous store.
 
-What always holds: every rank carries out the same orders in the same order.
+Invariant: every rank executes the same commands in the same order.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _LOOK = timedelta(seconds=5)
 
 class RankCommands:
     def __init__(self, rendezvous: RankRendezvous, followers: int) -> None:
-        """A connection of its own: one that waits for an order keeps others from using it."""
+        """Opens a separate connection to the store: a connection that waits for a command blocks its other users."""
         deadline = timedelta(seconds=rendezvous.deadline_s)
         self._store = TCPStore(rendezvous.address, rendezvous.port, is_master=False, timeout=deadline)
         self.followers = followers
         self._number = 0
 
     def give(self, order: Any) -> None:
-        """Tells the other ranks what to do next: this one does it too."""
+        """Sends a command to the other ranks; the caller executes it too."""
         if self.followers:
             self._store.set(f"order/{self._number}", pickle.dumps(order))  # type: ignore[arg-type]
             self._number += 1
 
     async def next(self) -> Any:
-        """The next order, as soon as there is one."""
+        """Waits for the next command and returns it."""
         key = f"order/{self._number}"
         while not await asyncio.to_thread(self._there, key):
             pass
@@ -49,6 +49,6 @@ class RankCommands:
     def _there(self, key: str) -> bool:
         try:
             self._store.wait([key], _LOOK)
-        except (RuntimeError, ValueError):  # torch has no error of its own for a wait that was too long
-            return bool(self._store.check([key]))  # raises when the store is gone
+        except (RuntimeError, ValueError):  # torch has no specific error for a timeout
+            return bool(self._store.check([key]))  # raises if the store has ended
         return True

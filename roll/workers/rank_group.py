@@ -1,9 +1,9 @@
-"""Workers whose model may be spread over the ranks of their role: then all ranks meet before it is loaded.
+"""Workers whose model may be sharded over the ranks of their role: then all ranks join a process group before loading.
 
-    rendezvous = open_group()        the first rank opens a store
-    join_group(rendezvous)           every rank comes to it, and builds its part
+    rendezvous = open_group()        rank 0 opens a store
+    join_group(rendezvous)           every rank connects to it and builds its part of the model
 
-What always holds: no process joins a group twice; after a loss all ranks are new processes, which meet at a new store.
+Invariants: no process joins a group twice; after a failure all ranks are new processes with a new store.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from roll.cluster import Cluster, Dispatch, WorkerPlacement, dispatch
 from roll.workers.device import DeviceWorker
 
-if TYPE_CHECKING:  # those who only call such a worker do without torch
+if TYPE_CHECKING:  # processes that only call such a worker do not import torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     from roll.strategy.train.sharded.process_group import RankGroup, RankRendezvous
@@ -21,26 +21,27 @@ if TYPE_CHECKING:  # those who only call such a worker do without torch
 
 class GroupWorker(DeviceWorker):
     def __init__(self, place: WorkerPlacement, deterministic: bool) -> None:
-        """A subclass sets what `build` needs first: a worker that is no rank of a mesh builds its strategy here."""
+        """A subclass must set the attributes that `build` needs before it calls this: a worker that is no rank of a mesh
+        builds its strategy here."""
         super().__init__(place, deterministic)
         self._store: TCPStore | None = None
         self.rendezvous: RankRendezvous | None = None
-        """Where the ranks have met."""
+        """The rendezvous of the ranks' process group."""
         if place.mesh is None:
             self.build(None)
 
     def build(self, group: RankGroup | None) -> None:
-        """Makes the worker's strategy, over the ranks of a group or in this process alone."""
+        """Creates the worker's Parallel Strategy, over the ranks of a group or in this process alone."""
         raise NotImplementedError
 
     @property
     def is_first(self) -> bool:
-        """Whether this worker speaks for its role: the only one, or the first rank of a mesh."""
+        """Whether this worker acts for its role: it is no rank of a mesh, or rank 0."""
         return self.place.mesh is None or self.place.rank == 0
 
     @dispatch(Dispatch.ONE)
     def open_group(self, deadline_s: float) -> RankRendezvous:
-        """Where the ranks will meet, at this one."""
+        """Opens the store on this rank and returns the rendezvous."""
         from roll.strategy.train.sharded.process_group import open_store
         from roll.weight_sync.broadcast import BroadcastGroup
 
@@ -49,7 +50,7 @@ class GroupWorker(DeviceWorker):
 
     @dispatch(Dispatch.ALL)
     def join_group(self, rendezvous: RankRendezvous) -> None:
-        """Meets the other ranks and builds this one's part of the model."""
+        """Joins the process group and builds this rank's part of the model."""
         import torch
 
         from roll.strategy.train.sharded.process_group import RankGroup
@@ -64,7 +65,7 @@ W = TypeVar("W", bound=GroupWorker)
 
 
 async def meet(cluster: Cluster[W]) -> Cluster[W]:
-    """Has the ranks of a role meet and load their model, if it is one that is spread over ranks."""
+    """Has the ranks of a role join their process group and load the model; does nothing if the workers are no group."""
     if cluster.is_group:
         rendezvous = await cluster.call_rank(0, GroupWorker.open_group, cluster.deadline_s)
         await cluster.call_each(GroupWorker.join_group, rendezvous)

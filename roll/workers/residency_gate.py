@@ -1,4 +1,4 @@
-"""A worker's turn on its devices, for roles that are asked at any time."""
+"""The residency gate of a worker that is called at any time and shares its devices with other roles."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import asyncio
 from contextlib import suppress
 
 POLL_S = 2.0
-"""How long a question waits for the worker's turn before it is sent back."""
+"""How long a call waits for the worker to be onloaded before it is sent back."""
 
 
 class ResidencyGate:
-    """Whether the worker is on its devices. Questions of a worker that is not are sent back, to be asked again."""
+    """Whether the worker is resident on its devices. While it is offloaded, calls are sent back, to be made again."""
 
     def __init__(self) -> None:
         self._here = asyncio.Event()
@@ -21,7 +21,7 @@ class ResidencyGate:
         return self._here.is_set()
 
     async def come(self) -> bool:
-        """Waits a while; whether it is the worker's turn."""
+        """Waits up to `POLL_S`; returns whether the worker is resident."""
         if not self.is_on:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._here.wait(), POLL_S)

@@ -1,4 +1,5 @@
-"""The reward role: judges attempts in grader processes of its own, after it has asked roles that have a part in it."""
+"""The Reward Worker: scores responses in its grader processes, after querying the reward model and judge if the reward
+uses them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from roll.workers.reward_model_client import RewardModelClient, ScorerClients
 
 
 class RewardWorker(Worker):
-    """A worker that judges responses in grader processes."""
+    """A worker that scores responses in grader processes."""
 
     def __init__(
         self,
@@ -30,7 +31,8 @@ class RewardWorker(Worker):
         patience_s: float = 600.0,
         log_bytes: int = LIMIT_BYTES,
     ) -> None:
-        """`replies_at_once` is what one judge generates at once; a role that dies is waited for so long."""
+        """`replies_at_once`: replies that one judge generates at once. `patience_s`: how long to retry calls on a role
+        whose worker died."""
         super().__init__(place)
         self._models = ScorerClients(replies_at_once=replies_at_once, askers=place.world_size, patience_s=patience_s)
         self._asking = ModelScoreClient(source.asked_of_roles(), self._models, config.cache)
@@ -52,12 +54,12 @@ class RewardWorker(Worker):
 
     @dispatch(Dispatch.ALL)
     def connect(self, scorers: RewardModelClient) -> None:
-        """Names the roles that are asked for parts of rewards; again after one of their workers was started again."""
+        """Sets the reward model and judge roles; called again after one of their workers was restarted."""
         self._models.connect(scorers)
 
     @dispatch(Dispatch.ONE, raises=(ScoreFailure,), crowded=True)
     async def score(self, task: Task, response: Response, votes: bool = False) -> Verdict:
-        """A verdict, with the response's answer if it `votes`, or a `ScoreFailure` that says why there is none."""
+        """Scores a response; with `votes` the verdict includes the extracted answer. Raises `ScoreFailure`."""
         try:
             said = await self._asking.said(task, response)
         except ScoreFailure as failure:
@@ -67,7 +69,7 @@ class RewardWorker(Worker):
 
     @dispatch(Dispatch.ONE)
     def take_stats(self) -> GraderStats:
-        """What the graders did since this was asked last, and the roles they build on."""
+        """Statistics of the graders, and of the reward model and judge roles, since the last call."""
         return replace(self._pool.take_stats(), roles=self._models.take_stats())
 
     async def close(self) -> None:

@@ -1,6 +1,6 @@
-"""The reward model's role: scores conversations, those that wait together in the trainer's micro-batches.
+"""The reward model worker: scores conversations, batching all that wait into micro-batches.
 
-Of a model over several ranks the first one is asked, and gives the others their orders.
+If the model has several ranks, clients call rank 0, which sends commands to the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from roll.data.tokenlog import IntArray
 from roll.workers.rank_group import GroupWorker
 from roll.workers.residency_gate import ResidencyGate
 
-if TYPE_CHECKING:  # those who only ask it do without torch
+if TYPE_CHECKING:  # processes that only call it do not import torch
     from roll.strategy.offload import Level
     from roll.strategy.train.base import RewardStrategy
     from roll.strategy.train.sharded.process_group import RankGroup
@@ -31,7 +31,8 @@ if TYPE_CHECKING:  # those who only ask it do without torch
 _log = logging.getLogger(__name__)
 
 _APART_S = 5.0
-"""After a rank has failed, for the controller to notice that another one is lost, if that is why."""
+"""Delay before a failed rank exits, so that the controller can detect the death of another rank first, if that was the
+cause."""
 
 
 class RewardModelWorker(GroupWorker):
@@ -42,11 +43,11 @@ class RewardModelWorker(GroupWorker):
         self._waiting: list[tuple[IntArray, asyncio.Future[float | None]]] = []
         self._scoring: asyncio.Task[None] | None = None
         self._apart = False
-        """Whether the ranks are no longer in step."""
+        """Whether the ranks have lost synchronization."""
         self._orders: RankCommands | None = None
         self._following: asyncio.Task[None] | None = None
         self._holds: asyncio.Queue[None] = asyncio.Queue()
-        """One entry per order to hold that this rank has carried out."""
+        """One entry per `hold` command that this rank has executed."""
         super().__init__(place, config.deterministic)
 
     def build(self, group: RankGroup | None) -> None:
@@ -64,13 +65,14 @@ class RewardModelWorker(GroupWorker):
 
     @property
     def strategy(self) -> RewardStrategy:
-        """What computes with this rank's share of the model: there once the ranks have met."""
+        """The Parallel Strategy of this rank's part of the model; available once the ranks have joined their group."""
         assert self._strategy is not None, "the ranks of a role meet before they compute"
         return self._strategy
 
     @dispatch(Dispatch.ONE, raises=(ValueError,))
     async def score(self, messages: Sequence[Message]) -> float | None:
-        """The score of a conversation; None while it is not this worker's turn. `ValueError` if it can have none."""
+        """The score of a conversation; None while this worker is offloaded: ask again. Raises `ValueError` if it cannot
+        be scored."""
         ids = self._tokens(messages)
         if not await self._turn.come():
             return None
@@ -78,14 +80,15 @@ class RewardModelWorker(GroupWorker):
         self._waiting.append((ids, answer))
         if not self._apart and (self._scoring is None or self._scoring.done()):
             self._scoring = asyncio.create_task(self._score_all())
-        # waits: who asks has a deadline
+        # waits: the caller has a deadline
         return await answer
 
     @dispatch(Dispatch.ALL)
     async def hold(self, level: Level) -> None:
-        """Keeps so much on the device and lays the rest aside in host memory; below `all` nothing is scored."""
+        """Sets the residency level: keeps that much on the device and offloads the rest to host memory. Below `all` the
+        worker scores nothing."""
         if not self.is_first:
-            # waits: for the first rank, which is called too; a call has a deadline
+            # waits: for rank 0, which is called too; a call has a deadline
             await self._holds.get()
             return
         if level != "all":
@@ -100,9 +103,9 @@ class RewardModelWorker(GroupWorker):
             self._turn.begin()
 
     async def _follow(self, orders: RankCommands) -> None:
-        """Does what the first rank does: scores conversations, or holds a level."""
+        """Executes the commands of rank 0: scores conversations, or sets a residency level."""
         while True:
-            # waits: for as long as the first rank lives, and this process with it
+            # waits: for as long as rank 0 lives, and this process with it
             order = await orders.next()
             if isinstance(order, str):
                 self.strategy.hold(cast("Level", order))
@@ -110,7 +113,7 @@ class RewardModelWorker(GroupWorker):
                 continue
             try:
                 self.strategy.scores(order)
-            except UserError:  # the first rank has it too, and says it to whoever asked
+            except UserError:  # rank 0 gets the same error and raises it to the caller
                 _log.exception("scores with the other ranks")
             except Exception as error:
                 self._end_apart(error)
@@ -134,8 +137,8 @@ class RewardModelWorker(GroupWorker):
         return ids
 
     async def _score_all(self) -> None:
-        """Scores what waits, and what comes meanwhile."""
-        await asyncio.sleep(0)  # what is asked in this turn of the loop goes along
+        """Scores the waiting conversations, and those that arrive in the meantime."""
+        await asyncio.sleep(0)  # calls of this iteration of the event loop join the first batch
         while self._waiting:
             some = self._taken()
             try:
@@ -156,8 +159,8 @@ class RewardModelWorker(GroupWorker):
             await asyncio.sleep(0)
 
     def _end_apart(self, error: Exception) -> None:
-        """Ends this process soon: what one rank alone failed in, such as an allocation, leaves the others waiting for it
-        in messages that the next scores would mix with. The group is then lost, and is restarted."""
+        """Exits this process after `_APART_S`: if one rank alone fails, for example in an allocation, the others wait for
+        it in a collective that the next scores would be mixed up with. The supervisor then restarts the group."""
         self._apart = True
         _log.error("this rank ends, because the others may wait for it", exc_info=error)
         asyncio.get_running_loop().call_later(_APART_S, os._exit, 1)

@@ -1,8 +1,8 @@
-"""The roles whose models judge attempts, as a reward worker asks them.
+"""A reward worker's client of the reward model and judge roles.
 
-What always holds: a question that was accepted ends in an answer, in `ScoreTimeout` or in `ValueError`. A deadline counts
-from when a role has the question and stands still while the role is off its devices, or while this process is held up. A
-worker that dies is waited for and asked again, as long as `patience_s` allows.
+Invariants: an accepted question ends in an answer, in `ScoreTimeout` or in `ValueError`. Its deadline starts when it is
+sent to a worker, and again when the worker has sent it back because the role is offloaded; time in which this process is
+blocked does not count. If a worker dies, the question is retried for up to `patience_s`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from roll.workers.reward_model import RewardModelWorker
 A = TypeVar("A")
 
 SCORED_AT_ONCE = 64
-"""Conversations that a reward model has at once, of all who ask: enough to fill its passes."""
+"""Conversations in flight at a reward model, over all reward workers: enough to fill its micro-batches."""
 _LOOK_S = 0.5
 _WAIT_S = (0.1, 5.0)
-"""How long a lost worker is waited for before it is asked again: first and most."""
+"""First and longest wait before a question is retried after a worker died."""
 
 
 @dataclass(frozen=True)
 class RewardModelClient:
-    """The clusters of these roles, as far as a run has them. They travel to the reward workers."""
+    """The clusters of these roles, None for those that a run does not have. The client is sent to the reward workers."""
 
     reward_model: Cluster[RewardModelWorker] | None = None
     judge: Cluster[JudgeWorker] | None = None
@@ -43,8 +43,8 @@ class RewardModelClient:
         return [cluster for cluster in (self.reward_model, self.judge) if cluster is not None]
 
     def as_sent(self) -> RewardModelClient:
-        """With the processes that the workers have now, wherever the asker is: a question to one that is lost fails at
-        once, and is asked again once the asker has been sent the new ones."""
+        """The client as it is sent to reward workers: its handles keep pointing to the current worker processes. A
+        question to a dead one fails at once, and is retried after the new handles have been sent."""
         reward_model, judge = self.reward_model, self.judge
         return RewardModelClient(reward_model and reward_model.as_sent(), judge and judge.as_sent())
 
@@ -53,13 +53,13 @@ NO_SCORERS = RewardModelClient()
 
 
 class _Queue:
-    """Questions before a role: at most `most` with it at once, or one that is larger."""
+    """The queue of questions for a role: their total in-flight size is at most `most`; a larger question runs alone."""
 
     def __init__(self) -> None:
         self.most = 1
         self.stats = RoleStats()
         self._busy: dict[int, int] = {}
-        """Questions with each worker."""
+        """Size of the in-flight questions per worker."""
         self._waiting = 0
         self._changed = asyncio.Condition()
 
@@ -69,7 +69,7 @@ class _Queue:
 
     @asynccontextmanager
     async def seat(self, size: int) -> AsyncIterator[int]:
-        """Room for a question of that size, at the worker that has least to do."""
+        """Waits until a question of that size fits; yields the rank of the least loaded worker."""
         loop = asyncio.get_running_loop()
         arrived = loop.time()
         self._waiting += 1
@@ -89,7 +89,7 @@ class _Queue:
             waited = Latency(1, began - arrived)
             self.stats = replace(self.stats, answers=self.stats.answers + took, waits=self.stats.waits + waited)
         finally:
-            if rank in self._busy:  # else the role has lost a worker for good
+            if rank in self._busy:  # else the worker was retired in the meantime
                 self._busy[rank] -= size
             async with self._changed:
                 self._changed.notify_all()
@@ -107,10 +107,10 @@ class _Queue:
 
 
 class ScorerClients:
-    """What a reward worker asks its rewards' questions of: `roll.reward.model_reward.ScoreBackend`."""
+    """A reward worker's implementation of `roll.reward.model_reward.ScoreBackend` through roles."""
 
     def __init__(self, *, replies_at_once: int, askers: int, patience_s: float) -> None:
-        """`replies_at_once` is what one judge generates at once; `askers` are the reward workers that share the roles."""
+        """`replies_at_once`: replies that one judge generates at once; `askers`: reward workers that share the roles."""
         self._replies_at_once = replies_at_once
         self._askers = askers
         self._patience_s = patience_s
@@ -119,7 +119,7 @@ class ScorerClients:
         self._leaving: set[asyncio.Task[None]] = set()
 
     def connect(self, scorers: RewardModelClient) -> None:
-        """The roles as they are now: some of their workers may have been started again."""
+        """Sets the roles' clusters, also after some of their workers were restarted."""
         self._scorers = scorers
         judges = len(scorers.judge) if scorers.judge is not None else 1
         self._queues["judge"].resize(judges, judges * self._replies_at_once // self._askers)
@@ -148,12 +148,12 @@ class ScorerClients:
                 raise
 
     def take_stats(self) -> dict[str, RoleStats]:
-        """Of the roles there are, since this was asked last."""
+        """Statistics of the run's roles since the last call."""
         there = [cluster.role for cluster in self._scorers.clusters]
         return {role: queue.take() for role, queue in self._queues.items() if role in there}
 
     async def _answer(self, role: str, ask: Callable[[int], Awaitable[A | None]], rank: int, timeout_s: float) -> A:
-        """Asks until the worker has its turn, and lives."""
+        """Repeats a question while the worker is offloaded or dead; a timeout of the worker ends it."""
         loop = asyncio.get_running_loop()
         wait_s, end_s = _WAIT_S[0], loop.time() + self._patience_s
         while True:
@@ -176,7 +176,7 @@ class ScorerClients:
                     return answer
 
     def _leave(self, rank: int, question: str) -> None:
-        """Has a judge end replies that nobody waits for any more."""
+        """Has a judge abort the replies to a question that was given up."""
 
         async def leave() -> None:
             with suppress(RemoteError):
@@ -195,7 +195,7 @@ def _there(cluster: Cluster[Any] | None, role: str) -> Cluster[Any]:
 
 
 async def _within(call: Awaitable[A], timeout_s: float) -> A:
-    """The answer, or `TimeoutError`. Time in which this process could not look does not count."""
+    """The answer, or `TimeoutError`. Time in which this process was blocked does not count."""
     task, left_s = asyncio.ensure_future(call), timeout_s
     try:
         while left_s > 0 and not task.done():

@@ -1,4 +1,4 @@
-"""The training role: the actor, and with frozen weights the reference."""
+"""The training worker: the actor, and with frozen weights the reference model."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ class TrainWorker(GroupWorker):
 
     @dispatch(Dispatch.DATA, join=join_tokens)
     def log_probs(self, batch: Batch) -> TokenColumn:
-        """One value a token: the log-prob of each sampled token under the current weights, 0 elsewhere."""
+        """One value per token: the log-prob of each sampled token under the current weights, 0 for other tokens."""
         return TokenColumn.flat(self.strategy.log_probs(batch), batch.offsets)
 
     @dispatch(Dispatch.DATA, join=join_tokens)
     def base_log_probs(self, batch: Batch) -> TokenColumn:
-        """The same under the weights that the adapters began with: they are off meanwhile."""
+        """The same under the base model's weights, with the adapters disabled."""
         return TokenColumn.flat(self.strategy.log_probs(batch, base=True), batch.offsets)
 
     @dispatch(Dispatch.DATA, join=_join_samples)
     def sample_kl(self, batch: Batch, estimator: Estimator) -> Array:
-        """One value a sample: the KL of its sampled tokens against column `ref`, summed."""
+        """One value per sample: the KL of its sampled tokens against column `ref`, summed."""
         return sample_kl(batch, estimator)
 
     @dispatch(Dispatch.ONE)
@@ -79,22 +79,22 @@ class TrainWorker(GroupWorker):
 
     @dispatch(Dispatch.ONE)
     def weights(self, version: int) -> Weights:
-        """The weights as a version that engines in this process can load and verify."""
+        """The weights by reference, as a version that engines in this process can load and verify."""
         assert isinstance(self._strategy, SingleStrategy), "only a model that is here whole is shared within a process"
         return self._strategy.weights(version)
 
     @dispatch(Dispatch.ONE)
     def offer(self, version: int, path: Path) -> WeightAnnouncement:
-        """Announces the weights as they are now; they must stay so until they were sent."""
+        """Announces the current weights as a version; they must not change until they have been sent."""
         prompt, log_probs = self.strategy.probe()
         sender = self._sending()
-        sender.rebind(self.strategy.published())  # a turn elsewhere moves their storage
+        sender.rebind(self.strategy.published())  # offloading moves their storage
         manifest = sender.manifest(version, prompt, log_probs)
         return WeightAnnouncement(manifest, sender.open(path, SLOTS) if path != "broadcast" and self.is_first else None)
 
     @dispatch(Dispatch.ONE)
     def write_bucket(self, bucket: int) -> None:
-        """Writes one bucket of the weights to where the engines read it."""
+        """Writes one bucket of the weights into the memory that the engines read; other ranks than 0 add their shards."""
         if self.is_first:
             self._sending().write(bucket)
         else:
@@ -102,18 +102,19 @@ class TrainWorker(GroupWorker):
 
     @dispatch(Dispatch.ONE)
     def meeting(self, engines: Sequence[int], backend: BroadcastBackend, deadline_s: float) -> Rendezvous:
-        """Where this trainer can be met by the engines of these ranks."""
+        """The rendezvous for a broadcast from this trainer to the engines of these ranks."""
         ranks = {engine: number + 1 for number, engine in enumerate(engines)}
         return Rendezvous(BroadcastGroup.host(), BroadcastGroup.free_port(), ranks, backend, deadline_s)
 
     @dispatch(Dispatch.ALL)
     async def leave_group(self) -> None:
-        """Ends a broadcast that is under way; the next one is in a new group."""
+        """Aborts a broadcast in progress and destroys the process group; the next publish creates a new one."""
         await self._member.leave()
 
     @dispatch(Dispatch.ONE)
     async def send_weights(self, meeting: Rendezvous) -> None:
-        """Sends all buckets to the engines, which must be receiving. Whatever is lost, all ranks stay in step."""
+        """Sends all buckets to the engines, which must be receiving. If an engine dies, the trainer's ranks stay
+        synchronized."""
         sender = self._sending()
         if self.is_first:
             join = partial(meeting.join, 0, self.place.device)
@@ -123,24 +124,24 @@ class TrainWorker(GroupWorker):
 
     @dispatch(Dispatch.ALL)
     def hold(self, level: Level) -> None:
-        """Keeps so much on the device and lays the rest aside in host memory."""
+        """Sets the residency level: keeps that much on the device and offloads the rest to host memory."""
         if self._sender is not None:
             self._sender.let_go()
         self.strategy.hold(level)
 
     @dispatch(Dispatch.ONE)
     def save(self, folder: FilePath) -> None:
-        """Begins to write the model and the optimizer, as they are now, into the folder of a checkpoint."""
+        """Starts to write the current model and optimizer state into a checkpoint's folder."""
         self.strategy.save(folder)
 
     @dispatch(Dispatch.ALL)
     async def saved(self) -> dict[str, str]:
-        """Returns once this worker has written what `save` began, with the digests of its files."""
+        """Returns once the files that `save` started to write are complete, with their digests."""
         return await asyncio.to_thread(self.strategy.saved)
 
     @dispatch(Dispatch.ALL)
     def load(self, folder: FilePath) -> None:
-        """Reads the model and the optimizer from the folder of a checkpoint."""
+        """Reads the model and optimizer state from a checkpoint's folder."""
         self.strategy.load(folder)
 
     def _sending(self) -> Sender:
@@ -150,7 +151,7 @@ class TrainWorker(GroupWorker):
 
     @property
     def strategy(self) -> TrainStrategy:
-        """What computes with this rank's share of the model: there once the ranks have met."""
+        """The Parallel Strategy of this rank's part of the model; available once the ranks have joined their group."""
         assert self._strategy is not None, "the ranks of a role meet before they compute"
         return self._strategy
 
