@@ -28,7 +28,7 @@ from roll.sandbox.isolation import Sandbox
 from roll.sandbox.launch import SCRATCH, call_filter, command, drops_user, payload, scratch_of, sealed
 from roll.sandbox.program import Kind, Limits, Program, ProgramResult, SandboxError
 from roll.sandbox.scratch_usage import Scratch
-from roll.sandbox.usage import has_room, holds_more
+from roll.sandbox.usage import first_children, has_room, holds_more
 
 _log = logging.getLogger(__name__)
 
@@ -88,22 +88,69 @@ class _Watch:
         """How long the program has taken, or took."""
         return (self.ended_s or time.monotonic()) - (self.begun_s or self.started_s)
 
-    def excess(self) -> Kind | None:
-        """Which limit it is beyond that the kernel does not hold."""
-        if self.begun_s is None or self.ended_s is not None:
-            return None
-        if self._lacks_memory():
-            return "memory"
-        if self.scratch is not None:
-            return "disk" if self.scratch.exceeds(self.process.pid) else None
-        if not has_room(self.process.pid, SCRATCH, self.limits.scratch_files):
-            return "disk"
-        return None
-
-    def _lacks_memory(self) -> bool:
+    def lacks_memory(self) -> bool:
+        """Whether it holds more memory than it may."""
         if self.group is not None:
             return self.group.ran_out()
-        return holds_more(self.process.pid, self.limits.memory_mb << 20)
+        own = [self.process.pid, *(() if self.scratch is not None else first_children(self.process.pid))]
+        return holds_more(self.process.pid, self.limits.memory_mb << 20, own)
+
+    def lacks_disk(self) -> bool:
+        """Whether its scratch folder has more in it than it may."""
+        if self.scratch is not None:
+            return self.scratch.exceeds(self.process.pid)
+        return not has_room(self.process.pid, SCRATCH, self.limits.scratch_files)
+
+
+class _Look:
+    """Looks again and again whether a program is beyond a limit, in a thread of its own: a program with many mappings can
+    make one look take seconds, and its time would not end meanwhile."""
+
+    def __init__(self, exceeds: Callable[[], bool]) -> None:
+        self._exceeds, self._stop = exceeds, threading.Event()
+        self._found: bool | BaseException = False
+        self._thread = threading.Thread(target=self._run, name="sandbox-look", daemon=True)
+        self._thread.start()
+
+    def found(self) -> bool:
+        """Whether it has been seen beyond the limit."""
+        if isinstance(self._found, BaseException):
+            raise self._found
+        return self._found
+
+    def end(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=_END_S)
+
+    def _run(self) -> None:
+        try:
+            while not self._found and not self._stop.is_set():
+                self._found = self._exceeds()
+                self._stop.wait(_TICK_S)
+        except BaseException as error:
+            self._found = error
+
+
+@dataclass
+class _Looks:
+    """Both limits that the kernel does not hold, from the moment when the program has run for a while."""
+
+    watch: _Watch
+    began_s: float = field(default_factory=time.monotonic)
+    _looks: dict[Kind, _Look] = field(default_factory=dict)
+
+    def excess(self) -> Kind | None:
+        """Which limit it is beyond."""
+        if self.watch.begun_s is None or self.watch.ended_s is not None:
+            return None
+        if not self._looks and time.monotonic() - self.began_s > _TICK_S:
+            self._looks = {"memory": _Look(self.watch.lacks_memory), "disk": _Look(self.watch.lacks_disk)}
+        return next((kind for kind, look in self._looks.items() if look.found()), None)
+
+    def end(self) -> None:
+        """After the program's end, which ends every look."""
+        for look in self._looks.values():
+            look.end()
 
 
 def execute(
@@ -128,12 +175,14 @@ def execute(
     ):
         folder = Scratch(scratch, limits.scratch_bytes) if sandbox.level == "plain" else None
         watch = _Watch(process, limits, folder, group)
+        looks = _Looks(watch)
         try:
-            kind = _watched(watch, status, stopped)
+            kind = _watched(watch, looks, status, stopped)
             seconds = watch.seconds()
         finally:
             _end(process, gently=sandbox.level == "plain")
             _wait_for_last(watch.said)
+            looks.end()
         if kind is None and group is not None and group.ran_out():
             kind = "memory"
     if LEFT in watch.said:
@@ -238,7 +287,7 @@ def _started(
         yield process, status
 
 
-def _watched(watch: _Watch, status: int, stopped: Callable[[], bool]) -> Kind | None:
+def _watched(watch: _Watch, looks: _Looks, status: int, stopped: Callable[[], bool]) -> Kind | None:
     """Collects output until the program has ended, or has to be ended because of what is returned."""
     streams: dict[IO[bytes], bytearray] = {}
     for stream, kept in ((watch.process.stdout, watch.stdout), (watch.process.stderr, watch.stderr)):
@@ -250,16 +299,13 @@ def _watched(watch: _Watch, status: int, stopped: Callable[[], bool]) -> Kind | 
         selector.register(status, selectors.EVENT_READ)
         for stream in streams:
             selector.register(stream, selectors.EVENT_READ)
-        looked_s = time.monotonic()
         while True:
             for key, _ in selector.select(_TICK_S):
                 _take(watch, selector, key, status, streams)
             if (kind := watch.verdict(stopped)) is not None:
                 return kind
-            if time.monotonic() - looked_s > _TICK_S:
-                looked_s = time.monotonic()
-                if (kind := watch.excess()) is not None:
-                    return kind
+            if (kind := looks.excess()) is not None:
+                return kind
             if watch.ended_s is not None and time.monotonic() - watch.ended_s > _CLEAN_S:
                 return None
             if watch.process.poll() is not None:

@@ -17,7 +17,7 @@ from roll.sandbox import seccomp_filter
 from roll.sandbox.inside import kernel
 from roll.sandbox.inside.removal import FOLDER
 from roll.sandbox.isolation import FIRST_USER, LANDLOCK_SIGNALS, NOBODY, Level, Sandbox
-from roll.sandbox.program import Limits, Program, SandboxError
+from roll.sandbox.program import OPEN_FILES, Limits, Program, SandboxError
 
 SCRATCH = "/scratch"
 _INSIDE = "roll.sandbox.inside"
@@ -198,7 +198,7 @@ def _config(sandbox: Sandbox, program: Program, limits: Limits) -> dict[str, Any
             "RLIMIT_AS": limits.memory_mb << 20,
             "RLIMIT_NPROC": limits.processes,
             "RLIMIT_FSIZE": limits.scratch_bytes,
-            "RLIMIT_NOFILE": 256,
+            "RLIMIT_NOFILE": OPEN_FILES,
             "RLIMIT_CORE": 0,
             "RLIMIT_MEMLOCK": 1 << 16,
             "RLIMIT_MSGQUEUE": 0,

@@ -13,6 +13,10 @@ Kind: TypeAlias = Literal["ok", "failed", "timeout", "memory", "output", "disk",
 its scratch folder; or something ended it from outside."""
 
 
+OPEN_FILES = 256
+"""How many files each process of a program may have open."""
+
+
 class SandboxError(RunError):
     """The sandbox itself did not start: no fault of the program."""
 

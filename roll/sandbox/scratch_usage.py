@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from roll.sandbox.inside import kernel
-from roll.sandbox.usage import children
+from roll.sandbox.usage import children, ended
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ONLY_PATH = getattr(os, "O_PATH", os.O_RDONLY)
@@ -25,7 +25,6 @@ _ENTRY_BYTES = 4096
 """What a name takes at least: more files than pages do not fit, and the time to count them stays short."""
 _FEWEST = 256
 _CHANCES = 10
-_PF_EXITING = 4
 _CAP_SYS_PTRACE = 19
 _NOT_ITS_FAULT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
@@ -215,16 +214,9 @@ def _count_open(pids: list[int], folder: str, count: _Count) -> frozenset[int]:
             except (FileNotFoundError, ProcessLookupError):
                 continue
             except PermissionError:
-                if not _ended(place):
+                if not ended(place):
                     hidden.add(pid)
     return frozenset(hidden)
-
-
-def _ended(place: str) -> bool:
-    """Whether a process, or thread, is about to end, or has but its parent has not heard of it: it holds nothing more."""
-    with open(f"{place}/stat", "rb") as file:
-        state, *numbers = file.read().rpartition(b")")[2].split()
-    return state in (b"Z", b"X") or bool(int(numbers[5]) & _PF_EXITING)
 
 
 def _opened(place: str) -> Iterator[os.stat_result]:

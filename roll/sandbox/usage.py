@@ -5,25 +5,48 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator
+
+from roll.sandbox.program import OPEN_FILES
 
 _SOCKET_BYTES = 256 << 10
 """What the kernel keeps for a socket at most: its buffer, which programs cannot enlarge, and what it overshoots by."""
 _SIZE = re.compile(r"^(Vm[A-Za-z]+):\s+([0-9]+) kB$", re.MULTILINE)
 _FEW_FILES = 16
 """A process that has no more open is not looked at further: it costs time."""
+_SHARED_S = 1.0
+"""Seconds for finding out what processes share: many mappings, which change all the time, make that take long."""
+_PF_EXITING = 4
 
 
-def holds_more(pid: int, limit_bytes: int) -> bool:
+def holds_more(pid: int, limit_bytes: int, own: Collection[int] = ()) -> bool:
     """Whether a process and all that come from it hold more memory than that. What they share counts once, if the kernel
-    tells: it takes longer to find out, so it is asked only where it matters."""
+    tells, in time: it takes longer to find out, so it is asked only where it matters. `own` are the sandbox's own."""
     pids = [pid, *children(pid)]
-    buffers_bytes = len(set().union(*map(_sockets, pids))) * _SOCKET_BYTES
     sizes = [_sizes(pid) for pid in pids]
-    kernel_bytes = buffers_bytes + sum(size.get("VmPTE", 0) for size in sizes)
+    kernel_bytes = _buffers_bytes(pids, own) + sum(size.get("VmPTE", 0) for size in sizes)
     if sum(size.get("VmRSS", 0) for size in sizes) + kernel_bytes <= limit_bytes:
         return False
-    return sum(map(_proportional_bytes, pids)) + kernel_bytes > limit_bytes
+    until_s, held_bytes = time.monotonic() + _SHARED_S, kernel_bytes
+    for each, size in zip(pids, sizes, strict=True):
+        held_bytes += _proportional_bytes(each) if time.monotonic() < until_s else size.get("VmRSS", 0)
+    return held_bytes > limit_bytes
+
+
+def _buffers_bytes(pids: Collection[int], own: Collection[int]) -> int:
+    """What the sockets of processes hold. One that does not let its open files be seen, which takes a program that nobody
+    may read, could have nothing but sockets."""
+    sockets: set[str] = set()
+    hidden = 0
+    for pid in pids:
+        try:
+            sockets |= _sockets(pid)
+        except PermissionError:  # for root, who sees all or nothing, that is no sign
+            hidden += os.geteuid() != 0 and pid not in own and not ended(f"/proc/{pid}")
+        except OSError:  # it has just ended
+            continue
+    return (len(sockets) + hidden * OPEN_FILES) * _SOCKET_BYTES
 
 
 def _sizes(pid: int) -> dict[str, int]:
@@ -34,13 +57,12 @@ def _sizes(pid: int) -> dict[str, int]:
 
 
 def _sockets(pid: int) -> set[str]:
-    """The sockets that a process has open. Of the sandbox's own processes, which are hidden, none."""
+    """The sockets that a process has open."""
     found: set[str] = set()
-    with contextlib.suppress(OSError):
-        numbers = os.listdir(f"/proc/{pid}/fd")
-        for number in numbers if len(numbers) > _FEW_FILES else ():
-            with contextlib.suppress(OSError):
-                found.add(os.readlink(f"/proc/{pid}/fd/{number}"))
+    numbers = os.listdir(f"/proc/{pid}/fd")
+    for number in numbers if len(numbers) > _FEW_FILES else ():
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(f"/proc/{pid}/fd/{number}"))
     return {name for name in found if name.startswith("socket:")}
 
 
@@ -52,15 +74,31 @@ def _proportional_bytes(pid: int) -> int:
     return _sizes(pid).get("VmRSS", 0)
 
 
+def ended(place: str) -> bool:
+    """Whether a process, or thread, is about to end, or has but its parent has not heard of it: it holds nothing more."""
+    try:
+        with open(f"{place}/stat", "rb") as file:
+            state, *numbers = file.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state in (b"Z", b"X") or bool(int(numbers[5]) & _PF_EXITING)
+
+
 def children(pid: int) -> Iterator[int]:
     """All processes that come from this one."""
+    for child in first_children(pid):
+        yield child
+        yield from children(child)
+
+
+def first_children(pid: int) -> list[int]:
+    """The processes that this one has started itself, or adopted."""
+    found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/children") as numbers:
-                found = [int(number) for number in numbers.read().split()]
-            for child in found:
-                yield child
-                yield from children(child)
+                found += [int(number) for number in numbers.read().split()]
+    return found
 
 
 def has_room(pid: int, folder: str, most_files: int) -> bool:

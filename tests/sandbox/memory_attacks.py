@@ -102,6 +102,20 @@ def pairs():
             except OSError: pass
 share(12, pairs)
 """,
+    "sockets of processes that nobody can look into": _FILL
+    + """
+import shutil, subprocess
+shutil.copyfile(os.path.realpath(sys.executable), "python")
+file = os.open("python", os.O_RDONLY)
+os.fchmod(file, 0o111)  # who may run it, but not read it, is hidden from others of the same user
+os.close(file)
+source = open("main.py").read().partition("def fill")[2].partition("import shutil")[0]
+source = f"import os, socket, time\\ndef fill{source}kept = []\\ntaken = 0\\nwhile taken < {GOAL // 8}:\\n"
+source += " kept.append(socket.socketpair())\\n taken += fill(kept[-1][0].fileno()) + fill(kept[-1][1].fileno())\\n"
+source += "print('full', flush=True)\\ntime.sleep(600)"
+hidden = [subprocess.Popen(["./python", "-c", source], stdout=subprocess.PIPE) for _ in range(8)]
+if any(each.stdout.readline() != b"full\\n" for each in hidden): sys.exit(1)
+""",
     "sockets with larger buffers": _FILL
     + """
 taken = 0

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import os
 import secrets
+import select
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 from boxes import NAMES, alive, box
 from processes import eventually
 
-from roll.sandbox import Limits, Program, Sandbox, SandboxError, best, run, run_blocking
+from roll.sandbox import Limits, Program, Sandbox, SandboxError, best, execution, run, run_blocking
 from roll.sandbox.calls import CallFailed, CallReturned, FunctionCall, call_all, check_all
 
 PATIENT = Limits(wall_s=20, cpu_s=20)
@@ -26,6 +27,22 @@ PATIENT = Limits(wall_s=20, cpu_s=20)
 @pytest.fixture(params=NAMES)
 def sandbox(request: pytest.FixtureRequest) -> Sandbox:
     return box(request.param)
+
+
+def test_a_look_that_takes_long_does_not_hold_up_the_end(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many mappings that change all the time a program can make the kernel take seconds to say what it holds."""
+
+    def until_it_ended(pid: int, *_: object) -> bool:
+        look = os.pidfd_open(pid)
+        select.select([look], [], [], 60)
+        os.close(look)
+        return False
+
+    monkeypatch.setattr(execution, "holds_more", until_it_ended)
+    watched = dataclasses.replace(sandbox, cgroups=None)
+    outcome = run_blocking(Program("import time\ntime.sleep(600)"), Limits(wall_s=0.5), watched)
+    assert outcome.kind == "timeout"
+    assert outcome.seconds < 30
 
 
 class TestOutcomes:
